@@ -1,0 +1,77 @@
+# Everything a developer runs. Each target makes its virtual environment first, where there is none.
+#
+#   make demo          what Triax does, on whatever machine this is
+#   make test          all tests that need no GPU
+#   make gpu-test      the tests that need one
+#   make lint          style, types and the project's own rules
+#   make matrix        the tests on every supported JAX and Triton (ARGS="--only 0.8.0,0.12")
+#   make docs wheel    the documentation in site/, the wheel in dist/
+#   make clean         removes what these made
+#
+# PYTHON=python3.12 picks the interpreter, VENV=… the folder, CUDA=cuda12 the CUDA packages.
+
+PYTHON ?= python3
+VENV ?= .venv
+CUDA ?= cuda13
+ARGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+LOCAL_TESTS := tests/test_layers.py tests/test_public_api.py
+
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+comma := ,
+EXTRAS := dev$(if $(HAS_GPU),$(comma)$(CUDA))
+
+# On Linux without a GPU, JAX's CUDA plugin alone lets the tests lower for CUDA; --no-deps leaves
+# out NVIDIA's libraries, and with them the backend, so JAX goes on using the CPU.
+LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
+
+.PHONY: demo test gpu-test lint format matrix docs wheel clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(STAMP)
+	JAX_PLATFORMS=cpu $(PY) -m pytest -m "not gpu" $(ARGS)
+
+gpu-test: $(STAMP)
+	$(PY) -c "import jax; print(jax.devices('gpu'))"
+	$(PY) -m pytest -m gpu tests/gpu $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q $(LOCAL_TESTS)
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+matrix: $(STAMP)
+	$(PY) tools/matrix.py $(ARGS)
+
+docs: $(DOCS_STAMP)
+	$(PY) -m mkdocs build --strict
+
+wheel: $(STAMP)
+	$(PY) -m build
+
+clean:
+	rm -rf $(VENV) .venv-312 .matrix build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Triax needs Python 3.11 or later; PYTHON=$(PYTHON) is %d.%d" % sys.version_info[:2])'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(if $(LOWERING_ONLY),$(PY) -m pip install --quiet --no-deps "jax-cuda13-plugin==$$($(PY) -c 'from importlib.metadata import version; print(version("jax"))')")
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PY) -m pip install --quiet --editable '.[docs]'
+	@touch $@

@@ -1,0 +1,328 @@
+"""What Triax takes from the insides of JAX and jaxlib.
+
+Each function is a thin, named door to a private symbol, with the versions' differences
+folded away by probing for the symbol itself. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import callback as _callback
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src import ffi as _ffi
+from jax._src import state as _state
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lib.mlir import ir as _ir
+from jax._src.lib.mlir.dialects import hlo as _hlo
+from jax._src.state import discharge as _discharge
+from jax._src.state.types import ReadEffect as _ReadEffect
+from jax._src.state.types import TransformedRef as _TransformedRef
+from jax._src.state.types import WriteEffect as _WriteEffect
+from jax.interpreters import ad, batching
+from jax.sharding import PartitionSpec
+
+from triax.bridge.compat import versions
+from triax.bridge.errors import MissingDependencyError, VersionError
+
+# --- jaxlib's Triton module ---------------------------------------------------
+
+
+@functools.cache
+def gpu_triton() -> ModuleType:
+    """jaxlib's `gpu_triton` module with the CUDA plugin's constructors in it.
+
+    Importing it registers the custom-call targets with XLA.
+
+    Raises:
+      MissingDependencyError: no CUDA plugin is installed.
+      VersionError: the plugin is of another version than jaxlib, or too old.
+    """
+    jaxlib = versions.installed("jaxlib") or "unknown"
+    plugin = versions.cuda_plugin()
+    versions.check_plugin(plugin, jaxlib)
+    versions.check_dispatch(versions.gated_version())
+    module = importlib.import_module("jax._src.lib").gpu_triton
+    if not hasattr(module, "TritonKernel"):
+        raise MissingDependencyError(
+            "Lowering a Triton kernel for CUDA needs JAX's CUDA plugin, which is not installed. "
+            f"Install `jax[cuda13]=={jaxlib}`; where there is no GPU, "
+            f"`pip install --no-deps jax-cuda13-plugin=={jaxlib}` is enough to lower."
+        )
+    return module
+
+
+def make_triton_kernel(
+    *,
+    name: str,
+    num_warps: int,
+    num_ctas: int,
+    shared_bytes: int,
+    ptx: str,
+    compute_capability: int,
+    global_scratch_bytes: int,
+    global_scratch_align: int,
+) -> Any:
+    """jaxlib's TritonKernel, whatever this version's argument list is."""
+    module = gpu_triton()
+    ttir = ""  # Only ever logged; leaving it out keeps the bytes small and free of paths.
+    if not versions.KERNEL_NUM_CTAS.passes(versions.gated_version()):
+        cluster = (num_ctas, 1, 1)
+        return module.TritonKernel(
+            name, num_warps, shared_bytes, ptx, ttir, compute_capability, *cluster
+        )
+    arguments = [name, num_warps, num_ctas, shared_bytes, ptx, ttir, compute_capability]
+    if global_scratch_bytes:
+        if not supports_global_scratch():
+            raise VersionError(
+                f"Kernel {name!r} needs {global_scratch_bytes} bytes of global scratch "
+                "(tl.make_tensor_descriptor does), which this jaxlib cannot allocate "
+                f"({versions.gated_version()}). Upgrade JAX, or make the descriptor on the host."
+            )
+        arguments += [global_scratch_bytes, global_scratch_align]
+    return module.TritonKernel(*arguments)
+
+
+def supports_global_scratch() -> bool:
+    """Whether jaxlib allocates scratch memory for kernels (device TMA descriptors need it)."""
+    return "global_scratch_size" in (gpu_triton().TritonKernel.__init__.__doc__ or "")
+
+
+def supports_tensor_maps() -> bool:
+    """Whether jaxlib encodes host TMA descriptors."""
+    return hasattr(gpu_triton(), "create_tma_descriptor_parameter")
+
+
+# --- tracing ------------------------------------------------------------------
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array: JAX's, traced or not, NumPy's, or a constant in a trace."""
+    constant = getattr(sys.modules.get("jax._src.literals"), "TypedNdArray", np.ndarray)
+    return isinstance(value, (jax.Array, np.ndarray, constant))
+
+
+def is_ref(value: Any) -> bool:
+    """Whether `value` is a `jax.Ref`, concrete or traced."""
+    try:
+        return isinstance(jax.typeof(value), _state.AbstractRef)
+    except TypeError:
+        return False
+
+
+def is_transformed_ref(value: Any) -> bool:
+    """Whether `value` is a view of a Ref, such as ``ref.at[0]``."""
+    return isinstance(value, _TransformedRef)
+
+
+def is_abstract_ref(aval: Any) -> bool:
+    return isinstance(aval, _state.AbstractRef)
+
+
+def ref_effects(index: int) -> set[Any]:
+    """The effects of reading and writing the `index`-th input, a Ref."""
+    return {_ReadEffect(index), _WriteEffect(index)}
+
+
+def side_effect() -> Any:
+    """The effect JAX gives foreign calls with `has_side_effect`, which keeps them alive."""
+    return _ffi._FfiEffect
+
+
+def insert_varying_casts(args: Sequence[Any]) -> list[Any]:
+    """Casts arrays to common varying axes and shardings inside `shard_map`."""
+    cast = getattr(_core, "auto_insert_reshard", None) or _core.standard_insert_pvary
+    return list(cast(*args)) if args else []
+
+
+def result_aval(name: str, in_avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """An output's abstract value: varying over all mesh axes that any input varies over."""
+    varying = _core.standard_vma_rule(name, *in_avals)
+    sharding = _core.get_cur_mesh_sharding(PartitionSpec(*[None] * len(shape)))
+    if hasattr(_core, "ManualAxisType"):
+        axes = _core.ManualAxisType(varying=varying)
+        return _core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
+    return _core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
+
+
+def shaped_array(shape: tuple[int, ...], dtype: Any) -> Any:
+    return _core.ShapedArray(shape, dtype)
+
+
+def new_primitive(name: str) -> Any:
+    primitive = _core.Primitive(name)
+    primitive.multiple_results = True
+    return primitive
+
+
+def apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
+    """Runs a primitive eagerly, through a compiled program of its own."""
+    return _dispatch.apply_primitive(primitive, *args, **params)
+
+
+def jit_enabled() -> Any:
+    """A scope in which `jax.jit` compiles, whatever ``jax.disable_jit`` says."""
+    return _config.disable_jit(False)
+
+
+def set_jvp(primitive: Any, rule: Callable[..., Any]) -> None:
+    ad.primitive_jvps[primitive] = rule
+
+
+def set_batcher(primitive: Any, rule: Callable[..., Any]) -> None:
+    batching.primitive_batchers[primitive] = rule
+
+
+def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> Any:
+    """JAX's own batching of foreign calls, by `vmap_method` and `result_avals`."""
+    return _ffi.ffi_batching_rule(primitive, args, dims, **params)
+
+
+def set_discharge(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Registers ``rule(in_avals, *args, **params) -> (new_invals, results)`` for Refs."""
+    if hasattr(_discharge, "DischargeContext"):
+
+        def discharge(ctx: Any, *args: Any, **params: Any) -> Any:
+            return rule(ctx.in_avals, *args, **params)
+
+    else:
+
+        def discharge(in_avals: Any, out_avals: Any, *args: Any, **params: Any) -> Any:
+            return rule(in_avals, *args, **params)
+
+    _discharge.register_discharge_rule(primitive)(discharge)
+
+
+# --- lowering -----------------------------------------------------------------
+
+
+def lowering_platforms(ctx: Any) -> tuple[str, ...]:
+    """The platforms a rule is being lowered for; several only while exporting."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def is_exporting(ctx: Any) -> bool:
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def lowering_devices(ctx: Any) -> tuple[Any, ...]:
+    """The devices the program is lowered for, as far as the lowering context knows them."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is not None:
+        try:
+            return tuple(np.asarray(mesh.devices).flat)
+        except (AttributeError, ValueError):  # an abstract mesh has no devices
+            return ()
+    return tuple(getattr(context, "device_assignment", None) or ())
+
+
+def with_avals(ctx: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> Any:
+    """The same lowering context for a call with other operands and results."""
+    return ctx.replace(avals_in=list(avals_in), avals_out=list(avals_out))
+
+
+def emit_callback(
+    ctx: Any,
+    callback: Callable[..., Any],
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    *,
+    has_side_effect: bool,
+) -> Sequence[Any]:
+    """Emits a host callback.
+
+    `jax.pure_callback` hangs with a collective over several CPU devices and large
+    arrays, because it turns its operands into JAX arrays; this does not.
+    """
+    results, _, _ = _callback.emit_python_callback(
+        ctx, callback, None, operands, avals_in, avals_out, has_side_effect=has_side_effect
+    )
+    return results
+
+
+def lower_function(ctx: Any, function: Callable[..., Any], *operands: Any) -> Sequence[Any]:
+    """Lowers a JAX function of the operands in place; it returns a list."""
+    return _mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def set_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None = None) -> None:
+    _mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:
+    """Adds frontend attributes to the operation that produced `results`.
+
+    XLA carries them along and prints them in its dumps; they change nothing.
+    """
+    if not results:
+        return
+    operation = results[0].owner
+    values = {name: _ir.StringAttr.get(text) for name, text in sorted(attributes.items())}
+    operation.attributes["mhlo.frontend_attributes"] = _ir.DictAttr.get(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomCallOp:
+    """A custom call found in a lowered module; `attributes` are its frontend attributes."""
+
+    target: str
+    opaque: bytes | None
+    attributes: dict[str, str]
+    aliases: tuple[tuple[int, int], ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+def custom_calls(module: Any) -> list[CustomCallOp]:
+    """All StableHLO custom calls of an MLIR module."""
+    found = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            found.append(_custom_call_op(operation))
+        return _ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def _custom_call_op(operation: Any) -> CustomCallOp:
+    attributes = operation.attributes
+    opaque = None
+    if "mhlo.backend_config" in attributes:  # the typed FFI keeps a dictionary
+        config = _ir.DictAttr(attributes["mhlo.backend_config"])
+        if "opaque" in config:
+            opaque = _ir.StringAttr(config["opaque"]).value_bytes
+    elif "backend_config" in attributes:
+        opaque = _ir.StringAttr(attributes["backend_config"]).value_bytes
+    frontend: dict[str, str] = {}
+    if "mhlo.frontend_attributes" in attributes:
+        for item in _ir.DictAttr(attributes["mhlo.frontend_attributes"]):
+            frontend[item.name] = _ir.StringAttr(item.attr).value
+    pairs = []
+    if "output_operand_aliases" in attributes:
+        count = len(operation.results)
+        for alias in map(_hlo.OutputOperandAlias, attributes["output_operand_aliases"]):
+            # A single result is not a tuple, and has no index.
+            index = alias.output_tuple_indices[0] if count > 1 else 0
+            pairs.append((alias.operand_index, index))
+    return CustomCallOp(
+        target=_ir.StringAttr(attributes["call_target_name"]).value,
+        opaque=opaque,
+        attributes=frontend,
+        aliases=tuple(sorted(pairs)),
+        operands=tuple(str(o.type) for o in operation.operands),
+        results=tuple(str(r.type) for r in operation.results),
+    )

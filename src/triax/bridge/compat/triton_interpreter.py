@@ -1,0 +1,257 @@
+"""What Triax takes from the insides of Triton's interpreter.
+
+Triton's interpreter replaces functions of `triton.language` by ones that compute
+with NumPy. Stock, it needs torch and an environment variable, leaves names in
+the user's module, and in some versions never undoes its replacements. This file
+hands out its parts under plain names: the builder that carries out operations,
+the replacements as a context manager that always undoes them, and the AST
+transformation of kernels. The interpreter proper is `triax.bridge.interpreter`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import JITFunction
+from triton.runtime import interpreter as _stock
+
+InterpreterBuilder = _stock.InterpreterBuilder
+TensorHandle = _stock.TensorHandle
+TensorDescHandle = _stock.TensorDescHandle
+
+SUM_COMBINE: JITFunction = tl.standard._sum_combine
+PROD_COMBINE: JITFunction = tl.standard._prod_combine
+MAX_COMBINE: JITFunction = tl.standard._elementwise_max
+MIN_COMBINE: JITFunction = tl.standard._elementwise_min
+ARGMAX_COMBINES: tuple[JITFunction, ...] = (
+    tl.standard._argmax_combine_tie_break_left,
+    tl.standard._argmax_combine_tie_break_fast,
+)
+ARGMIN_COMBINES: tuple[JITFunction, ...] = (
+    tl.standard._argmin_combine_tie_break_left,
+    tl.standard._argmin_combine_tie_break_fast,
+)
+
+_NUMPY_DTYPES = {
+    "int1": np.dtype(bool),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype(np.int16),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+    "uint64": np.dtype(np.uint64),
+    "fp16": np.dtype(np.float16),
+    # Stock Triton computes on the bit patterns of bfloat16 as if they were integers.
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+    # Float8 is held as bytes: Triton allows no arithmetic on it without a cast.
+    "fp8e4nv": np.dtype(np.uint8),
+    "fp8e5": np.dtype(np.uint8),
+    "fp8e4b8": np.dtype(np.uint8),
+    "fp8e5b16": np.dtype(np.uint8),
+    "fp8e4b15": np.dtype(np.uint8),
+}
+_ADDRESS = np.dtype(np.uint64)
+
+
+def numpy_dtype(dtype: tl.dtype) -> np.dtype:
+    """The NumPy dtype that holds a Triton type, a block's being its element's."""
+    scalar = dtype.scalar
+    return _ADDRESS if scalar.is_ptr() else _NUMPY_DTYPES[scalar.name]
+
+
+def type_from_name(name: str) -> tl.dtype:
+    """Triton's type for one of its mangled names, such as ``i64`` or ``*fp32``."""
+    return tl.str_to_ty(name, None)
+
+
+def tensor(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
+    """An array as the interpreter's tensor; an array of rank 0 becomes a scalar."""
+    if array.ndim == 0:
+        return tl.tensor(TensorHandle(array.reshape(1), dtype), dtype)
+    return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
+
+
+def make_semantic(builder: Any) -> TritonSemantic:
+    """Triton's rules for types, shapes and promotion, over `builder`."""
+    return TritonSemantic(builder)
+
+
+def debug_options(options: Any) -> Any:
+    """Builder options under which `tl.device_assert` asserts, and integers may wrap."""
+    return dataclasses.replace(options, debug=True, sanitize_overflow=False)
+
+
+def transform(tree: ast.Module) -> ast.Module:
+    """Rewrites a kernel's AST: what is assigned to a variable becomes a tensor.
+
+    The code refers to the name ``interpreter_semantic``, in newer Triton also to
+    the names of `TRANSFORM_NAMES`.
+    """
+    return ast.fix_missing_locations(_stock.FunctionRewriter.ast_transformer.visit(tree))
+
+
+TRANSFORM_NAMES: dict[str, Any] = {
+    name: getattr(_stock, name) for name in ("_InterpreterComparison",) if hasattr(_stock, name)
+}
+CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
+"""Whether this Triton knows what ``a < b < c`` means."""
+
+
+def elementwise_reduce(
+    tensors: tuple[tl.tensor, ...], axis: int | None, combine: Callable, keep_dims: bool
+) -> tuple[tl.tensor, ...]:
+    """Triton's own reduction, one element at a time."""
+    function = types.SimpleNamespace(fn=combine)
+    return _stock.ReduceOps(axis, function, keep_dims).apply(tensors)
+
+
+def elementwise_scan(
+    tensors: tuple[tl.tensor, ...], axis: int, combine: Callable, reverse: bool
+) -> tuple[tl.tensor, ...]:
+    """Triton's own scan, one element at a time."""
+    function = types.SimpleNamespace(fn=combine)
+    return _stock.ScanOps(axis, function, reverse).apply(tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """`holder.name` is to be `value`."""
+
+    holder: Any
+    name: str
+    value: Any
+
+
+_ABSENT = object()
+_CORE_HOLDERS = (
+    tl,
+    tl.core,
+    tl.math,
+    tl.core.tensor,
+    tl.core.dtype,
+    tl.core.tensor_descriptor_base,
+    tl.core.condition,
+    tl.core.constexpr,
+    tl.core.tuple,
+)
+
+
+@contextlib.contextmanager
+def _restored(holders: Iterable[Any]) -> Iterator[list[Change]]:
+    """Undoes all assignments to attributes of `holders`; yields them once undone."""
+    holders = tuple(holders)
+    before = [dict(vars(holder)) for holder in holders]
+    changes: list[Change] = []
+    try:
+        yield changes
+    finally:
+        for holder, old in zip(holders, before, strict=True):
+            new = dict(vars(holder))
+            for name in new.keys() | old.keys():
+                if new.get(name, _ABSENT) is old.get(name, _ABSENT):
+                    continue
+                changes.append(Change(holder, name, new.get(name, _ABSENT)))
+                _assign(holder, name, old.get(name, _ABSENT))
+
+
+def _assign(holder: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(holder, name)
+    else:
+        setattr(holder, name, value)
+
+
+class LanguagePatch:
+    """All replacements that interpreting needs, found once and applied per launch.
+
+    Triton's own patching inspects every module anew; applying a recorded list of
+    assignments is some ten times faster.
+    """
+
+    def __init__(self, builder: Any, semantic: TritonSemantic, more: Iterable[Change]):
+        self._changes = [
+            Change(_stock, "interpreter_builder", builder),
+            Change(_stock, "interpreter_semantic", semantic),
+            Change(_stock, "_get_np_dtype", numpy_dtype),
+        ]
+        with self._applied(self._changes), _restored(_CORE_HOLDERS) as language:
+            scope = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+            _stock._patch_lang(scope)
+        self._changes += language
+        self._changes += _extra_changes(semantic)
+        self._changes += more
+        self.replaced: dict[int, tuple[Any, Any]] = {}
+        """By identity: each replaced function of the language and its replacement, for
+        kernels whose module imported the function itself."""
+        for change in self._changes:
+            if isinstance(change.holder, types.ModuleType) and change.holder is not _stock:
+                original = vars(change.holder).get(change.name)
+                self.replaced[id(original)] = (original, change.value)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Puts the replacements in place, and whatever was there back in the end."""
+        with self._applied(self._changes):
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _applied(changes: list[Change]) -> Iterator[None]:
+        undo: list[Change] = []
+        try:
+            for change in changes:
+                old = vars(change.holder).get(change.name, _ABSENT)
+                undo.append(Change(change.holder, change.name, old))
+                _assign(change.holder, change.name, change.value)
+            yield
+        finally:
+            for change in reversed(undo):
+                _assign(change.holder, change.name, change.value)
+
+
+def _extra_changes(semantic: TritonSemantic) -> Iterator[Change]:
+    """Hands the functions of `triton.language.extra` the interpreter's semantic.
+
+    Most end in inline assembly or libdevice, which the builder refuses by name;
+    left alone they would fail obscurely, and those of the generic libdevice, which
+    are empty stubs, would silently return None.
+    """
+    for name in ("libdevice", "cuda", "cuda.libdevice"):
+        try:
+            module = importlib.import_module(f"triton.language.extra.{name}")
+        except ImportError:
+            continue
+        for attribute, member in vars(module).items():
+            if tl.core.is_builtin(member):
+                yield Change(module, attribute, _with_semantic(member, semantic))
+            elif name == "libdevice" and inspect.isfunction(member):
+                yield Change(module, attribute, _libdevice_stub(attribute, semantic))
+
+
+def _with_semantic(function: Callable, semantic: TritonSemantic) -> Callable:
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs, _semantic=semantic)
+
+    return call
+
+
+def _libdevice_stub(name: str, semantic: TritonSemantic) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return semantic.builder.create_extern_elementwise("libdevice", "", name, [], None, True)
+
+    return call

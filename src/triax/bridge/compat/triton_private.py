@@ -1,0 +1,275 @@
+"""What Triax takes from Triton's compiler: binding, specialisation, compilation.
+
+Triton's own binder decides how each argument is typed and specialised, so annotations,
+`do_not_specialize`, defaults and nested tuples mean here what they mean in Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from triax.bridge.compat import versions
+from triax.bridge.errors import CompilationError, MissingDependencyError
+
+_PLACEHOLDER = (
+    "The installed `triton` is the placeholder package that `pytorch-triton` 0.0.1 is, not "
+    "Triton itself. Uninstall it (`pip uninstall pytorch-triton triton`) and install `triton>=3.5`."
+)
+
+
+@functools.cache
+def triton() -> ModuleType:
+    """The `triton` package.
+
+    Raises:
+      MissingDependencyError: not installed, or the placeholder of PyTorch's index.
+      VersionError: too old.
+    """
+    try:
+        module = importlib.import_module("triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise MissingDependencyError(
+            "Calling a Triton kernel needs `triton`, which is not installed. "
+            "On Linux, `pip install 'triton>=3.5'`; there is no Triton for other systems, "
+            "where `triax.moe` runs through XLA."
+        ) from error
+    except RuntimeError as error:  # the placeholder raises on import
+        raise MissingDependencyError(_PLACEHOLDER) from error
+    version = getattr(module, "__version__", None)
+    if version is None:  # an empty namespace left behind by an uninstalled package
+        raise MissingDependencyError(_PLACEHOLDER)
+    versions.check_triton(version)
+    return module
+
+
+@functools.cache
+def _compiler() -> ModuleType:
+    triton()
+    return importlib.import_module("triton.compiler")
+
+
+@functools.cache
+def _jit() -> ModuleType:
+    triton()
+    return importlib.import_module("triton.runtime.jit")
+
+
+def is_jit_function(value: Any) -> bool:
+    """Whether `value` is a `@triton.jit` function, Gluon's included."""
+    return isinstance(value, _jit().JITFunction)
+
+
+def is_gluon(function: Any) -> bool:
+    return bool(function.is_gluon())
+
+
+def is_autotuner(value: Any) -> bool:
+    return isinstance(value, triton().runtime.Autotuner)
+
+
+def is_heuristics(value: Any) -> bool:
+    return isinstance(value, triton().runtime.Heuristics)
+
+
+def autotuner_hooks(tuner: Any) -> list[str]:
+    """Names of the host hooks the user gave `@triton.autotune`."""
+    names = ("pre_hook", "post_hook")
+    return [name for name in names if getattr(tuner, f"user_defined_{name}", False)]
+
+
+def function_name(function: Any) -> str:
+    return str(function.fn.__name__)
+
+
+def function_source(function: Any) -> str:
+    return str(function.src)
+
+
+@functools.cache
+def backend_for(compute_capability: int) -> Any:
+    """Triton's CUDA backend for an architecture."""
+    target = triton().backends.compiler.GPUTarget("cuda", compute_capability, 32)
+    return _compiler().make_backend(target)
+
+
+def option_names() -> frozenset[str]:
+    """The compiler options that Triton's CUDA backend knows."""
+    module = importlib.import_module("triton.backends.nvidia.compiler")
+    return frozenset(field.name for field in dataclasses.fields(module.CUDAOptions))
+
+
+class _ElementType(str):
+    """A Triton type name with the two attributes that Triton reads of a torch dtype."""
+
+    __slots__ = ("is_floating_point", "itemsize")
+    is_floating_point: bool
+    itemsize: int
+
+
+class ArrayStub:
+    """Stands for an array where Triton specialises: a dtype and an aligned address."""
+
+    def __init__(self, type_name: str, itemsize: int):
+        self.dtype = _ElementType(type_name)
+        self.dtype.itemsize = itemsize
+        self.dtype.is_floating_point = type_name[:2] in ("fp", "bf")
+
+    def data_ptr(self) -> int:
+        """XLA aligns every buffer to 16 bytes and more."""
+        return 0
+
+
+def descriptor_stub(
+    base: ArrayStub,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block_shape: tuple[int, ...],
+    layout: Any,
+    padding: str,
+    round_f32_to_tf32: bool,
+) -> Any:
+    """Stands for a host TMA descriptor where Triton specialises."""
+    lists = (list(shape), list(strides), list(block_shape))
+    if layout is not None:
+        module = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+        return module.TensorDescriptor(base, *lists, layout, padding)
+    module = importlib.import_module("triton.tools.tensor_descriptor")
+    extra = {"round_f32_to_tf32": True} if round_f32_to_tf32 else {}
+    return module.TensorDescriptor(base, *lists, padding, **extra)
+
+
+@dataclasses.dataclass(frozen=True)
+class Specialization:
+    """How Triton would compile a kernel for certain arguments.
+
+    `signature` maps parameters to type names (nested for tuples), `constants` and
+    `attributes` are keyed by path, as Triton's `ASTSource` takes them.
+    """
+
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+
+    def type_name(self, parameter: str, path: tuple[int, ...]) -> str:
+        """The type of one leaf: "*fp32", "i32", "constexpr", …"""
+        found = self.signature[parameter]
+        for index in path:
+            found = found[index]
+        return str(found)
+
+    def is_divisible_by_16(self, path: tuple[int, ...]) -> bool:
+        return ["tt.divisibility", 16] in self.attributes.get(path, [])
+
+
+def specialize(
+    function: Any, backend: Any, values: Mapping[str, Any], folded: frozenset[str]
+) -> Specialization:
+    """Types and specialises the values of all parameters the way Triton's launcher does.
+
+    The parameters named in `folded` are compiled in, although they are not constexpr.
+    """
+    binder = _jit().create_function_from_signature(function.signature, function.params, backend)
+    bound, specialization, _ = binder(**values)
+    _, signature, constants, attributes = function._pack_args(
+        backend, {"enable_fp_fusion": True}, bound, specialization, {}
+    )
+    for position, parameter in enumerate(function.params):
+        if parameter.name in folded and not parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            attributes = {p: a for p, a in attributes.items() if p[0] != position}
+            constants = {p: c for p, c in constants.items() if p[0] != position}
+            constants[(position,)] = bound[parameter.name]
+    return Specialization(signature, constants, attributes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What Triton's compiler returned, as plain data. Sizes in bytes."""
+
+    entry: str
+    ptx: str
+    cubin: bytes
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    global_scratch_bytes: int
+    global_scratch_align: int
+    profile_scratch_bytes: int
+    tensor_descriptors: tuple[dict[str, Any], ...]
+    intermediate: dict[str, str]
+
+
+def compile_specialization(
+    function: Any, backend: Any, specialization: Specialization, options: Mapping[str, Any]
+) -> Compiled:
+    """Compiles through Triton's disk cache."""
+    source_class = _compiler().ASTSource
+    if is_gluon(function):
+        source_class = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+    source = source_class(
+        function, specialization.signature, specialization.constants, specialization.attributes
+    )
+    kernel = _compiler().compile(source, target=backend.target, options=dict(options))
+    metadata = kernel.metadata
+    return Compiled(
+        entry=metadata.name,
+        ptx=kernel.asm["ptx"],
+        cubin=kernel.asm["cubin"],
+        num_warps=metadata.num_warps,
+        num_ctas=metadata.num_ctas,
+        shared_bytes=metadata.shared,
+        global_scratch_bytes=metadata.global_scratch_size or 0,
+        global_scratch_align=metadata.global_scratch_align or 1,
+        profile_scratch_bytes=getattr(metadata, "profile_scratch_size", 0) or 0,
+        tensor_descriptors=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
+        intermediate={k: kernel.asm[k] for k in ("ttir", "ttgir") if k in kernel.asm},
+    )
+
+
+def parse_options(backend: Any, options: Mapping[str, Any]) -> Any:
+    """Triton's own validation of compiler options."""
+    return backend.parse_options(dict(options))
+
+
+def host_element_type(device_element_type: int, *, tf32: bool) -> int:
+    """The driver's number for a TMA element type, from the compiler's."""
+    module = importlib.import_module("triton.backends.nvidia.driver")
+    if tf32:
+        return int(module.TMA_TF32)
+    return int(module.TMA_DTYPE_DEVICE_TO_HOST[device_element_type])
+
+
+@contextlib.contextmanager
+def without_line_info() -> Iterator[None]:
+    """Compiles without source paths and lines, which differ between machines.
+
+    Triton keeps this setting per process, so the scope must span every compilation
+    that runs at the same time.
+    """
+    knobs = triton().knobs
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True
+        yield
+
+
+def check_globals(function: Any) -> None:
+    """Raises `CompilationError` if a global that the compiled kernel captured has changed.
+
+    Triton's own launcher makes the same check before every launch.
+    """
+    missing = object()
+    for (name, _), (value, namespace) in function.used_global_vals.items():
+        found = namespace.get(name, missing)
+        if found is not value and found != value:
+            raise CompilationError(
+                f"Global variable {name!r} has changed since kernel {function_name(function)!r} "
+                f"was compiled, from {value} to {'nothing' if found is missing else found}."
+            )

@@ -1,0 +1,267 @@
+"""From a `Launch` to a `CompiledKernel`, through Triton's compiler and its disk cache.
+
+In: a launch and a compute capability. Out: PTX whose entry name is unique to it, and
+what the launcher must know. Bytes depend on the kernel, its specialisation and the
+installed Triton alone: no paths, no line numbers, no dictionary order.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from triax.bridge import dtypes
+from triax.bridge.compat import triton_private, versions
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, CompilationError
+from triax.bridge.exclusion import TRITON
+from triax.bridge.launch import (
+    Argument,
+    CompiledKernel,
+    Descriptor,
+    Launch,
+    Scalar,
+    Static,
+    TensorMap,
+    rebuild,
+)
+
+logger = logging.getLogger(__name__)
+
+# Shared memory that one block may have, in bytes. Source: CUDA C++ Programming Guide,
+# technical specifications per compute capability ("maximum amount of shared memory per
+# thread block"). An architecture that is not listed is left to the driver to check.
+_SHARED_BYTES = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    103: 227 << 10,
+    120: 99 << 10,
+    121: 99 << 10,
+}
+_MAX_WARPS = 32  # 1024 threads per block on every architecture
+
+_cache: dict[Any, tuple[Any, CompiledKernel]] = {}
+_cache_lock = threading.Lock()
+_compilations = 0
+
+
+def compile_count() -> int:
+    """How many specialisations this process has taken to Triton's compiler (or disk cache)."""
+    return _compilations
+
+
+def clear_cache() -> None:
+    """Forgets what this process compiled. Triton's disk cache is not touched."""
+    with _cache_lock:
+        _cache.clear()
+
+
+def compile_all(
+    launches: Sequence[Launch], compute_capability: int
+) -> list[CompiledKernel | Exception]:
+    """Compiles launches in parallel; a launch that cannot be compiled yields its exception."""
+
+    def one(launch: Launch) -> CompiledKernel | Exception:
+        try:
+            return _compile(launch, compute_capability)
+        except (ArgumentTypeError, ArgumentValueError):
+            raise
+        except Exception as error:
+            return error
+
+    # Threads suffice: Triton holds the GIL only in its front end. The workers take no lock of
+    # their own: this thread holds the shared side for them all.
+    with TRITON.shared():
+        if len(launches) == 1:
+            return [one(launches[0])]
+        workers = min(len(launches), os.cpu_count() or 1)
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(one, launches))
+
+
+def compile_launch(launch: Launch, compute_capability: int) -> CompiledKernel:
+    """Compiles one launch.
+
+    Raises:
+      CompilationError: Triton refuses the kernel or it does not fit the GPU.
+    """
+    (result,) = compile_all([launch], compute_capability)
+    if isinstance(result, Exception):
+        raise CompilationError(failure(launch, result)) from result
+    return result
+
+
+def failure(launch: Launch, error: Exception) -> str:
+    """One paragraph on why a launch does not compile."""
+    return (
+        f"Kernel {launch.kernel.name!r} does not compile with config "
+        f"[{launch.candidate.config}]: {type(error).__name__}: {str(error).strip()}"
+    )
+
+
+def _compile(launch: Launch, compute_capability: int) -> CompiledKernel:
+    function = launch.kernel.function
+    backend = triton_private.backend_for(compute_capability)
+    options = {
+        "enable_fp_fusion": True,
+        "ptx_version": versions.ptx_isa_version(compute_capability),
+        **launch.options,
+    }
+    specialization = triton_private.specialize(
+        function, backend, _values(launch), frozenset(launch.constants)
+    )
+    key = (
+        id(function),
+        compute_capability,
+        repr(specialization.signature),
+        tuple((path, Static(value)) for path, value in specialization.constants.items()),
+        repr(sorted(specialization.attributes.items())),
+        tuple((name, Static(value)) for name, value in sorted(options.items())),
+    )
+    with _cache_lock:
+        found = _cache.get(key)
+    if found is not None:
+        triton_private.check_globals(function)
+        return found[1]
+    global _compilations
+    with _cache_lock:
+        _compilations += 1
+    compiled = triton_private.compile_specialization(function, backend, specialization, options)
+    _check_fits(compiled, compute_capability)
+    kernel = _finish(launch, compute_capability, specialization, compiled)
+    logger.debug("compiled %s [%s] as %s", launch.kernel.name, launch.candidate.config, kernel.name)
+    with _cache_lock:
+        _cache[key] = (function, kernel)  # the function too, so that its id stays taken
+    return kernel
+
+
+def _values(launch: Launch) -> dict[str, Any]:
+    """The values of all parameters, arrays as stubs, as Triton's binder takes them."""
+    values = dict(launch.constants)
+    for name, argument in launch.arguments:
+        values[name] = _value(launch, argument)
+    return values
+
+
+def _value(launch: Launch, argument: Argument) -> Any:
+    if isinstance(argument, tuple):
+        return rebuild(argument, [_value(launch, part) for part in argument])
+    if isinstance(argument, Scalar):
+        return argument.value
+    array = launch.array_type(argument)
+    stub = triton_private.ArrayStub(dtypes.triton_name(array.dtype), array.dtype.itemsize)
+    if isinstance(argument, Descriptor):
+        return triton_private.descriptor_stub(
+            stub,
+            argument.shape,
+            argument.strides,
+            argument.block_shape,
+            argument.layout,
+            argument.padding,
+            argument.round_f32_to_tf32,
+        )
+    return stub
+
+
+def _check_fits(compiled: triton_private.Compiled, compute_capability: int) -> None:
+    limit = _SHARED_BYTES.get(compute_capability)
+    if limit is not None and compiled.shared_bytes > limit:
+        raise CompilationError(
+            f"it needs {compiled.shared_bytes} bytes of shared memory per block, and compute "
+            f"capability {compute_capability} has {limit}; use smaller blocks or fewer stages"
+        )
+    if compiled.num_warps > _MAX_WARPS:
+        raise CompilationError(
+            f"it needs {compiled.num_warps} warps, and a block has at most {_MAX_WARPS}"
+        )
+    if compiled.profile_scratch_bytes:
+        raise CompilationError(
+            "it was compiled for Triton's profiler, whose scratch memory XLA does not provide; "
+            "turn the instrumentation off"
+        )
+
+
+def _finish(
+    launch: Launch,
+    compute_capability: int,
+    specialization: triton_private.Specialization,
+    compiled: triton_private.Compiled,
+) -> CompiledKernel:
+    present, divisible, types = [], [], []
+    positions = {p.name: i for i, p in enumerate(launch.kernel.parameters)}
+    for name, argument in launch.arguments:
+        for path, leaf in _paths(argument):
+            type_name = specialization.type_name(name, path)
+            present.append(type_name != "constexpr")
+            divisible.append(specialization.is_divisible_by_16((positions[name], *path)))
+            types.append(type_name if isinstance(leaf, Scalar) else None)
+    name, ptx = unique_entry(compiled.ptx, compiled.entry)
+    return CompiledKernel(
+        name=name,
+        ptx=ptx,
+        cubin=compiled.cubin,
+        cubin_name=compiled.entry,
+        compute_capability=compute_capability,
+        num_warps=compiled.num_warps,
+        num_ctas=compiled.num_ctas,
+        shared_bytes=compiled.shared_bytes,
+        global_scratch_bytes=compiled.global_scratch_bytes,
+        global_scratch_align=compiled.global_scratch_align,
+        tensor_maps=tuple(_tensor_map(meta) for meta in compiled.tensor_descriptors),
+        launch_parameters=tuple(present),
+        divisible_by_16=tuple(divisible),
+        scalar_types=tuple(types),
+    )
+
+
+def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
+    """The leaves of one argument with their paths inside it, in `launch.leaves` order."""
+    if not isinstance(argument, tuple):
+        return [(path, argument)]
+    return [pair for i, part in enumerate(argument) for pair in _paths(part, (*path, i))]
+
+
+def _tensor_map(meta: dict[str, Any]) -> TensorMap:
+    for unsupported in ("is_im2col", "fp4_padded"):
+        if meta.get(unsupported):
+            raise CompilationError(
+                f"it uses a TMA descriptor of kind {unsupported}, which XLA's Triton call cannot "
+                "encode"
+            )
+    return TensorMap(tuple(meta["block_size"]), int(meta["elem_type"]), int(meta["swizzle"]))
+
+
+def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
+    """Renames the PTX entry to its name plus a hash of the PTX.
+
+    The hash is of the code itself, so two kernels share a name only if they are the
+    same, and the name does not change with a comment, a line number or a folder.
+    Before jaxlib 0.9.1 a kernel of the same name could be handed out in place of
+    another (see `versions.OWNED_MODULE_KEYS`); and profiles become readable.
+
+    Returns:
+      The new name and the PTX with it.
+    """
+    # A kernel may be called `add` or `ld`: replace the name only where PTX has the entry's.
+    escaped = re.escape(entry)
+    entry_token = re.compile(
+        rf"(?<=\.entry )(?P<entry>{escaped})(?=\()"
+        rf"|(?<=\.globl\t)(?P<globl>{escaped})\b"
+        rf"|(?<![\w$.%]){escaped}(?=_param_\d)"
+    )
+    if not any(match.group("entry") for match in entry_token.finditer(ptx)):
+        raise CompilationError(f"Triton's PTX has no entry named {entry!r}")
+    digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
+    name = f"{entry}_{digest}"
+    # The comment "// -- Begin function x" keeps the old name; it is a comment.
+    return name, entry_token.sub(name, ptx)

@@ -1,0 +1,30 @@
+"""What `jax.export` must be told about Triton calls."""
+
+from __future__ import annotations
+
+import jax.export
+
+from triax.bridge import lowering
+from triax.bridge.compat import versions
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The safety checks to disable for exporting a program with Triton calls.
+
+        jax.export.export(jax.jit(f), platforms=["cuda"],
+                          disabled_checks=triax.export_checks())
+
+    JAX only exports custom calls whose targets it promises to keep; Triton's are not
+    among them. The exported program needs a JAX that still has the target. For the CPU
+    an interpreted kernel is a host callback, which no program file can hold: exporting
+    for "cpu" too succeeds, and running it there fails with a target named
+    `triax_interpreted_kernel_cannot_be_exported_for_cpu`. Ops with a pure XLA rule for
+    the CPU, as those of `triax.moe`, export and run on both.
+    """
+    targets = (
+        versions.LEGACY_TARGET,
+        versions.NEW_TARGET,
+        "AllocateBuffer",
+        lowering.CANNOT_EXPORT,
+    )
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]

@@ -1,0 +1,220 @@
+"""The memory of an interpreted kernel: arrays at virtual addresses, every access checked.
+
+Buffer `i` lies at address ``(i + 1) << 40``, half a terabyte further, so that an
+address tells its buffer, a stray pointer never reaches a neighbour, and addresses
+are the same in every run. Nothing is ever dereferenced: an access becomes an index
+into a NumPy array, or an error that says which program did what to which parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from triax.bridge.errors import OutOfBounds, ReadOnlyOperand
+from triax.bridge.launch import ArrayType
+
+_REGION_BITS = 40
+_RED_ZONE = 1 << (_REGION_BITS - 1)
+
+
+def _unsigned(array: np.ndarray) -> np.ndarray:
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def _on_unsigned(function: Callable) -> Callable:
+    return lambda old, new: function(_unsigned(old), _unsigned(new)).view(old.dtype)
+
+
+# What an atomic leaves in memory, by the name of Triton's operation.
+_ATOMICS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "ADD": np.add,
+    "FADD": np.add,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "UMIN": _on_unsigned(np.minimum),
+    "UMAX": _on_unsigned(np.maximum),
+    "AND": np.bitwise_and,
+    "OR": np.bitwise_or,
+    "XOR": np.bitwise_xor,
+    "XCHG": lambda old, new: new,
+}
+_SPOKEN = {"FADD": "add", "UMIN": "min", "UMAX": "max"}
+
+
+@dataclasses.dataclass
+class Buffer:
+    """One array in memory: its bytes, and what to call it in an error."""
+
+    name: str
+    type: ArrayType
+    data: np.ndarray
+    writable: bool
+
+    def __post_init__(self) -> None:
+        self._views: dict[np.dtype, np.ndarray] = {}
+
+    def elements(self, dtype: np.dtype) -> np.ndarray:
+        """The buffer as a vector of `dtype`, which need not be its own type."""
+        view = self._views.get(dtype)
+        if view is None:
+            whole = self.data.nbytes // dtype.itemsize * dtype.itemsize
+            view = self._views[dtype] = self.data[:whole].view(dtype)
+        return view
+
+
+class Memory:
+    """The buffers of one launch. `program` is whom to blame for an access."""
+
+    def __init__(self, kernel: str, buffers: Sequence[Buffer]):
+        self.program = (0, 0, 0)
+        self._kernel = kernel
+        self._buffers = tuple(buffers)
+
+    def address(self, buffer: int) -> int:
+        """Where the `buffer`-th buffer begins."""
+        return ((buffer + 1) << _REGION_BITS) + _RED_ZONE
+
+    def load(
+        self, addresses: np.ndarray, mask: np.ndarray, other: np.ndarray | None, dtype: np.dtype
+    ) -> np.ndarray:
+        """What lies at `addresses`, and `other` (default 0) where the mask is off."""
+        if mask.all():
+            return self._read(addresses.reshape(-1), dtype).reshape(addresses.shape)
+        if other is None:
+            result = np.zeros(addresses.shape, dtype)
+        else:
+            result = np.array(np.broadcast_to(other, addresses.shape), dtype)
+        result[mask] = self._read(addresses[mask], dtype)
+        return result
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray) -> None:
+        """Writes `values` at `addresses` where the mask is on; of equal addresses the last wins."""
+        values = np.broadcast_to(values, addresses.shape)
+        active = addresses[mask]
+        values = values[mask]
+        for lanes, elements, index in self._locate("store", active, values.dtype):
+            elements[index] = values[lanes]
+
+    def update(
+        self, operation: str, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:
+        """An atomic read-modify-write, lane after lane; returns what was there, 0 if masked."""
+        combine = _ATOMICS[operation]
+        access = "atomic " + _SPOKEN.get(operation, operation.lower())
+        old = np.zeros(addresses.shape, values.dtype)
+        values = np.broadcast_to(values, addresses.shape)[mask]
+        before = np.empty_like(values)
+        for lanes, elements, index in self._locate(access, addresses[mask], values.dtype):
+            before[lanes] = _sequentially(combine, elements, index, values[lanes])
+        old[mask] = before
+        return old
+
+    def compare_and_swap(
+        self, addresses: np.ndarray, expected: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
+        """Writes each value where memory holds the expected bits; returns what was there."""
+        shape, dtype = addresses.shape, values.dtype
+        expected = _unsigned(np.broadcast_to(expected, shape).reshape(-1))
+        values = _unsigned(np.broadcast_to(values, shape).reshape(-1))
+        before = np.empty_like(values)
+        for lanes, elements, index in self._locate(
+            "atomic cas", addresses.reshape(-1), values.dtype
+        ):
+            for lane, at in zip(np.arange(values.size)[lanes], index, strict=True):
+                before[lane] = elements[at]
+                if before[lane] == expected[lane]:
+                    elements[at] = values[lane]
+        return before.view(dtype).reshape(shape)
+
+    def _read(self, addresses: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        values = np.empty(addresses.shape, dtype)
+        for lanes, elements, index in self._locate("load", addresses, dtype):
+            if isinstance(lanes, slice):
+                return elements[index]
+            values[lanes] = elements[index]
+        return values
+
+    def _locate(
+        self, access: str, addresses: np.ndarray, dtype: np.dtype
+    ) -> Iterator[tuple[slice | np.ndarray, np.ndarray, np.ndarray]]:
+        """The buffers behind a vector of addresses, all checked before the first is yielded.
+
+        Yields which lanes fall into a buffer, the buffer as a vector of `dtype`, and
+        the lanes' indices into it.
+        """
+        if addresses.size == 0:
+            return
+        first, last = (self._nearest(ends) for ends in (addresses.min(), addresses.max()))
+        if first == last:
+            pieces = [(slice(None), int(first))]
+        else:
+            owners = self._nearest(addresses)
+            pieces = [(owners == owner, owner) for owner in np.unique(owners).tolist()]
+        located = []
+        for lanes, owner in pieces:
+            buffer = self._buffers[owner]
+            offsets = (addresses[lanes] - np.uint64(self.address(owner))).view(np.int64)
+            elements = buffer.elements(dtype)
+            index = offsets >> (dtype.itemsize.bit_length() - 1)  # sizes are powers of two
+            misaligned = (offsets & (dtype.itemsize - 1)).any()
+            if index.min() < 0 or index.max() >= elements.size or misaligned:
+                self._refuse(access, buffer, offsets, dtype)
+            if access != "load" and not buffer.writable:
+                raise ReadOnlyOperand(
+                    f"{self._where()}: {access} to {self._element(buffer, offsets[0])}, an operand "
+                    "that no output is aliased to. XLA may share its memory with other values: "
+                    "alias an output to the operand, or write to an output of its own."
+                )
+            located.append((lanes, elements, index))
+        yield from located
+
+    def _nearest(self, addresses: np.ndarray | np.uint64) -> np.ndarray:
+        """The buffer in whose region an address lies, or the closest one."""
+        region = (addresses >> np.uint64(_REGION_BITS)).astype(np.int64) - 1
+        return np.clip(region, 0, len(self._buffers) - 1)
+
+    def _refuse(self, access: str, buffer: Buffer, offsets: np.ndarray, dtype: np.dtype) -> None:
+        outside = (offsets < 0) | (offsets + dtype.itemsize > buffer.data.nbytes)
+        if outside.any():
+            first = offsets[outside.argmax()]
+            raise OutOfBounds(
+                f"{self._where()}: {access} {_preposition(access)} {self._element(buffer, first)}, "
+                f"outside its {buffer.type.size} elements "
+                f"(shape {buffer.type.shape}, {buffer.type.dtype}); "
+                f"{np.count_nonzero(outside)} of {offsets.size} active lanes are outside. "
+                "Mask the access, or make the array or the grid fit."
+            )
+        first = offsets[(offsets % dtype.itemsize != 0).argmax()]
+        raise OutOfBounds(
+            f"{self._where()}: misaligned {access} {_preposition(access)} "
+            f"{self._element(buffer, first)}: byte {first} of the array is no multiple of "
+            f"{dtype.itemsize}, the size of what is accessed."
+        )
+
+    def _where(self) -> str:
+        return f"Kernel `{self._kernel}`, program {self.program}"
+
+    def _element(self, buffer: Buffer, offset: int) -> str:
+        return f"`{buffer.name}` at element {int(offset) // buffer.type.dtype.itemsize}"
+
+
+def _preposition(access: str) -> str:
+    return "from" if access == "load" else "to"
+
+
+def _sequentially(
+    combine: Callable, elements: np.ndarray, index: np.ndarray, values: np.ndarray
+) -> np.ndarray:
+    """``elements[i] = combine(elements[i], value)`` one by one; returns the old elements."""
+    if np.unique(index).size == index.size:
+        before = elements[index]
+        elements[index] = combine(before, values)
+        return before
+    before = np.empty_like(values)
+    for lane, at in enumerate(index.tolist()):
+        before[lane : lane + 1] = elements[at : at + 1]
+        elements[at : at + 1] = combine(elements[at : at + 1], values[lane : lane + 1])
+    return before

@@ -1,0 +1,245 @@
+"""Interprets one launch: arrays in, arrays out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import JITFunction
+
+from triax.bridge import dtypes
+from triax.bridge.compat import triton_interpreter as compat
+from triax.bridge.errors import ArgumentValueError, UnsupportedError
+from triax.bridge.exclusion import TRITON
+from triax.bridge.interpreter import reductions, rewriting
+from triax.bridge.interpreter.builder import Builder
+from triax.bridge.interpreter.memory import Buffer, Memory
+from triax.bridge.launch import (
+    Argument,
+    Descriptor,
+    Launch,
+    Operand,
+    Result,
+    Scalar,
+)
+
+_INTEGER_RANGES = (("i32", -(2**31), 2**31), ("i64", -(2**63), 2**63), ("u64", 0, 2**64))
+
+
+def run(launch: Launch, operands: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """What the kernel makes of `operands`, one array per result of the launch.
+
+    Args:
+      launch: the kernel, its arguments and its grid.
+      operands: one array per ``launch.operands``; they are not modified.
+
+    Returns:
+      One array per ``launch.results``. What the kernel does not write is 0xFF in
+      every byte (NaN), 0 where the launch says so, or the operand of an alias.
+
+    Raises:
+      OutOfBounds: the kernel accessed memory outside its buffers.
+      ReadOnlyOperand: the kernel wrote to an operand that no output is aliased to.
+      UnsupportedError: the kernel does what only a GPU can do.
+    """
+    if launch.kernel.is_gluon:
+        raise UnsupportedError(
+            f"Kernel `{launch.name}` is written in Gluon, which only runs on a GPU: Triton "
+            "has no interpreter for it."
+        )
+    buffers, results = _buffers(launch, operands)
+    if math.prod(launch.grid):
+        memory = Memory(launch.name, buffers)
+        with TRITON.exclusive(), np.errstate(all="ignore"):
+            _interpret(launch, memory)
+    return tuple(
+        buffers[index].data.view(type.dtype).reshape(type.shape)
+        for index, type in zip(results, launch.results, strict=True)
+    )
+
+
+def _buffers(
+    launch: Launch, operands: Sequence[np.ndarray]
+) -> tuple[list[Buffer], tuple[int, ...]]:
+    """All buffers, operands first, and for each result the index of its buffer."""
+    if len(operands) != len(launch.operands):
+        raise ArgumentValueError(
+            f"Kernel `{launch.name}` takes {len(launch.operands)} operands, got {len(operands)}."
+        )
+    names = _names(launch)
+    aliased = launch.operand_of_result
+    results = []
+    buffers = []
+    for index, (type, operand) in enumerate(zip(launch.operands, operands, strict=True)):
+        array = np.asarray(operand)
+        if (array.shape, array.dtype) != (type.shape, type.dtype):
+            raise ArgumentValueError(
+                f"Operand {index} of kernel `{launch.name}` must be {type.dtype}{type.shape}, "
+                f"got {array.dtype}{array.shape}."
+            )
+        writable = index in aliased.values()
+        array = np.array(array, order="C") if writable else np.ascontiguousarray(array)
+        data = array.reshape(-1).view(np.uint8)
+        buffers.append(Buffer(names.get(index, f"operand {index}"), type, data, writable))
+    for index, type in enumerate(launch.results):
+        if index in aliased:
+            results.append(aliased[index])
+            continue
+        data = np.full(type.nbytes, 0xFF, np.uint8)
+        results.append(len(buffers))
+        name = names.get(len(buffers), f"result {index}")
+        buffers.append(Buffer(name, type, data, writable=True))
+    for index in launch.candidate.zeroed:
+        buffers[results[index]].data[...] = 0
+    return buffers, tuple(results)
+
+
+def _buffer_of(launch: Launch, leaf: Operand | Result | Descriptor) -> int:
+    if not isinstance(leaf, Result):
+        return leaf.index
+    aliased = launch.operand_of_result
+    if leaf.index in aliased:
+        return aliased[leaf.index]
+    fresh = (r for r in range(len(launch.results)) if r not in aliased)
+    return len(launch.operands) + list(fresh).index(leaf.index)
+
+
+def _names(launch: Launch) -> dict[int, str]:
+    """For each buffer, the first parameter that takes it."""
+    names: dict[int, str] = {}
+
+    def visit(name: str, argument: Argument) -> None:
+        if isinstance(argument, tuple):
+            for position, part in enumerate(argument):
+                visit(f"{name}[{position}]", part)
+        elif not isinstance(argument, Scalar):
+            names.setdefault(_buffer_of(launch, argument), name)
+
+    for name, argument in launch.arguments:
+        visit(name, argument)
+    return names
+
+
+def _interpret(launch: Launch, memory: Memory) -> None:
+    machine = _machine()
+    with machine.running(memory) as rewriter:
+        function = rewriter.function(launch.kernel.function)
+        annotations = {p.name: p.annotation_type for p in launch.kernel.function.params}
+        convert = functools.partial(_convert, machine, launch, memory)
+        arguments = {
+            name: convert(argument, annotations.get(name, ""))
+            for name, argument in launch.arguments
+        }
+        arguments.update(launch.constants)
+        nx, ny, nz = launch.grid
+        machine.builder.set_grid_dim(nx, ny, nz)
+        for z in range(nz):
+            for y in range(ny):
+                for x in range(nx):
+                    memory.program = (x, y, z)
+                    machine.builder.set_grid_idx(x, y, z)
+                    try:
+                        function(**arguments)
+                    except Exception as error:
+                        error.add_note(
+                            f"Raised by kernel `{launch.name}`, program {memory.program}."
+                        )
+                        raise
+
+
+def _convert(
+    machine: _Machine, launch: Launch, memory: Memory, argument: Argument, annotation: str = ""
+) -> Any:
+    """One argument as the interpreter wants it."""
+    if isinstance(argument, tuple):
+        return tuple(_convert(machine, launch, memory, part) for part in argument)
+    if isinstance(argument, Scalar):
+        return _scalar(argument.value, annotation)
+    type_name = dtypes.triton_name(launch.array_type(argument).dtype)
+    address = np.array(memory.address(_buffer_of(launch, argument)), np.uint64)
+    pointer = compat.tensor(address, compat.type_from_name("*" + type_name))
+    if not isinstance(argument, Descriptor):
+        return pointer
+    descriptor = machine.semantic.make_tensor_descriptor(
+        base=pointer,
+        shape=list(argument.shape),
+        strides=[*argument.strides[:-1], tl.constexpr(argument.strides[-1])],
+        block_shape=[tl.constexpr(size) for size in argument.block_shape],
+        padding_option=argument.padding,
+    )
+    descriptor.handle.round_f32_to_tf32 = argument.round_f32_to_tf32
+    return descriptor
+
+
+def _scalar(value: bool | int | float | None, annotation: str) -> tl.tensor | None:
+    if value is None:
+        return None
+    if annotation:
+        name = annotation
+    elif isinstance(value, bool):
+        name = "i1"
+    elif isinstance(value, float):
+        name = "fp32"
+    else:
+        name = next(n for n, low, high in _INTEGER_RANGES if low <= value < high)
+    dtype = compat.type_from_name(name)
+    return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
+
+
+class _Machine:
+    """The interpreter of this process: Triton's builder, with our operations."""
+
+    def __init__(self) -> None:
+        self.builder = Builder()
+        self.semantic = compat.make_semantic(self.builder)
+        self._rewriter: rewriting.Rewriter | None = None
+        self._patch = compat.LanguagePatch(self.builder, self.semantic, self._changes())
+
+    @contextlib.contextmanager
+    def running(self, memory: Memory) -> Iterator[rewriting.Rewriter]:
+        """The scope in which `triton.language` computes; only under `TRITON.exclusive()`."""
+        with self._patch.applied():
+            self.builder.memory = memory
+            self._rewriter = rewriting.Rewriter(self.semantic, self._patch.replaced)
+            try:
+                yield self._rewriter
+            finally:
+                self._rewriter = None
+                del self.builder.memory
+
+    def _changes(self) -> Iterator[compat.Change]:
+        for holder in (tl, tl.core):
+            yield compat.Change(holder, "reduce", reductions.reduce)
+            yield compat.Change(holder, "associative_scan", reductions.associative_scan)
+            yield compat.Change(holder, "map_elementwise", reductions.map_elementwise)
+            yield compat.Change(holder, "range", rewriting.tensor_range)
+        tensor = tl.core.tensor
+        yield compat.Change(tensor, "reduce", reductions.reduce)
+        yield compat.Change(tensor, "associative_scan", reductions.associative_scan)
+        yield compat.Change(tensor, "__index__", lambda tensor: tensor.handle.data.item())
+        for name, member in list(vars(tensor).items()):
+            # As an attribute of a class, a jitted function does not bind to the instance.
+            if isinstance(member, JITFunction):
+                yield compat.Change(tensor, name, _method(member))
+
+        def call(jitted: JITFunction, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("_semantic", None)
+            kwargs.pop("_generator", None)
+            assert self._rewriter is not None
+            return self._rewriter.function(jitted)(*args, **kwargs)
+
+        yield compat.Change(JITFunction, "__call__", call)
+
+
+def _method(function: JITFunction) -> Any:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+@functools.cache
+def _machine() -> _Machine:
+    return _Machine()

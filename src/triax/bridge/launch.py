@@ -1,0 +1,318 @@
+"""What a kernel launch is, as plain frozen data.
+
+`triton_call` binds a user's call into a `Call`: the kernel, which buffer each
+parameter takes, and the candidate configs with the grid of each. Lowering
+resolves one candidate against concrete array types into a `Launch`, which the
+compiler, the custom call and the interpreter read. Everything here is hashable,
+compares by exact value, and knows nothing of JAX or of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from triax.bridge.kernel import Kernel
+
+Grid: TypeAlias = tuple[int, int, int]
+
+
+class Static:
+    """A compile-time value that equals only itself.
+
+    Python says ``1 == 1.0 == True``, ``0.0 == -0.0`` and ``nan != nan``; a
+    kernel compiled for one of those must not be handed out for another.
+    """
+
+    __slots__ = ("_key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self._key = _identity(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, float):
+        return (float, value.hex())
+    if isinstance(value, tuple):
+        return (type(value), tuple(_identity(v) for v in value))
+    return (type(value), value)
+
+
+Values: TypeAlias = tuple[tuple[str, Static], ...]
+
+
+def pack_values(values: dict[str, Any]) -> Values:
+    """A dictionary as a hashable tuple, sorted by name."""
+    return tuple((name, Static(values[name])) for name in sorted(values))
+
+
+def unpack_values(values: Values) -> dict[str, Any]:
+    """The inverse of `pack_values`."""
+    return {name: static.value for name, static in values}
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """Shape and dtype of a buffer, row-major and dense."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A parameter that takes the `index`-th array operand."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A parameter that takes the `index`-th output buffer."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A parameter that takes a Python bool, int, float or None."""
+
+    static: Static
+
+    @property
+    def value(self) -> bool | int | float | None:
+        return self.static.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Descriptor:
+    """A parameter that takes a host-side TMA descriptor of the `index`-th array operand.
+
+    Shapes and strides count elements.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any
+    padding: str
+    round_f32_to_tf32: bool
+
+
+Argument: TypeAlias = "Operand | Result | Scalar | Descriptor | tuple[Argument, ...]"
+
+
+def leaves(argument: Argument) -> Iterator[Operand | Result | Scalar | Descriptor]:
+    """The leaves of one argument, tuples flattened in order."""
+    if isinstance(argument, tuple):
+        for part in argument:
+            yield from leaves(part)
+    else:
+        yield argument
+
+
+def rebuild(argument: tuple, parts: list[Any]) -> tuple:
+    """A tuple of the same kind with other parts; a named tuple keeps its names."""
+    return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """Output `result` shares its buffer with array operand `operand`."""
+
+    operand: int
+    result: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One way to compile a kernel: its meta-parameters and the compiler's options.
+
+    `num_warps`, `num_stages`, `num_ctas` and `maxnreg` are Triton's; None leaves
+    the choice to Triton's default.
+    """
+
+    values: Values = ()
+    num_warps: int | None = None
+    num_stages: int | None = None
+    num_ctas: int | None = None
+    maxnreg: int | None = None
+
+    def options(self) -> dict[str, int]:
+        """The compiler options that this config sets."""
+        names = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+        return {n: v for n in names if (v := getattr(self, n)) is not None}
+
+    def __str__(self) -> str:
+        parts = {**unpack_values(self.values), **self.options()}
+        return ", ".join(f"{name}={value}" for name, value in parts.items()) or "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A config with everything that follows from it.
+
+    `constants` are all constexpr parameters of the kernel, `options` all compiler
+    options, `zeroed` the outputs to be zeroed before the launch.
+    """
+
+    config: Config
+    constants: Values
+    options: Values
+    grid: Grid
+    zeroed: tuple[int, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the grid has no program in it."""
+        return 0 in self.grid
+
+    def __str__(self) -> str:
+        parts = {**unpack_values(self.constants), **unpack_values(self.options)}
+        return ", ".join(f"{name}={value}" for name, value in parts.items()) or "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A user's call, bound: all that is known before devices and shapes are.
+
+    `arguments` gives the runtime parameters in the kernel's order; `aliases`
+    count array operands and flattened outputs; `tuning` is the tuning mode and
+    `implementation` one of None, "triton", "interpret".
+    """
+
+    kernel: Kernel
+    arguments: tuple[tuple[str, Argument], ...]
+    candidates: tuple[Candidate, ...]
+    aliases: tuple[Alias, ...] = ()
+    name: str = ""
+    tuning: str = "auto"
+    implementation: str | None = None
+    compute_capability: int | None = None
+    cost_estimate: Values = ()
+    has_side_effect: bool = False
+    serialized_metadata: bytes = b""
+    debug: bool = False
+    tuning_inputs: Callable[..., Any] | None = None
+
+    @property
+    def display_name(self) -> str:
+        """The name to show in logs, errors and profiles."""
+        return self.name or self.kernel.name
+
+    def launch(
+        self, candidate: Candidate, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
+    ) -> Launch:
+        """The launch of one candidate on arrays of the given types."""
+        return Launch(
+            self.kernel,
+            self.arguments,
+            candidate,
+            operands,
+            results,
+            self.aliases,
+            self.display_name,
+        )
+
+    def __repr__(self) -> str:
+        return f"Call({self.display_name}, {len(self.candidates)} candidate(s))"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel, one config, one grid, and the types of its buffers."""
+
+    kernel: Kernel
+    arguments: tuple[tuple[str, Argument], ...]
+    candidate: Candidate
+    operands: tuple[ArrayType, ...]
+    results: tuple[ArrayType, ...]
+    aliases: tuple[Alias, ...]
+    name: str
+
+    @property
+    def grid(self) -> Grid:
+        return self.candidate.grid
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return unpack_values(self.candidate.constants)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return unpack_values(self.candidate.options)
+
+    @property
+    def operand_of_result(self) -> dict[int, int]:
+        """For each aliased output, the operand whose buffer it is."""
+        return {alias.result: alias.operand for alias in self.aliases}
+
+    def array_type(self, leaf: Operand | Result | Descriptor) -> ArrayType:
+        """The type of the buffer that a leaf stands for."""
+        return self.results[leaf.index] if isinstance(leaf, Result) else self.operands[leaf.index]
+
+    def leaves(self) -> Iterator[Operand | Result | Scalar | Descriptor]:
+        """The leaves of all runtime parameters, in the kernel's order."""
+        for _, argument in self.arguments:
+            yield from leaves(argument)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """What the compiler decided about one host TMA descriptor, in the driver's terms."""
+
+    block_shape: tuple[int, ...]
+    element_type: int
+    swizzle: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """Triton's output for one launch, in the form XLA's custom call wants it.
+
+    `name` is the PTX entry, unique to what was compiled; `cubin_name` is the entry
+    in `cubin`, which Triton compiled before the name was made unique. Sizes in bytes.
+    """
+
+    name: str
+    ptx: str
+    cubin: bytes
+    cubin_name: str
+    compute_capability: int
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    global_scratch_bytes: int
+    global_scratch_align: int
+    tensor_maps: tuple[TensorMap, ...]
+    launch_parameters: tuple[bool, ...]
+    """For each leaf of `Launch.leaves()`: whether it is a parameter of the binary.
+    Triton folds None and integers it specialised on 1 into the code."""
+    divisible_by_16: tuple[bool, ...]
+    """For each leaf: whether the code relies on it being a multiple of 16."""
+    scalar_types: tuple[str | None, ...]
+    """For each leaf: its Triton type where it is a scalar, else None."""

@@ -1,0 +1,305 @@
+"""How a bound call becomes part of an XLA program, per platform.
+
+CUDA: the config is chosen here, before XLA sees the kernel, and one custom call is
+emitted. CPU: a host callback that runs the kernel in Triton's interpreter. Everything
+else is refused with the reason. `triton_call_lowering` is the same road for authors of
+primitives of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax.bridge import candidates, custom_call, settings
+from triax.bridge.compat import jax_private
+from triax.bridge.errors import ArgumentValueError, UnsupportedError
+from triax.bridge.kernel import Kernel
+from triax.bridge.launch import ArrayType, Call, Launch, Operand, Result
+from triax.tuning import policy
+
+CANNOT_EXPORT = "triax_interpreted_kernel_cannot_be_exported_for_cpu"
+"""Target of the call that stands for an interpreted kernel in an exported program."""
+
+
+def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    """Emits a call for the platform that the context is lowered for."""
+    platforms = set(jax_private.lowering_platforms(ctx))
+    if len(platforms) > 1:
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} is lowered by one rule for several platforms "
+            f"({', '.join(sorted(platforms))}). Register the rule once per platform."
+        )
+    (platform,) = platforms
+    return lower_for(platform, ctx, *operands, call=call)
+
+
+def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    """Emits a call for one platform: "cuda", "cpu", or an error for any other."""
+    if platform == "rocm":
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} is lowered for ROCm, which Triax does not support yet. "
+            "Run it on an NVIDIA GPU, or on the CPU."
+        )
+    if platform not in ("cuda", "cpu"):
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} is lowered for {platform!r}; Triton kernels run on CUDA "
+            "GPUs, and on the CPU in Triton's interpreter."
+        )
+    if platform == "cpu" and call.implementation == "triton":
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r}: Argument `implementation` is 'triton', and the program "
+            "is lowered for the CPU. Use None or 'interpret' there."
+        )
+    launches = _launches(ctx, call)
+    if not launches:
+        return _emit_nothing(ctx, operands, call)
+    if platform == "cpu" or call.implementation == "interpret":
+        return _emit_interpreted(ctx, operands, call, policy.first(call, launches))
+    compute_capability = _compute_capability(ctx, call)
+    chosen = policy.choose(call, launches, compute_capability)
+    built = custom_call.build(call, [c[0] for c in chosen], [c[1] for c in chosen])
+    return _emit_custom_call(ctx, operands, call, built, [launch for launch, _ in chosen])
+
+
+def _launches(ctx: Any, call: Call) -> list[Launch]:
+    """The launches of all candidates that launch anything."""
+    operands = tuple(_array_type(aval) for aval in ctx.avals_in)
+    results = tuple(_array_type(aval) for aval in ctx.avals_out)
+    return [call.launch(c, operands, results) for c in call.candidates if not c.is_empty]
+
+
+def _array_type(aval: Any) -> ArrayType:
+    return ArrayType(tuple(int(n) for n in aval.shape), np.dtype(aval.dtype))
+
+
+def _emit_nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
+    """A grid without programs: aliased outputs are their operands, the others are zero."""
+    source = {alias.result: alias.operand for alias in call.aliases}
+
+    def outputs(*arrays: jax.Array) -> list[jax.Array]:
+        return [
+            arrays[source[i]] if i in source else jnp.zeros(aval.shape, aval.dtype)
+            for i, aval in enumerate(ctx.avals_out)
+        ]
+
+    return jax_private.lower_function(ctx, outputs, *operands)
+
+
+def _emit_interpreted(
+    ctx: Any, operands: Sequence[Any], call: Call, launch: Launch
+) -> Sequence[Any]:
+    if jax_private.is_exporting(ctx):
+        # A host callback cannot be serialised. A target that nobody registers can: the program
+        # still runs on its other platforms, and on the CPU fails with this name.
+        return jax.ffi.ffi_lowering(CANNOT_EXPORT, api_version=4)(ctx, *operands)
+
+    from triax.bridge import interpreter  # here: it imports triton, and `import triax` should not
+
+    def run(*arrays: Any) -> tuple[np.ndarray, ...]:
+        return interpreter.run(launch, [np.asarray(array) for array in arrays])
+
+    return jax_private.emit_callback(
+        ctx,
+        run,
+        operands,
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=call.has_side_effect,
+    )
+
+
+def _emit_custom_call(
+    ctx: Any,
+    operands: Sequence[Any],
+    call: Call,
+    built: custom_call.CustomCall,
+    launches: Sequence[Launch],
+) -> Sequence[Any]:
+    buffers = built.buffers
+    values, avals = [], []
+    for leaf in buffers.operands:
+        if isinstance(leaf, Operand):
+            values.append(operands[leaf.index])
+            avals.append(ctx.avals_in[leaf.index])
+        else:
+            avals.append(ctx.avals_out[leaf.index])
+            values.append(_uninitialised(ctx, avals[-1]))
+    inner = jax_private.with_avals(ctx, avals, [ctx.avals_out[i] for i in buffers.results])
+    options: dict[str, Any] = {
+        "operand_output_aliases": dict(buffers.aliases),
+        "has_side_effect": built.has_side_effect,
+        "api_version": built.target.api_version,
+    }
+    attributes: dict[str, Any] = {}
+    if built.target.api_version >= 4:
+        attributes["opaque"] = built.opaque
+        if built.cost_estimate_json is not None:
+            attributes["cost_estimate_json"] = built.cost_estimate_json
+    else:
+        options["backend_config"] = built.opaque
+    results = jax.ffi.ffi_lowering(built.target.name, **options)(inner, *values, **attributes)
+    jax_private.annotate(results, describe(call, launches))
+    ordered: list[Any] = [None] * len(results)
+    for position, index in enumerate(buffers.results):
+        ordered[index] = results[position]
+    return ordered
+
+
+def describe(call: Call, launches: Sequence[Launch]) -> dict[str, str]:
+    """What a reader of the program should know of a call; kept in it as frontend attributes."""
+    return {
+        "triax.kernel": call.display_name,
+        "triax.config": " | ".join(str(launch.candidate) for launch in launches),
+        "triax.grid": " | ".join("x".join(map(str, launch.grid)) for launch in launches),
+    }
+
+
+def _uninitialised(ctx: Any, aval: Any) -> Any:
+    """A buffer with nothing in it yet, for an output that stands before an operand."""
+    rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=1, skip_ffi_layout_processing=True)
+    (value,) = rule(jax_private.with_avals(ctx, [], [aval]))
+    return value
+
+
+def _compute_capability(ctx: Any, call: Call) -> int:
+    """From the call, else from the GPUs the program is lowered for, else ``TRIAX_CUDA_ARCH``."""
+    if call.compute_capability is not None:
+        return call.compute_capability
+    devices = [d for d in jax_private.lowering_devices(ctx) if _is_cuda(d)] or _local_gpus()
+    found = {int(str(device.compute_capability).replace(".", "")) for device in devices}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} is lowered for GPUs of compute capabilities "
+            f"{', '.join(map(str, sorted(found)))} at once. Give `compute_capability` (the lowest)."
+        )
+    if found:
+        return found.pop()
+    if (arch := settings.cuda_arch()) is not None:
+        return arch
+    raise ArgumentValueError(
+        f"Kernel {call.display_name!r} is lowered for CUDA and no GPU is here to ask for its "
+        "architecture. Give `compute_capability` (90 for an H100 or H200), or set TRIAX_CUDA_ARCH."
+    )
+
+
+def _is_cuda(device: Any) -> bool:
+    return device.platform in ("gpu", "cuda") and hasattr(device, "compute_capability")
+
+
+def _local_gpus() -> list[Any]:
+    try:
+        return [device for device in jax.local_devices(backend="cuda") if _is_cuda(device)]
+    except RuntimeError:  # no CUDA backend in this process
+        return []
+
+
+def triton_call_lowering(
+    ctx: Any,
+    kernel: Any,
+    *operands: Any,
+    grid: Any,
+    input_output_aliases: Mapping[int, int] | None = None,
+    constexprs: Mapping[str, Any] | None = None,
+    name: str = "",
+    tuning: str | None = None,
+    compute_capability: int | None = None,
+) -> Sequence[Any]:
+    """Lowers a Triton kernel inside the lowering rule of your own primitive.
+
+        def rule(ctx, x, y, *, block):
+            return triax.triton_call_lowering(
+                ctx, add_kernel, x, y,
+                grid=lambda meta: (triton.cdiv(x_aval.size, meta["BLOCK"]),),
+                constexprs={"n": x_aval.size, "BLOCK": block})
+
+        mlir.register_lowering(my_primitive, rule, platform="cuda")
+        mlir.register_lowering(my_primitive, rule, platform="cpu")
+
+    The pointer parameters of the kernel are all inputs, then all outputs, in parameter
+    order with the names in `constexprs` left out. An aliased output keeps a parameter of
+    its own; both point to the same memory. A pointer named in `constexprs` with value
+    None is not there.
+
+    Where several configs are tried (mode "runtime"), a config's value wins over the one
+    in `constexprs`; where one config stands in for all, the caller's wins. `grid` sees
+    the merged values.
+
+    Args:
+      ctx: the lowering rule's context.
+      kernel: a Triton kernel, with `@triton.autotune` or `@triton.heuristics` or not.
+      *operands: the rule's operands (MLIR values), as many as `ctx.avals_in`.
+      grid: an int, a tuple of one to three ints, or a callable of the meta-parameters.
+      input_output_aliases: indices of operands to indices of outputs that share memory.
+      constexprs: values of `tl.constexpr` parameters and of scalars, all compiled in.
+      name: what to call it in logs and profiles; the kernel's name by default.
+      tuning: the tuning mode; by default the one in force.
+      compute_capability: as in `triton_call`.
+
+    Returns:
+      The custom call's results, one MLIR value per `ctx.avals_out`.
+
+    Raises:
+      ArgumentTypeError, ArgumentValueError: a mistake in the arguments.
+      CompilationError: the kernel does not compile.
+    """
+    view = Kernel.of(kernel)
+    values = dict(constexprs or {})
+    mode = settings.check_tuning_mode(tuning or settings.tuning_mode(), "tuning")
+    operand_types = tuple(_array_type(aval) for aval in ctx.avals_in)
+    result_types = tuple(_array_type(aval) for aval in ctx.avals_out)
+    arguments = _place_pointers(view, values, operand_types, result_types)
+    pairs = dict(input_output_aliases or {})
+    for operand in pairs:
+        if not 0 <= operand < len(operand_types):
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` names operand {operand}, and the primitive has "
+                f"{len(operand_types)}."
+            )
+    names = [name for name, leaf in arguments if isinstance(leaf, Operand)]
+    request = candidates.Request(
+        kernel=view,
+        arguments={
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for (name, _), array in zip(arguments, operand_types + result_types, strict=True)
+        },
+        keywords=values,
+        options={},
+        grid=grid,
+        num_results=len(result_types),
+        conflicts="config" if policy.tries_all_configs(mode) else "caller",
+    )
+    call = Call(
+        kernel=view,
+        arguments=arguments,
+        candidates=candidates.build(request),
+        aliases=candidates.check_aliases(pairs, operand_types, result_types, names),
+        name=name,
+        tuning=mode,
+        compute_capability=compute_capability,
+    )
+    return lower(ctx, *operands, call=call)
+
+
+def _place_pointers(
+    view: Kernel,
+    constexprs: Mapping[str, Any],
+    operands: Sequence[ArrayType],
+    results: Sequence[ArrayType],
+) -> tuple[tuple[str, Operand | Result], ...]:
+    """The pointer parameters, in order: all inputs, then all outputs."""
+    given = {*constexprs, *view.values_set_by_stages()}
+    names = [p.name for p in view.runtime_parameters if p.name not in given]
+    leaves: list[Operand | Result] = [Operand(i) for i in range(len(operands))]
+    leaves += [Result(j) for j in range(len(results))]
+    if len(names) != len(leaves):
+        raise ArgumentValueError(
+            f"Kernel {view.name!r} has {len(names)} parameters besides `constexprs` "
+            f"({', '.join(names)}), and the primitive has {len(operands)} inputs and "
+            f"{len(results)} outputs. Each takes one, aliased outputs too."
+        )
+    return tuple(zip(names, leaves, strict=True))

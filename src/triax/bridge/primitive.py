@@ -1,0 +1,188 @@
+"""The JAX primitive behind `triton_call`, in reading order: running it eagerly, abstract
+evaluation and effects, Refs, vmap, differentiation, lowering.
+
+Parameters of the primitive: `call` (a `launch.Call`), `result_avals` (the outputs' shapes
+and dtypes) and `vmap_method`; the last two are named as JAX's own batching of foreign
+calls expects them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax.bridge import lowering
+from triax.bridge.compat import jax_private
+from triax.bridge.errors import ArgumentValueError, DifferentiationError, UnsupportedError
+from triax.bridge.launch import Alias, ArrayType, Call
+
+triton_call_p = jax_private.new_primitive("triton_call")
+
+
+# --- eager --------------------------------------------------------------------
+
+
+def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) -> list[Any]:
+    params = {"call": call, "result_avals": result_avals, "vmap_method": vmap_method}
+    if any(jax_private.is_ref(arg) for arg in args):
+        # Refs are turned into aliases by jit; eager Refs have no rule of their own.
+        with jax_private.jit_enabled():
+            return list(jax.jit(functools.partial(triton_call_p.bind, **params))(*args))
+    device = _cpu_device(args)
+    if device is None or call.implementation == "triton":
+        return list(jax_private.apply_primitive(triton_call_p, *args, **params))
+    return _interpret(args, call, result_avals, device)
+
+
+def _cpu_device(args: Sequence[Any]) -> Any | None:
+    """The one CPU device that all arrays are on, or None."""
+    devices = {d for arg in args if isinstance(arg, jax.Array) for d in arg.devices()}
+    if len(devices) != 1:
+        return None
+    (device,) = devices
+    return device if device.platform == "cpu" else None
+
+
+def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) -> list[Any]:
+    """Runs the interpreter here and now, so that its exceptions arrive as they are.
+
+    Inside a compiled program JAX can only hand on their text.
+    """
+    from triax.bridge import interpreter  # here: it imports triton, and `import triax` should not
+
+    candidate = call.candidates[0]
+    results = [ArrayType(tuple(a.shape), np.dtype(a.dtype)) for a in result_avals]
+    arrays = [np.asarray(arg) for arg in args]
+    operands = tuple(ArrayType(a.shape, a.dtype) for a in arrays)
+    if candidate.is_empty:
+        source = {alias.result: alias.operand for alias in call.aliases}
+        outputs = [
+            arrays[source[i]] if i in source else np.zeros(r.shape, r.dtype)
+            for i, r in enumerate(results)
+        ]
+    else:
+        outputs = list(interpreter.run(call.launch(candidate, operands, tuple(results)), arrays))
+    if any(isinstance(arg, jax.Array) and arg.committed for arg in args):
+        return [jax.device_put(output, device) for output in outputs]
+    return [jnp.asarray(output) for output in outputs]
+
+
+triton_call_p.def_impl(_impl)
+
+
+# --- abstract evaluation and effects -------------------------------------------
+
+
+@triton_call_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str | None) -> Any:
+    del vmap_method
+    arrays = [a.inner_aval if jax_private.is_abstract_ref(a) else a for a in avals]
+    effects: set[Any] = {jax_private.side_effect()} if call.has_side_effect else set()
+    for index, aval in enumerate(avals):
+        if jax_private.is_abstract_ref(aval):
+            effects |= jax_private.ref_effects(index)
+    outputs = [
+        jax_private.result_aval("triton_call", arrays, a.shape, a.dtype) for a in result_avals
+    ]
+    return outputs, effects
+
+
+# --- Refs -----------------------------------------------------------------------
+
+
+def _discharge(
+    in_avals: Sequence[Any], *args: Any, call: Call, result_avals: Any, vmap_method: str | None
+) -> tuple[list[Any], list[Any]]:
+    """Each Ref becomes an operand with an output of its own aliased to it."""
+    refs = [i for i, aval in enumerate(in_avals) if jax_private.is_abstract_ref(aval)]
+    inner = [in_avals[i].inner_aval for i in refs]
+    count = len(result_avals)
+    aliases = tuple(Alias(operand, count + k) for k, operand in enumerate(refs))
+    outputs = triton_call_p.bind(
+        *args,
+        call=dataclasses.replace(call, aliases=call.aliases + aliases),
+        result_avals=(
+            *result_avals,
+            *(jax_private.shaped_array(a.shape, a.dtype) for a in inner),
+        ),
+        vmap_method=vmap_method,
+    )
+    new_values: list[Any] = [None] * len(in_avals)
+    for operand, value in zip(refs, outputs[count:], strict=True):
+        new_values[operand] = value
+    return new_values, list(outputs[:count])
+
+
+jax_private.set_discharge(triton_call_p, _discharge)
+
+
+# --- vmap -------------------------------------------------------------------------
+
+VMAP_METHODS = ("sequential", "sequential_unrolled", "expand_dims", "broadcast_all")
+
+
+def _batch(
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    call: Call,
+    result_avals: Any,
+    vmap_method: str | None,
+) -> Any:
+    if any(jax_private.is_ref(arg) for arg in args):
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} updates a Ref, and vmap of a Ref is not supported. "
+            "Read the Ref, pass the array with `input_output_aliases`, and write the result back."
+        )
+    if vmap_method is None:
+        raise ArgumentValueError(
+            f"Kernel {call.display_name!r} is under jax.vmap and does not say how it batches. Give "
+            f"`vmap_method` to triton_call: one of {', '.join(map(repr, VMAP_METHODS))}. The first "
+            "two call it once per element; the others call it once on arrays with a leading batch "
+            "dimension, which the kernel and its grid must then expect."
+        )
+    return jax_private.ffi_batching_rule(
+        triton_call_p, args, dims, call=call, result_avals=result_avals, vmap_method=vmap_method
+    )
+
+
+jax_private.set_batcher(triton_call_p, _batch)
+
+
+# --- differentiation ----------------------------------------------------------------
+
+
+def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> Any:
+    raise DifferentiationError(
+        f"Kernel {call.display_name!r} was differentiated, and a Triton kernel has no derivative "
+        "of its own. Give the function that calls it one with jax.custom_vjp (or jax.custom_jvp). "
+        "If no gradient is wanted, apply jax.lax.stop_gradient to the kernel's inputs; on its "
+        "outputs is too late."
+    )
+
+
+jax_private.set_jvp(triton_call_p, _jvp)
+
+
+# --- lowering -----------------------------------------------------------------------
+
+
+def _lower_for(platform: str | None) -> Any:
+    def rule(ctx: Any, *operands: Any, call: Call, result_avals: Any, vmap_method: Any) -> Any:
+        del result_avals, vmap_method
+        if platform is None:
+            return lowering.lower(ctx, *operands, call=call)
+        return lowering.lower_for(platform, ctx, *operands, call=call)
+
+    return rule
+
+
+for _platform in ("cuda", "cpu", "rocm"):
+    jax_private.set_lowering(triton_call_p, _lower_for(_platform), platform=_platform)
+jax_private.set_lowering(triton_call_p, _lower_for(None))

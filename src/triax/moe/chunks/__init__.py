@@ -1,0 +1,1 @@
+"""Chunks of rows into another order."""

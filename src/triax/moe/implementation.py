@@ -1,0 +1,66 @@
+"""Which code an op runs: the kernels compiled, the kernels interpreted, or plain JAX.
+
+By default the platform decides, and it is known only when a program is lowered: an op
+puts both into the program, and lowering keeps one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from triax.bridge import dtypes
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+
+IMPLEMENTATIONS = (None, "triton", "interpret", "xla")
+
+
+def choose(implementation: Any, **arrays: jax.Array | None) -> str | None:
+    """Returns a valid `implementation`, narrowed to "xla" where no kernel could be launched.
+
+    Raises:
+      ArgumentValueError: it is none of `IMPLEMENTATIONS`.
+      ArgumentTypeError: a kernel was asked for, and Triton has no element type for one of `arrays`,
+        which are named as the op's caller knows them.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        choices = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ArgumentValueError(
+            f"Argument `implementation` must be one of {choices}; got {implementation!r}."
+        )
+    if implementation == "xla":
+        return implementation
+    try:
+        for name, array in arrays.items():
+            if array is not None:
+                dtypes.check(array.dtype, name)
+    except ArgumentTypeError:
+        if implementation is None:
+            return "xla"
+        raise
+    # Systems other than Linux have no Triton, and no CUDA either.
+    if implementation is None and importlib.util.find_spec("triton") is None:
+        return "xla"
+    return implementation
+
+
+def run(
+    implementation: str | None,
+    *operands: Any,
+    kernels: Callable[..., Any],
+    xla: Callable[..., Any],
+) -> Any:
+    """Runs `kernels(*operands, implementation=…)` or `xla(*operands)`, which give the same."""
+    if implementation == "xla":
+        return xla(*operands)
+    if implementation is not None:
+        return kernels(*operands, implementation=implementation)
+    # None, not "triton": a program exported for several platforms lowers every branch for
+    # each of them, the dead ones too.
+    return jax.lax.platform_dependent(
+        *operands, cuda=functools.partial(kernels, implementation=None), default=xla
+    )

@@ -1,0 +1,247 @@
+"""Compiling: unique names, bytes that are the same everywhere, caches, what does not fit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+import triax
+from tests import kernels
+from tests.same_name import first, second
+from triax.bridge import compiler
+from triax.bridge.errors import CompilationError
+from triax.bridge.inspect import describe
+
+pytestmark = pytest.mark.cuda_plugin
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def architecture(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+
+
+def lower(function, *inputs):
+    return describe(jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)))
+
+
+def copy(x, **options):
+    options = {"BLOCK": 64, "kernel": kernels.copy_kernel, **options}
+    return triax.triton_call(x, n=x.size, out_type=x, grid=5, **options)
+
+
+X = np.zeros(300, np.float32)
+
+
+def test_kernels_of_the_same_name_have_different_entries():
+    def f(x):
+        return copy(copy(x, kernel=first.scale_kernel), kernel=second.scale_kernel)
+
+    one, two = lower(f, X)
+    assert one.kernel == two.kernel == "scale_kernel"
+    assert one.entries != two.entries
+    for call in (one, two):
+        assert call.entries[0].startswith("scale_kernel_")
+        assert f".visible .entry {call.entries[0]}(" in call.payload.calls[0].ptx
+
+
+def test_every_specialisation_has_its_own_entry():
+    def f(x):
+        a = copy(x, BLOCK=64)
+        b = copy(a, BLOCK=128)
+        c = copy(b, num_warps=8)
+        return copy(c.astype(jnp.bfloat16)).astype(x.dtype) + copy(c, BLOCK=64)
+
+    entries = [call.entries[0] for call in lower(f, X)]
+    assert len(entries) == 5
+    assert len(set(entries)) == 4  # the first and the last are the same
+
+
+def test_a_kernel_named_like_an_instruction():
+    (call,) = lower(lambda x: copy(x, kernel=first.add), X)
+    ptx = call.payload.calls[0].ptx
+    assert f".visible .entry {call.entries[0]}(" in ptx
+    assert "add.s" in ptx  # the instructions kept their names
+    assert f"{call.entries[0]}_param_0" in ptx
+
+
+def test_nothing_of_the_source_file_is_in_the_bytes():
+    (call,) = lower(copy, X)
+    ptx = call.payload.calls[0].ptx
+    assert ".loc" not in ptx
+    assert ".file" not in ptx
+    assert "kernels.py" not in ptx
+    assert b"kernels.py" not in call.opaque
+
+
+@pytest.mark.parametrize("size", [2, 17, 4096, 4097])
+def test_sizes_that_are_not_specialised_compile_once(size):
+    def f(x):
+        return triax.triton_call(
+            x, n=x.size, BLOCK=64, kernel=first.unspecialised_kernel, out_type=x, grid=5
+        )
+
+    (one,) = lower(f, np.zeros(1, np.float32))
+    before = compiler.compile_count()
+    (other,) = lower(f, np.zeros(size, np.float32))
+    assert compiler.compile_count() == before
+    assert one.entries == other.entries
+
+
+PROGRAM = """
+import json, sys
+import jax, numpy as np
+from tests.cases import CASES
+from triax.bridge.inspect import describe
+names = ("matmul", "tuple_of_arrays", "outputs_first", "autotuned_accumulate", "heuristics")
+out = {}
+for case in CASES:
+    if case.name in names:
+        inputs = case.inputs(np.random.default_rng(7))
+        lowered = jax.jit(case.function).trace(*inputs).lower(lowering_platforms=("cuda",))
+        out[case.name] = [(c.opaque.hex(), c.entries) for c in describe(lowered)]
+print(json.dumps(out))
+"""
+
+
+def test_bytes_are_the_same_in_every_process(tmp_path):
+    """Other folder, other hash seed, other Triton cache: the same bytes for XLA."""
+    results = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        (folder / "program.py").write_text(PROGRAM)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "PYTHONHASHSEED": seed,
+            "TRITON_CACHE_DIR": str(folder / "cache"),
+            "JAX_PLATFORMS": "cpu",
+        }
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        results.append(json.loads(done.stdout))
+    assert len(results[0]) == 5
+    assert results[0] == results[1]
+
+
+def test_disk_cache_serves_the_second_process(tmp_path):
+    seconds = []
+    program = (
+        "import time, jax, numpy as np\n"
+        "jax.devices()\n"
+        "start = time.perf_counter()\n"
+        "from tests.cases import CASES\n"
+        "case = next(c for c in CASES if c.name == 'matmul')\n"
+        "x = case.inputs(np.random.default_rng(7))\n"
+        "jax.jit(case.function).trace(*x).lower(lowering_platforms=('cuda',))\n"
+        "print(time.perf_counter() - start)\n"
+    )
+    for _ in range(2):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "TRITON_CACHE_DIR": str(tmp_path),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seconds.append(float(done.stdout))
+    assert seconds[1] < seconds[0]
+
+
+def test_a_changed_global_is_noticed():
+    namespace = first
+    original = namespace.FACTOR
+    try:
+        lower(lambda x: copy(x, kernel=first.global_kernel), X)
+        namespace.FACTOR = tl.constexpr(99)
+        with pytest.raises(CompilationError, match="Global variable 'FACTOR' has changed"):
+            lower(lambda x: copy(x, kernel=first.global_kernel), X)
+    finally:
+        namespace.FACTOR = original
+
+
+def test_too_much_shared_memory_is_said_before_the_launch():
+    def f(a, b):
+        return triax.triton_call(
+            a,
+            b,
+            m=512,
+            n=512,
+            k=512,
+            BM=128,
+            BN=128,
+            BK=64,
+            num_stages=9,  # eight pairs of 16 KiB tiles in flight
+            kernel=kernels.matmul_kernel,
+            out_type=jax.ShapeDtypeStruct((512, 512), a.dtype),
+            grid=(4, 4),
+        )
+
+    a = np.zeros((512, 512), jnp.bfloat16)
+    with pytest.raises(
+        CompilationError, match=r"bytes of shared memory per block.*capability 90 has 232448"
+    ):
+        lower(f, a, a)
+
+
+class TestConfigsThatFail:
+    @staticmethod
+    def call(x, configs, **options):
+        @triton.jit
+        def picky_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+            tl.static_assert(BLOCK != 32, "thirty-two is not for us")
+            offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(x_ptr + offsets, mask=offsets < n)
+            tl.store(out_ptr + offsets, values, mask=offsets < n)
+
+        kernel = triton.autotune([triton.Config({"BLOCK": b}) for b in configs], key=[])(
+            picky_kernel
+        )
+        return triax.triton_call(
+            x,
+            n=x.size,
+            kernel=kernel,
+            out_type=x,
+            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
+            **options,
+        )
+
+    @pytest.mark.parametrize("mode", ["off", "auto", "cached", "runtime"])
+    @pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")
+    def test_are_dropped_with_a_log_line(self, mode, caplog):
+        (call,) = lower(lambda x: self.call(x, (32, 64), tuning=mode), X)
+        assert [c.grid[0] for c in call.payload.calls] == [5]
+        assert any(
+            "config dropped" in r.message and "BLOCK=32" in r.message for r in caplog.records
+        )
+
+    def test_all_failing_lists_each_reason(self):
+        with pytest.raises(
+            CompilationError, match=r"(?s)None of the 2 configs.*BLOCK=32.*BLOCK=33"
+        ):
+            lower(lambda x: self.call(x, (32, 33), tuning="off"), X)
+
+
+def test_unique_entry_needs_an_entry():
+    with pytest.raises(CompilationError, match="has no entry named 'missing'"):
+        compiler.unique_entry(".visible .entry other(\n)", "missing")

@@ -1,0 +1,94 @@
+"""A user's primitive: on the CPU, and lowered for CUDA."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import triax
+from tests import kernels
+from tests.primitives import sum_and_accumulate
+from triax import testing
+from triax.bridge.compat import versions
+from triax.bridge.errors import ArgumentValueError
+from triax.bridge.inspect import describe
+
+
+@pytest.fixture
+def arrays():
+    rng = np.random.default_rng(3)
+    return [rng.standard_normal(1003).astype(np.float32) for _ in range(2)]
+
+
+@pytest.mark.parametrize("grid_kind", ["int", "tuple", "callable"])
+def test_runs_on_cpu(arrays, grid_kind):
+    x, y = arrays
+    total, updated = jax.jit(functools.partial(sum_and_accumulate, grid_kind=grid_kind))(x, y)
+    testing.assert_same_bits(total, x + y)
+    testing.assert_close(updated, y.astype(float) + 2.0 * x, terms=2)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("grid_kind", ["int", "tuple", "callable"])
+@pytest.mark.parametrize("tuning", ["off", "runtime"])
+@pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")
+def test_lowers(arrays, grid_kind, tuning, monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    function = functools.partial(sum_and_accumulate, grid_kind=grid_kind, tuning=tuning)
+    (call,) = describe(jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)))
+    blocks = (64, 256, 1024)
+    if tuning == "off" or not versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
+        blocks = blocks[:1]
+    sizes = [64 if grid_kind != "callable" else block for block in blocks]
+    assert call.grid == tuple((-(-1003 // size), 1, 1) for size in sizes)
+    assert call.aliases == ((1, 1),)
+    assert call.saved == (((1, 3, 4012),) if len(blocks) > 1 else ())
+    assert len(call.operands) == len(call.results) == 2
+
+
+@pytest.mark.cuda_plugin
+def test_who_wins_where_caller_and_config_disagree(arrays, monkeypatch):
+    """A config's value wins where several are tried; the caller's where one stands for all."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    primitive = Primitive("disagree")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda x, y, **_: [x])
+
+    def rule(ctx, x, y, *, mode):
+        return triax.triton_call_lowering(
+            ctx,
+            kernels.autotuned_add_kernel,
+            x,
+            y,
+            grid=lambda meta: (meta["BLOCK"],),
+            constexprs={"n": 1003, "BLOCK": 512},
+            tuning=mode,
+        )
+
+    mlir.register_lowering(primitive, rule, platform="cuda")
+
+    def grids(mode):
+        traced = jax.jit(lambda x, y: primitive.bind(x, y, mode=mode)).trace(*arrays)
+        (call,) = describe(traced.lower(lowering_platforms=("cuda",)))
+        return [grid[0] for grid in call.grid]
+
+    assert grids("off") == [512]
+    if versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
+        assert grids("runtime") == [64, 256, 1024]
+
+
+def test_pointer_count_is_checked(arrays):
+    def wrong(ctx, x, y, **_):
+        return triax.triton_call_lowering(
+            ctx, kernels.sum_and_accumulate_kernel, x, y, grid=1, constexprs={"SCALE": 1.0}
+        )
+
+    primitive = Primitive("wrong_count")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda x, y: [x, y])
+    mlir.register_lowering(primitive, wrong, platform="cpu")
+    with pytest.raises(ArgumentValueError, match=r"has 5 parameters besides `constexprs`"):
+        jax.jit(primitive.bind)(*arrays)

@@ -1,0 +1,103 @@
+"""What every test runs under: a known device, clean settings, caches of its own.
+
+Without an NVIDIA GPU JAX is put on eight virtual CPU devices, which must happen
+before JAX is imported. Tests marked `gpu` are skipped where JAX finds none; tests
+marked `cuda_plugin` (or asking for the fixture of that name) lower for CUDA, which
+needs JAX's CUDA plugin and no GPU, and are skipped without it, except in CI.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+CPU_DEVICES = 8
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def _has_nvidia_device() -> bool:
+    return bool(glob.glob("/dev/nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+if not _has_nvidia_device():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    _flags = os.environ.get("XLA_FLAGS", "")
+    if _DEVICE_COUNT_FLAG not in _flags:
+        os.environ["XLA_FLAGS"] = f"{_flags} {_DEVICE_COUNT_FLAG}={CPU_DEVICES}".strip()
+
+# The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
+hypothesis_settings.register_profile("developer", deadline=None)
+hypothesis_settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis_settings.load_profile("ci" if IN_CI else "developer")
+
+
+@functools.cache
+def gpu_problem() -> str | None:
+    """Why tests marked `gpu` cannot run here, or None where they can."""
+    import jax
+
+    try:
+        devices = jax.devices("gpu")
+    except RuntimeError as error:
+        return f"JAX finds no GPU: {str(error).splitlines()[0]}"
+    return None if devices else "JAX finds no GPU"
+
+
+@functools.cache
+def cuda_plugin_problem() -> str | None:
+    """Why tests marked `cuda_plugin` cannot run here, or None where they can."""
+    reasons = []
+    for name in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
+        try:
+            importlib.import_module(f"{name}._triton")
+        except ImportError as error:
+            reasons.append(str(error))
+        else:
+            return None
+    return f"no JAX CUDA plugin with Triton support: {'; '.join(reasons)}"
+
+
+def require_cuda_plugin() -> None:
+    """Skips where the CUDA plugin is missing; fails there in CI."""
+    if (problem := cuda_plugin_problem()) is None:
+        return
+    if IN_CI:
+        pytest.fail(f"{problem} (a failure because CI is set)", pytrace=False)
+    pytest.skip(problem)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and (problem := gpu_problem()) is not None:
+        pytest.skip(problem)
+    if item.get_closest_marker("cuda_plugin") is not None:
+        require_cuda_plugin()
+
+
+@pytest.fixture
+def cuda_plugin() -> None:
+    """Asks for JAX's CUDA plugin, as the marker of the same name does."""
+    require_cuda_plugin()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton-cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _clean_triax_settings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("TRIAX_")]:
+            patch.delenv(name)
+        yield

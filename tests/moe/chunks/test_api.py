@@ -1,0 +1,131 @@
+"""What `sort_chunks_by_index` refuses, in its words; and how it divides the work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import triax
+from triax import moe
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.chunks.configs import MoveConfig
+
+X = jnp.zeros((4, 3))
+IDS = jnp.zeros(2, jnp.int32)
+
+REFUSED = {
+    "a list": (
+        dict(x=[[1.0]]),
+        ArgumentTypeError,
+        "`x` must be an array of shape [tokens, hidden]",
+    ),
+    "rank of x": (
+        dict(x=X[0]),
+        ArgumentValueError,
+        "`x` must have shape [tokens, hidden]; got (3,)",
+    ),
+    "rank of sizes": (
+        dict(split_sizes=IDS[None]),
+        ArgumentValueError,
+        "`split_sizes` must have shape [chunks]; got (1, 2)",
+    ),
+    "float sizes": (
+        dict(split_sizes=IDS.astype(float)),
+        ArgumentTypeError,
+        "`split_sizes` must have an integer dtype; got float32. Cast it with "
+        "`split_sizes.astype(jnp.int32)`",
+    ),
+    "bool indices": (
+        dict(sorted_indices=IDS.astype(bool)),
+        ArgumentTypeError,
+        "`sorted_indices` must have an integer dtype; got bool",
+    ),
+    "lengths": (
+        dict(sorted_indices=IDS[:1]),
+        ArgumentValueError,
+        "`sorted_indices` must have one index for each of the 2 chunks of `split_sizes`; "
+        "got shape (1,)",
+    ),
+    "length of probs": (
+        dict(probs=jnp.zeros(3)),
+        ArgumentValueError,
+        "`probs` must have one value for each of the 4 rows of `x`; got shape (3,)",
+    ),
+    "integer probs": (
+        dict(probs=jnp.zeros(4, int)),
+        ArgumentTypeError,
+        "`probs` must have a floating-point dtype; got int32",
+    ),
+    "implementation": (
+        dict(implementation="cuda"),
+        ArgumentValueError,
+        "`implementation` must be one of None, 'triton', 'interpret', 'xla'; got 'cuda'",
+    ),
+    "a dtype kernels lack": (
+        dict(x=X.astype(complex), implementation="interpret"),
+        ArgumentTypeError,
+        "`x` has dtype complex64, which Triton kernels cannot take",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses(change, error, text):
+    arguments = dict(x=X, split_sizes=IDS, sorted_indices=IDS) | change
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        moe.sort_chunks_by_index(**arguments)
+    assert isinstance(caught.value, triax.TriaxError)
+
+
+def test_refuses_more_rows_than_it_counts():
+    ids = jax.ShapeDtypeStruct((2,), jnp.int32)
+    x = jax.ShapeDtypeStruct((2**31, 1), jnp.bool_)
+    with pytest.raises(ArgumentValueError, match=re.escape("`x` must have at most 2**31 - 1 rows")):
+        jax.eval_shape(moe.sort_chunks_by_index, x, ids, ids)
+
+
+def test_works_without_triton():
+    """As on systems that have none: plain JAX, and an error where a kernel is insisted on."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+import jax.numpy as jnp
+from triax import moe
+args = jnp.arange(3.0)[:, None], jnp.array([1, 2]), jnp.array([1, 0])
+print(moe.sort_chunks_by_index(*args).rows[:, 0].tolist())
+try:
+    moe.sort_chunks_by_index(*args, implementation="interpret")
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "[1.0, 2.0, 0.0]"
+    assert "triton" in done.stdout.splitlines()[1]
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", [0, 1, 3, 64, 2880, 4096, 5120, 7168, 100_000])
+def test_heuristic(width, itemsize):
+    config = MoveConfig.heuristic(width, itemsize)
+    for value in (config.block_rows, config.block_width, config.num_warps):
+        assert value & (value - 1) == 0 < value
+    assert config.block_rows * config.block_width * itemsize <= 16 * 1024
+    assert config.num_warps <= 8
+    covered = -(-width // config.block_width) * config.block_width
+    assert covered >= width
+    if width * itemsize >= 4096:  # a row of several accesses per thread wastes few of them
+        assert covered <= 1.125 * width
+
+
+def test_heuristic_for_the_shapes_that_matter():
+    assert MoveConfig.heuristic(4096, 4) == MoveConfig(1, 4096, 8)
+    assert MoveConfig.heuristic(7168, 2) == MoveConfig(8, 1024, 8)

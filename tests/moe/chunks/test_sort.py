@@ -1,0 +1,205 @@
+"""The chunk sort against its definition: values, dtypes, sizes, gradients; every path."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triax import moe
+
+FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+OTHERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "bool"]
+
+# Few shapes, so that plain JAX compiles few programs: no rows, one row, odd widths, no width,
+# more rows than one program moves, more blocks than one in a row.
+SHAPES = [(0, 3, 2), (1, 1, 1), (5, 3, 0), (7, 5, 3), (33, 1, 8), (17, 0, 4), (70, 67, 5)]
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def sort_and_pull(x, sizes, indices, probs, g, g_probs, implementation):
+    """The sort, and its gradient for the cotangents g."""
+
+    def op(x, probs):
+        out = moe.sort_chunks_by_index(x, sizes, indices, probs, implementation=implementation)
+        return out.rows, out.probs
+
+    moved, pull = jax.vjp(op, x, probs)
+    return *moved, *pull((g, g_probs))
+
+
+def check(oracle, case, implementation):
+    rows, probs, d_x, d_probs = sort_and_pull(
+        case.x, case.sizes, case.indices, case.probs, case.g, case.g_probs, implementation
+    )
+    forward = oracle.sources(case.sizes, case.indices, len(case.x))
+    back = oracle.destinations(case.sizes, case.indices, len(case.x))
+    oracle.assert_same_bits(rows, case.x[forward])
+    oracle.assert_same_bits(probs, case.probs[forward])
+    oracle.assert_same_bits(d_x, case.g[back])
+    oracle.assert_same_bits(d_probs, case.g_probs[back])
+
+
+def test_example(implementation):
+    x = jnp.arange(6.0)[:, None]
+    out = moe.sort_chunks_by_index(
+        x, jnp.array([2, 1, 2]), jnp.array([1, 0, 2]), implementation=implementation
+    )
+    assert isinstance(out, moe.Sorted)
+    assert out.probs is None
+    assert out.rows[:, 0].tolist() == [2, 0, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@given(seed=st.integers(0, 2**32 - 1), fill=st.sampled_from([0.0, 0.5, 1.0]))
+@settings(max_examples=5)
+def test_equals_definition(oracle, shape, seed, fill):
+    case = oracle.make_case(seed, *shape, fill=fill)
+    for implementation in ("xla", "interpret"):
+        check(oracle, case, implementation)
+
+
+wrong_sizes = st.lists(
+    st.one_of(st.integers(-3, 20), st.sampled_from([-(2**31), -1, 2**30, 2**31 - 1])),
+    min_size=6,
+    max_size=6,
+)
+wrong_indices = st.lists(
+    st.one_of(st.integers(-2, 7), st.sampled_from([-(2**31), 2**31 - 1])), min_size=6, max_size=6
+)
+
+
+@given(sizes=wrong_sizes, indices=wrong_indices)
+@settings(max_examples=40)
+def test_wrong_values_misplace_rows_as_told(oracle, sizes, indices):
+    """The interpreter checks every access, so this is the proof that none goes outside."""
+    case = oracle.make_case(1, 19, 3, 6)
+    case.sizes, case.indices = np.array(sizes, np.int32), np.array(indices, np.int32)
+    for implementation in ("xla", "interpret"):
+        check(oracle, case, implementation)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
+def test_floats_move_bit_by_bit(oracle, dtype, implementation):
+    with jax.enable_x64(dtype == "float64"):
+        check(oracle, oracle.make_case(2, 70, 33, 5, jnp.dtype(dtype)), implementation)
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_other_dtypes_move(oracle, dtype, implementation):
+    """Rows that have no gradient do not keep the probs from theirs."""
+    case = oracle.make_case(3, 70, 33, 5, dtype)
+
+    def op(x, probs):
+        out = moe.sort_chunks_by_index(
+            x, jnp.array(case.sizes), jnp.array(case.indices), probs, implementation=implementation
+        )
+        return out.probs, out.rows
+
+    probs, pull, rows = jax.vjp(
+        functools.partial(op, jnp.array(case.x)), jnp.array(case.probs), has_aux=True
+    )
+    forward = oracle.sources(case.sizes, case.indices, len(case.x))
+    oracle.assert_same_bits(rows, case.x[forward])
+    oracle.assert_same_bits(probs, case.probs[forward])
+    back = oracle.destinations(case.sizes, case.indices, len(case.x))
+    oracle.assert_same_bits(pull(jnp.array(case.g_probs))[0], case.g_probs[back])
+
+
+def test_integer_rows_as_a_primal(implementation):
+    """A cotangent without elements (float0) comes in for the rows, and goes out for x."""
+    x, probs = jnp.arange(3)[:, None], jnp.arange(3.0)
+
+    def loss(x, probs):
+        out = moe.sort_chunks_by_index(
+            x, jnp.array([1, 2]), jnp.array([1, 0]), probs, implementation=implementation
+        )
+        return jnp.sum(out.probs * jnp.array([1.0, 2.0, 4.0]))
+
+    d_x, d_probs = jax.grad(loss, (0, 1), allow_int=True)(x, probs)
+    assert d_x.dtype == jax.dtypes.float0
+    assert d_probs.tolist() == [4, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_probs_keep_their_dtype(oracle, dtype, implementation):
+    case = oracle.make_case(4, 20, 3, 4)
+    case.probs = case.probs.astype(jnp.dtype(dtype))
+    case.g_probs = case.g_probs.astype(jnp.dtype(dtype))
+    check(oracle, case, implementation)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int4"])
+def test_dtypes_triton_lacks_go_through_plain_jax(oracle, dtype):
+    case = oracle.make_case(5, 9, 2, 3)
+    x = jnp.arange(18).reshape(9, 2).astype(dtype)
+    rows = moe.sort_chunks_by_index(x, jnp.array(case.sizes), jnp.array(case.indices)).rows
+    expected = np.asarray(x)[oracle.sources(case.sizes, case.indices, 9)]
+    np.testing.assert_array_equal(np.asarray(rows), expected)
+
+
+@pytest.mark.parametrize("width", [1, 64, 4097, 5000])
+def test_widths(oracle, width, implementation):
+    """Narrow rows, and rows of several blocks, the last of them partly filled."""
+    check(oracle, oracle.make_case(6, 9, width, 3), implementation)
+
+
+@pytest.mark.parametrize("num_chunks", [1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("num_rows", [5, 2000])
+def test_many_chunks(oracle, num_rows, num_chunks, implementation):
+    """More chunks than one load takes, and more chunks than rows."""
+    check(oracle, oracle.make_case(7, num_rows, 2, num_chunks, fill=0.9), implementation)
+
+
+def test_empty_chunks(oracle, implementation):
+    case = oracle.make_case(8, 12, 3, 7)
+    case.sizes = np.array([0, 0, 5, 0, 6, 0, 0], np.int32)
+    case.indices = np.array([6, 4, 5, 0, 1, 2, 3], np.int32)
+    check(oracle, case, implementation)
+
+
+def test_no_rows_no_chunks_no_width(implementation):
+    ids = lambda n: jnp.zeros(n, jnp.int32)
+    for shape, chunks in [((0, 4), 3), ((4, 0), 3), ((3, 4), 0), ((0, 0), 0)]:
+        x = jnp.ones(shape)
+        out = moe.sort_chunks_by_index(x, ids(chunks), ids(chunks), implementation=implementation)
+        assert out.rows.shape == shape
+        assert jnp.array_equal(out.rows, x)
+
+
+def test_inverse_permutation_is_the_way_back(oracle, implementation):
+    case = oracle.make_case(9, 70, 5, 6)
+    there = moe.sort_chunks_by_index(
+        case.x, case.sizes, case.indices, case.probs, implementation=implementation
+    )
+    back = moe.sort_chunks_by_index(
+        there.rows,
+        case.sizes[case.indices],
+        np.argsort(case.indices).astype(np.int32),
+        there.probs,
+        implementation=implementation,
+    )
+    oracle.assert_same_bits(back.rows, case.x)
+    oracle.assert_same_bits(back.probs, case.probs)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_dtypes_of_sizes_and_indices(oracle, dtype, implementation):
+    with jax.enable_x64(True):
+        case = oracle.make_case(10, 19, 3, 6)
+        case.sizes, case.indices = case.sizes.astype(dtype), case.indices.astype(dtype)
+        check(oracle, case, implementation)
+        case.sizes[1] = case.indices[2] = np.iinfo(dtype).max
+        check(oracle, case, implementation)
+        if np.dtype(dtype).itemsize == 8:
+            case.sizes[1] = case.indices[2] = 2**32 + 1  # 1, to whoever looks at 32 bits
+            check(oracle, case, implementation)
+
+
+def test_default_is_by_platform(oracle):
+    check(oracle, oracle.make_case(11, 19, 3, 6), None)

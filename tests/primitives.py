@@ -1,0 +1,57 @@
+"""A primitive of a user's own that lowers through `triton_call_lowering`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import triton
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import triax
+from tests import kernels
+
+sum_and_accumulate_p = Primitive("sum_and_accumulate")
+sum_and_accumulate_p.multiple_results = True
+
+
+@sum_and_accumulate_p.def_impl
+def _impl(x, y, **params):
+    return jax.jit(functools.partial(sum_and_accumulate_p.bind, **params))(x, y)
+
+
+@sum_and_accumulate_p.def_abstract_eval
+def _abstract_eval(x, y, **_):
+    return [jax.core.ShapedArray(x.shape, x.dtype), jax.core.ShapedArray(y.shape, y.dtype)]
+
+
+def _lowering(ctx, x, y, *, scale, grid_kind, tuning):
+    n = ctx.avals_in[0].size
+    # The smallest block of the kernel's configs is 64: too many programs do nothing, too few
+    # would leave elements out. The callable gets each config's own block.
+    grids = {
+        "int": triton.cdiv(n, 64),
+        "tuple": (triton.cdiv(n, 64), 1),
+        "callable": lambda meta: (triton.cdiv(n, meta["BLOCK"]),),
+    }
+    return triax.triton_call_lowering(
+        ctx,
+        kernels.sum_and_accumulate_kernel,
+        x,
+        y,
+        grid=grids[grid_kind],
+        input_output_aliases={1: 1},
+        constexprs={"n": n, "SCALE": scale},
+        tuning=tuning,
+    )
+
+
+for _platform in ("cuda", "cpu"):
+    mlir.register_lowering(sum_and_accumulate_p, _lowering, platform=_platform)
+
+
+def sum_and_accumulate(x, y, *, scale=2.0, grid_kind="callable", tuning="off"):
+    """(x + y, y + scale * x)"""
+    return sum_and_accumulate_p.bind(
+        jnp.asarray(x), jnp.asarray(y), scale=scale, grid_kind=grid_kind, tuning=tuning
+    )

@@ -1,0 +1,95 @@
+"""The public names, and what importing them may cost."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PUBLIC = {
+    "triax": [
+        "TensorDescriptor",
+        "TriaxError",
+        "__version__",
+        "export_checks",
+        "moe",
+        "strides_from_shape",
+        "triton_call",
+        "triton_call_lowering",
+        "tuning",
+    ],
+    "triax.moe": ["Sorted", "sort_chunks_by_index"],
+}
+
+# Run in a fresh interpreter: what `import triax` adds to a program that uses JAX already.
+IMPORT_PROBE = """
+import json, sys, time
+import jax, jax.numpy
+start = time.perf_counter()
+import triax
+seconds = time.perf_counter() - start
+from jax._src import xla_bridge
+print(json.dumps({
+    "seconds": seconds,
+    "triton": "triton" in sys.modules,
+    "backend": xla_bridge.backends_are_initialized(),
+}))
+"""
+
+
+def probe_import() -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROBE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_are_pinned(module):
+    assert sorted(importlib.import_module(module).__all__) == PUBLIC[module]
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in PUBLIC.items() for n in names])
+def test_name_exists(module, name):
+    assert getattr(importlib.import_module(module), name) is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(m, n) for m, names in PUBLIC.items() for n in names if n[0] != "_"]
+)
+def test_name_is_documented(module, name):
+    assert getattr(importlib.import_module(module), name).__doc__
+
+
+def test_tuning_stays_a_function():
+    """`triax.tuning` is a function, and importing the package of that name does not hide it."""
+    triax = importlib.import_module("triax")
+    importlib.import_module("triax.tuning")
+    assert callable(triax.tuning)
+
+
+def test_version_is_the_project_s():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    stated = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
+    assert stated is not None
+    assert importlib.import_module("triax").__version__ == stated[1]
+
+
+def test_import_is_light():
+    """No Triton, no JAX backend, and under a second beyond JAX itself (the best of three tries)."""
+    first = probe_import()
+    assert not first["triton"], "`import triax` imports triton"
+    assert not first["backend"], "`import triax` starts a JAX backend"
+    seconds = first["seconds"]
+    for _ in range(2):
+        if seconds >= 1:
+            seconds = min(seconds, probe_import()["seconds"])
+    assert seconds < 1

@@ -1,0 +1,96 @@
+"""Which config is used, by mode and by version."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+import triax
+from tests.cases import CASES
+from triax.bridge.compat import versions
+from triax.bridge.errors import TuningError, VersionError
+from triax.bridge.inspect import describe
+from triax.tuning import policy
+
+pytestmark = pytest.mark.cuda_plugin
+CASE = next(case for case in CASES if case.name == "autotuned_accumulate")
+
+
+@pytest.fixture(autouse=True)
+def architecture(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    policy._log_untuned.cache_clear()
+
+
+def lower(mode):
+    inputs = CASE.inputs(np.random.default_rng(0))
+    with triax.tuning(mode):
+        traced = jax.jit(lambda *args: CASE.function(*args)).trace(*inputs)
+        (call,) = describe(traced.lower(lowering_platforms=("cuda",)))
+    return call
+
+
+@pytest.mark.parametrize("mode", ["auto", "cached", "off"])
+def test_first_config(mode, caplog):
+    with caplog.at_level(logging.INFO, "triax"):
+        call = lower(mode)
+    assert call.grid == ((16, 1, 1),)
+    lines = [r.getMessage() for r in caplog.records if "no tuned config is known" in r.getMessage()]
+    assert len(lines) == (0 if mode == "off" else 1)
+    assert all("BLOCK=64" in line and "accumulate_kernel" in line for line in lines)
+
+
+def test_strict_is_an_error():
+    with pytest.raises(TuningError, match="'accumulate_kernel' has 3 configs and none is known"):
+        lower("strict")
+
+
+# Below and above the floor, whatever is installed: the target of a run-time autotuned call is
+# the legacy one, and its argument lists are those of the installed jaxlib.
+@pytest.mark.parametrize("version", ["0.9.2", "0.9.2.dev20260316", "0.9.0", "0.8.3"])
+def test_runtime_below_the_floor(version, monkeypatch):
+    monkeypatch.setattr(versions.RUNTIME_AUTOTUNING.__class__, "passes", _passes(version))
+    with pytest.warns(
+        UserWarning, match=r"'accumulate_kernel': tuning at run time needs jaxlib 0\.9\.3"
+    ):
+        call = lower("runtime")
+    assert len(call.entries) == 1
+    monkeypatch.setenv("TRIAX_ENFORCE_AUTOTUNING", "1")
+    with pytest.raises(VersionError, match="TRIAX_ENFORCE_AUTOTUNING=1 forbids"):
+        lower("runtime")
+    monkeypatch.setenv("TRIAX_ENFORCE_AUTOTUNING", "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1; got 'yes'"):
+        lower("runtime")
+
+
+@pytest.mark.parametrize("version", ["0.9.2.dev20260317", "0.9.3", "0.10.0"])
+def test_runtime_above_the_floor(version, monkeypatch):
+    monkeypatch.setattr(versions.RUNTIME_AUTOTUNING.__class__, "passes", _passes(version))
+    call = lower("runtime")
+    assert len(call.entries) == 3
+    assert call.target == "triton_kernel_call"
+    assert call.saved == ((1, 2, 4 * 1003),)
+
+
+def _passes(pretended):
+    """As if `pretended` were installed, for the one gate under test."""
+    original = versions.Gate.passes
+
+    def passes(gate, version):
+        return original(gate, pretended if gate is versions.RUNTIME_AUTOTUNING else version)
+
+    return passes
+
+
+def test_never_on_the_new_target(monkeypatch):
+    """Should the legacy target vanish, an error; the FFI target tunes before inputs exist."""
+    from triax.bridge.errors import UnsupportedError
+
+    monkeypatch.setattr(versions.RUNTIME_AUTOTUNING.__class__, "passes", _passes("0.10.0"))
+    new = versions.Target(versions.NEW_TARGET, api_version=4)
+    monkeypatch.setattr(versions, "choose_target", lambda *_, **__: new)
+    with pytest.raises(
+        UnsupportedError, match="tuning mode 'runtime' needs the custom-call target"
+    ):
+        lower("runtime")
