@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import glob
 import importlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hypothesis import settings as hypothesis_settings
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 CPU_DEVICES = 8
+_ids = itertools.count()
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -96,8 +98,12 @@ def _own_triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def _clean_triax_settings() -> Iterator[None]:
+def _clean_triax_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TRIAX_")]:
             patch.delenv(name)
+        # A store of its own for every test: no test depends on what another, or the user, tuned.
+        patch.setenv(
+            "TRIAX_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triax" / str(next(_ids)))
+        )
         yield

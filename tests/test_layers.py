@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.call": (6, 0),
     "triax.moe": (7, 0),
     "triax.testing": (7, 0),
+    "triax.tools": (7, 1),
     "triax.bench": (8, 0),
     "triax.cli": (8, 1),
     "triax.__main__": (8, 2),

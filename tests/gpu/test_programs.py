@@ -10,14 +10,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import buffers
+
 pytestmark = pytest.mark.gpu
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
 
 
+def child_environment():
+    """This process holds most of the GPU's memory: children take what they need, when they do."""
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
 def run(program, *args, cwd=ROOT, **environment):
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment}
+    env = {**child_environment(), **environment}
     result = subprocess.run(
         [sys.executable, str(PROGRAMS / program), *map(str, args)],
         cwd=cwd,
@@ -71,3 +82,15 @@ def test_calls_stand_inside_the_command_buffer(tmp_path, kind, flags, calls):
     assert sum("kCommandBuffer" in line for line in top) == 1, text
     assert not [line for line in top if "kCustomCall" in line], text
     assert text.count("triton_kernel_call_ffi") >= calls or text.count("kCustomCall") >= calls, text
+
+
+@pytest.mark.parametrize(("function", "calls"), [("forward", 2), ("backward", 2)])
+def test_outputs_of_the_chunk_sort_share_no_memory_with_inputs(tmp_path, function, calls):
+    run("chunks.py", XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+    found = buffers.triton_calls(tmp_path, function)
+    assert len(found) == calls, found
+    for name, (inputs, outputs) in found.items():
+        assert inputs, name
+        assert outputs, name
+        for place in outputs:
+            assert not any(place.overlaps(other) for other in inputs), (name, inputs, outputs)

@@ -20,7 +20,8 @@ CASE = next(case for case in CASES if case.name == "autotuned_accumulate")
 @pytest.fixture(autouse=True)
 def architecture(monkeypatch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-    policy._log_untuned.cache_clear()
+    policy._log_fallback.cache_clear()
+    policy.forget()
 
 
 def lower(mode):
@@ -38,12 +39,21 @@ def test_first_config(mode, caplog):
     assert call.grid == ((16, 1, 1),)
     lines = [r.getMessage() for r in caplog.records if "no tuned config is known" in r.getMessage()]
     assert len(lines) == (0 if mode == "off" else 1)
-    assert all("BLOCK=64" in line and "accumulate_kernel" in line for line in lines)
+    reason = (
+        "does not measure" if mode == "cached" else "not lowered to run on a GPU of this process"
+    )
+    for line in lines:
+        assert "accumulate_kernel" in line
+        assert "BLOCK=64" in line
+        assert reason in line
+        assert "triax tune FILE:FUNCTION" in line
 
 
 def test_strict_is_an_error():
-    with pytest.raises(TuningError, match="'accumulate_kernel' has 3 configs and none is known"):
+    with pytest.raises(TuningError) as caught:
         lower("strict")
+    assert "'accumulate_kernel' has 3 configs and none is known to be tuned" in str(caught.value)
+    assert "`triax tune FILE:FUNCTION`" in str(caught.value)
 
 
 # Below and above the floor, whatever is installed: the target of a run-time autotuned call is

@@ -7,10 +7,10 @@ installed Triton alone: no paths, no line numbers, no dictionary order.
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import logging
 import os
+import queue
 import re
 import threading
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import Any
 
 from triax.bridge import dtypes
 from triax.bridge.compat import triton_private, versions
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, CompilationError
+from triax.bridge.errors import CompilationError, TriaxError
 from triax.bridge.exclusion import TRITON
 from triax.bridge.launch import (
     Argument,
@@ -67,26 +67,59 @@ def clear_cache() -> None:
 
 
 def compile_all(
-    launches: Sequence[Launch], compute_capability: int
+    launches: Sequence[Launch], compute_capability: int, timeout_s: float | None = None
 ) -> list[CompiledKernel | Exception]:
-    """Compiles launches in parallel; a launch that cannot be compiled yields its exception."""
+    """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
 
-    def one(launch: Launch) -> CompiledKernel | Exception:
+    One that is not compiled after `timeout_s` yields a `CompilationError`. A thread cannot be
+    stopped: it goes on in the background, and the interpreter waits for it.
+    """
+    results: dict[int, CompiledKernel | Exception] = {}
+    pending = queue.SimpleQueue[int]()
+    finished = queue.SimpleQueue[int]()
+    for index in range(len(launches)):
+        pending.put(index)
+
+    def work() -> None:
+        while True:
+            try:
+                index = pending.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                results[index] = _compile(launches[index], compute_capability)
+            except Exception as error:
+                results[index] = error
+            finished.put(index)
+
+    def compile_together() -> None:
+        # Threads suffice: Triton holds the GIL only in its front end. The workers take no lock of
+        # their own: this function holds the shared side for them all.
+        with TRITON.shared():
+            workers = min(len(launches), os.cpu_count() or 1)
+            threads = [threading.Thread(target=work, daemon=True) for _ in range(workers - 1)]
+            for thread in threads:
+                thread.start()
+            work()
+            for thread in threads:
+                thread.join()
+
+    if timeout_s is None:
+        compile_together()
+    else:
+        threading.Thread(target=compile_together, daemon=True).start()
+        _wait_for(len(launches), finished, timeout_s)
+    late = CompilationError(f"it was not compiled after {timeout_s} s")
+    return [results.get(index, late) for index in range(len(launches))]
+
+
+def _wait_for(count: int, finished: queue.SimpleQueue[int], timeout_s: float) -> None:
+    """Waits for `count` items, and no longer than `timeout_s` for each next one."""
+    for _ in range(count):
         try:
-            return _compile(launch, compute_capability)
-        except (ArgumentTypeError, ArgumentValueError):
-            raise
-        except Exception as error:
-            return error
-
-    # Threads suffice: Triton holds the GIL only in its front end. The workers take no lock of
-    # their own: this thread holds the shared side for them all.
-    with TRITON.shared():
-        if len(launches) == 1:
-            return [one(launches[0])]
-        workers = min(len(launches), os.cpu_count() or 1)
-        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(one, launches))
+            finished.get(timeout=timeout_s)
+        except queue.Empty:
+            return
 
 
 def compile_launch(launch: Launch, compute_capability: int) -> CompiledKernel:
@@ -96,6 +129,8 @@ def compile_launch(launch: Launch, compute_capability: int) -> CompiledKernel:
       CompilationError: Triton refuses the kernel or it does not fit the GPU.
     """
     (result,) = compile_all([launch], compute_capability)
+    if isinstance(result, TriaxError) and not isinstance(result, CompilationError):
+        raise result
     if isinstance(result, Exception):
         raise CompilationError(failure(launch, result)) from result
     return result

@@ -73,5 +73,5 @@ class Exclusion:
                 self._condition.notify_all()
 
 
-TRITON = Exclusion(on_share=triton_private.without_line_info)
+TRITON = Exclusion(on_share=triton_private.compiling)
 """Shared by compilers, held alone by the interpreter, in this process."""

@@ -21,6 +21,7 @@ from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.kernel import Kernel
 from triax.bridge.launch import ArrayType, Call, Launch, Operand, Result
 from triax.tuning import policy
+from triax.tuning.key import Device
 
 CANNOT_EXPORT = "triax_interpreted_kernel_cannot_be_exported_for_cpu"
 """Target of the call that stands for an interpreted kernel in an exported program."""
@@ -60,8 +61,11 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
         return _emit_nothing(ctx, operands, call)
     if platform == "cpu" or call.implementation == "interpret":
         return _emit_interpreted(ctx, operands, call, policy.first(call, launches))
-    compute_capability = _compute_capability(ctx, call)
-    chosen = policy.choose(call, launches, compute_capability)
+    devices = _gpus(ctx)
+    compute_capability = _compute_capability(call, devices)
+    chosen = policy.choose(
+        call, launches, compute_capability, _tuning_device(ctx, devices, compute_capability)
+    )
     built = custom_call.build(call, [c[0] for c in chosen], [c[1] for c in chosen])
     return _emit_custom_call(ctx, operands, call, built, [launch for launch, _ in chosen])
 
@@ -166,12 +170,16 @@ def _uninitialised(ctx: Any, aval: Any) -> Any:
     return value
 
 
-def _compute_capability(ctx: Any, call: Call) -> int:
-    """From the call, else from the GPUs the program is lowered for, else ``TRIAX_CUDA_ARCH``."""
+def _gpus(ctx: Any) -> list[Any]:
+    """The GPUs that the program is lowered for, else those of this process."""
+    return [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
+
+
+def _compute_capability(call: Call, devices: Sequence[Any]) -> int:
+    """From the call, else from the GPUs, else ``TRIAX_CUDA_ARCH``."""
     if call.compute_capability is not None:
         return call.compute_capability
-    devices = [d for d in jax_private.lowering_devices(ctx) if _is_cuda(d)] or _local_gpus()
-    found = {int(str(device.compute_capability).replace(".", "")) for device in devices}
+    found = {capability_of(device) for device in devices}
     if len(found) > 1:
         raise UnsupportedError(
             f"Kernel {call.display_name!r} is lowered for GPUs of compute capabilities "
@@ -187,13 +195,28 @@ def _compute_capability(ctx: Any, call: Call) -> int:
     )
 
 
-def _is_cuda(device: Any) -> bool:
+def _tuning_device(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Device | None:
+    """The first of the GPUs that belongs to this process, where it may be measured on."""
+    for device in devices:
+        index = jax_private.local_index(device)
+        if index is not None and capability_of(device) == compute_capability:
+            return Device(index, str(device.device_kind), not jax_private.is_exporting(ctx))
+    return None
+
+
+def capability_of(device: Any) -> int:
+    """A GPU's compute capability as an int: 90 for 9.0."""
+    return int(str(device.compute_capability).replace(".", ""))
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether a device is an NVIDIA GPU."""
     return device.platform in ("gpu", "cuda") and hasattr(device, "compute_capability")
 
 
 def _local_gpus() -> list[Any]:
     try:
-        return [device for device in jax.local_devices(backend="cuda") if _is_cuda(device)]
+        return [device for device in jax.local_devices(backend="cuda") if is_cuda(device)]
     except RuntimeError:  # no CUDA backend in this process
         return []
 

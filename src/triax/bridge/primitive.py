@@ -8,9 +8,10 @@ calls expects them.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +29,16 @@ triton_call_p = jax_private.new_primitive("triton_call")
 # --- eager --------------------------------------------------------------------
 
 
+eager_listener: contextvars.ContextVar[Callable[[Call, Sequence[Any], Any], None] | None] = (
+    contextvars.ContextVar("triax_eager_listener", default=None)
+)
+"""Called with every call that is run eagerly, its operands and outputs' types, before it runs."""
+
+
 def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) -> list[Any]:
     params = {"call": call, "result_avals": result_avals, "vmap_method": vmap_method}
+    if (listener := eager_listener.get()) is not None:
+        listener(call, args, result_avals)
     if any(jax_private.is_ref(arg) for arg in args):
         # Refs are turned into aliases by jit; eager Refs have no rule of their own.
         with jax_private.jit_enabled():

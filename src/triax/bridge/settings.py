@@ -11,6 +11,8 @@ import contextvars
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from triax.bridge.errors import ArgumentValueError, SettingError
 
@@ -82,3 +84,38 @@ def cuda_arch() -> int | None:
             f"got {value!r}."
         )
     return int(match.group(1)) * 10 + int(match.group(2))
+
+
+def cache_folder() -> Path:
+    """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder."""
+    if folder := os.environ.get("TRIAX_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triax"
+
+
+def cache_path() -> list[Path]:
+    """Read-only stores of tuned configs: ``TRIAX_CACHE_PATH``, separated as in PATH."""
+    return [Path(p) for p in os.environ.get("TRIAX_CACHE_PATH", "").split(os.pathsep) if p]
+
+
+def tuning_bytes() -> int | None:
+    """``TRIAX_TUNING_BYTES``: the most GPU memory that measuring may take, or None."""
+    return _number("TRIAX_TUNING_BYTES", int, None)
+
+
+def tuning_timeout_s() -> float:
+    """``TRIAX_TUNING_TIMEOUT``: seconds that one run, or one compilation, of a config may take."""
+    return _number("TRIAX_TUNING_TIMEOUT", float, 10.0)
+
+
+def _number(name: str, kind: type, default: Any) -> Any:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if not value > 0:
+        raise SettingError(f"{name} must be a positive number; got {text!r}.")
+    return value

@@ -1,26 +1,64 @@
 """Which config a kernel runs with.
 
-In: a bound call and the launches of its candidates. Out: the launches to hand to XLA
-with their compiled kernels: one, or in mode "runtime" all of them. The modes are in
-`triax.bridge.settings`; measuring ahead of time is not part of this module yet, so
-"auto" takes the first config and says so.
+In: a bound call and the launches of its candidates. Out: the launches to hand to XLA with
+their compiled kernels: one, or in mode "runtime" all of them. A kernel with several
+configs gets one before XLA sees it: from this process, from a store, or by measuring.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import threading
 import warnings
 from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
 
 from triax.bridge import compiler, settings
-from triax.bridge.compat import versions
-from triax.bridge.errors import CompilationError, TuningError, VersionError
-from triax.bridge.launch import Call, CompiledKernel, Launch
+from triax.bridge.compat import jax_private, versions
+from triax.bridge.errors import ArgumentTypeError, CompilationError, TuningError, VersionError
+from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
+from triax.tuning import agree, measure, store
+from triax.tuning.key import Device, Key, label, make_key
+from triax.tuning.store import Record, Timing
 
 logger = logging.getLogger(__name__)
 
 Chosen = list[tuple[Launch, CompiledKernel]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A config, where it came from, and what is known of the others.
+
+    `source` is "only config", "first config", "user store", "measured now", … ; `timings`
+    are empty unless the config was measured, now or when it was stored.
+    """
+
+    config: str
+    source: str
+    timings: tuple[Timing, ...] = ()
+
+
+_lock = threading.RLock()
+_resolved: dict[str, Decision] = {}
+_by_entry: dict[str, Decision] = {}
+
+
+def forget() -> None:
+    """Forgets what this process has resolved. Stores are not touched."""
+    with _lock:
+        _resolved.clear()
+        _by_entry.clear()
+
+
+def decision(entry: str) -> Decision | None:
+    """How the config of a compiled kernel was chosen, by its entry name."""
+    return _by_entry.get(entry)
 
 
 def tries_all_configs(mode: str) -> bool:
@@ -28,8 +66,21 @@ def tries_all_configs(mode: str) -> bool:
     return mode == "runtime" and versions.RUNTIME_AUTOTUNING.passes(versions.gated_version())
 
 
-def choose(call: Call, launches: Sequence[Launch], compute_capability: int) -> Chosen:
+def choose(
+    call: Call,
+    launches: Sequence[Launch],
+    compute_capability: int,
+    device: Device | None = None,
+    inputs: Sequence[Any] | None = None,
+) -> Chosen:
     """The launches to hand to XLA, compiled.
+
+    Args:
+      call: the bound call.
+      launches: one per candidate, at least one.
+      compute_capability: to compile for.
+      device: the GPU to measure on, None where measuring is out of the question.
+      inputs: the real operands, to measure on copies of them whatever is known already.
 
     Raises:
       CompilationError: no candidate compiles; the message has every reason.
@@ -37,20 +88,19 @@ def choose(call: Call, launches: Sequence[Launch], compute_capability: int) -> C
       VersionError: mode "runtime" below its version with ``TRIAX_ENFORCE_AUTOTUNING=1``.
     """
     if len(launches) == 1:
-        return [(launches[0], compiler.compile_launch(launches[0], compute_capability))]
-    if call.tuning == "strict":
-        raise TuningError(
-            f"Kernel {call.display_name!r} has {len(launches)} configs and none is known to be "
-            "tuned, which tuning mode 'strict' asks for. This version of Triax cannot tune ahead "
-            "of time yet: use mode 'off' (the first config) or 'runtime'."
-        )
-    if call.tuning == "runtime":
-        if tries_all_configs(call.tuning):
+        kernel = compiler.compile_launch(launches[0], compute_capability)
+        _note(kernel, Decision(label(launches[0]), "only config"))
+        return [(launches[0], kernel)]
+    mode = call.tuning
+    if mode == "runtime" and inputs is None:
+        if tries_all_configs(mode):
             return _all_that_compile(call, launches, compute_capability)
         _report_old_version(call)
-    if call.tuning in ("auto", "cached"):
-        _log_untuned(call.display_name, call.tuning, str(launches[0].candidate.config))
-    return _first_that_compiles(call, launches, compute_capability)
+    if mode in ("off", "runtime") and inputs is None:
+        return _first_that_compiles(
+            call, launches, compute_capability, f"first config (mode {mode})"
+        )
+    return _ahead_of_time(call, launches, compute_capability, device, inputs)
 
 
 def first(call: Call, launches: Sequence[Launch]) -> Launch:
@@ -58,11 +108,200 @@ def first(call: Call, launches: Sequence[Launch]) -> Launch:
     return launches[0]
 
 
+def _note(kernel: CompiledKernel, decision: Decision) -> None:
+    _by_entry[kernel.name] = decision
+
+
+# --- ahead of time ------------------------------------------------------------------
+
+
+def _ahead_of_time(
+    call: Call,
+    launches: Sequence[Launch],
+    compute_capability: int,
+    device: Device | None,
+    inputs: Sequence[Any] | None,
+) -> Chosen:
+    key = make_key(call, launches, compute_capability, device)
+    with _lock:
+        decision = None if inputs is not None else _resolved.get(key.name)
+        if decision is None:
+            decision = _resolve(call, launches, compute_capability, device, key, inputs)
+            if decision is None:
+                source = f"first config (mode {call.tuning})"
+                return _first_that_compiles(call, launches, compute_capability, source)
+            _resolved[key.name] = decision
+    launch = next(launch for launch in launches if label(launch) == decision.config)
+    kernel = compiler.compile_launch(launch, compute_capability)
+    _note(kernel, decision)
+    return [(launch, kernel)]
+
+
+def _resolve(
+    call: Call,
+    launches: Sequence[Launch],
+    compute_capability: int,
+    device: Device | None,
+    key: Key,
+    inputs: Sequence[Any] | None,
+) -> Decision | None:
+    """Looks a key up, else measures it; None means the mode's fallback.
+
+    What is found is published to the job's other processes before it is used, and what
+    they have published first is used instead.
+    """
+    if inputs is None:
+        found = store.find(key)
+        if found is not None:
+            record, where = found
+            return _agreed(key, Decision(record.config, where.name, record.timings))
+        if (config := agree.published(key.name)) is not None:
+            return _agreed(key, Decision(config, "another process of this job"))
+        if call.tuning == "strict":
+            raise TuningError(
+                f"Kernel {call.display_name!r} has {len(launches)} configs and none is known to be "
+                f"tuned for {key.name}, which tuning mode 'strict' asks for. Tune it with "
+                "`triax tune FILE:FUNCTION`, or once under TRIAX_AUTOTUNE=auto."
+            )
+    reason = _why_not_measure(call, device)
+    if reason is None:
+        try:
+            assert device is not None
+            return _measure(call, launches, compute_capability, device, key, inputs)
+        except measure.TooLargeError as error:
+            reason = f"{error} (TRIAX_TUNING_BYTES raises it; smaller `tuning_inputs` do not help)"
+        except TuningError as error:
+            reason = str(error)
+    config = label(launches[0])
+    _log_fallback(call.display_name, call.tuning, key.name, config, reason)
+    # Published too: another process may have found or measured one.
+    agreed = agree.agree(key.name, config)
+    return None if agreed == config else Decision(agreed, "another process of this job")
+
+
+def _agreed(key: Key, decision: Decision) -> Decision:
+    """Publishes a decision; the one that the job uses."""
+    config = agree.agree(key.name, decision.config)
+    if config == decision.config:
+        return decision
+    if config not in key.candidates:
+        raise TuningError(
+            f"Another process of this job uses config [{config}] for {key.name}, which is not "
+            f"among this process's: {'; '.join(key.candidates)}. Do all run the same program?"
+        )
+    return Decision(config, "another process of this job", decision.timings)
+
+
+def _why_not_measure(call: Call, device: Device | None) -> str | None:
+    if call.tuning == "cached":
+        return "mode 'cached' does not measure"
+    if device is None or not device.measurable:
+        return "the program is not lowered to run on a GPU of this process"
+    return measure.problem()
+
+
 @functools.cache  # one line per kernel and choice, however often it is traced
-def _log_untuned(name: str, mode: str, config: str) -> None:
-    logger.info(
-        "kernel %s: no tuned config is known (mode %s); using its first: %s", name, mode, config
+def _log_fallback(name: str, mode: str, key: str, config: str, reason: str) -> None:
+    logger.warning(
+        "kernel %s (%s): no tuned config is known and none is measured: %s. Its first is used: "
+        "[%s]. Tune it with `triax tune FILE:FUNCTION` on the GPU it will run on.",
+        name,
+        key,
+        reason,
+        config,
     )
+
+
+def _measure(
+    call: Call,
+    launches: Sequence[Launch],
+    compute_capability: int,
+    device: Device,
+    key: Key,
+    inputs: Sequence[Any] | None,
+) -> Decision:
+    measure.start_worker(device)  # it starts while the candidates compile
+    results = compiler.compile_all(
+        launches, compute_capability, timeout_s=6 * settings.tuning_timeout_s()
+    )
+    compiled: Chosen = []
+    timings: dict[str, Timing] = {}
+    for launch, result in zip(launches, results, strict=True):
+        if isinstance(result, CompiledKernel):
+            compiled.append((launch, result))
+        else:
+            timings[label(launch)] = Timing(label(launch), error=_drop(launch, result))
+    if not compiled:
+        raise _none_left(call, [t.error or "" for t in timings.values()])
+    if len(compiled) > 1:
+        arrays = _tuning_arrays(call, launches[0], inputs)
+        jax_private.drain(device.index)
+        with measure.operand_files(arrays) as paths:
+            job = measure.make_job(call, compiled, device, paths)
+            for timing in measure.measure(job, device, call.display_name):
+                timings[timing.config] = timing
+    else:  # nothing to compare with
+        timings[label(compiled[0][0])] = Timing(label(compiled[0][0]))
+    usable = [t for t in timings.values() if t.error is None]
+    if not usable:
+        raise TuningError(
+            f"none of its {len(timings)} configs runs: "
+            + "; ".join(f"[{t.config}] {t.error}" for t in timings.values())
+        )
+    # Of equal times the config listed first wins, as with min() in Triton.
+    best = min(usable, key=lambda t: t.median_ms or 0.0)
+    ordered = [timings[label(launch)] for launch in launches]
+    what = (
+        "real operands"
+        if inputs is not None
+        else (
+            "tuning_inputs"
+            if call.tuning_inputs is not None
+            else "random floats, zeros for integers"
+        )
+    )
+    logger.info(
+        "kernel %s (%s): measured %d configs on %s; best: [%s] %.4f ms",
+        call.display_name,
+        key.name,
+        len(usable),
+        what,
+        best.config,
+        best.median_ms or 0.0,
+    )
+    record = Record.now(key, best.config, ordered, what)
+    try:
+        store.user_store().put(record)
+    except OSError as error:
+        logger.warning("the tuned config of %s could not be stored: %s", key.name, error)
+    return _agreed(key, Decision(best.config, "measured now", tuple(ordered)))
+
+
+def _tuning_arrays(
+    call: Call, launch: Launch, inputs: Sequence[Any] | None
+) -> list[np.ndarray | None]:
+    """The contents to measure on: given ones, or None for a filling by dtype."""
+    if inputs is None:
+        if call.tuning_inputs is None:
+            return [None] * len(launch.operands)
+        shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in launch.operands]
+        given = call.tuning_inputs(*shapes)
+        inputs = given if isinstance(given, (tuple, list)) else (given,)
+    arrays = [np.asarray(value) for value in inputs]
+    found = [ArrayType(array.shape, array.dtype) for array in arrays]
+    if found != list(launch.operands):
+        raise ArgumentTypeError(
+            f"Argument `tuning_inputs` of kernel {call.display_name!r} must return one array per "
+            f"array operand, of its shape and dtype: {_list(launch.operands)}; got {_list(found)}."
+        )
+    return list(arrays)
+
+
+def _list(types: Sequence[ArrayType]) -> str:
+    return ", ".join(f"{t.dtype.name}{list(t.shape)}" for t in types) or "none"
+
+
+# --- at run time ------------------------------------------------------------------------
 
 
 def _report_old_version(call: Call) -> None:
@@ -79,16 +318,22 @@ def _report_old_version(call: Call) -> None:
     if settings.enforce_autotuning():
         raise VersionError(
             text + "TRIAX_ENFORCE_AUTOTUNING=1 forbids to fall back to one config. "
-            "Upgrade JAX, unset it, or use tuning mode 'off'."
+            "Upgrade JAX, unset it, or use tuning mode 'auto', which tunes ahead of time."
         )
     warnings.warn(text + "its first config is used.", UserWarning, stacklevel=2)
 
 
-def _first_that_compiles(call: Call, launches: Sequence[Launch], compute_capability: int) -> Chosen:
+# --- compiling ----------------------------------------------------------------------------
+
+
+def _first_that_compiles(
+    call: Call, launches: Sequence[Launch], compute_capability: int, source: str
+) -> Chosen:
     reasons = []
     for launch in launches:
         (result,) = compiler.compile_all([launch], compute_capability)
         if isinstance(result, CompiledKernel):
+            _note(result, Decision(label(launch), source))
             return [(launch, result)]
         reasons.append(_drop(launch, result))
     raise _none_left(call, reasons)
@@ -99,6 +344,7 @@ def _all_that_compile(call: Call, launches: Sequence[Launch], compute_capability
     results = compiler.compile_all(launches, compute_capability)
     for launch, result in zip(launches, results, strict=True):
         if isinstance(result, CompiledKernel):
+            _note(result, Decision(label(launch), "tuned by XLA at run time"))
             chosen.append((launch, result))
         else:
             reasons.append(_drop(launch, result))

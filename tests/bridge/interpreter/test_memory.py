@@ -2,12 +2,14 @@
 
 import re
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import triton
 import triton.language as tl
 
+import triax
 from triax.bridge.errors import OutOfBounds, ReadOnlyOperand
 from triax.bridge.launch import Result
 
@@ -301,3 +303,21 @@ def test_a_lock(interpret):
         grid=(2, 2, 2),
     )
     assert (lock_out[0], total_out[0]) == (0, 16)
+
+
+@triton.jit
+def masked_by_arithmetic_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    mask = (offsets < n) & (tl.program_id(0) % 1 == 0)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask), mask=mask)
+
+
+def test_a_mask_of_wide_integers_is_still_a_mask():
+    """One-bit values that went through arithmetic are integers to NumPy, and no positions."""
+    x = np.arange(9, dtype=np.float32)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = triax.triton_call(
+        x, n=7, BLOCK=16, kernel=masked_by_arithmetic_kernel, out_type=like, grid=1
+    )
+    np.testing.assert_array_equal(out[:7], x[:7])
+    assert np.isnan(out[7:]).all()

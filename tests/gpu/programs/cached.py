@@ -17,7 +17,6 @@ jax.block_until_ready(jax.numpy.ones(3) + 1)
 ready = time.perf_counter()
 
 from tests.cases import CASES  # noqa: E402
-
 from triax.bridge.inspect import describe  # noqa: E402
 
 names = ("vector_add", "matmul", "gather")

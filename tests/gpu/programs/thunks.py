@@ -5,6 +5,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from tests.cases import vector_add
 
 kind = sys.argv[1]

@@ -46,7 +46,7 @@ def destinations(sizes, indices, num_rows):
 def random_bits(rng, shape, dtype):
     """Every bit pattern of a dtype, NaNs with payloads included."""
     dtype = np.dtype(dtype)
-    if dtype == bool:
+    if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     data = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
     return data.view(dtype).reshape(shape)

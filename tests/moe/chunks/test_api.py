@@ -20,54 +20,54 @@ IDS = jnp.zeros(2, jnp.int32)
 
 REFUSED = {
     "a list": (
-        dict(x=[[1.0]]),
+        {"x": [[1.0]]},
         ArgumentTypeError,
         "`x` must be an array of shape [tokens, hidden]",
     ),
     "rank of x": (
-        dict(x=X[0]),
+        {"x": X[0]},
         ArgumentValueError,
         "`x` must have shape [tokens, hidden]; got (3,)",
     ),
     "rank of sizes": (
-        dict(split_sizes=IDS[None]),
+        {"split_sizes": IDS[None]},
         ArgumentValueError,
         "`split_sizes` must have shape [chunks]; got (1, 2)",
     ),
     "float sizes": (
-        dict(split_sizes=IDS.astype(float)),
+        {"split_sizes": IDS.astype(float)},
         ArgumentTypeError,
         "`split_sizes` must have an integer dtype; got float32. Cast it with "
         "`split_sizes.astype(jnp.int32)`",
     ),
     "bool indices": (
-        dict(sorted_indices=IDS.astype(bool)),
+        {"sorted_indices": IDS.astype(bool)},
         ArgumentTypeError,
         "`sorted_indices` must have an integer dtype; got bool",
     ),
     "lengths": (
-        dict(sorted_indices=IDS[:1]),
+        {"sorted_indices": IDS[:1]},
         ArgumentValueError,
         "`sorted_indices` must have one index for each of the 2 chunks of `split_sizes`; "
         "got shape (1,)",
     ),
     "length of probs": (
-        dict(probs=jnp.zeros(3)),
+        {"probs": jnp.zeros(3)},
         ArgumentValueError,
         "`probs` must have one value for each of the 4 rows of `x`; got shape (3,)",
     ),
     "integer probs": (
-        dict(probs=jnp.zeros(4, int)),
+        {"probs": jnp.zeros(4, int)},
         ArgumentTypeError,
         "`probs` must have a floating-point dtype; got int32",
     ),
     "implementation": (
-        dict(implementation="cuda"),
+        {"implementation": "cuda"},
         ArgumentValueError,
         "`implementation` must be one of None, 'triton', 'interpret', 'xla'; got 'cuda'",
     ),
     "a dtype kernels lack": (
-        dict(x=X.astype(complex), implementation="interpret"),
+        {"x": X.astype(complex), "implementation": "interpret"},
         ArgumentTypeError,
         "`x` has dtype complex64, which Triton kernels cannot take",
     ),
@@ -76,7 +76,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("change", "error", "text"), REFUSED.values(), ids=REFUSED.keys())
 def test_refuses(change, error, text):
-    arguments = dict(x=X, split_sizes=IDS, sorted_indices=IDS) | change
+    arguments = {"x": X, "split_sizes": IDS, "sorted_indices": IDS} | change
     with pytest.raises(error, match=re.escape(text)) as caught:
         moe.sort_chunks_by_index(**arguments)
     assert isinstance(caught.value, triax.TriaxError)

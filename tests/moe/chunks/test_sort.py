@@ -149,8 +149,9 @@ def test_widths(oracle, width, implementation):
     check(oracle, oracle.make_case(6, 9, width, 3), implementation)
 
 
-@pytest.mark.parametrize("num_chunks", [1023, 1024, 1025, 3000])
-@pytest.mark.parametrize("num_rows", [5, 2000])
+@pytest.mark.parametrize(
+    ("num_rows", "num_chunks"), [(5, 1023), (2000, 1024), (5, 1025), (2000, 3000)]
+)
 def test_many_chunks(oracle, num_rows, num_chunks, implementation):
     """More chunks than one load takes, and more chunks than rows."""
     check(oracle, oracle.make_case(7, num_rows, 2, num_chunks, fill=0.9), implementation)
@@ -191,7 +192,7 @@ def test_inverse_permutation_is_the_way_back(oracle, implementation):
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
 def test_dtypes_of_sizes_and_indices(oracle, dtype, implementation):
     with jax.enable_x64(True):
-        case = oracle.make_case(10, 19, 3, 6)
+        case = oracle.make_case(10, 300, 3, 6)
         case.sizes, case.indices = case.sizes.astype(dtype), case.indices.astype(dtype)
         check(oracle, case, implementation)
         case.sizes[1] = case.indices[2] = np.iinfo(dtype).max

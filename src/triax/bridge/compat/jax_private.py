@@ -20,6 +20,7 @@ from jax._src import callback as _callback
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
 from jax._src import ffi as _ffi
 from jax._src import state as _state
 from jax._src.interpreters import mlir as _mlir
@@ -326,3 +327,72 @@ def _custom_call_op(operation: Any) -> CustomCallOp:
         operands=tuple(str(o.type) for o in operation.operands),
         results=tuple(str(r.type) for r in operation.results),
     )
+
+
+# --- distributed ----------------------------------------------------------------
+
+
+class KeyValueClient:
+    """The key-value service of a `jax.distributed` job."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def find(self, key: str) -> str | None:
+        """The value of a key, or None; never waits."""
+        try:
+            return self._client.key_value_try_get(key)
+        except Exception as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+
+    def set_first(self, key: str, value: str, timeout_ms: int) -> str:
+        """Sets a key if nobody has; returns the value it has then."""
+        try:
+            self._client.key_value_set(key, value)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return self._client.blocking_key_value_get(key, timeout_ms)
+        return value
+
+
+def key_value_client() -> KeyValueClient | None:
+    """The job's key-value service, or None in a job of one process."""
+    client = _distributed.global_state.client
+    return None if client is None else KeyValueClient(client)
+
+
+# --- devices ----------------------------------------------------------------------
+
+
+def local_index(device: Any) -> int | None:
+    """The driver's ordinal of a GPU of this process; None for another process's."""
+    if device.process_index != jax.process_index():
+        return None
+    index = device.local_hardware_id
+    return None if index is None else int(index)
+
+
+def drain(index: int) -> None:
+    """Waits until a GPU has done all that this process has given it."""
+    from cuda.bindings import driver
+
+    def call(function: Any, *arguments: Any) -> Any:
+        status, *results = function(*arguments)
+        if int(status):
+            raise RuntimeError(f"{function.__name__}: {status.name}")
+        return results[0] if results else None
+
+    call(driver.cuInit, 0)
+    device = call(driver.cuDeviceGet, index)
+    context = call(driver.cuDevicePrimaryCtxRetain, device)
+    try:
+        call(driver.cuCtxPushCurrent, context)
+        try:
+            call(driver.cuCtxSynchronize)
+        finally:
+            call(driver.cuCtxPopCurrent)
+    finally:
+        call(driver.cuDevicePrimaryCtxRelease, device)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib
+import pathlib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -248,16 +250,33 @@ def host_element_type(device_element_type: int, *, tf32: bool) -> int:
 
 
 @contextlib.contextmanager
-def without_line_info() -> Iterator[None]:
-    """Compiles without source paths and lines, which differ between machines.
+def compiling() -> Iterator[None]:
+    """How Triax compiles: without line info, and with a quick key for Triton's installation.
 
-    Triton keeps this setting per process, so the scope must span every compilation
-    that runs at the same time.
+    Source paths and lines differ between machines. Triton tells its versions apart by hashing
+    all its files, hundreds of megabytes, in every process; their sizes and times do as well.
+    Triton keeps both per process, so the scope must span every compilation that runs at the
+    same time.
     """
     knobs = triton().knobs
+    cache = importlib.import_module("triton.runtime.cache")
+    original = cache.triton_key
     with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True
-        yield
+        cache.triton_key = _installation_key
+        try:
+            yield
+        finally:
+            cache.triton_key = original
+
+
+@functools.cache
+def _installation_key() -> str:
+    """Triton's version, and name, size and time of every file it is made of."""
+    root = pathlib.Path(triton().__file__).parent
+    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".bc", ".pyd"))
+    stats = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return f"triax-{triton().__version__}-{hashlib.sha256(repr(stats).encode()).hexdigest()}"
 
 
 def check_globals(function: Any) -> None:
@@ -273,3 +292,45 @@ def check_globals(function: Any) -> None:
                 f"Global variable {name!r} has changed since kernel {function_name(function)!r} "
                 f"was compiled, from {value} to {'nothing' if found is missing else found}."
             )
+
+
+def fingerprint(function: Any) -> str:
+    """A hash of a kernel's source and of all jitted functions and constants it can reach.
+
+    Unlike Triton's own it does not depend on where in its file the kernel stands.
+    """
+    texts: dict[str, str] = {}
+    pending = [function]
+    seen: set[int] = set()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        texts[f"{current.fn.__module__}.{current.fn.__qualname__}"] = str(current.src)
+        for name, value in _names_reached(current.fn):
+            if is_jit_function(value):
+                pending.append(value)
+            elif isinstance(value, (int, float, str)) or type(value).__name__ == "constexpr":
+                texts[f"{current.fn.__qualname__}:{name}"] = repr(getattr(value, "value", value))
+    parts = sorted(texts.items())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+def _names_reached(function: Any) -> Iterator[tuple[str, Any]]:
+    """The globals and closure variables a function names, and what it may take from modules."""
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    namespace = {**function.__globals__, **{n: c.cell_contents for n, c in cells}}
+    for name in (*code.co_names, *code.co_freevars):
+        if name not in namespace:
+            continue
+        value = namespace[name]
+        if isinstance(value, ModuleType):
+            if value.__name__.split(".")[0] == "triton":
+                continue  # Triton's version is part of every key
+            for attribute in code.co_names:
+                if hasattr(value, attribute):
+                    yield f"{name}.{attribute}", getattr(value, attribute)
+        else:
+            yield name, value

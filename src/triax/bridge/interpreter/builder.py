@@ -59,7 +59,7 @@ class Builder(compat.InterpreterBuilder):
     ) -> TensorHandle:
         dtype = ptrs.get_element_ty()
         default = None if other is None else other.data
-        lanes = np.broadcast_to(mask.data, ptrs.data.shape)
+        lanes = _lanes(mask, ptrs)
         data = self.memory.load(ptrs.data, lanes, default, numpy_dtype(dtype))
         return TensorHandle(data, dtype)
 
@@ -68,14 +68,14 @@ class Builder(compat.InterpreterBuilder):
     ) -> None:
         # Where old versions computed in a wider type, only the element's bytes may be written.
         values = value.data.astype(numpy_dtype(ptrs.get_element_ty()), copy=False)
-        self.memory.store(ptrs.data, values, np.broadcast_to(mask.data, ptrs.data.shape))
+        self.memory.store(ptrs.data, values, _lanes(mask, ptrs))
 
     def create_atomic_rmw(
         self, operation: Any, ptr: Any, val: Any, mask: Any, *order: Any
     ) -> TensorHandle:
         dtype = val.dtype.scalar
         values = val.data.astype(numpy_dtype(dtype), copy=False)
-        lanes = np.broadcast_to(mask.data, ptr.data.shape)
+        lanes = _lanes(mask, ptr)
         return TensorHandle(self.memory.update(operation.name, ptr.data, values, lanes), dtype)
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, *order: Any) -> TensorHandle:
@@ -203,3 +203,13 @@ def _as_float(handle: Any) -> np.ndarray:
     if handle.dtype.scalar.name in _FLOAT8:
         data = data.view(_FLOAT8[handle.dtype.scalar.name])
     return data if data.dtype.itemsize > 4 else data.astype(np.float32, copy=False)
+
+
+def _lanes(mask: Any, pointers: Any) -> np.ndarray:
+    """A mask as booleans, one for each pointer.
+
+    Arithmetic on one-bit values leaves them in wider integers, which NumPy would take for
+    positions; only their lowest bit means anything.
+    """
+    data = np.broadcast_to(mask.data, pointers.data.shape)
+    return data if data.dtype == bool else (data & 1).astype(bool)

@@ -130,6 +130,6 @@ def _check(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> ja
 
 def _as_int32(values: jax.Array, limit: int) -> jax.Array:
     """Integers as int32; what int32 does not hold becomes -1 or `limit`, and stays out of range."""
-    if values.dtype == jnp.int32:
-        return values
-    return jnp.clip(values, -1 if values.dtype.kind == "i" else 0, limit).astype(jnp.int32)
+    if values.dtype.itemsize >= 4 and values.dtype != jnp.int32:
+        values = jnp.clip(values, -1 if values.dtype.kind == "i" else 0, limit)
+    return values.astype(jnp.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -57,6 +59,8 @@ def move_rows(
     width_blocks = max(1, -(-width // config.block_width))
     moved = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     moved_probs = None if probs is None else jax.ShapeDtypeStruct(probs.shape, probs.dtype)
+    # A parameter that is not supplied is an output.
+    no_probs: dict[str, Any] = {"moved_probs_ptr": None} if probs is None else {}
     return triton_call(
         rows,
         probs,
@@ -76,5 +80,5 @@ def move_rows(
         WIDTH=width,
         BLOCK_ROWS=config.block_rows,
         BLOCK_WIDTH=config.block_width,
-        **({"moved_probs_ptr": None} if probs is None else {}),
+        **no_probs,
     )

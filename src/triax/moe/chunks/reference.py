@@ -73,9 +73,7 @@ def _take(array: jax.Array, source: jax.Array) -> jax.Array:
     if bits not in (8, 16, 32, 64):
         return jnp.take(array, source, axis=0, mode="clip")
     words = jax.lax.bitcast_convert_type(array, f"uint{bits}")
-    return jax.lax.bitcast_convert_type(
-        jnp.take(words, source, axis=0, mode="clip"), array.dtype
-    )
+    return jax.lax.bitcast_convert_type(jnp.take(words, source, axis=0, mode="clip"), array.dtype)
 
 
 def _running_sum(sizes: jax.Array, limit: int) -> jax.Array:

@@ -1,0 +1,1 @@
+"""What users do with whole programs: tune them, and see what was chosen."""

@@ -1,0 +1,81 @@
+"""`explain`: what was chosen for every Triton call of a program, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from triax.bridge import inspect
+from triax.tuning import policy
+from triax.tuning.store import Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """One Triton call of a program.
+
+    `config` and `grid` hold one entry per config handed to XLA: one, unless tuning mode is
+    "runtime". `source` says where the choice came from; `timings` have every candidate's
+    median in milliseconds, where any were taken. `aliases` pairs operands and results of
+    the custom call named `target`; `entry` is the kernel's name in profiles.
+    """
+
+    kernel: str
+    config: tuple[str, ...]
+    source: str
+    timings: tuple[Timing, ...]
+    target: str
+    grid: tuple[tuple[int, int, int], ...]
+    aliases: tuple[tuple[int, int], ...]
+    entry: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel}: {' | '.join(self.config)}  ({self.source})"]
+        grids = " | ".join("×".join(map(str, grid)) for grid in self.grid)
+        lines.append(f"  {self.target}, grid {grids}, aliases {list(self.aliases)}")
+        for timing in self.timings:
+            time = timing.error if timing.median_ms is None else f"{timing.median_ms:.4f} ms"
+            lines.append(f"  {time or 'not timed':>12}  {timing.config}")
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
+    """What XLA is given for every Triton call in a function's program for CUDA.
+
+        for call in triax.explain(train_step, params, batch):
+            print(call)
+
+    The function is traced and lowered, not run; in tuning mode "auto" on a GPU that measures
+    what is not known yet. Without a GPU the architecture comes from ``TRIAX_CUDA_ARCH``.
+
+    Args:
+      function: to be traced as under `jax.jit`; a function that is jitted already keeps the
+        tuning mode it was traced under.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      One `Explanation` per call, in program order. A call in a loop's body stands once.
+
+    Raises:
+      What lowering the function raises.
+    """
+    jitted = function if hasattr(function, "trace") else jax.jit(function)
+    lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    return [_explanation(call) for call in inspect.describe(lowered)]
+
+
+def _explanation(call: inspect.TritonCall) -> Explanation:
+    decision = policy.decision(call.entries[0])
+    return Explanation(
+        kernel=call.kernel,
+        config=call.config,
+        source=decision.source if decision else "unknown",
+        timings=decision.timings if decision else (),
+        target=call.target,
+        grid=call.grid,
+        aliases=call.aliases,
+        entry=call.entries,
+    )

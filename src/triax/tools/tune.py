@@ -1,0 +1,95 @@
+"""`tune`: measures every Triton call of a function on its real operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from triax.bridge.compat import jax_private
+from triax.bridge.errors import UnsupportedError
+from triax.bridge.launch import ArrayType, Call
+from triax.bridge.lowering import capability_of, is_cuda
+from triax.bridge.primitive import eager_listener
+from triax.tuning import policy
+from triax.tuning.key import Device
+from triax.tuning.store import Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """One tuned call: its kernel, the config it got, and every candidate's time."""
+
+    kernel: str
+    config: str
+    timings: tuple[Timing, ...]
+
+
+def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]:
+    """Measures the configs of every Triton call in a function on copies of its real operands.
+
+        triax.tune(train_step, params, batch)
+
+    The function runs once, operation by operation (as under `jax.disable_jit`), on the GPU its
+    arguments are on. Each call with several configs is measured on what it is given there, and
+    the best is kept in the user's store, also where one was known. Programs compiled before keep
+    the config they have. A primitive of your own, lowered with `triton_call_lowering`, is
+    compiled as a whole and measured on random operands.
+
+    Args:
+      function: what to tune; whatever it returns is dropped.
+      *args, **kwargs: its arguments.
+
+    Returns:
+      What was measured, in the order of first use; a key once.
+
+    Raises:
+      UnsupportedError: a call's operands are not on a GPU of this process.
+      TuningError: none of a kernel's configs runs.
+    """
+    tuned: dict[str, Tuned] = {}
+
+    def listen(call: Call, operands: Sequence[Any], result_avals: Any) -> None:
+        launches = _launches(call, operands, result_avals)
+        if len(launches) < 2:
+            return
+        device, capability = _device(call, operands)
+        entry = f"{call.kernel.name} {launches[0].operands} {launches[0].results}"
+        if entry in tuned:
+            return
+        (chosen,) = policy.choose(call, launches, capability, device, inputs=list(operands))
+        decision = policy.decision(chosen[1].name)
+        assert decision is not None
+        tuned[entry] = Tuned(call.display_name, decision.config, decision.timings)
+
+    token = eager_listener.set(listen)
+    try:
+        with jax.disable_jit():
+            jax.block_until_ready(function(*args, **kwargs))
+    finally:
+        eager_listener.reset(token)
+    return list(tuned.values())
+
+
+def _launches(call: Call, operands: Sequence[Any], result_avals: Any) -> list[Any]:
+    types = tuple(ArrayType(tuple(o.shape), np.dtype(o.dtype)) for o in operands)
+    results = tuple(ArrayType(tuple(a.shape), np.dtype(a.dtype)) for a in result_avals)
+    return [call.launch(c, types, results) for c in call.candidates if not c.is_empty]
+
+
+def _device(call: Call, operands: Sequence[Any]) -> tuple[Device, int]:
+    """The one GPU that a call's operands are on."""
+    devices = {d for o in operands if isinstance(o, jax.Array) for d in o.devices()}
+    if not devices:
+        devices = {jax.devices()[0]}
+    for device in devices:
+        index = jax_private.local_index(device) if is_cuda(device) else None
+        if index is not None and len(devices) == 1:
+            return Device(index, str(device.device_kind)), capability_of(device)
+    raise UnsupportedError(
+        f"Kernel {call.display_name!r} runs on {', '.join(map(str, devices))}; tuning needs its "
+        "operands on one GPU of this process."
+    )

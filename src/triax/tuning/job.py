@@ -1,0 +1,124 @@
+"""What a tuning worker is asked and what it answers, as plain data.
+
+Imported by the worker, which runs without JAX and without the rest of Triax: only the
+standard library may be imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A buffer of `nbytes`, filled by repeating `pattern`, or from the file at `path`.
+
+    `restored` buffers are put back before every run, because the kernel changes them.
+    """
+
+    nbytes: int
+    pattern: bytes = b"\0"
+    path: str | None = None
+    restored: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Pointer:
+    """A kernel parameter: the address of buffer `index`; its first `zeroed` bytes are zeroed."""
+
+    index: int
+    zeroed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A kernel parameter: a number of a Triton type, "i32", "fp32", "u1", …"""
+
+    value: bool | int | float
+    type: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMapParameter:
+    """A kernel parameter: a TMA descriptor of buffer `index`, in the driver's terms.
+
+    The kernel takes shape (32-bit) and strides (64-bit) behind it; sizes count elements.
+    """
+
+    index: int
+    element_type: int
+    itemsize: int
+    swizzle: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    nan_fill: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A compiled config and how to launch it. Sizes in bytes."""
+
+    label: str
+    cubin: bytes
+    entry: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    scratch_bytes: int
+    parameters: tuple[Pointer | Number | TensorMapParameter, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Candidates to time on the same buffers.
+
+    `limit_bytes` bounds the memory taken, besides half of what the driver reports free;
+    `timeout_s` what one run of one candidate may take.
+    """
+
+    device: int
+    buffers: tuple[Buffer, ...]
+    candidates: tuple[Candidate, ...]
+    limit_bytes: int | None
+    timeout_s: float
+    budget_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """The worker's first word: the device answers."""
+
+    gpu: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TooLarge:
+    """The job was not done: it needs more memory than it may take."""
+
+    needed_bytes: int
+    allowed_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Candidate `index` took `median_ms` in the median of `runs`."""
+
+    index: int
+    median_ms: float
+    runs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """Candidate `index` cannot be used. After a `fatal` failure the worker is gone."""
+
+    index: int
+    reason: str
+    fatal: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """All candidates of the job are answered."""

@@ -1,0 +1,54 @@
+"""A measurer without a GPU: times by rule, through the real policy, store and agreement."""
+
+import pytest
+
+from triax.tuning import measure, policy
+from triax.tuning.key import Device
+from triax.tuning.store import Timing
+
+DEVICE = Device(0, "Imaginary GPU")
+
+
+class FakeMeasurer:
+    """Stands in for the worker. `times` gives a config's milliseconds, or an error's text."""
+
+    def __init__(self):
+        self.jobs = []
+        self.times = lambda label: 1.0
+        self.error = None
+
+    def measure(self, job, device, name):
+        self.jobs.append(job)
+        if self.error is not None:
+            raise self.error
+        found = []
+        for candidate in job.candidates:
+            time = self.times(candidate.label)
+            failed = isinstance(time, str)
+            found.append(
+                Timing(candidate.label, error=time)
+                if failed
+                else Timing(candidate.label, time, runs=7)
+            )
+        return found
+
+
+@pytest.fixture
+def measurer(monkeypatch):
+    fake = FakeMeasurer()
+    monkeypatch.setattr(measure, "measure", fake.measure)
+    monkeypatch.setattr(measure, "start_worker", lambda device: None)
+    monkeypatch.setattr(measure, "problem", lambda: None)
+    monkeypatch.setattr("triax.bridge.compat.jax_private.drain", lambda index: None)
+    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: DEVICE)
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch):
+    """As if the process had just started."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    policy.forget()
+    policy._log_fallback.cache_clear()
+    yield
+    policy.forget()

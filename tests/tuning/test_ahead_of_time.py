@@ -1,0 +1,343 @@
+"""Tuning before the program runs: look-up order, measuring, storing, and what explain says."""
+
+import dataclasses
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+
+import triax
+from tests import kernels
+from tests.tuning.conftest import DEVICE
+from triax.bridge.errors import ArgumentTypeError, TuningError
+from triax.tuning import agree, measure, policy, store
+from triax.tuning.store import Store
+
+pytestmark = pytest.mark.cuda_plugin
+
+X = np.arange(1003, dtype=np.float32)
+LABELS = (
+    "BLOCK=64, num_warps=1, num_stages=3, num_ctas=1",
+    "BLOCK=256, num_warps=2, num_stages=3, num_ctas=1",
+    "BLOCK=1024, num_warps=4, num_stages=3, num_ctas=1",
+)
+
+
+def add(x, y, kernel=kernels.autotuned_add_kernel, **options):
+    return triax.triton_call(
+        x,
+        y,
+        n=x.size,
+        kernel=kernel,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
+        **options,
+    )
+
+
+def explain(mode="auto", x=X, **options):
+    with triax.tuning(mode):
+        (call,) = triax.explain(lambda x: add(x, x, **options), x)
+    return call
+
+
+def fastest(label):
+    return lambda other: 0.5 if other == label else 1.0
+
+
+@pytest.mark.parametrize("best", LABELS)
+def test_the_fastest_is_chosen_and_its_grid_with_it(measurer, best):
+    measurer.times = fastest(best)
+    call = explain()
+    assert call.source == "measured now"
+    block = int(best.split(",")[0].split("=")[1])
+    assert call.grid == ((-(-1003 // block), 1, 1),)
+    assert call.target.startswith("triton_kernel_call")
+    assert [t.median_ms for t in call.timings] == [0.5 if name == best else 1.0 for name in LABELS]
+    assert best in str(policy.decision(call.entry[0]).config)
+
+
+def test_ties_go_to_the_first(measurer):
+    assert explain().grid == ((16, 1, 1),)
+
+
+def test_measured_once_per_process_and_once_per_store(measurer):
+    explain()
+    assert explain().source == "measured now"
+    assert len(measurer.jobs) == 1
+    policy.forget()
+    assert explain().source == "user store"
+    assert explain("strict").source == "user store"
+    assert explain("cached").source == "user store"
+    assert len(measurer.jobs) == 1
+
+
+def test_off_and_one_config_never_measure(measurer):
+    assert explain("off").source == "first config (mode off)"
+    assert explain(BLOCK=256).source == "only config"
+    assert measurer.jobs == []
+
+
+def test_key_decides_what_is_measured_again(measurer):
+    for size in (1003, 1003, 1004):
+        explain(x=np.zeros(size, np.float32))
+    assert len(measurer.jobs) == 2  # `n` is in the key
+    explain(x=np.zeros(1003, np.float16))
+    assert len(measurer.jobs) == 3  # and so are the dtypes
+
+
+def test_a_failing_config_is_dropped(measurer):
+    measurer.times = lambda label: "launch: CUDA_ERROR_X" if label == LABELS[0] else 1.0
+    call = explain()
+    assert call.grid == ((4, 1, 1),)
+    assert call.timings[0].error == "launch: CUDA_ERROR_X"
+
+
+def test_all_failing_falls_back_and_says_so(measurer, caplog):
+    measurer.times = lambda label: "launch: CUDA_ERROR_X"
+    call = explain()
+    assert call.source == "first config (mode auto)"
+    assert "none of its 3 configs runs" in caplog.text
+
+
+def test_too_large_falls_back_and_says_how_to_tune(measurer, caplog):
+    measurer.error = measure.TooLargeError("measuring needs 9 bytes, and may take 4")
+    assert explain().source == "first config (mode auto)"
+    assert "measuring needs 9 bytes" in caplog.text
+    assert "triax tune FILE:FUNCTION" in caplog.text
+
+
+def test_missing_cuda_bindings_falls_back_and_says_so(measurer, monkeypatch, caplog):
+    monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+    assert explain().source == "first config (mode auto)"
+    assert "cuda-bindings is not installed" in caplog.text
+
+
+def test_cached_does_not_measure_and_strict_refuses(measurer):
+    assert explain("cached").source == "first config (mode cached)"
+    with pytest.raises(TuningError, match=r"none is known to be tuned.*triax tune FILE:FUNCTION"):
+        explain("strict")
+    assert measurer.jobs == []
+
+
+def test_read_only_stores_are_read_and_never_written(measurer, monkeypatch, tmp_path):
+    measurer.times = fastest(LABELS[2])
+    explain()
+    policy.forget()
+    shared = tmp_path / "shared"
+    store.user_store().folder.rename(shared)
+    before = {p: p.stat().st_mtime_ns for p in shared.iterdir()}
+    monkeypatch.setenv("TRIAX_CACHE_PATH", f"{tmp_path / 'nothing'}:{shared}")
+    call = explain("strict")
+    assert call.source == f"store {shared}"
+    assert call.grid == ((1, 1, 1),)
+    explain(x=np.zeros(7, np.float32))
+    assert {p: p.stat().st_mtime_ns for p in shared.iterdir()} == before
+
+
+def test_a_store_that_cannot_be_written_is_no_obstacle(measurer, monkeypatch, tmp_path, caplog):
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("TRIAX_CACHE_DIR", str(file / "below"))
+    assert explain().source == "measured now"
+    assert "could not be stored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("[1, 2]", "indices must be"),
+        ('{"key": {"format": 0}}', "format 0 is not 1"),
+        ("null", "not subscriptable"),
+    ],
+)
+def test_unusable_files_are_misses(measurer, caplog, text, reason):
+    explain()
+    (path,) = store.user_store().paths()
+    path.write_text(text)
+    policy.forget()
+    assert explain().source == "measured now"
+    assert "is not usable and is ignored" in caplog.text
+    assert reason in caplog.text
+    assert len(measurer.jobs) == 2
+
+
+def test_a_file_about_another_key_is_a_miss(measurer, caplog):
+    explain()
+    (path,) = store.user_store().paths()
+    data = json.loads(path.read_text())
+    data["key"]["gpu"] = "Another GPU"
+    path.write_text(json.dumps(data))
+    policy.forget()
+    assert explain().source == "measured now"
+    assert "is about another key" in caplog.text
+
+
+def test_records_are_readable(measurer):
+    measurer.times = fastest(LABELS[1])
+    explain()
+    (path,) = store.user_store().paths()
+    data = json.loads(path.read_text())
+    assert path.name.startswith("add_kernel-")
+    assert data["config"] == LABELS[1]
+    assert data["key"]["gpu"] == DEVICE.name
+    assert data["key"]["arguments"] == {"n": "1003"}
+    assert [t["config"] for t in data["timings"]] == list(LABELS)
+    assert data["versions"]["jax"] == jax.__version__
+    assert Store(path.parent, "x").find(store.Record.from_json(path.read_text()).key) is not None
+
+
+class TestInputs:
+    def test_filling_by_dtype(self, measurer):
+        with triax.tuning("auto"):
+            triax.explain(
+                lambda x, i: gather(x, i), np.ones((9, 5), np.float32), np.ones(9, np.int32)
+            )
+        (job,) = measurer.jobs
+        values = np.frombuffer(job.buffers[0].pattern, np.float32)
+        assert len(np.unique(values)) > 10
+        assert np.abs(values).max() <= 1
+        assert job.buffers[1].pattern == b"\0"
+        assert [b.nbytes for b in job.buffers] == [180, 36, 180]
+
+    def test_tuning_inputs_are_written_out(self, measurer, monkeypatch):
+        seen = []
+        original = measurer.measure
+
+        def spy(job, device, name):
+            seen.extend(np.fromfile(b.path, np.float32) for b in job.buffers if b.path)
+            return original(job, device, name)
+
+        monkeypatch.setattr(measure, "measure", spy)
+        explain(tuning_inputs=lambda x, y: (jnp.full(x.shape, 3.0), jnp.full(y.shape, 4.0)))
+        assert [set(a) for a in seen] == [{3.0}, {4.0}]
+
+    def test_tuning_inputs_of_the_wrong_shape(self, measurer):
+        with pytest.raises(
+            ArgumentTypeError,
+            match=r"`tuning_inputs`.*float32\[1003\], float32\[1003\]; got float32\[2\]",
+        ):
+            explain(tuning_inputs=lambda x, y: jnp.zeros(2))
+
+    def test_changed_operands_are_restored(self, measurer):
+        from tests.cases import autotuned_accumulate
+
+        triax.explain(lambda x, y: autotuned_accumulate(x, y), X, X)
+        (job,) = measurer.jobs
+        assert [b.restored for b in job.buffers] == [False, True]
+
+    def test_reset_to_zero_starts_from_zero(self, measurer):
+        kernel = triton.autotune(
+            configs=[triton.Config({"BLOCK": b}) for b in (64, 128)],
+            key=[],
+            reset_to_zero=["out_ptr"],
+        )(kernels.add_kernel)
+        explain(kernel=kernel)
+        (job,) = measurer.jobs
+        assert (job.buffers[2].pattern, job.buffers[2].restored) == (b"\0", True)
+
+
+def gather(x, index):
+    return triax.triton_call(
+        x,
+        index,
+        n_cols=x.shape[1],
+        kernel=kernels.autotuned_gather_kernel,
+        out_type=x,
+        grid=index.shape[0],
+    )
+
+
+class TestAgreement:
+    class Service:
+        def __init__(self):
+            self.values = {}
+
+        def find(self, key):
+            return self.values.get(key)
+
+        def set_first(self, key, value, timeout_ms):
+            return self.values.setdefault(key, value)
+
+    @pytest.fixture
+    def service(self, monkeypatch):
+        service = self.Service()
+        monkeypatch.setattr("triax.bridge.compat.jax_private.key_value_client", lambda: service)
+        return service
+
+    def test_what_is_published_first_decides(self, measurer, service):
+        measurer.times = fastest(LABELS[0])
+        explain()
+        ((key, value),) = service.values.items()
+        assert value == LABELS[0]
+        service.values[key] = LABELS[2]
+        policy.forget()
+        call = explain()  # found in the store, and overruled
+        assert (call.source, call.grid) == ("another process of this job", ((1, 1, 1),))
+
+    def test_another_process_saves_the_measuring(self, measurer, service):
+        measurer.times = fastest(LABELS[1])
+        explain()
+        for path in store.user_store().paths():
+            path.unlink()
+        policy.forget()
+        assert explain().source == "another process of this job"
+        assert len(measurer.jobs) == 1
+
+    def test_fallbacks_agree_too(self, measurer, service):
+        explain("cached")
+        assert list(service.values.values()) == [LABELS[0]]
+        policy.forget()
+        measurer.times = fastest(LABELS[2])
+        assert explain("auto").config[0].startswith("BLOCK=64")
+
+    def test_another_program_is_an_error(self, measurer, service):
+        explain()
+        key = next(iter(service.values))
+        service.values[key] = "BLOCK=77"
+        policy.forget()
+        with pytest.raises(TuningError, match=r"uses config \[BLOCK=77\].*the same program"):
+            explain()
+
+    def test_alone_there_is_nothing_to_agree_on(self):
+        assert agree.published("x") is None
+        assert agree.agree("x", "config") == "config"
+
+
+def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
+    explain()
+    policy.forget()
+    frozen = dataclasses.replace(DEVICE, measurable=False)
+    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: frozen)
+    assert explain().source == "user store"
+    assert explain(x=np.zeros(8, np.float32)).source == "first config (mode auto)"
+
+
+def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
+    """A candidate that takes too long to compile is dropped; the others are measured."""
+    import time
+
+    from triax.bridge import compiler
+
+    original = compiler._compile
+
+    def slow(launch, capability):
+        if launch.candidate.grid[0] == 16:
+            time.sleep(4)
+        return original(launch, capability)
+
+    monkeypatch.setattr(compiler, "_compile", slow)
+    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.2")
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        call = explain()
+    assert time.monotonic() - start < 3.5
+    assert call.grid == ((4, 1, 1),)
+    assert "was not compiled after" in caplog.text
+    time.sleep(4)  # the straggler holds the shared side of the lock until it is done
