@@ -245,3 +245,30 @@ class TestConfigsThatFail:
 def test_unique_entry_needs_an_entry():
     with pytest.raises(CompilationError, match="has no entry named 'missing'"):
         compiler.unique_entry(".visible .entry other(\n)", "missing")
+
+
+def test_torch_is_not_imported(tmp_path):
+    """Importing torch takes seconds; Triton would, where it is installed."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    program = (
+        "import sys, jax, numpy as np\n"
+        "from tests.cases import vector_add\n"
+        "x = np.zeros(300, np.float32)\n"
+        "jax.jit(vector_add).trace(x, x).lower(lowering_platforms=('cuda',))\n"
+        "jax.jit(vector_add)(x, x)\n"
+        "assert 'torch' not in sys.modules\n"
+        "try:\n"
+        "    import torch\n"
+        "except SystemExit:\n"
+        "    print('and can be imported')\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, tmp_path))),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "and can be imported\n", done.stderr

@@ -400,6 +400,18 @@ class TestExport:
         with pytest.raises(Exception, match="triax_interpreted_kernel_cannot_be_exported_for_cpu"):
             exported.call(X, X)
 
+    def test_an_op_with_an_xla_path_exports_for_all_platforms(self, monkeypatch):
+        """Exporting lowers the CUDA branch for the other platforms too, where it never runs."""
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        x = np.arange(12, dtype=np.float32).reshape(6, 2)
+        sizes, order = np.array([2, 4], np.int32), np.array([1, 0], np.int32)
+        exported = jax.export.export(
+            jax.jit(lambda x: triax.moe.sort_chunks_by_index(x, sizes, order).rows),
+            platforms=["cuda", "cpu", "tpu"],
+            disabled_checks=triax.export_checks(),
+        )(x)
+        testing.assert_same_bits(exported.call(x), np.concatenate([x[2:], x[:2]]))
+
     def test_without_the_checks_jax_refuses(self, monkeypatch):
         monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
         with pytest.raises(ValueError, match="triton_kernel_call"):

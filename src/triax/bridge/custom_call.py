@@ -162,14 +162,7 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
 
 
 def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any]:
-    zeroed: dict[Operand | Result, int] = {
-        Result(i): launch.results[i].nbytes for i in launch.candidate.zeroed
-    }
-    zeroed |= {
-        Operand(alias.operand): launch.results[alias.result].nbytes
-        for alias in launch.aliases
-        if alias.result in launch.candidate.zeroed
-    }
+    zeroed = launch.zeroed_bytes()
     tensor_maps = iter(kernel.tensor_maps)
     parameters = []
     leaves = zip(

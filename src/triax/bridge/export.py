@@ -26,5 +26,6 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
         versions.NEW_TARGET,
         "AllocateBuffer",
         lowering.CANNOT_EXPORT,
+        lowering.NO_CODE,
     )
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]

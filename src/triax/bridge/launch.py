@@ -275,6 +275,26 @@ class Launch:
         """The type of the buffer that a leaf stands for."""
         return self.results[leaf.index] if isinstance(leaf, Result) else self.operands[leaf.index]
 
+    def buffer_index(self, leaf: Operand | Result | Descriptor) -> int:
+        """The buffer a leaf stands for, counted over operands, then outputs not aliased to one."""
+        if not isinstance(leaf, Result):
+            return leaf.index
+        aliased = self.operand_of_result
+        if leaf.index in aliased:
+            return aliased[leaf.index]
+        fresh = [index for index in range(len(self.results)) if index not in aliased]
+        return len(self.operands) + fresh.index(leaf.index)
+
+    def zeroed_bytes(self) -> dict[Operand | Result, int]:
+        """How many bytes are zeroed before the launch, by the leaf that takes the buffer."""
+        operand_of = self.operand_of_result
+        zeroed: dict[Operand | Result, int] = {}
+        for index in self.candidate.zeroed:
+            zeroed[Result(index)] = self.results[index].nbytes
+            if index in operand_of:
+                zeroed[Operand(operand_of[index])] = self.results[index].nbytes
+        return zeroed
+
     def leaves(self) -> Iterator[Operand | Result | Scalar | Descriptor]:
         """The leaves of all runtime parameters, in the kernel's order."""
         for _, argument in self.arguments:

@@ -26,6 +26,9 @@ from triax.tuning.key import Device
 CANNOT_EXPORT = "triax_interpreted_kernel_cannot_be_exported_for_cpu"
 """Target of the call that stands for an interpreted kernel in an exported program."""
 
+NO_CODE = "triax_kernel_has_no_code_for_this_platform"
+"""Target of the call that stands for a kernel in a program exported for another platform."""
+
 
 def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
     """Emits a call for the platform that the context is lowered for."""
@@ -41,6 +44,10 @@ def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
 
 def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
     """Emits a call for one platform: "cuda", "cpu", or an error for any other."""
+    if platform not in ("cuda", "cpu") and jax_private.is_exporting(ctx):
+        # Exporting for several platforms lowers each branch of `jax.lax.platform_dependent` for
+        # all of them: a call that never runs there must not stop the export.
+        return jax.ffi.ffi_lowering(NO_CODE, api_version=4)(ctx, *operands)
     if platform == "rocm":
         raise UnsupportedError(
             f"Kernel {call.display_name!r} is lowered for ROCm, which Triax does not support yet. "

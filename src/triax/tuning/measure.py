@@ -132,22 +132,8 @@ def _pattern(array: ArrayType) -> bytes:
     return values.astype(array.dtype).tobytes()
 
 
-def _buffer_index(launch: Launch, leaf: Operand | Result | Descriptor) -> int:
-    if not isinstance(leaf, Result):
-        return leaf.index
-    aliased = launch.operand_of_result
-    if leaf.index in aliased:
-        return aliased[leaf.index]
-    fresh = [index for index in range(len(launch.results)) if index not in aliased]
-    return len(launch.operands) + fresh.index(leaf.index)
-
-
 def _candidate(launch: Launch, kernel: CompiledKernel) -> jobs.Candidate:
-    operand_of = launch.operand_of_result
-    zeroed = {
-        Operand(operand_of[i]) if i in operand_of else Result(i): launch.results[i].nbytes
-        for i in launch.candidate.zeroed
-    }
+    zeroed = launch.zeroed_bytes()
     tensor_maps = iter(kernel.tensor_maps)
     parameters: list[Any] = []
     leaves = zip(launch.leaves(), kernel.launch_parameters, kernel.scalar_types, strict=True)
@@ -161,7 +147,7 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> jobs.Candidate:
         elif isinstance(leaf, Descriptor):
             parameters.append(_tensor_map(launch, leaf, next(tensor_maps)))
         else:
-            index = _buffer_index(launch, leaf)
+            index = launch.buffer_index(leaf)
             parameters.append(jobs.Pointer(index, zeroed.get(leaf, 0)))
     return jobs.Candidate(
         label=label(launch),

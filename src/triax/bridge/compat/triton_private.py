@@ -12,6 +12,8 @@ import functools
 import hashlib
 import importlib
 import pathlib
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -179,7 +181,8 @@ def specialize(
     The parameters named in `folded` are compiled in, although they are not constexpr.
     """
     binder = _jit().create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, _ = binder(**values)
+    with _torch_left_alone():
+        bound, specialization, _ = binder(**values)
     _, signature, constants, attributes = function._pack_args(
         backend, {"enable_fp_fusion": True}, bound, specialization, {}
     )
@@ -190,6 +193,40 @@ def specialize(
             constants = {p: c for p, c in constants.items() if p[0] != position}
             constants[(position,)] = bound[parameter.name]
     return Specialization(signature, constants, attributes)
+
+
+class _TorchFinder:
+    """An import hook that denies torch to one thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "torch" and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError("torch is not needed here", name="torch")
+
+
+_torch_was_left_alone = False
+
+
+@contextlib.contextmanager
+def _torch_left_alone() -> Iterator[None]:
+    """Keeps Triton from importing torch at its first specialisation, which takes seconds.
+
+    Triton 3.6 imports it to know its tensors; without it they are known by what they can do.
+    A torch that is imported already stays known.
+    """
+    global _torch_was_left_alone
+    if _torch_was_left_alone or "torch" in sys.modules:
+        yield
+        return
+    finder = _TorchFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+        _torch_was_left_alone = True
+    finally:
+        sys.meta_path.remove(finder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +310,7 @@ def compiling() -> Iterator[None]:
 @functools.cache
 def _installation_key() -> str:
     """Triton's version, and name, size and time of every file it is made of."""
-    root = pathlib.Path(triton().__file__).parent
+    root = pathlib.Path(str(triton().__file__)).parent
     files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".bc", ".pyd"))
     stats = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return f"triax-{triton().__version__}-{hashlib.sha256(repr(stats).encode()).hexdigest()}"

@@ -23,8 +23,6 @@ from triax.bridge.launch import (
     Argument,
     Descriptor,
     Launch,
-    Operand,
-    Result,
     Scalar,
 )
 
@@ -99,16 +97,6 @@ def _buffers(
     return buffers, tuple(results)
 
 
-def _buffer_of(launch: Launch, leaf: Operand | Result | Descriptor) -> int:
-    if not isinstance(leaf, Result):
-        return leaf.index
-    aliased = launch.operand_of_result
-    if leaf.index in aliased:
-        return aliased[leaf.index]
-    fresh = (r for r in range(len(launch.results)) if r not in aliased)
-    return len(launch.operands) + list(fresh).index(leaf.index)
-
-
 def _names(launch: Launch) -> dict[int, str]:
     """For each buffer, the first parameter that takes it."""
     names: dict[int, str] = {}
@@ -118,7 +106,7 @@ def _names(launch: Launch) -> dict[int, str]:
             for position, part in enumerate(argument):
                 visit(f"{name}[{position}]", part)
         elif not isinstance(argument, Scalar):
-            names.setdefault(_buffer_of(launch, argument), name)
+            names.setdefault(launch.buffer_index(argument), name)
 
     for name, argument in launch.arguments:
         visit(name, argument)
@@ -161,7 +149,7 @@ def _convert(
     if isinstance(argument, Scalar):
         return _scalar(argument.value, annotation)
     type_name = dtypes.triton_name(launch.array_type(argument).dtype)
-    address = np.array(memory.address(_buffer_of(launch, argument)), np.uint64)
+    address = np.array(memory.address(launch.buffer_index(argument)), np.uint64)
     pointer = compat.tensor(address, compat.type_from_name("*" + type_name))
     if not isinstance(argument, Descriptor):
         return pointer

@@ -1,0 +1,80 @@
+"""Two GPUs and more: a sharded program is tuned once and runs on all of them."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.cases import CASES, argsort_then_gather, vector_add
+from triax import moe, testing
+from triax.tuning import measure, policy, store
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def mesh():
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    return Mesh(np.array(devices), ("d",))
+
+
+def test_sharded_program_is_tuned_once(mesh, monkeypatch):
+    policy.forget()
+    jobs = []
+    original = measure.measure
+
+    def spy(job, device, name):
+        jobs.append(device)
+        return original(job, device, name)
+
+    monkeypatch.setattr(measure, "measure", spy)
+    count = mesh.size
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((count * 512, 256)).astype(np.float32)
+    keys = np.concatenate([rng.permutation(512) for _ in range(count)]).astype(np.float32)
+    function = jax.jit(
+        jax.shard_map(
+            lambda x, k: argsort_then_gather(x, k),
+            mesh=mesh,
+            in_specs=(P("d"), P("d")),
+            out_specs=P("d"),
+        )
+    )
+    sharding = NamedSharding(mesh, P("d"))
+    out = function(jax.device_put(x, sharding), jax.device_put(keys, sharding))
+    parts = zip(np.split(x, count), np.split(keys, count), strict=True)
+    testing.assert_same_bits(out, np.concatenate([p[np.argsort(k)] for p, k in parts]))
+    assert len(out.sharding.device_set) == count
+    assert len(jobs) == 1
+    assert len(store.user_store().paths()) == 1
+
+
+def test_plain_jit_does_not_depend_on_sharding(mesh):
+    x = np.arange(mesh.size * 128, dtype=np.float32)
+    sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
+    testing.assert_same_bits(jax.jit(vector_add)(sharded, sharded), 2 * x)
+    rows = x.reshape(-1, 8)
+    sizes = np.array([len(rows) // 2, len(rows) - len(rows) // 2], np.int32)
+    order = np.array([1, 0], np.int32)
+    expected = np.concatenate([rows[sizes[0] :], rows[: sizes[0]]])
+    for spec in (P("d"), P(None, None)):
+        moved = jax.jit(moe.sort_chunks_by_index)(
+            jax.device_put(rows, NamedSharding(mesh, spec)), sizes, order
+        )
+        testing.assert_same_bits(moved.rows, expected)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_each_gpu_alone(mesh, index):
+    """The config is measured on, and the kernel runs on, the GPU the program is lowered for."""
+    policy.forget()
+    device = list(mesh.devices.flat)[index]
+    case = next(c for c in CASES if c.name == "gather")
+    inputs = case.inputs(np.random.default_rng(7))
+    out = jax.jit(lambda *args: case.function(*args))(*(jax.device_put(i, device) for i in inputs))
+    case.check(out, inputs)
+    assert out.devices() == {device}
+    assert [d for d in measure._workers if measure._workers[d].alive] != []

@@ -1,0 +1,63 @@
+"""One process of a `jax.distributed` job that tunes with random times on the CPU."""
+
+import json
+import os
+import random
+import sys
+import time
+
+import jax
+
+address, count, index, seed, dies = sys.argv[1], *map(int, sys.argv[2:6])
+jax.distributed.initialize(address, count, index)
+
+import numpy as np  # noqa: E402
+import triton  # noqa: E402
+
+import triax  # noqa: E402
+from tests import kernels  # noqa: E402
+from triax.bridge import lowering  # noqa: E402
+from triax.bridge.compat import jax_private  # noqa: E402
+from triax.tuning import measure  # noqa: E402
+from triax.tuning.key import Device  # noqa: E402
+from triax.tuning.store import Timing  # noqa: E402
+
+rng = random.Random(seed * 100 + index)
+
+
+def measured(job, device, name):
+    if dies == index:
+        os._exit(9)  # in the middle of measuring, before anything is published
+    time.sleep(rng.random() / 5)
+    return [Timing(c.label, rng.random(), 3) for c in job.candidates]
+
+
+measure.measure = measured
+measure.start_worker = lambda device: None
+measure.problem = lambda: None
+jax_private.drain = lambda index: None
+lowering._tuning_device = lambda *_: Device(0, "Imaginary GPU")
+
+sizes = [64, 128, 192, 256, 320, 384]
+rng.shuffle(sizes)
+found = {}
+for size in sizes:
+    x = np.zeros(size, np.float32)
+
+    def add(x):
+        return triax.triton_call(
+            x,
+            x,
+            n=x.size,
+            kernel=kernels.autotuned_add_kernel,
+            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
+        )
+
+    (call,) = triax.explain(add, x)
+    found[size] = call.config[0]
+print(json.dumps(found), flush=True)
+# The first process serves the others: all stay until the test has heard from each. Then out
+# without the shutdown barrier, which would wait for a process that died on purpose.
+sys.stdin.read()
+os._exit(0)
