@@ -327,7 +327,7 @@ def _measure_part(
         if isinstance(message, jobs.TooLarge):
             raise TooLargeError(
                 f"measuring needs {message.needed_bytes} bytes of GPU memory, and may take "
-                f"{message.allowed_bytes}"
+                f"{message.allowed_bytes} (half of what is free, or TRIAX_TUNING_BYTES)"
             )
         if isinstance(message, jobs.Timed):
             index = left[message.index]

@@ -22,7 +22,7 @@ from triax.bridge import compiler, settings
 from triax.bridge.compat import jax_private, versions
 from triax.bridge.errors import ArgumentTypeError, CompilationError, TuningError, VersionError
 from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
-from triax.tuning import agree, measure, store
+from triax.tuning import agree, store
 from triax.tuning.key import Device, Key, label, make_key
 from triax.tuning.store import Record, Timing
 
@@ -168,8 +168,6 @@ def _resolve(
         try:
             assert device is not None
             return _measure(call, launches, compute_capability, device, key, inputs)
-        except measure.TooLargeError as error:
-            reason = f"{error} (TRIAX_TUNING_BYTES raises it; smaller `tuning_inputs` do not help)"
         except TuningError as error:
             reason = str(error)
     config = label(launches[0])
@@ -197,6 +195,8 @@ def _why_not_measure(call: Call, device: Device | None) -> str | None:
         return "mode 'cached' does not measure"
     if device is None or not device.measurable:
         return "the program is not lowered to run on a GPU of this process"
+    from triax.tuning import measure  # only where something is measured: it loads slowly
+
     return measure.problem()
 
 
@@ -220,6 +220,8 @@ def _measure(
     key: Key,
     inputs: Sequence[Any] | None,
 ) -> Decision:
+    from triax.tuning import measure  # only where something is measured: it loads slowly
+
     measure.start_worker(device)  # it starts while the candidates compile
     results = compiler.compile_all(
         launches, compute_capability, timeout_s=6 * settings.tuning_timeout_s()

@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import importlib.metadata
+import os
 import pathlib
 import sys
 import threading
@@ -288,32 +290,48 @@ def host_element_type(device_element_type: int, *, tf32: bool) -> int:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """How Triax compiles: without line info, and with a quick key for Triton's installation.
+    """How Triax compiles: without line info, and with quick keys for Triton's disk cache.
 
-    Source paths and lines differ between machines. Triton tells its versions apart by hashing
-    all its files, hundreds of megabytes, in every process; their sizes and times do as well.
-    Triton keeps both per process, so the scope must span every compilation that runs at the
-    same time.
+    Source paths and lines differ between machines. To tell its versions apart, Triton hashes
+    all its files, hundreds of megabytes, and asks ptxas for its version, in every process; what
+    was installed, and when, says the same. Triton keeps all this per process, so the scope
+    must span every compilation that runs at the same time.
     """
     knobs = triton().knobs
     cache = importlib.import_module("triton.runtime.cache")
-    original = cache.triton_key
+    nvidia = importlib.import_module("triton.backends.nvidia.compiler")
+    originals = cache.triton_key, nvidia.get_ptxas_version
     with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True
         cache.triton_key = _installation_key
+        nvidia.get_ptxas_version = _ptxas_key
         try:
             yield
         finally:
-            cache.triton_key = original
+            cache.triton_key, nvidia.get_ptxas_version = originals
 
 
 @functools.cache
 def _installation_key() -> str:
-    """Triton's version, and name, size and time of every file it is made of."""
+    """Triton's version and a hash of what tells one installation of it from another."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        record = importlib.metadata.distribution("triton").read_text("RECORD")
+        if record and "libtriton" in record:  # a wheel's list of its files with their hashes
+            return f"triax-{triton().__version__}-{hashlib.sha256(record.encode()).hexdigest()}"
     root = pathlib.Path(str(triton().__file__)).parent
-    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".bc", ".pyd"))
+    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".bc"))
     stats = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return f"triax-{triton().__version__}-{hashlib.sha256(repr(stats).encode()).hexdigest()}"
+
+
+def _ptxas_key(arch: int = 0) -> str:
+    """Which ptxas Triton runs: its own, which its installation tells, or another by path."""
+    others = []
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        if path := os.environ.get(name):
+            stat = os.stat(path) if os.path.exists(path) else None
+            others.append((path, stat and (stat.st_size, stat.st_mtime_ns)))
+    return f"triax-ptxas-{others}"
 
 
 def check_globals(function: Any) -> None:
