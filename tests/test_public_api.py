@@ -27,7 +27,16 @@ PUBLIC = {
         "tune",
         "tuning",
     ],
-    "triax.moe": ["Sorted", "sort_chunks_by_index"],
+    "triax.moe": [
+        "Permuted",
+        "Plan",
+        "Sorted",
+        "make_plan",
+        "make_plan_from_mask",
+        "permute",
+        "sort_chunks_by_index",
+        "unpermute",
+    ],
 }
 
 # Run in a fresh interpreter: what `import triax` adds to a program that uses JAX already.

@@ -52,23 +52,30 @@ def instructions(hlo):
             r"\s(?P<opcode>[\w\-]+)\((?P<operands>[^()]*(?:\([^()]*\)[^()]*)*)\)", match["rest"]
         )
         if call is not None:
-            operands = re.findall(r"%([\w.\-]+)", call["operands"])
+            # XLA writes the third element of a tuple as `%call.8#2`, or as an instruction.
+            operands = re.findall(r"%([\w.\-]+)(?:#(\d+))?", call["operands"])
             found[match["name"]] = (call["opcode"], operands, match["rest"])
     return found
 
 
-def source(name, program):
-    """The instruction (and tuple index) that made the buffer an operand names."""
+def source(operand, program):
+    """The instruction, and the tuple index, that made the buffer an operand names."""
+    name, index = operand
+    if index:
+        return name, index
     opcode, operands, rest = program[name]
     if opcode == "get-tuple-element":
-        return operands[0], re.search(r"index=(\d+)", rest).group(1)
+        return operands[0][0], re.search(r"index=(\d+)", rest).group(1)
     if opcode in ("bitcast", "copy-done"):
         return source(operands[0], program)
     return name, ""
 
 
 def triton_calls(folder, function):
-    """For each Triton call of the dumped jit_<function>: places of its operands and outputs."""
+    """For each Triton call of the dumped jit_<function>: places of its operands and outputs.
+
+    Outputs that are declared to be aliased are left out.
+    """
     (hlo,) = Path(folder).glob(f"*jit_{function}.*gpu_after_optimizations.txt")
     (assignment,) = Path(folder).glob(f"*jit_{function}.*after_optimizations-buffer-assignment.txt")
     program = instructions(hlo.read_text())
@@ -76,14 +83,21 @@ def triton_calls(folder, function):
     calls = {}
     for name, (_, operands, rest) in program.items():
         if TARGET.search(rest):
+            aliased = _aliased(rest)
             inputs = [found[source(operand, program)] for operand in operands]
             outputs = [
                 place
                 for (owner, index), place in found.items()
-                if owner == name and _is_array(index, rest)
+                if owner == name and _is_array(index, rest) and index not in aliased
             ]
-            calls[name] = (inputs, outputs)
+            calls[name] = (inputs, outputs, aliased)
     return calls
+
+
+def _aliased(rest):
+    """The outputs that `output_to_operand_aliasing={{0}: (1, {})}` names."""
+    match = re.search(r"output_to_operand_aliasing=\{(.*?)\)\s*\}", rest)
+    return set(re.findall(r"\{([\d,]*)\}: \(", match.group(1))) if match else set()
 
 
 def _is_array(index, rest):

@@ -84,13 +84,22 @@ def test_calls_stand_inside_the_command_buffer(tmp_path, kind, flags, calls):
     assert text.count("triton_kernel_call_ffi") >= calls or text.count("kCustomCall") >= calls, text
 
 
-@pytest.mark.parametrize(("function", "calls"), [("forward", 2), ("backward", 2)])
-def test_outputs_of_the_chunk_sort_share_no_memory_with_inputs(tmp_path, function, calls):
-    run("chunks.py", XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+@pytest.mark.parametrize(
+    ("program", "function", "calls"),
+    [
+        ("chunks.py", "forward", 2),
+        ("chunks.py", "backward", 2),
+        ("moe_step.py", "routed", 6),
+        ("moe_step.py", "routed_grad", 8),
+    ],
+)
+def test_outputs_share_no_memory_with_inputs(tmp_path, program, function, calls):
+    """No output of a Triton call lies where one of its operands does, unless it is aliased."""
+    run(program, XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
     found = buffers.triton_calls(tmp_path, function)
-    assert len(found) == calls, found
-    for name, (inputs, outputs) in found.items():
+    assert len(found) >= calls, found
+    for name, (inputs, outputs, aliased) in found.items():
         assert inputs, name
-        assert outputs, name
+        assert outputs or aliased, name
         for place in outputs:
             assert not any(place.overlaps(other) for other in inputs), (name, inputs, outputs)

@@ -1,0 +1,1 @@
+"""Tokens to the rows of their experts, and back."""

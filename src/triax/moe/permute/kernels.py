@@ -1,0 +1,312 @@
+"""The kernels of permute and unpermute.
+
+`_permute_kernel` reads each token once and writes it to its rows. `_unpermute_kernel` sums up
+the rows of each token. `_unpermute_grad_kernel` is the gradient of the weighted sum.
+Every index that comes from a plan is compared with the array it points into before it is
+used: a slot whose row does not exist is one that was dropped. Offsets are 64-bit, for rows
+times width passes 2**31 in ordinary programs.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
+    """The rows of one slot of several tokens, 64-bit, and which of them exist."""
+    row = tl.load(row_of_ptr + token * TOP_K + slot, mask=inside, other=-1)
+    return row.to(tl.int64), (row >= 0) & (row < num_rows)
+
+
+@triton.jit
+def _group_end(group_sizes_ptr, num_groups, num_rows, BLOCK_EXPERTS: tl.constexpr):
+    """Where the first `num_groups` groups end: always in [0, num_rows]."""
+    end = tl.zeros([1], tl.int64)
+    for first in range(0, num_groups, BLOCK_EXPERTS):
+        expert = first + tl.arange(0, BLOCK_EXPERTS)
+        size = tl.load(group_sizes_ptr + expert, mask=expert < num_groups, other=0)
+        end += tl.sum(tl.maximum(size, 0).to(tl.int64), 0)
+    return tl.sum(tl.minimum(end, num_rows), 0).to(tl.int32)
+
+
+@triton.jit
+def _zero_rows(
+    rows_ptr,
+    row_weights_ptr,
+    row_scales_ptr,
+    first,
+    end,
+    first_block,
+    step,
+    width_block,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Zeros for every `step`-th block of the rows from `first` to `end`."""
+    column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    zeros = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], rows_ptr.dtype.element_ty)
+    for block in range(first_block, tl.cdiv(end - first, BLOCK_ROWS), step):
+        row = first.to(tl.int64) + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = row < end
+        mask = inside[:, None] & (column < WIDTH)[None, :]
+        tl.store(rows_ptr + row[:, None] * WIDTH + column[None, :], zeros, mask=mask)
+        if row_weights_ptr is not None:
+            if width_block == 0:
+                none = tl.zeros([BLOCK_ROWS], row_weights_ptr.dtype.element_ty)
+                tl.store(row_weights_ptr + row, none, mask=inside)
+        if row_scales_ptr is not None:
+            if width_block == 0:
+                nothing = tl.zeros([BLOCK_ROWS], row_scales_ptr.dtype.element_ty)
+                for scale in range(SCALES):
+                    tl.store(row_scales_ptr + row * SCALES + scale, nothing, mask=inside)
+
+
+@triton.jit
+def _zero_empty_rows(
+    rows_ptr,
+    row_weights_ptr,
+    row_scales_ptr,
+    group_sizes_ptr,
+    group_filled_ptr,
+    num_rows,
+    num_experts,
+    num_padded,
+    program,
+    num_programs,
+    width_block,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    """Zeros for the rows without a token: one program's share of the pad rows and the tail."""
+    for expert in range(program, num_padded, num_programs):
+        start = _group_end(group_sizes_ptr, expert, num_rows, BLOCK_EXPERTS)
+        size = tl.minimum(tl.load(group_sizes_ptr + expert), num_rows - start)
+        filled = tl.maximum(tl.load(group_filled_ptr + expert), 0)
+        _zero_rows(
+            rows_ptr,
+            row_weights_ptr,
+            row_scales_ptr,
+            start + tl.minimum(filled, num_rows - start),
+            start + size,
+            0,
+            1,
+            width_block,
+            WIDTH,
+            SCALES,
+            BLOCK_ROWS,
+            BLOCK_WIDTH,
+        )
+    _zero_rows(
+        rows_ptr,
+        row_weights_ptr,
+        row_scales_ptr,
+        _group_end(group_sizes_ptr, num_experts, num_rows, BLOCK_EXPERTS),
+        num_rows,
+        program,
+        num_programs,
+        width_block,
+        WIDTH,
+        SCALES,
+        BLOCK_ROWS,
+        BLOCK_WIDTH,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
+)
+def _permute_kernel(
+    x_ptr,
+    weights_ptr,
+    scales_ptr,
+    row_of_ptr,
+    group_sizes_ptr,
+    group_filled_ptr,
+    num_tokens,
+    num_rows,
+    num_experts,
+    num_padded,
+    num_zeroing,
+    rows_ptr,
+    row_weights_ptr,
+    row_scales_ptr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    # Programs that share tokens are neighbours, so that a row is read and written in one go.
+    width_blocks: tl.constexpr = max(1, (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH)
+    token_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
+    token_block = tl.program_id(0) // width_blocks
+    width_block = tl.program_id(0) % width_blocks
+    if token_block < token_blocks:
+        token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        inside = token < num_tokens
+        column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+        wide = (column < WIDTH)[None, :]
+        x = tl.load(x_ptr + token[:, None] * WIDTH + column[None, :], mask=inside[:, None] & wide)
+        for slot in tl.static_range(TOP_K):
+            row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
+            write = rows_ptr + row[:, None] * WIDTH + column[None, :]
+            tl.store(write, x, mask=exists[:, None] & wide)
+        if weights_ptr is not None:
+            if width_block == 0:
+                for slot in tl.static_range(TOP_K):
+                    row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
+                    weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists)
+                    tl.store(row_weights_ptr + row, weight, mask=exists)
+        if scales_ptr is not None:
+            if width_block == 0:
+                for slot in tl.static_range(TOP_K):
+                    row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
+                    for scale in range(SCALES):
+                        value = tl.load(scales_ptr + token * SCALES + scale, mask=exists)
+                        tl.store(row_scales_ptr + row * SCALES + scale, value, mask=exists)
+    else:
+        _zero_empty_rows(
+            rows_ptr,
+            row_weights_ptr,
+            row_scales_ptr,
+            group_sizes_ptr,
+            group_filled_ptr,
+            num_rows,
+            num_experts,
+            num_padded,
+            token_block - token_blocks,
+            num_zeroing,
+            width_block,
+            WIDTH,
+            SCALES,
+            BLOCK_TOKENS,
+            BLOCK_WIDTH,
+            BLOCK_EXPERTS,
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def _unpermute_kernel(
+    rows_ptr,
+    weights_ptr,
+    row_weights_ptr,
+    row_of_ptr,
+    num_tokens,
+    num_rows,
+    x_ptr,
+    token_weights_ptr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    wider: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    width_blocks: tl.constexpr = max(1, (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH)
+    token_block = tl.program_id(0) // width_blocks
+    width_block = tl.program_id(0) % width_blocks
+    token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    inside = token < num_tokens
+    column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    wide = (column < WIDTH)[None, :]
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
+    for slot in tl.static_range(TOP_K):
+        row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
+        read = rows_ptr + row[:, None] * WIDTH + column[None, :]
+        term = tl.load(read, mask=exists[:, None] & wide, other=0.0).to(wider)
+        if weights_ptr is not None:
+            # Zero where nothing was routed, whatever the weight there is: NaN times 0 is NaN.
+            weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
+            term *= weight.to(wider)[:, None]
+        total += term
+    write = x_ptr + token[:, None] * WIDTH + column[None, :]
+    tl.store(write, total.to(x_ptr.dtype.element_ty), mask=inside[:, None] & wide)
+    if row_weights_ptr is not None:
+        if width_block == 0:
+            for slot in tl.static_range(TOP_K):
+                row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
+                weight = tl.load(row_weights_ptr + row, mask=exists, other=0.0)
+                tl.store(token_weights_ptr + token * TOP_K + slot, weight, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
+)
+def _unpermute_grad_kernel(
+    rows_ptr,
+    weights_ptr,
+    gradient_ptr,
+    row_of_ptr,
+    group_sizes_ptr,
+    group_filled_ptr,
+    num_tokens,
+    num_rows,
+    num_experts,
+    num_padded,
+    num_zeroing,
+    d_rows_ptr,
+    d_weights_ptr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    wider: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    width_blocks: tl.constexpr = max(1, (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH)
+    token_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
+    token_block = tl.program_id(0)
+    if token_block < token_blocks:
+        token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        inside = token < num_tokens
+        read = gradient_ptr + token[:, None] * WIDTH
+        # The gradient stays in registers for all slots where a row is one block.
+        whole = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
+        kept_mask = inside[:, None] & (whole < WIDTH)[None, :]
+        kept = tl.load(read + whole[None, :], mask=kept_mask, other=0.0).to(wider)
+        for slot in tl.static_range(TOP_K):
+            row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
+            weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
+            products = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
+            for width_block in range(width_blocks):
+                column = width_block * BLOCK_WIDTH + whole
+                mask = exists[:, None] & (column < WIDTH)[None, :]
+                if WIDTH <= BLOCK_WIDTH:
+                    gradient = kept
+                else:
+                    gradient = tl.load(read + column[None, :], mask=mask, other=0.0).to(wider)
+                at = row[:, None] * WIDTH + column[None, :]
+                values = tl.load(rows_ptr + at, mask=mask, other=0.0).to(wider)
+                # Where nothing was routed the gradient may be NaN, and 0 times it no zero.
+                products += tl.where(mask, values * gradient, 0.0)
+                d_row = weight.to(wider)[:, None] * gradient
+                tl.store(d_rows_ptr + at, d_row.to(d_rows_ptr.dtype.element_ty), mask=mask)
+            d_weight = tl.sum(products, 1).to(d_weights_ptr.dtype.element_ty)
+            tl.store(d_weights_ptr + token * TOP_K + slot, d_weight, mask=inside)
+    else:
+        program = token_block - token_blocks
+        _zero_empty_rows(
+            d_rows_ptr,
+            None,
+            None,
+            group_sizes_ptr,
+            group_filled_ptr,
+            num_rows,
+            num_experts,
+            num_padded,
+            program // width_blocks,
+            num_zeroing,
+            program % width_blocks,
+            WIDTH,
+            0,
+            BLOCK_TOKENS,
+            BLOCK_WIDTH,
+            BLOCK_EXPERTS,
+        )

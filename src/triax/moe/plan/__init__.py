@@ -1,0 +1,1 @@
+"""Which row every token goes to."""

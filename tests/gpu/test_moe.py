@@ -1,0 +1,304 @@
+"""Plan, permute and unpermute on a GPU: against NumPy and plain JAX, at full size, for long."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.moe import oracle
+from triax import moe
+from triax.testing import assert_close, assert_same_bits, poison
+
+pytestmark = pytest.mark.gpu
+
+FIELDS = ("row_of", "expert_of", "group_sizes", "group_counts", "group_filled", "num_dropped")
+# Tokens, slots, experts, hidden: the models of today, and what is odd.
+MODELS = {
+    "Mixtral 8x7B": (8192, 2, 8, 4096),
+    "DeepSeek-V3": (16384, 8, 256, 7168),
+    "gpt-oss-120b": (4096, 4, 128, 2880),
+    "Kimi K2": (4096, 8, 384, 7168),
+    "Llama-4 Maverick": (8192, 1, 128, 5120),
+    "decoding": (128, 8, 128, 4096),
+}
+ODD = [(1, 1, 1, 1), (17, 3, 5, 67), (1025, 2, 384, 33), (300, 6, 8, 9001)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def draw_on_device(seed, shape, dtype):
+    """Numbers in [-2, 2) by a hash of their place, which compiles faster than jax.random."""
+    mixed = jnp.full(shape, seed * 0x9E3779B9 % 2**32, jnp.uint32)
+    for axis in range(len(shape)):
+        mixed = (mixed ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(2654435761)
+        mixed = mixed ^ (mixed >> 15)
+    return ((mixed >> 8).astype(jnp.float32) * 2**-22 - 2).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("num_experts", "sizes", "implementation"))
+def plan_of(ids, num_experts, sizes=(), implementation=None):
+    return moe.make_plan(ids, num_experts, **dict(sizes), implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def everything(x, weights, scales, plan, rows, d_permuted, d_tokens, implementation=None):
+    """Both ops and all their gradients."""
+    permuted, pull = jax.vjp(
+        lambda x, w, s: moe.permute(x, plan, weights=w, scales=s, implementation=implementation),
+        x,
+        weights,
+        scales,
+    )
+    op = functools.partial(moe.unpermute, implementation=implementation)
+    weighted, pull_weighted = jax.vjp(lambda rows, w: op(rows, plan, w), rows, weights)
+    return {
+        "permuted": permuted,
+        "d_permute": pull(d_permuted),
+        "weighted": weighted,
+        "d_weighted": pull_weighted(d_tokens),
+        "plain": op(rows, plan),
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def draw_case(plan, width, dtype, num_scales=4):
+    """Arguments of `everything` for a plan."""
+    (num_tokens, top_k), num_rows = plan.row_of.shape, plan.num_rows
+    draw = draw_on_device
+    return (
+        draw(1, (num_tokens, width), dtype),
+        draw(2, (num_tokens, top_k), "float32"),
+        draw(3, (num_tokens, num_scales), "float32"),
+        plan,
+        draw(4, (num_rows, width), dtype),
+        moe.Permuted(
+            draw(5, (num_rows, width), dtype),
+            draw(6, (num_rows,), "float32"),
+            draw(7, (num_rows, num_scales), "float32"),
+        ),
+        draw(8, (num_tokens, width), dtype),
+    )
+
+
+@jax.jit
+def unequal_elements(actual, expected):
+    """How many elements of each array differ in their bits."""
+
+    def count(a, b):
+        words = f"uint{8 * a.dtype.itemsize}"
+        to_words = lambda c: jax.lax.bitcast_convert_type(c, words)
+        return jnp.sum(to_words(a) != to_words(b), dtype=jnp.float32)
+
+    return jax.tree.map(count, actual, expected)
+
+
+@jax.jit
+def errors(actual, expected):
+    """The largest difference of each array, in terms of its largest element."""
+
+    def error(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1)
+
+    return jax.tree.map(error, actual, expected)
+
+
+def check_against_plain_jax(case, dtype):
+    poison(sum(leaf.nbytes for leaf in jax.tree.leaves(case)) * 2)
+    actual = everything(*case)
+    expected = everything(*case, implementation="xla")
+    d_x, d_w, d_s = actual["d_permute"]
+    e_x, e_w, e_s = expected["d_permute"]
+    moved = unequal_elements((actual["permuted"], d_w), (expected["permuted"], e_w))
+    assert not any(map(float, jax.tree.leaves(moved))), moved
+    summed = lambda out, more: (out["weighted"], out["d_weighted"], out["plain"], *more)
+    worst = errors(summed(actual, (d_x, d_s)), summed(expected, (e_x, e_s)))
+    limit = {"float32": 2e-5, "bfloat16": 1e-2, "float8_e4m3fn": 0.13}[dtype]
+    assert all(float(error) <= limit for error in jax.tree.leaves(worst)), worst
+
+
+@pytest.mark.parametrize("shape", ODD, ids=str)
+@pytest.mark.parametrize("routing", ["any", "one", "wild"])
+def test_equals_definition(shape, routing):
+    num_tokens, top_k, num_experts, width = shape
+    rng = np.random.default_rng(1)
+    ids = oracle.draw_ids(rng, num_tokens, top_k, num_experts, routing)
+    for sizes in ((("align_size", 16),), (("capacity", 40), ("num_rows", 700))):
+        plan = plan_of(ids, num_experts, sizes)
+        options = dict(sizes)
+        expected = oracle.plan(
+            ids,
+            num_experts,
+            plan.num_rows,
+            options.get("capacity"),
+            options.get("align_size", 1),
+        )
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(plan, name), getattr(expected, name), name)
+    case = draw_case(plan, width, "float32")
+    poison(64 << 20)
+    out = everything(*case)
+    x, weights, scales, _, rows, d_permuted, d_tokens = jax.tree.map(np.asarray, case)
+    row_of = expected.row_of
+    assert_same_bits(out["permuted"].rows, oracle.permute(x, row_of, plan.num_rows))
+    assert_same_bits(out["permuted"].scales, oracle.permute(scales, row_of, plan.num_rows))
+    assert_close(out["d_permute"][0], oracle.unpermute(d_permuted.rows, row_of), terms=top_k)
+    assert_close(out["weighted"], oracle.unpermute(rows, row_of, weights), terms=top_k)
+    d_rows, d_weights = oracle.unpermute_gradients(rows, row_of, weights, d_tokens)
+    assert_close(out["d_weighted"][0], d_rows)
+    assert_close(out["d_weighted"][1], d_weights, terms=width)
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("routing", ["distinct", "skewed"])
+def test_model_shapes(shape, routing):
+    num_tokens, top_k, num_experts, width = shape
+    rng = np.random.default_rng(2)
+    ids = oracle.draw_ids(rng, num_tokens, top_k, num_experts, routing)
+    plan = plan_of(ids, num_experts, (("align_size", 8),))
+    expected = plan_of(ids, num_experts, (("align_size", 8),), implementation="xla")
+    for name in FIELDS:
+        assert_same_bits(getattr(plan, name), getattr(expected, name), name)
+    check_against_plain_jax(draw_case(plan, width, "bfloat16"), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_dtypes(dtype):
+    ids = oracle.draw_ids(np.random.default_rng(3), 1000, 4, 32, "wild")
+    plan = plan_of(ids, 32, (("align_size", 128),))
+    check_against_plain_jax(draw_case(plan, 1536, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+def test_moves_keep_every_bit(dtype):
+    rng = np.random.default_rng(4)
+    plan = plan_of(oracle.draw_ids(rng, 501, 4, 32, "wild"), 32, (("align_size", 8),))
+    x = oracle.random_bits(rng, (501, 515), jnp.dtype(dtype))
+    poison(64 << 20)
+    rows = jax.jit(moe.permute)(x, plan)
+    assert_same_bits(rows, oracle.permute(x, np.asarray(plan.row_of), plan.num_rows))
+
+
+def test_mask():
+    rng = np.random.default_rng(5)
+    mask = rng.random((3000, 100)) < 0.08
+    make = functools.partial(moe.make_plan_from_mask, top_k=8, align_size=8)
+    make = jax.jit(make, static_argnames="implementation")
+    actual, expected = make(mask), make(mask, implementation="xla")
+    for name in FIELDS:
+        assert_same_bits(getattr(actual, name), getattr(expected, name), name)
+    assert int(actual.num_dropped) > 0
+
+
+def test_corrupted_plans_stay_inside():
+    """Rows that do not exist are dropped; a stray write would break the program or a neighbour."""
+    rng = np.random.default_rng(6)
+    plan = plan_of(oracle.draw_ids(rng, 999, 4, 32, "any"), 32, (("align_size", 8),))
+    row_of = np.array(plan.row_of)
+    wild = rng.random(row_of.shape) < 0.3
+    row_of[wild] = rng.choice([2**31 - 1, -(2**31), plan.num_rows, 10**9], int(wild.sum()))
+    plan = type(plan)(**{**vars(plan), "row_of": jnp.array(row_of)})
+    case = draw_case(plan, 640, "float32")
+    out = everything(*case)
+    row_of = np.where((row_of < 0) | (row_of >= plan.num_rows), -1, row_of)
+    weights, rows = np.asarray(case[1]), np.asarray(case[4])
+    assert_close(out["weighted"], oracle.unpermute(rows, row_of, weights), terms=4)
+    sizes = jnp.array(rng.choice([2**31 - 1, -(2**31), -1, 0, 50], 32).astype(np.int32))
+    plan = type(plan)(**{**vars(plan), "group_sizes": sizes, "group_filled": sizes[::-1]})
+    jax.block_until_ready(everything(*case[:3], plan, *case[4:]))
+
+
+def test_rows_times_width_past_32_bits():
+    """300,000 rows of 7168: offsets pass 2**31, and in the gradients too."""
+    num_rows, width = 300_000, 7168
+    ids = np.arange(150_000 * 2).reshape(-1, 2) * 7919 % 64
+    plan = plan_of(ids.astype(np.int32), 64)
+    assert plan.num_rows == num_rows
+    x = draw_on_device(1, (150_000, width), "bfloat16")
+    weights = draw_on_device(2, (150_000, 2), "float32")
+    poison(8 << 30)
+    rows = jax.jit(moe.permute)(x, plan)
+
+    @jax.jit
+    def wrong_rows(rows, x, plan):
+        """Rows that differ from their token, slot by slot."""
+        differs = lambda row, x: jnp.any(rows[row] != x)
+        count = lambda slot: jnp.sum(
+            jax.lax.map(lambda pair: differs(*pair), (plan.row_of[:, slot], x), batch_size=4096)
+        )
+        return count(0) + count(1)
+
+    assert int(wrong_rows(rows, x, plan)) == 0
+    y, pull = jax.vjp(jax.jit(lambda rows, w: moe.unpermute(rows, plan, w)), rows, weights)
+    expected = x * weights.sum(1, keepdims=True)
+    assert float(errors(y, expected.astype(x.dtype))) < 1e-2
+    del expected, y
+    d_rows, d_weights = pull(x)
+    for token in (0, 1, 75_001, 149_999):
+        for slot in range(2):
+            g = np.asarray(x[token]).astype(np.float64)
+            row = int(plan.row_of[token, slot])
+            assert_close(d_rows[row], g * float(weights[token, slot]))
+            assert_close(d_weights[token, slot][None], np.array([g @ g]), terms=width)
+
+
+def test_tokens_times_experts_past_32_bits():
+    """An index into [tokens, experts] would pass 2**31, were there one."""
+    num_tokens, num_experts = 12_000_000, 256
+    ids = jax.random.randint(jax.random.key(0), (num_tokens, 1), 0, num_experts)
+    plan = plan_of(ids, num_experts)
+    row_of, ids = np.asarray(plan.row_of)[:, 0], np.asarray(ids)[:, 0]
+    order = np.argsort(ids, kind="stable")
+    np.testing.assert_array_equal(row_of[order], np.arange(num_tokens))
+    assert int(plan.num_dropped) == 0
+
+
+def test_a_thousand_runs_give_the_same_bits():
+    """Forward and backward with donated buffers, in memory that was poisoned."""
+    rng = np.random.default_rng(7)
+    ids = oracle.draw_ids(rng, 2048, 4, 64, "skewed")
+    x = rng.standard_normal((2048, 1024)).astype(jnp.bfloat16)
+    weights = rng.random((2048, 4)).astype(np.float32)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(x, weights, ids):
+        plan = moe.make_plan(ids, 64, align_size=8, capacity=300)
+
+        def layer(x, weights):
+            rows = moe.permute(x, plan)
+            # Without it XLA may see through the two moves.
+            rows = jax.lax.optimization_barrier(rows)
+            return moe.unpermute(rows, plan, weights)
+
+        y, pull = jax.vjp(layer, x, weights)
+        return y, *pull(y)
+
+    @jax.jit
+    def all_equal(a, b):
+        return jnp.all(jnp.array(jax.tree.leaves(unequal_elements(a, b))) == 0)
+
+    first = step(jnp.array(x), jnp.array(weights), ids)
+    verdicts = []
+    for turn in range(1000):
+        if turn % 50 == 0:
+            poison(64 << 20)
+        verdicts.append(all_equal(step(jnp.array(x), jnp.array(weights), ids), first))
+    assert np.all(jnp.stack(verdicts))
+
+
+def test_new_sizes_compile_nothing():
+    from triax.bridge import compiler
+
+    def run(num_tokens):
+        ids = oracle.draw_ids(np.random.default_rng(8), num_tokens, 2, 8, "any")
+        plan = plan_of(ids, 8)
+        jax.block_until_ready(everything(*draw_case(plan, 96, "float32")))
+
+    run(1)
+    before = compiler.compile_count()
+    for num_tokens in (2, 17, 4097):
+        run(num_tokens)
+    assert compiler.compile_count() == before

@@ -1,0 +1,122 @@
+"""The gradients of permute and unpermute: against differences, and against those of plain JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from tests.moe import oracle
+from triax import moe
+from triax.testing import assert_close
+
+TOKENS, TOP_K, EXPERTS, WIDTH = 6, 2, 3, 5
+
+
+@pytest.fixture(params=["xla", "interpret"])
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture
+def plan():
+    """Some pairs are not routed, some dropped, some rows are pad rows, some past the groups."""
+    ids = oracle.draw_ids(np.random.default_rng(3), TOKENS, TOP_K, EXPERTS, "any")
+    ids[1, 0] = -1
+    plan = moe.make_plan(ids, EXPERTS, capacity=3, align_size=4, num_rows=16)
+    assert int(plan.num_dropped) > 0
+    assert int(plan.group_sizes.sum()) > int(plan.group_filled.sum())
+    assert int(plan.group_sizes.sum()) < 16
+    return plan
+
+
+def draw(*shapes, dtype=np.float64):
+    rng = np.random.default_rng(4)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_finite_differences(plan, implementation, order):
+    """For x, weights, scales and rows, alone and through a layer; twice, too."""
+    with jax.enable_x64(True):
+        x, weights, scales, rows = draw((TOKENS, WIDTH), (TOKENS, TOP_K), (TOKENS, 2), (16, WIDTH))
+
+        def permute(x, weights, scales):
+            out = moe.permute(
+                x, plan, weights=weights, scales=scales, implementation=implementation
+            )
+            return jax.tree.map(jnp.sin, tuple(out))
+
+        def unpermute(rows, weights):
+            op = lambda *args: moe.unpermute(rows, plan, *args, implementation=implementation)
+            return jnp.sin(op(weights)), jnp.sin(op())
+
+        def layer(x, weights):
+            rows = jnp.sin(moe.permute(x, plan, implementation=implementation))
+            return moe.unpermute(rows, plan, weights, implementation=implementation)
+
+        for function, args in [
+            (permute, (x, weights, scales)),
+            (unpermute, (rows, weights)),
+            (layer, (x, weights)),
+        ]:
+            check_grads(function, args, order=order, modes=["rev"], atol=1e-6, rtol=1e-6)
+
+
+def take_permute(x, plan):
+    """Permute as a user of JAX would write it, for JAX to differentiate."""
+    target = jnp.where(plan.row_of < 0, plan.num_rows, plan.row_of)
+    copies = jnp.broadcast_to(x[:, None], (*target.shape, x.shape[1]))
+    rows = jnp.zeros((plan.num_rows, x.shape[1]), x.dtype)
+    return rows.at[target].set(copies, mode="drop")
+
+
+def take_unpermute(rows, plan, weights):
+    """Unpermute likewise."""
+    routed = plan.row_of >= 0
+    taken = jnp.where(routed[..., None], rows[plan.row_of], 0)
+    return jnp.sum(taken * jnp.where(routed, weights, 0)[..., None], axis=1)
+
+
+def test_equal_to_those_of_plain_jax(plan, implementation):
+    x, weights, up, down = draw(
+        (TOKENS, WIDTH), (TOKENS, TOP_K), (EXPERTS, WIDTH, 7), (EXPERTS, 7, WIDTH), dtype=np.float32
+    )
+
+    def layer(permute, unpermute):
+        def loss(x, weights, up, down):
+            hidden = jax.lax.ragged_dot(permute(x, plan), up, plan.group_sizes)
+            rows = jax.lax.ragged_dot(jnp.tanh(hidden), down, plan.group_sizes)
+            return jnp.sum(unpermute(rows, plan, weights) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(x, weights, up, down)
+
+    actual = layer(
+        lambda *args: moe.permute(*args, implementation=implementation),
+        lambda *args: moe.unpermute(*args, implementation=implementation),
+    )
+    expected = layer(take_permute, take_unpermute)
+    jax.tree.map(lambda a, e: assert_close(a, e, terms=64), actual, expected)
+
+
+def test_gradient_of_everything_at_once_is_the_sum(plan, implementation):
+    """Ids that come from a differentiated router do not stand in the way."""
+    x, router = draw((TOKENS, WIDTH), (WIDTH, EXPERTS), dtype=np.float32)
+
+    def loss(x, router):
+        weights, ids = jax.lax.top_k(jax.nn.softmax(x @ router), TOP_K)
+        plan = moe.make_plan(ids, EXPERTS, align_size=4, implementation=implementation)
+        rows = moe.permute(x, plan, implementation=implementation)
+        y = moe.unpermute(jnp.tanh(rows), plan, weights, implementation=implementation)
+        return jnp.sum(y**2)
+
+    def expected(x, router):
+        weights, _ = jax.lax.top_k(jax.nn.softmax(x @ router), TOP_K)
+        return jnp.sum((jnp.tanh(x) * weights.sum(1, keepdims=True)) ** 2)
+
+    actual = jax.jit(jax.grad(loss, (0, 1)))(x, router)
+    jax.tree.map(
+        lambda a, e: assert_close(a, e, terms=64), actual, jax.grad(expected, (0, 1))(x, router)
+    )
