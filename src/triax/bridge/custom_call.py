@@ -18,7 +18,6 @@ from typing import Any
 from triax.bridge.compat import jax_private, triton_private, versions
 from triax.bridge.errors import UnsupportedError, VersionError
 from triax.bridge.launch import (
-    Alias,
     Call,
     CompiledKernel,
     Descriptor,
@@ -64,8 +63,10 @@ def order_buffers(launch: Launch) -> BufferOrder:
     tail = [leaf.index for leaf in pointers[first_tail:]]
     # Surplus buffers behind the last parameter are ignored, so the rest may stand anywhere.
     results = (*tail, *(i for i in range(len(launch.results)) if i not in tail))
-    aliases = [Alias(alias.operand, alias.result) for alias in launch.aliases]
-    pairs = [(operands.index(Operand(a.operand)), results.index(a.result)) for a in aliases]
+    pairs = [
+        (operands.index(Operand(alias.operand)), results.index(alias.result))
+        for alias in launch.aliases
+    ]
     pairs += [
         (position, results.index(leaf.index))
         for position, leaf in enumerate(operands)

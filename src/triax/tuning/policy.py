@@ -103,11 +103,6 @@ def choose(
     return _ahead_of_time(call, launches, compute_capability, device, inputs)
 
 
-def first(call: Call, launches: Sequence[Launch]) -> Launch:
-    """The launch that stands for all where nothing is compiled, as in the interpreter."""
-    return launches[0]
-
-
 def _note(kernel: CompiledKernel, decision: Decision) -> None:
     _by_entry[kernel.name] = decision
 
