@@ -88,11 +88,6 @@ def test_outputs_aliases_and_keywords_in_any_order():
     check_mixed()
 
 
-@pytest.mark.gpu
-def test_outputs_aliases_and_keywords_in_any_order_on_gpu():
-    check_mixed()
-
-
 @pytest.mark.cuda_plugin
 def test_zeroed_bytes_reach_the_right_parameter(monkeypatch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")

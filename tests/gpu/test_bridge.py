@@ -10,6 +10,7 @@ import pytest
 
 import triax
 from tests import descriptors, kernels
+from tests.bridge.test_custom_call import check_mixed
 from tests.cases import CASES, argsort_then_gather, autotuned_accumulate
 from tests.primitives import sum_and_accumulate
 from triax import testing
@@ -140,6 +141,10 @@ def test_cost_estimate_is_kept_in_the_program():
     compiled = jax.jit(f).lower(x).compile()
     testing.assert_same_bits(compiled(x), np.asarray(x))
     assert "12345" in compiled.as_text()
+
+
+def test_outputs_aliases_and_keywords_in_any_order():
+    check_mixed()
 
 
 @pytest.mark.parametrize("kind", descriptors.KINDS)
