@@ -107,6 +107,8 @@ def test_all_failing_falls_back_and_says_so(measurer, caplog):
 def test_too_large_falls_back_and_says_how_to_tune(measurer, caplog):
     measurer.error = measure.TooLargeError("measuring needs 9 bytes, and may take 4")
     assert explain().source == "first config (mode auto)"
+    assert explain().source == "first config (mode auto)"
+    assert len(measurer.jobs) == 1  # tried once in a process
     assert "measuring needs 9 bytes" in caplog.text
     assert "triax tune FILE:FUNCTION" in caplog.text
 

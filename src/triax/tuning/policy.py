@@ -46,6 +46,7 @@ class Decision:
 
 _lock = threading.RLock()
 _resolved: dict[str, Decision] = {}
+_unmeasurable: dict[str, str] = {}  # by key: why measuring failed, so that it is tried once
 _by_entry: dict[str, Decision] = {}
 
 
@@ -53,6 +54,7 @@ def forget() -> None:
     """Forgets what this process has resolved. Stores are not touched."""
     with _lock:
         _resolved.clear()
+        _unmeasurable.clear()
         _by_entry.clear()
 
 
@@ -159,12 +161,14 @@ def _resolve(
                 "`triax tune FILE:FUNCTION`, or once under TRIAX_AUTOTUNE=auto."
             )
     reason = _why_not_measure(call, device)
+    if reason is None and inputs is None:
+        reason = _unmeasurable.get(key.name)
     if reason is None:
         try:
             assert device is not None
             return _measure(call, launches, compute_capability, device, key, inputs)
         except TuningError as error:
-            reason = str(error)
+            reason = _unmeasurable[key.name] = str(error)
     config = label(launches[0])
     _log_fallback(call.display_name, call.tuning, key.name, config, reason)
     # Published too: another process may have found or measured one.
