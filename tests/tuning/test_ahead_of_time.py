@@ -14,6 +14,7 @@ import triax
 from tests import kernels
 from tests.tuning.conftest import DEVICE
 from triax.bridge.errors import ArgumentTypeError, TuningError
+from triax.bridge.launch import ArrayType
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.store import Store
 
@@ -254,6 +255,39 @@ def gather(x, index):
         out_type=x,
         grid=index.shape[0],
     )
+
+
+class TestRealOperands:
+    """What `triax.tune` does for each call that it meets."""
+
+    @staticmethod
+    def choose():
+        (equation,) = jax.make_jaxpr(lambda x: add(x, x))(X).eqns
+        call = equation.params["call"]
+        array = ArrayType(X.shape, X.dtype)
+        launches = [call.launch(c, (array, array), (array,)) for c in call.candidates]
+        ((launch, _),) = policy.choose(call, launches, 90, DEVICE, inputs=[X, X])
+        return launch
+
+    def test_are_measured_whatever_is_known(self, measurer):
+        measurer.times = fastest(LABELS[0])
+        explain()
+        measurer.times = fastest(LABELS[2])
+        assert self.choose().grid == (1, 1, 1)
+        assert len(measurer.jobs) == 2
+        ((_, record),) = store.user_store().records()
+        assert (record.inputs, record.config) == ("real operands", LABELS[2])
+        assert explain().grid == ((1, 1, 1),)
+
+    def test_that_cannot_be_measured_are_an_error(self, measurer):
+        measurer.error = measure.TooLargeError("measuring needs 9 bytes, and may take 4")
+        with pytest.raises(TuningError, match="measuring needs 9 bytes"):
+            self.choose()
+
+    def test_without_cuda_bindings_are_an_error(self, measurer, monkeypatch):
+        monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+        with pytest.raises(TuningError, match="cannot be tuned: cuda-bindings is not installed"):
+            self.choose()
 
 
 class TestAgreement:

@@ -161,13 +161,17 @@ def _resolve(
                 "`triax tune FILE:FUNCTION`, or once under TRIAX_AUTOTUNE=auto."
             )
     reason = _why_not_measure(call, device)
-    if reason is None and inputs is None:
-        reason = _unmeasurable.get(key.name)
+    if inputs is None:
+        reason = reason or _unmeasurable.get(key.name)
+    elif reason is not None:
+        raise TuningError(f"Kernel {call.display_name!r} cannot be tuned: {reason}.")
     if reason is None:
         try:
             assert device is not None
             return _measure(call, launches, compute_capability, device, key, inputs)
         except TuningError as error:
+            if inputs is not None:
+                raise  # the caller asked for nothing but this
             reason = _unmeasurable[key.name] = str(error)
     config = label(launches[0])
     _log_fallback(call.display_name, call.tuning, key.name, config, reason)
