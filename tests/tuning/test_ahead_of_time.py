@@ -273,7 +273,8 @@ class TestRealOperands:
         measurer.times = fastest(LABELS[0])
         explain()
         measurer.times = fastest(LABELS[2])
-        assert self.choose().grid == (1, 1, 1)
+        with triax.tuning("cached"):  # which only holds back what nobody asked for
+            assert self.choose().grid == (1, 1, 1)
         assert len(measurer.jobs) == 2
         ((_, record),) = store.user_store().records()
         assert (record.inputs, record.config) == ("real operands", LABELS[2])

@@ -160,8 +160,10 @@ def _resolve(
                 f"tuned for {key.name}, which tuning mode 'strict' asks for. Tune it with "
                 "`triax tune FILE:FUNCTION`, or once under TRIAX_AUTOTUNE=auto."
             )
-    reason = _why_not_measure(call, device)
+    reason = _why_not_measure(device)
     if inputs is None:
+        if call.tuning == "cached":
+            reason = "mode 'cached' does not measure"
         reason = reason or _unmeasurable.get(key.name)
     elif reason is not None:
         raise TuningError(f"Kernel {call.display_name!r} cannot be tuned: {reason}.")
@@ -193,9 +195,7 @@ def _agreed(key: Key, decision: Decision) -> Decision:
     return Decision(config, "another process of this job", decision.timings)
 
 
-def _why_not_measure(call: Call, device: Device | None) -> str | None:
-    if call.tuning == "cached":
-        return "mode 'cached' does not measure"
+def _why_not_measure(device: Device | None) -> str | None:
     if device is None or not device.measurable:
         return "the program is not lowered to run on a GPU of this process"
     from triax.tuning import measure  # only where something is measured: it loads slowly
