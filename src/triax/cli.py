@@ -1,4 +1,4 @@
-"""The command line: `triax tune`, `triax cache`, `triax versions`."""
+"""The command line: `triax tune`, `triax cache`, `triax doctor`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("file", type=Path)
     action.set_defaults(run=_import)
 
-    command = commands.add_parser("versions", help="installed versions and what they allow")
-    command.set_defaults(run=_versions)
+    command = commands.add_parser("doctor", help="installed versions and what they allow")
+    command.set_defaults(run=_doctor)
     return parser
 
 
@@ -162,7 +162,7 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _versions(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     plugin = versions.cuda_plugin()
     found = {
         name: versions.installed(name) for name in ("jax", "jaxlib", "triton", "cuda-bindings")

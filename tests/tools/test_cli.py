@@ -81,8 +81,8 @@ def test_tune_without_a_gpu_says_so(tmp_path, capsys):
 
 
 @pytest.mark.cuda_plugin
-def test_versions(capsys):
-    assert cli.main(["versions"]) == 0
+def test_doctor(capsys):
+    assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert '"triax": "0.1.0"' in out
     assert "Triton kernels can be launched" in out
