@@ -13,7 +13,7 @@ import triton
 import triax
 from tests import kernels
 from tests.tuning.conftest import DEVICE
-from triax.bridge.errors import ArgumentTypeError, TuningError
+from triax.bridge.errors import ArgumentTypeError, CompilationError, TuningError
 from triax.bridge.launch import ArrayType
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.store import Store
@@ -98,11 +98,23 @@ def test_a_failing_config_is_dropped(measurer):
     assert call.timings[0].error == "launch: CUDA_ERROR_X"
 
 
-def test_all_failing_falls_back_and_says_so(measurer, caplog):
-    measurer.times = lambda label: "launch: CUDA_ERROR_X"
-    call = explain()
-    assert call.source == "first config (mode auto)"
-    assert "none of its 3 configs runs" in caplog.text
+def test_all_failing_is_an_error_with_each_reason(measurer):
+    """What faults in the worker would fault in the program: no config is used in its place."""
+    measurer.times = lambda label: f"launch: CUDA_ERROR_X with {label[:10]}"
+    with pytest.raises(CompilationError) as caught:
+        explain()
+    for reason in ("None of the 3 configs", "CUDA_ERROR_X with BLOCK=64", "with BLOCK=1024"):
+        assert reason in str(caught.value)
+    assert store.user_store().paths() == []
+
+
+def test_explain_sees_the_mode_in_force_whatever_was_traced_before(measurer):
+    function = lambda x: add(x, x)
+    triax.explain(function, X)
+    policy.forget()
+    with triax.tuning("off"):
+        (call,) = triax.explain(function, X)
+    assert call.source == "first config (mode off)"
 
 
 def test_too_large_falls_back_and_says_how_to_tune(measurer, caplog):

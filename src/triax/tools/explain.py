@@ -60,9 +60,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
       One `Explanation` per call, in program order. A call in a loop's body stands once.
 
     Raises:
-      What lowering the function raises.
+      TriaxError: lowering the function raised it.
     """
-    jitted = function if hasattr(function, "trace") else jax.jit(function)
+    # Wrapped anew: JAX keeps traces by function, and an older one has the mode of its day.
+    fresh = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
+    jitted = function if hasattr(function, "trace") else fresh
     lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     return [_explanation(call) for call in inspect.describe(lowered)]
 

@@ -48,7 +48,8 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
 
     Raises:
       UnsupportedError: a call's operands are not on a GPU of this process.
-      TuningError: none of a kernel's configs runs.
+      CompilationError: none of a kernel's configs compiles and runs.
+      TuningError: nothing can be measured here; the message says why.
     """
     tuned: dict[str, Tuned] = {}
 

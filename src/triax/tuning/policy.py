@@ -85,7 +85,7 @@ def choose(
       inputs: the real operands, to measure on copies of them whatever is known already.
 
     Raises:
-      CompilationError: no candidate compiles; the message has every reason.
+      CompilationError: no candidate compiles and runs; the message has every reason.
       TuningError: mode "strict", and no tuned config is known.
       VersionError: mode "runtime" below its version with ``TRIAX_ENFORCE_AUTOTUNING=1``.
     """
@@ -249,10 +249,8 @@ def _measure(
         timings[label(compiled[0][0])] = Timing(label(compiled[0][0]))
     usable = [t for t in timings.values() if t.error is None]
     if not usable:
-        raise TuningError(
-            f"none of its {len(timings)} configs runs: "
-            + "; ".join(f"[{t.config}] {t.error}" for t in timings.values())
-        )
+        # No fall-back to the first: what faults in the worker would fault in the program.
+        raise _none_left(call, [f"[{t.config}] {t.error}" for t in timings.values()])
     # Of equal times the config listed first wins, as with min() in Triton.
     best = min(usable, key=lambda t: t.median_ms or 0.0)
     ordered = [timings[label(launch)] for launch in launches]
@@ -367,5 +365,6 @@ def _drop(launch: Launch, error: Exception) -> str:
 def _none_left(call: Call, reasons: Sequence[str]) -> CompilationError:
     listed = "\n  ".join(reasons)
     return CompilationError(
-        f"None of the {len(reasons)} configs of kernel {call.display_name!r} compiles:\n  {listed}"
+        f"None of the {len(reasons)} configs of kernel {call.display_name!r} compiles and runs:\n"
+        f"  {listed}"
     )
