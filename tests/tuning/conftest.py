@@ -33,15 +33,20 @@ class FakeMeasurer:
         return found
 
 
-@pytest.fixture
-def measurer(monkeypatch):
+def replace_measurer(monkeypatch):
+    """Puts a `FakeMeasurer` in the place of the worker process."""
     fake = FakeMeasurer()
     monkeypatch.setattr(measure, "measure", fake.measure)
     monkeypatch.setattr(measure, "start_worker", lambda device: None)
     monkeypatch.setattr(measure, "problem", lambda: None)
     monkeypatch.setattr("triax.bridge.compat.jax_private.drain", lambda index: None)
-    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: DEVICE)
     return fake
+
+
+@pytest.fixture
+def measurer(monkeypatch):
+    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: DEVICE)
+    return replace_measurer(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from triax.bridge.launch import ArrayType, Call
 from triax.bridge.lowering import capability_of, is_cuda
 from triax.bridge.primitive import eager_listener
 from triax.tuning import policy
-from triax.tuning.key import Device
+from triax.tuning.key import Device, make_key
 from triax.tuning.store import Timing
 
 
@@ -58,13 +58,13 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
         if len(launches) < 2:
             return
         device, capability = _device(call, operands)
-        entry = f"{call.kernel.name} {launches[0].operands} {launches[0].results}"
-        if entry in tuned:
+        key = make_key(call, launches, capability, device).name
+        if key in tuned:
             return
         (chosen,) = policy.choose(call, launches, capability, device, inputs=list(operands))
         decision = policy.decision(chosen[1].name)
         assert decision is not None
-        tuned[entry] = Tuned(call.display_name, decision.config, decision.timings)
+        tuned[key] = Tuned(call.display_name, decision.config, decision.timings)
 
     token = eager_listener.set(listen)
     try:

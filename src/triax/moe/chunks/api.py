@@ -6,14 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from triax.bridge.compat import jax_private
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.bridge.errors import ArgumentValueError
+from triax.moe import arguments
 from triax.moe import implementation as implementations
 from triax.moe.chunks import vjp
-
-_MAX_ROWS = 2**31 - 1
 
 
 class Sorted(NamedTuple):
@@ -73,11 +71,11 @@ def sort_chunks_by_index(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
-    x = _check("x", x, ("tokens", "hidden"))
-    split_sizes = _check("split_sizes", split_sizes, ("chunks",), jnp.integer)
-    sorted_indices = _check("sorted_indices", sorted_indices, ("chunks",), jnp.integer)
+    x = arguments.array("x", x, ("tokens", "hidden"))
+    split_sizes = arguments.array("split_sizes", split_sizes, ("chunks",), jnp.integer)
+    sorted_indices = arguments.array("sorted_indices", sorted_indices, ("chunks",), jnp.integer)
     num_rows, num_chunks = x.shape[0], split_sizes.shape[0]
-    if num_rows > _MAX_ROWS:
+    if num_rows > arguments.MAX_ROWS:
         raise ArgumentValueError(
             f"Argument `x` must have at most 2**31 - 1 rows; got {num_rows}. Sort it in parts."
         )
@@ -87,7 +85,7 @@ def sort_chunks_by_index(
             f"of `split_sizes`; got shape {sorted_indices.shape}."
         )
     if probs is not None:
-        probs = _check("probs", probs, ("tokens",), jnp.floating)
+        probs = arguments.array("probs", probs, ("tokens",), jnp.floating)
         if probs.shape[0] != num_rows:
             raise ArgumentValueError(
                 f"Argument `probs` must have one value for each of the {num_rows} rows of `x`; "
@@ -100,36 +98,9 @@ def sort_chunks_by_index(
     arrays = [x, split_sizes, sorted_indices] + ([] if probs is None else [probs])
     x, split_sizes, sorted_indices, *rest = jax_private.insert_varying_casts(arrays)
     maps = vjp.chunk_maps(
-        _as_int32(split_sizes, num_rows),
-        _as_int32(sorted_indices, num_chunks),
+        arguments.as_int32(split_sizes, num_rows),
+        arguments.as_int32(sorted_indices, num_chunks),
         num_rows,
         implementation,
     )
     return Sorted(*vjp.move_chunks(x, rest[0] if rest else None, maps, implementation))
-
-
-def _check(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax.Array:
-    """Returns `value` as a JAX array if its rank and dtype are right."""
-    if not isinstance(value, (jax.Array, np.ndarray)):
-        raise ArgumentTypeError(
-            f"Argument `{name}` must be an array of shape [{', '.join(axes)}]; got {value!r} of "
-            f"type {type(value).__name__}. Use jnp.asarray."
-        )
-    if value.ndim != len(axes):
-        raise ArgumentValueError(
-            f"Argument `{name}` must have shape [{', '.join(axes)}]; got {value.shape}."
-        )
-    if kind is not None and not jnp.issubdtype(value.dtype, kind):
-        wanted = "an integer" if kind is jnp.integer else "a floating-point"
-        raise ArgumentTypeError(
-            f"Argument `{name}` must have {wanted} dtype; got {value.dtype}. Cast it with "
-            f"`{name}.astype(jnp.{'int32' if kind is jnp.integer else 'float32'})`."
-        )
-    return jnp.asarray(value)
-
-
-def _as_int32(values: jax.Array, limit: int) -> jax.Array:
-    """Integers as int32; what int32 does not hold becomes -1 or `limit`, and stays out of range."""
-    if values.dtype.itemsize >= 4 and values.dtype != jnp.int32:
-        values = jnp.clip(values, -1 if values.dtype.kind == "i" else 0, limit)
-    return values.astype(jnp.int32)
