@@ -12,7 +12,7 @@ import pytest
 import triax
 from triax import moe
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.plan.configs import PlaceConfig, SelectConfig
+from triax.moe.plan.configs import FewPairsConfig, SelectConfig, SortConfig
 
 IDS = jnp.zeros((4, 2), jnp.int32)
 MASK = jnp.zeros((4, 3), bool)
@@ -127,8 +127,19 @@ def test_a_plan_is_a_pytree():
 
 @pytest.mark.parametrize("num_experts", [1, 5, 8, 128, 384, 100_000])
 def test_heuristics(num_experts):
-    place, select = PlaceConfig.heuristic(num_experts), SelectConfig.heuristic(num_experts)
-    for config in (place, select):
+    few, many, select = (
+        config.heuristic(num_experts) for config in (FewPairsConfig, SortConfig, SelectConfig)
+    )
+    for config in (few, many, select):
         assert config.block_experts & (config.block_experts - 1) == 0
-    assert place.block_pairs * place.block_experts <= 128 * 64
+    assert 32 <= few.block_experts == many.block_experts <= 512
     assert select.block_tokens * select.block_experts == 2048
+
+
+@pytest.mark.parametrize("num_pairs", [1, 127, 128, 2049, 32768, 32769, 131072, 2**31 - 1])
+def test_blocks_are_few_and_whole(num_pairs):
+    config = SortConfig.heuristic(8)
+    parts = -(-num_pairs // config.part)
+    per_block = config.parts_per_block(num_pairs)
+    assert per_block * config.max_blocks >= parts
+    assert per_block == 1 or (per_block - 1) * config.max_blocks < parts

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +14,13 @@ from hypothesis import strategies as st
 
 from tests.moe import oracle
 from triax import moe
+from triax.moe.plan import launchers
+from triax.moe.plan.configs import FewPairsConfig, ScanConfig, SortConfig
 
 FIELDS = ("row_of", "expert_of", "group_sizes", "group_counts", "group_filled", "num_dropped")
 
 # Few shapes, so that plain JAX compiles few programs: tokens, slots, experts. No tokens, one,
-# more pairs than one block, no slots, more experts than one block.
+# more pairs than one part, no slots, more experts than one histogram has bins.
 SHAPES = [
     (0, 2, 5),
     (1, 1, 1),
@@ -26,6 +31,7 @@ SHAPES = [
     (5, 8, 128),
     (40, 6, 128),
     (21, 8, 384),
+    (13, 4, 1100),
     (300, 1, 5),
     (4, 0, 3),
 ]
@@ -62,9 +68,24 @@ def resolve(options, num_tokens, top_k, num_experts):
     return keywords, num_rows
 
 
-@pytest.fixture(params=["xla", "interpret"])
+@contextlib.contextmanager
+def path(name):
+    """One of the ways to a plan, as what `implementation` is: the kernels for many pairs place few
+    just as well."""
+    if name == "interpret many":
+        with mock.patch.object(FewPairsConfig, "max_pairs", 0):
+            yield "interpret"
+    else:
+        yield name
+
+
+PATHS = ("xla", "interpret", "interpret many")
+
+
+@pytest.fixture(params=PATHS)
 def implementation(request):
-    return request.param
+    with path(request.param) as implementation:
+        yield implementation
 
 
 def test_example(implementation):
@@ -85,8 +106,9 @@ def test_equals_definition(shape, seed, routing, options):
     ids = oracle.draw_ids(np.random.default_rng(seed), *shape, routing)
     keywords, num_rows = resolve(options, *shape)
     expected = oracle.plan(ids, shape[2], num_rows, keywords["capacity"], keywords["align_size"])
-    for implementation in ("xla", "interpret"):
-        plan = moe.make_plan(ids, shape[2], **keywords, implementation=implementation)
+    for name in PATHS:
+        with path(name) as implementation:
+            plan = moe.make_plan(ids, shape[2], **keywords, implementation=implementation)
         check(plan, expected, num_rows)
 
 
@@ -131,11 +153,23 @@ def test_sums_beyond_32_bits(align_size, implementation):
     check(plan, oracle.plan(ids, 128, align_size, None, align_size), align_size)
 
 
-def test_many_blocks(implementation):
-    """More blocks of pairs than the scan takes at once."""
-    ids = oracle.draw_ids(np.random.default_rng(2), 6000, 3, 3, "wild")
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize(("num_tokens", "max_blocks"), [(684, 2), (1500, 256), (6000, 20)])
+def test_many_pairs(num_tokens, max_blocks, implementation, monkeypatch):
+    """Blocks of many parts, of one, and of no whole number of them."""
+    monkeypatch.setattr(SortConfig, "max_blocks", max_blocks)
+    ids = oracle.draw_ids(np.random.default_rng(2), num_tokens, 3, 3, "wild")
     plan = moe.make_plan(ids, 3, align_size=8, implementation=implementation)
-    check(plan, oracle.plan(ids, 3, plan.num_rows, None, 8), (18000 + 21) // 8 * 8)
+    expected_rows = (3 * num_tokens + 21) // 8 * 8
+    check(plan, oracle.plan(ids, 3, plan.num_rows, None, 8), expected_rows)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_more_blocks_than_the_scan_takes_at_once(implementation, monkeypatch):
+    monkeypatch.setattr(launchers, "ScanConfig", lambda: ScanConfig(8, 4, 4))
+    ids = oracle.draw_ids(np.random.default_rng(4), 1500, 2, 5, "any")
+    plan = moe.make_plan(ids, 5, implementation=implementation)
+    check(plan, oracle.plan(ids, 5, 3000), 3000)
 
 
 def test_group_sizes_fit_ragged_dot(implementation):

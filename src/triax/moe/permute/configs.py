@@ -57,12 +57,12 @@ class MoveConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ZeroConfig:
-    """At most `max_programs` programs for each block of the width share the empty rows.
+    """At most `max_programs` programs share the empty rows: two for each multiprocessor of an H200.
 
     They read the group sizes `block_experts` at a time.
     """
 
-    max_programs: int = 256
+    max_programs: int = 264
     block_experts: int = 256
 
 

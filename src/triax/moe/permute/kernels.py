@@ -38,29 +38,27 @@ def _zero_rows(
     end,
     first_block,
     step,
-    width_block,
     WIDTH: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
     """Zeros for every `step`-th block of the rows from `first` to `end`."""
-    column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     zeros = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], rows_ptr.dtype.element_ty)
     for block in range(first_block, tl.cdiv(end - first, BLOCK_ROWS), step):
         row = first.to(tl.int64) + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         inside = row < end
-        mask = inside[:, None] & (column < WIDTH)[None, :]
-        tl.store(rows_ptr + row[:, None] * WIDTH + column[None, :], zeros, mask=mask)
+        for start in range(0, WIDTH, BLOCK_WIDTH):
+            column = start + tl.arange(0, BLOCK_WIDTH)
+            mask = inside[:, None] & (column < WIDTH)[None, :]
+            tl.store(rows_ptr + row[:, None] * WIDTH + column[None, :], zeros, mask=mask)
         if row_weights_ptr is not None:
-            if width_block == 0:
-                none = tl.zeros([BLOCK_ROWS], row_weights_ptr.dtype.element_ty)
-                tl.store(row_weights_ptr + row, none, mask=inside)
+            none = tl.zeros([BLOCK_ROWS], row_weights_ptr.dtype.element_ty)
+            tl.store(row_weights_ptr + row, none, mask=inside)
         if row_scales_ptr is not None:
-            if width_block == 0:
-                nothing = tl.zeros([BLOCK_ROWS], row_scales_ptr.dtype.element_ty)
-                for scale in range(SCALES):
-                    tl.store(row_scales_ptr + row * SCALES + scale, nothing, mask=inside)
+            nothing = tl.zeros([BLOCK_ROWS], row_scales_ptr.dtype.element_ty)
+            for scale in range(SCALES):
+                tl.store(row_scales_ptr + row * SCALES + scale, nothing, mask=inside)
 
 
 @triton.jit
@@ -75,7 +73,6 @@ def _zero_empty_rows(
     num_padded,
     program,
     num_programs,
-    width_block,
     WIDTH: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -95,7 +92,6 @@ def _zero_empty_rows(
             start + size,
             0,
             1,
-            width_block,
             WIDTH,
             SCALES,
             BLOCK_ROWS,
@@ -109,7 +105,6 @@ def _zero_empty_rows(
         num_rows,
         program,
         num_programs,
-        width_block,
         WIDTH,
         SCALES,
         BLOCK_ROWS,
@@ -144,10 +139,10 @@ def _permute_kernel(
 ):
     # Programs that share tokens are neighbours, so that a row is read and written in one go.
     width_blocks: tl.constexpr = max(1, (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH)
-    token_blocks = tl.cdiv(num_tokens, BLOCK_TOKENS)
-    token_block = tl.program_id(0) // width_blocks
-    width_block = tl.program_id(0) % width_blocks
-    if token_block < token_blocks:
+    num_moving = tl.cdiv(num_tokens, BLOCK_TOKENS) * width_blocks
+    if tl.program_id(0) < num_moving:
+        token_block = tl.program_id(0) // width_blocks
+        width_block = tl.program_id(0) % width_blocks
         token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         inside = token < num_tokens
         column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -180,9 +175,8 @@ def _permute_kernel(
             num_rows,
             num_experts,
             num_padded,
-            token_block - token_blocks,
+            tl.program_id(0) - num_moving,
             num_zeroing,
-            width_block,
             WIDTH,
             SCALES,
             BLOCK_TOKENS,
@@ -291,7 +285,6 @@ def _unpermute_grad_kernel(
             d_weight = tl.sum(products, 1).to(d_weights_ptr.dtype.element_ty)
             tl.store(d_weights_ptr + token * TOP_K + slot, d_weight, mask=inside)
     else:
-        program = token_block - token_blocks
         _zero_empty_rows(
             d_rows_ptr,
             None,
@@ -301,9 +294,8 @@ def _unpermute_grad_kernel(
             num_rows,
             num_experts,
             num_padded,
-            program // width_blocks,
+            token_block - token_blocks,
             num_zeroing,
-            program % width_blocks,
             WIDTH,
             0,
             BLOCK_TOKENS,

@@ -47,7 +47,7 @@ def permute(
         # First the programs that move the tokens, each of which writes its rows whatever the
         # plan says; then those that share the rows without a token, whose number is known on
         # the device only.
-        grid=(-(-num_tokens // config.block_tokens) + num_zeroing) * width_blocks,
+        grid=-(-num_tokens // config.block_tokens) * width_blocks + num_zeroing,
         num_warps=config.num_warps,
         name="permute",
         vmap_method="sequential",
@@ -125,7 +125,6 @@ def unpermute_grad(
     num_tokens, top_k = routes.row_of.shape
     width = rows.shape[1]
     config = MoveConfig.for_rows(width, rows.dtype.itemsize)
-    width_blocks = max(1, -(-width // config.block_width))
     num_zeroing = _num_zeroing(routes, config)
     d_rows, d_weights = triton_call(
         rows,
@@ -138,8 +137,8 @@ def unpermute_grad(
             jax.ShapeDtypeStruct((num_tokens, top_k), weights.dtype),
         ),
         # A program for whole tokens, which sums up over the width in a fixed order; behind
-        # them those that share the rows without a token, also by blocks of the width.
-        grid=-(-num_tokens // config.block_tokens) + num_zeroing * width_blocks,
+        # them those that share the rows without a token.
+        grid=-(-num_tokens // config.block_tokens) + num_zeroing,
         num_warps=config.num_warps,
         name="unpermute_grad",
         vmap_method="sequential",
@@ -175,7 +174,7 @@ def _absent(**outputs: jax.Array | None) -> dict[str, Any]:
 
 
 def _num_zeroing(routes: Routes, config: MoveConfig) -> int:
-    """How many programs, for each block of the width, share the rows without a token."""
+    """How many programs share the rows without a token."""
     blocks = -(-routes.num_rows // config.block_tokens)
     return min(blocks, ZeroConfig().max_programs)
 

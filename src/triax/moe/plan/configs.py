@@ -3,47 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
-_MAX_BLOCK_EXPERTS = 64
+_MIN_BINS = 32  # what Triton's histogram needs: a bin for each thread of a warp
+_MAX_BINS = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class PlaceConfig:
-    """One program counts `block_pairs` pairs, `block_experts` experts at a time, or places them.
+class FewPairsConfig:
+    """One program places `block_pairs` pairs and looks at all, `block_others` at a time.
 
-    Pairs are counted by comparing each with every expert, and ranked by comparing each with
-    each of its block, so blocks are small; all sizes are powers of two.
+    The work grows with the square of the pairs: up to `max_pairs` it takes less time than
+    the launches it saves. `block_experts` is the bins of a histogram.
     """
 
-    block_pairs: int
     block_experts: int
-    num_warps: int
+    block_pairs: int = 16
+    block_others: int = 1024
+    num_warps: int = 8
+    max_pairs: ClassVar[int] = 2048
 
     @classmethod
-    def heuristic(cls, num_experts: int) -> PlaceConfig:
+    def heuristic(cls, num_experts: int) -> FewPairsConfig:
+        return cls(_bins(num_experts))
+
+
+@dataclasses.dataclass(frozen=True)
+class SortConfig:
+    """Pairs are counted and ranked in parts of `part`, and parts in at most `max_blocks` blocks.
+
+    Pairs are ranked by comparing each with each of its part, so parts are small. The scan
+    over blocks is sequential, so there are few: one program counts a block, part by part.
+    """
+
+    block_experts: int
+    part: int = 128
+    max_blocks: ClassVar[int] = 256
+    count_warps: int = 4
+    place_warps: int = 2
+
+    @classmethod
+    def heuristic(cls, num_experts: int) -> SortConfig:
         """Depends on the experts alone, so that a new number of tokens compiles nothing."""
-        return cls(128, min(power_of_two(num_experts), _MAX_BLOCK_EXPERTS), 4)
+        return cls(_bins(num_experts))
+
+    def parts_per_block(self, num_pairs: int) -> int:
+        """The parts of a block, so that there are no more than `max_blocks` blocks."""
+        return max(1, -(-num_pairs // (self.part * self.max_blocks)))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScanConfig:
     """One program sums up the blocks of `block_experts` experts, `block_blocks` at a time."""
 
-    block_blocks: int = 128
-    block_experts: int = 8
+    block_blocks: int = 256
+    block_experts: int = 4
     num_warps: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class LayOutConfig:
-    """The one program that lays out the groups takes `block_experts` at a time."""
-
-    block_experts: int
-    num_warps: int
-
-    @classmethod
-    def heuristic(cls, num_experts: int) -> LayOutConfig:
-        return cls(min(power_of_two(num_experts), 1024), 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,3 +78,7 @@ class SelectConfig:
 def power_of_two(value: int) -> int:
     """The least power of two that is at least `value` and 1."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def _bins(num_experts: int) -> int:
+    return max(_MIN_BINS, min(power_of_two(num_experts), _MAX_BINS))

@@ -1,10 +1,12 @@
 """The plan's kernels: a stable counting sort of (token, slot) pairs by expert.
 
-Pairs are numbered token by token, slot by slot, and cut into blocks. `_count_pairs_kernel`
-writes how many pairs of each block go to each expert, `_scan_counts_kernel` turns that into
-how many pairs of earlier blocks do, `_lay_out_groups_kernel` gives each expert its rows, and
-`_place_pairs_kernel` adds up the first row of the expert, the pairs of earlier blocks, and the
-rank inside the block. `_select_experts_kernel` turns a mask into expert ids before that.
+Pairs are numbered token by token, slot by slot. The row of a pair is the first row of its
+expert, plus the pairs before it that name the same expert. Three kernels find that:
+`_count_pairs_kernel` cuts the pairs into blocks, and these into parts, and writes for each
+part how many pairs of its block stand before it, by expert; `_scan_counts_kernel` does the
+same for the blocks; `_place_pairs_kernel` adds up both and the pairs before in the same part.
+For few pairs `_place_few_pairs_kernel` does all of it: each program looks at every pair.
+`_select_experts_kernel` turns a mask into expert ids before that.
 """
 
 import triton
@@ -42,23 +44,69 @@ def _select_experts_kernel(
         tl.store(write, none, mask=inside[:, None] & free)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts"])
+@triton.jit
+def _histogram(selected, first_expert, BLOCK_EXPERTS: tl.constexpr):
+    """How many of `selected` name each expert of a block; other ids are in no bin."""
+    local = selected - first_expert
+    return tl.histogram(local, BLOCK_EXPERTS, mask=(local >= 0) & (local < BLOCK_EXPERTS))
+
+
+@triton.jit
+def _lay_out_groups(count, end_before, num_rows, capacity, align_size):
+    """The first row, size and filled rows of some experts' groups; where the last one ends.
+
+    `end_before` is where the group before them ends. Sums are 64-bit and clipped to the rows
+    there are only afterwards, so that no alignment can make them wrap around.
+    """
+    kept = tl.minimum(count, capacity)
+    aligned = (kept.to(tl.int64) + align_size - 1) // align_size * align_size
+    end = end_before + tl.cumsum(aligned, 0)
+    start = tl.minimum(end - aligned, num_rows).to(tl.int32)
+    size = tl.minimum(end, num_rows).to(tl.int32) - start
+    return start, size, tl.minimum(kept, size), end_before + tl.sum(aligned, 0)
+
+
+@triton.jit
+def _store_rows(
+    row_of_ptr, expert_of_ptr, pair, inside, selected, num_experts, start, rank, num_rows, capacity
+):
+    """The row and the expert of each pair, -1 for none."""
+    routed = (selected >= 0) & (selected < num_experts)
+    # Not `start + rank < num_rows`: the sum may pass 2**31.
+    placed = routed & (rank < capacity) & (rank < num_rows - start)
+    tl.store(row_of_ptr + pair, tl.where(placed, start + rank, -1), mask=inside)
+    tl.store(expert_of_ptr + pair, tl.where(routed, selected, -1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "pairs_per_block"])
 def _count_pairs_kernel(
     selected_ptr,
     num_pairs,
     num_experts,
-    counts_ptr,
-    BLOCK_PAIRS: tl.constexpr,
+    pairs_per_block,
+    part_counts_ptr,
+    block_counts_ptr,
+    PART: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    # Comparing instead of counting with atomics: it needs no zeroed memory.
     block = tl.program_id(0).to(tl.int64)
-    pair = block * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
-    selected = tl.load(selected_ptr + pair, mask=pair < num_pairs, other=-1)
-    for first in range(0, num_experts, BLOCK_EXPERTS):
-        expert = first + tl.arange(0, BLOCK_EXPERTS)
-        count = tl.sum((selected[:, None] == expert[None, :]).to(tl.int32), 0)
-        tl.store(counts_ptr + block * num_experts + expert, count, mask=expert < num_experts)
+    start = block * pairs_per_block
+    end = tl.minimum(start + pairs_per_block, num_pairs)
+    lane = tl.arange(0, PART)
+    for first_expert in range(0, num_experts, BLOCK_EXPERTS):
+        expert = first_expert + tl.arange(0, BLOCK_EXPERTS)
+        known = expert < num_experts
+        total = tl.zeros([BLOCK_EXPERTS], tl.int32)
+        selected = tl.load(selected_ptr + start + lane, mask=start + lane < end, other=-1)
+        for first in range(start, end, PART):
+            # The next part's ids are loaded before this one's counts are stored: the compiler
+            # must not do that by itself, for it does not know that these are different arrays.
+            pair = first + PART + lane
+            following = tl.load(selected_ptr + pair, mask=pair < end, other=-1)
+            tl.store(part_counts_ptr + first // PART * num_experts + expert, total, mask=known)
+            total += _histogram(selected, first_expert, BLOCK_EXPERTS)
+            selected = following
+        tl.store(block_counts_ptr + block * num_experts + expert, total, mask=known)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_experts"])
@@ -84,65 +132,150 @@ def _scan_counts_kernel(
     tl.store(group_counts_ptr + expert, total, mask=known)
 
 
-@triton.jit(do_not_specialize=["num_experts", "num_rows", "capacity", "align_size"])
-def _lay_out_groups_kernel(
+@triton.jit
+def _rank_in_part(local, PART: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
+    """How many earlier lanes hold the same number, which is less than `BLOCK_EXPERTS`."""
+    # One comparison instead of two: keys of equal numbers are less than PART apart, keys of
+    # others at least PART + 1; in unsigned arithmetic, gaps below zero are large.
+    tl.static_assert(2 * PART * BLOCK_EXPERTS < 2**31)
+    key = local * (2 * PART) + tl.arange(0, PART)
+    gap = (key[None, :] - key[:, None] - 1).to(tl.uint32, bitcast=True)
+    # Summed along the first axis, so that a thread adds up what it has compared itself.
+    return tl.sum((gap < PART - 1).to(tl.int32), 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_pairs",
+        "num_experts",
+        "parts_per_block",
+        "num_rows",
+        "capacity",
+        "align_size",
+    ]
+)
+def _place_pairs_kernel(
+    selected_ptr,
+    part_counts_ptr,
+    block_counts_ptr,
     group_counts_ptr,
+    num_pairs,
     num_experts,
+    parts_per_block,
     num_rows,
     capacity,
     align_size,
-    group_starts_ptr,
+    row_of_ptr,
+    expert_of_ptr,
     group_sizes_ptr,
     group_filled_ptr,
     num_dropped_ptr,
+    PART: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    # Sums are 64-bit and clipped to the rows there are only when stored, so that no alignment
-    # can make them wrap around.
+    part = tl.program_id(0).to(tl.int64)
+    pair = part * PART + tl.arange(0, PART)
+    inside = pair < num_pairs
+    selected = tl.load(selected_ptr + pair, mask=inside, other=-1)
+    routed = (selected >= 0) & (selected < num_experts)
+    rank = tl.load(part_counts_ptr + part * num_experts + selected, mask=routed, other=0)
+    earlier = block_counts_ptr + part // parts_per_block * num_experts
+    rank += tl.load(earlier + selected, mask=routed, other=0)
+
+    # Every program lays out the groups for itself, which costs less than another launch.
+    start = tl.zeros([PART], tl.int32)
     end_before = tl.zeros([1], tl.int64)
     dropped = tl.zeros([1], tl.int32)
-    for first in range(0, num_experts, BLOCK_EXPERTS):
-        expert = first + tl.arange(0, BLOCK_EXPERTS)
+    for first_expert in range(0, num_experts, BLOCK_EXPERTS):
+        expert = first_expert + tl.arange(0, BLOCK_EXPERTS)
         known = expert < num_experts
         count = tl.load(group_counts_ptr + expert, mask=known, other=0)
-        kept = tl.minimum(count, capacity)
-        aligned = (kept.to(tl.int64) + align_size - 1) // align_size * align_size
-        end = end_before + tl.cumsum(aligned, 0)
-        start = tl.minimum(end - aligned, num_rows).to(tl.int32)
-        size = tl.minimum(end, num_rows).to(tl.int32) - start
-        filled = tl.minimum(kept, size)
-        tl.store(group_starts_ptr + expert, start, mask=known)
-        tl.store(group_sizes_ptr + expert, size, mask=known)
-        tl.store(group_filled_ptr + expert, filled, mask=known)
-        end_before += tl.sum(aligned, 0)
-        dropped += tl.sum(count - filled, 0)
-    tl.store(num_dropped_ptr + tl.arange(0, 1), dropped)
+        starts, size, filled, end_before = _lay_out_groups(
+            count, end_before, num_rows, capacity, align_size
+        )
+        local = selected - first_expert
+        here = routed & (local >= 0) & (local < BLOCK_EXPERTS)
+        local = tl.where(here, local, -1)
+        rank += tl.where(here, _rank_in_part(local, PART, BLOCK_EXPERTS), 0)
+        start += tl.where(here, tl.gather(starts, tl.maximum(local, 0), 0), 0)
+        if part == 0:
+            tl.store(group_sizes_ptr + expert, size, mask=known)
+            tl.store(group_filled_ptr + expert, filled, mask=known)
+            dropped += tl.sum(count - filled, 0)
+    if part == 0:
+        tl.store(num_dropped_ptr + tl.arange(0, 1), dropped)
+    _store_rows(
+        row_of_ptr,
+        expert_of_ptr,
+        pair,
+        inside,
+        selected,
+        num_experts,
+        start,
+        rank,
+        num_rows,
+        capacity,
+    )
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_rows", "capacity"])
-def _place_pairs_kernel(
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_rows", "capacity", "align_size"])
+def _place_few_pairs_kernel(
     selected_ptr,
-    earlier_ptr,
-    group_starts_ptr,
     num_pairs,
     num_experts,
     num_rows,
     capacity,
+    align_size,
     row_of_ptr,
     expert_of_ptr,
+    group_sizes_ptr,
+    group_counts_ptr,
+    group_filled_ptr,
+    num_dropped_ptr,
     BLOCK_PAIRS: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK_PAIRS)
-    pair = block * BLOCK_PAIRS + lane
+    pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     inside = pair < num_pairs
     selected = tl.load(selected_ptr + pair, mask=inside, other=-1)
-    routed = (selected >= 0) & (selected < num_experts)
-    start = tl.load(group_starts_ptr + selected, mask=routed, other=0)
-    rank = tl.load(earlier_ptr + block * num_experts + selected, mask=routed, other=0)
-    alike = selected[:, None] == selected[None, :]
-    rank += tl.sum((alike & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
-    # Not `start + rank < num_rows`: the sum may pass 2**31.
-    placed = routed & (rank < capacity) & (rank < num_rows - start)
-    tl.store(row_of_ptr + pair, tl.where(placed, start + rank, -1), mask=inside)
-    tl.store(expert_of_ptr + pair, tl.where(routed, selected, -1), mask=inside)
+    start = tl.zeros([BLOCK_PAIRS], tl.int32)
+    rank = tl.zeros([BLOCK_PAIRS], tl.int32)
+    end_before = tl.zeros([1], tl.int64)
+    dropped = tl.zeros([1], tl.int32)
+    for first_expert in range(0, num_experts, BLOCK_EXPERTS):
+        expert = first_expert + tl.arange(0, BLOCK_EXPERTS)
+        known = expert < num_experts
+        count = tl.zeros([BLOCK_EXPERTS], tl.int32)
+        for first in range(0, num_pairs, BLOCK_OTHERS):
+            other = first + tl.arange(0, BLOCK_OTHERS)
+            others = tl.load(selected_ptr + other, mask=other < num_pairs, other=-1)
+            count += _histogram(others, first_expert, BLOCK_EXPERTS)
+            if first_expert == 0:
+                before = (others[:, None] == selected[None, :]) & (other[:, None] < pair[None, :])
+                rank += tl.sum(before.to(tl.int32), 0)
+        count = tl.where(known, count, 0)
+        starts, size, filled, end_before = _lay_out_groups(
+            count, end_before, num_rows, capacity, align_size
+        )
+        same = expert[:, None] == selected[None, :]
+        start += tl.sum(tl.where(same, starts[:, None], 0), 0)
+        if tl.program_id(0) == 0:
+            tl.store(group_sizes_ptr + expert, size, mask=known)
+            tl.store(group_counts_ptr + expert, count, mask=known)
+            tl.store(group_filled_ptr + expert, filled, mask=known)
+            dropped += tl.sum(count - filled, 0)
+    if tl.program_id(0) == 0:
+        tl.store(num_dropped_ptr + tl.arange(0, 1), dropped)
+    _store_rows(
+        row_of_ptr,
+        expert_of_ptr,
+        pair,
+        inside,
+        selected,
+        num_experts,
+        start,
+        rank,
+        num_rows,
+        capacity,
+    )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.bridge.call import triton_call
-from triax.moe.plan.configs import LayOutConfig, PlaceConfig, ScanConfig, SelectConfig
+from triax.moe.plan.configs import FewPairsConfig, ScanConfig, SelectConfig, SortConfig
 from triax.moe.plan.reference import Placement
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -46,36 +46,74 @@ def place_pairs(
     implementation: str | None,
 ) -> Placement:
     """The rows of all pairs, from int32 expert ids [tokens, top_k], at least one of them."""
-    counts = _count_pairs(selected, num_experts, implementation)
-    earlier, group_counts = _scan_counts(counts, implementation)
-    starts, group_sizes, group_filled, num_dropped = _lay_out_groups(
-        group_counts, num_rows, capacity, align_size, implementation
-    )
-    row_of, expert_of = _place_pairs(selected, earlier, starts, num_rows, capacity, implementation)
-    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+    bounds = (num_rows, capacity, align_size)
+    if selected.size <= FewPairsConfig.max_pairs:
+        return _place_few_pairs(selected, num_experts, bounds, implementation)
+    part_counts, block_counts = _count_pairs(selected, num_experts, implementation)
+    block_counts, group_counts = _scan_counts(block_counts, implementation)
+    return _place_pairs(selected, part_counts, block_counts, group_counts, bounds, implementation)
 
 
-def _count_pairs(selected: jax.Array, num_experts: int, implementation: str | None) -> jax.Array:
-    """The pairs of each block that go to each expert: the counting sort's one workspace."""
-    from triax.moe.plan.kernels import _count_pairs_kernel
+def _place_few_pairs(
+    selected: jax.Array,
+    num_experts: int,
+    bounds: tuple[int, int, int],
+    implementation: str | None,
+) -> Placement:
+    from triax.moe.plan.kernels import _place_few_pairs_kernel
 
-    config = PlaceConfig.heuristic(num_experts)
-    num_blocks = -(-selected.size // config.block_pairs)
-    return triton_call(
+    config = FewPairsConfig.heuristic(num_experts)
+    ids, groups = _ints(*selected.shape), _ints(num_experts)
+    row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped = triton_call(
         selected,
         selected.size,
         num_experts,
-        kernel=_count_pairs_kernel,
-        out_type=_ints(num_blocks, num_experts),
-        # A program for each block of pairs, so that no two write the same counts.
-        grid=num_blocks,
+        *bounds,
+        kernel=_place_few_pairs_kernel,
+        out_type=(ids, ids, groups, groups, groups, _ints()),
+        # Every program looks at all pairs and places its own; the first writes the groups.
+        grid=-(-selected.size // config.block_pairs),
         num_warps=config.num_warps,
-        name="count_pairs",
+        name="place_few_pairs",
         vmap_method="sequential",
         implementation=implementation,
         BLOCK_PAIRS=config.block_pairs,
+        BLOCK_OTHERS=config.block_others,
         BLOCK_EXPERTS=config.block_experts,
     )
+    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+
+
+def _count_pairs(
+    selected: jax.Array, num_experts: int, implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """By expert, the pairs before each part in its block, and those of each block.
+
+    The first, int32 [parts, experts], is the counting sort's workspace.
+    """
+    from triax.moe.plan.kernels import _count_pairs_kernel
+
+    config = SortConfig.heuristic(num_experts)
+    num_parts = -(-selected.size // config.part)
+    parts_per_block = config.parts_per_block(selected.size)
+    num_blocks = -(-num_parts // parts_per_block)
+    part_counts, block_counts = triton_call(
+        selected,
+        selected.size,
+        num_experts,
+        parts_per_block * config.part,
+        kernel=_count_pairs_kernel,
+        out_type=(_ints(num_parts, num_experts), _ints(num_blocks, num_experts)),
+        # A program for each block of pairs, so that no two write the same counts.
+        grid=num_blocks,
+        num_warps=config.count_warps,
+        name="count_pairs",
+        vmap_method="sequential",
+        implementation=implementation,
+        PART=config.part,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+    return part_counts, block_counts
 
 
 def _scan_counts(counts: jax.Array, implementation: str | None) -> tuple[jax.Array, jax.Array]:
@@ -103,69 +141,41 @@ def _scan_counts(counts: jax.Array, implementation: str | None) -> tuple[jax.Arr
     return earlier, group_counts
 
 
-def _lay_out_groups(
-    group_counts: jax.Array,
-    num_rows: int,
-    capacity: int,
-    align_size: int,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The first row of each group, its size, its rows with a token; and what was dropped."""
-    from triax.moe.plan.kernels import _lay_out_groups_kernel
-
-    num_experts = group_counts.shape[0]
-    config = LayOutConfig.heuristic(num_experts)
-    starts, sizes, filled, num_dropped = triton_call(
-        group_counts,
-        num_experts,
-        num_rows,
-        capacity,
-        align_size,
-        kernel=_lay_out_groups_kernel,
-        out_type=(_ints(num_experts), _ints(num_experts), _ints(num_experts), _ints()),
-        # One program: where a group starts depends on all before it.
-        grid=1,
-        num_warps=config.num_warps,
-        name="lay_out_groups",
-        vmap_method="sequential",
-        implementation=implementation,
-        BLOCK_EXPERTS=config.block_experts,
-    )
-    return starts, sizes, filled, num_dropped
-
-
 def _place_pairs(
     selected: jax.Array,
-    earlier: jax.Array,
-    group_starts: jax.Array,
-    num_rows: int,
-    capacity: int,
+    part_counts: jax.Array,
+    block_counts: jax.Array,
+    group_counts: jax.Array,
+    bounds: tuple[int, int, int],
     implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The row and the expert of each pair, -1 for none."""
+) -> Placement:
+    """Row and expert of each pair, -1 for none; the groups' sizes, and what was dropped."""
     from triax.moe.plan.kernels import _place_pairs_kernel
 
-    num_experts = group_starts.shape[0]
-    config = PlaceConfig.heuristic(num_experts)
-    row_of, expert_of = triton_call(
+    num_parts, num_experts = part_counts.shape
+    config = SortConfig.heuristic(num_experts)
+    ids, groups = _ints(*selected.shape), _ints(num_experts)
+    row_of, expert_of, group_sizes, group_filled, num_dropped = triton_call(
         selected,
-        earlier,
-        group_starts,
+        part_counts,
+        block_counts,
+        group_counts,
         selected.size,
         num_experts,
-        num_rows,
-        capacity,
+        config.parts_per_block(selected.size),
+        *bounds,
         kernel=_place_pairs_kernel,
-        out_type=(_ints(*selected.shape), _ints(*selected.shape)),
-        # The blocks that were counted, no others: `earlier` has a line for each.
-        grid=earlier.shape[0],
-        num_warps=config.num_warps,
+        out_type=(ids, ids, groups, groups, _ints()),
+        # The parts that were counted, no others; the first program writes the groups.
+        grid=num_parts,
+        num_warps=config.place_warps,
         name="place_pairs",
         vmap_method="sequential",
         implementation=implementation,
-        BLOCK_PAIRS=config.block_pairs,
+        PART=config.part,
+        BLOCK_EXPERTS=config.block_experts,
     )
-    return row_of, expert_of
+    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
