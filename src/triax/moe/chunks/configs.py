@@ -25,9 +25,10 @@ class MoveConfig:
         """The config for rows of `width` elements of `itemsize` bytes.
 
         It depends on nothing else, so that a new number of rows or chunks compiles nothing.
-        8 KiB a program, one access of 16 bytes for each of 256 threads, keep enough bytes in
-        flight to fill the memory's pipe: half a row of 4096 floats, or many narrow rows. A row that leaves more than an eighth of its last
-        block idle is cut into narrower blocks, down to one access for each thread of a warp.
+        8 KiB a program, two accesses of 16 bytes for each of 256 threads, keep enough bytes in
+        flight to fill the memory's pipe: half a row of 4096 floats, or many narrow rows. A row
+        that leaves more than an eighth of its last block idle is cut into narrower blocks, down
+        to one access for each thread of a warp.
         """
         elements = _BYTES_PER_PROGRAM // itemsize
         block_width = min(_power_of_two(width), elements)
