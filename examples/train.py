@@ -51,7 +51,17 @@ def train(seed: int = 0, epochs: int = EPOCHS) -> History:
     state = (params, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
 
     history, held_out_steps, held_out_losses = [], [], []
-    with tqdm(total=num_steps, desc="training", unit="step", file=sys.stdout, ncols=88) as bar:
+    # A log keeps every state of the bar: there it shows few.
+    pause_s = 0.1 if sys.stdout.isatty() else 10
+    with tqdm(
+        total=num_steps,
+        desc="training",
+        unit="step",
+        file=sys.stdout,
+        ncols=88,
+        mininterval=pause_s,
+        maxinterval=pause_s,
+    ) as bar:
         for epoch in range(epochs):
             order = rng.permutation(len(images))[: batches * BATCH].reshape(batches, BATCH)
             for batch in order:

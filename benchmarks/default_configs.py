@@ -1,0 +1,224 @@
+"""How good the configs are that the MoE ops choose by formula.
+
+For each op, width and dtype of the list: the config of the formula against others of the same
+family. Prints a table and writes `benchmarks/default_configs.json`. It needs a GPU.
+
+    python benchmarks/default_configs.py [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax import moe
+from triax.bench.timing import time_program
+from triax.bridge.compat import versions
+from triax.moe.chunks import configs as chunk_configs
+from triax.moe.permute import configs as permute_configs
+
+# Bytes of the rows [rows, width]: large enough that a launch is nothing.
+ROW_BYTES = 1 << 30
+TOP_K = 8
+WIDTHS = (
+    (7168, "bfloat16"),
+    (4096, "float32"),
+    (2880, "bfloat16"),
+    (7168, "float8_e4m3fn"),
+    (4096, "bfloat16"),
+    (512, "bfloat16"),
+    (1000, "float32"),
+    (64, "bfloat16"),
+    (5120, "bfloat16"),
+    (7168, "float32"),
+)
+PROGRAM_BYTES = (2048, 4096, 8192, 16384)
+MAX_WARPS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op, the formula that it takes its config from, and its program on `inputs`."""
+
+    name: str
+    configs: Any
+    formula: str
+    whole_rows: bool
+    program: Any
+    floats_only: bool = False
+
+
+def _permute_grad(inputs):
+    _, pullback = jax.vjp(lambda x: moe.permute(x, inputs["plan"]), inputs["x"])
+    return pullback(inputs["rows"])
+
+
+def _unpermute_grad(inputs):
+    _, pullback = jax.vjp(
+        lambda rows, weights: moe.unpermute(rows, inputs["plan"], weights),
+        inputs["rows"],
+        inputs["weights"],
+    )
+    return pullback(inputs["x"])
+
+
+OPS = (
+    Op(
+        "permute",
+        permute_configs,
+        "for_parts",
+        False,
+        lambda inputs: moe.permute(inputs["x"], inputs["plan"]),
+    ),
+    Op(
+        "unpermute",
+        permute_configs,
+        "for_parts",
+        False,
+        lambda inputs: moe.unpermute(inputs["rows"], inputs["plan"], inputs["weights"]),
+        floats_only=True,
+    ),
+    Op("permute_grad", permute_configs, "for_parts", False, _permute_grad, floats_only=True),
+    Op("unpermute_grad", permute_configs, "for_rows", True, _unpermute_grad, floats_only=True),
+    Op(
+        "sort_chunks",
+        chunk_configs,
+        "heuristic",
+        False,
+        lambda inputs: moe.sort_chunks_by_index(inputs["rows"], inputs["sizes"], inputs["order"]),
+    ),
+)
+
+
+def candidates(op: Op, width: int, itemsize: int) -> list[Any]:
+    """The formula's config first, then others: more or fewer bytes, wider or narrower blocks,
+    more or fewer warps."""
+    config = op.configs.MoveConfig
+    default = getattr(config, op.formula)(width, itemsize)
+    found = [default]
+    if op.whole_rows:
+        blocks = [(default.block_tokens, default.block_width), (1, default.block_width // 2)]
+    else:
+        blocks = []
+        for program_bytes in PROGRAM_BYTES:
+            elements = program_bytes // itemsize
+            for block in {default.block_width, min(elements, 1 << (width - 1).bit_length())}:
+                if block <= elements:
+                    blocks.append((min(elements // block, 256), block))
+    for rows, block in blocks:
+        most = max(1, min(MAX_WARPS, rows * block * itemsize // (16 * 32)))
+        found += [config(rows, block, warps) for warps in (most, most // 2) if warps]
+    return list(dict.fromkeys(found))
+
+
+def make_inputs(width: int, dtype: str) -> dict[str, Any]:
+    """Uniform routing over 64 experts; 64 chunks of uneven sizes."""
+    rng = np.random.default_rng(0)
+    num_rows = ROW_BYTES // (width * jnp.dtype(dtype).itemsize) // TOP_K * TOP_K
+    num_rows = min(num_rows, 1 << 21)
+    tokens = num_rows // TOP_K
+    selected = jnp.asarray(rng.integers(0, 64, (tokens, TOP_K)), jnp.int32)
+    plan = jax.jit(functools.partial(moe.make_plan, num_experts=64))(selected)
+    cuts = np.sort(rng.integers(0, num_rows + 1, 63))
+    x = jax.random.normal(jax.random.key(0), (tokens, width)).astype(dtype)
+    return {
+        "x": x,
+        "plan": plan,
+        "weights": jnp.asarray(rng.random((tokens, TOP_K)), jnp.float32),
+        "rows": jax.jit(moe.permute)(x, plan),
+        "sizes": jnp.asarray(np.diff(cuts, prepend=0, append=num_rows), jnp.int32),
+        "order": jnp.asarray(rng.permutation(64), jnp.int32),
+    }
+
+
+def trace(op: Op, config: Any, inputs: Any) -> Any:
+    """The op's program with a config of our own; its kernels begin to compile."""
+    with mock.patch.object(op.configs.MoveConfig, op.formula, return_value=config):
+        return jax.jit(lambda inputs: op.program(inputs)).trace(inputs)
+
+
+def measure(program: Any, inputs: Any, target_ms: float = 12) -> float | None:
+    """Median microseconds, or None where they cannot be told."""
+    timing = time_program(program, inputs, target_ms=target_ms)
+    return None if timing.method == "host-bound" else timing.median_us
+
+
+def compare(op: Op, width: int, dtype: str, inputs: Any) -> dict[str, Any]:
+    """All candidates' times, and what the formula's config loses against the best."""
+    configs = candidates(op, width, jnp.dtype(dtype).itemsize)
+    programs, times = {}, {}
+    for config, traced in [(config, trace(op, config, inputs)) for config in configs]:
+        try:
+            programs[config] = traced.lower().compile()
+            times[config] = measure(programs[config], inputs)
+        except Exception as error:  # registers or shared memory: a config may not fit
+            print(f"  {config}: {str(error).splitlines()[0]}", file=sys.stderr)
+            times[config] = None
+    best = min((c for c in configs if times[c] is not None), key=times.__getitem__)
+    # Both once more, one after the other: the least of many is partly luck.
+    formula_us, best_us = (measure(programs[config], inputs, 40) for config in (configs[0], best))
+    return {
+        "op": op.name,
+        "width": width,
+        "dtype": dtype,
+        "formula": dataclasses.asdict(configs[0]),
+        "formula_us": formula_us,
+        "best": dataclasses.asdict(best),
+        "best_us": best_us,
+        "loss": formula_us / best_us - 1,
+        "tried": [
+            {"config": dataclasses.astuple(config), "median_us": us} for config, us in times.items()
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    default_output = Path(__file__).with_suffix(".json")
+    parser.add_argument("--output", type=Path, default=default_output)
+    parser.add_argument("--seconds", type=float, default=400, help="stop after this many")
+    options = parser.parse_args()
+    clock = datetime.datetime.now
+    start = clock()
+    results = []
+    print(f"{'op':<16}{'width':>6}  {'dtype':<14}{'formula':>9}{'best':>9}  loss  best config")
+    for width, dtype in WIDTHS:
+        inputs = make_inputs(width, dtype)
+        for op in OPS:
+            if op.floats_only and dtype.startswith("float8"):
+                continue
+            if (clock() - start).total_seconds() > options.seconds:
+                print("out of time: the rest was not measured", file=sys.stderr)
+                break
+            result = compare(op, width, dtype, inputs)
+            results.append(result)
+            print(
+                f"{op.name:<16}{width:>6}  {dtype:<14}{result['formula_us']:9.1f}"
+                f"{result['best_us']:9.1f}{result['loss']:6.1%}  "
+                f"{tuple(result['best'].values())} of {len(result['tried'])}",
+                flush=True,
+            )
+    within = sum(result["loss"] <= 0.03 for result in results)
+    print(f"{within} of {len(results)} within 3% of the best")
+    record = {
+        "written": clock(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "triton": versions.installed("triton")},
+        "results": results,
+    }
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
