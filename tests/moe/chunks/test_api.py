@@ -118,7 +118,7 @@ def test_heuristic(width, itemsize):
     config = MoveConfig.heuristic(width, itemsize)
     for value in (config.block_rows, config.block_width, config.num_warps):
         assert value & (value - 1) == 0 < value
-    assert config.block_rows * config.block_width * itemsize <= 8 * 1024
+    assert config.block_rows * config.block_width * itemsize <= 2 * 1024
     assert config.num_warps <= 8
     covered = -(-width // config.block_width) * config.block_width
     assert covered >= width
@@ -127,5 +127,5 @@ def test_heuristic(width, itemsize):
 
 
 def test_heuristic_for_the_shapes_that_matter():
-    assert MoveConfig.heuristic(4096, 4) == MoveConfig(1, 2048, 8)
-    assert MoveConfig.heuristic(7168, 2) == MoveConfig(4, 1024, 8)
+    assert MoveConfig.heuristic(4096, 4) == MoveConfig(1, 512, 4)
+    assert MoveConfig.heuristic(7168, 2) == MoveConfig(1, 1024, 4)

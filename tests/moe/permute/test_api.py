@@ -124,7 +124,7 @@ def test_heuristics(width, itemsize):
         for value in (config.block_tokens, config.block_width, config.num_warps):
             assert value & (value - 1) == 0 < value
         assert config.num_warps <= 8
-    assert parts.block_tokens * parts.block_width * itemsize <= 4096
+    assert parts.block_tokens * parts.block_width * itemsize <= 2048
     covered = -(-width // parts.block_width) * parts.block_width
     assert covered >= width
     if width * itemsize >= 4096:  # a row of several accesses per thread wastes few of them
@@ -134,6 +134,6 @@ def test_heuristics(width, itemsize):
 
 
 def test_heuristics_for_the_shapes_that_matter():
-    assert MoveConfig.for_parts(7168, 2) == MoveConfig(2, 1024, 8)
-    assert MoveConfig.for_parts(4096, 2) == MoveConfig(1, 2048, 8)
+    assert MoveConfig.for_parts(7168, 2) == MoveConfig(1, 1024, 4)
+    assert MoveConfig.for_parts(4096, 2) == MoveConfig(1, 1024, 4)
     assert MoveConfig.for_rows(7168, 2) == MoveConfig(1, 8192, 8)

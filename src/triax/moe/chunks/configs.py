@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-_BYTES_PER_PROGRAM = 8 * 1024
+_BYTES_PER_PROGRAM = 2 * 1024
 _BYTES_PER_ACCESS = 16
 _THREADS_PER_WARP = 32
 _MAX_WARPS = 8
@@ -25,10 +25,10 @@ class MoveConfig:
         """The config for rows of `width` elements of `itemsize` bytes.
 
         It depends on nothing else, so that a new number of rows or chunks compiles nothing.
-        8 KiB a program, two accesses of 16 bytes for each of 256 threads, keep enough bytes in
-        flight to fill the memory's pipe: half a row of 4096 floats, or many narrow rows. A row
-        that leaves more than an eighth of its last block idle is cut into narrower blocks, down
-        to one access for each thread of a warp.
+        2 KiB a program is one access of 16 bytes for each of 128 threads: programs this small
+        move as fast as a copy, and more accesses in one only make it wait for the last of them. A
+        row that leaves more than an eighth of its last block idle is cut into narrower blocks,
+        down to one access for each thread of a warp.
         """
         elements = _BYTES_PER_PROGRAM // itemsize
         block_width = min(_power_of_two(width), elements)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-_BYTES_PER_PROGRAM = 4 * 1024
+_BYTES_PER_PROGRAM = 2 * 1024
 _BYTES_PER_ACCESS = 16
 _THREADS_PER_WARP = 32
 _MAX_WARPS = 8
@@ -28,7 +28,7 @@ class MoveConfig:
 
     @classmethod
     def for_parts(cls, width: int, itemsize: int) -> MoveConfig:
-        """A part of each row: 4 KiB a program, which its K rows multiply.
+        """A part of each row: 2 KiB a program, one access of 16 bytes for each of 128 threads.
 
         A row that leaves more than an eighth of its last block idle is cut into narrower
         blocks, down to one access for each thread of a warp.

@@ -1,0 +1,77 @@
+"""Which cases a run has."""
+
+import itertools
+
+import pytest
+
+from triax.bench.presets import PRESETS, SUITES
+from triax.bench.programs import CHUNK_OPS, OPS
+from triax.bench.selection import Request, select
+from triax.bridge.errors import ArgumentValueError
+
+QUICK, FULL = SUITES["quick"], SUITES["full"]
+
+
+def test_quick_is_all_ops_at_one_shape():
+    cases = select(Request(), QUICK)
+    assert [case.op for case in cases] == list(OPS)
+    assert {(c.preset.name, c.tokens) for c in cases if c.preset} == {("deepseek-v3", 8192)}
+    assert {(c.tokens, c.hidden, c.experts) for c in cases if not c.preset} == {(524288, 4096, 64)}
+    assert {c.dtype for c in cases if c.preset} == {"bfloat16"}
+    assert {c.dtype for c in cases if not c.preset} == {"float32"}
+
+
+def test_full_is_all_combinations_shape_by_shape():
+    cases = select(Request(suite="full"), FULL)
+    routed = len(OPS) - len(CHUNK_OPS)
+    assert len(cases) == len(set(cases)) == 6 * 4 * 2 * routed + len(CHUNK_OPS)
+    shapes = [(c.preset, c.tokens, c.routing) for c in cases]
+    changes = sum(a != b for a, b in itertools.pairwise(shapes))
+    assert changes == 6 * 4 * 2  # nobody comes back to a shape: inputs are made once
+
+
+def test_lists_take_the_place_of_the_suite_s():
+    request = Request(
+        ops=["unpermute", "permute"],
+        presets=["kimi-k2"],
+        tokens=[64, 32],
+        dtypes=["float32"],
+        routings=["skewed"],
+    )
+    cases = select(request, QUICK)
+    assert [(c.op, c.tokens) for c in cases] == [
+        ("permute", 64),
+        ("unpermute", 64),
+        ("permute", 32),
+        ("unpermute", 32),
+    ]
+    assert {(c.preset, c.dtype, c.routing) for c in cases} == {
+        (PRESETS["kimi-k2"], "float32", "skewed")
+    }
+
+
+def test_chunk_sorts_go_with_their_ops():
+    ops = lambda request: {case.op for case in select(request, QUICK)}
+    assert not ops(Request(presets=["kimi-k2"])) & set(CHUNK_OPS)
+    assert ops(Request(presets=["kimi-k2"], ops=["sort_chunks"])) == {"sort_chunks"}
+    assert ops(Request(ops=["plan"])) == {"plan"}
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ({"ops": ["permit"]}, r"`ops` must name some of plan, .*; got 'permit'"),
+        ({"presets": ["kimi"]}, r"`presets` must name some of .*; got 'kimi'"),
+        ({"routings": ["even"]}, r"`routing` must name some of uniform, skewed; got 'even'"),
+        ({"dtypes": ["int8"]}, r"`dtypes` must name some of bfloat16, .*; got 'int8'"),
+        ({"tokens": [0]}, r"`tokens` must be at least 1"),
+    ],
+)
+def test_names_that_are_none(lists, message):
+    with pytest.raises(ArgumentValueError, match=message):
+        select(Request(**lists), QUICK)
+
+
+def test_nothing_left():
+    with pytest.raises(ArgumentValueError, match=r"`ops` leaves nothing of suite 'scaling'"):
+        select(Request(suite="scaling", ops=["sort_chunks"]), SUITES["scaling"])

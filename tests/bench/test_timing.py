@@ -1,0 +1,196 @@
+"""Timing, on a device that is made up: its host and its queue have clocks of their own."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from triax.bench import timing
+from triax.bench.timing import MAX_SAMPLES, MIN_SAMPLES, Timing, time_calls, time_program
+
+
+class Device:
+    """A device that runs what it is given in order, and a host that gives it.
+
+    `device_us` is what a run takes it, `host_us` what the host needs to start one, `latency_us`
+    how late events are seen, `depth` how many runs may be under way. `hiccup` slows down every
+    tenth start.
+    """
+
+    def __init__(self, device_us, host_us, latency_us=3.0, depth=32, hiccup_us=0.0, holds=True):
+        self.device_us, self.host_us, self.latency_us = device_us, host_us, latency_us
+        self.depth, self.hiccup_us, self.holds = depth, hiccup_us, holds
+        self.host = self.free = 0.0
+        self.ends = []
+        self.events = {}
+
+    def run(self, device_us):
+        self.host += self.host_us + (self.hiccup_us if len(self.ends) % 10 == 9 else 0)
+        if len(self.ends) >= self.depth:
+            self.host = max(self.host, self.ends[-self.depth])
+        self.free = max(self.free, self.host) + device_us
+        self.ends.append(self.free)
+        return self.free
+
+    def call(self):
+        return self.run(self.device_us)
+
+    def repeated(self, repeats, program_us=4.0):
+        return lambda: self.run(program_us + repeats * self.device_us)
+
+    def hold(self, us):
+        if self.holds:
+            self.run(us)
+
+    def now_us(self):
+        return self.host
+
+    def record(self, index, output):
+        self.events[index] = output
+
+    def is_pending(self, index):
+        return self.events[index] + self.latency_us > self.host
+
+    def wait(self, index):
+        self.host = max(self.host, self.events[index] + self.latency_us)
+
+    def between_us(self, first, second):
+        return self.events[second] - self.events[first]
+
+
+def measure(device, **options):
+    return time_calls(device.call, device, hold=device.hold, **options)
+
+
+@pytest.mark.parametrize("device_us", [60.0, 500.0, 20000.0])
+def test_long_programs_are_timed_one_by_one(device_us):
+    found = measure(Device(device_us, host_us=50.0), target_ms=20)
+    assert found.method == "events"
+    assert found.median_us == found.p10_us == found.p90_us == device_us
+    assert MIN_SAMPLES <= found.samples <= MAX_SAMPLES
+
+
+def test_samples_follow_the_target():
+    few, many = (measure(Device(100.0, 50.0), target_ms=ms).samples for ms in (3, 10))
+    assert 25 <= few <= 30
+    assert 95 <= many <= 100
+    assert measure(Device(100.0, 50.0), target_ms=1000).samples <= MAX_SAMPLES
+
+
+def test_starts_that_came_late_do_not_count():
+    device = Device(100.0, host_us=40.0, hiccup_us=5000.0)
+    found = measure(device, target_ms=20)
+    assert found.method == "events"
+    assert found.p90_us == 100.0
+    assert found.samples < 200
+
+
+@pytest.mark.parametrize("device_us", [1.0, 5.0, 30.0, 49.0])
+def test_short_programs_start_behind_a_busy_device(device_us):
+    found = measure(Device(device_us, host_us=50.0))
+    assert found.method == "events"
+    assert found.p10_us == pytest.approx(device_us)
+    assert found.p90_us == pytest.approx(device_us)
+    assert found.samples >= MIN_SAMPLES
+
+
+def test_a_host_that_cannot_run_ahead_is_told():
+    """The device's queue is so short that the first call ends before the last one is given."""
+    device = Device(5.0, host_us=50.0, depth=8)
+    found = measure(device)
+    assert found.method == "host-bound"
+    assert found.median_us >= 5.0
+    # Longer and longer delays are tried, but not for long.
+    assert device.host < 500_000
+
+
+def test_host_bound_is_said_where_nothing_helps():
+    found = measure(Device(5.0, host_us=50.0, holds=False))
+    assert found.method == "host-bound"
+    assert found.median_us == pytest.approx(50.0)
+
+
+def test_a_slow_start_makes_the_delay_longer():
+    """The delay follows from the first starts; later ones may turn out to be slower."""
+    device = Device(5.0, host_us=50.0)
+    original = device.hold
+    device.hold = lambda us: (setattr(device, "host_us", 300.0), original(us))
+    found = measure(device)
+    assert found.method == "events"
+    assert found.p90_us == pytest.approx(5.0)
+
+
+def test_short_programs_are_repeated_inside_one():
+    device = Device(5.0, host_us=50.0)
+    found = measure(device, repeated=device.repeated)
+    assert found.method == "graph"
+    assert found.median_us == pytest.approx(5.0)
+    assert found.p10_us == pytest.approx(5.0)
+
+
+def test_long_programs_are_not_repeated():
+    device = Device(100.0, host_us=50.0)
+    assert measure(device, repeated=None).method == "events"
+    assert measure(device, repeated=device.repeated).method == "events"
+
+
+def test_no_graph_from_a_host_that_is_too_slow():
+    device = Device(5.0, host_us=5000.0, holds=False)
+    assert measure(device, repeated=device.repeated).method == "host-bound"
+
+
+def test_outputs_are_dropped_before_the_next_run():
+    """XLA's graphs hold addresses: the next run is to find the memory free."""
+
+    class Output:
+        alive = 0
+
+        def __init__(self, end):
+            Output.alive += 1
+            self.end = end
+
+        def __del__(self):
+            Output.alive -= 1
+
+    device = Device(100.0, 50.0)
+    record = device.record
+    device.record = lambda index, output: record(index, output.end)
+
+    def call():
+        assert Output.alive == 0
+        return Output(device.call())
+
+    assert time_calls(call, device, hold=device.hold, target_ms=5).median_us == 100.0
+    assert Output.alive == 0
+
+
+def test_summary():
+    found = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0], "events")
+    assert found == Timing(median_us=6.0, p10_us=2.0, p90_us=10.0, samples=11, method="events")
+
+
+# --- programs of JAX -----------------------------------------------------------------
+
+
+def test_the_host_s_clock_waits_for_the_end():
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("of a GPU, events are asked")
+    pause = lambda x: (time.sleep(0.01), x)[1]
+    slow = jax.jit(lambda x: jax.pure_callback(pause, jax.ShapeDtypeStruct((), x.dtype), x))
+    found = time_program(slow, jnp.float32(1), target_ms=20)
+    assert found.method == "host clock"
+    assert found.p10_us >= 10_000
+    assert found.samples == 5
+
+
+def test_repeated_runs_depend_on_each_other():
+    """Four runs in one program give what four programs give, and none is left out."""
+    program = jax.jit(lambda inputs: {"sum": inputs["x"] + inputs["step"]})
+    chain = lambda inputs, outputs: {**inputs, "x": outputs["sum"]}
+    inputs = {"x": jnp.zeros(3), "step": jnp.arange(3.0)}
+    run = functools.partial(timing._repeated, program, chain, inputs)
+    np.testing.assert_array_equal(run(4)()["sum"], 4 * np.arange(3.0))
+    np.testing.assert_array_equal(run(1)()["sum"], np.arange(3.0))
