@@ -129,3 +129,13 @@ def test_heuristic(width, itemsize):
 def test_heuristic_for_the_shapes_that_matter():
     assert MoveConfig.heuristic(4096, 4) == MoveConfig(1, 512, 4)
     assert MoveConfig.heuristic(7168, 2) == MoveConfig(1, 1024, 4)
+
+
+@pytest.mark.parametrize("block_rows", [1, 8, 16, 1024])
+@pytest.mark.parametrize("num_chunks", [1, 2, 127, 128, 129, 16384, 16385, 2**31 - 1])
+def test_a_search_finds_one_chunk(block_rows, num_chunks):
+    config = MoveConfig(block_rows, 64, 4)
+    steps, ways = config.search_steps(num_chunks), config.search_ways
+    assert ways & (ways - 1) == 0
+    assert ways * block_rows <= 2048
+    assert ways ** (steps - 1) < max(2, num_chunks) <= max(2, ways**steps)

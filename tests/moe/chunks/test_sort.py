@@ -157,6 +157,12 @@ def test_many_chunks(oracle, num_rows, num_chunks, implementation):
     check(oracle, oracle.make_case(7, num_rows, 2, num_chunks, fill=0.9), implementation)
 
 
+@pytest.mark.parametrize(("num_rows", "num_chunks"), [(40, 127), (40, 129), (90, 20000)])
+def test_many_chunks_of_wide_rows(oracle, num_rows, num_chunks, implementation):
+    """A program for each row, which looks at many chunks at a time."""
+    check(oracle, oracle.make_case(8, num_rows, 600, num_chunks, fill=0.9), implementation)
+
+
 def test_empty_chunks(oracle, implementation):
     case = oracle.make_case(8, 12, 3, 7)
     case.sizes = np.array([0, 0, 5, 0, 6, 0, 0], np.int32)

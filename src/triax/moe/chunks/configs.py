@@ -10,11 +10,16 @@ _THREADS_PER_WARP = 32
 _MAX_WARPS = 8
 _MAX_ROWS = 1024
 _MAX_WASTE = 1 / 8
+_MAX_WAYS = 128
+_MAX_PROBES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class MoveConfig:
-    """One program moves `block_rows` rows by `block_width` elements, both powers of two."""
+    """One program moves `block_rows` rows by `block_width` elements, both powers of two.
+
+    To find a row's chunk it compares the row with the ends of `search_ways` chunks at a time.
+    """
 
     block_rows: int
     block_width: int
@@ -39,6 +44,17 @@ class MoveConfig:
         accesses = block_rows * block_width * itemsize // _BYTES_PER_ACCESS
         num_warps = max(1, min(_MAX_WARPS, accesses // _THREADS_PER_WARP))
         return cls(block_rows, block_width, num_warps)
+
+    @property
+    def search_ways(self) -> int:
+        return max(2, min(_MAX_WAYS, _MAX_PROBES // self.block_rows))
+
+    def search_steps(self, num_chunks: int) -> int:
+        """The steps of a search among so many chunks, at least one."""
+        steps = 1
+        while (num_chunks := -(-num_chunks // self.search_ways)) > 1:
+            steps += 1
+        return steps
 
 
 @dataclasses.dataclass(frozen=True)

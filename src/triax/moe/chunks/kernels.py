@@ -67,18 +67,21 @@ def _chunk_maps_kernel(
 
 
 @triton.jit
-def _source_rows(row, ends_ptr, shifts_ptr, num_rows, num_chunks, search_steps):
+def _source_rows(
+    row, ends_ptr, shifts_ptr, num_rows, num_chunks, search_steps, SEARCH_WAYS: tl.constexpr
+):
     """The row each of `row` is read from, always in [0, num_rows), 64-bit."""
-    # A binary search for the first chunk that ends past the row. It serves any number of
-    # chunks with one compiled kernel; its few dependent loads hit the cache.
+    # A search for the first chunk that ends past the row. Each step cuts the chunks that are
+    # left into SEARCH_WAYS parts and looks at the ends of all of them at once: loads that wait
+    # for one another cost a small program more than many that do not.
     low = tl.zeros_like(row)
-    high = low + num_chunks
+    left = num_chunks
+    way = tl.arange(0, SEARCH_WAYS)
     for _ in range(search_steps):
-        middle = low + (high - low) // 2
-        searching = low < high
-        end = tl.load(ends_ptr + middle, mask=searching, other=0)
-        low = tl.where(searching & (end <= row), middle + 1, low)
-        high = tl.where(searching & (end > row), middle, high)
+        left = tl.cdiv(left, SEARCH_WAYS)
+        last = low[:, None] + (way + 1)[None, :] * left - 1
+        end = tl.load(ends_ptr + last, mask=last < num_chunks, other=2**31 - 1)
+        low += left * tl.sum((end <= row[:, None]).to(tl.int32), 1)
     # Rows past the last chunk stay where they are.
     shift = tl.load(shifts_ptr + low, mask=low < num_chunks, other=0)
     source = row.to(tl.int64) + shift
@@ -99,6 +102,7 @@ def _move_rows_kernel(
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    SEARCH_WAYS: tl.constexpr,
 ):
     # Programs that share rows are neighbours, so that a row is read and written in one go.
     width_blocks: tl.constexpr = max(1, (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH)
@@ -108,7 +112,9 @@ def _move_rows_kernel(
     row = first_row + tl.arange(0, BLOCK_ROWS)
     # Not `row < num_rows`: the rows past the end of the last block may pass 2**31.
     inside = tl.arange(0, BLOCK_ROWS) < num_rows - first_row
-    source = _source_rows(row, ends_ptr, shifts_ptr, num_rows, num_chunks, search_steps)
+    source = _source_rows(
+        row, ends_ptr, shifts_ptr, num_rows, num_chunks, search_steps, SEARCH_WAYS
+    )
 
     # 64-bit: rows times width passes 2**31 in ordinary programs.
     column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)

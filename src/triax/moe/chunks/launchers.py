@@ -67,7 +67,7 @@ def move_rows(
         *chunk_map,
         num_rows,
         num_chunks,
-        num_chunks.bit_length(),
+        config.search_steps(num_chunks),
         kernel=_move_rows_kernel,
         out_type=(moved, moved_probs),
         # Exactly the blocks that hold elements: one program too few leaves rows unwritten, one
@@ -80,5 +80,6 @@ def move_rows(
         WIDTH=width,
         BLOCK_ROWS=config.block_rows,
         BLOCK_WIDTH=config.block_width,
+        SEARCH_WAYS=config.search_ways,
         **no_probs,
     )
