@@ -33,7 +33,8 @@ def test_suites_compete_on_cases_they_have(name):
     assert set(suite.presets) <= set(presets.PRESETS)
     competition = suite.competition or presets.Competition()
     assert set(competition.presets or ()) <= set(suite.presets)
-    assert set(competition.tokens or ()) <= set(suite.tokens)
+    assert set(competition.tokens or ()) <= {*suite.tokens, *(count for _, count in suite.also)}
+    assert {name for name, _ in suite.also} <= set(suite.presets)
     assert set(competition.routings or ()) <= set(suite.routings)
     assert set(competition.ops or ()) <= set(OPS)
 
@@ -43,6 +44,7 @@ def test_small_on_the_host(name):
     suite = presets.SUITES[name]
     small = presets.on_host(suite)
     assert small.tokens == (128,)
+    assert small.also == ()
     assert small.presets == suite.presets
     assert (small.chunks is None) == (suite.chunks is None)
     if small.chunks is not None:

@@ -21,13 +21,26 @@ def test_quick_is_all_ops_at_one_shape():
     assert {c.dtype for c in cases if not c.preset} == {"float32"}
 
 
-def test_full_is_all_combinations_shape_by_shape():
+def test_full_is_all_combinations_and_more_shape_by_shape():
     cases = select(Request(suite="full"), FULL)
     routed = len(OPS) - len(CHUNK_OPS)
-    assert len(cases) == len(set(cases)) == 6 * 4 * 2 * routed + len(CHUNK_OPS)
+    num_shapes = 6 * 2 * 2 + 8
+    assert len(cases) == len(set(cases)) == num_shapes * routed + len(CHUNK_OPS)
     shapes = [(c.preset, c.tokens, c.routing) for c in cases]
     changes = sum(a != b for a, b in itertools.pairwise(shapes))
-    assert changes == 6 * 4 * 2  # nobody comes back to a shape: inputs are made once
+    assert changes == num_shapes  # nobody comes back to a shape: inputs are made once
+    more = {(c.preset.name, c.tokens, c.routing) for c in cases if c.preset and c.tokens == 16384}
+    assert more == {
+        (name, 16384, "uniform") for name in ("deepseek-v3", "qwen3-235b", "mixtral-8x7b")
+    }
+
+
+@pytest.mark.parametrize(
+    "lists", [{"presets": ["kimi-k2"]}, {"tokens": [8192]}, {"routings": ["skewed"]}], ids=str
+)
+def test_no_more_than_was_asked_for(lists):
+    cases = select(Request(suite="full", **lists), FULL)
+    assert {c.tokens for c in cases if c.preset} <= {8192, 32768}
 
 
 def test_lists_take_the_place_of_the_suite_s():

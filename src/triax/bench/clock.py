@@ -14,8 +14,8 @@ from triax.bridge.call import triton_call
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import MissingDependencyError
 
-# What `__dlpack__` takes, and every op returns one of.
-_HANDED_OVER = ("float32", "bfloat16", "float16", "int32")
+# What `__dlpack__` takes for sure, and every op returns one of.
+_HANDED_OVER = ("float32", "bfloat16", "float16", "int32", "int8", "uint8", "uint16")
 _NON_BLOCKING = 1
 
 

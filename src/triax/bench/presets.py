@@ -66,8 +66,8 @@ class Competition:
 class Suite:
     """A named selection of cases: all combinations of the tuples, and a chunk sort.
 
-    `competition` is None where competitors are left out. `target_ms` is the device time that
-    one case is measured for.
+    `also` holds more pairs of preset and tokens, with uniform routing. `competition` is None
+    where competitors are left out. `target_ms` is the device time that one case is measured for.
     """
 
     presets: tuple[str, ...]
@@ -76,6 +76,7 @@ class Suite:
     chunks: Chunks | None
     competition: Competition | None
     target_ms: float
+    also: tuple[tuple[str, int], ...] = ()
 
 
 # Rows of a large all-to-all: 8.6 GB to read and as much to write.
@@ -92,7 +93,7 @@ SUITES: dict[str, Suite] = {
     ),
     "full": Suite(
         presets=tuple(PRESETS),
-        tokens=(128, 8192, 16384, 32768),
+        tokens=(8192, 32768),
         routings=("uniform", "skewed"),
         chunks=_CHUNKS,
         competition=Competition(
@@ -101,7 +102,12 @@ SUITES: dict[str, Suite] = {
             ops=("route+grad", "permute", "unpermute", "sort_chunks"),
             routings=("uniform",),
         ),
-        target_ms=60.0,
+        target_ms=50.0,
+        also=(
+            *(("deepseek-v3", tokens) for tokens in (128, 512, 2048, 16384, 131072, 524288)),
+            ("qwen3-235b", 16384),
+            ("mixtral-8x7b", 16384),
+        ),
     ),
     "scaling": Suite(
         presets=("deepseek-v3",),
@@ -119,6 +125,7 @@ def on_host(suite: Suite) -> Suite:
     return dataclasses.replace(
         suite,
         tokens=tuple(sorted({min(tokens, 128) for tokens in suite.tokens})),
+        also=(),
         chunks=None if suite.chunks is None else Chunks(tokens=4096, hidden=256, count=16),
         target_ms=20.0,
     )

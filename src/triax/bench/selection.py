@@ -56,11 +56,15 @@ def select(request: Request, suite: Suite) -> list[Case]:
     tokens = suite.tokens if request.tokens is None else tuple(request.tokens)
     for count in tokens:
         arguments.integer("tokens", count, 1)
+    shapes = list(
+        itertools.product(names, tokens, request.dtypes or ("bfloat16",), routings),
+    )
+    if request.presets is None and request.tokens is None and "uniform" in routings:
+        also = itertools.product(suite.also, request.dtypes or ("bfloat16",))
+        shapes += [(name, count, dtype, "uniform") for (name, count), dtype in also]
     cases = [
         Case.routed(op, presets.find(name), count, dtype, routing)
-        for name, count, dtype, routing in itertools.product(
-            names, tokens, request.dtypes or ("bfloat16",), routings
-        )
+        for name, count, dtype, routing in shapes
         for op in OPS
         if op in ops and op not in CHUNK_OPS
     ]
