@@ -39,6 +39,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.custom_call": (2, 0),
     "triax.bridge.interpreter": (2, 0),
     "triax.bridge.inspect": (2, 0),
+    "triax.bridge.ahead": (2, 1),
     "triax.tuning": (3, 0),
     "triax.bridge.lowering": (4, 0),
     "triax.bridge.primitive": (5, 0),

@@ -298,7 +298,8 @@ def test_new_sizes_compile_nothing():
         jax.block_until_ready(everything(*draw_case(plan, 96, "float32")))
 
     run(1)
+    run(4096)  # many pairs have kernels of their own
     before = compiler.compile_count()
-    for num_tokens in (2, 17, 4097):
+    for num_tokens in (2, 17, 1024, 1025, 4097):
         run(num_tokens)
     assert compiler.compile_count() == before

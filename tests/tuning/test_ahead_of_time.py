@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton
+import triton.language as tl
 
 import triax
 from tests import kernels
@@ -96,6 +97,34 @@ def test_a_failing_config_is_dropped(measurer):
     call = explain()
     assert call.grid == ((4, 1, 1),)
     assert call.timings[0].error == "launch: CUDA_ERROR_X"
+
+
+def test_the_worker_gets_machine_code_of_what_xla_gets(measurer):
+    call = explain()
+    (job,) = measurer.jobs
+    assert [c.cubin[:4] for c in job.candidates] == [b"\x7fELF"] * len(LABELS)
+    assert call.entry[0] == job.candidates[0].entry
+    for candidate in job.candidates:
+        assert candidate.entry.encode() in candidate.cubin
+
+
+@triton.jit
+def refused_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    if BLOCK == 64:
+        x = tl.inline_asm_elementwise(
+            "no.such.instruction $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    tl.store(out_ptr + offsets, x, mask=offsets < n)
+
+
+def test_a_config_that_ptxas_refuses_is_dropped(measurer, caplog):
+    configs = [triton.Config({"BLOCK": block}) for block in (64, 128, 256)]
+    call = explain(kernel=triton.autotune(configs, key=[])(refused_kernel))
+    assert call.grid == ((8, 1, 1),)
+    assert "config dropped" in caplog.text
+    assert "ptxas" in caplog.text
 
 
 def test_all_failing_is_an_error_with_each_reason(measurer):
@@ -376,10 +405,10 @@ def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
 
     original = compiler._compile
 
-    def slow(launch, capability):
+    def slow(launch, capability, **options):
         if launch.candidate.grid[0] == 16:
             time.sleep(4)
-        return original(launch, capability)
+        return original(launch, capability, **options)
 
     monkeypatch.setattr(compiler, "_compile", slow)
     monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.2")

@@ -44,7 +44,7 @@ def run(request: Request) -> dict[str, Any]:
     first_call: list[Any] = []
     memory: list[Any] = []
     if request.memory:
-        memory = bench.attempt("memory", lambda: _memory(cases))
+        memory = bench.attempt("memory", lambda: _memory(cases, bench.suite))
     if request.first_call:
         first_call = bench.attempt("first calls", _first_calls)
     return {
@@ -255,19 +255,25 @@ def _first_calls() -> list[dict[str, Any]]:
     return measure_first_calls()
 
 
-def _memory(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The memory of a route by each implementation, at the largest size of each model."""
+def _memory(cases: Sequence[Case], suite: Suite) -> list[dict[str, Any]]:
+    """The memory of a route by each implementation: where there are competitors, at the first of
+    their sizes, and otherwise at the largest."""
     from triax.bench.memory import IMPLEMENTATIONS, measure_memory
 
-    largest: dict[str, Case] = {}
-    for case in cases:
-        if case.preset is not None:
-            known = largest.setdefault(case.preset.name, case)
-            if case.tokens > known.tokens:
-                largest[case.preset.name] = case
+    of = suite.competition or presets.Competition()
+    routed = [case for case in cases if case.preset is not None]
+    compared = [
+        case
+        for case in routed
+        if (of.presets is None or (case.preset and case.preset.name in of.presets))
+        and (of.tokens is None or case.tokens == of.tokens[0])
+    ]
+    chosen = {}
+    for case in sorted(compared or routed, key=lambda case: case.tokens):
+        chosen[case.preset] = case
     return [
         measure_memory(case.preset, case.tokens, case.dtype, implementation)
-        for case in largest.values()
+        for case in chosen.values()
         if case.preset is not None
         for implementation in IMPLEMENTATIONS
     ]

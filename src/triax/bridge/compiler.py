@@ -7,13 +7,14 @@ installed Triton alone: no paths, no line numbers, no dictionary order.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
 import queue
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triax.bridge import dtypes
@@ -50,13 +51,27 @@ _SHARED_BYTES = {
 }
 _MAX_WARPS = 32  # 1024 threads per block on every architecture
 
-_cache: dict[Any, tuple[Any, CompiledKernel]] = {}
+
+@dataclasses.dataclass
+class _Specialization:
+    """What this process knows of one specialisation: `kernel`, once `done`, unless it failed."""
+
+    function: Any  # held, so that its id, which is in the key, stays taken
+    counted: bool = False
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    kernel: CompiledKernel | None = None
+
+
+_cache: dict[Any, _Specialization] = {}
 _cache_lock = threading.Lock()
 _compilations = 0
 
 
 def compile_count() -> int:
-    """How many specialisations this process has taken to Triton's compiler (or disk cache)."""
+    """How many specialisations this process has taken to Triton's compiler (or disk cache).
+
+    One that was compiled ahead counts when it is asked for.
+    """
     return _compilations
 
 
@@ -67,12 +82,18 @@ def clear_cache() -> None:
 
 
 def compile_all(
-    launches: Sequence[Launch], compute_capability: int, timeout_s: float | None = None
+    launches: Sequence[Launch],
+    compute_capability: int,
+    timeout_s: float | None = None,
+    *,
+    machine_code: bool = False,
+    on_miss: Callable[[], None] | None = None,
 ) -> list[CompiledKernel | Exception]:
     """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
 
     One that is not compiled after `timeout_s` yields a `CompilationError`. A thread cannot be
-    stopped: it goes on in the background, and the interpreter waits for it.
+    stopped: it goes on in the background, and the interpreter waits for it. With `machine_code`
+    the kernels have their `cubin`. `on_miss` is called where Triton's disk cache has no entry.
     """
     results: dict[int, CompiledKernel | Exception] = {}
     pending = queue.SimpleQueue[int]()
@@ -87,7 +108,9 @@ def compile_all(
             except queue.Empty:
                 return
             try:
-                results[index] = _compile(launches[index], compute_capability)
+                results[index] = _compile(
+                    launches[index], compute_capability, machine_code=machine_code, on_miss=on_miss
+                )
             except Exception as error:
                 results[index] = error
             finished.put(index)
@@ -122,18 +145,26 @@ def _wait_for(count: int, finished: queue.SimpleQueue[int], timeout_s: float) ->
             return
 
 
-def compile_launch(launch: Launch, compute_capability: int) -> CompiledKernel:
-    """Compiles one launch.
+def compile_launch(
+    launch: Launch, compute_capability: int, *, on_miss: Callable[[], None] | None = None
+) -> CompiledKernel:
+    """Compiles one launch; `on_miss` is called where Triton's disk cache has no entry.
 
     Raises:
       CompilationError: Triton refuses the kernel or it does not fit the GPU.
     """
-    (result,) = compile_all([launch], compute_capability)
+    (result,) = compile_all([launch], compute_capability, on_miss=on_miss)
     if isinstance(result, TriaxError) and not isinstance(result, CompilationError):
         raise result
     if isinstance(result, Exception):
         raise CompilationError(failure(launch, result)) from result
     return result
+
+
+def compile_ahead(launch: Launch, compute_capability: int) -> None:
+    """Compiles one launch that nobody has asked for yet; who asks meanwhile waits for it."""
+    with TRITON.shared():
+        _compile(launch, compute_capability, ahead=True)
 
 
 def failure(launch: Launch, error: Exception) -> str:
@@ -144,7 +175,18 @@ def failure(launch: Launch, error: Exception) -> str:
     )
 
 
-def _compile(launch: Launch, compute_capability: int) -> CompiledKernel:
+def _compile(
+    launch: Launch,
+    compute_capability: int,
+    *,
+    machine_code: bool = False,
+    ahead: bool = False,
+    on_miss: Callable[[], None] | None = None,
+) -> CompiledKernel:
+    """Compiles one launch, unless this process has done so, or a thread of it is at it.
+
+    The caller holds the shared side of `TRITON`, and so does that thread: waiting for it ends.
+    """
     function = launch.kernel.function
     backend = triton_private.backend_for(compute_capability)
     options = {
@@ -163,21 +205,51 @@ def _compile(launch: Launch, compute_capability: int) -> CompiledKernel:
         repr(sorted(specialization.attributes.items())),
         tuple((name, Static(value)) for name, value in sorted(options.items())),
     )
-    with _cache_lock:
-        found = _cache.get(key)
-    if found is not None:
-        triton_private.check_globals(function)
-        return found[1]
+    while True:
+        found, is_mine = _find_or_begin(key, function, count=not ahead)
+        if is_mine:
+            try:
+                compiled = triton_private.compile_specialization(
+                    function, backend, specialization, options, on_miss
+                )
+                _check_fits(compiled, compute_capability)
+                found.kernel = _finish(launch, compute_capability, specialization, compiled)
+            except BaseException:
+                with _cache_lock:
+                    if _cache.get(key) is found:
+                        del _cache[key]
+                raise
+            finally:
+                found.done.set()
+            logger.debug(
+                "compiled %s [%s] as %s",
+                launch.kernel.name,
+                launch.candidate.config,
+                found.kernel.name,
+            )
+        else:
+            found.done.wait()
+            if found.kernel is None:
+                continue  # the other thread failed: meet the same failure here
+            triton_private.check_globals(function)
+        if machine_code and found.kernel.cubin is None:
+            cubin = triton_private.assemble(backend, found.kernel.ptx, options)
+            found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
+        return found.kernel
+
+
+def _find_or_begin(key: Any, function: Any, *, count: bool) -> tuple[_Specialization, bool]:
+    """What is known of a specialisation, and whether it is for the caller to compile."""
     global _compilations
     with _cache_lock:
-        _compilations += 1
-    compiled = triton_private.compile_specialization(function, backend, specialization, options)
-    _check_fits(compiled, compute_capability)
-    kernel = _finish(launch, compute_capability, specialization, compiled)
-    logger.debug("compiled %s [%s] as %s", launch.kernel.name, launch.candidate.config, kernel.name)
-    with _cache_lock:
-        _cache[key] = (function, kernel)  # the function too, so that its id stays taken
-    return kernel
+        found = _cache.get(key)
+        is_new = found is None
+        if found is None:
+            found = _cache[key] = _Specialization(function)
+        if count and not found.counted:
+            found.counted = True
+            _compilations += 1
+    return found, is_new
 
 
 def _values(launch: Launch) -> dict[str, Any]:
@@ -244,8 +316,6 @@ def _finish(
     return CompiledKernel(
         name=name,
         ptx=ptx,
-        cubin=compiled.cubin,
-        cubin_name=compiled.entry,
         compute_capability=compute_capability,
         num_warps=compiled.num_warps,
         num_ctas=compiled.num_ctas,
@@ -287,15 +357,17 @@ def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
     Returns:
       The new name and the PTX with it.
     """
-    # A kernel may be called `add` or `ld`: replace the name only where PTX has the entry's.
+    # A kernel may be called `add` or `ld`: replace the name only where PTX has the entry's. The
+    # name comes first in the pattern, and what must stand before it afterwards: that way the
+    # search is for a fixed text, and PTX is long.
     escaped = re.escape(entry)
-    entry_token = re.compile(
-        rf"(?<=\.entry )(?P<entry>{escaped})(?=\()"
-        rf"|(?<=\.globl\t)(?P<globl>{escaped})\b"
-        rf"|(?<![\w$.%]){escaped}(?=_param_\d)"
-    )
-    if not any(match.group("entry") for match in entry_token.finditer(ptx)):
+    if re.search(rf"\.entry {escaped}\(", ptx) is None:
         raise CompilationError(f"Triton's PTX has no entry named {entry!r}")
+    entry_token = re.compile(
+        rf"{escaped}(?:(?<=\.entry {escaped})(?=\()"
+        rf"|(?<=\.globl\t{escaped})\b"
+        rf"|(?<![\w$.%]{escaped})(?=_param_\d))"
+    )
     digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
     name = f"{entry}_{digest}"
     # The comment "// -- Begin function x" keeps the old name; it is a comment.

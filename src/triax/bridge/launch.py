@@ -314,14 +314,12 @@ class TensorMap:
 class CompiledKernel:
     """Triton's output for one launch, in the form XLA's custom call wants it.
 
-    `name` is the PTX entry, unique to what was compiled; `cubin_name` is the entry
-    in `cubin`, which Triton compiled before the name was made unique. Sizes in bytes.
+    `name` is the PTX entry, unique to what was compiled. `cubin` is the machine code of
+    `ptx`, made only where it is asked for: XLA makes its own. Sizes in bytes.
     """
 
     name: str
     ptx: str
-    cubin: bytes
-    cubin_name: str
     compute_capability: int
     num_warps: int
     num_ctas: int
@@ -336,3 +334,4 @@ class CompiledKernel:
     """For each leaf: whether the code relies on it being a multiple of 16."""
     scalar_types: tuple[str | None, ...]
     """For each leaf: its Triton type where it is a scalar, else None."""
+    cubin: bytes | None = None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from triax.bridge import candidates, custom_call, settings
+from triax.bridge import ahead, candidates, custom_call, settings
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.kernel import Kernel
@@ -64,6 +64,7 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
             "is lowered for the CPU. Use None or 'interpret' there."
         )
     launches = _launches(ctx, call)
+    ahead.met(launches)
     if not launches:
         return _emit_nothing(ctx, operands, call)
     if platform == "cpu" or call.implementation == "interpret":

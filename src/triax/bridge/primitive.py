@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from triax.bridge import lowering
+from triax.bridge import ahead, lowering
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentValueError, DifferentiationError, UnsupportedError
 from triax.bridge.launch import Alias, ArrayType, Call
@@ -92,6 +92,10 @@ triton_call_p.def_impl(_impl)
 def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str | None) -> Any:
     del vmap_method
     arrays = [a.inner_aval if jax_private.is_abstract_ref(a) else a for a in avals]
+    # Here the call enters a program, under whatever transformation. Refs have yet to become
+    # arrays, and the call to enter again.
+    if not any(jax_private.is_abstract_ref(aval) for aval in avals):
+        ahead.expect(call, [a.dtype for a in arrays], [a.dtype for a in result_avals])
     effects: set[Any] = {jax_private.side_effect()} if call.has_side_effect else set()
     for index, aval in enumerate(avals):
         if jax_private.is_abstract_ref(aval):

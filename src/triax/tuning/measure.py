@@ -133,6 +133,7 @@ def _pattern(array: ArrayType) -> bytes:
 
 
 def _candidate(launch: Launch, kernel: CompiledKernel) -> jobs.Candidate:
+    assert kernel.cubin is not None, "compiled without machine code"
     zeroed = launch.zeroed_bytes()
     tensor_maps = iter(kernel.tensor_maps)
     parameters: list[Any] = []
@@ -152,7 +153,7 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> jobs.Candidate:
     return jobs.Candidate(
         label=label(launch),
         cubin=kernel.cubin,
-        entry=kernel.cubin_name,
+        entry=kernel.name,
         grid=launch.grid,
         num_warps=kernel.num_warps,
         num_ctas=kernel.num_ctas,

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from triax.bridge import compiler, settings
+from triax.bridge import ahead, compiler, settings
 from triax.bridge.compat import jax_private, versions
 from triax.bridge.errors import ArgumentTypeError, CompilationError, TuningError, VersionError
 from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
@@ -90,7 +90,7 @@ def choose(
       VersionError: mode "runtime" below its version with ``TRIAX_ENFORCE_AUTOTUNING=1``.
     """
     if len(launches) == 1:
-        kernel = compiler.compile_launch(launches[0], compute_capability)
+        kernel = ahead.compile_launch(launches[0], compute_capability)
         _note(kernel, Decision(label(launches[0]), "only config"))
         return [(launches[0], kernel)]
     mode = call.tuning
@@ -129,7 +129,7 @@ def _ahead_of_time(
                 return _first_that_compiles(call, launches, compute_capability, source)
             _resolved[key.name] = decision
     launch = next(launch for launch in launches if label(launch) == decision.config)
-    kernel = compiler.compile_launch(launch, compute_capability)
+    kernel = ahead.compile_launch(launch, compute_capability)
     _note(kernel, decision)
     return [(launch, kernel)]
 
@@ -227,7 +227,10 @@ def _measure(
 
     measure.start_worker(device)  # it starts while the candidates compile
     results = compiler.compile_all(
-        launches, compute_capability, timeout_s=6 * settings.tuning_timeout_s()
+        launches,
+        compute_capability,
+        timeout_s=6 * settings.tuning_timeout_s(),
+        machine_code=True,
     )
     compiled: Chosen = []
     timings: dict[str, Timing] = {}

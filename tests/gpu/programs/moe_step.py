@@ -21,9 +21,9 @@ def routed_grad(x, selected, weights, scale, g):
 
 
 rng = np.random.default_rng(0)
-x = jnp.asarray(rng.standard_normal((501, 96)).astype(np.float32))
-selected = jnp.asarray(rng.integers(0, 16, (501, 4)).astype(np.int32))
-weights = jnp.asarray(rng.random((501, 4)).astype(np.float32))
+x = jnp.asarray(rng.standard_normal((601, 96)).astype(np.float32))
+selected = jnp.asarray(rng.integers(0, 16, (601, 4)).astype(np.int32))
+weights = jnp.asarray(rng.random((601, 4)).astype(np.float32))
 scale = jnp.float32(0.5)
 # Donated, so that XLA may reuse the inputs' buffers wherever it thinks that it can.
 jax.block_until_ready(jax.jit(routed, donate_argnums=(0, 2))(x + 0, selected, weights + 0, scale))

@@ -23,6 +23,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import ffi as _ffi
 from jax._src import state as _state
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir as _ir
 from jax._src.lib.mlir.dialects import hlo as _hlo
@@ -365,6 +366,17 @@ def key_value_client() -> KeyValueClient | None:
 
 
 # --- devices ----------------------------------------------------------------------
+
+
+def default_platform() -> str | None:
+    """The platform that programs run on by default: "cpu", "gpu", …
+
+    None as long as no backend is started: to ask must not start one.
+    """
+    if not _xla_bridge.backends_are_initialized():
+        return None
+    device = jax.config.jax_default_device
+    return str(getattr(device, "platform", device) or jax.default_backend())
 
 
 def local_index(device: Any) -> int | None:

@@ -6,6 +6,7 @@ Triton's own binder decides how each argument is typed and specialised, so annot
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +17,8 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -233,11 +235,10 @@ def _torch_left_alone() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What Triton's compiler returned, as plain data. Sizes in bytes."""
+    """What Triton's compiler returned up to PTX, as plain data. Sizes in bytes."""
 
     entry: str
     ptx: str
-    cubin: bytes
     num_warps: int
     num_ctas: int
     shared_bytes: int
@@ -249,21 +250,38 @@ class Compiled:
 
 
 def compile_specialization(
-    function: Any, backend: Any, specialization: Specialization, options: Mapping[str, Any]
+    function: Any,
+    backend: Any,
+    specialization: Specialization,
+    options: Mapping[str, Any],
+    on_miss: Callable[[], None] | None = None,
 ) -> Compiled:
-    """Compiles through Triton's disk cache."""
+    """Compiles up to PTX, through Triton's disk cache; within `compiling` only.
+
+    `on_miss` is called where that cache has no entry, before the work begins.
+    """
     source_class = _compiler().ASTSource
     if is_gluon(function):
         source_class = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
     source = source_class(
         function, specialization.signature, specialization.constants, specialization.attributes
     )
-    kernel = _compiler().compile(source, target=backend.target, options=dict(options))
+    if on_miss is not None:
+        make_ir = source.make_ir
+
+        def make_ir_after_miss(*args: Any, **kwargs: Any) -> Any:
+            on_miss()
+            return make_ir(*args, **kwargs)
+
+        source.make_ir = make_ir_after_miss  # a hit needs no IR
+    with _up_to_ptx() as environment:
+        kernel = _compiler().compile(
+            source, target=backend.target, options=dict(options), _env_vars=environment
+        )
     metadata = kernel.metadata
     return Compiled(
         entry=metadata.name,
         ptx=kernel.asm["ptx"],
-        cubin=kernel.asm["cubin"],
         num_warps=metadata.num_warps,
         num_ctas=metadata.num_ctas,
         shared_bytes=metadata.shared,
@@ -273,6 +291,34 @@ def compile_specialization(
         tensor_descriptors=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
         intermediate={k: kernel.asm[k] for k in ("ttir", "ttgir") if k in kernel.asm},
     )
+
+
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _up_to_ptx() -> Iterator[dict[str, str]]:
+    """Leaves the machine code out of what this thread compiles, which XLA makes for itself.
+
+    Yields the environment variables of Triton's cache key with one more, so that an entry
+    without machine code is never found by a compilation that needs it.
+    """
+    compiler = importlib.import_module("triton.compiler.compiler")
+    environment = dict(compiler.get_cache_invalidating_env_vars())
+    if triton().knobs.compilation.dump_ir:  # a dump shows the machine code too
+        yield environment
+        return
+    _this_thread.stops_at_ptx = True
+    try:
+        yield {**environment, "TRIAX_STOPS_AT": "ptx"}
+    finally:
+        _this_thread.stops_at_ptx = False
+
+
+def assemble(backend: Any, ptx: str, options: Mapping[str, Any]) -> bytes:
+    """The machine code that Triton's ptxas makes of PTX; within `compiling` only."""
+    parsed = backend.parse_options(dict(options))
+    return bytes(backend.make_cubin(ptx, {}, parsed, backend.target.arch))
 
 
 def parse_options(backend: Any, options: Mapping[str, Any]) -> Any:
@@ -297,18 +343,70 @@ def compiling() -> Iterator[None]:
     was installed, and when, says the same. Triton keeps all this per process, so the scope
     must span every compilation that runs at the same time.
     """
-    knobs = triton().knobs
     cache = importlib.import_module("triton.runtime.cache")
     nvidia = importlib.import_module("triton.backends.nvidia.compiler")
-    originals = cache.triton_key, nvidia.get_ptxas_version
-    with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True
-        cache.triton_key = _installation_key
-        nvidia.get_ptxas_version = _ptxas_key
-        try:
-            yield
-        finally:
-            cache.triton_key, nvidia.get_ptxas_version = originals
+    make_cubin = nvidia.CUDABackend.make_cubin
+
+    def make_cubin_if_needed(self: Any, *args: Any, **kwargs: Any) -> bytes:
+        if getattr(_this_thread, "stops_at_ptx", False):
+            return b""
+        return bytes(make_cubin(self, *args, **kwargs))
+
+    code_generator = importlib.import_module("triton.compiler.code_generator")
+    replaced = [
+        (cache, "triton_key", _installation_key),
+        (nvidia, "get_ptxas_version", _ptxas_key),
+        (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
+        (_jit(), "ast", _copy(ast, parse=_parse)),
+        # Up to Triton 3.6 the code generator turns deprecation warnings off for every node that
+        # it visits. That changes them for the other threads too, for good where two threads
+        # overlap, and takes time. Only Triton 3.5 has something to turn off: it makes constants
+        # by a name that `ast` deprecates.
+        (code_generator, "ast", _copy(ast, Num=ast.Constant)),
+        (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
+    ]
+    originals = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
+    # Not by Triton's own `scope`, which writes environment variables, and takes back what the
+    # rest of the program has set in the meantime.
+    settings = vars(triton().knobs.compilation)
+    ours = {"disable_line_info": True, "store_binary_only": False}
+    others = {name: settings[name] for name in ours if name in settings}
+    try:
+        settings.update(ours)
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+        for name in ours:
+            settings.pop(name, None)
+        settings.update(others)
+
+
+_NO_FILTERS = {"catch_warnings": contextlib.nullcontext, "simplefilter": lambda *_: None}
+
+
+def _copy(module: ModuleType, **changes: Any) -> ModuleType:
+    """A copy of a module with some of its names changed, to be put in its place somewhere."""
+    copy = ModuleType(module.__name__)
+    vars(copy).update({**vars(module), **changes})
+    return copy
+
+
+_parse_lock = threading.RLock()
+
+
+def _parse(*args: Any, **kwargs: Any) -> ast.AST:
+    """`ast.parse`, one at a time.
+
+    CPython before 3.13 counts the depth of the tree once for all threads. A garbage collection
+    amid it may switch to another; if that parses too, the count is wrong: a SystemError.
+    """
+    with _parse_lock:
+        with contextlib.suppress(SystemError):  # for what others parse there is no lock
+            return ast.parse(*args, **kwargs)
+        return ast.parse(*args, **kwargs)
 
 
 @functools.cache
