@@ -58,6 +58,7 @@ def record(results):
         "streams": [],
         "first_call": [],
         "memory": [],
+        "complete": True,
     }
 
 

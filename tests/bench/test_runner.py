@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.bench.shapes import TINY
-from triax.bench import competitors, presets, programs, runner, torch_competitor
+from triax.bench import competitors, presets, programs, report, runner, torch_competitor
 from triax.bench.competitors import Competitor
 from triax.bench.presets import Chunks, Competition, Suite
 from triax.bench.programs import OPS
@@ -269,6 +269,22 @@ def test_torch_brings_its_own_clock(rivals, monkeypatch):
     assert (last["implementation"], last["median_us"]) == ("torch.index_select", 3.0)
     monkeypatch.setattr(torch_competitor, "problem", lambda case: "it finds no GPU")
     assert "torch.index_select is left out: it finds no GPU" in run(Request())["notes"]
+
+
+def test_what_was_measured_before_an_interruption_is_kept(monkeypatch):
+    measure = runner._Bench.measure
+
+    def interrupted(self, case):
+        if case.op == "unpermute":
+            raise KeyboardInterrupt
+        measure(self, case)
+
+    monkeypatch.setattr(runner._Bench, "measure", interrupted)
+    record = run(Request(ops=["plan", "unpermute", "permute_grad"]))
+    assert [result["op"] for result in record["results"]] == ["plan"]
+    assert "interrupted: the record is not whole" in record["notes"]
+    assert not report.is_right(record)
+    assert report.is_right(record | {"complete": True})
 
 
 # --- first calls and memory ------------------------------------------------------------

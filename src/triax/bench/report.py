@@ -47,8 +47,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def is_right(record: dict[str, Any]) -> bool:
-    """Whether nothing failed and no result was wrong."""
-    return not any(result["error"] for result in record["results"])
+    """Whether nothing failed, no result was wrong and nobody interrupted the run."""
+    return record["complete"] and not any(result["error"] for result in record["results"])
 
 
 def table(record: dict[str, Any], width: int = WIDTH) -> str:

@@ -39,14 +39,19 @@ def run(request: Request) -> dict[str, Any]:
     on_gpu = is_cuda(jax.devices()[0])
     bench = _Bench(suite if on_gpu else presets.on_host(suite), request, on_gpu)
     cases = select(request, bench.suite)
-    for case in steps(_in_groups(cases, bench), len(cases), lambda case: case.label):
-        bench.measure(case)
     first_call: list[Any] = []
     memory: list[Any] = []
-    if request.memory:
-        memory = bench.attempt("memory", lambda: _memory(cases, bench.suite))
-    if request.first_call:
-        first_call = bench.attempt("first calls", _first_calls)
+    complete = True
+    try:
+        if request.first_call:
+            first_call = bench.attempt("first calls", _first_calls)
+        if request.memory:
+            memory = bench.attempt("memory", lambda: _memory(cases, bench.suite))
+        for case in steps(_in_groups(cases, bench), len(cases), lambda case: case.label):
+            bench.measure(case)
+    except KeyboardInterrupt:  # what has been measured is worth keeping
+        bench.note("interrupted: the record is not whole")
+        complete = False
     return {
         "schema": SCHEMA,
         "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -58,6 +63,7 @@ def run(request: Request) -> dict[str, Any]:
         "first_call": first_call,
         "memory": memory,
         "notes": bench.notes,
+        "complete": complete,
     }
 
 
@@ -90,7 +96,7 @@ class _Bench:
         self._memory_bytes = machine.memory_limit_bytes()
         self._pool: Inputs = {}
         if not on_gpu:
-            self._note(
+            self.note(
                 "There is no NVIDIA GPU here: sizes are small, the ops run as plain JAX, times are "
                 "the host's, and there is no stream to compare with."
             )
@@ -105,12 +111,12 @@ class _Bench:
                 self.limits.measure(case)
         for stream, problem in self.limits.problems.items():
             ratio = f"{stream.reads} units read for {stream.writes} written"
-            self._note(f"no limit for {ratio}, of {stream.unit_bytes / 1e6:.0f} MB: {problem}")
+            self.note(f"no limit for {ratio}, of {stream.unit_bytes / 1e6:.0f} MB: {problem}")
 
     def measure(self, case: Case) -> None:
         """All implementations of one case."""
         if not self._fits(case):
-            self._note(
+            self.note(
                 f"left out, for it takes about {case.memory_bytes / 1e9:.0f} GB of memory: "
                 f"{case.label}"
             )
@@ -125,7 +131,7 @@ class _Bench:
         try:
             return function() or []
         except Exception as error:
-            self._note(f"no {what}: {_first_line(error)}")
+            self.note(f"no {what}: {_first_line(error)}")
             return []
 
     def _measure_competitors(self, case: Case) -> None:
@@ -134,9 +140,9 @@ class _Bench:
         for name, competitor in competitors.competitors(case).items():
             self._measure(case, name, functools.partial(self._of_competitor, case, competitor))
         for name, reason in competitors.left_out(case).items():
-            self._note(f"{name} is left out: {reason}")
+            self.note(f"{name} is left out: {reason}")
         if (problem := torch_competitor.problem(case)) is not None:
-            self._note(f"{torch_competitor.NAME} is left out: {problem}")
+            self.note(f"{torch_competitor.NAME} is left out: {problem}")
         elif case.op in torch_competitor.OPS:
             self._measure(case, torch_competitor.NAME, functools.partial(self._of_torch, case))
 
@@ -205,7 +211,8 @@ class _Bench:
             for name in others:
                 del self._pool[name]
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Something to be read beside the results, once."""
         if text not in self.notes:
             self.notes.append(text)
 
