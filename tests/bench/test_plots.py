@@ -118,7 +118,7 @@ def test_a_single_series_has_a_name_too():
     results.append(result("permute", "kimi-k2", 128, "jnp.take"))
     made = figures(record(results))
     assert "kimi-k2" in [text for text, _ in texts(made["fraction_of_stream"])]
-    assert "than jnp.take" in [text for text, _ in texts(made["speedup"])]
+    assert "as jnp.take" in [text for text, _ in texts(made["speedup"])]
     assert "permute" in [text for text, _ in texts(made["tokens"])]
 
 

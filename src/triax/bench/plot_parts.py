@@ -202,7 +202,7 @@ def draw_bars(
     spare = (frame.panel_width - sum(widths)) / len(groups)
     values = [value for group in groups for _, value in group]
     longest = max(_text_width(text(value), 7) for value in values)
-    upright = longest > bar
+    upright = longest > 0.88 * bar
     room = (longest if upright else 7 / _POINTS) + 0.1
     top = max(1.0, *values) * (1 + room / frame.panel_height)
     low = room * top / frame.panel_height

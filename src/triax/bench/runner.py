@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ class _Bench:
     def start_group(self, cases: Sequence[Case]) -> None:
         """Before cases that differ in nothing but their op."""
         self._pool = {}
+        gc.collect()  # a cycle somewhere may still hold arrays of gigabytes
         if not self._on_gpu:
             return
         for case in cases:
@@ -210,6 +212,7 @@ class _Bench:
         if case.memory_bytes + held > self._memory_bytes:
             for name in others:
                 del self._pool[name]
+            gc.collect()
 
     def note(self, text: str) -> None:
         """Something to be read beside the results, once."""

@@ -1,0 +1,223 @@
+"""Writes the tables of figures in README and docs from the records under `benchmarks/`.
+
+    python tools/figures.py            # writes them
+    python tools/figures.py --check    # says which are out of date, and exits with 1
+
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; NAME is a function of
+this file's `TABLES`. No figure is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/benchmarks.md", "docs/performance-notes.md")
+BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+NAMES = {
+    "plan": "plan",
+    "permute": "permute",
+    "permute+plan": "plan and permute",
+    "unpermute": "unpermute, weighted",
+    "permute_grad": "gradient of permute",
+    "unpermute_grad": "gradient of unpermute",
+    "route": "plan, permute, unpermute",
+    "route+grad": "the same, forward and backward",
+    "sort_chunks": "chunk sort",
+    "sort_chunks_grad": "gradient of the chunk sort",
+}
+PRESETS = {
+    "deepseek-v3": "DeepSeek-V3",
+    "kimi-k2": "Kimi K2",
+    "qwen3-235b": "Qwen3-235B",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "mixtral-8x7b": "Mixtral 8x7B",
+    "llama4-maverick": "Llama 4 Maverick",
+}
+COMPETITORS = (
+    "argsort+take",
+    "argsort+take+sum",
+    "hand-written vjp",
+    "hand-fused vjp",
+    "transformer_engine",
+)
+MOVES = ("permute", "unpermute", "permute_grad", "unpermute_grad")
+
+
+@functools.cache
+def record(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+
+
+def find(implementation: str = "triax", **what: Any) -> list[dict[str, Any]]:
+    """The results of the benchmark that agree with `what`; wrong ones are none."""
+    what = {"implementation": implementation, "error": None} | what
+    results = record("h200")["results"]
+    return [r for r in results if all(r[name] == value for name, value in what.items())]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f} µs" if value < 100 else f"{value:,.0f} µs"
+
+
+def _share(result: dict[str, Any]) -> str:
+    share = result["fraction_of_stream"]
+    return "–" if share is None else f"{share:.1%}"
+
+
+def where() -> str:
+    """On what and when the benchmark ran."""
+    run = record("h200")
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("jax", "triton"))
+    return f"One {run['machine']['device']}, {versions}, {run['written'][:10]}.\n"
+
+
+def ops() -> str:
+    """Each op at DeepSeek-V3's shape and 16,384 tokens, and the chunk sort."""
+    found = find(preset="deepseek-v3", tokens=16384) + find(preset=None)
+    rows = [[NAMES[r["op"]], _us(r["median_us"]), _share(r)] for r in found]
+    return table(["", "time", "of the memory's speed"], rows)
+
+
+def against() -> str:
+    """A route forward and backward, how many times as fast as each competitor."""
+    head = ["against"]
+    rows: dict[str, list[str]] = {}
+    for preset in ("deepseek-v3", "qwen3-235b", "mixtral-8x7b"):
+        shape = {"op": "route+grad", "preset": preset, "tokens": 16384, "routing": "uniform"}
+        (own,) = find(**shape)
+        head.append(PRESETS[preset])
+        for name in COMPETITORS:
+            for theirs in find(name, **shape):
+                ratio = theirs["median_us"] / own["median_us"]
+                rows.setdefault(name, [f"`{name}`"]).append(f"{ratio:.2f}×")
+    return table(head, rows.values())
+
+
+def models() -> str:
+    """The least share of the stream, over token counts and routings, by model and op."""
+    rows = []
+    for preset, name in PRESETS.items():
+        for tokens in (8192, 32768):
+            cells = []
+            for op in MOVES:
+                found = find(preset=preset, tokens=tokens, op=op)
+                assert {r["routing"] for r in found} == {"uniform", "skewed"}, (preset, tokens, op)
+                cells.append(f"{min(r['fraction_of_stream'] for r in found):.1%}")
+            rows.append([name, f"{tokens:,}", *cells])
+    return table(["", "tokens", *(NAMES[op] for op in MOVES)], rows)
+
+
+def small() -> str:
+    """DeepSeek-V3's shape from few tokens to many: the plan and a route."""
+    rows = []
+    for tokens in sorted({r["tokens"] for r in find(preset="deepseek-v3", routing="uniform")}):
+        cells = []
+        for op in ("plan", "route", "route+grad"):
+            found = find(preset="deepseek-v3", tokens=tokens, op=op, routing="uniform")
+            cells.append(_us(found[0]["median_us"]) if found else "–")
+        rows.append([f"{tokens:,}", *cells])
+    return table(["tokens", *(NAMES[op] for op in ("plan", "route", "route+grad"))], rows)
+
+
+def first_call() -> str:
+    rows = []
+    for call in record("h200")["first_call"]:
+        if call["implementation"] == "triax":
+            state = "all cached" if call["cached"] else "nothing cached"
+            over = call["over_xla_s"]
+            rows.append([state, f"{call['total_s']:.2f} s", f"{over:.2f} s"])
+    return table(
+        ["", "import, trace, lower, compile, run", "more than the same in plain JAX"], rows
+    )
+
+
+def memory() -> str:
+    rows = []
+    for found in record("h200")["memory"]:
+        if found["preset"] == "deepseek-v3":
+            buffers = ", ".join(
+                f"{b['count']} × {b['shape']} ({b['what']})" for b in found["row_buffers"]
+            )
+            size = f"{found['temporary_bytes'] / 1e9:.2f} GB"
+            rows.append([found["implementation"], f"{found['tokens']:,}", size, buffers])
+    return table(["", "tokens", "temporary memory", "buffers as large as the rows"], rows)
+
+
+def experiments(group: str) -> str:
+    rows = []
+    for result in record("experiments")["results"]:
+        if result["group"] == group:
+            time = "wrong" if result["median_us"] is None else _us(result["median_us"])
+            rows.append([result["variant"], str(result["shape"]), time])
+    return table(["variant", "shape", "time"], rows)
+
+
+def configs() -> str:
+    rows = []
+    for result in record("default_configs")["results"]:
+        shape = lambda config: "×".join(str(value) for value in config.values())
+        rows.append(
+            [
+                NAMES[result["op"]],
+                f"{result['width']} {result['dtype']}",
+                shape(result["formula"]),
+                shape(result["best"]),
+                f"{max(result['loss'], 0):.1%}",
+            ]
+        )
+    return table(["op", "row", "formula", "best", "loss"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "where": where,
+    "ops": ops,
+    "against": against,
+    "models": models,
+    "small": small,
+    "first_call": first_call,
+    "memory": memory,
+    "configs": configs,
+    "experiments/plan": lambda: experiments("plan"),
+    "experiments/few-pairs": lambda: experiments("few pairs"),
+    "experiments/chunk-sort": lambda: experiments("chunk sort"),
+}
+
+
+def filled(text: str) -> str:
+    """A page with every table as the records have it."""
+    return BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    old = []
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        if filled(text) != text:
+            old.append(name)
+            if not check:
+                page.write_text(filled(text))
+    for name in old:
+        print(f"{name} {'is out of date' if check else 'is written'}", file=sys.stderr)
+    return int(check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
