@@ -42,14 +42,7 @@ PRESETS = {
     "mixtral-8x7b": "Mixtral 8x7B",
     "llama4-maverick": "Llama 4 Maverick",
 }
-COMPETITORS = (
-    "argsort+take",
-    "argsort+take+sum",
-    "hand-written vjp",
-    "hand-fused vjp",
-    "transformer_engine",
-)
-MOVES = ("permute", "unpermute", "permute_grad", "unpermute_grad")
+MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad")
 
 
 @functools.cache
@@ -69,8 +62,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _us(value: float) -> str:
+def _us(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{value:.1f} µs" if value < 100 else f"{value:,.0f} µs"
+
+
+def _inside_us(result: dict[str, Any]) -> str:
+    """The time inside a larger program, with a star, where that was measured."""
+    if result["seconds_method"] == "graph":
+        return _us(result["median_us"]) + " *"
+    inside = result.get("graph_us")
+    return _us(result["median_us"]) if inside is None else _us(inside) + " *"
 
 
 def _share(result: dict[str, Any]) -> str:
@@ -87,24 +90,45 @@ def where() -> str:
 
 def ops() -> str:
     """Each op at DeepSeek-V3's shape and 16,384 tokens, and the chunk sort."""
-    found = find(preset="deepseek-v3", tokens=16384) + find(preset=None)
-    rows = [[NAMES[r["op"]], _us(r["median_us"]), _share(r)] for r in found]
-    return table(["", "time", "of the memory's speed"], rows)
+    shape = {"preset": "deepseek-v3", "tokens": 16384, "routing": "uniform", "dtype": "bfloat16"}
+    found = find(**shape) + find(preset=None)
+    rows = [[_name(r["op"]), _inside_us(r), _share(r)] for r in found]
+    return table(["", "time", "of the stream limit"], rows)
+
+
+def _name(op: str) -> str:
+    return f"{NAMES[op]} (`{op}`)"
+
+
+def _ratio(name: str, shape: dict[str, Any]) -> str:
+    """How many times as long a competitor took as Triax; a dash where one was not measured."""
+    own, theirs = find(**shape), find(name, **shape)
+    if not own or not theirs or "host-bound" in (r["seconds_method"] for r in own + theirs):
+        return "–"
+    return f"{theirs[0]['median_us'] / own[0]['median_us']:.2f}×"
+
+
+def _against(columns: Sequence[dict[str, Any]], titles: Sequence[str]) -> str:
+    names = dict.fromkeys(r["implementation"] for r in record("h200")["results"])
+    rows = [[f"`{name}`", *(_ratio(name, shape) for shape in columns)] for name in names]
+    rows = [row for row in rows if row[0] != "`triax`" and any(cell != "–" for cell in row[1:])]
+    return table(["against", *titles], rows)
 
 
 def against() -> str:
     """A route forward and backward, how many times as fast as each competitor."""
-    head = ["against"]
-    rows: dict[str, list[str]] = {}
-    for preset in ("deepseek-v3", "qwen3-235b", "mixtral-8x7b"):
-        shape = {"op": "route+grad", "preset": preset, "tokens": 16384, "routing": "uniform"}
-        (own,) = find(**shape)
-        head.append(PRESETS[preset])
-        for name in COMPETITORS:
-            for theirs in find(name, **shape):
-                ratio = theirs["median_us"] / own["median_us"]
-                rows.setdefault(name, [f"`{name}`"]).append(f"{ratio:.2f}×")
-    return table(head, rows.values())
+    presets = ("deepseek-v3", "qwen3-235b", "mixtral-8x7b")
+    shape = {"op": "route+grad", "tokens": 16384, "routing": "uniform"}
+    columns = [shape | {"preset": preset} for preset in presets]
+    return _against(columns, [PRESETS[preset] for preset in presets])
+
+
+def single_ops() -> str:
+    """The same for single ops, at DeepSeek-V3's shape, and for the chunk sort."""
+    shape = {"preset": "deepseek-v3", "tokens": 16384, "routing": "uniform"}
+    columns = [shape | {"op": op} for op in ("permute", "unpermute")]
+    columns += [{"preset": None, "op": op} for op in ("sort_chunks", "sort_chunks_grad")]
+    return _against(columns, [_name(column["op"]) for column in columns])
 
 
 def models() -> str:
@@ -116,33 +140,33 @@ def models() -> str:
             for op in MOVES:
                 found = find(preset=preset, tokens=tokens, op=op)
                 assert {r["routing"] for r in found} == {"uniform", "skewed"}, (preset, tokens, op)
-                cells.append(f"{min(r['fraction_of_stream'] for r in found):.1%}")
+                least = min(found, key=lambda r: r["fraction_of_stream"] or 0.0)
+                star = " *" if least["seconds_method"] == "graph" else ""
+                cells.append(_share(least) + star)
             rows.append([name, f"{tokens:,}", *cells])
-    return table(["", "tokens", *(NAMES[op] for op in MOVES)], rows)
+    return table(["", "tokens", *(f"`{op}`" for op in MOVES)], rows)
 
 
 def small() -> str:
     """DeepSeek-V3's shape from few tokens to many: the plan and a route."""
+    ops = ("plan", "route", "route+grad")
+    shape = {"preset": "deepseek-v3", "routing": "uniform"}
     rows = []
-    for tokens in sorted({r["tokens"] for r in find(preset="deepseek-v3", routing="uniform")}):
-        cells = []
-        for op in ("plan", "route", "route+grad"):
-            found = find(preset="deepseek-v3", tokens=tokens, op=op, routing="uniform")
-            cells.append(_us(found[0]["median_us"]) if found else "–")
-        rows.append([f"{tokens:,}", *cells])
-    return table(["tokens", *(NAMES[op] for op in ("plan", "route", "route+grad"))], rows)
+    for tokens in sorted({r["tokens"] for r in find(**shape)}):
+        found = [find(tokens=tokens, op=op, **shape) for op in ops]
+        rows.append([f"{tokens:,}", *(_inside_us(one[0]) if one else "–" for one in found)])
+    return table(["tokens", *(f"`{op}`" for op in ops)], rows)
 
 
 def first_call() -> str:
+    calls = {(c["implementation"], c["cached"]): c for c in record("h200")["first_call"]}
     rows = []
-    for call in record("h200")["first_call"]:
-        if call["implementation"] == "triax":
-            state = "all cached" if call["cached"] else "nothing cached"
-            over = call["over_xla_s"]
-            rows.append([state, f"{call['total_s']:.2f} s", f"{over:.2f} s"])
-    return table(
-        ["", "import, trace, lower, compile, run", "more than the same in plain JAX"], rows
-    )
+    for cached, state in ((False, "nothing cached"), (True, "all cached")):
+        own, plain = calls["triax", cached], calls["xla", cached]
+        # Plain JAX does not import Triax.
+        over = own["total_s"] - (plain["total_s"] - plain["parts"]["import_triax_s"])
+        rows.append([state, f"{own['total_s']:.2f} s", f"{over:.2f} s"])
+    return table(["", "first call", "of that more than plain JAX"], rows)
 
 
 def memory() -> str:
@@ -176,7 +200,7 @@ def configs() -> str:
                 f"{result['width']} {result['dtype']}",
                 shape(result["formula"]),
                 shape(result["best"]),
-                f"{max(result['loss'], 0):.1%}",
+                f"{result['loss']:.1%}".replace("-0.0%", "0.0%"),
             ]
         )
     return table(["op", "row", "formula", "best", "loss"], rows)
@@ -186,6 +210,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "where": where,
     "ops": ops,
     "against": against,
+    "single_ops": single_ops,
     "models": models,
     "small": small,
     "first_call": first_call,
@@ -199,6 +224,8 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def filled(text: str) -> str:
     """A page with every table as the records have it."""
+    if text.count("<!-- figures: ") != text.count("<!-- end of figures -->"):
+        raise ValueError("a page has a table of figures without an end, or an end too many")
     return BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
 
 

@@ -112,9 +112,18 @@ def test_failure_is_told_and_others_go_on(monkeypatch):
 def test_differences_are_of_equal_states():
     records = [
         {"implementation": "triax", "cached": True, "total_s": 3.0},
-        {"implementation": "xla", "cached": False, "total_s": 1.0},
+        {"implementation": "xla", "cached": False, "total_s": 1.0, "parts": {"run_s": 1.0}},
     ]
     assert with_differences(records)[0]["over_xla_s"] is None
+
+
+def test_plain_jax_does_not_import_triax():
+    parts = {"import_triax_s": 0.25, "compile_s": 0.75}
+    records = [
+        {"implementation": "xla", "cached": True, "total_s": 1.0, "parts": parts},
+        {"implementation": "triax", "cached": True, "total_s": 3.0, "parts": parts},
+    ]
+    assert with_differences(records)[1]["over_xla_s"] == 2.25
 
 
 @pytest.mark.parametrize(

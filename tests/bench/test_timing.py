@@ -123,18 +123,45 @@ def test_a_slow_start_makes_the_delay_longer():
     assert found.p90_us == pytest.approx(5.0)
 
 
-def test_short_programs_are_repeated_inside_one():
+def test_short_programs_are_repeated_inside_one_too():
+    """Starting a program takes a little of the device's time; one of many runs does not."""
+    device = Device(9.0, host_us=50.0)
+    repeated = lambda repeats: lambda: device.run(4.0 + repeats * 5.0)
+    found = measure(device, repeated=repeated)
+    assert found.method == "events"
+    assert found.median_us == pytest.approx(9.0)
+    assert found.graph_us == pytest.approx(5.0)
+
+
+def test_repeats_have_to_do_where_single_runs_cannot_be_timed():
     device = Device(5.0, host_us=50.0)
-    found = measure(device, repeated=device.repeated)
+    short = lambda: device.run(5.0) if device.host_us else None
+    rounds = timing._in_rounds
+    calls = []
+
+    def only_repeated(call, *others):
+        calls.append(call)
+        return [] if call is short else rounds(call, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_in_rounds", only_repeated)
+        found = time_calls(short, device, hold=device.hold, repeated=device.repeated)
+    assert short in calls
     assert found.method == "graph"
-    assert found.median_us == pytest.approx(5.0)
-    assert found.p10_us == pytest.approx(5.0)
+    assert found.median_us == found.p10_us == found.graph_us == pytest.approx(5.0)
+
+
+def test_more_runs_that_take_no_longer_tell_nothing():
+    device = Device(5.0, host_us=50.0)
+    found = measure(device, repeated=lambda repeats: lambda: device.run(20.0))
+    assert found.method == "events"
+    assert found.graph_us is None
 
 
 def test_long_programs_are_not_repeated():
     device = Device(100.0, host_us=50.0)
-    assert measure(device, repeated=None).method == "events"
-    assert measure(device, repeated=device.repeated).method == "events"
+    assert measure(device, repeated=None).graph_us is None
+    assert measure(device, repeated=device.repeated).graph_us is None
 
 
 def test_no_graph_from_a_host_that_is_too_slow():

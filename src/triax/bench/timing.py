@@ -3,9 +3,10 @@
 On CUDA a stream of our own stands beside JAX's, and after each call it waits for the call's
 output and records an event. The time between two events is the device's time for one call,
 provided that the second call was waiting before the first one ended: a sample whose call came
-too late is dropped. Programs shorter than the host needs to start them are repeated inside one
-program where they can be, and otherwise started behind a kernel that keeps the device busy until
-all of them are waiting. Elsewhere the host's clock has to do.
+too late is dropped. Programs shorter than the host needs to start them are started behind a kernel
+that keeps the device busy until all of them are waiting. They are also repeated inside one program,
+where they can be: what one of many runs in a CUDA graph takes has no share in starting a program.
+Elsewhere the host's clock has to do.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ _MIN_HOST_SAMPLES, _MAX_HOST_SAMPLES = 5, 50
 class Timing:
     """What was measured of one call, in microseconds.
 
-    `method` is "events" (device time of single calls), "graph" (device time of one of many calls
-    inside one program), "host clock", or "host-bound": the host could not keep up, and the time
-    is that of the host, no less than the device's.
+    `method` is "events" (device time of single calls), "graph" (only `graph_us` could be
+    measured, and stands for all), "host clock", or "host-bound": the host could not keep up, and
+    the time is that of the host, no less than the device's. `graph_us` is the device time of one
+    of many runs inside one program, where that was measured.
     """
 
     median_us: float
@@ -47,6 +49,7 @@ class Timing:
     p90_us: float
     samples: int
     method: str
+    graph_us: float | None = None
 
     @classmethod
     def of(cls, samples_us: Sequence[float], method: str) -> Timing:
@@ -133,14 +136,15 @@ def time_calls(
         sample = _sample(call, clock, count)
         if 2 * len(sample.good_us) > count:
             return Timing.of(sample.good_us, "events")
-    if repeated is not None:
-        timing = _time_repeated(repeated, clock, hold)
-        if timing is not None:
-            return timing
+    graph_us = None if repeated is None else _time_repeated(repeated, clock, hold)
     good_us = _in_rounds(call, clock, hold, min(count, 4 * _ROUND_CALLS))
     if len(good_us) >= MIN_SAMPLES:
-        return Timing.of(good_us, "events")
-    return Timing.of(probe.all_us, "host-bound")
+        timing = Timing.of(good_us, "events")
+    elif graph_us is not None:
+        timing = Timing.of([graph_us], "graph")
+    else:
+        timing = Timing.of(probe.all_us, "host-bound")
+    return dataclasses.replace(timing, graph_us=graph_us)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,19 +206,19 @@ def _in_rounds(
 
 def _time_repeated(
     repeated: Callable[[int], Callable[[], Any]], clock: Clock, hold: Callable[[float], Any]
-) -> Timing | None:
+) -> float | None:
     """One run's time as the difference of many runs and few: what a program costs falls out."""
-    found = []
+    medians = []
     for repeats in (_FEW_REPEATS, _MANY_REPEATS):
         call = repeated(repeats)
         clock.record(0, call())  # compiles
         clock.wait(0)
-        found.append(_in_rounds(call, clock, hold, 2 * _ROUND_CALLS))
-        if len(found[-1]) < MIN_SAMPLES:
+        found = _in_rounds(call, clock, hold, 2 * _ROUND_CALLS)
+        if len(found) < MIN_SAMPLES:
             return None
-    few_us = statistics.median(found[0])
-    runs = _MANY_REPEATS - _FEW_REPEATS
-    return Timing.of([(many_us - few_us) / runs for many_us in found[1]], "graph")
+        medians.append(statistics.median(found))
+    one_us = (medians[1] - medians[0]) / (_MANY_REPEATS - _FEW_REPEATS)
+    return one_us if one_us > 0 else None
 
 
 def _repeated(
