@@ -1,9 +1,10 @@
 """What the MoE kernels gain by how they are written: each measured against other ways.
 
-Three groups: "plan", one of many pairs, by `variants.py` and by other configs; "few pairs", one
+Four groups: "plan", one of many pairs, by `variants.py` and by other configs; "few pairs", one
 launch against three, and how many pairs a program places; "chunk sort", bytes per program, the
-search for a row's chunk, and eviction hints. Every result is checked before it is timed. Prints
-a table and writes `benchmarks/experiments.json`. It needs a GPU.
+search for a row's chunk, and eviction hints; "permute", whole rows, and all indices at once.
+Every result is checked before it is timed. Prints a table and writes
+`benchmarks/experiments.json`. It needs a GPU.
 
     python benchmarks/experiments.py [--groups GROUP ...] [--output FILE] [--seconds SECONDS]
 
@@ -26,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import permute_variants
 import variants
 
 from triax.bench.cases import Case
@@ -37,12 +39,15 @@ from triax.bridge.errors import TriaxError
 from triax.bridge.lowering import is_cuda
 from triax.moe.chunks import configs as chunk_configs
 from triax.moe.chunks import launchers as chunk_launchers
+from triax.moe.permute import configs as permute_configs
+from triax.moe.permute import launchers as permute_launchers
 from triax.moe.plan import configs as plan_configs
 from triax.moe.plan import launchers as plan_launchers
 
 PLAN_TOKENS = 16384
 FEW_TOKENS = (128, 256, 512)
-PLAN_MS, SORT_MS = 15.0, 60.0
+PERMUTES = (("gpt-oss-120b", 32768), ("deepseek-v3", 16384), ("deepseek-v3", 128))
+PLAN_MS, SORT_MS, PERMUTE_MS = 15.0, 60.0, 30.0
 # Elements and warps of a program that moves float32 rows, from 2 KiB to 16.
 MOVES = ((512, 4), (1024, 8), (2048, 8), (4096, 8))
 SEARCH_WAYS = (2, 16, 128)
@@ -163,16 +168,53 @@ def chunk_sort() -> Iterator[Experiment]:
     )
 
 
+def permute() -> Iterator[Experiment]:
+    config = permute_configs.MoveConfig
+    for preset, tokens in PERMUTES:
+        case = Case.routed("permute", PRESETS[preset], tokens, "bfloat16", "uniform")
+        whole = 1 << (case.hidden - 1).bit_length()
+        formula = config.for_parts(case.hidden, 2)
+        at_once = (permute_launchers, "permute", permute_variants.permute_at_once)
+        moves = {
+            f"whole rows, {warps} warps": config(1, whole, warps)
+            for warps in (8, 16)
+            if whole <= 256 * 2 * warps
+        }
+        moves["half rows"] = config(1, whole // 2, min(16, whole // 2 // 256))
+        yield (
+            case,
+            [
+                Variant("production"),
+                *(
+                    Variant(name, ((config, "for_parts", mock.Mock(return_value=move)),))
+                    for name, move in moves.items()
+                ),
+                Variant("indices at once", (at_once,)),
+                *(
+                    Variant(
+                        f"indices at once, {warps} warps",
+                        (at_once, (config, "for_parts", mock.Mock(return_value=changed))),
+                    )
+                    for warps in (2, 8)
+                    for changed in [dataclasses.replace(formula, num_warps=warps)]
+                ),
+            ],
+        )
+
+
 GROUPS: dict[str, tuple[Callable[[], Iterator[Experiment]], float]] = {
     "plan": (plan, PLAN_MS),
     "few pairs": (few_pairs, PLAN_MS),
     "chunk sort": (chunk_sort, SORT_MS),
+    "permute": (permute, PERMUTE_MS),
 }
 
 
 def shape(case: Case) -> str:
     if case.op == "plan":
         return f"{case.tokens * case.top_k} pairs, {case.experts} experts"
+    if case.preset is not None:
+        return f"{case.tokens} tokens, {case.preset.name}"
     return f"{case.tokens}x{case.hidden} {case.dtype}, {case.experts} chunks"
 
 
@@ -194,9 +236,13 @@ def measure(
             wrong = problem(case, inputs, program(inputs))
             if wrong is None:
                 timing = time_program(program, inputs, chain=case.chain, target_ms=target_ms)
-                result |= {"method": timing.method, "correct": True}
-                if timing.method != "host-bound":
-                    result["median_us"] = round(timing.median_us, 2)
+                if timing.graph_us is not None:  # what a plan costs inside a larger program
+                    result |= {"method": "graph", "median_us": round(timing.graph_us, 2)}
+                else:
+                    result["method"] = timing.method
+                    if timing.method != "host-bound":
+                        result["median_us"] = round(timing.median_us, 2)
+                result["correct"] = True
         except (TriaxError, jax.errors.JaxRuntimeError) as error:  # a config may not fit
             wrong = f"{type(error).__name__}: {error}"
     if wrong is not None:
