@@ -6,13 +6,13 @@ import argparse
 import importlib.util
 import json
 import logging
-import shlex
 import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from triax.bench import command as bench
 from triax.bridge.compat import jax_private, versions
 from triax.bridge.errors import TriaxError
 from triax.tools.tune import tune
@@ -22,7 +22,12 @@ from triax.version import __version__
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, words = parser.parse_known_args(arguments)
+    if "words" in options and not any(word.startswith("-") for word in words):
+        options.words = [*options.words, *words]
+    elif words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO if options.verbose else "WARNING")
     try:
@@ -64,29 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("file", type=Path)
     action.set_defaults(run=_import)
 
-    command = commands.add_parser("bench", help="how fast the MoE ops are on this machine")
-    command.add_argument(
-        "suite",
-        nargs="?",
-        choices=("quick", "full", "scaling", "draw"),
-        default="quick",
-        help="what to measure; draw: pictures of a FILE that --json wrote",
-    )
-    command.add_argument("file", nargs="?", type=Path, metavar="FILE", help="for draw")
-    for name, kind, what in (
-        ("ops", str, "ops to measure, plan permute unpermute route+grad and so on"),
-        ("presets", str, "models to take shapes from, deepseek-v3 qwen3-235b and so on"),
-        ("tokens", int, "how many tokens the models get"),
-        ("dtypes", str, "of tokens and rows: bfloat16, float16, float32"),
-        ("routing", str, "uniform, skewed"),
-    ):
-        command.add_argument(f"--{name}", nargs="+", type=kind, metavar="X", help=what)
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the record")
-    command.add_argument("--plots", type=Path, metavar="FOLDER", help="draw pictures")
-    command.add_argument("--no-competitors", action="store_true", help="measure Triax alone")
-    command.add_argument("--first-call", action="store_true", help="time first calls too")
-    command.add_argument("--memory", action="store_true", help="what memory a route takes too")
-    command.set_defaults(run=_bench)
+    bench.add_parser(commands)
 
     command = commands.add_parser("doctor", help="installed versions and what they allow")
     command.set_defaults(run=_doctor)
@@ -186,47 +169,6 @@ def _import(options: argparse.Namespace) -> int:
         return 1
     print(f"added {added} configs to {place.folder}")
     return 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from triax.bench import report
-
-    if options.suite == "draw":
-        if options.file is None or options.plots is None:
-            raise SystemExit("triax bench draw: needs FILE and --plots FOLDER")
-        _draw(report.read(options.file), options.plots)
-        return 0
-    if options.file is not None:
-        raise SystemExit(f"triax bench: {options.file} is for `triax bench draw`")
-    from triax.bench import runner
-
-    record = runner.run(
-        runner.Request(
-            suite=options.suite,
-            ops=options.ops,
-            presets=options.presets,
-            tokens=options.tokens,
-            dtypes=options.dtypes,
-            routings=options.routing,
-            competitors=not options.no_competitors,
-            first_call=options.first_call,
-            memory=options.memory,
-            command=shlex.join(["triax", *options.arguments]),
-        )
-    )
-    print(report.table(record), end="")
-    if options.json is not None:
-        report.write(record, options.json)
-    if options.plots is not None:
-        _draw(record, options.plots)
-    return 0 if report.is_right(record) else 1
-
-
-def _draw(record: dict[str, Any], folder: Path) -> None:
-    from triax.bench import plots
-
-    for path in plots.draw(record, folder):
-        print(path)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -60,6 +60,29 @@ def test_a_driver_that_nobody_tells(tool, monkeypatch):
     assert machine.describe()["driver"] is None
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded"), False),
+        (RuntimeError("INTERNAL: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY: out of memory"), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA: tried to allocate 2 GiB"), True),
+        (ValueError("no such function"), False),
+        ("RESOURCE_EXHAUSTED: Failed to allocate request for 5.2GiB", True),
+    ],
+)
+def test_out_of_memory(error, expected):
+    assert machine.is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(128.4e9, "128 GB"), (1.54e9, "1.5 GB"), (0.117e9, "0.12 GB"), (2e6, "0.002 GB")],
+)
+def test_gigabytes(num_bytes, text):
+    assert machine.gigabytes(num_bytes) == text
+
+
 def test_memory(one_gpu):
     assert machine.memory_limit_bytes() == 92
     del one_gpu["bytes_limit"]

@@ -14,7 +14,7 @@ from triax.bench import plots
 from triax.bench.plot_parts import style
 from triax.bench.plots import draw
 from triax.bench.presets import PRESETS
-from triax.bridge.errors import MissingDependencyError
+from triax.bridge.errors import ArgumentValueError, MissingDependencyError
 
 FIGURES = ("fraction_of_stream", "speedup", "tokens")
 MANY = full_record(presets=tuple(PRESETS), tokens=(128, 512, 8192, 16384, 32768, 524288))
@@ -22,7 +22,7 @@ MANY = full_record(presets=tuple(PRESETS), tokens=(128, 512, 8192, 16384, 32768,
 
 def figures(of_record):
     """The figures themselves, by name, None for one that is not drawn."""
-    results = [r for r in of_record["results"] if r["median_us"] and not r["error"]]
+    results = plots._comparable(of_record)
     with style():
         made = [plots._fractions, plots._speedups, plots._tokens]
         return dict(zip(FIGURES, [make(results, "origin") for make in made], strict=True))
@@ -79,13 +79,41 @@ def test_nothing_to_draw(tmp_path):
 def test_only_what_has_data():
     alone = [result("permute", "deepseek-v3", 128, fraction=0.9)]
     assert [name for name, made in figures(record(alone)).items() if made] == ["fraction_of_stream"]
-    on_host = [
+    compared = [
         result("route", "deepseek-v3", 128),
         result("route", "deepseek-v3", 128, "argsort+take", median_us=300.0),
     ]
-    assert [name for name, made in figures(record(on_host)).items() if made] == ["speedup"]
+    assert [name for name, made in figures(record(compared)).items() if made] == ["speedup"]
     plans = [result("plan", "deepseek-v3", tokens, median_us=tokens / 9) for tokens in (128, 512)]
     assert [name for name, made in figures(record(plans)).items() if made] == ["tokens"]
+
+
+@pytest.mark.parametrize("method", ["host clock", "host-bound"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_times_of_the_host_are_no_speedup(method, side, tmp_path):
+    results = [
+        result("route", "deepseek-v3", 128),
+        result("route", "deepseek-v3", 128, "argsort+take", median_us=300.0),
+    ]
+    results[side]["seconds_method"] = method
+    assert draw(record(results), tmp_path / "none") == []
+    plans = [
+        result("plan", "deepseek-v3", tokens, seconds_method=method) for tokens in (128, 512, 2048)
+    ]
+    assert draw(record(plans), tmp_path / "none") == []
+
+
+def test_a_target_is_checked_before_there_is_a_record(tmp_path, monkeypatch):
+    plots.check_target(tmp_path / "made" / "here")
+    assert list((tmp_path / "made" / "here").iterdir()) == []
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "folder"):
+        with pytest.raises(ArgumentValueError, match=r"`--plots` needs a folder .*; got .*file"):
+            plots.check_target(path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'triax\[bench\]'"):
+        plots.check_target(tmp_path)
 
 
 def test_fractions_are_of_the_setting_with_most_results():

@@ -23,7 +23,7 @@ def test_shapes():
 
 def test_find():
     assert presets.find("qwen3-235b").experts == 128
-    with pytest.raises(ArgumentValueError, match=r"`presets` must name some of .*; got 'gpt-5'"):
+    with pytest.raises(ArgumentValueError, match=r"`--presets` must name some of .*; got 'gpt-5'"):
         presets.find("gpt-5")
 
 
@@ -37,6 +37,22 @@ def test_suites_compete_on_cases_they_have(name):
     assert {name for name, _ in suite.also} <= set(suite.presets)
     assert set(competition.routings or ()) <= set(suite.routings)
     assert set(competition.ops or ()) <= set(OPS)
+
+
+def test_suites_say_what_they_cover():
+    quick, full, scaling = (str(presets.SUITES[name]) for name in ("quick", "full", "scaling"))
+    chunks = "a chunk sort of 524,288 × 4,096 in 64 chunks"
+    shape = "deepseek-v3 at 8,192 tokens, uniform routing"
+    assert quick == f"{shape}; {chunks}; competitors: everywhere"
+    assert full.split("; ") == [
+        "all presets at 8,192 and 32,768 tokens, uniform and skewed routing",
+        "deepseek-v3 at 128, 512, 2,048, 16,384, 131,072 and 524,288 tokens, uniform routing",
+        "qwen3-235b, mixtral-8x7b at 16,384 tokens, uniform routing",
+        chunks,
+        "competitors: at 16,384 tokens, uniform routing, for deepseek-v3, qwen3-235b, "
+        "mixtral-8x7b and ops route+grad, permute, unpermute, sort_chunks",
+    ]
+    assert scaling.endswith("competitors: none")
 
 
 @pytest.mark.parametrize("name", presets.SUITES)

@@ -28,6 +28,49 @@ def test_other_files_are_refused(content, tmp_path):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        ({"results": None}, "results"),
+        ({"machine": {"platform": "cuda"}}, r"machine\.device"),
+        ({"complete": "yes", "written": 3}, "written, complete"),
+        ({"results": [{"op": "plan", "preset": None}]}, r"results\[0\]\.tokens, .*seconds_method"),
+        ({"results": ["plan"]}, r"results\[0\]\.op, "),
+    ],
+)
+def test_parts_of_a_record_are_refused(change, lacks, tmp_path):
+    path = tmp_path / "record.json"
+    write(full_record() | change, path)
+    with pytest.raises(ArgumentValueError, match=rf"record\.json lacks {lacks}.*Measure again"):
+        read(path)
+    path.write_text('{"schema": 1}')
+    with pytest.raises(ArgumentValueError, match="lacks written, machine, versions, results"):
+        read(path)
+
+
+def test_a_target_is_checked_before_there_is_a_record(tmp_path, monkeypatch):
+    path = tmp_path / "made" / "here" / "record.json"
+    report.check_target(path)
+    assert list(path.parent.iterdir()) == []
+    with pytest.raises(ArgumentValueError, match=r"`--json` must name a file .*which is a folder"):
+        report.check_target(path.parent)
+    path.touch()
+    report.check_target(path)
+    with pytest.raises(ArgumentValueError, match=r"`--json` needs a folder .*record\.json: it is"):
+        report.check_target(path / "record.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(report.os, "access", lambda path, mode: False)
+        with pytest.raises(ArgumentValueError, match=r"`--json` .*which must not be written"):
+            report.check_target(path)
+
+    def fail(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(report.tempfile, "TemporaryFile", fail)
+    with pytest.raises(ArgumentValueError, match=r"`--json` needs a folder .*Permission denied"):
+        report.check_target(path.with_name("other.json"))
+
+
 def test_a_missing_file(tmp_path):
     with pytest.raises(ArgumentValueError, match=r"Argument `file` cannot be read: .*none\.json"):
         read(tmp_path / "none.json")
@@ -116,6 +159,59 @@ def test_a_host_that_could_not_keep_up_is_told():
     assert lines_with(text, "≤ the host could not keep up")
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_host_bound_time_is_compared_with_nothing(side):
+    results = [
+        result("permute", "kimi-k2", 128, median_us=50.0),
+        result("permute", "kimi-k2", 128, "jnp.take", median_us=100.0),
+    ]
+    results[side]["seconds_method"] = "host-bound"
+    text = table(record(results))
+    assert "2.00×" not in text
+    (row,) = lines_with(text, "kimi-k2")
+    assert row.endswith(f"jnp.take {'≤' * side}100.00 µs")
+
+
+def test_times_of_the_host_s_clock_have_no_rate_and_no_ratio():
+    text = table(
+        record(
+            [
+                result("permute", "kimi-k2", 128, median_us=50.0, seconds_method="host clock"),
+                result(
+                    "permute",
+                    "kimi-k2",
+                    128,
+                    "jnp.take",
+                    median_us=75.0,
+                    seconds_method="host clock",
+                ),
+            ]
+        )
+    )
+    (row,) = lines_with(text, "kimi-k2")
+    assert row.split()[4:] == ["50.00", "-", "-", "jnp.take", "75.00", "µs"]
+    assert "times as fast" not in text
+
+
+def test_the_time_in_a_graph_has_a_column_where_there_is_one():
+    results = [
+        result("plan", "kimi-k2", 128, median_us=200.0, graph_us=3.456),
+        result("plan", "kimi-k2", 8192, median_us=400.0, graph_us=None),
+        result("plan", "kimi-k2", 128, "transformer_engine", median_us=2500.0, graph_us=7.0),
+        result("permute", "kimi-k2", 128, median_us=100.0, graph_us=None),
+    ]
+    text = table(record(results))
+    small, large, permute = lines_with(text, "kimi-k2")
+    assert small.split()[4:] == ["200.00", "3.46", "5.00", "12.50×", "transformer_engine"]
+    assert large.split()[4:] == ["400.00", "-", "2.50"]
+    assert permute.split()[4:] == ["100.00", "10.00"]
+    (head,) = lines_with(text, "tokens", "in a graph")
+    assert head.index("in a graph") + len("in a graph") == small.index("3.46") + 4
+    assert lines_with(text, "in a graph: µs of one of many runs inside one program")
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert "in a graph" not in table(record(results[3:]))
+
+
 def test_marks_are_explained_where_they_stand():
     plan = result("plan", "kimi-k2", 128, median_us=5.0, seconds_method="graph")
     text = table(record([plan]))
@@ -151,6 +247,19 @@ def test_first_calls_memory_and_notes():
     assert lines_with(text, "route+grad", "temporary   2.50 GB, 3 buffers of rows")
     assert lines_with(text, "something is left out")
     assert max(map(len, text.splitlines())) <= report.WIDTH
+
+
+def test_what_went_wrong_with_first_calls_is_told_and_counts():
+    entry = {"implementation": "xla", "cached": False, "total_s": 1.0, "parts": {}}
+    failed = {"total_s": None, "error": "first_call_program.py failed: " + "ImportError: no " * 9}
+    noted = {"note": "no GPU: only the path of plain JAX can be measured"}
+    whole = record([result("plan", "kimi-k2", 128)])
+    text = table(whole | {"first_call": [entry | failed, entry | noted, entry | noted]})
+    assert lines_with(text, "first_call_program.py failed: ImportError: no")
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    assert text.count("no GPU: only the path of plain JAX") == 1
+    assert not is_right(whole | {"first_call": [entry, entry | failed]})
+    assert is_right(whole | {"first_call": [entry, entry | noted]})
 
 
 def test_a_record_is_plain_json():

@@ -89,7 +89,7 @@ def test_on_the_host_nothing_is_compared_with_a_stream():
     assert result["stream_us"] is result["fraction_of_stream"] is None
     assert result["seconds_method"] == "host clock"
     assert record["streams"] == []
-    assert "There is no NVIDIA GPU here" in record["notes"][0]
+    assert "no NVIDIA GPU here: sizes are small (24 tokens; --tokens choo" in record["notes"][0]
 
 
 def test_a_wrong_result_has_no_speed(monkeypatch, capsys):
@@ -108,20 +108,35 @@ def test_a_wrong_result_has_no_speed(monkeypatch, capsys):
 
 def test_a_failure_does_not_stop_the_others(monkeypatch):
     def fail(inputs, *how):
-        raise MemoryError("RESOURCE_EXHAUSTED: 60 GB\nmore of it")
+        raise ValueError("INTERNAL: no such thing\nmore of it")
 
     replace_program(monkeypatch, "plan", fail)
     found = results_by_op(run(Request(ops=["plan", "permute"])))
-    assert found["plan"]["error"] == "failed: MemoryError: RESOURCE_EXHAUSTED: 60 GB"
+    assert found["plan"]["error"] == "failed: ValueError: INTERNAL: no such thing"
     assert found["plan"]["median_us"] is None
     assert found["permute"]["error"] is None
+
+
+def test_too_little_memory_is_a_note_and_no_error(monkeypatch):
+    def fail(inputs, *how):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes")
+
+    replace_program(monkeypatch, "plan", fail)
+    record = run(Request(ops=["plan", "permute"]))
+    assert [result["op"] for result in record["results"]] == ["permute"]
+    assert report.is_right(record)
+    (note,) = (note for note in record["notes"] if "out of memory" in note)
+    assert note.startswith("left out, out of memory: plan tiny T=24")
+    assert report.table(record)
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch):
     monkeypatch.setattr(runner.machine, "memory_limit_bytes", lambda: 6000)
     record = run(Request(ops=["permute", "unpermute_grad"]))
     assert [result["op"] for result in record["results"]] == ["permute"]
-    assert any("left out" in note and "unpermute_grad tiny" in note for note in record["notes"])
+    (note,) = (note for note in record["notes"] if "left out" in note)
+    assert note.startswith("left out, too large: unpermute_grad tiny")
+    assert note.endswith("XLA_PYTHON_CLIENT_MEM_FRACTION raises that")
 
 
 def test_inputs_are_shared_until_room_is_needed(monkeypatch):
@@ -172,10 +187,12 @@ def test_a_limit_that_is_not_known_is_a_note(monkeypatch):
     monkeypatch.setattr(
         runner, "time_program", lambda *args, **kwargs: Timing(10.0, 9.0, 11.0, 20, "events")
     )
-    record = run(Request(ops=["permute", "permute+plan"]))
-    assert record["notes"] == ["no limit for 1 units read for 2 written, of 0 MB: out of memory"]
-    assert [result["fraction_of_stream"] for result in record["results"]] == [None, None]
-    assert [result["median_us"] for result in record["results"]] == [10.0, 10.0]
+    record = run(Request(ops=["plan", "permute", "permute+plan"], competitors=False))
+    (note,) = record["notes"]
+    assert note.startswith("no fraction of a stream for permute, permute+plan of tiny at 24 tokens")
+    assert note.endswith("could not be measured: out of memory")
+    assert [result["fraction_of_stream"] for result in record["results"]] == [None] * 3
+    assert [result["median_us"] for result in record["results"]] == [10.0] * 3
 
 
 def test_host_bound_times_are_no_fraction(monkeypatch):
@@ -188,6 +205,13 @@ def test_host_bound_times_are_no_fraction(monkeypatch):
     (result,) = run(Request(ops=["permute"]))["results"]
     assert result["fraction_of_stream"] is None
     assert result["seconds_method"] == "host-bound"
+
+
+def test_the_time_in_a_graph_is_recorded(monkeypatch):
+    timing = Timing(10.0, 9.0, 11.0, 20, "events", graph_us=4.0)
+    monkeypatch.setattr(runner, "time_program", lambda *args, **kwargs: timing)
+    (result,) = run(Request(ops=["permute"]))["results"]
+    assert (result["median_us"], result["graph_us"]) == (10.0, 4.0)
 
 
 # --- competitors ---------------------------------------------------------------------
@@ -230,6 +254,17 @@ def test_competitors_stand_beside(rivals):
     assert "another is left out: it is not installed" in record["notes"]
 
 
+def test_a_competitor_s_lack_of_memory_is_a_note(rivals):
+    def fail(inputs):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    rivals["failing"] = Competitor(fail)
+    record = run(Request(ops=["permute"]))
+    assert [r["implementation"] for r in record["results"]] == ["triax", "right", "wrong"]
+    (note,) = (note for note in record["notes"] if "out of memory" in note)
+    assert "permute tiny T=24 H=32 bfloat16 uniform by failing" in note
+
+
 def test_competitors_can_be_left_out(rivals):
     record = run(Request(ops=["permute"], competitors=False))
     assert [result["implementation"] for result in record["results"]] == ["triax"]
@@ -249,6 +284,7 @@ def test_competitors_only_where_the_suite_says(rivals, competition, monkeypatch)
     use(monkeypatch, dataclasses.replace(SUITE, competition=competition))
     record = run(Request(ops=["permute"]))
     assert [result["implementation"] for result in record["results"]] == ["triax"]
+    assert any(note.startswith("no competitors: suite `quick`") for note in record["notes"])
 
 
 def test_torch_brings_its_own_clock(rivals, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from triax.bench.presets import PRESETS, SUITES
 from triax.bench.programs import CHUNK_OPS, OPS
-from triax.bench.selection import Request, select
+from triax.bench.selection import Request, competes, select
 from triax.bridge.errors import ArgumentValueError
 
 QUICK, FULL = SUITES["quick"], SUITES["full"]
@@ -63,6 +63,30 @@ def test_lists_take_the_place_of_the_suite_s():
     }
 
 
+def test_what_is_named_twice_is_measured_once():
+    twice = Request(
+        ops=["unpermute", "plan", "unpermute", "sort_chunks"],
+        presets=["kimi-k2", "kimi-k2"],
+        tokens=[64, 32, 64],
+        dtypes=["float32", "float16", "float32"],
+        routings=["skewed", "skewed"],
+    )
+    cases = select(twice, QUICK)
+    assert len(cases) == len(set(cases)) == 2 * 2 * 2 + 2
+    assert list(dict.fromkeys(c.tokens for c in cases if c.preset)) == [64, 32]
+    assert list(dict.fromkeys(c.dtype for c in cases)) == ["float32", "float16"]
+
+
+def test_who_competes():
+    cases = select(Request(suite="full"), FULL)
+    found = {(c.op, c.preset and c.preset.name, c.tokens) for c in cases if competes(c, FULL)}
+    ops, names = ("route+grad", "permute", "unpermute"), ("deepseek-v3", "qwen3-235b")
+    routed = {(op, name, 16384) for op in ops for name in (*names, "mixtral-8x7b")}
+    assert found == routed | {("sort_chunks", None, 524288)}
+    assert all(competes(case, QUICK) for case in cases)
+    assert not any(competes(case, SUITES["scaling"]) for case in cases)
+
+
 def test_chunk_sorts_go_with_their_ops():
     ops = lambda request: {case.op for case in select(request, QUICK)}
     assert not ops(Request(presets=["kimi-k2"])) & set(CHUNK_OPS)
@@ -73,11 +97,11 @@ def test_chunk_sorts_go_with_their_ops():
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        ({"ops": ["permit"]}, r"`ops` must name some of plan, .*; got 'permit'"),
-        ({"presets": ["kimi"]}, r"`presets` must name some of .*; got 'kimi'"),
-        ({"routings": ["even"]}, r"`routing` must name some of uniform, skewed; got 'even'"),
-        ({"dtypes": ["int8"]}, r"`dtypes` must name some of bfloat16, .*; got 'int8'"),
-        ({"tokens": [0]}, r"`tokens` must be at least 1"),
+        ({"ops": ["permit"]}, r"`--ops` must name some of plan, .*; got 'permit'"),
+        ({"presets": ["kimi"]}, r"`--presets` must name some of .*; got 'kimi'"),
+        ({"routings": ["even"]}, r"`--routing` must name some of uniform, skewed; got 'even'"),
+        ({"dtypes": ["int8"]}, r"`--dtypes` must name some of bfloat16, .*; got 'int8'"),
+        ({"tokens": [0]}, r"`--tokens` must be at least 1"),
     ],
 )
 def test_names_that_are_none(lists, message):
@@ -86,5 +110,7 @@ def test_names_that_are_none(lists, message):
 
 
 def test_nothing_left():
-    with pytest.raises(ArgumentValueError, match=r"`ops` leaves nothing of suite 'scaling'"):
+    with pytest.raises(
+        ArgumentValueError, match=r"`--ops sort_chunks` leaves nothing of suite `scal"
+    ):
         select(Request(suite="scaling", ops=["sort_chunks"]), SUITES["scaling"])

@@ -16,6 +16,8 @@ from triax.version import __version__
 
 # The rest is for fragments, and for comparing results.
 _USABLE = 0.92
+# The setting of JAX that says how much of the device's memory is its own.
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -34,6 +36,20 @@ def memory_limit_bytes() -> int | None:
     stats = jax.devices()[0].memory_stats()
     limit = None if stats is None else stats.get("bytes_limit")
     return None if limit is None else int(_USABLE * limit)
+
+
+def is_out_of_memory(error: Exception | str) -> bool:
+    """Whether an error, or its text, says that the device has too little memory."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    # Under the same name XLA says that a kernel wants more shared memory than a GPU has.
+    exhausted = "RESOURCE_EXHAUSTED" in text and "shared memory" not in text.lower()
+    return exhausted or "OutOfMemoryError" in text or "CUDA_ERROR_OUT_OF_MEMORY" in text
+
+
+def gigabytes(num_bytes: float) -> str:
+    """For people, to about two digits: "0.06 GB", "1.5 GB", "128 GB"."""
+    digits = next((digits for digits in (0, 1, 2) if num_bytes >= 10 ** (10 - digits)), 3)
+    return f"{num_bytes / 1e9:,.{digits}f} GB"
 
 
 def describe() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from triax.bench.plot_parts import (
 )
 from triax.bench.presets import PRESETS
 from triax.bench.programs import OPS
+from triax.bench.report import check_folder, is_of_device
 
 Result = dict[str, Any]
 
@@ -41,6 +42,24 @@ _COMPETITORS = {
 }
 
 
+NOTHING = (
+    "nothing to draw: that takes times of a GPU, with a fraction of a stream, or of a competitor, "
+    "or of several numbers of tokens"
+)
+
+
+def check_target(folder: Path) -> None:
+    """Checks that figures of what is yet to be measured can be drawn and written to a folder.
+
+    Raises:
+      ArgumentValueError: it cannot be written to.
+      MissingDependencyError: matplotlib is not installed.
+    """
+    with style():
+        pass
+    check_folder("--plots", folder)
+
+
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
     """Writes the figures of a record into a folder, which is made where it is missing.
 
@@ -49,12 +68,12 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
       folder: gets fraction_of_stream, speedup and tokens, each as .png and .svg.
 
     Returns:
-      The files written.
+      The files written; none where the record has nothing to draw, as from a CPU.
 
     Raises:
       MissingDependencyError: matplotlib is not installed.
     """
-    results = [r for r in record["results"] if r["median_us"] and not r["error"]]
+    results = _comparable(record)
     figures = {"fraction_of_stream": _fractions, "speedup": _speedups, "tokens": _tokens}
     written = []
     with style():
@@ -67,6 +86,11 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
             figure.savefig(written[-2], dpi=DPI)
             figure.savefig(written[-1], metadata={"Date": None})
     return written
+
+
+def _comparable(record: dict[str, Any]) -> list[Result]:
+    """The results that are right, with a time that was the device's."""
+    return [r for r in record["results"] if is_of_device(r) and not r["error"]]
 
 
 def _fractions(results: list[Result], origin: str) -> Any:

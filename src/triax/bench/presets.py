@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from triax.bridge.errors import ArgumentValueError
 
@@ -38,7 +39,7 @@ def find(name: str) -> Preset:
     """
     if name not in PRESETS:
         raise ArgumentValueError(
-            f"Argument `presets` must name some of {', '.join(PRESETS)}; got {name!r}."
+            f"`--presets` must name some of {', '.join(PRESETS)}; got {name!r}."
         )
     return PRESETS[name]
 
@@ -51,6 +52,9 @@ class Chunks:
     hidden: int
     count: int
 
+    def __str__(self) -> str:
+        return f"{self.tokens:,} × {self.hidden:,} in {self.count} chunks"
+
 
 @dataclasses.dataclass(frozen=True)
 class Competition:
@@ -61,10 +65,36 @@ class Competition:
     ops: tuple[str, ...] | None = None
     routings: tuple[str, ...] | None = None
 
+    def covers(self, op: str, preset: str | None, tokens: int, routing: str | None) -> bool:
+        """Whether a case is among them; a chunk sort, which has no preset, if its op is."""
+        is_in = lambda value, values: values is None or value in values
+        return is_in(op, self.ops) and (
+            preset is None
+            or (
+                is_in(preset, self.presets)
+                and is_in(tokens, self.tokens)
+                and is_in(routing, self.routings)
+            )
+        )
+
+    def __str__(self) -> str:
+        where, what = [], []
+        if self.tokens is not None:
+            where.append(_at(self.tokens))
+        if self.routings is not None:
+            where.append(f"{', '.join(self.routings)} routing")
+        if self.presets is not None:
+            what.append(", ".join(self.presets))
+        if self.ops is not None:
+            what.append(f"ops {', '.join(self.ops)}")
+        return ", ".join([*where, *(["for " + " and ".join(what)] if what else [])]) or "everywhere"
+
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """A named selection of cases: all combinations of the tuples, and a chunk sort.
+
+    As a string it says what it covers.
 
     `also` holds more pairs of preset and tokens, with uniform routing. `competition` is None
     where competitors are left out. `target_ms` is the device time that one case is measured for.
@@ -77,6 +107,25 @@ class Suite:
     competition: Competition | None
     target_ms: float
     also: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        names = "all presets" if self.presets == tuple(PRESETS) else ", ".join(self.presets)
+        parts = [f"{names} {_at(self.tokens)}, {' and '.join(self.routings)} routing"]
+        also: dict[str, tuple[int, ...]] = {}
+        for name, tokens in self.also:
+            also[name] = (*also.get(name, ()), tokens)
+        for counts in dict.fromkeys(also.values()):
+            names = ", ".join(name for name in also if also[name] == counts)
+            parts.append(f"{names} {_at(counts)}, uniform routing")
+        if self.chunks is not None:
+            parts.append(f"a chunk sort of {self.chunks}")
+        who = "none" if self.competition is None else str(self.competition)
+        return "; ".join([*parts, f"competitors: {who}"])
+
+
+def _at(tokens: Sequence[int]) -> str:
+    *first, last = (f"{count:,}" for count in tokens)
+    return f"at {', '.join(first)}{' and ' if first else ''}{last} tokens"
 
 
 # Rows of a large all-to-all: 8.6 GB to read and as much to write.

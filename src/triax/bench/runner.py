@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from triax.bench import checks, machine, presets
+from triax.bench import checks, machine, notes, presets
 from triax.bench.cases import Case
 from triax.bench.inputs import Inputs
 from triax.bench.presets import Suite
 from triax.bench.programs import OPS
 from triax.bench.progress import steps
-from triax.bench.selection import Request, select
+from triax.bench.selection import Request, competes, select
 from triax.bench.streams import Limits
 from triax.bench.timing import Timing, time_program
 from triax.bridge.lowering import is_cuda
 
 SCHEMA = 1
+OWN = "triax"
 
 
 def run(request: Request) -> dict[str, Any]:
@@ -40,6 +41,10 @@ def run(request: Request) -> dict[str, Any]:
     on_gpu = is_cuda(jax.devices()[0])
     bench = _Bench(suite if on_gpu else presets.on_host(suite), request, on_gpu)
     cases = select(request, bench.suite)
+    if not on_gpu:
+        bench.note(notes.on_host(request, cases))
+    for text in notes.of_selection(request, bench.suite, cases):
+        bench.note(text)
     first_call: list[Any] = []
     memory: list[Any] = []
     complete = True
@@ -96,11 +101,6 @@ class _Bench:
         self._on_gpu = on_gpu
         self._memory_bytes = machine.memory_limit_bytes()
         self._pool: Inputs = {}
-        if not on_gpu:
-            self.note(
-                "There is no NVIDIA GPU here: sizes are small, the ops run as plain JAX, times are "
-                "the host's, and there is no stream to compare with."
-            )
 
     def start_group(self, cases: Sequence[Case]) -> None:
         """Before cases that differ in nothing but their op."""
@@ -112,20 +112,17 @@ class _Bench:
             if self._fits(case):
                 self.limits.measure(case)
         for stream, problem in self.limits.problems.items():
-            ratio = f"{stream.reads} units read for {stream.writes} written"
-            self.note(f"no limit for {ratio}, of {stream.unit_bytes / 1e6:.0f} MB: {problem}")
+            if (text := notes.without_limit(cases, stream, problem)) is not None:
+                self.note(text)
 
     def measure(self, case: Case) -> None:
         """All implementations of one case."""
         if not self._fits(case):
-            self.note(
-                f"left out, for it takes about {case.memory_bytes / 1e9:.0f} GB of memory: "
-                f"{case.label}"
-            )
+            self.note(notes.too_large(case))
             return
         self._make_room(case)
-        self._measure(case, "triax", lambda inputs: self._of_program(case, case.compiled(), inputs))
-        if self._competes(case):
+        self._measure(case, OWN, lambda inputs: self._of_program(case, case.compiled(), inputs))
+        if self._competitors and competes(case, self.suite):
             self.attempt("competitors", lambda: self._measure_competitors(case))
 
     def attempt(self, what: str, function: Callable[[], Any]) -> list[Any]:
@@ -161,7 +158,11 @@ class _Bench:
             outputs = None  # its memory is wanted
             if error is None:
                 timing = ready.time()
-        except Exception as exception:  # out of memory, above all
+        except Exception as exception:
+            if machine.is_out_of_memory(exception):
+                competitor = None if implementation == OWN else implementation
+                self.note(notes.out_of_memory(case, competitor, exception))
+                return
             error = f"failed: {_first_line(exception)}"
         stream_us = self.limits.time_us(case)
         self.results.append(_record(case, implementation, timing, stream_us, error))
@@ -184,20 +185,6 @@ class _Bench:
 
         move = TorchMove(case, inputs)
         return _Ready(run=move.output, time=lambda: move.time(self.suite.target_ms))
-
-    def _competes(self, case: Case) -> bool:
-        found = self.suite.competition
-        if not self._competitors or found is None:
-            return False
-        is_in = lambda value, values: values is None or value in values
-        return is_in(case.op, found.ops) and (
-            case.preset is None
-            or (
-                is_in(case.preset.name, found.presets)
-                and is_in(case.tokens, found.tokens)
-                and is_in(case.routing, found.routings)
-            )
-        )
 
     def _fits(self, case: Case) -> bool:
         return self._memory_bytes is None or case.memory_bytes <= self._memory_bytes
@@ -249,6 +236,7 @@ def _record(
         "median_us": timing and timing.median_us,
         "p10_us": timing and timing.p10_us,
         "p90_us": timing and timing.p90_us,
+        "graph_us": timing and timing.graph_us,
         "samples": timing.samples if timing else 0,
         "bytes": case.num_bytes,
         "terabytes_per_second": timing and case.num_bytes / timing.median_us * 1e-6,
