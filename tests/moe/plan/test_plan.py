@@ -101,7 +101,7 @@ def test_example(implementation):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(seed=st.integers(0, 2**32 - 1), routing=st.sampled_from(oracle.ROUTINGS), options=sizes)
-@settings(max_examples=70)
+@settings(max_examples=40)
 def test_equals_definition(shape, seed, routing, options):
     ids = oracle.draw_ids(np.random.default_rng(seed), *shape, routing)
     keywords, num_rows = resolve(options, *shape)
@@ -114,7 +114,7 @@ def test_equals_definition(shape, seed, routing, options):
 
 @pytest.mark.parametrize("shape", [(0, 2, 5), (17, 2, 1), (33, 3, 8), (9, 4, 384)], ids=str)
 @given(seed=st.integers(0, 2**32 - 1), fill=st.sampled_from([0.0, 0.01, 0.3, 1.0]), options=sizes)
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_mask_equals_definition(shape, seed, fill, options):
     num_tokens, top_k, num_experts = shape
     rng = np.random.default_rng(seed)
