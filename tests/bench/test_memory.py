@@ -31,15 +31,6 @@ def test_record(implementation):
     assert [record[name] for name in names] == expected
 
 
-def test_plain_autodiff_takes_more():
-    """Two scatters and their zeros, where Triax has the rows and their gradient."""
-    temporary = {
-        name: measure_memory(SHAPE, 1000, "float32", name)["temporary_bytes"]
-        for name in ("triax", "argsort+take")
-    }
-    assert temporary["argsort+take"] > temporary["triax"]
-
-
 def test_expected_buffers():
     record = measure_memory(PRESETS["mixtral-8x7b"], 20, "float16")
     assert [(b["shape"], b["bytes"], b["count"]) for b in record["expected"]] == [
