@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from triax import moe
+from triax.bench import machine
 from triax.bench.timing import time_program
-from triax.bridge.compat import versions
+from triax.bridge.lowering import is_cuda
 from triax.moe.chunks import configs as chunk_configs
 from triax.moe.permute import configs as permute_configs
 
@@ -213,7 +214,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=default_output)
     parser.add_argument("--seconds", type=float, default=400, help="stop after this many")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
+    if not is_cuda(jax.devices()[0]):
         print("default_configs.py needs a GPU that JAX can use", file=sys.stderr)
         return 2
     todo = [
@@ -229,7 +230,7 @@ def main() -> int:
     record = {
         "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: versions.installed(name) for name in ("jax", "triton")},
+        "versions": machine.versions(),
         "planned": planned,
         "results": results,
     }

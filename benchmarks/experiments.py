@@ -30,11 +30,11 @@ import jax
 import permute_variants
 import variants
 
+from triax.bench import machine
 from triax.bench.cases import Case
 from triax.bench.checks import problem
 from triax.bench.presets import PRESETS, SUITES
 from triax.bench.timing import time_program
-from triax.bridge.compat import versions
 from triax.bridge.errors import TriaxError
 from triax.bridge.lowering import is_cuda
 from triax.moe.chunks import configs as chunk_configs
@@ -295,7 +295,7 @@ def main() -> int:
     record = {
         "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": device.device_kind,
-        "versions": {"jax": jax.__version__, "triton": versions.installed("triton")},
+        "versions": machine.versions(),
         "results": results,
     }
     options.output.write_text(json.dumps(record, indent=1) + "\n")

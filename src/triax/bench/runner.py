@@ -254,18 +254,12 @@ def _first_calls() -> list[dict[str, Any]]:
 
 
 def _memory(cases: Sequence[Case], suite: Suite) -> list[dict[str, Any]]:
-    """The memory of a route by each implementation: where there are competitors, at the first of
-    their sizes, and otherwise at the largest."""
-    from triax.bench.memory import IMPLEMENTATIONS, measure_memory
+    """The memory of a route by each implementation, at the largest size of each model: of those
+    that have competitors, if any have."""
+    from triax.bench.memory import IMPLEMENTATIONS, OP, measure_memory
 
-    of = suite.competition or presets.Competition()
     routed = [case for case in cases if case.preset is not None]
-    compared = [
-        case
-        for case in routed
-        if (of.presets is None or (case.preset and case.preset.name in of.presets))
-        and (of.tokens is None or case.tokens == of.tokens[0])
-    ]
+    compared = [case for case in routed if competes(dataclasses.replace(case, op=OP), suite)]
     chosen = {}
     for case in sorted(compared or routed, key=lambda case: case.tokens):
         chosen[case.preset] = case

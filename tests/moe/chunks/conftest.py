@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.moe.oracle import random_bits
+
+from triax.testing import assert_same_bits
 
 
 def _bounds(sizes, num_rows):
@@ -41,26 +44,6 @@ def destinations(sizes, indices, num_rows):
         position += bounds[index + 1] - bounds[index]
         named.add(index)
     return np.array(back, np.int64)
-
-
-def random_bits(rng, shape, dtype):
-    """Every bit pattern of a dtype, NaNs with payloads included."""
-    dtype = np.dtype(dtype)
-    if dtype.kind == "b":
-        return rng.integers(0, 2, shape).astype(bool)
-    data = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    return data.view(dtype).reshape(shape)
-
-
-def assert_same_bits(actual, expected):
-    """Equal shape, dtype and bits."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype
-    assert actual.shape == expected.shape
-    bits = np.dtype(f"u{expected.dtype.itemsize}")
-    np.testing.assert_array_equal(
-        np.ascontiguousarray(actual).view(bits), np.ascontiguousarray(expected).view(bits)
-    )
 
 
 def make_case(seed, num_rows, width, num_chunks, dtype="float32", fill=1.0):

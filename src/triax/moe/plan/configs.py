@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from triax.moe.blocks import power_of_two
+
 _MIN_BINS = 32  # what Triton's histogram needs: a bin for each thread of a warp
 _MAX_BINS = 512
 
@@ -73,11 +75,6 @@ class SelectConfig:
     def heuristic(cls, num_experts: int) -> SelectConfig:
         block_experts = min(power_of_two(num_experts), 256)
         return cls(2048 // block_experts, block_experts, 4)
-
-
-def power_of_two(value: int) -> int:
-    """The least power of two that is at least `value` and 1."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def _bins(num_experts: int) -> int:
