@@ -1,8 +1,9 @@
 """What the MoE kernels gain by how they are written: each measured against other ways.
 
-Four groups: "plan", one of many pairs, by `variants.py` and by other configs; "few pairs", one
+Five groups: "plan", one of many pairs, by `variants.py` and by other configs; "few pairs", one
 launch against three, and how many pairs a program places; "chunk sort", bytes per program, the
-search for a row's chunk, and eviction hints; "permute", whole rows, and all indices at once.
+search for a row's chunk, and eviction hints; "permute", streaming stores, several of a token's
+rows at once, and wider parts; "unpermute", accesses per thread.
 Every result is checked before it is timed. Prints a table and writes
 `benchmarks/experiments.json`. It needs a GPU.
 
@@ -27,7 +28,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-import permute_variants
 import variants
 
 from triax.bench import machine
@@ -46,7 +46,14 @@ from triax.moe.plan import launchers as plan_launchers
 
 PLAN_TOKENS = 16384
 FEW_TOKENS = (128, 256, 512)
-PERMUTES = (("gpt-oss-120b", 32768), ("deepseek-v3", 16384), ("deepseek-v3", 128))
+PERMUTES = (
+    ("gpt-oss-120b", 32768),
+    ("deepseek-v3", 16384),
+    ("mixtral-8x7b", 32768),
+    ("llama4-maverick", 32768),
+    ("deepseek-v3", 128),
+)
+UNPERMUTES = (("llama4-maverick", 32768), ("mixtral-8x7b", 32768), ("qwen3-235b", 32768))
 PLAN_MS, SORT_MS, PERMUTE_MS = 15.0, 60.0, 30.0
 # Elements and warps of a program that moves float32 rows, from 2 KiB to 16.
 MOVES = ((512, 4), (1024, 8), (2048, 8), (4096, 8))
@@ -173,33 +180,32 @@ def permute() -> Iterator[Experiment]:
     for preset, tokens in PERMUTES:
         case = Case.routed("permute", PRESETS[preset], tokens, "bfloat16", "uniform")
         whole = 1 << (case.hidden - 1).bit_length()
-        formula = config.for_parts(case.hidden, 2)
-        at_once = (permute_launchers, "permute", permute_variants.permute_at_once)
-        moves = {
-            f"whole rows, {warps} warps": config(1, whole, warps)
-            for warps in (8, 16)
-            if whole <= 256 * 2 * warps
+        changed = {
+            f"{slots} at once, {warps} warps": config(1, 1024, warps, slots)
+            for slots, warps in ((1, 2), (1, 4), (1, 8), (2, 4), (2, 8), (4, 8))
+        } | {
+            "half rows": config(1, whole // 2, min(16, whole // 2 // 256)),
+            "whole rows, 16 warps": config(1, whole, 16),
         }
-        moves["half rows"] = config(1, whole // 2, min(16, whole // 2 // 256))
-        yield (
-            case,
-            [
-                Variant("production"),
-                *(
-                    Variant(name, ((config, "for_parts", mock.Mock(return_value=move)),))
-                    for name, move in moves.items()
-                ),
-                Variant("indices at once", (at_once,)),
-                *(
-                    Variant(
-                        f"indices at once, {warps} warps",
-                        (at_once, (config, "for_parts", mock.Mock(return_value=changed))),
-                    )
-                    for warps in (2, 8)
-                    for changed in [dataclasses.replace(formula, num_warps=warps)]
-                ),
-            ],
-        )
+        plain_stores = Variant("without streaming stores", ((permute_launchers, "_STORES", ""),))
+        yield case, [Variant("production"), plain_stores, *with_moves("for_copies", changed)]
+
+
+def unpermute() -> Iterator[Experiment]:
+    changed = {
+        f"{warps} warps": permute_configs.MoveConfig(1, 1024, warps) for warps in (1, 2, 4, 8)
+    }
+    for preset, tokens in UNPERMUTES:
+        case = Case.routed("unpermute", PRESETS[preset], tokens, "bfloat16", "uniform")
+        yield case, [Variant("production"), *with_moves("for_parts", changed)]
+
+
+def with_moves(formula: str, changed: dict[str, Any]) -> list[Variant]:
+    """Variants by other configs than that of the formula, by name."""
+    return [
+        Variant(name, ((permute_configs.MoveConfig, formula, mock.Mock(return_value=move)),))
+        for name, move in changed.items()
+    ]
 
 
 GROUPS: dict[str, tuple[Callable[[], Iterator[Experiment]], float]] = {
@@ -207,6 +213,7 @@ GROUPS: dict[str, tuple[Callable[[], Iterator[Experiment]], float]] = {
     "few pairs": (few_pairs, PLAN_MS),
     "chunk sort": (chunk_sort, SORT_MS),
     "permute": (permute, PERMUTE_MS),
+    "unpermute": (unpermute, PERMUTE_MS),
 }
 
 
@@ -236,7 +243,8 @@ def measure(
             wrong = problem(case, inputs, program(inputs))
             if wrong is None:
                 timing = time_program(program, inputs, chain=case.chain, target_ms=target_ms)
-                if timing.graph_us is not None:  # what a plan costs inside a larger program
+                # What a plan costs inside a larger program.
+                if case.op == "plan" and timing.graph_us is not None:
                     result |= {"method": "graph", "median_us": round(timing.graph_us, 2)}
                 else:
                     result["method"] = timing.method

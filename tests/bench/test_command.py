@@ -58,6 +58,13 @@ def test_hands_on_what_it_is_told(bench):
     assert request.command == f"triax {words}"
 
 
+@pytest.mark.parametrize("join", [" ", "="])
+def test_a_record_names_no_folder(bench, tmp_path, join):
+    words = f"bench quick --json{join}{tmp_path / 'record.json'}"
+    assert cli.main(words.split()) == 0
+    assert bench.request.command == f"triax bench quick --json{join}record.json"
+
+
 def test_writes_and_draws(bench, tmp_path, capsys):
     file = tmp_path / "record.json"
     assert cli.main(["bench", "--json", str(file), "--plots", str(tmp_path / "plots")]) == 0

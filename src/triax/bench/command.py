@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
         competitors=not options.no_competitors,
         first_call=options.first_call,
         memory=options.memory,
-        command=shlex.join(["triax", *options.arguments]),
+        command=shlex.join(["triax", *map(_without_folder, options.arguments)]),
     )
     if options.json is not None:
         report.check_target(options.json)
@@ -139,6 +139,12 @@ def run(options: argparse.Namespace) -> int:
     if options.plots is not None:
         _draw(record, options.plots)
     return 0 if report.is_right(record) else 1
+
+
+def _without_folder(word: str) -> str:
+    """A record says how it was made, and nothing of the folders of the machine it was made on."""
+    flag, equals, value = word.rpartition("=")
+    return flag + equals + (Path(value).name or value)
 
 
 def _names(flag: str, words: Sequence[str] | None) -> list[str] | None:

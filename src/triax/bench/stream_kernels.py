@@ -19,6 +19,7 @@ def _stream_kernel(
     READS: tl.constexpr,
     WRITES: tl.constexpr,
     TOGETHER: tl.constexpr,
+    STORES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     # Units lie one after the other, and a program takes the same block of each; or, together,
@@ -39,7 +40,7 @@ def _stream_kernel(
     for unit in tl.static_range(1, READS):
         value ^= tl.load(source_ptr + unit * step + word)
     for unit in tl.static_range(WRITES):
-        tl.store(target_ptr + unit * step + word, value)
+        tl.store(target_ptr + unit * step + word, value, cache_modifier=STORES)
 
 
 @triton.jit

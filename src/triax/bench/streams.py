@@ -32,20 +32,23 @@ class Layout:
         of its own.
       block: words of each unit that a program moves.
       num_warps: of a program.
+      stores: their cache modifier: none, or ".cs" for what is touched once.
     """
 
     together: bool
     block: int
     num_warps: int
+    stores: str = ""
 
     def __str__(self) -> str:
-        return f"{'together' if self.together else 'apart'} {self.block} words {self.num_warps}w"
+        place = "together" if self.together else "apart"
+        return f"{place} {self.block} words {self.num_warps}w {self.stores}".rstrip()
 
 
 LAYOUTS = tuple(
-    Layout(together, block, num_warps)
+    Layout(together, block, 4, stores)
     for together in (False, True)
-    for block, num_warps in ((512, 4), (1024, 4), (2048, 4))
+    for block, stores in ((512, ""), (512, ".cs"), (1024, ""), (2048, ""))
 )
 
 
@@ -158,6 +161,7 @@ def stream_units(
         READS=reads,
         WRITES=writes,
         TOGETHER=layout.together,
+        STORES=layout.stores,
         BLOCK=layout.block,
     )
 

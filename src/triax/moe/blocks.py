@@ -19,11 +19,11 @@ class Block(NamedTuple):
     num_warps: int
 
 
-def part(width: int, itemsize: int, max_rows: int) -> Block:
+def part(width: int, itemsize: int, max_rows: int, accesses: int = 1) -> Block:
     """A part of a row of `width` elements of `itemsize` bytes, or several narrow rows.
 
-    2 KiB a program is one access of 16 bytes for each of 128 threads: programs this small move as
-    fast as a copy, and more accesses in one only make it wait for the last of them. A row that
+    2 KiB a program is one access of 16 bytes for each of 128 threads, or `accesses` for each of
+    fewer: programs this small move as fast as a copy. A row that
     leaves more than an eighth of its last block idle is cut into narrower blocks, down to one
     access for each thread of a warp.
     """
@@ -32,14 +32,16 @@ def part(width: int, itemsize: int, max_rows: int) -> Block:
     narrowest = _BYTES_PER_ACCESS // min(itemsize, _BYTES_PER_ACCESS) * _THREADS_PER_WARP
     while block_width > narrowest and -width % block_width > _MAX_WASTE * width:
         block_width //= 2
-    return filled(block_width, elements, itemsize, max_rows)
+    return filled(block_width, elements, itemsize, max_rows, accesses)
 
 
-def filled(block_width: int, elements: int, itemsize: int, max_rows: int) -> Block:
-    """As many rows as `elements` hold, and a warp for as many accesses as it has threads."""
+def filled(
+    block_width: int, elements: int, itemsize: int, max_rows: int, accesses: int = 1
+) -> Block:
+    """As many rows as `elements` hold, and warps whose threads have `accesses` each."""
     rows = min(elements // block_width, max_rows)
-    accesses = rows * block_width * itemsize // _BYTES_PER_ACCESS
-    return Block(rows, block_width, max(1, min(_MAX_WARPS, accesses // _THREADS_PER_WARP)))
+    threads = rows * block_width * itemsize // (_BYTES_PER_ACCESS * accesses)
+    return Block(rows, block_width, max(1, min(_MAX_WARPS, threads // _THREADS_PER_WARP)))
 
 
 def power_of_two(value: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -119,11 +120,14 @@ def test_what_comes_back():
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 @pytest.mark.parametrize("width", [0, 1, 3, 64, 2880, 4096, 5120, 7168, 100_000])
 def test_heuristics(width, itemsize):
-    parts, rows = MoveConfig.for_parts(width, itemsize), MoveConfig.for_rows(width, itemsize)
-    for config in (parts, rows):
-        for value in (config.block_tokens, config.block_width, config.num_warps):
+    parts, rows = MoveConfig.for_parts(width, itemsize, 8), MoveConfig.for_rows(width, itemsize)
+    copies = [MoveConfig.for_copies(width, itemsize, top_k) for top_k in (1, 2, 4, 8)]
+    for config in (parts, rows, *copies):
+        for value in dataclasses.astuple(config):
             assert value & (value - 1) == 0 < value
-        assert config.num_warps <= 8
+        assert config.num_warps <= 8 * config.block_slots
+    for config in copies:
+        assert (config.block_tokens, config.block_width) == (parts.block_tokens, parts.block_width)
     assert parts.block_tokens * parts.block_width * itemsize <= 2048
     covered = -(-width // parts.block_width) * parts.block_width
     assert covered >= width
@@ -134,6 +138,28 @@ def test_heuristics(width, itemsize):
 
 
 def test_heuristics_for_the_shapes_that_matter():
-    assert MoveConfig.for_parts(7168, 2) == MoveConfig(1, 1024, 4)
-    assert MoveConfig.for_parts(4096, 2) == MoveConfig(1, 1024, 4)
+    assert MoveConfig.for_parts(7168, 2, 8) == MoveConfig(1, 1024, 4)
+    assert MoveConfig.for_parts(4096, 2, 2) == MoveConfig(1, 1024, 4)
+    assert MoveConfig.for_parts(5120, 2, 1) == MoveConfig(1, 1024, 2)
+    assert MoveConfig.for_parts(1, 1, 1) == MoveConfig(256, 1, 1)
     assert MoveConfig.for_rows(7168, 2) == MoveConfig(1, 8192, 8)
+    assert MoveConfig.for_rows(2048, 2) == MoveConfig(1, 2048, 4)
+    assert MoveConfig.for_rows(512, 2) == MoveConfig(2, 512, 2)
+
+
+@pytest.mark.parametrize(
+    ("width", "itemsize", "top_k", "slots"),
+    [
+        (2880, 2, 4, 2),
+        (2880, 2, 8, 2),
+        (2880, 2, 2, 1),  # few copies
+        (2880, 4, 4, 1),  # 11,520 bytes, whole pieces of 256
+        (7168, 2, 8, 1),
+        (96, 2, 4, 1),  # several rows to a program
+    ],
+)
+def test_rows_at_once(width, itemsize, top_k, slots):
+    config = MoveConfig.for_copies(width, itemsize, top_k)
+    parts = MoveConfig.for_parts(width, itemsize, top_k)
+    assert config.block_slots == slots
+    assert config.num_warps == slots * parts.num_warps

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.moe import oracle
 from triax import moe
+from triax.moe.permute.configs import MoveConfig
 from triax.testing import assert_close, assert_same_bits
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
@@ -199,6 +200,16 @@ def test_widths(width, dtype, implementation):
     """Narrow rows, rows of several blocks, rows too wide to be held at once."""
     case = make_case(np.random.default_rng(4), (5, 2, 3, width, 4, None), dtype=jnp.dtype(dtype))
     check(case, implementation)
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 5])
+@pytest.mark.parametrize("num_tokens", [0, 11])
+def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
+    """From four choices on, two rows of a token are written at once; the last may be alone."""
+    width = 521
+    assert MoveConfig.for_copies(width, 4, top_k).block_slots == (2 if top_k > 1 else 1)
+    shape = (num_tokens, top_k, 6, width, 4, None)
+    check(make_case(np.random.default_rng(9), shape, capacity=5), implementation)
 
 
 def test_overflow_to_float8_is_the_same_everywhere(implementation):

@@ -9,32 +9,58 @@ from triax.moe import blocks
 _MAX_TOKENS = 256
 _MAX_ROW_ELEMENTS = 8 * 1024
 _MAX_ROW_BYTES = 32 * 1024
+# Rows whose bytes are no multiple of this share a piece of memory with the next row; and two at
+# once costs where there are few. Both as measured on an H200, for each.
+_PIECE_BYTES = 256
+_LEAST_COPIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class MoveConfig:
     """One program handles `block_tokens` tokens and `block_width` elements of each.
 
-    Both are powers of two. Everything follows from the width and the size of an element, so
-    that a new number of tokens, rows or experts compiles nothing.
+    permute writes `block_slots` of a token's rows at once. All three are powers of two.
+    Everything follows from the width, the size of an element and the slots of a token, so that
+    a new number of tokens, rows or experts compiles nothing.
     """
 
     block_tokens: int
     block_width: int
     num_warps: int
+    block_slots: int = 1
 
     @classmethod
-    def for_parts(cls, width: int, itemsize: int) -> MoveConfig:
-        """A part of each row, as `blocks.part` has it."""
-        return cls(*blocks.part(width, itemsize, _MAX_TOKENS))
+    def for_parts(cls, width: int, itemsize: int, top_k: int) -> MoveConfig:
+        """A part of each row, as `blocks.part` has it: to sum up `top_k` rows of a token.
+
+        A thread has one access to each of them under way; two where there is one row only.
+        """
+        return cls(*blocks.part(width, itemsize, _MAX_TOKENS, 2 if top_k == 1 else 1))
+
+    @classmethod
+    def for_copies(cls, width: int, itemsize: int, top_k: int) -> MoveConfig:
+        """A part of each row: to write it to `top_k` rows.
+
+        Two at once, by twice the warps, where rows do not begin at multiples of 256 bytes: the
+        blocks of one row, which then share such pieces, are written closer together in time.
+        """
+        config = cls.for_parts(width, itemsize, top_k)
+        row_bytes = width * itemsize
+        shares = row_bytes > blocks.BYTES_PER_PROGRAM and row_bytes % _PIECE_BYTES > 0
+        if shares and top_k >= _LEAST_COPIES:
+            return dataclasses.replace(config, num_warps=2 * config.num_warps, block_slots=2)
+        return config
 
     @classmethod
     def for_rows(cls, width: int, itemsize: int) -> MoveConfig:
-        """Whole rows, so that a program can reduce over them; very wide ones in several steps."""
+        """Whole rows, so that a program can reduce over them; very wide ones in several steps.
+
+        Two accesses for each thread: the fewer warps, the less is there to reduce over.
+        """
         widest = min(_MAX_ROW_ELEMENTS, _MAX_ROW_BYTES // itemsize)
         block_width = min(blocks.power_of_two(width), widest)
         elements = max(block_width, blocks.BYTES_PER_PROGRAM // itemsize)
-        return cls(*blocks.filled(block_width, elements, itemsize, _MAX_TOKENS))
+        return cls(*blocks.filled(block_width, elements, itemsize, _MAX_TOKENS, 2))
 
 
 @dataclasses.dataclass(frozen=True)

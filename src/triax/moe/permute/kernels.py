@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
-    """The rows of one slot of several tokens, 64-bit, and which of them exist."""
+    """The rows of slots of several tokens, 64-bit, and which of them exist."""
     row = tl.load(row_of_ptr + token * TOP_K + slot, mask=inside, other=-1)
     return row.to(tl.int64), (row >= 0) & (row < num_rows)
 
@@ -112,6 +112,36 @@ def _zero_empty_rows(
     )
 
 
+@triton.jit
+def _copy_to_rows(
+    x_ptr,
+    row_of_ptr,
+    num_rows,
+    rows_ptr,
+    token,
+    inside,
+    column,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STORES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Reads a part of several tokens once and writes it to all of their rows."""
+    wide = column < WIDTH
+    read = x_ptr + token[:, None] * WIDTH + column[None, :]
+    x = tl.load(read, mask=inside[:, None] & wide[None, :])
+    x = tl.broadcast_to(x[:, None, :], [BLOCK_TOKENS, BLOCK_SLOTS, BLOCK_WIDTH])
+    for first in tl.static_range(0, TOP_K, BLOCK_SLOTS):
+        slot = (first + tl.arange(0, BLOCK_SLOTS))[None, :]
+        is_slot = inside[:, None] & (slot < TOP_K)
+        row, exists = _load_rows(row_of_ptr, token[:, None], slot, is_slot, num_rows, TOP_K)
+        write = rows_ptr + row[:, :, None] * WIDTH + column[None, None, :]
+        mask = exists[:, :, None] & wide[None, None, :]
+        tl.store(write, x, mask=mask, cache_modifier=STORES)
+
+
 @triton.jit(
     do_not_specialize=["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
 )
@@ -133,7 +163,9 @@ def _permute_kernel(
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALES: tl.constexpr,
+    STORES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
@@ -146,12 +178,21 @@ def _permute_kernel(
         token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         inside = token < num_tokens
         column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
-        wide = (column < WIDTH)[None, :]
-        x = tl.load(x_ptr + token[:, None] * WIDTH + column[None, :], mask=inside[:, None] & wide)
-        for slot in tl.static_range(TOP_K):
-            row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
-            write = rows_ptr + row[:, None] * WIDTH + column[None, :]
-            tl.store(write, x, mask=exists[:, None] & wide)
+        _copy_to_rows(
+            x_ptr,
+            row_of_ptr,
+            num_rows,
+            rows_ptr,
+            token,
+            inside,
+            column,
+            TOP_K,
+            WIDTH,
+            STORES,
+            BLOCK_TOKENS,
+            BLOCK_SLOTS,
+            BLOCK_WIDTH,
+        )
         if weights_ptr is not None:
             if width_block == 0:
                 for slot in tl.static_range(TOP_K):

@@ -13,6 +13,10 @@ from triax.moe.permute.reference import Gathered, Permuted, Routes, sum_dtype
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
+# permute touches what it writes once: streaming stores, by which an H200 writes three or more
+# rows of a token 1 to 2% faster, and one or two as fast.
+_STORES = ".cs"
+
 
 def permute(
     x: jax.Array,
@@ -29,7 +33,7 @@ def permute(
     top_k = routes.row_of.shape[1]
     num_rows = routes.num_rows
     num_scales = 0 if scales is None else scales.shape[1]
-    config = MoveConfig.for_parts(width, x.dtype.itemsize)
+    config = MoveConfig.for_copies(width, x.dtype.itemsize, top_k)
     width_blocks = max(1, -(-width // config.block_width))
     num_zeroing = _num_zeroing(routes, config)
     words = [_words(array) for array in (x, weights, scales)]
@@ -55,7 +59,9 @@ def permute(
         TOP_K=top_k,
         WIDTH=width,
         SCALES=num_scales,
+        STORES=_STORES,
         BLOCK_TOKENS=config.block_tokens,
+        BLOCK_SLOTS=config.block_slots,
         BLOCK_WIDTH=config.block_width,
         BLOCK_EXPERTS=ZeroConfig().block_experts,
         **_absent(row_weights_ptr=weights, row_scales_ptr=scales),
@@ -78,7 +84,7 @@ def unpermute(
 
     num_tokens, top_k = routes.row_of.shape
     width = rows.shape[1]
-    config = MoveConfig.for_parts(width, rows.dtype.itemsize)
+    config = MoveConfig.for_parts(width, rows.dtype.itemsize, top_k)
     width_blocks = max(1, -(-width // config.block_width))
     x, token_weights = triton_call(
         rows,
