@@ -182,28 +182,39 @@ def memory() -> str:
 
 
 def experiments(group: str) -> str:
-    rows = []
-    for result in record("experiments")["results"]:
-        if result["group"] == group:
-            time = "wrong" if result["median_us"] is None else _us(result["median_us"])
-            rows.append([result["variant"], str(result["shape"]), time])
-    return table(["variant", "shape", "time"], rows)
+    """Variants against shapes; a star where the time is that of many runs in one program."""
+    results = [r for r in record("experiments")["results"] if r["group"] == group]
+    cells = {}
+    for result in results:
+        time = "wrong" if result["median_us"] is None else _us(result["median_us"])
+        cells[result["variant"], result["shape"]] = time + " *" * (result["method"] == "graph")
+    shapes = list(dict.fromkeys(result["shape"] for result in results))
+    variants = dict.fromkeys(result["variant"] for result in results)
+    rows = [[name, *(cells.get((name, shape), "–") for shape in shapes)] for name in variants]
+    return table(["variant", *shapes], rows)
 
 
 def configs() -> str:
     rows = []
     for result in record("default_configs")["results"]:
-        shape = lambda config: "×".join(str(value) for value in config.values())
         rows.append(
             [
                 NAMES[result["op"]],
                 f"{result['width']} {result['dtype']}",
-                shape(result["formula"]),
-                shape(result["best"]),
+                str(result["top_k"]) if result["op"] != "sort_chunks" else "–",
+                _shape(result["formula"]),
+                _shape(result["best"]),
                 f"{result['loss']:.1%}".replace("-0.0%", "0.0%"),
             ]
         )
-    return table(["op", "row", "formula", "best", "loss"], rows)
+    return table(["op", "row", "choices", "formula", "best", "loss"], rows)
+
+
+def _shape(config: dict[str, int]) -> str:
+    """Tokens or rows, elements and warps of a program; and the rows it writes at once, if two."""
+    slots = config.get("block_slots", 1)
+    shape = "×".join(str(value) for name, value in config.items() if name != "block_slots")
+    return shape if slots == 1 else f"{shape}, {slots} at once"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -219,6 +230,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "experiments/plan": lambda: experiments("plan"),
     "experiments/few-pairs": lambda: experiments("few pairs"),
     "experiments/chunk-sort": lambda: experiments("chunk sort"),
+    "experiments/permute": lambda: experiments("permute"),
+    "experiments/unpermute": lambda: experiments("unpermute"),
 }
 
 
