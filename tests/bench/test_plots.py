@@ -172,7 +172,7 @@ def test_tokens_of_the_model_with_most_of_them():
     assert list(line.get_ydata()) == [0.5] * 6
     assert list(one.get_ydata()) == [1.0, 1.0]
     assert list(lower.lines[0].get_ydata()) == [128, 256, 512, 1024, 2048, 4096]
-    assert lower.get_ylabel() == "time, µs"
+    assert lower.get_ylabel() == "µs, started alone"
     assert upper.get_xscale() == "log"
 
 

@@ -213,7 +213,7 @@ def _tokens(results: list[Result], origin: str) -> Any:
         axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
         axes.set_ylim(low, high)
         axes.set_title("plan")
-        axes.set_ylabel("time, µs")
+        axes.set_ylabel("µs, started alone")
         scale_by_tokens(axes, plan)
     return frame.figure
 
