@@ -352,3 +352,19 @@ def test_their_failure_is_a_note(monkeypatch):
     assert record["first_call"] == []
     assert "no first calls: RuntimeError: no child process" in record["notes"]
     assert record["results"][0]["error"] is None
+
+
+def test_an_implementation_whose_memory_is_not_told_costs_the_others_nothing(monkeypatch):
+    from triax.bench import memory
+
+    def measure(preset, tokens, dtype, implementation):
+        if implementation == "argsort+take":
+            raise RuntimeError("no analysis")
+        return {"implementation": implementation}
+
+    monkeypatch.setattr(memory, "measure_memory", measure)
+    record = run(Request(ops=["plan"], memory=True))
+    others = [name for name in memory.IMPLEMENTATIONS if name != "argsort+take"]
+    assert [found["implementation"] for found in record["memory"]] == others
+    note = f"no memory of argsort+take at {TINY.name}: RuntimeError: no analysis"
+    assert note in record["notes"]

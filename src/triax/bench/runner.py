@@ -52,7 +52,7 @@ def run(request: Request) -> dict[str, Any]:
         if request.first_call:
             first_call = bench.attempt("first calls", _first_calls)
         if request.memory:
-            memory = bench.attempt("memory", lambda: _memory(cases, bench.suite))
+            memory = _memory(cases, bench)
         for case in steps(_in_groups(cases, bench), len(cases), lambda case: case.label):
             bench.measure(case)
     except KeyboardInterrupt:  # what has been measured is worth keeping
@@ -253,19 +253,21 @@ def _first_calls() -> list[dict[str, Any]]:
     return measure_first_calls()
 
 
-def _memory(cases: Sequence[Case], suite: Suite) -> list[dict[str, Any]]:
+def _memory(cases: Sequence[Case], bench: _Bench) -> list[dict[str, Any]]:
     """The memory of a route by each implementation, at the largest size of each model: of those
     that have competitors, if any have."""
     from triax.bench.memory import IMPLEMENTATIONS, OP, measure_memory
 
     routed = [case for case in cases if case.preset is not None]
-    compared = [case for case in routed if competes(dataclasses.replace(case, op=OP), suite)]
-    chosen = {}
-    for case in sorted(compared or routed, key=lambda case: case.tokens):
-        chosen[case.preset] = case
-    return [
-        measure_memory(case.preset, case.tokens, case.dtype, implementation)
-        for case in chosen.values()
-        if case.preset is not None
-        for implementation in IMPLEMENTATIONS
-    ]
+    compared = [case for case in routed if competes(dataclasses.replace(case, op=OP), bench.suite)]
+    largest = {case.preset: case for case in sorted(compared or routed, key=lambda c: c.tokens)}
+
+    def measure(preset: presets.Preset, implementation: str) -> list[Any]:
+        case = largest[preset]
+        return [measure_memory(preset, case.tokens, case.dtype, implementation)]
+
+    found = []
+    for preset, name in itertools.product(filter(None, largest), IMPLEMENTATIONS):
+        what = f"memory of {name} at {preset.name}"
+        found += bench.attempt(what, functools.partial(measure, preset, name))
+    return found

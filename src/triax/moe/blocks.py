@@ -23,9 +23,8 @@ def part(width: int, itemsize: int, max_rows: int, accesses: int = 1) -> Block:
     """A part of a row of `width` elements of `itemsize` bytes, or several narrow rows.
 
     2 KiB a program is one access of 16 bytes for each of 128 threads, or `accesses` for each of
-    fewer: programs this small move as fast as a copy. A row that
-    leaves more than an eighth of its last block idle is cut into narrower blocks, down to one
-    access for each thread of a warp.
+    fewer: programs this small move as fast as a copy. A row that leaves more than an eighth of its
+    last block idle is cut into narrower blocks, down to one access for each thread of a warp.
     """
     elements = BYTES_PER_PROGRAM // itemsize
     block_width = min(power_of_two(width), elements)

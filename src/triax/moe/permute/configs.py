@@ -9,8 +9,8 @@ from triax.moe import blocks
 _MAX_TOKENS = 256
 _MAX_ROW_ELEMENTS = 8 * 1024
 _MAX_ROW_BYTES = 32 * 1024
-# Rows whose bytes are no multiple of this share a piece of memory with the next row; and two at
-# once costs where there are few. Both as measured on an H200, for each.
+# Where rows are no whole number of such pieces of memory, an H200 writes two rows of a token at
+# once faster than one by one; but slower where a token has fewer than four.
 _PIECE_BYTES = 256
 _LEAST_COPIES = 4
 
@@ -42,7 +42,7 @@ class MoveConfig:
         """A part of each row: to write it to `top_k` rows.
 
         Two at once, by twice the warps, where rows do not begin at multiples of 256 bytes: the
-        blocks of one row, which then share such pieces, are written closer together in time.
+        blocks of a row then share such pieces, and are written closer together in time.
         """
         config = cls.for_parts(width, itemsize, top_k)
         row_bytes = width * itemsize
