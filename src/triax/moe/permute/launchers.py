@@ -13,8 +13,8 @@ from triax.moe.permute.reference import Gathered, Permuted, Routes, sum_dtype
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-# permute touches what it writes once: streaming stores, by which an H200 writes three or more
-# rows of a token 1 to 2% faster, and one or two as fast.
+# permute touches what it writes once: streaming stores, by which an H200 writes four or eight
+# rows of a token 1.4% faster, and two 0.8% slower.
 _STORES = ".cs"
 
 
