@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -20,14 +18,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gpu_record
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from triax import moe
-from triax.bench import machine
 from triax.bench.timing import time_program
-from triax.bridge.lowering import is_cuda
+from triax.moe.blocks import power_of_two
 from triax.moe.chunks import configs as chunk_configs
 from triax.moe.permute import configs as permute_configs
 
@@ -127,7 +125,7 @@ def candidates(op: Op, width: int, itemsize: int, top_k: int) -> list[Any]:
         blocks = []
         for program_bytes in PROGRAM_BYTES:
             elements = program_bytes // itemsize
-            for block in {default.block_width, min(elements, 1 << (width - 1).bit_length())}:
+            for block in {default.block_width, min(elements, power_of_two(width))}:
                 if block <= elements:
                     blocks.append((min(elements // block, 256), block))
     for rows, block in blocks:
@@ -226,8 +224,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=default_output)
     parser.add_argument("--seconds", type=float, default=400, help="stop after this many")
     options = parser.parse_args()
-    if not is_cuda(jax.devices()[0]):
-        print("default_configs.py needs a GPU that JAX can use", file=sys.stderr)
+    if (missing := gpu_record.missing_gpu()) is not None:
+        print(missing, file=sys.stderr)
         return 2
     todo = [
         (width, dtype, top_k, [op for op in OPS if not (op.floats_only and dtype == "int8")])
@@ -239,14 +237,7 @@ def main() -> int:
     print(
         f"{within} of {len(results)} within 3% of the best; {planned - len(results)} not measured"
     )
-    record = {
-        "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "device": jax.devices()[0].device_kind,
-        "versions": machine.versions(),
-        "planned": planned,
-        "results": results,
-    }
-    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    gpu_record.write(options.output, planned=planned, results=results)
     return int(within < len(results))
 
 

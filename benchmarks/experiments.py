@@ -18,25 +18,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import functools
-import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gpu_record
 import jax
 import variants
 
-from triax.bench import machine
 from triax.bench.cases import Case
 from triax.bench.checks import problem
 from triax.bench.presets import PRESETS, SUITES
 from triax.bench.timing import time_program
 from triax.bridge.errors import TriaxError
-from triax.bridge.lowering import is_cuda
+from triax.moe.blocks import power_of_two
 from triax.moe.chunks import configs as chunk_configs
 from triax.moe.chunks import launchers as chunk_launchers
 from triax.moe.permute import configs as permute_configs
@@ -54,7 +53,7 @@ PERMUTES = (
     ("deepseek-v3", 128),
 )
 UNPERMUTES = (("llama4-maverick", 32768), ("mixtral-8x7b", 32768), ("qwen3-235b", 32768))
-PLAN_MS, SORT_MS, PERMUTE_MS = 15.0, 60.0, 30.0
+PLAN_MS, SORT_MS, MOVE_MS = 15.0, 60.0, 30.0
 # Elements and warps of a program that moves float32 rows, from 2 KiB to 16.
 MOVES = ((512, 4), (1024, 8), (2048, 8), (4096, 8))
 SEARCH_WAYS = (2, 16, 128)
@@ -179,7 +178,7 @@ def permute() -> Iterator[Experiment]:
     config = permute_configs.MoveConfig
     for preset, tokens in PERMUTES:
         case = Case.routed("permute", PRESETS[preset], tokens, "bfloat16", "uniform")
-        whole = 1 << (case.hidden - 1).bit_length()
+        whole = power_of_two(case.hidden)
         changed = {
             f"{slots} at once, {warps} warps": config(1, 1024, warps, slots)
             for slots, warps in ((1, 2), (1, 4), (1, 8), (2, 4), (2, 8), (4, 8))
@@ -212,8 +211,8 @@ GROUPS: dict[str, tuple[Callable[[], Iterator[Experiment]], float]] = {
     "plan": (plan, PLAN_MS),
     "few pairs": (few_pairs, PLAN_MS),
     "chunk sort": (chunk_sort, SORT_MS),
-    "permute": (permute, PERMUTE_MS),
-    "unpermute": (unpermute, PERMUTE_MS),
+    "permute": (permute, MOVE_MS),
+    "unpermute": (unpermute, MOVE_MS),
 }
 
 
@@ -260,7 +259,7 @@ def measure(
 
 def run(groups: list[str], seconds: float) -> list[dict[str, Any]]:
     """Measures the groups and prints a line for each result."""
-    start = datetime.datetime.now()
+    deadline = time.monotonic() + seconds
     results = []
     print(f"{'group':<12}{'variant':<38}{'shape':<34}{'us':>9}  method")
     for group in groups:
@@ -269,7 +268,7 @@ def run(groups: list[str], seconds: float) -> list[dict[str, Any]]:
             inputs = case.make_inputs()
             programs = [trace(case, variant, inputs) for variant in found]
             for variant, program in zip(found, programs, strict=True):
-                if (datetime.datetime.now() - start).total_seconds() > seconds:
+                if time.monotonic() > deadline:
                     print("out of time: the rest was not measured", file=sys.stderr)
                     return results
                 result = {
@@ -293,20 +292,13 @@ def main() -> int:
     default_output = Path(__file__).with_suffix(".json")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--output", type=Path, default=default_output)
-    parser.add_argument("--seconds", type=float, default=50, help="stop after this many")
+    parser.add_argument("--seconds", type=float, default=120, help="stop after this many")
     options = parser.parse_args()
-    device = jax.devices()[0]
-    if not is_cuda(device):
-        print(f"The experiments need an NVIDIA GPU; JAX has {device}.", file=sys.stderr)
+    if (missing := gpu_record.missing_gpu()) is not None:
+        print(missing, file=sys.stderr)
         return 2
     results = run(options.groups, options.seconds)
-    record = {
-        "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "device": device.device_kind,
-        "versions": machine.versions(),
-        "results": results,
-    }
-    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    gpu_record.write(options.output, results=results)
     return 0 if all(result["correct"] for result in results) else 1
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from triax.bench.report import is_of_device
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/benchmarks.md", "docs/performance-notes.md")
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -70,10 +72,13 @@ def _us(value: float | None) -> str:
 
 def _inside_us(result: dict[str, Any]) -> str:
     """The time inside a larger program, with a star, where that was measured."""
-    if result["seconds_method"] == "graph":
-        return _us(result["median_us"]) + " *"
-    inside = result.get("graph_us")
-    return _us(result["median_us"]) if inside is None else _us(inside) + " *"
+    inside = result["graph_us"]  # also where it stands for all that could be measured
+    return _us(result["median_us"]) if inside is None else _us(inside) + _star("graph")
+
+
+def _star(method: str) -> str:
+    """The mark of a time that is that of one of many runs inside one program."""
+    return " *" if method == "graph" else ""
 
 
 def _share(result: dict[str, Any]) -> str:
@@ -103,7 +108,7 @@ def _name(op: str) -> str:
 def _ratio(name: str, shape: dict[str, Any]) -> str:
     """How many times as long a competitor took as Triax; a dash where one was not measured."""
     own, theirs = find(**shape), find(name, **shape)
-    if not own or not theirs or "host-bound" in (r["seconds_method"] for r in own + theirs):
+    if not own or not theirs or not all(map(is_of_device, own + theirs)):
         return "–"
     return f"{theirs[0]['median_us'] / own[0]['median_us']:.2f}×"
 
@@ -141,8 +146,7 @@ def models() -> str:
                 found = find(preset=preset, tokens=tokens, op=op)
                 assert {r["routing"] for r in found} == {"uniform", "skewed"}, (preset, tokens, op)
                 least = min(found, key=lambda r: r["fraction_of_stream"] or 0.0)
-                star = " *" if least["seconds_method"] == "graph" else ""
-                cells.append(_share(least) + star)
+                cells.append(_share(least) + _star(least["seconds_method"]))
             rows.append([name, f"{tokens:,}", *cells])
     return table(["", "tokens", *(f"`{op}`" for op in MOVES)], rows)
 
@@ -162,10 +166,8 @@ def first_call() -> str:
     calls = {(c["implementation"], c["cached"]): c for c in record("h200")["first_call"]}
     rows = []
     for cached, state in ((False, "nothing cached"), (True, "all cached")):
-        own, plain = calls["triax", cached], calls["xla", cached]
-        # Plain JAX does not import Triax.
-        over = own["total_s"] - (plain["total_s"] - plain["parts"]["import_triax_s"])
-        rows.append([state, f"{own['total_s']:.2f} s", f"{over:.2f} s"])
+        own = calls["triax", cached]
+        rows.append([state, f"{own['total_s']:.2f} s", f"{own['over_xla_s']:.2f} s"])
     return table(["", "first call", "of that more than plain JAX"], rows)
 
 
@@ -187,7 +189,7 @@ def experiments(group: str) -> str:
     cells = {}
     for result in results:
         time = "wrong" if result["median_us"] is None else _us(result["median_us"])
-        cells[result["variant"], result["shape"]] = time + " *" * (result["method"] == "graph")
+        cells[result["variant"], result["shape"]] = time + _star(result["method"])
     shapes = list(dict.fromkeys(result["shape"] for result in results))
     variants = dict.fromkeys(result["variant"] for result in results)
     rows = [[name, *(cells.get((name, shape), "–") for shape in shapes)] for name in variants]

@@ -1,5 +1,6 @@
 """What is told of a machine."""
 
+import datetime
 import subprocess
 from types import SimpleNamespace
 
@@ -87,3 +88,9 @@ def test_memory(one_gpu):
     assert machine.memory_limit_bytes() == 92
     del one_gpu["bytes_limit"]
     assert machine.memory_limit_bytes() is None
+
+
+def test_records_have_the_time_in_utc_to_the_second():
+    told = datetime.datetime.strptime(machine.now(), "%Y-%m-%dT%H:%M:%SZ")
+    age = datetime.datetime.now(datetime.UTC).replace(tzinfo=None) - told
+    assert datetime.timedelta(0) <= age < datetime.timedelta(minutes=1)

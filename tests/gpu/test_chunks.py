@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.moe import oracle
 from triax import moe
+from triax.testing import assert_same_bits, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -53,25 +55,7 @@ def valid_case(seed, num_rows, num_chunks, fill=1.0):
 
 
 def random_bits(seed, shape, dtype):
-    rng = np.random.default_rng(seed)
-    if dtype == "bool":
-        return rng.integers(0, 2, shape).astype(bool)
-    dtype = jnp.dtype(dtype)
-    return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
-
-
-def poison(num_bytes):
-    """Fills memory with NaNs and frees it, so that an element left unwritten is one."""
-    jnp.full(num_bytes // 4 + 1, jnp.nan, jnp.float32).block_until_ready().delete()
-
-
-def assert_same_bits(actual, expected):
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    bits = np.dtype(f"u{expected.dtype.itemsize}")
-    np.testing.assert_array_equal(
-        np.ascontiguousarray(actual).view(bits), np.ascontiguousarray(expected).view(bits)
-    )
+    return oracle.random_bits(np.random.default_rng(seed), shape, dtype)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import shutil
@@ -50,6 +51,11 @@ def gigabytes(num_bytes: float) -> str:
     """For people, to about two digits: "0.06 GB", "1.5 GB", "128 GB"."""
     digits = next((digits for digits in (0, 1, 2) if num_bytes >= 10 ** (10 - digits)), 3)
     return f"{num_bytes / 1e9:,.{digits}f} GB"
+
+
+def now() -> str:
+    """The time in UTC, to the second, as records have it: "2026-01-31T23:59:59Z"."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def describe() -> dict[str, Any]:

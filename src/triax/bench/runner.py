@@ -7,7 +7,6 @@ case that fails is a line in the record, and the others go on.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import gc
 import itertools
@@ -60,7 +59,7 @@ def run(request: Request) -> dict[str, Any]:
         complete = False
     return {
         "schema": SCHEMA,
-        "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "written": machine.now(),
         "command": request.command,
         "machine": machine.describe(),
         "versions": machine.versions(),

@@ -1,0 +1,29 @@
+"""The records that the scripts of this folder write, each of one run on one GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from triax.bench import machine
+from triax.bridge.lowering import is_cuda
+
+
+def missing_gpu() -> str | None:
+    """What to say where JAX has no NVIDIA GPU; None where it has one."""
+    device = jax.devices()[0]
+    return None if is_cuda(device) else f"This needs an NVIDIA GPU; JAX has {device}."
+
+
+def write(path: Path, **found: Any) -> None:
+    """Writes what was found, with the time, the GPU and the versions."""
+    record = {
+        "written": machine.now(),
+        "device": jax.devices()[0].device_kind,
+        "versions": machine.versions(),
+        **found,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
