@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 import triax
 from tests import kernels
-from tests.primitives import sum_and_accumulate
+from tests.primitives import add_in_blocks, sum_and_accumulate
 from triax import testing
 from triax.bridge.compat import versions
 from triax.bridge.errors import ArgumentValueError
@@ -53,29 +53,15 @@ def test_lowers(arrays, grid_kind, tuning, monkeypatch):
 def test_who_wins_where_caller_and_config_disagree(arrays, monkeypatch):
     """A config's value wins where several are tried; the caller's where one stands for all."""
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-    primitive = Primitive("disagree")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda x, y, **_: [x])
-
-    def rule(ctx, x, y, *, mode):
-        return triax.triton_call_lowering(
-            ctx,
-            kernels.autotuned_add_kernel,
-            x,
-            y,
-            grid=lambda meta: (meta["BLOCK"],),
-            constexprs={"n": 1003, "BLOCK": 512},
-            tuning=mode,
-        )
-
-    mlir.register_lowering(primitive, rule, platform="cuda")
 
     def grids(mode):
-        traced = jax.jit(lambda x, y: primitive.bind(x, y, mode=mode)).trace(*arrays)
+        traced = jax.jit(functools.partial(add_in_blocks, tuning=mode)).trace(*arrays)
         (call,) = describe(traced.lower(lowering_platforms=("cuda",)))
         return [grid[0] for grid in call.grid]
 
     assert grids("off") == [512]
+    assert grids("cached") == [512]
+    assert grids("auto") == [512]  # lowered without a GPU: nothing to measure on
     if versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
         assert grids("runtime") == [64, 256, 1024]
 

@@ -13,6 +13,7 @@ import triton.language as tl
 
 import triax
 from tests import kernels
+from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
 from triax.bridge.errors import ArgumentTypeError, CompilationError, TuningError
 from triax.bridge.launch import ArrayType
@@ -61,6 +62,48 @@ def test_the_fastest_is_chosen_and_its_grid_with_it(measurer, best):
     assert call.target.startswith("triton_kernel_call")
     assert [t.median_ms for t in call.timings] == [0.5 if name == best else 1.0 for name in LABELS]
     assert best in str(policy.decision(call.entry[0]).config)
+
+
+def test_a_block_in_constexprs_does_not_keep_a_primitive_from_being_tuned(measurer):
+    measurer.times = fastest(LABELS[1])
+
+    filled = []
+
+    def ones(*shapes):
+        filled.append(shapes)
+        return [np.ones(s.shape, s.dtype) for s in shapes]
+
+    def explain(mode):
+        (call,) = triax.explain(lambda x: add_in_blocks(x, x, tuning=mode, tuning_inputs=ones), X)
+        return call
+
+    assert explain("off").grid == ((512, 1, 1),)
+    assert explain("cached").grid == ((512, 1, 1),)
+    assert measurer.jobs == []
+    policy.forget()
+    call = explain("auto")
+    (job,) = measurer.jobs
+    assert len(filled) == 1
+    assert [c.label for c in job.candidates] == list(LABELS)
+    assert [c.grid for c in job.candidates] == [(64, 1, 1), (256, 1, 1), (1024, 1, 1)]
+    assert (call.source, call.grid) == ("measured now", ((256, 1, 1),))
+    for mode in ("cached", "strict"):
+        assert explain(mode).grid == ((256, 1, 1),)
+
+
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": b, "WAY": w}) for b in (64, 128) for w in (1, 1)], key=[]
+)
+@triton.jit
+def repeated_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr, WAY: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=offsets < n), mask=offsets < n)
+
+
+def test_equal_configs_are_measured_once(measurer):
+    call = triax.explain(lambda x: add(x, x, kernel=repeated_kernel), X)[0]
+    (job,) = measurer.jobs
+    assert len(job.candidates) == len(call.timings) == 2
 
 
 def test_ties_go_to_the_first(measurer):

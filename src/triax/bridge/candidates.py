@@ -44,7 +44,7 @@ class Request:
 
 
 def build(request: Request) -> tuple[Candidate, ...]:
-    """All candidates, in the order of the kernel's configs.
+    """All candidates, in the order of the kernel's configs; equal ones are one.
 
     Raises:
       ArgumentTypeError, ArgumentValueError: a constexpr is missing or not static, a
@@ -57,7 +57,11 @@ def build(request: Request) -> tuple[Candidate, ...]:
     used = set(read)
     found = [_candidate(request, config, keywords, options, used) for config in configs]
     _check_keywords(kernel, keywords, configs, used)
-    return tuple(found)
+    # Configs that differ only in what the caller decides come to the same.
+    distinct: dict[Candidate, Candidate] = {}
+    for candidate in found:
+        distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
+    return tuple(distinct.values())
 
 
 def _candidate(

@@ -192,9 +192,10 @@ class _Branch:
     def with_config(self, config: Any, *, caller_wins: bool) -> _Branch:
         values, options = dict(self.values), dict(self.options)
         for name, value in config.all_kwargs().items():
+            given = {**self.keywords, **self.options}
+            if caller_wins and name in given:
+                value = given[name]
             target = options if name in CONFIG_OPTIONS else values
-            if caller_wins and (name in self.keywords or name in self.options):
-                continue
             target[name] = value
         return _Branch({**self.keywords, **values}, values, options)
 

@@ -202,7 +202,8 @@ class Call:
 
     `arguments` gives the runtime parameters in the kernel's order; `aliases`
     count array operands and flattened outputs; `tuning` is the tuning mode and
-    `implementation` one of None, "triton", "interpret".
+    `implementation` one of None, "triton", "interpret". `fallback` stands in for all
+    candidates where none is chosen; None means the first of them.
     """
 
     kernel: Kernel
@@ -218,6 +219,7 @@ class Call:
     serialized_metadata: bytes = b""
     debug: bool = False
     tuning_inputs: Callable[..., Any] | None = None
+    fallback: Candidate | None = None
 
     @property
     def display_name(self) -> str:

@@ -8,7 +8,8 @@ primitives of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from triax.bridge import ahead, candidates, custom_call, settings
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.kernel import Kernel
-from triax.bridge.launch import ArrayType, Call, Launch, Operand, Result
+from triax.bridge.launch import ArrayType, Call, Candidate, Launch, Operand, Result
 from triax.tuning import policy
 from triax.tuning.key import Device
 
@@ -63,27 +64,32 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
             f"Kernel {call.display_name!r}: Argument `implementation` is 'triton', and the program "
             "is lowered for the CPU. Use None or 'interpret' there."
         )
-    launches = _launches(ctx, call)
+    launches = _launches(ctx, call, call.candidates)
     ahead.met(launches)
     if not launches:
         return _emit_nothing(ctx, operands, call)
+    fallback = next(iter(_launches(ctx, call, [call.fallback])), None) if call.fallback else None
     if platform == "cpu" or call.implementation == "interpret":
         # One result is as good as another, and the interpreter has no speed to choose by.
-        return _emit_interpreted(ctx, operands, call, launches[0])
+        return _emit_interpreted(ctx, operands, call, fallback or launches[0])
     devices = _gpus(ctx)
     compute_capability = _compute_capability(call, devices)
     chosen = policy.choose(
-        call, launches, compute_capability, _tuning_device(ctx, devices, compute_capability)
+        call,
+        launches,
+        compute_capability,
+        _tuning_device(ctx, devices, compute_capability),
+        fallback=fallback,
     )
     built = custom_call.build(call, [c[0] for c in chosen], [c[1] for c in chosen])
     return _emit_custom_call(ctx, operands, call, built, [launch for launch, _ in chosen])
 
 
-def _launches(ctx: Any, call: Call) -> list[Launch]:
-    """The launches of all candidates that launch anything."""
+def _launches(ctx: Any, call: Call, candidates: Sequence[Candidate]) -> list[Launch]:
+    """The launches of those candidates that launch anything."""
     operands = tuple(_array_type(aval) for aval in ctx.avals_in)
     results = tuple(_array_type(aval) for aval in ctx.avals_out)
-    return [call.launch(c, operands, results) for c in call.candidates if not c.is_empty]
+    return [call.launch(c, operands, results) for c in candidates if not c.is_empty]
 
 
 def _array_type(aval: Any) -> ArrayType:
@@ -240,6 +246,7 @@ def triton_call_lowering(
     name: str = "",
     tuning: str | None = None,
     compute_capability: int | None = None,
+    tuning_inputs: Callable[..., Any] | None = None,
 ) -> Sequence[Any]:
     """Lowers a Triton kernel inside the lowering rule of your own primitive.
 
@@ -257,9 +264,10 @@ def triton_call_lowering(
     its own; both point to the same memory. A pointer named in `constexprs` with value
     None is not there.
 
-    Where several configs are tried (mode "runtime"), a config's value wins over the one
-    in `constexprs`; where one config stands in for all, the caller's wins. `grid` sees
-    the merged values.
+    Where several configs are tried (measured, found in a store, or mode "runtime"), a
+    config's value wins over the one in `constexprs`; where one config stands in for all
+    (mode "off", "cached" where nothing is stored, nothing to measure on), the caller's
+    wins. `grid` sees the merged values.
 
     Args:
       ctx: the lowering rule's context.
@@ -270,7 +278,7 @@ def triton_call_lowering(
       constexprs: values of `tl.constexpr` parameters and of scalars, all compiled in.
       name: what to call it in logs and profiles; the kernel's name by default.
       tuning: the tuning mode; by default the one in force.
-      compute_capability: as in `triton_call`.
+      compute_capability, tuning_inputs: as in `triton_call`.
 
     Returns:
       The custom call's results, one MLIR value per `ctx.avals_out`.
@@ -303,16 +311,22 @@ def triton_call_lowering(
         options={},
         grid=grid,
         num_results=len(result_types),
-        conflicts="config" if policy.tries_all_configs(mode) else "caller",
+        conflicts="config",
     )
+    tried = candidates.build(request)
+    fallback = tried[0]
+    if view.autotuner is not None:
+        fallback = candidates.build(dataclasses.replace(request, conflicts="caller"))[0]
     call = Call(
         kernel=view,
         arguments=arguments,
-        candidates=candidates.build(request),
+        candidates=tried if len(tried) > 1 else (fallback,),
         aliases=candidates.check_aliases(pairs, operand_types, result_types, names),
         name=name,
         tuning=mode,
         compute_capability=compute_capability,
+        tuning_inputs=tuning_inputs,
+        fallback=fallback,
     )
     return lower(ctx, *operands, call=call)
 

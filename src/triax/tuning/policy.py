@@ -74,6 +74,7 @@ def choose(
     compute_capability: int,
     device: Device | None = None,
     inputs: Sequence[Any] | None = None,
+    fallback: Launch | None = None,
 ) -> Chosen:
     """The launches to hand to XLA, compiled.
 
@@ -83,6 +84,7 @@ def choose(
       compute_capability: to compile for.
       device: the GPU to measure on, None where measuring is out of the question.
       inputs: the real operands, to measure on copies of them whatever is known already.
+      fallback: what stands in for all of them where none is chosen; by default the first.
 
     Raises:
       CompilationError: no candidate compiles and runs; the message has every reason.
@@ -94,15 +96,16 @@ def choose(
         _note(kernel, Decision(label(launches[0]), "only config"))
         return [(launches[0], kernel)]
     mode = call.tuning
+    stand_ins = [*([fallback] if fallback else []), *launches]
     if mode == "runtime" and inputs is None:
         if tries_all_configs(mode):
             return _all_that_compile(call, launches, compute_capability)
         _report_old_version(call)
     if mode in ("off", "runtime") and inputs is None:
         return _first_that_compiles(
-            call, launches, compute_capability, f"first config (mode {mode})"
+            call, stand_ins, compute_capability, f"first config (mode {mode})"
         )
-    return _ahead_of_time(call, launches, compute_capability, device, inputs)
+    return _ahead_of_time(call, launches, compute_capability, device, inputs, stand_ins)
 
 
 def _note(kernel: CompiledKernel, decision: Decision) -> None:
@@ -118,17 +121,21 @@ def _ahead_of_time(
     compute_capability: int,
     device: Device | None,
     inputs: Sequence[Any] | None,
+    stand_ins: Sequence[Launch],
 ) -> Chosen:
     key = make_key(call, launches, compute_capability, device)
     with _lock:
         decision = None if inputs is not None else _resolved.get(key.name)
         if decision is None:
-            decision = _resolve(call, launches, compute_capability, device, key, inputs)
+            standing_in = label(stand_ins[0])
+            decision = _resolve(
+                call, launches, compute_capability, device, key, inputs, standing_in
+            )
             if decision is None:
                 source = f"first config (mode {call.tuning})"
-                return _first_that_compiles(call, launches, compute_capability, source)
+                return _first_that_compiles(call, stand_ins, compute_capability, source)
             _resolved[key.name] = decision
-    launch = next(launch for launch in launches if label(launch) == decision.config)
+    launch = next(launch for launch in stand_ins if label(launch) == decision.config)
     kernel = ahead.compile_launch(launch, compute_capability)
     _note(kernel, decision)
     return [(launch, kernel)]
@@ -141,6 +148,7 @@ def _resolve(
     device: Device | None,
     key: Key,
     inputs: Sequence[Any] | None,
+    standing_in: str,
 ) -> Decision | None:
     """Looks a key up, else measures it; None means the mode's fallback.
 
@@ -151,9 +159,10 @@ def _resolve(
         found = store.find(key)
         if found is not None:
             record, where = found
-            return _agreed(key, Decision(record.config, where.name, record.timings))
+            found_here = Decision(record.config, where.name, record.timings)
+            return _agreed(key, found_here, standing_in)
         if (config := agree.published(key.name)) is not None:
-            return _agreed(key, Decision(config, "another process of this job"))
+            return _agreed(key, Decision(config, "another process of this job"), standing_in)
         if call.tuning == "strict":
             raise TuningError(
                 f"Kernel {call.display_name!r} has {len(launches)} configs and none is known to be "
@@ -170,24 +179,25 @@ def _resolve(
     if reason is None:
         try:
             assert device is not None
-            return _measure(call, launches, compute_capability, device, key, inputs)
+            measured = _measure(call, launches, compute_capability, device, key, inputs)
+            return _agreed(key, measured, standing_in)
         except TuningError as error:
             if inputs is not None:
                 raise  # the caller asked for nothing but this
             reason = _unmeasurable[key.name] = str(error)
-    config = label(launches[0])
+    config = standing_in
     _log_fallback(call.display_name, call.tuning, key.name, config, reason)
     # Published too: another process may have found or measured one.
     agreed = agree.agree(key.name, config)
     return None if agreed == config else Decision(agreed, "another process of this job")
 
 
-def _agreed(key: Key, decision: Decision) -> Decision:
+def _agreed(key: Key, decision: Decision, standing_in: str) -> Decision:
     """Publishes a decision; the one that the job uses."""
     config = agree.agree(key.name, decision.config)
     if config == decision.config:
         return decision
-    if config not in key.candidates:
+    if config not in (*key.candidates, standing_in):
         raise TuningError(
             f"Another process of this job uses config [{config}] for {key.name}, which is not "
             f"among this process's: {'; '.join(key.candidates)}. Do all run the same program?"
@@ -280,7 +290,7 @@ def _measure(
         store.user_store().put(record)
     except OSError as error:
         logger.warning("the tuned config of %s could not be stored: %s", key.name, error)
-    return _agreed(key, Decision(best.config, "measured now", tuple(ordered)))
+    return Decision(best.config, "measured now", tuple(ordered))
 
 
 def _tuning_arrays(
