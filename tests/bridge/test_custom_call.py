@@ -1,5 +1,6 @@
 """The order in which buffers are passed, and what jaxlib is told of them."""
 
+import functools
 import types
 
 import jax
@@ -10,8 +11,11 @@ import triton
 import triton.language as tl
 
 import triax
+from tests import descriptors
 from triax import testing
+from triax.bridge.compat import versions
 from triax.bridge.custom_call import order_buffers
+from triax.bridge.errors import CompilationError
 from triax.bridge.inspect import describe
 from triax.bridge.launch import Alias, ArrayType, Operand, Result, Scalar, Static
 
@@ -47,6 +51,26 @@ I, O, S = Operand, Result, Scalar(Static(3))  # noqa: E741
 def test_order(leaves, aliases, results, expected):
     order = order_buffers(launch(leaves, aliases, results))
     assert (order.operands, order.results, order.aliases) == expected
+
+
+@pytest.mark.parametrize(
+    ("leaves", "aliases", "results", "expected"),
+    [
+        # Right behind the outputs that are parameters, before those that are not.
+        ([I(0), S, O(0)], (), 1, (0, None)),
+        ([I(0), I(1), O(1)], (Alias(1, 0),), 2, (1, None, 0)),
+        ([O(0), I(0)], (), 1, (None, 0)),
+        ([I(0)], (Alias(0, 0),), 1, (None, 0)),
+    ],
+)
+def test_order_with_scratch(leaves, aliases, results, expected):
+    order = order_buffers(launch(leaves, aliases, results), scratch=True)
+    assert order.results == expected
+    plain = order_buffers(launch(leaves, aliases, results))
+    assert order.operands == plain.operands
+    assert [(i, order.results[o]) for i, o in order.aliases] == [
+        (i, plain.results[o]) for i, o in plain.aliases
+    ]
 
 
 @triton.jit
@@ -86,6 +110,87 @@ def check_mixed():
 
 def test_outputs_aliases_and_keywords_in_any_order():
     check_mixed()
+
+
+def lowered_for_cuda(function, *args):
+    (call,) = describe(jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)))
+    return call
+
+
+@pytest.fixture
+def architecture(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.usefixtures("architecture")
+class TestScratch:
+    """Descriptors that are made in the kernel need memory, which XLA gives."""
+
+    X = np.zeros((35, 48), np.float32)
+
+    def test_is_one_more_result(self):
+        call = lowered_for_cuda(functools.partial(descriptors.call, "device"), self.X)
+        # Two descriptors of 128 bytes in each of 3 x 2 programs.
+        assert call.results == ("tensor<35x48xf32>", "tensor<1536xui8>")
+        assert call.operands == ("tensor<35x48xf32>",)
+        assert call.aliases == ()
+        assert len(call.payload.calls[0].zeroed_bytes) == 3
+
+    @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
+    def test_under_vmap(self, method):
+        function = functools.partial(descriptors.call, "device", vmap_method=method)
+        lowered = (
+            jax.jit(jax.vmap(function))
+            .trace(np.stack([self.X] * 2))
+            .lower(lowering_platforms=("cuda",))
+        )
+        for call in describe(lowered):
+            assert call.results == ("tensor<35x48xf32>", "tensor<1536xui8>")
+
+    def test_counts_the_blocks_of_a_cluster(self):
+        call = lowered_for_cuda(functools.partial(descriptors.call, "device", num_ctas=2), self.X)
+        assert call.results[1] == "tensor<3072xui8>"
+
+    def test_the_largest_of_several_configs(self):
+        if not versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
+            pytest.skip("configs are not handed to XLA on this jaxlib")
+        configs = [triton.Config({"BM": bm, "BN": 16}) for bm in (8, 16, 32)]
+        kernel = triton.autotune(configs, key=[])(descriptors.device_kernel)
+
+        def call(x):
+            return triax.triton_call(
+                x,
+                m=35,
+                n=48,
+                kernel=kernel,
+                out_type=x,
+                grid=lambda meta: (triton.cdiv(35, meta["BM"]), triton.cdiv(48, meta["BN"])),
+                tuning="runtime",
+            )
+
+        found = lowered_for_cuda(call, self.X)
+        assert found.grid == ((5, 3, 1), (3, 3, 1), (2, 3, 1))
+        assert found.results == ("tensor<35x48xf32>", f"tensor<{5 * 3 * 256}xui8>")
+
+    def test_more_than_there_can_be(self):
+        def call(x):
+            return triax.triton_call(
+                x,
+                m=35,
+                n=48,
+                BM=16,
+                BN=16,
+                kernel=descriptors.device_kernel,
+                out_type=x,
+                grid=(2**31 - 1, 65535),
+            )
+
+        with pytest.raises(
+            CompilationError,
+            match=r"'device_kernel' needs 256 bytes of scratch memory for each of 140735340806145",
+        ):
+            lowered_for_cuda(call, self.X)
 
 
 @pytest.mark.cuda_plugin

@@ -66,14 +66,19 @@ def thunks(tmp_path, kind, *flags):
     (name,) = [
         f
         for f in glob.glob(f"{tmp_path}/*thunk_sequence_after_thunk_passes*")
-        if re.search(r"jit_(five|vector_add)", f)
+        if re.search(r"jit_(five|eight|vector_add)", f)
     ]
     return Path(name).read_text()
 
 
 @pytest.mark.parametrize(
     ("kind", "flags", "calls"),
-    [("five", [], 3), ("single", ["--xla_gpu_graph_min_graph_size=1"], 1)],
+    [
+        ("five", [], 3),
+        ("single", ["--xla_gpu_graph_min_graph_size=1"], 1),
+        ("eight", [], 8),
+        ("eight", ["--xla_gpu_graph_min_graph_size=1"], 8),
+    ],
 )
 def test_calls_stand_inside_the_command_buffer(tmp_path, kind, flags, calls):
     text = thunks(tmp_path, kind, *flags)

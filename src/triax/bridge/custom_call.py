@@ -3,7 +3,8 @@
 In: a call, its launches and compiled kernels. Out: the target, the bytes jaxlib parses,
 and the order in which buffers must be passed. jaxlib walks a kernel's parameters and
 takes one buffer for each that is an array: first the custom call's operands in order,
-then its results.
+then its results. Triton's global scratch is one more result: what jaxlib allocates itself
+at launch, it cannot allocate while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from triax.bridge.compat import jax_private, triton_private, versions
-from triax.bridge.errors import UnsupportedError, VersionError
+from triax.bridge.errors import CompilationError, UnsupportedError, VersionError
 from triax.bridge.launch import (
     Call,
     CompiledKernel,
@@ -29,6 +31,9 @@ from triax.bridge.launch import (
 
 logger = logging.getLogger(__name__)
 
+# Far more than any GPU has: a mistake in the grid, which XLA would report as running out of memory.
+_MAX_SCRATCH_BYTES = 1 << 40
+
 
 @dataclasses.dataclass(frozen=True)
 class BufferOrder:
@@ -36,20 +41,21 @@ class BufferOrder:
 
     `operands` names each operand of the custom call: an `Operand`, or a `Result` for
     which an uninitialised buffer is passed in. `results` are the flattened outputs in
-    the custom call's order. `aliases` pairs positions in the two.
+    the custom call's order, and None for the kernel's scratch. `aliases` pairs positions
+    in the two.
     """
 
     operands: tuple[Operand | Result, ...]
-    results: tuple[int, ...]
+    results: tuple[int | None, ...]
     aliases: tuple[tuple[int, int], ...]
 
 
-def order_buffers(launch: Launch) -> BufferOrder:
+def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
     """The buffer order that makes jaxlib's walk meet the kernel's parameter order.
 
     Outputs that close the parameter list are results of the custom call. An output
     with an operand behind it cannot be: it goes in as an uninitialised operand, in its
-    place, with the result aliased to it.
+    place, with the result aliased to it. Scratch is the last parameter of all.
     """
     pointers = [
         Operand(leaf.index) if isinstance(leaf, Descriptor) else leaf
@@ -62,7 +68,8 @@ def order_buffers(launch: Launch) -> BufferOrder:
     operands = tuple(pointers[:first_tail])
     tail = [leaf.index for leaf in pointers[first_tail:]]
     # Surplus buffers behind the last parameter are ignored, so the rest may stand anywhere.
-    results = (*tail, *(i for i in range(len(launch.results)) if i not in tail))
+    surplus = (i for i in range(len(launch.results)) if i not in tail)
+    results = (*tail, *([None] if scratch else []), *surplus)
     pairs = [
         (operands.index(Operand(alias.operand)), results.index(alias.result))
         for alias in launch.aliases
@@ -82,6 +89,7 @@ class CustomCall:
     target: versions.Target
     opaque: bytes
     buffers: BufferOrder
+    scratch_bytes: int
     cost_estimate_json: str | None
     has_side_effect: bool
 
@@ -92,6 +100,7 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
     Raises:
       VersionError: jaxlib cannot do what the kernel needs.
       UnsupportedError: several launches, and no target that can tune them safely.
+      CompilationError: the kernel needs more scratch memory than there can be.
     """
     version = versions.gated_version()
     target = versions.choose_target(version, autotuned_at_run_time=len(launches) > 1)
@@ -100,7 +109,8 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
             f"Kernel {call.display_name!r}: tuning mode 'runtime' needs the custom-call target "
             f"{versions.LEGACY_TARGET}. Use another tuning mode."
         )
-    buffers = order_buffers(launches[0])
+    scratch_bytes = max(map(_scratch_bytes, launches, kernels))
+    buffers = order_buffers(launches[0], scratch=scratch_bytes > 0)
     calls = [_kernel_call(launch, kernel) for launch, kernel in zip(launches, kernels, strict=True)]
     if len(calls) == 1:
         proto = calls[0]
@@ -112,8 +122,27 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
         )
     opaque = zlib.compress(proto.to_proto(call.display_name, call.serialized_metadata))
     return CustomCall(
-        target, opaque, buffers, _cost_estimate(call, target, version), call.has_side_effect
+        target,
+        opaque,
+        buffers,
+        scratch_bytes,
+        _cost_estimate(call, target, version),
+        call.has_side_effect,
     )
+
+
+def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
+    """The scratch memory of all blocks of a launch."""
+    blocks = math.prod(launch.grid) * kernel.num_ctas
+    needed = blocks * kernel.global_scratch_bytes
+    if needed > _MAX_SCRATCH_BYTES:
+        raise CompilationError(
+            f"Kernel {launch.name!r} needs {kernel.global_scratch_bytes} bytes of scratch memory "
+            f"for each of {blocks} blocks, {needed} bytes in all. Give a smaller `grid`, with "
+            "programs that loop over tiles, or make the descriptors on the host "
+            "(triax.TensorDescriptor)."
+        )
+    return needed
 
 
 def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int, int]]:
@@ -156,8 +185,6 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
         shared_bytes=kernel.shared_bytes,
         ptx=kernel.ptx,
         compute_capability=kernel.compute_capability,
-        global_scratch_bytes=kernel.global_scratch_bytes,
-        global_scratch_align=kernel.global_scratch_align,
     )
     return module.TritonKernelCall(compiled, *launch.grid, parameters)
 
@@ -185,6 +212,8 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
         else:
             alignment = 16 if is_divisible else 0
             parameters.append(module.create_array_parameter(zeroed.get(leaf, 0), alignment))
+    if kernel.global_scratch_bytes:
+        parameters.append(module.create_array_parameter(0, kernel.global_scratch_align))
     return parameters
 
 

@@ -148,7 +148,9 @@ def _emit_custom_call(
         else:
             avals.append(ctx.avals_out[leaf.index])
             values.append(_uninitialised(ctx, avals[-1]))
-    inner = jax_private.with_avals(ctx, avals, [ctx.avals_out[i] for i in buffers.results])
+    scratch = jax.core.ShapedArray((built.scratch_bytes,), np.dtype(np.uint8))
+    avals_out = [scratch if i is None else ctx.avals_out[i] for i in buffers.results]
+    inner = jax_private.with_avals(ctx, avals, avals_out)
     options: dict[str, Any] = {
         "operand_output_aliases": dict(buffers.aliases),
         "has_side_effect": built.has_side_effect,
@@ -163,10 +165,8 @@ def _emit_custom_call(
         options["backend_config"] = built.opaque
     results = jax.ffi.ffi_lowering(built.target.name, **options)(inner, *values, **attributes)
     jax_private.annotate(results, describe(call, launches))
-    ordered: list[Any] = [None] * len(results)
-    for position, index in enumerate(buffers.results):
-        ordered[index] = results[position]
-    return ordered
+    by_output = dict(zip(buffers.results, results, strict=True))
+    return [by_output[index] for index in range(len(ctx.avals_out))]
 
 
 def describe(call: Call, launches: Sequence[Launch]) -> dict[str, str]:

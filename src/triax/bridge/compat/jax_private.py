@@ -35,7 +35,7 @@ from jax.interpreters import ad, batching
 from jax.sharding import PartitionSpec
 
 from triax.bridge.compat import versions
-from triax.bridge.errors import MissingDependencyError, VersionError
+from triax.bridge.errors import MissingDependencyError
 
 # --- jaxlib's Triton module ---------------------------------------------------
 
@@ -72,8 +72,6 @@ def make_triton_kernel(
     shared_bytes: int,
     ptx: str,
     compute_capability: int,
-    global_scratch_bytes: int,
-    global_scratch_align: int,
 ) -> Any:
     """jaxlib's TritonKernel, whatever this version's argument list is."""
     module = gpu_triton()
@@ -83,21 +81,9 @@ def make_triton_kernel(
         return module.TritonKernel(
             name, num_warps, shared_bytes, ptx, ttir, compute_capability, *cluster
         )
-    arguments = [name, num_warps, num_ctas, shared_bytes, ptx, ttir, compute_capability]
-    if global_scratch_bytes:
-        if not supports_global_scratch():
-            raise VersionError(
-                f"Kernel {name!r} needs {global_scratch_bytes} bytes of global scratch "
-                "(tl.make_tensor_descriptor does), which this jaxlib cannot allocate "
-                f"({versions.gated_version()}). Upgrade JAX, or make the descriptor on the host."
-            )
-        arguments += [global_scratch_bytes, global_scratch_align]
-    return module.TritonKernel(*arguments)
-
-
-def supports_global_scratch() -> bool:
-    """Whether jaxlib allocates scratch memory for kernels (device TMA descriptors need it)."""
-    return "global_scratch_size" in (gpu_triton().TritonKernel.__init__.__doc__ or "")
+    return module.TritonKernel(
+        name, num_warps, num_ctas, shared_bytes, ptx, ttir, compute_capability
+    )
 
 
 def supports_tensor_maps() -> bool:
