@@ -80,3 +80,31 @@ mlir.register_lowering(add_in_blocks_p, _add_in_blocks_lowering, platform="cuda"
 def add_in_blocks(x, y, **options):
     """x + y, given a block of 512 beside the configs of 64, 256 and 1024; the grid is the block."""
     return add_in_blocks_p.bind(jnp.asarray(x), jnp.asarray(y), **options)
+
+
+accumulate_p = Primitive("accumulate")
+accumulate_p.multiple_results = True
+accumulate_p.def_abstract_eval(lambda x, y, **_: [y])
+
+
+def _accumulate_lowering(ctx, x, y):
+    n = ctx.avals_in[0].size
+    return triax.triton_call_lowering(
+        ctx,
+        kernels.accumulate_kernel,
+        x,
+        y,
+        grid=triton.cdiv(n, 64),
+        input_output_aliases={1: 0},
+        constexprs={"n": n, "BLOCK": 64},
+    )
+
+
+for _platform in ("cuda", "cpu"):
+    mlir.register_lowering(accumulate_p, _accumulate_lowering, platform=_platform)
+
+
+def accumulate(x, y):
+    """y + x, in place in a kernel that has one pointer for y."""
+    (total,) = accumulate_p.bind(jnp.asarray(x), jnp.asarray(y))
+    return total

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 import triax
 from tests import kernels
-from tests.primitives import add_in_blocks, sum_and_accumulate
+from tests.primitives import accumulate, add_in_blocks, sum_and_accumulate
 from triax import testing
 from triax.bridge.compat import versions
 from triax.bridge.errors import ArgumentValueError
@@ -66,15 +66,46 @@ def test_who_wins_where_caller_and_config_disagree(arrays, monkeypatch):
         assert grids("runtime") == [64, 256, 1024]
 
 
-def test_pointer_count_is_checked(arrays):
-    def wrong(ctx, x, y, **_):
+def test_one_pointer_for_an_aliased_pair(arrays):
+    x, y = arrays
+    testing.assert_same_bits(jax.jit(accumulate)(x, y), y + x)
+
+
+@pytest.mark.cuda_plugin
+def test_one_pointer_for_an_aliased_pair_lowers(arrays, monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    (call,) = describe(jax.jit(accumulate).trace(*arrays).lower(lowering_platforms=("cuda",)))
+    assert call.aliases == ((1, 0),)
+    assert (call.operands, call.results) == (("tensor<1003xf32>",) * 2, ("tensor<1003xf32>",))
+    assert len(call.payload.calls[0].zeroed_bytes) == 2
+
+
+@pytest.mark.parametrize(
+    ("aliases", "inputs", "message"),
+    [
+        ({}, 2, r"2 inputs and 2 outputs\. Each takes one\."),
+        # With one of two aliased there are four, or three.
+        ({1: 1}, 2, r"2 outputs, 1 of them aliased\. Each takes one, or each aliased pair takes"),
+        # Neither a pointer for each nor one for each pair: some aliased outputs have one.
+        ({0: 0, 1: 1, 2: 2}, 3, r"3 inputs and 3 outputs, 3 of them aliased\."),
+    ],
+)
+def test_pointer_count_is_checked(arrays, aliases, inputs, message):
+    def wrong(ctx, *operands):
         return triax.triton_call_lowering(
-            ctx, kernels.sum_and_accumulate_kernel, x, y, grid=1, constexprs={"SCALE": 1.0}
+            ctx,
+            kernels.sum_and_accumulate_kernel,
+            *operands,
+            grid=1,
+            input_output_aliases=aliases,
+            constexprs={"SCALE": 1.0},
         )
 
     primitive = Primitive("wrong_count")
     primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda x, y: [x, y])
+    primitive.def_abstract_eval(lambda *avals: list(avals))
     mlir.register_lowering(primitive, wrong, platform="cpu")
-    with pytest.raises(ArgumentValueError, match=r"has 5 parameters besides `constexprs`"):
-        jax.jit(primitive.bind)(*arrays)
+    with pytest.raises(
+        ArgumentValueError, match=rf"has 5 parameters besides `constexprs` .*{message}"
+    ):
+        jax.jit(primitive.bind)(*[*arrays, arrays[0]][:inputs])

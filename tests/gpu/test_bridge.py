@@ -12,7 +12,7 @@ import triax
 from tests import descriptors, kernels
 from tests.bridge.test_custom_call import check_mixed
 from tests.cases import CASES, argsort_then_gather, autotuned_accumulate
-from tests.primitives import sum_and_accumulate
+from tests.primitives import accumulate, sum_and_accumulate
 from triax import testing
 
 pytestmark = pytest.mark.gpu
@@ -113,6 +113,17 @@ def test_own_primitive(mode, grid_kind):
     total, updated = jax.jit(function, donate_argnums=1)(jnp.asarray(x), jnp.asarray(y))
     testing.assert_same_bits(total, x + y)
     testing.assert_close(updated, y.astype(float) + 2.0 * x, terms=2)
+
+
+@pytest.mark.parametrize("donated", [True, False], ids=["donated", "kept"])
+def test_own_primitive_with_one_pointer_for_an_aliased_pair(donated):
+    rng = np.random.default_rng(3)
+    x, y = (rng.standard_normal(1003).astype(np.float32) for _ in range(2))
+    function = jax.jit(accumulate, donate_argnums=(1,) if donated else ())
+    for _ in range(3):
+        given = jnp.asarray(y)
+        testing.assert_same_bits(function(jnp.asarray(x), given), y + x)
+        assert given.is_deleted() == donated
 
 
 def test_zeroed_output_is_zeroed_on_every_run():

@@ -260,9 +260,9 @@ def triton_call_lowering(
         mlir.register_lowering(my_primitive, rule, platform="cpu")
 
     The pointer parameters of the kernel are all inputs, then all outputs, in parameter
-    order with the names in `constexprs` left out. An aliased output keeps a parameter of
-    its own; both point to the same memory. A pointer named in `constexprs` with value
-    None is not there.
+    order with the names in `constexprs` left out. Aliased outputs either all have a
+    parameter of their own, which points to the same memory as the operand's, or none has.
+    A pointer named in `constexprs` with value None is not there.
 
     Where several configs are tried (measured, found in a store, or mode "runtime"), a
     config's value wins over the one in `constexprs`; where one config stands in for all
@@ -292,7 +292,6 @@ def triton_call_lowering(
     mode = settings.check_tuning_mode(tuning or settings.tuning_mode(), "tuning")
     operand_types = tuple(_array_type(aval) for aval in ctx.avals_in)
     result_types = tuple(_array_type(aval) for aval in ctx.avals_out)
-    arguments = _place_pointers(view, values, operand_types, result_types)
     pairs = dict(input_output_aliases or {})
     for operand in pairs:
         if not 0 <= operand < len(operand_types):
@@ -300,12 +299,16 @@ def triton_call_lowering(
                 f"Argument `input_output_aliases` names operand {operand}, and the primitive has "
                 f"{len(operand_types)}."
             )
+    arguments = _place_pointers(view, values, operand_types, result_types, pairs)
     names = [name for name, leaf in arguments if isinstance(leaf, Operand)]
+    types = {
+        name: (operand_types if isinstance(leaf, Operand) else result_types)[leaf.index]
+        for name, leaf in arguments
+    }
     request = candidates.Request(
         kernel=view,
         arguments={
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype)
-            for (name, _), array in zip(arguments, operand_types + result_types, strict=True)
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in types.items()
         },
         keywords=values,
         options={},
@@ -336,16 +339,24 @@ def _place_pointers(
     constexprs: Mapping[str, Any],
     operands: Sequence[ArrayType],
     results: Sequence[ArrayType],
+    aliases: Mapping[int, int],
 ) -> tuple[tuple[str, Operand | Result], ...]:
-    """The pointer parameters, in order: all inputs, then all outputs."""
+    """The pointer parameters, in order: all inputs, then all outputs, or those not aliased."""
     given = {*constexprs, *view.values_set_by_stages()}
     names = [p.name for p in view.runtime_parameters if p.name not in given]
     leaves: list[Operand | Result] = [Operand(i) for i in range(len(operands))]
-    leaves += [Result(j) for j in range(len(results))]
+    outputs = [Result(j) for j in range(len(results))]
+    if aliases and len(names) == len(operands) + len(results) - len(aliases):
+        outputs = [leaf for leaf in outputs if leaf.index not in aliases.values()]
+    leaves += outputs
     if len(names) != len(leaves):
+        aliased = f", {len(aliases)} of them aliased" if aliases else ""
+        remedy = "Each takes one"
+        if aliases:
+            remedy += ", or each aliased pair takes one together"
         raise ArgumentValueError(
             f"Kernel {view.name!r} has {len(names)} parameters besides `constexprs` "
             f"({', '.join(names)}), and the primitive has {len(operands)} inputs and "
-            f"{len(results)} outputs. Each takes one, aliased outputs too."
+            f"{len(results)} outputs{aliased}. {remedy}."
         )
     return tuple(zip(names, leaves, strict=True))
