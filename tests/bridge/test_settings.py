@@ -1,5 +1,7 @@
 """Environment settings: what they take, and what they say otherwise."""
 
+from pathlib import Path
+
 import pytest
 
 import triax
@@ -14,6 +16,8 @@ def test_tuning_mode(monkeypatch):
     with triax.tuning("runtime"):
         assert settings.tuning_mode() == "runtime"
     assert settings.tuning_mode() == "off"
+    monkeypatch.setenv("TRIAX_AUTOTUNE", "")
+    assert settings.tuning_mode() == "auto"
     monkeypatch.setenv("TRIAX_AUTOTUNE", "fast")
     with pytest.raises(SettingError, match=r"TRIAX_AUTOTUNE must be one of auto, .*; got 'fast'"):
         settings.tuning_mode()
@@ -21,14 +25,14 @@ def test_tuning_mode(monkeypatch):
         triax.tuning("fast").__enter__()
 
 
-@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True)])
+@pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True), ("", False)])
 def test_enforce(monkeypatch, value, expected):
     assert settings.enforce_autotuning() is False
     monkeypatch.setenv("TRIAX_ENFORCE_AUTOTUNING", value)
     assert settings.enforce_autotuning() is expected
 
 
-@pytest.mark.parametrize("value", ["", "yes", "2", "true"])
+@pytest.mark.parametrize("value", ["yes", "2", "true", "1e10"])
 def test_enforce_takes_only_0_and_1(monkeypatch, value):
     monkeypatch.setenv("TRIAX_ENFORCE_AUTOTUNING", value)
     with pytest.raises(ValueError, match="TRIAX_ENFORCE_AUTOTUNING must be 0 or 1; got"):
@@ -52,8 +56,67 @@ def test_architecture(monkeypatch, value, expected):
     assert settings.cuda_arch() == expected
 
 
-@pytest.mark.parametrize("value", ["hopper", "9", "sm90x", "9.0.1"])
+@pytest.mark.parametrize(
+    "value", ["hopper", "9", "sm90x", "9.0.1", "-90", "1e10", "inf", "09", "٩٠"]
+)
 def test_architecture_mistakes(monkeypatch, value):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", value)
     with pytest.raises(SettingError, match="TRIAX_CUDA_ARCH must be a CUDA compute capability"):
         settings.cuda_arch()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("", None), (" ", None), ("1", 1), ("80000000000", 80_000_000_000)]
+)
+def test_tuning_bytes(monkeypatch, value, expected):
+    monkeypatch.setenv("TRIAX_TUNING_BYTES", value)
+    assert settings.tuning_bytes() == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e10", "1.5", "inf", "nan", "1_000", "9" * 5000])
+def test_tuning_bytes_mistakes(monkeypatch, value):
+    monkeypatch.setenv("TRIAX_TUNING_BYTES", value)
+    with pytest.raises(SettingError, match=r"TRIAX_TUNING_BYTES must be a whole number.*; got '"):
+        settings.tuning_bytes()
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", 10), ("0.2", 0.2), ("3600", 3600)])
+def test_tuning_timeout(monkeypatch, value, expected):
+    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", value)
+    assert settings.tuning_timeout_s() == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "inf", "-inf", "nan", "1e10", "3601", "10s"])
+def test_tuning_timeout_mistakes(monkeypatch, value):
+    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", value)
+    with pytest.raises(SettingError, match=r"TRIAX_TUNING_TIMEOUT must be .* up to 3600; got '"):
+        settings.tuning_timeout_s()
+
+
+def test_cache_folder(monkeypatch):
+    monkeypatch.setenv("TRIAX_CACHE_DIR", "/tuned")
+    assert settings.cache_folder() == Path("/tuned")
+    monkeypatch.setenv("TRIAX_CACHE_DIR", "")
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert settings.cache_folder() == Path("/caches/triax")
+    for useless in ("", "caches"):
+        monkeypatch.setenv("XDG_CACHE_HOME", useless)
+        assert settings.cache_folder() == Path("/home/someone/.cache/triax")
+
+
+def test_cache_path(monkeypatch):
+    monkeypatch.setenv("TRIAX_CACHE_PATH", ":/a:/b c:")
+    assert settings.cache_path() == [Path("/a"), Path("/b c")]
+    monkeypatch.setenv("TRIAX_CACHE_PATH", "")
+    assert settings.cache_path() == []
+
+
+@pytest.mark.parametrize("value", ["tuned", "./tuned", "~/tuned", "1e10", " "])
+def test_cache_folders_are_absolute(monkeypatch, value):
+    monkeypatch.setenv("TRIAX_CACHE_DIR", value)
+    with pytest.raises(SettingError, match="TRIAX_CACHE_DIR must hold absolute paths; got"):
+        settings.cache_folder()
+    monkeypatch.setenv("TRIAX_CACHE_PATH", f"/fine:{value}")
+    with pytest.raises(SettingError, match="TRIAX_CACHE_PATH must hold absolute paths; got"):
+        settings.cache_path()

@@ -234,14 +234,21 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(measurer, monkeypatch, tm
     assert "could not be stored" in caplog.text
 
 
+def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, caplog):
+    monkeypatch.setattr("triax.bridge.settings.cache_folder", lambda: None)
+    assert explain().source == "measured now"
+    assert "could not be stored: this user has no home folder" in caplog.text
+    assert "set TRIAX_CACHE_DIR" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("", "Expecting value"),
         ("{", "Expecting property name"),
-        ("[1, 2]", "indices must be"),
+        ("[1, 2]", "it must be an object; got list"),
         ('{"key": {"format": 0}}', "format 0 is not 1"),
-        ("null", "not subscriptable"),
+        ("null", "it must be an object; got NoneType"),
     ],
 )
 def test_unusable_files_are_misses(measurer, caplog, text, reason):

@@ -1,7 +1,8 @@
 """What the environment may say to Triax, validated in one place.
 
 Each setting is read when it is needed, so that a test or a program may set it
-late. A value that cannot be is a `SettingError` that lists what can.
+late. A value that cannot be is a `SettingError` that lists what can; an empty one
+is as good as none.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from triax.bridge.errors import ArgumentValueError, SettingError
 
+_MOST_SECONDS = 3600
 TUNING_MODES = ("auto", "cached", "strict", "off", "runtime")
 
 _tuning_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar(
@@ -27,7 +28,7 @@ def tuning_mode() -> str:
     """The mode of the innermost `tuning` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
     if (mode := _tuning_mode.get()) is not None:
         return mode
-    mode = os.environ.get("TRIAX_AUTOTUNE", "auto")
+    mode = _read("TRIAX_AUTOTUNE") or "auto"
     if mode not in TUNING_MODES:
         raise SettingError(
             f"TRIAX_AUTOTUNE must be one of {', '.join(TUNING_MODES)}; got {mode!r}."
@@ -66,7 +67,7 @@ def tuning(mode: str) -> Iterator[None]:
 
 def enforce_autotuning() -> bool:
     """``TRIAX_ENFORCE_AUTOTUNING``: fail rather than fall back to one fixed config."""
-    value = os.environ.get("TRIAX_ENFORCE_AUTOTUNING", "0")
+    value = _read("TRIAX_ENFORCE_AUTOTUNING") or "0"
     if value not in ("0", "1"):
         raise SettingError(f"TRIAX_ENFORCE_AUTOTUNING must be 0 or 1; got {value!r}.")
     return value == "1"
@@ -74,10 +75,9 @@ def enforce_autotuning() -> bool:
 
 def cuda_arch() -> int | None:
     """``TRIAX_CUDA_ARCH`` as a compute capability (90 for "90", "9.0", "sm_90"), or None."""
-    value = os.environ.get("TRIAX_CUDA_ARCH", "").strip()
-    if not value:
+    if not (value := _read("TRIAX_CUDA_ARCH")):
         return None
-    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)a?", value)
+    match = re.fullmatch(r"(?:sm_?)?([1-9][0-9]?)\.?([0-9])a?", value)
     if match is None:
         raise SettingError(
             "TRIAX_CUDA_ARCH must be a CUDA compute capability such as 90, 9.0 or sm_90; "
@@ -86,36 +86,64 @@ def cuda_arch() -> int | None:
     return int(match.group(1)) * 10 + int(match.group(2))
 
 
-def cache_folder() -> Path:
-    """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder."""
+def cache_folder() -> Path | None:
+    """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
+
+    None for a user without a home, as a container may run a program under any number.
+    """
     if folder := os.environ.get("TRIAX_CACHE_DIR"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triax"
+        return _absolute("TRIAX_CACHE_DIR", folder)
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # to be ignored, by the rules of XDG
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return base / "triax"
 
 
 def cache_path() -> list[Path]:
     """Read-only stores of tuned configs: ``TRIAX_CACHE_PATH``, separated as in PATH."""
-    return [Path(p) for p in os.environ.get("TRIAX_CACHE_PATH", "").split(os.pathsep) if p]
+    folders = os.environ.get("TRIAX_CACHE_PATH", "").split(os.pathsep)
+    return [_absolute("TRIAX_CACHE_PATH", folder) for folder in folders if folder]
 
 
 def tuning_bytes() -> int | None:
     """``TRIAX_TUNING_BYTES``: the most GPU memory that measuring may take, or None."""
-    return _number("TRIAX_TUNING_BYTES", int, None)
+    text = _read("TRIAX_TUNING_BYTES")
+    if not text:
+        return None
+    if not re.fullmatch("[0-9]{1,18}", text) or not int(text):
+        raise SettingError(
+            "TRIAX_TUNING_BYTES must be a whole number of bytes above 0, such as 1000000000; "
+            f"got {text!r}."
+        )
+    return int(text)
 
 
 def tuning_timeout_s() -> float:
-    """``TRIAX_TUNING_TIMEOUT``: seconds that one run, or one compilation, of a config may take."""
-    return _number("TRIAX_TUNING_TIMEOUT", float, 10.0)
-
-
-def _number(name: str, kind: type, default: Any) -> Any:
-    text = os.environ.get(name, "").strip()
+    """``TRIAX_TUNING_TIMEOUT``: seconds for a run of a config; six times that for compiling it."""
+    text = _read("TRIAX_TUNING_TIMEOUT")
     if not text:
-        return default
+        return 10.0
     try:
-        value = kind(text)
+        seconds = float(text)
     except ValueError:
-        value = -1
-    if not value > 0:
-        raise SettingError(f"{name} must be a positive number; got {text!r}.")
-    return value
+        seconds = 0.0
+    if not 0 < seconds <= _MOST_SECONDS:  # false for a NaN, too
+        raise SettingError(
+            f"TRIAX_TUNING_TIMEOUT must be a number of seconds above 0 and up to {_MOST_SECONDS}; "
+            f"got {text!r}."
+        )
+    return seconds
+
+
+def _read(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _absolute(name: str, folder: str) -> Path:
+    """A folder that means the same wherever the program goes."""
+    if not os.path.isabs(folder):
+        raise SettingError(f"{name} must hold absolute paths; got {folder!r}.")
+    return Path(folder)

@@ -1,8 +1,8 @@
 """Tuned configs on disk: one JSON file per key.
 
 A file is written whole beside its place and renamed into it, so a reader sees the old one
-or the new one. A file that does not parse, or is about another key, is a miss and a log
-line. Stores are looked up in order: the user's, the read-only ones of
+or the new one. A file that is no record, or is about another key, is ignored and logged.
+Stores are looked up in order: the user's, the read-only ones of
 ``TRIAX_CACHE_PATH``, the one shipped with the package.
 """
 
@@ -11,21 +11,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import logging
 import os
-import tempfile
+import secrets
+import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from triax.bridge import settings
 from triax.bridge.compat import versions
+from triax.tuning import typed_json
 from triax.tuning.key import FORMAT, Key
 
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "shipped"
+MAX_BYTES = 4 << 20  # of a file; a record of a hundred candidates has some ten thousand
+_PART_PREFIX = ".triax-"
+_PART_AGE_S = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,42 +57,44 @@ class Record:
     @classmethod
     def now(cls, key: Key, config: str, timings: Sequence[Timing], inputs: str) -> Record:
         """A record of today, by the installed versions."""
-        names = ("triax", "jax", "jaxlib", "triton")
+        names = ("jax", "jaxlib", "triax", "triton")
         found = tuple((name, versions.installed(name) or "") for name in names)
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(key, config, tuple(timings), inputs, date, found)
 
     def to_json(self) -> str:
-        data = dataclasses.asdict(self)
-        data["key"] = {
-            **data["key"],
-            **{n: dict(getattr(self.key, n)) for n in ("arguments", "dtypes", "options")},
-        }
-        data["versions"] = dict(self.versions)
-        return json.dumps(data, indent=1) + "\n"
+        return typed_json.dumps(self)
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Raises ValueError, KeyError or TypeError where the text is no record."""
-        data = json.loads(text)
-        if data["key"]["format"] != FORMAT:
-            raise ValueError(f"format {data['key']['format']} is not {FORMAT}")
-        fields = dict(data["key"])
-        for name in ("arguments", "dtypes", "options"):
-            fields[name] = tuple(sorted(fields[name].items()))
-        fields["candidates"] = tuple(fields["candidates"])
-        key = Key(**fields)
-        record = cls(
-            key=key,
-            config=data["config"],
-            timings=tuple(Timing(**timing) for timing in data["timings"]),
-            inputs=data["inputs"],
-            date=data["date"],
-            versions=tuple(data["versions"].items()),
-        )
-        if record.config not in key.candidates:
-            raise ValueError(f"its config {record.config!r} is not one of its candidates")
+        """Raises ValueError where the text is no record."""
+        data = typed_json.parse(text)
+        match data:
+            case {"key": {"format": int(found)}} if found != FORMAT:
+                raise ValueError(f"format {found} is not {FORMAT}")
+        record: Record = typed_json.build(cls, data)
+        if not record.key.kernel.isidentifier():  # it becomes a part of a file's name
+            raise ValueError(f"its kernel {record.key.kernel!r:.80} is no name of a function")
+        if record.config not in record.key.candidates:
+            raise ValueError(f"its config {record.config!r:.80} is not one of its candidates")
         return record
+
+
+def read(path: Path) -> Record:
+    """The record in a file.
+
+    Raises:
+      OSError: the file cannot be opened or read.
+      ValueError: what is there is no record, or not even a file of a sensible size.
+    """
+    # Opening a pipe that nobody writes to would wait forever without O_NONBLOCK.
+    with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES} bytes")
+    return Record.from_json(data.decode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +111,10 @@ class Store:
         """The record of a key, or None."""
         path = self.path(key)
         try:
-            record = Record.from_json(path.read_text())
+            record = read(path)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("tuned config %s is not usable and is ignored: %s", path, error)
             return None
         if record.key != key:
@@ -119,9 +126,11 @@ class Store:
         """Writes a record, whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(record.key)
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=".", suffix=".part")
+        temporary = self.folder / f"{_PART_PREFIX}{secrets.token_hex(8)}.part"
+        # Others may read it, if the umask lets them: a store can be shared.
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            with os.fdopen(descriptor, "w") as file:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(record.to_json())
                 file.flush()
                 os.fsync(file.fileno())
@@ -133,27 +142,53 @@ class Store:
         return path
 
     def paths(self) -> list[Path]:
-        """The files of all records, by name."""
-        return sorted(self.folder.glob("[!.]*.json")) if self.folder.is_dir() else []
+        """The files of all records, by name; none where there is no such folder yet."""
+        return [p for p in self._files() if p.suffix == ".json" and not p.name.startswith(".")]
 
     def records(self) -> Iterator[tuple[Path, Record | None]]:
         """All files with what is in them; None where it is not usable."""
         for path in self.paths():
             try:
-                yield path, Record.from_json(path.read_text())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                yield path, read(path)
+            except (OSError, ValueError):
                 yield path, None
+
+    def leftovers(self) -> list[Path]:
+        """What writers that were killed have left behind: a living one takes no minute."""
+        now = time.time()
+        found = []
+        for path in self._files():
+            if path.name.startswith(_PART_PREFIX) and path.suffix == ".part":
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                    if now - path.lstat().st_mtime > _PART_AGE_S:
+                        found.append(path)
+        return found
+
+    def _files(self) -> list[Path]:
+        try:
+            return sorted(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
 
 
 def user_store() -> Store:
-    """The store that tuning writes to."""
-    return Store(settings.cache_folder(), "user store")
+    """The store that tuning writes to.
+
+    Raises:
+      FileNotFoundError: there is no place for one.
+    """
+    if (folder := settings.cache_folder()) is None:
+        raise FileNotFoundError(
+            "this user has no home folder to keep tuned configs in; set TRIAX_CACHE_DIR"
+        )
+    return Store(folder, "user store")
 
 
 def stores() -> list[Store]:
     """All stores, in the order they are looked up."""
+    users = [] if settings.cache_folder() is None else [user_store()]
     read_only = [Store(path, f"store {path}") for path in settings.cache_path()]
-    return [user_store(), *read_only, Store(SHIPPED, "shipped with Triax")]
+    return [*users, *read_only, Store(SHIPPED, "shipped with Triax")]
 
 
 def find(key: Key) -> tuple[Record, Store] | None:

@@ -1,0 +1,188 @@
+"""The store: what it writes, and what it makes of files that others wrote."""
+
+import dataclasses
+import functools
+import json
+import operator
+import os
+import stat
+import time
+
+import pytest
+
+from tests.tuning.records import key, record
+from triax.bridge import settings
+from triax.tuning import store
+from triax.tuning.store import Record, Store, Timing
+
+BRACKETS = 5000
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Store(tmp_path / "store", "test")
+
+
+def put_text(place, text):
+    """Writes `text` in the place of the record of `key(0)`."""
+    path = place.put(record(0))
+    path.write_text(text)
+
+
+def test_round_trip(place):
+    written = dataclasses.replace(
+        record(0),
+        timings=(Timing("BLOCK=64", 1.5, 7), Timing("BLOCK=128", error="out of resources")),
+    )
+    place.put(written)
+    assert place.find(key(0)) == written
+    assert place.find(key(1)) is None
+
+
+def places_in(value, path=()):
+    """Every place in parsed JSON."""
+    yield path
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
+            yield from places_in(item, (*path, name))
+
+
+def replaced(value, path, new):
+    if not path:
+        return new
+    copy = value.copy()
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+def test_the_type_of_every_field_is_checked():
+    small = dataclasses.replace(
+        record(0),
+        key=dataclasses.replace(key(0), candidates=("BLOCK=64",), options=(("a", "b"),)),
+        timings=(Timing("BLOCK=64", 1.5, 3, "none"),),
+    )
+    data = json.loads(small.to_json())
+    assert Record.from_json(json.dumps(data)) == small
+    samples = (True, 7, 1.5, "x", [None], {"x": None}, None)
+    also = {("median_ms", int), ("median_ms", type(None)), ("error", type(None))}
+    tried = 0
+    for path in places_in(data):
+        before = functools.reduce(operator.getitem, path, data)
+        wrong = [
+            sample
+            for sample in samples
+            if type(sample) not in (int, float, str) or type(sample) is not type(before)
+            if not path or (path[-1], type(sample)) not in also
+        ]
+        for sample in (*wrong, float("nan"), "\ud800"):
+            tried += 1
+            with pytest.raises(ValueError):
+                Record.from_json(json.dumps(replaced(data, path, sample)))
+    assert tried > 200
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: d.pop("inputs"), "it lacks inputs"),
+        (lambda d: d.update(more=1), "it has an unknown field 'more'"),
+        (lambda d: d["key"].update(format=2), "format 2 is not 1"),
+        (lambda d: d["key"].pop("format"), "key lacks format"),
+        (lambda d: d["key"].update(compute_capability=True), "compute_capability must be an int"),
+        (lambda d: d["key"].update(dtypes=[["x", "y"]]), "dtypes must be an object; got list"),
+        (lambda d: d["key"]["dtypes"].update(x=1), r"dtypes\['x'\] must be a string; got int"),
+        (lambda d: d["key"].update(kernel="../../x"), "its kernel '../../x' is no name"),
+        (lambda d: d["key"].update(kernel=""), "its kernel '' is no name"),
+        (lambda d: d["timings"][3].update(median_ms=10**400), "median_ms is inf"),
+        (lambda d: d["timings"][3].update(runs=None), "runs must be an int; got NoneType"),
+        (lambda d: d["timings"].append([]), r"timings\[40\] must be an object; got list"),
+        (lambda d: d.update(config="BLOCK=1"), "its config 'BLOCK=1' is not one of its candidates"),
+        (lambda d: d.update(date="\ud800"), "surrogates not allowed"),
+    ],
+)
+def test_reasons(place, caplog, change, reason):
+    data = json.loads(record(0).to_json())
+    change(data)
+    put_text(place, json.dumps(data))
+    assert place.find(key(0)) is None
+    assert len(caplog.records) == 1
+    with pytest.raises(ValueError, match=reason):
+        store.read(place.path(key(0)))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * BRACKETS + "]" * BRACKETS, '{"key": ' + "[" * BRACKETS, "9" * 5000, "\ud800"]
+)
+def test_text_that_no_parser_takes_is_a_miss(place, caplog, text):
+    path = place.put(record(0))
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    assert place.find(key(0)) is None
+    assert "is not usable and is ignored" in caplog.text
+
+
+def test_a_pipe_is_a_miss(place, caplog):
+    place.folder.mkdir()
+    os.mkfifo(place.path(key(0)))
+    assert place.find(key(0)) is None
+    assert "it is no regular file" in caplog.text
+    assert [found for _, found in place.records()] == [None]
+
+
+def test_a_folder_is_a_miss(place, caplog):
+    place.path(key(0)).mkdir(parents=True)
+    assert place.find(key(0)) is None
+    assert "Is a directory" in caplog.text
+
+
+def test_a_huge_file_is_not_read(place, caplog, monkeypatch):
+    path = place.put(record(0))
+    os.truncate(path, 300 << 20)
+    decoded = []
+    monkeypatch.setattr(Record, "from_json", lambda text: decoded.append(text))
+    assert place.find(key(0)) is None
+    assert f"it is larger than {store.MAX_BYTES} bytes" in caplog.text
+    assert decoded == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_others_may_read_what_the_umask_lets_them(place, umask, mode):
+    before = os.umask(umask)
+    try:
+        path = place.put(record(0))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_write_that_fails_leaves_nothing(place):
+    path = place.path(key(0))
+    path.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        place.put(record(0))
+    assert list(place.folder.iterdir()) == [path]
+    assert path.is_dir()
+
+
+def test_leftovers_are_what_no_living_writer_has(place):
+    place.put(record(0))
+    names = ".triax-0.part", ".triax-1.part", ".triax-folder", ".movie.part"
+    for name in names:
+        (place.folder / name).touch()
+    old = time.time() - 3600
+    for name in names[1:]:
+        os.utime(place.folder / name, (old, old))
+    assert [path.name for path in place.leftovers()] == [".triax-1.part"]
+    assert len(place.paths()) == 1
+
+
+def test_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("TRIAX_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)  # in no list of users
+    assert settings.cache_folder() is None
+    assert [place.name for place in store.stores()] == ["shipped with Triax"]
+    assert store.find(key(0)) is None
+    with pytest.raises(OSError, match=r"has no home folder.*set TRIAX_CACHE_DIR"):
+        store.user_store()
