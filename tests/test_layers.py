@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.grid": (1, 1),
     "triax.bridge.kernel": (1, 1),
     "triax.bridge.candidates": (1, 2),
+    "triax.bridge.arguments": (1, 3),
     "triax.bridge.compiler": (2, 0),
     "triax.bridge.custom_call": (2, 0),
     "triax.bridge.interpreter": (2, 0),

@@ -13,12 +13,14 @@ import triton.language as tl
 import triax
 from tests import kernels
 from triax import testing
+from triax.bridge import candidates
 from triax.bridge.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     TriaxError,
     UnsupportedError,
 )
+from triax.bridge.inspect import describe
 
 X = jnp.arange(100, dtype=jnp.float32)
 OUT = jax.ShapeDtypeStruct((100,), jnp.float32)
@@ -44,6 +46,26 @@ def renamed_kernel(x_ptr, out_ptr, n: tl.int64, flag=True, BLOCK: tl.constexpr =
     tl.store(out_ptr + offsets, x, mask=offsets < n)
 
 
+@triton.jit
+def pair_kernel(pair, out_ptr):
+    tl.store(out_ptr, tl.load(pair[0]))
+
+
+@triton.jit
+def reductions_kernel(x_ptr, out_ptr, max_ptr=None, sum_ptr=None, SIZE: tl.constexpr = 128):
+    offsets = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + offsets, mask=offsets < 100, other=0)
+    tl.store(out_ptr + offsets, -x, mask=offsets < 100)
+    if max_ptr is not None:
+        tl.store(max_ptr, tl.max(x))
+    if sum_ptr is not None:
+        tl.store(sum_ptr, tl.sum(x))
+
+
+def optional_outputs(out_type, **keywords):
+    return triax.triton_call(X, kernel=reductions_kernel, out_type=out_type, grid=1, **keywords)
+
+
 def hooked(**arguments):
     return triton.autotune(configs=[triton.Config({"BLOCK": 64}, **arguments)], key=["n"])(
         kernels.add_kernel
@@ -56,7 +78,12 @@ MISTAKES = {
     "grid_float": (lambda: add(grid=1.5), TypeError, GRID + r"type=float, value=1\.5\."),
     "grid_bool": (lambda: add(grid=True), TypeError, GRID + r"type=bool, value=True\."),
     "grid_none": (lambda: add(grid=None), TypeError, GRID + r"type=NoneType, value=None\."),
-    "grid_list": (lambda: add(grid=[1, 2]), TypeError, GRID + r"type=list, value=\[1, 2\]\."),
+    "grid_dict": (lambda: add(grid={1: 2}), TypeError, GRID + r"type=dict, value=\{1: 2\}\."),
+    "grid_list_of_bools": (
+        lambda: add(grid=[2, True]),
+        TypeError,
+        GRID + r"type=list, value=\[2, True\]\.",
+    ),
     "grid_of_floats": (
         lambda: add(grid=(1, 2.0)),
         TypeError,
@@ -186,6 +213,43 @@ MISTAKES = {
         ValueError,
         r"names operand 2, which is the scalar `n`",
     ),
+    "alias_list": (
+        lambda: add(input_output_aliases=[(0, 0)]),
+        TypeError,
+        r"must be a mapping from operands.*such as \{0: 0\}; got \[\(0, 0\)\] of type list",
+    ),
+    "alias_key_tuple": (
+        lambda: add(input_output_aliases={(0, 1): 0}),
+        TypeError,
+        r"must name operands by parameter or by index; got \(0, 1\) of type tuple",
+    ),
+    "alias_key_float": (
+        lambda: add(input_output_aliases={0.0: 0}),
+        TypeError,
+        r"must name operands by parameter or by index; got 0\.0 of type float",
+    ),
+    "alias_to_a_tuple": (
+        lambda: add(input_output_aliases={0: (0,)}),
+        TypeError,
+        r"must map to the index of an output; got \(0,\) for operand 0",
+    ),
+    "alias_to_a_bool": (
+        lambda: add(input_output_aliases={0: False}),
+        TypeError,
+        r"must map to the index of an output; got False",
+    ),
+    "alias_of_a_whole_tuple": (
+        lambda: triax.triton_call(
+            (X, X), kernel=pair_kernel, out_type=OUT, grid=1, input_output_aliases={"pair": 0}
+        ),
+        ValueError,
+        r"names operand 'pair', which is a tuple. Name one of its parts: pair\[0\], pair\[1\]",
+    ),
+    "alias_twice": (
+        lambda: add(input_output_aliases={0: 0, "x_ptr": 0}),
+        ValueError,
+        r"names operand `x_ptr` twice, by its name and by its index",
+    ),
     "alias_no_such_output": (
         lambda: add(input_output_aliases={0: 1}),
         ValueError,
@@ -240,6 +304,47 @@ MISTAKES = {
         lambda: add(zeroed_outputs=(1,)),
         ValueError,
         r"`zeroed_outputs` has index 1, and there are 1 outputs",
+    ),
+    "zeroed_int": (
+        lambda: add(zeroed_outputs=0),
+        TypeError,
+        r"`zeroed_outputs` must be a sequence of output indices.*got 0 of type int",
+    ),
+    "zeroed_callable_result": (
+        lambda: add(zeroed_outputs=lambda meta: None),
+        TypeError,
+        r"`zeroed_outputs` must be.*got None of type NoneType",
+    ),
+    "zeroed_bool": (
+        lambda: add(zeroed_outputs=(False,)),
+        TypeError,
+        r"`zeroed_outputs` must be.*got \(False,\)",
+    ),
+    "name": (
+        lambda: add(name=3),
+        TypeError,
+        r"`name` must be a string; got 3 of type int",
+    ),
+    "serialized_metadata": (
+        lambda: add(serialized_metadata="x"),
+        TypeError,
+        r"Argument `serialized_metadata` must be bytes; got 'x' of type str",
+    ),
+    "backend_options": (
+        lambda: add(backend_options=["maxnreg"]),
+        TypeError,
+        r"Argument `backend_options` must be a mapping; got \['maxnreg'\] of type list",
+    ),
+    "cost_estimate": (
+        lambda: add(cost_estimate=3),
+        TypeError,
+        r"Argument `cost_estimate` must be a mapping; got 3 of type int",
+    ),
+    "optional_outputs": (
+        lambda: optional_outputs((OUT, OUT)),
+        TypeError,
+        r"`out_type` has 2 outputs.*1 parameters that were not supplied \(out_ptr\).*with a "
+        r"default of None \(max_ptr, sum_ptr\) can take outputs too, all of them or none: give",
     ),
     "num_warps": (
         lambda: add(num_warps=3),
@@ -379,19 +484,44 @@ def test_defaults_and_annotations():
     testing.assert_same_bits(call(BLOCK=128), -x)
 
 
-def test_named_tuples_keep_their_names():
-    Pair = collections.namedtuple("Pair", "left right")
+Pair = collections.namedtuple("Pair", "left right")
 
+
+def named_tuples():
     @triton.jit
-    def pair_kernel(pair, out_ptr, n, BLOCK: tl.constexpr):
-        offsets = tl.arange(0, BLOCK)
-        total = tl.load(pair[0] + offsets, mask=offsets < n) * pair[1]
-        tl.store(out_ptr + offsets, total, mask=offsets < n)
+    def kernel(pair, out_ptr, n, SHAPE: tl.constexpr):
+        offsets = tl.arange(0, SHAPE.left)
+        total = tl.load(pair.left + offsets, mask=offsets < n) * pair.right.left
+        tl.store(out_ptr + offsets, total + SHAPE.right[0], mask=offsets < n)
 
-    out = triax.triton_call(
-        Pair(X, 3.0), n=100, BLOCK=128, kernel=pair_kernel, out_type=OUT, grid=1
-    )
-    testing.assert_same_bits(out, 3 * np.asarray(X))
+    def f(x):
+        return triax.triton_call(
+            Pair(x, Pair(3.0, None)),
+            n=100,
+            SHAPE=Pair(128, (7,)),
+            kernel=kernel,
+            out_type=OUT,
+            grid=1,
+            compute_capability=90,
+        )
+
+    return f
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_named_tuples_keep_their_names(wrap):
+    testing.assert_same_bits(wrap(named_tuples())(X), 3 * np.asarray(X) + 7)
+
+
+@pytest.mark.cuda_plugin
+def test_named_tuples_keep_their_names_in_the_compiler():
+    (call,) = describe(jax.jit(named_tuples()).trace(X).lower(lowering_platforms=("cuda",)))
+    assert call.kernel == "kernel"
+
+
+def test_grid_as_a_list():
+    for grid in ([2], [2, 1, 1], lambda meta: [triton.cdiv(meta["n"], meta["BLOCK"])]):
+        testing.assert_same_bits(add(grid=grid), 2 * np.asarray(X))
 
 
 def test_values_that_compare_equal_are_not_confused():
@@ -408,6 +538,108 @@ def test_values_that_compare_equal_are_not_confused():
     assert not np.signbit(jax.jit(lambda: fill(0.0))())
     assert np.signbit(jax.jit(lambda: fill(-0.0))())
     assert fill(1) == fill(1.0) == 1.0
+
+
+def test_parameters_with_a_default_of_none_as_outputs():
+    one = jax.ShapeDtypeStruct((), jnp.float32)
+    x = np.asarray(X) + 1  # without a zero: Triton before 3.7 negates it to 0.0
+
+    def call(out_type, **keywords):
+        return triax.triton_call(x, kernel=reductions_kernel, out_type=out_type, grid=1, **keywords)
+
+    testing.assert_same_bits(call(OUT), -x)
+    out, largest, total = call((OUT, one, one))
+    testing.assert_same_bits(out, -x)
+    assert (largest, total) == (100, 5050)
+    out, total = call((OUT, one), max_ptr=None)
+    assert total == 5050
+    out, largest = call((OUT, one), sum_ptr=None)
+    assert largest == 100
+    # An operand there is none of them; an alias of it takes no parameter.
+    out, total, largest = call(
+        (OUT, one, one), max_ptr=jnp.float32(3), input_output_aliases={"max_ptr": 2}
+    )
+    assert (largest, total) == (100, 5050)
+
+
+class TestNamesThatAreTheKernels:
+    """Parameters of a kernel that are named like arguments of `triton_call`."""
+
+    @staticmethod
+    def rows(*operands, **keywords):
+        """Softmax with programs that take several rows each, pipelined over them."""
+
+        @triton.jit
+        def softmax_rows_kernel(
+            out_ptr, x_ptr, stride, rows, columns, BLOCK: tl.constexpr, num_stages: tl.constexpr
+        ):
+            step = tl.num_programs(0)
+            for row in tl.range(tl.program_id(0), rows, step, num_stages=num_stages):
+                offsets = tl.arange(0, BLOCK)
+                mask = offsets < columns
+                x = tl.load(x_ptr + row * stride + offsets, mask=mask, other=float("-inf"))
+                e = tl.exp(x - tl.max(x))
+                tl.store(out_ptr + row * stride + offsets, e / tl.sum(e), mask=mask)
+
+        x = np.random.default_rng(0).standard_normal((9, 50)).astype(np.float32)
+        seen = []
+
+        def grid(meta):
+            seen.append({n: meta[n] for n in ("num_stages", "num_warps") if n in meta})
+            return 4
+
+        arguments = {"x_ptr": x, "stride": 50, "rows": 9, "columns": 50, "BLOCK": 64}
+        kernel = keywords.pop("decorate", lambda kernel: kernel)(softmax_rows_kernel)
+        out = triax.triton_call(kernel=kernel, out_type=x, grid=grid, **arguments, **keywords)
+        testing.assert_close(out, jax.nn.softmax(x), terms=50)
+        return seen
+
+    def test_an_option_reaches_kernel_and_compiler(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(
+            candidates,
+            "build",
+            lambda request, build=candidates.build: calls.append(request) or build(request),
+        )
+        assert self.rows(num_stages=2, num_warps=8) == [{"num_stages": 2, "num_warps": 8}]
+        assert calls[0].keywords["num_stages"] == calls[0].options["num_stages"] == 2
+        assert "num_warps" not in calls[0].keywords
+
+    def test_a_configs_option_reaches_the_kernel(self):
+        def tuned(kernel):
+            configs = [triton.Config({}, num_stages=n, num_warps=2) for n in (2, 3)]
+            return triton.autotune(configs, key=[])(kernel)
+
+        assert [seen["num_stages"] for seen in self.rows(decorate=tuned)] == [2, 3]
+        assert [seen["num_stages"] for seen in self.rows(decorate=tuned, num_stages=3)] == [3]
+
+    def test_without_a_value_it_is_missing(self):
+        with pytest.raises(ArgumentTypeError, match="needs a value for its constexpr `num_stages`"):
+            self.rows()
+
+    def test_other_arguments(self):
+        """Also where the value is the default of the argument, or none that it could take."""
+
+        @triton.jit
+        def kernel(x_ptr, out_ptr, name, debug: tl.constexpr, tuning: tl.constexpr = 5):
+            tl.static_assert(not debug)
+            tl.store(out_ptr, tl.load(x_ptr) + name + tuning)
+
+        def call(**keywords):
+            return triax.triton_call(
+                jnp.float32(1), kernel=kernel, out_type=jnp.float32(0), grid=1, **keywords
+            )
+
+        assert call(name=10, debug=False) == 16
+        assert call(name=10, debug=False, tuning=0) == 11
+
+    def test_given_in_place_and_by_name(self):
+        @triton.jit
+        def kernel(x_ptr, name, out_ptr):
+            tl.store(out_ptr, tl.load(x_ptr) + name)
+
+        with pytest.raises(ArgumentTypeError, match="got `name` both as a positional operand"):
+            triax.triton_call(X, 3, name=3, kernel=kernel, out_type=OUT, grid=1)
 
 
 def test_alias_by_index_counts_scalars():

@@ -22,7 +22,6 @@ from triax.bridge.errors import (
     DifferentiationError,
     OutOfBounds,
     ReadOnlyOperand,
-    UnsupportedError,
 )
 from triax.bridge.inspect import describe
 
@@ -56,9 +55,7 @@ class TestEagerly:
         with jax.disable_jit():
             testing.assert_same_bits(vector_add(X, X), 2 * X)
             ref = jax.new_ref(jnp.asarray(X))
-            triax.triton_call(
-                X, ref, n=300, BLOCK=64, kernel=kernels.accumulate_kernel, out_type=(), grid=5
-            )
+            accumulate(X, ref)
             testing.assert_same_bits(ref[...], 2 * X)
 
     def test_new_lambdas_do_not_compile_again(self):
@@ -106,15 +103,19 @@ class TestMemoryErrors:
         testing.assert_same_bits(jax.jit(vector_add)(X, X), 2 * X)
 
 
+def accumulate(x, y, **changes):
+    """Adds `x` to a Ref."""
+    arguments = {"n": 300, "BLOCK": 64, "kernel": kernels.accumulate_kernel, "grid": 5}
+    return triax.triton_call(x, y, out_type=(), **{**arguments, **changes})
+
+
 class TestRefs:
     def test_in_scan(self):
         def f(x):
             ref = jax.new_ref(jnp.zeros_like(x))
 
             def step(carry, _):
-                triax.triton_call(
-                    x, ref, n=300, BLOCK=64, kernel=kernels.accumulate_kernel, out_type=(), grid=5
-                )
+                accumulate(x, ref)
                 return carry, None
 
             jax.lax.scan(step, 0, None, length=4)
@@ -127,9 +128,7 @@ class TestRefs:
 
         @jax.jit
         def f(ref):
-            triax.triton_call(
-                X, ref, n=300, BLOCK=64, kernel=kernels.accumulate_kernel, out_type=(), grid=5
-            )
+            accumulate(X, ref)
 
         f(ref)
         testing.assert_same_bits(ref[...], 2 * X)
@@ -152,16 +151,84 @@ class TestRefs:
         testing.assert_same_bits(total, 2 * X + 1)
         testing.assert_same_bits(y, X + 1)
 
-    def test_vmap_is_refused(self):
+    def test_in_fori_loop_eagerly(self):
+        """Outside of `jit` too the body is traced, and the Ref is one from outside of it."""
+        ref = jax.new_ref(jnp.zeros_like(X))
+
+        def body(_, carry):
+            accumulate(X, ref)
+            return carry
+
+        jax.lax.fori_loop(0, 3, body, 0)
+        testing.assert_same_bits(ref[...], 3 * X)
+
+    def test_errors_arrive_as_they_are_when_run_eagerly(self):
+        with pytest.raises(OutOfBounds, match=r"accumulate_kernel.*y_ptr"):
+            accumulate(X, jax.new_ref(jnp.zeros(10)))
+
+    @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
+    def test_vmap(self, method):
         def f(x):
             ref = jax.new_ref(x)
-            triax.triton_call(
-                x, ref, n=300, BLOCK=64, kernel=kernels.accumulate_kernel, out_type=(), grid=5
-            )
+            accumulate(x, ref, vmap_method=method)
             return ref[...]
 
-        with pytest.raises(UnsupportedError, match="updates a Ref, and vmap of a Ref"):
-            jax.vmap(f)(np.stack([X, X]))
+        xs = np.stack([X, X + 1])
+        testing.assert_same_bits(jax.jit(jax.vmap(f))(xs), 2 * xs)
+
+    def test_vmap_over_a_ref_from_outside(self):
+        ref = jax.new_ref(jnp.stack([X, X + 1]))
+        jax.vmap(functools.partial(accumulate, vmap_method="sequential"))(np.stack([X, X]), ref)
+        testing.assert_same_bits(ref[...], np.stack([2 * X, 2 * X + 1]))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+    def test_given_twice(self, wrap):
+        """Of two values written back to one Ref the later would win, and an update be lost."""
+        ref = jax.new_ref(jnp.asarray(X))
+        message = r"`y_ptr` of kernel 'accumulate_kernel' is the same Ref as `x_ptr`.*`ref\[...\]`"
+        with pytest.raises(ArgumentValueError, match=message):
+            wrap(lambda: accumulate(ref, ref))()
+        wrap(lambda: accumulate(ref[...], ref))()
+        testing.assert_same_bits(ref[...], 2 * X)
+
+    def test_inside_a_tuple_and_beside_aliases(self):
+        @triton.jit
+        def kernel(pair, y_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            tl.store(pair[0] + offsets, tl.load(pair[0] + offsets) + tl.load(pair[1] + offsets))
+            tl.store(y_ptr + offsets, 7.0)
+
+        def f(x, y):
+            ref = jax.new_ref(x)
+            out = triax.triton_call(
+                (ref, x),
+                y,
+                BLOCK=256,
+                kernel=kernel,
+                out_type=y,
+                grid=1,
+                input_output_aliases={"y_ptr": 0},
+            )
+            return ref[...], out
+
+        x, y = X[:256], X[:256]
+        total, out = jax.jit(f)(x, y)
+        testing.assert_same_bits(total, 2 * x)
+        testing.assert_same_bits(out, np.full_like(y, 7))
+
+    def test_grid_without_programs_leaves_it_alone(self):
+        ref = jax.new_ref(jnp.asarray(X))
+        accumulate(X, ref, grid=0)
+        testing.assert_same_bits(ref[...], X)
+
+    def test_in_shard_map(self, mesh):
+        def local(x):
+            ref = jax.new_ref(x)
+            accumulate(x, ref, n=40)
+            return ref[...]
+
+        x = np.arange(320, dtype=np.float32)
+        testing.assert_same_bits(shard_map(local, mesh, P("d"), P("d"))(x), 2 * x)
 
 
 class TestVmap:

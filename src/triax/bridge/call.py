@@ -1,19 +1,18 @@
-"""`triton_call`: validates a user's call, binds it to the kernel's parameters, hands it to JAX."""
+"""`triton_call`: validates a user's call, binds it to the kernel, hands it to JAX."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from triax.bridge import candidates, dtypes, settings
+from triax.bridge import arguments, candidates, dtypes, settings
 from triax.bridge.compat import jax_private
-from triax.bridge.descriptor import TensorDescriptor
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.bridge.grid import GridLike
 from triax.bridge.kernel import Kernel
@@ -22,11 +21,8 @@ from triax.bridge.launch import (
     Argument,
     ArrayType,
     Call,
-    Descriptor,
-    Operand,
     Result,
     Scalar,
-    Static,
     pack_values,
     rebuild,
 )
@@ -34,8 +30,37 @@ from triax.bridge.primitive import VMAP_METHODS, triton_call_p
 
 IMPLEMENTATIONS = (None, "triton", "interpret")
 _COSTS = ("flops", "bytes_accessed", "transcendentals")
+_NEVER_THE_KERNELS = ("kernel", "grid", "out_type")
+_ALSO_OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
+_KERNELS_OWN = "the kernel's own"  # no identifier, so that it is nobody's keyword
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
+def _kernels_names_first(
+    function: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """Gives the kernel the keywords that name both its parameter and an argument of `function`.
+
+    They come under `_KERNELS_OWN`, and stay arguments only where they are the compiler's.
+    """
+    kinds = inspect.signature(function).parameters.items()
+    names = {name for name, p in kinds if p.kind is p.KEYWORD_ONLY} - set(_NEVER_THE_KERNELS)
+
+    @functools.wraps(function)
+    def wrapper(*operands: _Parameters.args, **given: _Parameters.kwargs) -> _Result:
+        if not names.isdisjoint(given) and "kernel" in given:
+            parameters = Kernel.of(given["kernel"]).parameter_names
+            own = {n: given[n] for n in parameters if n in names and n in given}
+            rest = {n: v for n, v in given.items() if n not in own or n in _ALSO_OPTIONS}
+            given = {**rest, _KERNELS_OWN: own}  # type: ignore[assignment]
+        return function(*operands, **given)
+
+    return wrapper
+
+
+@_kernels_names_first
 def triton_call(
     *operands: Any,
     kernel: Any,
@@ -74,17 +99,25 @@ def triton_call(
                 grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),))
 
     Positional operands and keywords bind to the kernel's parameters as in Python. The
-    parameters that are not supplied and have no default are the outputs, in order.
+    parameters that are not supplied and have no default are the outputs, in order. Where
+    there are more outputs than that, the parameters with a default of None that are not
+    supplied take one each too: all of them, so give None for those that are no outputs.
+
+    A keyword that names both a parameter of the kernel and one of the arguments below
+    (`num_stages`, say) is the kernel's; `num_warps`, `num_stages`, `num_ctas` and `debug`
+    reach the compiler too, as in Triton. Only `kernel`, `grid` and `out_type` are never
+    the kernel's.
 
     Args:
       *operands: arrays, Python and NumPy scalars (bool, int, float), None, nested tuples of
-        these, `jax.Ref`s (updated in place), `TensorDescriptor`s. Arrays are passed as
+        these, `jax.Ref`s (read before the call and written after it, which XLA turns into
+        an update in place), `TensorDescriptor`s. Arrays are passed as
         pointers to dense row-major buffers aligned to 16 bytes; scalars are compiled for,
         with Triton's usual specialisation.
       kernel: a function decorated with `@triton.jit` or Gluon's jit, with
         `@triton.autotune` and `@triton.heuristics` around it in any nesting or not.
       out_type: a pytree of anything with `shape` and `dtype`; the result has its structure.
-      grid: how many programs: an int, a tuple of one to three ints, or a callable from the
+      grid: how many programs: an int, a tuple or list of one to three ints, or a callable from the
         meta-parameters (all arguments, constexprs and options by name, arrays as
         `jax.ShapeDtypeStruct`) to one of those, evaluated for each config on the values
         that config is compiled with. With a zero in it nothing runs, and the outputs are
@@ -127,9 +160,14 @@ def triton_call(
       CompilationError: when the program is lowered, if Triton refuses the kernel.
     """
     if "out_shape" in kwargs and out_type is None:
-        warnings.warn("`out_shape` is called `out_type` now.", DeprecationWarning, stacklevel=2)
+        warnings.warn("`out_shape` is called `out_type` now.", DeprecationWarning, stacklevel=3)
         out_type = kwargs.pop("out_shape")
+    kwargs |= kwargs.pop(_KERNELS_OWN, {})
     view = Kernel.of(kernel)
+    _check_type("name", name, str, "a string")
+    _check_type("serialized_metadata", serialized_metadata, bytes, "bytes")
+    for argument, value in (("backend_options", backend_options), ("cost_estimate", cost_estimate)):
+        _check_type(argument, {} if value is None else value, Mapping, "a mapping")
     _check_choice("implementation", implementation, IMPLEMENTATIONS)
     _check_choice("vmap_method", vmap_method, (None, *VMAP_METHODS))
     mode = (
@@ -137,11 +175,13 @@ def triton_call(
     )
     capability = _check_capability(compute_capability)
     results, out_tree = _flatten_out_type(out_type)
-    bound, keywords = _bind(view, operands, kwargs)
-    flat = _Flattened(view.name)
-    supplied = {name: flat.add(name, value) for name, value in bound.items()}
-    aliases = _resolve_aliases(input_output_aliases or {}, flat, results)
-    arguments = _place_outputs(view, supplied, keywords, results, aliases)
+    bound = arguments.bind(view, operands, kwargs)
+    flat = arguments.Flattened(view.name)
+    supplied = {name: flat.add(name, value) for name, value in bound.runtime.items()}
+    aliases = arguments.resolve_aliases(
+        {} if input_output_aliases is None else input_output_aliases, flat, results
+    )
+    placed = arguments.place_outputs(view, bound, supplied, results, aliases)
     options = {
         "num_warps": num_warps,
         "num_stages": num_stages,
@@ -150,8 +190,8 @@ def triton_call(
     }
     request = candidates.Request(
         kernel=view,
-        arguments=_seen_by_callables(arguments, flat, results),
-        keywords=keywords,
+        arguments=_seen_by_callables(placed, flat, results),
+        keywords=bound.keywords,
         options=_merge_options(options, backend_options or {}),
         grid=grid,
         num_results=len(results),
@@ -159,9 +199,10 @@ def triton_call(
     )
     call = Call(
         kernel=view,
-        arguments=arguments,
+        arguments=placed,
         candidates=candidates.build(request),
-        aliases=aliases,
+        # The value of each Ref is an operand with an output of its own.
+        aliases=(*aliases, *(Alias(i, len(results) + k) for k, i in enumerate(flat.refs))),
         name=name,
         tuning=mode,
         implementation=implementation,
@@ -172,13 +213,26 @@ def triton_call(
         debug=debug,
         tuning_inputs=tuning_inputs,
     )
+    types = flat.types()
     outputs = triton_call_p.bind(
-        *_same_varying_axes(flat.arrays),
+        *jax_private.insert_varying_casts(flat.arrays),
         call=call,
-        result_avals=tuple(jax_private.shaped_array(r.shape, r.dtype) for r in results),
+        result_avals=tuple(
+            jax.core.ShapedArray(t.shape, t.dtype)
+            for t in (*results, *(types[index] for index in flat.refs))
+        ),
         vmap_method=vmap_method,
     )
-    return jax.tree_util.tree_unflatten(out_tree, outputs)
+    for ref, value in zip(flat.refs.values(), outputs[len(results) :], strict=True):
+        ref[...] = value
+    return jax.tree_util.tree_unflatten(out_tree, outputs[: len(results)])
+
+
+def _check_type(argument: str, value: Any, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(
+            f"Argument `{argument}` must be {what}; got {value!r} of type {type(value).__name__}."
+        )
 
 
 def _check_choice(argument: str, value: Any, choices: Sequence[Any]) -> None:
@@ -232,180 +286,8 @@ def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
     return results, tree
 
 
-def _bind(
-    view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Runtime arguments by parameter, in the kernel's order, and the other keywords."""
-    parameters = view.parameters
-    if len(operands) > len(parameters):
-        raise ArgumentTypeError(
-            f"Kernel {view.name!r} has {len(parameters)} parameters "
-            f"({', '.join(view.parameter_names)}), and {len(operands)} positional operands were "
-            "given."
-        )
-    given = dict(zip(view.parameter_names, operands, strict=False))
-    twice = [name for name in given if name in kwargs]
-    if twice:
-        raise ArgumentTypeError(
-            f"Kernel {view.name!r} got `{twice[0]}` both as a positional operand and as a keyword."
-        )
-    given |= kwargs
-    runtime = {p.name for p in view.runtime_parameters}
-    settable = view.values_set_by_stages()
-    bound = {p.name: given[p.name] for p in view.runtime_parameters if p.name in given}
-    for parameter in view.runtime_parameters:
-        if parameter.name not in bound and parameter.has_default and parameter.name not in settable:
-            bound[parameter.name] = parameter.default
-    keywords = {name: value for name, value in given.items() if name not in runtime}
-    ordered = {p.name: bound[p.name] for p in view.runtime_parameters if p.name in bound}
-    return ordered, keywords
-
-
-@dataclasses.dataclass
-class _Flattened:
-    """Collects array operands in order while arguments are turned into leaves.
-
-    `leaves` are the flattened operands as aliases count them: an array's index, or None
-    for a scalar; with their names. `names` are those of the arrays.
-    """
-
-    kernel: str
-    arrays: list[Any] = dataclasses.field(default_factory=list)
-    names: list[str] = dataclasses.field(default_factory=list)
-    leaves: list[tuple[str, int | None]] = dataclasses.field(default_factory=list)
-
-    def add(self, name: str, value: Any) -> Argument:
-        if isinstance(value, tuple):
-            return rebuild(value, [self.add(f"{name}[{i}]", v) for i, v in enumerate(value)])
-        if isinstance(value, TensorDescriptor):
-            return self._add_descriptor(name, value)
-        if value is None:
-            return Scalar(Static(None))  # a pytree without leaves: aliases do not count it
-        if jax_private.is_transformed_ref(value):
-            raise ArgumentTypeError(
-                f"Argument `{name}` of kernel {self.kernel!r} is a view of a Ref. Pass the whole "
-                "Ref, and the offsets as operands."
-            )
-        if (scalar := _scalar(name, value)) is not None:
-            self.leaves.append((name, None))
-            return scalar
-        if jax_private.is_array(value) or jax_private.is_ref(value):
-            return Operand(self._add_array(name, value))
-        raise ArgumentTypeError(
-            f"Argument `{name}` of kernel {self.kernel!r} must be an array, a bool, int or float, "
-            f"None, a Ref, a TensorDescriptor or a tuple of these; got {value!r} of type "
-            f"{type(value).__name__}."
-        )
-
-    def _add_array(self, name: str, value: Any) -> int:
-        dtypes.check(value.dtype, name)
-        if not isinstance(value, jax.Array) and not jax_private.is_ref(value):
-            value = jnp.asarray(value)
-        index = len(self.arrays)
-        self.arrays.append(value)
-        self.names.append(name)
-        self.leaves.append((name, index))
-        return index
-
-    def _add_descriptor(self, name: str, value: TensorDescriptor) -> Descriptor:
-        return Descriptor(
-            self._add_array(name, value.base),
-            value.shape,
-            value.strides,
-            value.block_shape,
-            value.layout,
-            value.padding,
-            value.round_f32_to_tf32,
-        )
-
-    def types(self) -> list[ArrayType]:
-        return [ArrayType(tuple(a.shape), np.dtype(a.dtype)) for a in self.arrays]
-
-
-def _scalar(name: str, value: Any) -> Scalar | None:
-    """A scalar as the plain Python number that Triton types; None if it is none."""
-    if isinstance(value, (bool, np.bool_)):
-        return Scalar(Static(bool(value)))
-    if isinstance(value, (int, np.integer)):
-        if not -(2**63) <= int(value) < 2**64:
-            raise ArgumentValueError(f"Argument `{name}` must fit 64 bits; got {int(value)}.")
-        return Scalar(Static(int(value)))
-    if isinstance(value, (float, np.floating)):
-        return Scalar(Static(float(value)))
-    return None
-
-
-def _resolve_aliases(
-    aliases: Mapping[int | str, int], flat: _Flattened, results: Sequence[ArrayType]
-) -> tuple[Alias, ...]:
-    pairs: dict[int, int] = {}
-    by_name = dict(flat.leaves)
-    for key, result in aliases.items():
-        if isinstance(key, str):
-            if key not in by_name:
-                raise ArgumentValueError(
-                    f"Argument `input_output_aliases` names operand {key!r}, which was not given."
-                    f"{candidates.near_misses(key, by_name)}"
-                )
-            name, index = key, by_name[key]
-        else:
-            if isinstance(key, bool) or not 0 <= key < len(flat.leaves):
-                raise ArgumentValueError(
-                    f"Argument `input_output_aliases` names operand {key}, and there are "
-                    f"{len(flat.leaves)}, scalars included "
-                    f"({', '.join(name for name, _ in flat.leaves)})."
-                )
-            name, index = flat.leaves[key]
-        if index is None:
-            raise ArgumentValueError(
-                f"Argument `input_output_aliases` names operand {key!r}, which is the scalar "
-                f"`{name}`; only arrays have a buffer to share."
-            )
-        if jax_private.is_ref(flat.arrays[index]):
-            raise ArgumentValueError(
-                f"Argument `input_output_aliases` names `{name}`, a Ref, which is updated in place "
-                "without it. Leave it out, and its output too."
-            )
-        pairs[index] = result
-    return candidates.check_aliases(pairs, flat.types(), results, flat.names)
-
-
-def _place_outputs(
-    view: Kernel,
-    supplied: Mapping[str, Argument],
-    keywords: Mapping[str, Any],
-    results: Sequence[ArrayType],
-    aliases: Sequence[Alias],
-) -> tuple[tuple[str, Argument], ...]:
-    """All runtime arguments in the kernel's order, outputs in the places left free."""
-    settable = view.values_set_by_stages()
-    free = [
-        p.name for p in view.runtime_parameters if p.name not in supplied and p.name not in settable
-    ]
-    aliased = {alias.result for alias in aliases}
-    outputs = [i for i in range(len(results)) if i not in aliased]
-    if len(free) != len(outputs):
-        extra = sorted(set(keywords) - set(view.parameter_names))
-        hint = ""
-        if extra:
-            misses = candidates.near_misses(extra[0], view.parameter_names)
-            hint = f" There is no parameter `{extra[0]}`.{misses}"
-        listed = f" ({', '.join(free)})" if free else ""
-        raise ArgumentTypeError(
-            f"Argument `out_type` has {len(outputs)} outputs that are not aliased to an operand, "
-            f"and kernel {view.name!r} has {len(free)} parameters that were not supplied{listed}. "
-            f"Each such parameter takes one output; supply the others as operands.{hint}"
-        )
-    places = dict(zip(free, map(Result, outputs), strict=True))
-    return tuple(
-        (p.name, supplied[p.name] if p.name in supplied else places[p.name])
-        for p in view.runtime_parameters
-        if p.name not in settable or p.name in supplied
-    )
-
-
 def _seen_by_callables(
-    arguments: Sequence[tuple[str, Argument]], flat: _Flattened, results: Sequence[ArrayType]
+    placed: Sequence[tuple[str, Argument]], flat: arguments.Flattened, results: Sequence[ArrayType]
 ) -> dict[str, Any]:
     """The runtime arguments as grids, heuristics and pruning see them."""
     operands = flat.types()
@@ -420,7 +302,7 @@ def _seen_by_callables(
         )
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
-    return {name: seen(argument) for name, argument in arguments}
+    return {name: seen(argument) for name, argument in placed}
 
 
 def _merge_options(
@@ -446,13 +328,3 @@ def _check_costs(costs: Mapping[str, int]) -> Any:
                 f"Argument `cost_estimate` must have non-negative ints; got {name}={value!r}."
             )
     return pack_values({name: int(value) for name, value in costs.items()})
-
-
-def _same_varying_axes(arrays: Sequence[Any]) -> list[Any]:
-    """Inside `shard_map`, arrays that vary over fewer mesh axes are cast to vary over all."""
-    plain = [i for i, array in enumerate(arrays) if not jax_private.is_ref(array)]
-    cast = jax_private.insert_varying_casts([arrays[i] for i in plain])
-    out = list(arrays)
-    for index, array in zip(plain, cast, strict=True):
-        out[index] = array
-    return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -19,7 +19,15 @@ from triax.bridge import grid as grids
 from triax.bridge.compat import jax_private, triton_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.bridge.kernel import CONFIG_OPTIONS, Kernel, WatchedDict
-from triax.bridge.launch import Alias, ArrayType, Candidate, Config, pack_values, unpack_values
+from triax.bridge.launch import (
+    Alias,
+    ArrayType,
+    Candidate,
+    Config,
+    pack_values,
+    rebuild,
+    unpack_values,
+)
 
 ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 
@@ -74,6 +82,9 @@ def _candidate(
     kernel = request.kernel
     defaults = {p.name: p.default for p in kernel.parameters if p.is_constexpr and p.has_default}
     set_by_config = {n: static_value(n, v) for n, v in unpack_values(config.values).items()}
+    # As in Triton, an option that is also a parameter of the kernel reaches both.
+    shared = {p.name for p in kernel.parameters} - request.arguments.keys()
+    set_by_config |= {n: v for n, v in config.options().items() if n in shared}
     meta = {**defaults, **keywords, **set_by_config}
     missing = [p.name for p in kernel.parameters if p.is_constexpr and p.name not in meta]
     if missing:
@@ -119,7 +130,7 @@ def static_value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         value = tuple(value)
     if isinstance(value, tuple):
-        return tuple(static_value(f"{name}[{i}]", v) for i, v in enumerate(value))
+        return rebuild(value, [static_value(f"{name}[{i}]", v) for i, v in enumerate(value)])
     try:
         hash(value)
     except TypeError:
@@ -191,6 +202,11 @@ def _check_keywords(
 
 
 def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
+    if not isinstance(zeroed, Iterable) or not all(map(grids.is_int, zeroed := tuple(zeroed))):
+        raise ArgumentTypeError(
+            "Argument `zeroed_outputs` must be a sequence of output indices, such as (0,), or a "
+            f"callable that returns one; got {zeroed!r} of type {type(zeroed).__name__}."
+        )
     indices = tuple(sorted({int(i) for i in zeroed}))
     for index in indices:
         if not 0 <= index < num_results:

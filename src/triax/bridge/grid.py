@@ -1,8 +1,8 @@
-"""The launch grid: an int, a tuple, or a callable of the meta-parameters."""
+"""The launch grid: an int, a tuple or list, or a callable of the meta-parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -11,7 +11,8 @@ import numpy as np
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.bridge.launch import Grid
 
-GridLike: TypeAlias = int | tuple[int, ...] | Callable[[Mapping[str, Any]], int | tuple[int, ...]]
+Sizes: TypeAlias = int | tuple[int, ...] | list[int]
+GridLike: TypeAlias = Sizes | Callable[[Mapping[str, Any]], Sizes]
 
 # CUDA C++ Programming Guide, technical specifications: the maximum of each grid dimension.
 _LIMITS = (2**31 - 1, 65535, 65535)
@@ -21,29 +22,30 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
     """The grid as three ints, a callable evaluated on `meta` first.
 
     Raises:
-      ArgumentTypeError: neither an int, a tuple of ints nor a callable that returns one.
+      ArgumentTypeError: neither an int, nor a tuple or list of ints, nor a callable that
+        returns one.
       ArgumentValueError: not one to three dimensions, negative, or past CUDA's limits.
     """
     source = ""
     if callable(grid):
         grid = grid(meta)
         source = " from its callable"
-    if _is_int(grid):
+    if is_int(grid):
         grid = (grid,)  # type: ignore[assignment]
-    if not isinstance(grid, tuple):
+    if not isinstance(grid, (tuple, list)):
         raise _not_a_grid(grid, source)
     if not 1 <= len(grid) <= 3:
         raise ArgumentValueError(
             f"Argument `grid` must have one to three dimensions; got {len(grid)}{source}: {grid!r}."
         )
-    sizes: tuple[Any, ...] = grid
+    sizes: Sequence[Any] = grid
     for axis, size, limit in zip("xyz", sizes, _LIMITS, strict=False):
         if isinstance(size, jax.core.Tracer):
             raise ArgumentTypeError(
                 f"Argument `grid` must be known when the function is traced, and its {axis} is the "
                 f"traced value {size}{source}. Compute it from shapes, or from static arguments."
             )
-        if not _is_int(size):
+        if not is_int(size):
             raise _not_a_grid(grid, source)
         if size < 0:
             raise ArgumentValueError(f"Argument `grid` must not be negative; got {grid!r}{source}.")
@@ -57,7 +59,8 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
     return (x, y, z)
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether a value is an int of Python's or NumPy's, and no bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

@@ -114,7 +114,7 @@ class Kernel:
                 names.update(stage.values)
             else:
                 for config in stage.configs:
-                    names.update(config.kwargs)
+                    names.update(config.all_kwargs())
         return frozenset(names)
 
     def expand(

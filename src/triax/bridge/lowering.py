@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import mlir
 
 from triax.bridge import ahead, candidates, custom_call, settings
 from triax.bridge.compat import jax_private
@@ -106,7 +107,7 @@ def _emit_nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any
             for i, aval in enumerate(ctx.avals_out)
         ]
 
-    return jax_private.lower_function(ctx, outputs, *operands)
+    return mlir.lower_fun(outputs, multiple_results=True)(ctx, *operands)
 
 
 def _emit_interpreted(

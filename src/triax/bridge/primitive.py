@@ -1,5 +1,5 @@
 """The JAX primitive behind `triton_call`, in reading order: running it eagerly, abstract
-evaluation and effects, Refs, vmap, differentiation, lowering.
+evaluation and effects, vmap, differentiation, lowering.
 
 Parameters of the primitive: `call` (a `launch.Call`), `result_avals` (the outputs' shapes
 and dtypes) and `vmap_method`; the last two are named as JAX's own batching of foreign
@@ -9,21 +9,22 @@ calls expects them.
 from __future__ import annotations
 
 import contextvars
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from triax.bridge import ahead, lowering
 from triax.bridge.compat import jax_private
-from triax.bridge.errors import ArgumentValueError, DifferentiationError, UnsupportedError
-from triax.bridge.launch import Alias, ArrayType, Call
+from triax.bridge.errors import ArgumentValueError, DifferentiationError
+from triax.bridge.launch import ArrayType, Call
 
-triton_call_p = jax_private.new_primitive("triton_call")
+triton_call_p = Primitive("triton_call")
+triton_call_p.multiple_results = True
 
 
 # --- eager --------------------------------------------------------------------
@@ -39,10 +40,6 @@ def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) ->
     params = {"call": call, "result_avals": result_avals, "vmap_method": vmap_method}
     if (listener := eager_listener.get()) is not None:
         listener(call, args, result_avals)
-    if any(jax_private.is_ref(arg) for arg in args):
-        # Refs are turned into aliases by jit; eager Refs have no rule of their own.
-        with jax_private.jit_enabled():
-            return list(jax.jit(functools.partial(triton_call_p.bind, **params))(*args))
     device = _cpu_device(args)
     if device is None or call.implementation == "triton":
         return list(jax_private.apply_primitive(triton_call_p, *args, **params))
@@ -91,48 +88,12 @@ triton_call_p.def_impl(_impl)
 @triton_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str | None) -> Any:
     del vmap_method
-    arrays = [a.inner_aval if jax_private.is_abstract_ref(a) else a for a in avals]
-    # Here the call enters a program, under whatever transformation. Refs have yet to become
-    # arrays, and the call to enter again.
-    if not any(jax_private.is_abstract_ref(aval) for aval in avals):
-        ahead.expect(call, [a.dtype for a in arrays], [a.dtype for a in result_avals])
-    effects: set[Any] = {jax_private.side_effect()} if call.has_side_effect else set()
-    for index, aval in enumerate(avals):
-        if jax_private.is_abstract_ref(aval):
-            effects |= jax_private.ref_effects(index)
+    # Here the call enters a program, under whatever transformation.
+    ahead.expect(call, [a.dtype for a in avals], [a.dtype for a in result_avals])
     outputs = [
-        jax_private.result_aval("triton_call", arrays, a.shape, a.dtype) for a in result_avals
+        jax_private.result_aval("triton_call", avals, a.shape, a.dtype) for a in result_avals
     ]
-    return outputs, effects
-
-
-# --- Refs -----------------------------------------------------------------------
-
-
-def _discharge(
-    in_avals: Sequence[Any], *args: Any, call: Call, result_avals: Any, vmap_method: str | None
-) -> tuple[list[Any], list[Any]]:
-    """Each Ref becomes an operand with an output of its own aliased to it."""
-    refs = [i for i, aval in enumerate(in_avals) if jax_private.is_abstract_ref(aval)]
-    inner = [in_avals[i].inner_aval for i in refs]
-    count = len(result_avals)
-    aliases = tuple(Alias(operand, count + k) for k, operand in enumerate(refs))
-    outputs = triton_call_p.bind(
-        *args,
-        call=dataclasses.replace(call, aliases=call.aliases + aliases),
-        result_avals=(
-            *result_avals,
-            *(jax_private.shaped_array(a.shape, a.dtype) for a in inner),
-        ),
-        vmap_method=vmap_method,
-    )
-    new_values: list[Any] = [None] * len(in_avals)
-    for operand, value in zip(refs, outputs[count:], strict=True):
-        new_values[operand] = value
-    return new_values, list(outputs[:count])
-
-
-jax_private.set_discharge(triton_call_p, _discharge)
+    return outputs, {jax_private.side_effect()} if call.has_side_effect else set()
 
 
 # --- vmap -------------------------------------------------------------------------
@@ -148,11 +109,6 @@ def _batch(
     result_avals: Any,
     vmap_method: str | None,
 ) -> Any:
-    if any(jax_private.is_ref(arg) for arg in args):
-        raise UnsupportedError(
-            f"Kernel {call.display_name!r} updates a Ref, and vmap of a Ref is not supported. "
-            "Read the Ref, pass the array with `input_output_aliases`, and write the result back."
-        )
     if vmap_method is None:
         raise ArgumentValueError(
             f"Kernel {call.display_name!r} is under jax.vmap and does not say how it batches. Give "
@@ -165,7 +121,7 @@ def _batch(
     )
 
 
-jax_private.set_batcher(triton_call_p, _batch)
+batching.primitive_batchers[triton_call_p] = _batch
 
 
 # --- differentiation ----------------------------------------------------------------
@@ -180,7 +136,7 @@ def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> Any:
     )
 
 
-jax_private.set_jvp(triton_call_p, _jvp)
+ad.primitive_jvps[triton_call_p] = _jvp
 
 
 # --- lowering -----------------------------------------------------------------------
@@ -197,5 +153,5 @@ def _lower_for(platform: str | None) -> Any:
 
 
 for _platform in ("cuda", "cpu", "rocm"):
-    jax_private.set_lowering(triton_call_p, _lower_for(_platform), platform=_platform)
-jax_private.set_lowering(triton_call_p, _lower_for(None))
+    mlir.register_lowering(triton_call_p, _lower_for(_platform), platform=_platform)
+mlir.register_lowering(triton_call_p, _lower_for(None))

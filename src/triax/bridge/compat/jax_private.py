@@ -16,22 +16,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import callback as _callback
-from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import ffi as _ffi
-from jax._src import state as _state
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.interpreters import mlir as _mlir
-from jax._src.lib.mlir import ir as _ir
-from jax._src.lib.mlir.dialects import hlo as _hlo
-from jax._src.state import discharge as _discharge
-from jax._src.state.types import ReadEffect as _ReadEffect
-from jax._src.state.types import TransformedRef as _TransformedRef
-from jax._src.state.types import WriteEffect as _WriteEffect
-from jax.interpreters import ad, batching
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from triax.bridge.compat import versions
@@ -100,28 +92,6 @@ def is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, constant))
 
 
-def is_ref(value: Any) -> bool:
-    """Whether `value` is a `jax.Ref`, concrete or traced."""
-    try:
-        return isinstance(jax.typeof(value), _state.AbstractRef)
-    except TypeError:
-        return False
-
-
-def is_transformed_ref(value: Any) -> bool:
-    """Whether `value` is a view of a Ref, such as ``ref.at[0]``."""
-    return isinstance(value, _TransformedRef)
-
-
-def is_abstract_ref(aval: Any) -> bool:
-    return isinstance(aval, _state.AbstractRef)
-
-
-def ref_effects(index: int) -> set[Any]:
-    """The effects of reading and writing the `index`-th input, a Ref."""
-    return {_ReadEffect(index), _WriteEffect(index)}
-
-
 def side_effect() -> Any:
     """The effect JAX gives foreign calls with `has_side_effect`, which keeps them alive."""
     return _ffi._FfiEffect
@@ -139,18 +109,8 @@ def result_aval(name: str, in_avals: Sequence[Any], shape: tuple[int, ...], dtyp
     sharding = _core.get_cur_mesh_sharding(PartitionSpec(*[None] * len(shape)))
     if hasattr(_core, "ManualAxisType"):
         axes = _core.ManualAxisType(varying=varying)
-        return _core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
-    return _core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
-
-
-def shaped_array(shape: tuple[int, ...], dtype: Any) -> Any:
-    return _core.ShapedArray(shape, dtype)
-
-
-def new_primitive(name: str) -> Any:
-    primitive = _core.Primitive(name)
-    primitive.multiple_results = True
-    return primitive
+        return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
 
 
 def apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -158,37 +118,9 @@ def apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
     return _dispatch.apply_primitive(primitive, *args, **params)
 
 
-def jit_enabled() -> Any:
-    """A scope in which `jax.jit` compiles, whatever ``jax.disable_jit`` says."""
-    return _config.disable_jit(False)
-
-
-def set_jvp(primitive: Any, rule: Callable[..., Any]) -> None:
-    ad.primitive_jvps[primitive] = rule
-
-
-def set_batcher(primitive: Any, rule: Callable[..., Any]) -> None:
-    batching.primitive_batchers[primitive] = rule
-
-
 def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> Any:
     """JAX's own batching of foreign calls, by `vmap_method` and `result_avals`."""
     return _ffi.ffi_batching_rule(primitive, args, dims, **params)
-
-
-def set_discharge(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Registers ``rule(in_avals, *args, **params) -> (new_invals, results)`` for Refs."""
-    if hasattr(_discharge, "DischargeContext"):
-
-        def discharge(ctx: Any, *args: Any, **params: Any) -> Any:
-            return rule(ctx.in_avals, *args, **params)
-
-    else:
-
-        def discharge(in_avals: Any, out_avals: Any, *args: Any, **params: Any) -> Any:
-            return rule(in_avals, *args, **params)
-
-    _discharge.register_discharge_rule(primitive)(discharge)
 
 
 # --- lowering -----------------------------------------------------------------
@@ -234,19 +166,10 @@ def emit_callback(
     `jax.pure_callback` hangs with a collective over several CPU devices and large
     arrays, because it turns its operands into JAX arrays; this does not.
     """
-    results, _, _ = _callback.emit_python_callback(
+    results, _, _ = mlir.emit_python_callback(
         ctx, callback, None, operands, avals_in, avals_out, has_side_effect=has_side_effect
     )
     return results
-
-
-def lower_function(ctx: Any, function: Callable[..., Any], *operands: Any) -> Sequence[Any]:
-    """Lowers a JAX function of the operands in place; it returns a list."""
-    return _mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
-
-
-def set_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None = None) -> None:
-    _mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:
@@ -257,8 +180,8 @@ def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:
     if not results:
         return
     operation = results[0].owner
-    values = {name: _ir.StringAttr.get(text) for name, text in sorted(attributes.items())}
-    operation.attributes["mhlo.frontend_attributes"] = _ir.DictAttr.get(values)
+    values = {name: ir.StringAttr.get(text) for name, text in sorted(attributes.items())}
+    operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +203,7 @@ def custom_calls(module: Any) -> list[CustomCallOp]:
     def visit(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call":
             found.append(_custom_call_op(operation))
-        return _ir.WalkResult.ADVANCE
+        return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
     return found
@@ -290,24 +213,24 @@ def _custom_call_op(operation: Any) -> CustomCallOp:
     attributes = operation.attributes
     opaque = None
     if "mhlo.backend_config" in attributes:  # the typed FFI keeps a dictionary
-        config = _ir.DictAttr(attributes["mhlo.backend_config"])
+        config = ir.DictAttr(attributes["mhlo.backend_config"])
         if "opaque" in config:
-            opaque = _ir.StringAttr(config["opaque"]).value_bytes
+            opaque = ir.StringAttr(config["opaque"]).value_bytes
     elif "backend_config" in attributes:
-        opaque = _ir.StringAttr(attributes["backend_config"]).value_bytes
+        opaque = ir.StringAttr(attributes["backend_config"]).value_bytes
     frontend: dict[str, str] = {}
     if "mhlo.frontend_attributes" in attributes:
-        for item in _ir.DictAttr(attributes["mhlo.frontend_attributes"]):
-            frontend[item.name] = _ir.StringAttr(item.attr).value
+        for item in ir.DictAttr(attributes["mhlo.frontend_attributes"]):
+            frontend[item.name] = ir.StringAttr(item.attr).value
     pairs = []
     if "output_operand_aliases" in attributes:
         count = len(operation.results)
-        for alias in map(_hlo.OutputOperandAlias, attributes["output_operand_aliases"]):
+        for alias in map(stablehlo.OutputOperandAlias, attributes["output_operand_aliases"]):
             # A single result is not a tuple, and has no index.
             index = alias.output_tuple_indices[0] if count > 1 else 0
             pairs.append((alias.operand_index, index))
     return CustomCallOp(
-        target=_ir.StringAttr(attributes["call_target_name"]).value,
+        target=ir.StringAttr(attributes["call_target_name"]).value,
         opaque=opaque,
         attributes=frontend,
         aliases=tuple(sorted(pairs)),

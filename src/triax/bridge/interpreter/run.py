@@ -24,6 +24,7 @@ from triax.bridge.launch import (
     Descriptor,
     Launch,
     Scalar,
+    rebuild,
 )
 
 _INTEGER_RANGES = (("i32", -(2**31), 2**31), ("i64", -(2**63), 2**63), ("u64", 0, 2**64))
@@ -145,7 +146,7 @@ def _convert(
 ) -> Any:
     """One argument as the interpreter wants it."""
     if isinstance(argument, tuple):
-        return tuple(_convert(machine, launch, memory, part) for part in argument)
+        return rebuild(argument, [_convert(machine, launch, memory, part) for part in argument])
     if isinstance(argument, Scalar):
         return _scalar(argument.value, annotation)
     type_name = dtypes.triton_name(launch.array_type(argument).dtype)
