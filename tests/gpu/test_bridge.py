@@ -10,6 +10,7 @@ import pytest
 
 import triax
 from tests import descriptors, kernels
+from tests.bridge import test_hooks
 from tests.bridge.test_custom_call import check_mixed
 from tests.cases import CASES, argsort_then_gather, autotuned_accumulate
 from tests.primitives import accumulate, sum_and_accumulate
@@ -161,6 +162,23 @@ def test_outputs_aliases_and_keywords_in_any_order():
 @pytest.mark.parametrize("kind", descriptors.KINDS)
 def test_descriptors(kind):
     descriptors.check(kind)
+
+
+@pytest.mark.parametrize("way", test_hooks.WAYS)
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_block_shapes_of_a_config(way, mode):
+    x = jnp.asarray(test_hooks.X)
+    function = functools.partial(test_hooks.doubled, **test_hooks.WAYS[way], tuning=mode)
+    testing.assert_same_bits(jax.jit(function)(x), 2 * test_hooks.X)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_hook_zeroes_on_every_run(rows):
+    x = test_hooks.X
+    function = jax.jit(functools.partial(test_hooks.column_sums, rows=(rows,)))
+    for _ in range(5):
+        testing.poison(1 << 22)
+        testing.assert_close(function(x), x.sum(axis=0, dtype=np.float64), terms=48)
 
 
 def test_vmap():

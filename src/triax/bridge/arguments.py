@@ -86,7 +86,8 @@ class Flattened:
 
     `leaves` are the flattened operands as aliases count them: an array's index, or None
     for a scalar; with their names. `names` are those of the arrays. `refs` are the Refs
-    whose values stand among the arrays, by their index there.
+    whose values stand among the arrays, by their index there, and `block_shapes` the block
+    shapes of descriptors that are callables.
     """
 
     kernel: str
@@ -94,6 +95,7 @@ class Flattened:
     names: list[str] = dataclasses.field(default_factory=list)
     leaves: list[tuple[str, int | None]] = dataclasses.field(default_factory=list)
     refs: dict[int, jax.Ref] = dataclasses.field(default_factory=dict)
+    block_shapes: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def add(self, name: str, value: Any) -> Argument:
         if isinstance(value, tuple):
@@ -143,11 +145,16 @@ class Flattened:
         return ref[...]
 
     def _add_descriptor(self, name: str, value: TensorDescriptor) -> Descriptor:
+        index = self._add_array(name, value.base)
+        block_shape = value.block_shape
+        if callable(block_shape):
+            self.block_shapes[index] = block_shape
+            block_shape = ()
         return Descriptor(
-            self._add_array(name, value.base),
+            index,
             value.shape,
             value.strides,
-            value.block_shape,
+            block_shape,
             value.layout,
             value.padding,
             value.round_f32_to_tf32,

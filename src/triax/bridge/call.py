@@ -188,21 +188,25 @@ def triton_call(
         "num_ctas": num_ctas,
         "debug": debug or None,
     }
+    # The value of each Ref is an operand with an output of its own.
+    aliases += tuple(Alias(i, len(results) + k) for k, i in enumerate(flat.refs))
     request = candidates.Request(
         kernel=view,
+        parameters=placed,
         arguments=_seen_by_callables(placed, flat, results),
         keywords=bound.keywords,
         options=_merge_options(options, backend_options or {}),
         grid=grid,
         num_results=len(results),
+        aliases=aliases,
         zeroed_outputs=zeroed_outputs,
+        block_shapes=flat.block_shapes,
     )
     call = Call(
         kernel=view,
         arguments=placed,
         candidates=candidates.build(request),
-        # The value of each Ref is an operand with an output of its own.
-        aliases=(*aliases, *(Alias(i, len(results) + k) for k, i in enumerate(flat.refs))),
+        aliases=aliases,
         name=name,
         tuning=mode,
         implementation=implementation,

@@ -16,14 +16,19 @@ import jax
 import numpy as np
 
 from triax.bridge import grid as grids
+from triax.bridge import hooks
 from triax.bridge.compat import jax_private, triton_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.bridge.hooks import Hook
 from triax.bridge.kernel import CONFIG_OPTIONS, Kernel, WatchedDict
 from triax.bridge.launch import (
     Alias,
+    Argument,
     ArrayType,
     Candidate,
     Config,
+    Descriptor,
+    leaves,
     pack_values,
     rebuild,
     unpack_values,
@@ -36,18 +41,24 @@ ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequenc
 class Request:
     """What the caller asked for.
 
-    `arguments` are the runtime arguments by parameter: arrays as `jax.ShapeDtypeStruct`,
-    scalars as they are. `keywords` are constexprs and meta-parameters, `options` the
-    compiler's. For `conflicts` see `Kernel.expand`.
+    `parameters` is what each runtime parameter takes, `arguments` the same as callables see
+    it: arrays as `jax.ShapeDtypeStruct`, scalars as they are. `keywords` are constexprs and
+    meta-parameters, `options` the compiler's. `block_shapes` are those of descriptors that
+    are callables of the meta-parameters, by operand. For `conflicts` see `Kernel.expand`.
     """
 
     kernel: Kernel
+    parameters: tuple[tuple[str, Argument], ...]
     arguments: Mapping[str, Any]
     keywords: Mapping[str, Any]
     options: Mapping[str, Any]
     grid: grids.GridLike
     num_results: int
+    aliases: tuple[Alias, ...] = ()
     zeroed_outputs: ZeroedOutputs = ()
+    block_shapes: Mapping[int, Callable[[Mapping[str, Any]], Any]] = dataclasses.field(
+        default_factory=dict
+    )
     conflicts: str = "filter"
 
 
@@ -61,10 +72,14 @@ def build(request: Request) -> tuple[Candidate, ...]:
     kernel = request.kernel
     keywords = {name: static_value(name, value) for name, value in request.keywords.items()}
     options = check_options(request.options)
-    configs, read = kernel.expand(request.arguments, keywords, options, conflicts=request.conflicts)
+    expanded, read = kernel.expand(
+        request.arguments, keywords, options, conflicts=request.conflicts
+    )
     used = set(read)
-    found = [_candidate(request, config, keywords, options, used) for config in configs]
-    _check_keywords(kernel, keywords, configs, used)
+    found = [
+        _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
+    ]
+    _check_keywords(kernel, keywords, [config for config, _ in expanded], used)
     # Configs that differ only in what the caller decides come to the same.
     distinct: dict[Candidate, Candidate] = {}
     for candidate in found:
@@ -75,6 +90,7 @@ def build(request: Request) -> tuple[Candidate, ...]:
 def _candidate(
     request: Request,
     config: Config,
+    hook: Hook | None,
     keywords: Mapping[str, Any],
     options: Mapping[str, Any],
     used: set[str],
@@ -99,15 +115,21 @@ def _candidate(
     }
     seen = WatchedDict({**request.arguments, **meta, **compiler_options}, used)
     grid = grids.normalize(request.grid, seen)
-    zeroed = (
-        request.zeroed_outputs(seen) if callable(request.zeroed_outputs) else request.zeroed_outputs
-    )
+    wanted = request.zeroed_outputs
+    zeroed = _check_zeroed(wanted(seen) if callable(wanted) else wanted, request.num_results)
+    block_shapes = {index: shape(seen) for index, shape in request.block_shapes.items()}
+    if hook is not None:
+        where = f"The `pre_hook` of config [{config}] of kernel {kernel.name!r}"
+        effects = hooks.run(hook, where, request.parameters, request.arguments, request.aliases)
+        zeroed = tuple(sorted({*zeroed, *effects.zeroed}))
+        block_shapes |= effects.block_shapes
     return Candidate(
         config=config,
         constants=pack_values({n: v for n, v in meta.items() if n in kernel.parameter_names}),
         options=pack_values(compiler_options),
         grid=grid,
-        zeroed=_check_zeroed(zeroed, request.num_results),
+        zeroed=zeroed,
+        block_shapes=_check_block_shapes(block_shapes, request.parameters),
     )
 
 
@@ -214,6 +236,35 @@ def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
                 f"Argument `zeroed_outputs` has index {index}, and there are {num_results} outputs."
             )
     return indices
+
+
+def _check_block_shapes(
+    block_shapes: Mapping[int, Any], parameters: Sequence[tuple[str, Argument]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The block shapes that every descriptor has in one config, checked.
+
+    Raises:
+      ArgumentTypeError, ArgumentValueError: not as many sizes as the descriptor has dimensions.
+    """
+    found = []
+    for name, argument in parameters:
+        for leaf in leaves(argument):
+            if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
+                given = block_shapes[leaf.index]
+                rank = len(leaf.shape)
+                if not isinstance(given, (tuple, list)) or len(given) != rank:
+                    raise ArgumentValueError(
+                        f"Argument `block_shape` of descriptor `{name}` must have {rank} sizes, as "
+                        f"its shape {leaf.shape}; got {given!r}."
+                    )
+                sizes = tuple(static_value("block_shape", size) for size in given)
+                if not all(grids.is_int(n) and n > 0 for n in sizes):
+                    raise ArgumentTypeError(
+                        f"Argument `block_shape` of descriptor `{name}` must be positive ints; got "
+                        f"{given!r}."
+                    )
+                found.append((leaf.index, sizes))
+    return tuple(found)
 
 
 def check_aliases(

@@ -204,6 +204,12 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
         if not is_parameter:
             continue
         if isinstance(leaf, Descriptor):
+            if Operand(leaf.index) in zeroed:
+                raise UnsupportedError(
+                    f"Kernel {launch.name!r} writes a zeroed output through a host TMA descriptor, "
+                    "and jaxlib zeroes only what is behind a pointer. Make the descriptor of an "
+                    "array of zeros instead."
+                )
             parameters += _tensor_map_parameters(module, launch, leaf, next(tensor_maps, None))
         elif isinstance(leaf, Scalar):
             # jaxlib calls one-bit integers i1, Triton calls them u1.

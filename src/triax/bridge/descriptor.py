@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+
+BlockShape: TypeAlias = tuple[int, ...] | Callable[[Mapping[str, Any]], Sequence[int]]
 
 
 def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -36,7 +38,9 @@ class TensorDescriptor:
       base: the array, its address aligned to 16 bytes as all of XLA's are.
       shape: the shape the descriptor shows, one to five dimensions.
       strides: element strides; the last is 1, the others multiples of 16 bytes.
-      block_shape: the shape of the blocks it loads and stores.
+      block_shape: the shape of the blocks it loads and stores, or a callable from the
+        meta-parameters to it, evaluated for each config as a grid is:
+        ``lambda meta: (meta["BM"], meta["BK"])``. A config's `pre_hook` may set it too.
       layout: the shared-memory layout, for Gluon kernels.
       padding: what lies outside, "zero" or "nan".
       round_f32_to_tf32: rounds float32 to tf32 on the way in.
@@ -48,7 +52,7 @@ class TensorDescriptor:
     base: Any
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     strides: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    block_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    block_shape: BlockShape = dataclasses.field(metadata={"static": True})
     layout: Any = dataclasses.field(default=None, metadata={"static": True})
     padding: Literal["zero", "nan"] = dataclasses.field(default="zero", metadata={"static": True})
     round_f32_to_tf32: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -57,7 +61,7 @@ class TensorDescriptor:
     def from_array(
         cls,
         array: jax.Array,
-        block_shape: Sequence[int],
+        block_shape: Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]],
         layout: Any = None,
         padding: Literal["zero", "nan"] = "zero",
         round_f32_to_tf32: bool = False,
@@ -67,14 +71,16 @@ class TensorDescriptor:
             array,
             tuple(array.shape),
             strides_from_shape(array.shape),
-            tuple(block_shape),
+            block_shape if callable(block_shape) else tuple(block_shape),
             layout,
             padding,
             round_f32_to_tf32,
         )
 
     def __post_init__(self) -> None:
-        ranks = (len(self.shape), len(self.strides), len(self.block_shape))
+        ranks = [len(self.shape), len(self.strides)]
+        if not callable(self.block_shape):
+            ranks.append(len(self.block_shape))
         if len(set(ranks)) != 1 or not 1 <= ranks[0] <= 5:
             raise ArgumentValueError(
                 "Arguments `shape`, `strides` and `block_shape` of TensorDescriptor must have the "

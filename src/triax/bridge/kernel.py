@@ -13,6 +13,7 @@ from typing import Any
 
 from triax.bridge.compat import triton_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from triax.bridge.hooks import Hook
 from triax.bridge.launch import Config, pack_values
 
 CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -49,7 +50,7 @@ class Kernel:
 
         Raises:
           ArgumentTypeError: `source` is not a jitted function, alone or decorated.
-          UnsupportedError: it has host hooks, or several `@triton.autotune`.
+          UnsupportedError: `@triton.autotune` has host hooks, or there are several of it.
         """
         stages = []
         function = source
@@ -124,7 +125,7 @@ class Kernel:
         options: Mapping[str, Any],
         *,
         conflicts: str = "filter",
-    ) -> tuple[list[Config], list[str]]:
+    ) -> tuple[list[tuple[Config, Hook | None]], list[str]]:
         """The configs to choose from, each with all values that configs and heuristics set.
 
         Args:
@@ -136,7 +137,8 @@ class Kernel:
             config's value win, "caller" the caller's.
 
         Returns:
-          The configs, in the order the user listed them, and the names that heuristics read.
+          The configs, in the order the user listed them, each with its `pre_hook`; and the names
+          that heuristics read.
 
         Raises:
           ArgumentValueError: no config is left.
@@ -150,7 +152,7 @@ class Kernel:
             else:
                 (branch,) = branches  # Kernel.of admits one autotuner
                 branches = self._branches(stage, branch, arguments, conflicts)
-        return [branch.config() for branch in branches], sorted(recorder.read)
+        return [(branch.config(), branch.hook) for branch in branches], sorted(recorder.read)
 
     def _branches(
         self, tuner: Any, branch: _Branch, arguments: Mapping[str, Any], conflicts: str
@@ -182,6 +184,7 @@ class _Branch:
     keywords: dict[str, Any]
     values: dict[str, Any]
     options: dict[str, Any]
+    hook: Hook | None = None
 
     def agrees(self, config: Any) -> bool:
         given = {**self.keywords, **self.options}
@@ -197,7 +200,11 @@ class _Branch:
                 value = given[name]
             target = options if name in CONFIG_OPTIONS else values
             target[name] = value
-        return _Branch({**self.keywords, **values}, values, options)
+        keywords = {**self.keywords, **values}
+        hook = None
+        if config.pre_hook is not None:
+            hook = Hook(config.pre_hook, {**keywords, **options})
+        return _Branch(keywords, values, options, hook)
 
     def apply_heuristics(
         self, heuristics: Mapping[str, Callable], arguments: Mapping[str, Any], recorder: _Recorder
@@ -263,15 +270,14 @@ class WatchedDict(dict):
 
 
 def _refuse_hooks(name: str, tuner: Any) -> None:
-    """Host hooks run Python around each launch; inside a compiled program there is none."""
+    """Hooks of `@triton.autotune` itself run around Triton's own timing, which Triax replaces."""
     hooks = [f"@triton.autotune({hook}=…)" for hook in triton_private.autotuner_hooks(tuner)]
-    if any(config.pre_hook is not None for config in tuner.configs):
-        hooks.append("triton.Config(pre_hook=…)")
     if hooks:
         raise UnsupportedError(
-            f"Kernel {name!r} has host hooks, which cannot run inside a compiled program: "
-            f"{', '.join(hooks)}. Do that work in JAX before the call, or use `reset_to_zero`, "
-            "`restore_value` or `zeroed_outputs`."
+            f"Kernel {name!r} has host hooks, which have no place inside a compiled program: "
+            f"{', '.join(hooks)}. To have operands put back between the timed runs of its configs, "
+            "use `restore_value` or `reset_to_zero`; to zero an output in the program, "
+            "`zeroed_outputs` or a `pre_hook` of its configs."
         )
 
 
@@ -281,7 +287,10 @@ def _prune(
     """`prune_configs_by`, as `@triton.autotune` documents it, on a list of ours."""
     configs = list(configs)
     if tuner.early_config_prune is not None:
-        configs = list(tuner.early_config_prune(configs, dict(arguments), **keywords))
+        # Triton names what was positional and hands on what was a keyword; which of the two a
+        # runtime argument was is not known here.
+        named = {**arguments, **keywords}
+        configs = list(tuner.early_config_prune(configs, dict(named), **named))
     if tuner.perf_model is not None and configs:
         top_k = tuner.configs_top_k
         if isinstance(top_k, float) and top_k <= 1.0:

@@ -111,7 +111,7 @@ class Scalar:
 class Descriptor:
     """A parameter that takes a host-side TMA descriptor of the `index`-th array operand.
 
-    Shapes and strides count elements.
+    Shapes and strides count elements. `block_shape` is empty where candidates decide it.
     """
 
     index: int
@@ -138,6 +138,14 @@ def leaves(argument: Argument) -> Iterator[Operand | Result | Scalar | Descripto
 def rebuild(argument: tuple, parts: list[Any]) -> tuple:
     """A tuple of the same kind with other parts; a named tuple keeps its names."""
     return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+
+
+def _with_block_shapes(argument: Argument, block_shapes: dict[int, tuple[int, ...]]) -> Argument:
+    if isinstance(argument, tuple):
+        return rebuild(argument, [_with_block_shapes(part, block_shapes) for part in argument])
+    if isinstance(argument, Descriptor) and argument.index in block_shapes:
+        return dataclasses.replace(argument, block_shape=block_shapes[argument.index])
+    return argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +185,8 @@ class Candidate:
     """A config with everything that follows from it.
 
     `constants` are all constexpr parameters of the kernel, `options` all compiler
-    options, `zeroed` the outputs to be zeroed before the launch.
+    options, `zeroed` the outputs to be zeroed before the launch, `block_shapes` pairs
+    descriptors' operands with the block shapes that they have in this config.
     """
 
     config: Config
@@ -185,6 +194,7 @@ class Candidate:
     options: Values
     grid: Grid
     zeroed: tuple[int, ...] = ()
+    block_shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -230,9 +240,10 @@ class Call:
         self, candidate: Candidate, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
     ) -> Launch:
         """The launch of one candidate on arrays of the given types."""
+        block_shapes = dict(candidate.block_shapes)
         return Launch(
             self.kernel,
-            self.arguments,
+            tuple((name, _with_block_shapes(a, block_shapes)) for name, a in self.arguments),
             candidate,
             operands,
             results,

@@ -306,8 +306,10 @@ def triton_call_lowering(
         name: (operand_types if isinstance(leaf, Operand) else result_types)[leaf.index]
         for name, leaf in arguments
     }
+    aliases = candidates.check_aliases(pairs, operand_types, result_types, names)
     request = candidates.Request(
         kernel=view,
+        parameters=arguments,
         arguments={
             name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in types.items()
         },
@@ -315,6 +317,7 @@ def triton_call_lowering(
         options={},
         grid=grid,
         num_results=len(result_types),
+        aliases=aliases,
         conflicts="config",
     )
     tried = candidates.build(request)
@@ -325,7 +328,7 @@ def triton_call_lowering(
         kernel=view,
         arguments=arguments,
         candidates=tried if len(tried) > 1 else (fallback,),
-        aliases=candidates.check_aliases(pairs, operand_types, result_types, names),
+        aliases=aliases,
         name=name,
         tuning=mode,
         compute_capability=compute_capability,

@@ -146,12 +146,28 @@ def descriptor_stub(
 ) -> Any:
     """Stands for a host TMA descriptor where Triton specialises."""
     lists = (list(shape), list(strides), list(block_shape))
+    descriptor = _descriptor_class(layout)
     if layout is not None:
-        module = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-        return module.TensorDescriptor(base, *lists, layout, padding)
-    module = importlib.import_module("triton.tools.tensor_descriptor")
+        return descriptor(base, *lists, layout, padding)
     extra = {"round_f32_to_tf32": True} if round_f32_to_tf32 else {}
-    return module.TensorDescriptor(base, *lists, padding, **extra)
+    return descriptor(base, *lists, padding, **extra)
+
+
+def descriptor_stand_in(layout: Any, **fields: Any) -> Any:
+    """An instance of Triton's own class of host TMA descriptors, its fields as they are given.
+
+    The constructor is left out: it wants an address, and a block shape that is final.
+    """
+    descriptor = _descriptor_class(layout)
+    found = object.__new__(descriptor)
+    vars(found).update(fields if layout is None else {**fields, "layout": layout})
+    return found
+
+
+def _descriptor_class(layout: Any) -> Any:
+    if layout is not None:
+        return importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 
 @dataclasses.dataclass(frozen=True)
