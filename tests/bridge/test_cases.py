@@ -35,8 +35,7 @@ def test_runs_on_cpu(case, jit):
 def lower(case, mode):
     inputs = case.inputs(np.random.default_rng(7))
     with x64(case), triax.tuning(mode):
-        # A fresh function: a trace keeps the mode it was made under.
-        traced = jax.jit(lambda *args: case.function(*args)).trace(*inputs)
+        traced = jax.jit(case.function).trace(*inputs)
         return describe(traced.lower(lowering_platforms=("cuda",)))
 
 

@@ -84,6 +84,22 @@ class TestMemoryErrors:
             self.overrun(X)
         assert "300" in str(caught.value)
 
+    def test_without_operands(self):
+        @triton.jit
+        def fill_kernel(out_ptr, SIZE: tl.constexpr):
+            tl.store(out_ptr + tl.arange(0, SIZE), 1)
+
+        def fill(size):
+            out_type = jax.ShapeDtypeStruct((16,), jnp.float32)
+            return triax.triton_call(SIZE=size, kernel=fill_kernel, out_type=out_type, grid=1)
+
+        with pytest.raises(OutOfBounds, match=r"fill_kernel.*out_ptr"):
+            fill(32)
+        with jax.default_device(jax.devices()[3]):
+            out = fill(16)
+        testing.assert_same_bits(out, np.ones(16, np.float32))
+        assert out.devices() == {jax.devices()[3]}
+
     def test_text_survives_jit(self):
         with pytest.raises(Exception, match=r"(?s)OutOfBounds.*overrun_kernel.*x_ptr"):
             jax.block_until_ready(jax.jit(self.overrun)(X))
@@ -307,6 +323,40 @@ class TestVmap:
         xs = np.arange(48, dtype=np.float32).reshape(3, 16)
         actual = jax.vmap(f, in_axes=(0, None))(xs, np.float32([3.0]))
         testing.assert_same_bits(actual, xs * 3)
+
+    @pytest.mark.parametrize("method", ["expand_dims", "broadcast_all", "sequential"])
+    @pytest.mark.parametrize("axes", [(1, None), (None, 1), (1, 1)])
+    def test_aliased_operands(self, method, axes):
+        """The batch's elements do not update one buffer: each has its own."""
+
+        @triton.jit
+        def add_rows_kernel(
+            x_ptr, y_ptr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
+        ):
+            offsets = tl.arange(0, BLOCK)
+            for row in range(ROWS):
+                y = y_ptr + row * BLOCK + offsets
+                tl.store(y, tl.load(x_ptr + row * STEP + offsets) + tl.load(y))
+
+        def f(x, y):
+            return triax.triton_call(
+                x,
+                y,
+                BLOCK=16,
+                ROWS=1 if method == "sequential" else 3,
+                STEP=0 if method == "expand_dims" and axes[0] is None else 16,
+                kernel=add_rows_kernel,
+                out_type=y,
+                grid=1,
+                input_output_aliases={"y_ptr": 0},
+                vmap_method=method,
+            )
+
+        rows = np.arange(48, dtype=np.float32).reshape(3, 16)
+        x, y = (rows[1] if axis is None else rows.T for axis in axes)
+        actual = jax.jit(jax.vmap(f, in_axes=axes))(x, y)
+        expected = sum(rows[1] if axis is None else rows for axis in axes)
+        testing.assert_same_bits(actual, np.broadcast_to(expected, (3, 16)))
 
     def test_without_a_method(self):
         with pytest.raises(ArgumentValueError, match=r"Give `vmap_method` to triton_call: one of"):

@@ -1,7 +1,10 @@
 """Environment settings: what they take, and what they say otherwise."""
 
+import concurrent.futures
+
 from pathlib import Path
 
+import jax
 import pytest
 
 import triax
@@ -23,6 +26,32 @@ def test_tuning_mode(monkeypatch):
         settings.tuning_mode()
     with pytest.raises(ArgumentValueError, match=r"`mode` must be one of auto, .*; got 'fast'"):
         triax.tuning("fast").__enter__()
+
+
+def test_a_function_is_traced_again_under_another_mode():
+    modes = []
+
+    def body(carry, _):
+        modes.append(settings.tuning_mode())
+        return carry, None
+
+    @jax.jit
+    def inner(x):
+        return jax.lax.scan(body, x, None, length=2)[0]
+
+    outer = jax.jit(lambda x: inner(x))
+    for _ in range(2):
+        outer(1.0)
+        with triax.tuning("off"):
+            outer(1.0)
+            with triax.tuning("cached"):
+                inner(1.0)
+    assert modes == ["auto", "off", "cached"]
+
+
+def test_another_thread_has_a_mode_of_its_own():
+    with triax.tuning("off"), concurrent.futures.ThreadPoolExecutor() as threads:
+        assert threads.submit(settings.tuning_mode).result() == "auto"
 
 
 @pytest.mark.parametrize(("value", "expected"), [("0", False), ("1", True), ("", False)])

@@ -40,7 +40,8 @@ def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) ->
     params = {"call": call, "result_avals": result_avals, "vmap_method": vmap_method}
     if (listener := eager_listener.get()) is not None:
         listener(call, args, result_avals)
-    device = _cpu_device(args)
+    # Without operands, the call runs where JAX puts new arrays.
+    device = _cpu_device(args or (jnp.zeros(()),))
     if device is None or call.implementation == "triton":
         return list(jax_private.apply_primitive(triton_call_p, *args, **params))
     return _interpret(args, call, result_avals, device)
@@ -116,12 +117,27 @@ def _batch(
             "two call it once per element; the others call it once on arrays with a leading batch "
             "dimension, which the kernel and its grid must then expect."
         )
+    if vmap_method == "expand_dims":
+        args, dims = _broadcast_aliased(args, dims, call)
     return jax_private.ffi_batching_rule(
         triton_call_p, args, dims, call=call, result_avals=result_avals, vmap_method=vmap_method
     )
 
 
 batching.primitive_batchers[triton_call_p] = _batch
+
+
+def _broadcast_aliased(
+    args: Sequence[Any], dims: Sequence[Any], call: Call
+) -> tuple[list[Any], list[Any]]:
+    """Gives each element of the batch its own copy of the operands that outputs are aliased to."""
+    args, dims = list(args), list(dims)
+    (size, *_) = (a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    for index in {alias.operand for alias in call.aliases}:
+        if dims[index] is None:
+            args[index] = jnp.broadcast_to(args[index], (size, *args[index].shape))
+            dims[index] = 0
+    return args, dims
 
 
 # --- differentiation ----------------------------------------------------------------

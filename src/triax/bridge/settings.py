@@ -8,26 +8,25 @@ is as good as none.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import jax
 
 from triax.bridge.errors import ArgumentValueError, SettingError
 
 _MOST_SECONDS = 3600
 TUNING_MODES = ("auto", "cached", "strict", "off", "runtime")
 
-_tuning_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "triax_tuning_mode", default=None
-)
+_tuning_mode = jax.make_user_context(None)  # part of the key under which `jax.jit` keeps a trace
 
 
 def tuning_mode() -> str:
     """The mode of the innermost `tuning` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
-    if (mode := _tuning_mode.get()) is not None:
-        return mode
+    if (mode := _tuning_mode.value) is not None:
+        return str(mode)
     mode = _read("TRIAX_AUTOTUNE") or "auto"
     if mode not in TUNING_MODES:
         raise SettingError(
@@ -47,10 +46,11 @@ def check_tuning_mode(mode: object, argument: str = "mode") -> str:
 
 @contextlib.contextmanager
 def tuning(mode: str) -> Iterator[None]:
-    """Sets the tuning mode for the calls traced inside the block.
+    """Sets the tuning mode for the calls inside the block.
 
-    The mode is read when a function is traced, like any other static choice: a
-    function that is already compiled keeps the mode it was traced under.
+    The mode is read when a function is traced, and is part of what `jax.jit` keeps a trace
+    by: a function that was traced under another mode is traced again. ``TRIAX_AUTOTUNE``
+    is no part of it: a function traced outside of any block keeps what it said then.
 
     Args:
       mode: "auto", "cached", "strict", "off" or "runtime".
@@ -58,11 +58,8 @@ def tuning(mode: str) -> Iterator[None]:
     Raises:
       ArgumentValueError: `mode` is none of these.
     """
-    token = _tuning_mode.set(check_tuning_mode(mode))
-    try:
+    with _tuning_mode(check_tuning_mode(mode)):
         yield
-    finally:
-        _tuning_mode.reset(token)
 
 
 def enforce_autotuning() -> bool:

@@ -52,8 +52,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     what is not known yet. Without a GPU the architecture comes from ``TRIAX_CUDA_ARCH``.
 
     Args:
-      function: to be traced as under `jax.jit`; a function that is jitted already keeps the
-        tuning mode it was traced under.
+      function: to be traced as under `jax.jit`.
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
