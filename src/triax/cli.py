@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import logging
+import os
+import signal
 import sys
-import zipfile
+import traceback
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from triax.bench import command as bench
 from triax.bridge.compat import jax_private, versions
-from triax.bridge.errors import TriaxError
+from triax.bridge.errors import ArgumentValueError, TriaxError
+from triax.tools import cache
 from triax.tools.tune import tune
-from triax.tuning import store
 from triax.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a kernel's or a file's name is no error
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            _flush()
+    except BrokenPipeError:  # who reads has enough, as `head` has
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"triax: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
+    except TriaxError as error:
+        print(f"triax: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("triax: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options, words = parser.parse_known_args(arguments)
     if "words" in options and not any(word.startswith("-") for word in words):
@@ -30,14 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO if options.verbose else "WARNING")
+    return options.run(options)
+
+
+def _flush() -> None:
+    """Flushes the output while a failure can still be answered: at Python's end it cannot."""
     try:
-        return options.run(options)
-    except TriaxError as error:
-        print(f"triax: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("triax: interrupted", file=sys.stderr)
-        return 130
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,19 +86,21 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("cache", help="the tuned configs on disk")
     actions = command.add_subparsers(required=True, metavar="action")
     action = actions.add_parser("list", help="one line per config")
-    action.set_defaults(run=_list)
+    action.set_defaults(run=lambda options: cache.list_configs())
     action = actions.add_parser("show", help="all that is known of configs")
     action.add_argument("name", help="a kernel, or the name that `list` shows")
-    action.set_defaults(run=_show)
+    action.set_defaults(run=lambda options: cache.show(options.name))
     action = actions.add_parser("clear", help="delete configs from the user's store")
-    action.add_argument("name", nargs="?", help="a kernel, or a name; everything if left out")
-    action.set_defaults(run=_clear)
+    which = action.add_mutually_exclusive_group()
+    which.add_argument("name", nargs="?", help="a kernel, or a name; everything if left out")
+    which.add_argument("--all", action="store_true", help="everything, without asking")
+    action.set_defaults(run=lambda options: cache.clear(options.name, options.all))
     action = actions.add_parser("export", help="write the user's store into one file")
     action.add_argument("file", type=Path)
-    action.set_defaults(run=_export)
+    action.set_defaults(run=lambda options: cache.export(options.file))
     action = actions.add_parser("import", help="add the configs of an exported file")
     action.add_argument("file", type=Path)
-    action.set_defaults(run=_import)
+    action.set_defaults(run=lambda options: cache.import_(options.file))
 
     bench.add_parser(commands)
 
@@ -77,8 +110,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    function = _load(options.function)
-    results = tune(function)
+    path, _, name = options.function.rpartition(":")
+    if not path or not os.path.isfile(path):
+        raise ArgumentValueError(
+            f"`triax tune` needs FILE:FUNCTION with a file that exists; got {options.function!r}."
+        )
+    path = os.path.abspath(path)
+    try:
+        function = getattr(_load(path), name, None)
+        if not callable(function):
+            raise ArgumentValueError(f"`triax tune` finds no function {name!r} in {path}.")
+        results = tune(function)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        logger.info("what was raised, and where:", exc_info=error)
+        print(f"triax: {_said(error, path)}", file=sys.stderr)
+        return 1
     for result in results:
         print(f"{result.kernel}: {result.config}")
         for timing in result.timings:
@@ -89,86 +137,30 @@ def _tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(target: str) -> Any:
-    path, _, name = target.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise SystemExit(f"triax tune: {target!r} is not FILE:FUNCTION with a file that exists")
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+def _load(path: str) -> ModuleType:
+    """A user's file as a module, whatever it ends in."""
+    sys.path.insert(0, os.path.dirname(path))
+    loader = SourceFileLoader(Path(path).stem, path)
+    spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise SystemExit(f"triax tune: {path} has no function {name!r}")
-    return function
+    loader.exec_module(module)
+    return module
 
 
-def _list(options: argparse.Namespace) -> int:
-    for place in store.stores():
-        for path, record in place.records():
-            if record is None:
-                print(f"{path.stem:44}  (not usable)  {place.name}")
-                continue
-            about = store.describe(record)
-            time = "" if about["median_ms"] is None else f"{about['median_ms']:.4f} ms"
-            print(f"{path.stem:44}  {time:>12}  {about['config']}  [{about['gpu']}, {place.name}]")
-    return 0
-
-
-def _matching(place: store.Store, name: str | None) -> list[Path]:
-    return [
-        path
-        for path in place.paths()
-        if name is None or path.stem == name or path.stem.rpartition("-")[0] == name
-    ]
-
-
-def _show(options: argparse.Namespace) -> int:
-    paths = [path for place in store.stores() for path in _matching(place, options.name)]
-    for path in paths:
-        print(f"{path}\n{path.read_text()}")
-    if not paths:
-        print(f"triax: no tuned config named {options.name!r}", file=sys.stderr)
-    return 0 if paths else 1
-
-
-def _clear(options: argparse.Namespace) -> int:
-    paths = _matching(store.user_store(), options.name)
-    for path in paths:
-        path.unlink(missing_ok=True)
-    print(f"deleted {len(paths)} configs from {store.user_store().folder}")
-    return 0
-
-
-def _export(options: argparse.Namespace) -> int:
-    place = store.user_store()
-    usable = [(path, record) for path, record in place.records() if record is not None]
-    with zipfile.ZipFile(options.file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, record in usable:
-            archive.writestr(path.name, record.to_json())
-    print(f"wrote {len(usable)} configs to {options.file}")
-    return 0
-
-
-def _import(options: argparse.Namespace) -> int:
-    place = store.user_store()
-    added = 0
-    try:
-        with zipfile.ZipFile(options.file) as archive:
-            for name in archive.namelist():
-                try:
-                    place.put(store.Record.from_json(archive.read(name).decode()))
-                    added += 1
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    print(f"triax: {name} is not usable: {error}", file=sys.stderr)
-    except (OSError, zipfile.BadZipFile) as error:
-        print(f"triax: {options.file} cannot be read: {error}", file=sys.stderr)
-        return 1
-    print(f"added {added} configs to {place.folder}")
-    return 0
+def _said(error: Exception, path: str) -> str:
+    """An exception from a user's program, with the last line of the user's file that led to it."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == path]
+    where = f"{path}:{lines[-1]}: " if lines else ""
+    if isinstance(error, TriaxError):
+        return f"{where}{error}"
+    what: object = error
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}: " if error.filename else ""
+        what = error.msg
+    return f"{where or f'{path}: '}{type(error).__name__}: {what}".removesuffix(": ")
 
 
 def _doctor(options: argparse.Namespace) -> int:

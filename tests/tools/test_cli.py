@@ -1,6 +1,11 @@
 """The command line."""
 
-import json
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,55 +13,125 @@ from tests.tuning.records import key, record
 from triax import cli
 from triax.tuning import store
 
-
-@pytest.fixture
-def filled():
-    for index in range(3):
-        store.user_store().put(record(index, time=0.25))
-    return store.user_store()
+ROOT = Path(__file__).parents[2]
 
 
-def test_list_and_show(filled, capsys):
-    (filled.folder / "broken-0.json").write_text("{")
-    assert cli.main(["cache", "list"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("0.2500 ms") == 3
-    assert "broken-0" in out
-    assert "(not usable)" in out
-    assert cli.main(["cache", "show", "kernel_1"]) == 0
-    shown = capsys.readouterr().out
-    assert json.loads(shown[shown.index("{") :])["config"] == "BLOCK=64"
-    assert cli.main(["cache", "show", "kernel_9"]) == 1
-    assert "no tuned config named 'kernel_9'" in capsys.readouterr().err
+def program(tmp_path, text, name="program.py"):
+    file = tmp_path / name
+    file.write_text(text)
+    return file
 
 
-def test_clear(filled, capsys):
-    assert cli.main(["cache", "clear", "kernel_1"]) == 0
-    assert [r.key.kernel for _, r in filled.records()] == ["kernel_0", "kernel_2"]
-    assert cli.main(["cache", "clear"]) == 0
-    assert filled.paths() == []
+def run(command, **environment):
+    """Runs a line of shell in which `triax` is the command; a pipe's exit status is that of it."""
+    triax = f"{shlex.quote(sys.executable)} -m triax.cli"
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command.replace("triax", triax, 1)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONUNBUFFERED": "",
+            **environment,
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
-def test_export_and_import(filled, tmp_path, capsys):
-    (filled.folder / "broken-0.json").write_text("{")
-    file = tmp_path / "tuned.zip"
-    assert cli.main(["cache", "export", str(file)]) == 0
-    assert "wrote 3 configs" in capsys.readouterr().out
-    cli.main(["cache", "clear"])
-    assert cli.main(["cache", "import", str(file)]) == 0
-    assert all(filled.find(key(index)) is not None for index in range(3))
-    file.write_text("no archive")
-    assert cli.main(["cache", "import", str(file)]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+@pytest.mark.parametrize("target", ["nothing.py:main", "nothing.py", "", ":", "/:main", "\0:main"])
+def test_tune_needs_a_file(capsys, target):
+    assert cli.main(["tune", target]) == 1
+    assert "needs FILE:FUNCTION with a file that exists; got" in capsys.readouterr().err
 
 
-def test_tune_needs_a_function(tmp_path):
-    with pytest.raises(SystemExit, match="is not FILE:FUNCTION"):
-        cli.main(["tune", "nothing.py:main"])
-    file = tmp_path / "program.py"
-    file.write_text("x = 1\n")
-    with pytest.raises(SystemExit, match="has no function 'main'"):
-        cli.main(["tune", f"{file}:main"])
+@pytest.mark.parametrize("name", ["main", "x", ""])
+def test_tune_needs_a_function(tmp_path, capsys, name):
+    file = program(tmp_path, "x = 1\n")
+    assert cli.main(["tune", f"{file}:{name}"]) == 1
+    assert f"finds no function {name!r} in {file}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "\ndef main():\n    raise ValueError('two', 'words')\n",
+            ":3: ValueError: ('two', 'words')",
+        ),
+        ("def main():\n    assert 0\n", ":2: AssertionError"),
+        ("import nothing_here\n", ":1: ModuleNotFoundError: No module named 'nothing_here'"),
+        ("def main():\n    open('/no/file')\n", ":2: FileNotFoundError: [Errno 2] No such file"),
+        ("def main(:\n    pass\n", ":1: SyntaxError: invalid syntax"),
+        ("x = '\0'\n", "source code string cannot contain null bytes"),
+        ("def main(x):\n    pass\n", ": TypeError: main() missing 1 required positional argument"),
+        (
+            "import json\ndef main():\n    json.loads('{')\n",
+            ":3: JSONDecodeError: Expecting property name",
+        ),
+        (
+            "import triax\ndef main():\n    triax.tuning('fast').__enter__()\n",
+            ":3: Argument `mode` must be one of",
+        ),
+    ],
+)
+def test_tune_of_a_program_that_raises(tmp_path, capsys, text, expected):
+    file = program(tmp_path, text)
+    assert cli.main(["tune", f"{file}:main"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"triax: {file}")
+    assert expected in said
+    assert said.count("\n") == 1
+
+
+def test_tune_takes_a_file_of_any_name(tmp_path, capsys):
+    file = program(tmp_path, "def main():\n    return 1\n", "program of mine")
+    assert cli.main(["tune", f"{file}:main"]) == 0
+    assert "nothing to tune" in capsys.readouterr().out
+
+
+def test_verbose_shows_where_a_program_raised(tmp_path):
+    file = program(tmp_path, "def main():\n    raise ValueError('no')\n")
+    quiet, loud = run(f"triax tune {file}:main"), run(f"triax -v tune {file}:main")
+    assert (quiet.returncode, loud.returncode) == (1, 1)
+    assert "Traceback" not in quiet.stderr
+    assert "Traceback" in loud.stderr
+
+
+@pytest.mark.parametrize("command", ["cache list", "cache show kernel_0", "doctor", "--help"])
+def test_a_reader_that_leaves(command):
+    store.user_store().put(record(0))
+    done = run(f"triax {command} | true")
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+def test_output_that_cannot_be_written():
+    done = run("triax doctor > /dev/full")
+    assert (done.returncode, done.stderr) == (1, "triax: No space left on device\n")
+
+
+def test_output_of_any_encoding():
+    odd = dataclasses.replace(key(0), kernel="café")
+    store.user_store().put(dataclasses.replace(record(0), key=odd))
+    done = run("triax cache list", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "caf\\xe9" in done.stdout
+
+
+def test_no_output_at_all():
+    done = run("triax cache list >&-")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["TRIAX_CACHE_DIR", "TRIAX_CACHE_PATH"])
+def test_settings_that_cannot_be(monkeypatch, capsys, name):
+    monkeypatch.setenv(name, "tuned")
+    assert cli.main(["cache", "list"]) == 1
+    expected = f"triax: {name} must hold absolute paths; got 'tuned'.\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_tune_without_calls(tmp_path, capsys):

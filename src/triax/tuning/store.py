@@ -87,14 +87,24 @@ def read(path: Path) -> Record:
       OSError: the file cannot be opened or read.
       ValueError: what is there is no record, or not even a file of a sensible size.
     """
+    return Record.from_json(contents(path, MAX_BYTES).decode())
+
+
+def contents(path: Path, max_bytes: int) -> bytes:
+    """What is in a file of anybody.
+
+    Raises:
+      OSError: the file cannot be opened or read.
+      ValueError: it is larger than that, or no regular file.
+    """
     # Opening a pipe that nobody writes to would wait forever without O_NONBLOCK.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES} bytes")
-    return Record.from_json(data.decode())
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes} bytes")
+    return data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""What `triax cache` does with the stores of tuned configs; every function returns an exit status.
+
+Files are believed only after `store.read` or `Record.from_json` has checked them: what is no
+record is neither deleted nor taken over.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import zipfile
+from pathlib import Path
+
+from triax.bridge.errors import ArgumentValueError
+from triax.tuning import store
+from triax.tuning.store import Record, Store
+
+MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, and of all that is unpacked from it
+
+
+def list_configs() -> int:
+    """Prints one line per config."""
+    status = 0
+    for place in store.stores():
+        try:
+            found = list(place.records())
+        except OSError as error:
+            _complain(f"{place.name} cannot be read: {error}")
+            status = 1
+            continue
+        for path, record in found:
+            if record is None:
+                print(f"{path.stem:44}  (not usable)  {place.name}")
+                continue
+            about = store.describe(record)
+            time = "" if about["median_ms"] is None else f"{about['median_ms']:.4f} ms"
+            print(f"{path.stem:44}  {time:>12}  {about['config']}  [{about['gpu']}, {place.name}]")
+    return status
+
+
+def show(name: str) -> int:
+    """Prints the records of a kernel, or of a file by its name without the ending."""
+    shown, status = 0, 0
+    for place in store.stores():
+        for path, record in place.records():
+            if record is not None and _is_named(path, record, name):
+                shown += 1
+                print(f"{path}\n{record.to_json()}")
+            elif record is None and path.stem == name:
+                shown, status = shown + 1, 1
+                _complain(f"{path} is not usable: {_reason(path)}")
+    return status if shown else _nothing_named(name)
+
+
+def clear(name: str | None, everything: bool) -> int:
+    """Deletes records from the user's store: those of a name, or all, and what else it left."""
+    place = store.user_store()
+    found = list(place.records())
+    paths = [
+        path
+        for path, record in found
+        if record is not None and (name is None or _is_named(path, record, name))
+    ]
+    if name is not None and not paths:
+        return _nothing_named(name)
+    count = len(paths)
+    if name is None:
+        if not everything and not _may_delete(count, place):
+            return 1
+        paths += place.leftovers()
+    for path in paths:
+        path.unlink(missing_ok=True)
+    print(f"deleted {count} configs from {place.folder}")
+    if name is None and len(found) > count:
+        _complain(f"left {len(found) - count} files there that hold no config of this version")
+    return 0
+
+
+def export(file: Path) -> int:
+    """Writes the records of the user's store into one file."""
+    records = [(path, record) for path, record in store.user_store().records()]
+    usable = {f"{r.key.name}.json": r for _, r in records if r is not None}
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as entries:
+        for name, record in usable.items():
+            entries.writestr(name, record.to_json())
+    file.write_bytes(archive.getbuffer())
+    print(f"wrote {len(usable)} configs to {file}")
+    return 0
+
+
+def import_(file: Path) -> int:
+    """Puts the records of an exported file into the user's store.
+
+    Raises:
+      ArgumentValueError: the file is not one that `export` wrote.
+    """
+    place = store.user_store()
+    records, status = [], 0
+    for name, text in _entries(file):
+        try:
+            records.append(Record.from_json(text.decode()))
+        except ValueError as error:
+            _complain(f"{name!r} in {file} is not usable: {error}")
+            status = 1
+    for record in records:
+        place.put(record)
+    print(f"added {len(records)} configs to {place.folder}")
+    return status
+
+
+def _entries(file: Path) -> list[tuple[str, bytes]]:
+    """The names and contents in an exported file. Nothing is unpacked to disk."""
+    found, left = [], MAX_ARCHIVE_BYTES
+    try:
+        with zipfile.ZipFile(io.BytesIO(store.contents(file, MAX_ARCHIVE_BYTES))) as archive:
+            for entry in archive.infolist():
+                if entry.is_dir():
+                    continue
+                with archive.open(entry) as opened:
+                    # Read as far as it may go: sizes in the archive's headers may be lies.
+                    content = opened.read(min(store.MAX_BYTES, left) + 1)
+                left -= len(content)
+                if left < 0 or len(content) > store.MAX_BYTES:
+                    raise ValueError(f"{entry.filename!r} is too large")
+                found.append((entry.filename, content))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive: zipfile raises what its decompressors raise
+        raise ArgumentValueError(
+            f"Argument `file` must be a file that `triax cache export` wrote; {file} cannot be "
+            f"read: {error}."
+        ) from error
+    return found
+
+
+def _is_named(path: Path, record: Record, name: str) -> bool:
+    return name in (path.stem, record.key.kernel)
+
+
+def _reason(path: Path) -> str:
+    try:
+        store.read(path)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return "it was replaced meanwhile"
+
+
+def _nothing_named(name: str) -> int:
+    _complain(f"no tuned config named {name!r}")
+    return 1
+
+
+def _may_delete(count: int, place: Store) -> bool:
+    """Asks, where somebody can answer."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ArgumentValueError(
+            "`triax cache clear` without a name deletes everything, and nobody is here to ask. "
+            "Give `--all`, or a name."
+        )
+    try:
+        answer = input(f"delete all {count} configs from {place.folder}? [y/N] ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _complain(text: str) -> None:
+    print(f"triax: {text}", file=sys.stderr)
