@@ -1,7 +1,6 @@
 """Environment settings: what they take, and what they say otherwise."""
 
 import concurrent.futures
-
 from pathlib import Path
 
 import jax
