@@ -33,6 +33,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.launch": (1, 0),
     "triax.bridge.descriptor": (1, 0),
     "triax.bridge.grid": (1, 1),
+    "triax.bridge.hints": (1, 1),
     "triax.bridge.hooks": (1, 1),
     "triax.bridge.kernel": (1, 2),
     "triax.bridge.candidates": (1, 3),

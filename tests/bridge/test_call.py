@@ -1,6 +1,7 @@
 """Mistakes in a call, each with an error of its own; and how arguments bind."""
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from triax.bridge import candidates
 from triax.bridge.errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    CompilationError,
     TriaxError,
     UnsupportedError,
 )
@@ -432,6 +434,74 @@ def test_no_gpu_and_no_architecture():
         jax.jit(lambda: add()).trace().lower(lowering_platforms=("cuda",))
 
 
+@triton.jit
+def _is_inside(offsets, n):
+    return offsets < n
+
+
+class TestScalarsComputedByJax:
+    """They are arrays, and the kernel gets pointers."""
+
+    @staticmethod
+    def kernels():
+        @triton.jit
+        def compares_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            mask = offsets < n
+            tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask), mask=mask)
+
+        @triton.jit
+        def compares_in_a_helper_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            mask = _is_inside(offsets, n)
+            tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask), mask=mask)
+
+        @triton.jit
+        def loops_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            for _ in range(n):
+                offsets += 1
+            tl.store(out_ptr + offsets, tl.load(x_ptr + offsets))
+
+        return compares_kernel, compares_in_a_helper_kernel, loops_kernel
+
+    MESSAGE = r"(?s)gets a pointer for `n`, `scale_ptr`,.*pass a Python int or float, or.*tl\.load"
+
+    @staticmethod
+    def call(kernel):
+        def f(x, n, scale):
+            return triax.triton_call(
+                x, n, scale, BLOCK=64, kernel=kernel, out_type=x, grid=1, compute_capability=90
+            )
+
+        return f, (X, jnp.int32(64), jnp.ones(1))
+
+    @pytest.mark.cuda_plugin
+    @pytest.mark.parametrize("index", range(3))
+    def test_in_the_compiler(self, index):
+        function, operands = self.call(self.kernels()[index])
+        with pytest.raises(CompilationError, match=self.MESSAGE):
+            jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+
+    @pytest.mark.parametrize("index", range(3))
+    def test_in_the_interpreter(self, index):
+        function, operands = self.call(self.kernels()[index])
+        with pytest.raises(Exception, match="pointer") as caught:
+            function(*operands)
+        assert re.search(self.MESSAGE, "\n".join(caught.value.__notes__))
+
+    @pytest.mark.cuda_plugin
+    def test_other_errors_are_left_alone(self):
+        @triton.jit
+        def broken_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            tl.store(out_ptr, tl.load(x_ptr) + no_such_name)  # noqa: F821
+
+        function, operands = self.call(broken_kernel)
+        with pytest.raises(CompilationError, match="no_such_name") as caught:
+            jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+        assert "gets a pointer" not in str(caught.value)
+
+
 @pytest.mark.cuda_plugin
 def test_kernel_that_does_not_compile():
     @triton.jit
@@ -590,8 +660,12 @@ class TestNamesThatAreTheKernels:
 
         arguments = {"x_ptr": x, "stride": 50, "rows": 9, "columns": 50, "BLOCK": 64}
         kernel = keywords.pop("decorate", lambda kernel: kernel)(softmax_rows_kernel)
-        out = triax.triton_call(kernel=kernel, out_type=x, grid=grid, **arguments, **keywords)
-        testing.assert_close(out, jax.nn.softmax(x), terms=50)
+        run = keywords.pop("run", lambda function: function())
+        out = run(
+            lambda: triax.triton_call(kernel=kernel, out_type=x, grid=grid, **arguments, **keywords)
+        )
+        if out is not None:
+            testing.assert_close(out, jax.nn.softmax(x), terms=50)
         return seen
 
     def test_an_option_reaches_kernel_and_compiler(self, monkeypatch):
@@ -612,6 +686,17 @@ class TestNamesThatAreTheKernels:
 
         assert [seen["num_stages"] for seen in self.rows(decorate=tuned)] == [2, 3]
         assert [seen["num_stages"] for seen in self.rows(decorate=tuned, num_stages=3)] == [3]
+
+    @pytest.mark.cuda_plugin
+    def test_in_the_compiler(self, monkeypatch):
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        lowered = []
+
+        def lower(function):
+            lowered.extend(describe(jax.jit(function).trace().lower(lowering_platforms=("cuda",))))
+
+        self.rows(run=lower, num_stages=4, num_warps=8)
+        assert [c.config for c in lowered] == [("BLOCK=64, num_stages=4, num_warps=8",)]
 
     def test_without_a_value_it_is_missing(self):
         with pytest.raises(ArgumentTypeError, match="needs a value for its constexpr `num_stages`"):

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from triax.bridge import dtypes
+from triax.bridge import dtypes, hints
 from triax.bridge.compat import triton_private, versions
 from triax.bridge.errors import CompilationError, TriaxError
 from triax.bridge.exclusion import TRITON
@@ -172,6 +172,7 @@ def failure(launch: Launch, error: Exception) -> str:
     return (
         f"Kernel {launch.kernel.name!r} does not compile with config "
         f"[{launch.candidate.config}]: {type(error).__name__}: {str(error).strip()}"
+        f"{hints.pointer_as_number(launch, error)}"
     )
 
 

@@ -313,6 +313,19 @@ class Launch:
         for _, argument in self.arguments:
             yield from leaves(argument)
 
+    def named_leaves(self) -> Iterator[tuple[str, Operand | Result | Scalar | Descriptor]]:
+        """The leaves with their names: the parameter's, and in a tuple the position too."""
+
+        def visit(name: str, argument: Argument) -> Iterator[tuple[str, Any]]:
+            if isinstance(argument, tuple):
+                for position, part in enumerate(argument):
+                    yield from visit(f"{name}[{position}]", part)
+            else:
+                yield name, argument
+
+        for name, argument in self.arguments:
+            yield from visit(name, argument)
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:

@@ -12,7 +12,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import JITFunction
 
-from triax.bridge import dtypes
+from triax.bridge import dtypes, hints
 from triax.bridge.compat import triton_interpreter as compat
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.exclusion import TRITON
@@ -101,16 +101,9 @@ def _buffers(
 def _names(launch: Launch) -> dict[int, str]:
     """For each buffer, the first parameter that takes it."""
     names: dict[int, str] = {}
-
-    def visit(name: str, argument: Argument) -> None:
-        if isinstance(argument, tuple):
-            for position, part in enumerate(argument):
-                visit(f"{name}[{position}]", part)
-        elif not isinstance(argument, Scalar):
-            names.setdefault(launch.buffer_index(argument), name)
-
-    for name, argument in launch.arguments:
-        visit(name, argument)
+    for name, leaf in launch.named_leaves():
+        if not isinstance(leaf, Scalar):
+            names.setdefault(launch.buffer_index(leaf), name)
     return names
 
 
@@ -137,6 +130,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
                     except Exception as error:
                         error.add_note(
                             f"Raised by kernel `{launch.name}`, program {memory.program}."
+                            f"{hints.pointer_as_number(launch, error)}"
                         )
                         raise
 
