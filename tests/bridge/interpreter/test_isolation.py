@@ -64,6 +64,7 @@ HOLDERS = (
     tl.core.constexpr,
     tl.core.tuple,
     cuda,
+    tl.extra.cuda,  # not the module that is imported under this name
     cuda_libdevice,
     libdevice,
     stock,

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from triton.language import associative_scan, store
 from triton.language import static_range as unrolled
-from triton.language.extra import libdevice
-from triton.language.extra.cuda.libdevice import tanh as cuda_tanh
 from triton.runtime import interpreter as stock
 
 from triax.bridge.errors import OutOfBounds, UnsupportedError
@@ -199,16 +197,6 @@ def logic(x_ptr, o_ptr, FLAG: tl.constexpr):
 def inline_asm(o_ptr):
     x = tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], tl.int32, True, 1)
     tl.store(o_ptr, x)
-
-
-@triton.jit
-def external(o_ptr):
-    tl.store(o_ptr, libdevice.tanh(tl.full([], 1.0, tl.float32)))
-
-
-@triton.jit
-def external_cuda(o_ptr):
-    tl.store(o_ptr, cuda_tanh(tl.full([], 1.0, tl.float32)))
 
 
 @triton.jit
@@ -460,8 +448,6 @@ def test_logic_works_element_by_element(interpret):
     ("kernel", "text"),
     [
         (inline_asm, r"cannot run inline assembly \('mov.u32 \$0, 1;'\)"),
-        (external, "cannot call `tanh` of the GPU library"),
-        (external_cuda, "cannot call `__nv_tanhf` of the GPU library"),
     ],
 )
 def test_what_only_a_gpu_can_do_is_refused(interpret, kernel, text):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 import triax
-from triax.bridge.errors import OutOfBounds, ReadOnlyOperand
+from triax.bridge.errors import OutOfBounds, ReadOnlyOperand, UnsupportedError
 from triax.bridge.launch import Result
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -92,6 +92,41 @@ def reinterpreted(x_ptr, o_ptr, n, BLOCK: tl.constexpr):
 def leaky_descriptor(x_ptr, o_ptr):
     x = tl.make_tensor_descriptor(x_ptr, [8, 16], [16, 1], [8, 16])
     tl.store(o_ptr, tl.sum(tl.sum(x.load([0, 0]), 1), 0))
+
+
+@triton.jit
+def wander(x_ptr, y_ptr, o_ptr, far, HOW: tl.constexpr):
+    value = 7
+    if HOW == "load":
+        value = tl.load(x_ptr + far)
+    elif HOW == "twice":
+        value = tl.load(x_ptr + far // 2 + far // 2)
+    elif HOW == "masked":
+        value = tl.load(x_ptr + far, mask=far == 0, other=7)
+    elif HOW == "store":
+        tl.store(o_ptr - far, 1)
+    elif HOW == "descriptor":
+        value = tl.load(x_ptr + far + tl.arange(0, 4)).sum(0)
+    tl.store(o_ptr, value)
+
+
+@triton.jit
+def through_integers(x_ptr, a_ptr, o_ptr, HOW: tl.constexpr):
+    address = tl.load(a_ptr)
+    if HOW == "own":
+        address = x_ptr.to(tl.int64) + 8
+    tl.store(o_ptr, tl.load(address.to(tl.pointer_type(tl.float32))))
+
+
+@triton.jit
+def wait_for(x_ptr, o_ptr, TIMEOUT: tl.constexpr):
+    tl.store(o_ptr, tl.atomic_poll(x_ptr, 5, timeout_ns=TIMEOUT))
+
+
+@triton.jit
+def atomic_accesses(x_ptr, o_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.atomic_store(o_ptr + at, tl.atomic_load(x_ptr + at, mask=at < 3), mask=at < 5)
 
 
 @triton.jit
@@ -237,6 +272,47 @@ def test_descriptors_are_checked(interpret):
     arguments = {"x_ptr": np.zeros((7, 16), np.float32), "o_ptr": Result(0)}
     with pytest.raises(OutOfBounds, match="load from `x_ptr` at element 112, outside its 112"):
         interpret(leaky_descriptor, arguments, [((1,), np.float32)])
+
+
+@pytest.mark.parametrize("bits", [34, 38, 40, 44, 50, 60])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("how", ["load", "twice", "store", "descriptor"])
+def test_a_pointer_stays_with_its_operand(interpret, bits, sign, how):
+    """However far an offset goes, it reaches no other operand, and blames none."""
+    x, y = np.zeros(4, np.float32), np.ones(4, np.float32)
+    arguments = {"x_ptr": x, "y_ptr": y, "o_ptr": Result(0), "far": sign << bits}
+    name = "o_ptr" if how == "store" else "x_ptr"
+    far = bits + 2 >= 47
+    place = "more than 1e+14 bytes from its start" if far else "at element"
+    with pytest.raises(OutOfBounds, match=rf"`{name}` {re.escape(place)}.*, outside its 4 elem"):
+        interpret(wander, arguments, [((4,), np.float32)], HOW=how)
+    (out,) = interpret(wander, arguments, [((4,), np.float32)], HOW="masked")
+    assert out[0] == 7
+
+
+def test_a_number_is_no_address(interpret):
+    x = np.arange(4, dtype=np.float32)
+    for address in (0, 8, 0x7F12_3456_7890, -1, 1 << 62):
+        arguments = {"x_ptr": x, "a_ptr": np.array([address]), "o_ptr": Result(0)}
+        text = f"program (0, 0, 0): load at the address {address % 2**64:#x}, which belongs to no "
+        with pytest.raises(OutOfBounds, match=re.escape(text)):
+            interpret(through_integers, arguments, [((1,), np.float32)], HOW="loaded")
+    (out,) = interpret(through_integers, arguments, [((1,), np.float32)], HOW="own")
+    assert out[0] == 2
+
+
+@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="this Triton has no `tl.atomic_poll`")
+def test_atomic_accesses(interpret):
+    x = np.arange(1, 9, dtype=np.int32)
+    arguments = {"x_ptr": x, "o_ptr": Result(0)}
+    (out,) = interpret(atomic_accesses, arguments, [((8,), np.int32)], zeroed=(0,), BLOCK=8)
+    np.testing.assert_array_equal(out, [1, 2, 3, 0, 0, 0, 0, 0])
+    (out,) = interpret(wait_for, arguments, [((1,), np.int32)], TIMEOUT=10)
+    assert out[0] == 0
+    (out,) = interpret(wait_for, {**arguments, "x_ptr": x[4:]}, [((1,), np.int32)], TIMEOUT=None)
+    assert out[0] == 1
+    with pytest.raises(UnsupportedError, match="waits for what none of those before has written"):
+        interpret(wait_for, arguments, [((1,), np.int32)], TIMEOUT=None)
 
 
 ATOMICS = {

@@ -13,8 +13,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import importlib
-import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -193,7 +191,6 @@ class LanguagePatch:
             scope = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
             _stock._patch_lang(scope)
         self._changes += language
-        self._changes += _extra_changes(semantic)
         self._changes += more
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """By identity: each replaced function of the language and its replacement, for
@@ -222,36 +219,3 @@ class LanguagePatch:
         finally:
             for change in reversed(undo):
                 _assign(change.holder, change.name, change.value)
-
-
-def _extra_changes(semantic: TritonSemantic) -> Iterator[Change]:
-    """Hands the functions of `triton.language.extra` the interpreter's semantic.
-
-    Most end in inline assembly or libdevice, which the builder refuses by name;
-    left alone they would fail obscurely, and those of the generic libdevice, which
-    are empty stubs, would silently return None.
-    """
-    for name in ("libdevice", "cuda", "cuda.libdevice"):
-        try:
-            module = importlib.import_module(f"triton.language.extra.{name}")
-        except ImportError:
-            continue
-        for attribute, member in vars(module).items():
-            if tl.core.is_builtin(member):
-                yield Change(module, attribute, _with_semantic(member, semantic))
-            elif name == "libdevice" and inspect.isfunction(member):
-                yield Change(module, attribute, _libdevice_stub(attribute, semantic))
-
-
-def _with_semantic(function: Callable, semantic: TritonSemantic) -> Callable:
-    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-        return function(*args, **kwargs, _semantic=semantic)
-
-    return call
-
-
-def _libdevice_stub(name: str, semantic: TritonSemantic) -> Callable:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return semantic.builder.create_extern_elementwise("libdevice", "", name, [], None, True)
-
-    return call

@@ -34,9 +34,10 @@ class MissingOperation(UnsupportedError, AttributeError):
 
 
 class Builder(compat.InterpreterBuilder):
-    """The operations. `memory` is that of the launch being interpreted."""
+    """The operations. `memory` and `num_warps` are those of the launch being interpreted."""
 
     memory: Memory
+    num_warps: int
     options: Any
 
     def __init__(self) -> None:
@@ -54,35 +55,69 @@ class Builder(compat.InterpreterBuilder):
 
     # Memory. Versions differ in how they pass cache hints, which mean nothing here.
 
+    def create_addptr(self, ptr: Any, offset: Any) -> TensorHandle:
+        step = np.uint64(numpy_dtype(ptr.dtype.scalar.element_ty).itemsize)
+        offsets = offset.data.astype(np.uint64) * step
+        return TensorHandle(self.memory.moved(ptr.data, offsets), ptr.dtype)
+
     def create_masked_load(
         self, ptrs: Any, mask: Any, other: Any, *hints: Any, **more_hints: Any
     ) -> TensorHandle:
-        dtype = ptrs.get_element_ty()
-        default = None if other is None else other.data
-        lanes = _lanes(mask, ptrs)
-        data = self.memory.load(ptrs.data, lanes, default, numpy_dtype(dtype))
-        return TensorHandle(data, dtype)
+        return self._load(ptrs, mask, None if other is None else other.data)
 
     def create_masked_store(
         self, ptrs: Any, value: Any, mask: Any, *hints: Any, **more_hints: Any
     ) -> None:
+        self._store(ptrs, value, mask)
+
+    def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
+        return self._load(ptr, mask, None, _order(sem, scope))
+
+    def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:
+        self._store(ptr, val, mask, _order(sem, scope))
+
+    def create_atomic_poll(
+        self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any
+    ) -> TensorHandle:
+        everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
+        matched = self._load(ptr, everywhere, None, _order(sem, scope)).data == expected.data
+        # Programs run one after another: what is not there now does not come while this one waits.
+        if not matched.all() and not isinstance(timeout_ns, TensorHandle):
+            raise UnsupportedError(
+                "The interpreter runs programs one after another, in the order of their numbers, "
+                "and `tl.atomic_poll` waits for what none of those before has written. Give "
+                "`timeout_ns`, let programs wait for earlier ones only, or run the kernel on a GPU."
+            )
+        return TensorHandle(matched, tl.int1)
+
+    def _load(
+        self, ptrs: Any, mask: Any, other: np.ndarray | None, order: str | None = None
+    ) -> TensorHandle:
+        dtype = ptrs.dtype.scalar.element_ty
+        data = self.memory.load(ptrs.data, _lanes(mask, ptrs), other, numpy_dtype(dtype), order)
+        return TensorHandle(data, dtype)
+
+    def _store(self, ptrs: Any, value: Any, mask: Any, order: str | None = None) -> None:
         # Where old versions computed in a wider type, only the element's bytes may be written.
-        values = value.data.astype(numpy_dtype(ptrs.get_element_ty()), copy=False)
-        self.memory.store(ptrs.data, values, _lanes(mask, ptrs))
+        values = value.data.astype(numpy_dtype(ptrs.dtype.scalar.element_ty), copy=False)
+        self.memory.store(ptrs.data, values, _lanes(mask, ptrs), order)
 
     def create_atomic_rmw(
-        self, operation: Any, ptr: Any, val: Any, mask: Any, *order: Any
+        self, operation: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
     ) -> TensorHandle:
         dtype = val.dtype.scalar
         values = val.data.astype(numpy_dtype(dtype), copy=False)
         lanes = _lanes(mask, ptr)
-        return TensorHandle(self.memory.update(operation.name, ptr.data, values, lanes), dtype)
+        order = _order(sem, scope)
+        old = self.memory.update(operation.name, ptr.data, values, lanes, order)
+        return TensorHandle(old, dtype)
 
-    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, *order: Any) -> TensorHandle:
+    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:
         dtype = cmp.dtype.scalar
         stored = numpy_dtype(dtype)
         expected, values = (h.data.astype(stored, copy=False) for h in (cmp, val))
-        return TensorHandle(self.memory.compare_and_swap(ptr.data, expected, values), dtype)
+        order = _order(sem, scope)
+        return TensorHandle(self.memory.compare_and_swap(ptr.data, expected, values, order), dtype)
 
     def create_make_tensor_descriptor(
         self,
@@ -152,11 +187,9 @@ class Builder(compat.InterpreterBuilder):
         return self.binary_op(self.binary_op(arg, lo, low), hi, high)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> TensorHandle:
-        if z.data.dtype.itemsize > 2:
-            return super().create_fma(x, y, z)
-        # Rounds once: float64 holds the products and sums of 16-bit floats.
-        wide = [handle.data.astype(np.float64) for handle in (x, y, z)]
-        return TensorHandle((wide[0] * wide[1] + wide[2]).astype(z.data.dtype), z.dtype.scalar)
+        from triax.bridge.interpreter import libdevice  # here: few kernels need scipy
+
+        return TensorHandle(libdevice.fma(x.data, y.data, z.data), z.dtype.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, *precision: Any) -> TensorHandle:
         dtype = d.data.dtype
@@ -177,12 +210,15 @@ class Builder(compat.InterpreterBuilder):
             raise AssertionError("tl.assume: what the kernel assumes is false")
 
     def create_extern_elementwise(
-        self, library: str, path: str, symbol: str, *rest: Any
+        self, library: str, path: str, symbol: str, args: Any, dtype: Any, is_pure: bool
     ) -> TensorHandle:
-        raise UnsupportedError(
-            f"The interpreter cannot call `{symbol}` of the GPU library {library or path!r}; "
-            "use a function of `tl.math`, or run the kernel on a GPU."
-        )
+        from triax.bridge.interpreter import libdevice  # here: few kernels need scipy
+
+        function = libdevice.find(symbol)
+        if function is None:
+            raise missing_function(symbol, library or path or "libdevice")
+        data = function(*(arg.data for arg in args))
+        return TensorHandle(data.astype(numpy_dtype(dtype), copy=False), dtype.scalar)
 
     def create_inline_asm(self, assembly: str, *rest: Any) -> TensorHandle:
         raise UnsupportedError(
@@ -190,11 +226,13 @@ class Builder(compat.InterpreterBuilder):
             "run the kernel on a GPU."
         )
 
-    def create_grid_dependency_wait(self) -> None:
-        """Programs run one after another: there is nothing to wait for."""
 
-    def create_grid_dependency_launch_dependents(self) -> None:
-        """Programs run one after another: there is nobody to launch."""
+def missing_function(symbol: str, library: str) -> UnsupportedError:
+    """The error for a function of a GPU library that the interpreter does not have."""
+    return UnsupportedError(
+        f"The interpreter does not have `{symbol}` of the GPU library {library!r}; use a function "
+        "of `tl.math`, or run the kernel on a GPU."
+    )
 
 
 def _as_float(handle: Any) -> np.ndarray:
@@ -213,3 +251,8 @@ def _lanes(mask: Any, pointers: Any) -> np.ndarray:
     """
     data = np.broadcast_to(mask.data, pointers.data.shape)
     return data if data.dtype == bool else (data & 1).astype(bool)
+
+
+def _order(semantics: Any, scope: Any) -> str:
+    """How an atomic orders the accesses of different programs; one CTA is one program."""
+    return "relaxed" if scope.name == "CTA" else str(semantics.name).lower()

@@ -16,7 +16,7 @@ from triax.bridge import dtypes, hints
 from triax.bridge.compat import triton_interpreter as compat
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.exclusion import TRITON
-from triax.bridge.interpreter import reductions, rewriting
+from triax.bridge.interpreter import extra, reductions, rewriting
 from triax.bridge.interpreter.builder import Builder
 from triax.bridge.interpreter.memory import Buffer, Memory
 from triax.bridge.launch import (
@@ -119,6 +119,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
         }
         arguments.update(launch.constants)
         nx, ny, nz = launch.grid
+        machine.builder.num_warps = launch.options.get("num_warps", 4)
         machine.builder.set_grid_dim(nx, ny, nz)
         for z in range(nz):
             for y in range(ny):
@@ -196,6 +197,7 @@ class _Machine:
                 del self.builder.memory
 
     def _changes(self) -> Iterator[compat.Change]:
+        yield from extra.changes(self.builder, self.semantic)
         for holder in (tl, tl.core):
             yield compat.Change(holder, "reduce", reductions.reduce)
             yield compat.Change(holder, "associative_scan", reductions.associative_scan)

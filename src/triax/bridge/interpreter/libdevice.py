@@ -1,0 +1,323 @@
+"""NVIDIA's libdevice in NumPy: what `tl.extra.libdevice` calls on a GPU, computed on the CPU.
+
+Triton picks the function by the types of the arguments (`__nv_rsqrtf` for float32); here
+one entry serves all types. Floats are computed in float64 and rounded once, so that results
+differ from a GPU's by the error that libdevice allows itself, a few units in the last
+place. What must round in a given direction (`add_rd`) is missing, and said to be.
+"""
+
+from __future__ import annotations
+
+import fractions
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+from scipy import special
+
+Function = Callable[..., np.ndarray]
+
+
+def find(symbol: str) -> Function | None:
+    """The function behind a symbol such as ``__nv_rsqrtf``, or None where it is missing."""
+    name = symbol.removeprefix("__nv_").removeprefix("fast_")
+    for stem in (name, name[:-1], re.sub("ll$", "", name)):  # a suffix tells the type
+        if stem in _FLOAT:
+            return _in_float64(_FLOAT[stem])
+        if stem in _AS_IS:
+            return _AS_IS[stem]
+    if match := re.fullmatch(r"(?:float|double)2(u?)(int|ll)_r([nzdu])", name):
+        unsigned, width, mode = match.groups()
+        kind = np.dtype(f"{'u' if unsigned else ''}int{32 if width == 'int' else 64}")
+        return lambda x: to_integer(_DIRECTIONS[mode](x), kind)
+    return None
+
+
+def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """``x * y + z``, rounded once, in the type of the arguments."""
+    if x.dtype.itemsize > 4:
+        return _fma64(x, y, z).astype(x.dtype)
+    # float64 holds the product; a sum rounded to odd rounds to the right neighbour again.
+    product, z64 = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = product + z64
+    part = total - product
+    error = (product - (total - part)) + (z64 - part)
+    inexact = np.isfinite(total) & (error != 0) & (total.view(np.int64) & 1 == 0)
+    total = np.where(inexact, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return total.astype(x.dtype)
+
+
+def _exactly(x: float, y: float, z: float) -> float:
+    if not (math.isfinite(x) and math.isfinite(y) and math.isfinite(z)):
+        return float(np.float64(x) * np.float64(y) + np.float64(z))
+    exact = fractions.Fraction(x) * fractions.Fraction(y) + fractions.Fraction(z)
+    try:
+        # Zero keeps the sign that IEEE 754 gives it.
+        return float(exact) if exact else float(np.float64(x) * np.float64(y) + np.float64(z))
+    except OverflowError:
+        return math.copysign(math.inf, exact)
+
+
+_fma64 = np.vectorize(_exactly, otypes=[np.float64])
+
+
+def to_integer(x: np.ndarray, kind: np.dtype) -> np.ndarray:
+    """Whole floats as integers, saturated; NaN becomes 0, or 2**63 where they have 64 bits."""
+    info = np.iinfo(kind)
+    x = x.astype(np.float64)
+    low, high = x <= float(info.min), x >= float(info.max)
+    whole = np.where(low | high | np.isnan(x), 0, x).astype(kind)
+    whole = np.where(low, kind.type(info.min), np.where(high, kind.type(info.max), whole))
+    nan = np.array([0 if kind.itemsize == 4 else -(2**63)]).astype(kind)
+    return np.where(np.isnan(x), nan, whole)
+
+
+def _in_float64(function: Function) -> Function:
+    """`function` in float64; integers among the arguments stay as they are."""
+
+    def call(*args: np.ndarray) -> np.ndarray:
+        return function(*(a.astype(np.float64) if a.dtype.kind == "f" else a for a in args))
+
+    return call
+
+
+def _round_half_away(x: np.ndarray) -> np.ndarray:
+    whole = np.trunc(x)
+    return whole + np.copysign(np.abs(x - whole) >= 0.5, x)
+
+
+def _sinpi(x: np.ndarray) -> np.ndarray:
+    # Reduced exactly, by symmetry, to where sine is accurate.
+    turn = np.fmod(x, 2.0)
+    folded = np.where(np.abs(turn) > 0.5, np.copysign(1.0, turn) - turn, turn)
+    folded = np.where(np.abs(turn) > 1.5, turn - np.copysign(2.0, turn), folded)
+    return np.where(folded == 0, np.copysign(0.0, x), np.sin(np.pi * folded))
+
+
+def _cospi(x: np.ndarray) -> np.ndarray:
+    turn = np.abs(np.fmod(x, 2.0))
+    return _sinpi(0.5 - np.where(turn > 1, 2.0 - turn, turn)) + 0.0
+
+
+def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    defined = np.isfinite(x) & ~np.isnan(y) & (y != 0)
+    ieee = np.vectorize(math.remainder, otypes=[np.float64])
+    return np.where(defined, ieee(np.where(defined, x, 0), np.where(defined, y, 1)), np.nan)
+
+
+def _norm(*parts: np.ndarray) -> np.ndarray:
+    norm = parts[0]
+    for part in parts[1:]:
+        norm = np.hypot(norm, part)
+    return np.abs(norm)
+
+
+def _exponent(x: np.ndarray) -> np.ndarray:
+    return np.frexp(x)[1] - 1
+
+
+def _logb(x: np.ndarray) -> np.ndarray:
+    special_case = np.where(x == 0, -np.inf, np.abs(x))
+    return np.where(np.isfinite(x) & (x != 0), _exponent(x), special_case)
+
+
+def _ilogb(x: np.ndarray) -> np.ndarray:
+    special_case = np.where(np.isinf(x), 2**31 - 1, -(2**31))
+    return np.where(np.isfinite(x) & (x != 0), _exponent(x), special_case)
+
+
+def _fdim(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return np.where(x <= y, 0.0, x - y)
+
+
+_FLOAT: dict[str, Function] = {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "frsqrt_rn": lambda x: 1 / np.sqrt(x),
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "exp10": special.exp10,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log2": np.log2,
+    "log10": np.log10,
+    "log1p": np.log1p,
+    "pow": np.power,
+    "powi": lambda x, n: np.power(x, n.astype(np.float64)),
+    "cbrt": np.cbrt,
+    "rcbrt": lambda x: 1 / np.cbrt(x),
+    "hypot": np.hypot,
+    "rhypot": lambda x, y: 1 / np.hypot(x, y),
+    "norm3d": _norm,
+    "norm4d": _norm,
+    "rnorm3d": lambda *x: 1 / _norm(*x),
+    "rnorm4d": lambda *x: 1 / _norm(*x),
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "sinpi": _sinpi,
+    "cospi": _cospi,
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "atan2": np.arctan2,
+    "sinh": np.sinh,
+    "cosh": np.cosh,
+    "tanh": np.tanh,
+    "asinh": np.arcsinh,
+    "acosh": np.arccosh,
+    "atanh": np.arctanh,
+    "erf": special.erf,
+    "erfc": special.erfc,
+    "erfcx": special.erfcx,
+    "erfinv": special.erfinv,
+    "erfcinv": special.erfcinv,
+    "normcdf": special.ndtr,
+    "normcdfinv": special.ndtri,
+    "lgamma": special.gammaln,
+    "tgamma": special.gamma,
+    "j0": special.j0,
+    "j1": special.j1,
+    "jn": special.jv,
+    "y0": special.y0,
+    "y1": special.y1,
+    "yn": special.yn,
+    "cyl_bessel_i0": special.i0,
+    "cyl_bessel_i1": special.i1,
+    "fdividef": np.divide,
+    "fdim": _fdim,
+    "fmod": np.fmod,
+    "remainder": _remainder,
+    "logb": _logb,
+    "ilogb": _ilogb,
+    "ldexp": np.ldexp,
+    "scalbn": np.ldexp,
+    "round": _round_half_away,
+}
+"""Functions of float64, whose results are rounded to the type wanted."""
+
+
+def _bits(kind: str) -> Function:
+    return lambda x: x.view(np.dtype(kind))
+
+
+def _unsigned(x: np.ndarray) -> np.ndarray:
+    return x.view(np.dtype(f"u{x.dtype.itemsize}"))
+
+
+def _bit_lengths(x: np.ndarray) -> np.ndarray:
+    lengths = [value.bit_length() for value in x.reshape(-1).tolist()]
+    return np.array(lengths, np.int32).reshape(x.shape)
+
+
+def _leading_zeros(x: np.ndarray) -> np.ndarray:
+    return 8 * x.dtype.itemsize - _bit_lengths(_unsigned(x))
+
+
+def _first_set(x: np.ndarray) -> np.ndarray:
+    bits = _unsigned(x)
+    return _bit_lengths(bits & (~bits + bits.dtype.type(1)))
+
+
+def _reversed_bits(x: np.ndarray) -> np.ndarray:
+    order = np.unpackbits(_unsigned(x)[..., None].view(np.uint8), axis=-1)[..., ::-1]
+    # Bits are unpacked from the top of each byte, bytes from the lowest.
+    octets = np.packbits(order, axis=-1)
+    return octets.view(x.dtype)[..., 0]
+
+
+def _wide(function: Function) -> Function:
+    """`function` on Python's integers, which do not overflow; the result wraps."""
+
+    def call(*args: np.ndarray) -> np.ndarray:
+        exact = np.asarray(function(*(a.astype(object) for a in args)))
+        mask = 2 ** (8 * args[0].dtype.itemsize) - 1
+        kind = np.dtype(f"u{args[0].dtype.itemsize}")
+        return (exact & mask).astype(kind).view(args[0].dtype)
+
+    return call
+
+
+def _mul24(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    a, b = ((v << 8) >> 8 for v in (x, y))  # the type's own shift keeps or clears the sign
+    return a * b
+
+
+def _permuted_bytes(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    both = _unsigned(x).astype(np.uint64) | _unsigned(y).astype(np.uint64) << np.uint64(32)
+    result = np.zeros(x.shape, np.uint64)
+    for place in range(4):
+        nibble = _unsigned(selector).astype(np.uint64) >> np.uint64(4 * place)
+        octet = both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        result |= octet << np.uint64(8 * place)
+    return result.astype(np.uint32).view(x.dtype)
+
+
+_AS_IS: dict[str, Function] = {
+    "abs": np.abs,
+    "llabs": np.abs,
+    "fabs": np.abs,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "rint": np.rint,
+    "nearbyint": np.rint,
+    "llrint": lambda x: to_integer(np.rint(x), np.dtype(np.int64)),
+    "llround": lambda x: to_integer(_round_half_away(x), np.dtype(np.int64)),
+    "sqrt": np.sqrt,
+    "copysign": np.copysign,
+    "nextafter": np.nextafter,
+    "saturatef": lambda x: np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1)),
+    "fma": fma,
+    "isnan": np.isnan,
+    "isinf": np.isinf,
+    "finitef": np.isfinite,
+    "isfinited": np.isfinite,
+    "signbit": np.signbit,
+    "int_as_float": _bits("f4"),
+    "uint_as_float": _bits("f4"),
+    "float_as_int": _bits("i4"),
+    "float_as_uint": _bits("u4"),
+    "longlong_as_double": _bits("f8"),
+    "double_as_longlong": _bits("i8"),
+    "double2loint": lambda x: x.view(np.int64).astype(np.int32),
+    "double2hiint": lambda x: (x.view(np.int64) >> 32).astype(np.int32),
+    "hiloint2double": lambda high, low: (
+        high.astype(np.int64) << 32 | _unsigned(low).astype(np.int64)
+    ).view(np.float64),
+    "clz": _leading_zeros,
+    "popc": lambda x: np.bitwise_count(_unsigned(x)),
+    "ffs": _first_set,
+    "brev": _reversed_bits,
+    "byte_perm": _permuted_bytes,
+    "mul24": _mul24,
+    "umul24": _mul24,
+    "mulhi": _wide(lambda x, y: x * y >> 32),
+    "umulhi": _wide(lambda x, y: x * y >> 32),
+    "mul64hi": _wide(lambda x, y: x * y >> 64),
+    "umul64hi": _wide(lambda x, y: x * y >> 64),
+    "sad": _wide(lambda x, y, z: abs(x - y) + z),
+    "usad": _wide(lambda x, y, z: abs(x - y) + z),
+    "hadd": _wide(lambda x, y: x + y >> 1),
+    "uhadd": _wide(lambda x, y: x + y >> 1),
+    "rhadd": _wide(lambda x, y: x + y + 1 >> 1),
+    "urhadd": _wide(lambda x, y: x + y + 1 >> 1),
+}
+"""Functions of the arguments as they come."""
+
+_ROUNDED_TO_NEAREST: dict[str, Function] = {
+    "add_rn": np.add,
+    "sub_rn": np.subtract,
+    "mul_rn": np.multiply,
+    "div_rn": np.divide,
+    "rcp_rn": np.reciprocal,
+    "sqrt_rn": np.sqrt,
+}
+_AS_IS |= {f"{kind}{n}": f for n, f in _ROUNDED_TO_NEAREST.items() for kind in "fd"}
+_AS_IS |= {"fma_rn": fma, "fmaf_rn": fma, "double2float_rn": lambda x: x}
+_AS_IS |= {
+    f"{source}2{target}_rn": lambda x: x
+    for source in ("int", "uint", "ll", "ull")
+    for target in ("float", "double")
+}
+_DIRECTIONS: dict[str, Function] = {"n": np.rint, "z": np.trunc, "d": np.floor, "u": np.ceil}
