@@ -111,6 +111,10 @@ def test_lists_with_commas_and_names_given_twice(bench):
     [
         ("--tokens 8k", "`--tokens` must be whole numbers from 1, such as 128,8192; got '8k'"),
         ("--tokens 128 0", "`--tokens` must be whole numbers from 1, such as 128,8192; got '0'"),
+        (
+            f"--tokens {'9' * 5000}",
+            "`--tokens` must be whole numbers from 1, such as 128,8192; got",
+        ),
         ("--tokens 128 full", "Put that first: triax bench full --tokens ..."),
         ("--ops ,", "`--ops` must name something; got ','"),
         ("fast", "`SUITE` must be one of quick, full, scaling, or draw for a FILE; got 'fast'"),
@@ -131,6 +135,27 @@ def test_refused_before_anything_is_measured(words, message, bench, tmp_path, mo
     assert cli.main(["bench", *words.split()]) == 1
     assert message in capsys.readouterr().err
     assert bench.request is bench.drawn is None
+
+
+def test_a_disk_that_is_full_costs_the_file_and_not_the_table(bench, capsys):
+    assert cli.main(["bench", "--json", "/dev/full"]) == 1
+    out, err = capsys.readouterr()
+    assert "deepseek-v3" in out
+    assert err == "triax: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Unable to initialize backend 'x'\nfor these reasons"), AssertionError()]
+)
+def test_no_device(error, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("triax.bench.runner.jax.devices", fail)
+    assert cli.main(["bench"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"triax: JAX finds no device to measure on ({type(error).__name__}: ")
+    assert said.count("\n") == 1
 
 
 def test_matplotlib_is_missed_before_anything_is_measured(bench, tmp_path, monkeypatch, capsys):

@@ -20,7 +20,9 @@ def test_there_and_back(tmp_path):
     assert read(path) == full_record()
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 2}', "\xff"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"schema": 2}', "\xff", "[" * 100_000, "9" * 5000]
+)
 def test_other_files_are_refused(content, tmp_path):
     path = tmp_path / "record.json"
     path.write_text(content, encoding="latin-1")
@@ -36,6 +38,9 @@ def test_other_files_are_refused(content, tmp_path):
         ({"complete": "yes", "written": 3}, "written, complete"),
         ({"results": [{"op": "plan", "preset": None}]}, r"results\[0\]\.tokens, .*seconds_method"),
         ({"results": ["plan"]}, r"results\[0\]\.op, "),
+        ({"results": [{**result("plan", "x", 8), "tokens": "8"}]}, r"results\[0\]\.tokens\."),
+        ({"results": [{**result("plan", "x", 8), "median_us": []}]}, r"results\[0\]\.median_us\."),
+        ({"machine": {"device": 3}}, r"machine\.device"),
     ],
 )
 def test_parts_of_a_record_are_refused(change, lacks, tmp_path):

@@ -133,9 +133,11 @@ def run(options: argparse.Namespace) -> int:
     if options.plots is not None:
         plots.check_target(options.plots)
     record = runner.run(request)
-    if options.json is not None:
-        report.write(record, options.json)
-    print(report.table(record), end="")
+    try:
+        if options.json is not None:
+            report.write(record, options.json)
+    finally:  # measured is measured, also where the disk is full
+        print(report.table(record), end="")
     if options.plots is not None:
         _draw(record, options.plots)
     return 0 if report.is_right(record) else 1
@@ -168,7 +170,7 @@ def _counts(flag: str, words: Sequence[str] | None) -> list[int] | None:
     if names is None:
         return None
     for name in names:
-        if not name.isdecimal() or not int(name):
+        if not name.isdecimal() or len(name) > 18 or not int(name):
             raise ArgumentValueError(
                 f"`{flag}` must be whole numbers from 1, such as 128,8192; got {name!r}."
             )

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,22 @@ _NEEDED = {
     "complete": bool,
 }
 _SHAPE = ("preset", "tokens", "hidden", "experts", "dtype", "routing")
-_NEEDED_OF_A_RESULT = (
-    *("op", *_SHAPE, "top_k", "implementation", "median_us", "terabytes_per_second"),
-    *("fraction_of_stream", "error", "seconds_method"),
-)
+_NEEDED_OF_A_RESULT = {
+    "op": str,
+    "preset": str | None,
+    "tokens": int,
+    "hidden": int,
+    "experts": int,
+    "dtype": str,
+    "routing": str | None,
+    "top_k": int | None,
+    "implementation": str,
+    "median_us": float | int | None,
+    "terabytes_per_second": float | int | None,
+    "fraction_of_stream": float | int | None,
+    "error": str | None,
+    "seconds_method": str | None,
+}
 
 
 def check_target(path: Path) -> None:
@@ -93,7 +105,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentValueError(f"Argument `file` cannot be read: {path}: {error}") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise ArgumentValueError(
@@ -110,15 +122,18 @@ def read(path: Path) -> dict[str, Any]:
 
 def _missing(record: dict[str, Any]) -> list[str]:
     """What a record must have and has not, or has as something else."""
-    missing = [name for name, kind in _NEEDED.items() if not isinstance(record.get(name), kind)]
-    if "machine" not in missing and "device" not in record["machine"]:
-        missing.append("machine.device")
+    missing = _lacking(record, _NEEDED)
+    if "machine" not in missing:
+        missing += [f"machine.{name}" for name in _lacking(record["machine"], {"device": str})]
     for number, result in enumerate([] if "results" in missing else record["results"]):
         has = result if isinstance(result, dict) else {}
-        lacks = [f"results[{number}].{name}" for name in _NEEDED_OF_A_RESULT if name not in has]
-        if lacks:  # the first will do
-            return missing + lacks
+        if lacks := _lacking(has, _NEEDED_OF_A_RESULT):  # the first will do
+            return missing + [f"results[{number}].{name}" for name in lacks]
     return missing
+
+
+def _lacking(found: dict[str, Any], needed: Mapping[str, Any]) -> list[str]:
+    return [n for n, kind in needed.items() if n not in found or not isinstance(found[n], kind)]
 
 
 def is_right(record: dict[str, Any]) -> bool:

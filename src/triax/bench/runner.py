@@ -24,6 +24,7 @@ from triax.bench.progress import steps
 from triax.bench.selection import Request, competes, select
 from triax.bench.streams import Limits
 from triax.bench.timing import Timing, time_program
+from triax.bridge.errors import UnsupportedError
 from triax.bridge.lowering import is_cuda
 
 SCHEMA = 1
@@ -35,9 +36,15 @@ def run(request: Request) -> dict[str, Any]:
 
     Raises:
       ArgumentValueError: the request makes no sense.
+      UnsupportedError: JAX has no device here.
     """
     suite = presets.SUITES[request.suite]
-    on_gpu = is_cuda(jax.devices()[0])
+    try:
+        on_gpu = is_cuda(jax.devices()[0])
+    except (RuntimeError, AssertionError) as error:  # the latter for "cuda" without a GPU
+        raise UnsupportedError(
+            f"JAX finds no device to measure on ({_first_line(error)}). Is JAX_PLATFORMS right?"
+        ) from error
     bench = _Bench(suite if on_gpu else presets.on_host(suite), request, on_gpu)
     cases = select(request, bench.suite)
     if not on_gpu:
