@@ -85,7 +85,7 @@ def test_architecture(monkeypatch, value, expected):
 
 
 @pytest.mark.parametrize(
-    "value", ["hopper", "9", "sm90x", "9.0.1", "-90", "1e10", "inf", "09", "٩٠"]
+    "value", ["hopper", "9", "sm90x", "9.0.1", "-90", "1e10", "inf", "09", "10", "600", "999", "٩٠"]
 )
 def test_architecture_mistakes(monkeypatch, value):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", value)

@@ -15,7 +15,7 @@ import triax
 from tests import kernels
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
-from triax.bridge.errors import ArgumentTypeError, CompilationError, TuningError
+from triax.bridge.errors import ArgumentTypeError, CompilationError, SettingError, TuningError
 from triax.bridge.launch import ArrayType
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.store import Store
@@ -232,6 +232,25 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(measurer, monkeypatch, tm
     monkeypatch.setenv("TRIAX_CACHE_DIR", str(file / "below"))
     assert explain().source == "measured now"
     assert "could not be stored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TRIAX_CACHE_DIR", "tuned"),
+        ("TRIAX_CACHE_PATH", "tuned"),
+        ("TRIAX_CUDA_ARCH", "1e10"),
+        ("TRIAX_TUNING_BYTES", "inf"),
+        ("TRIAX_TUNING_TIMEOUT", "inf"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_an_error_at_its_first_use(measurer, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingError, match=f"{name} must .*; got '{value}'"):
+        explain()
+    monkeypatch.setenv(name, "90" if name == "TRIAX_CUDA_ARCH" else "")
+    if name != "TRIAX_CACHE_DIR":  # its default is the user's own
+        assert explain().source == "measured now"
 
 
 def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, caplog):

@@ -74,7 +74,8 @@ def cuda_arch() -> int | None:
     """``TRIAX_CUDA_ARCH`` as a compute capability (90 for "90", "9.0", "sm_90"), or None."""
     if not (value := _read("TRIAX_CUDA_ARCH")):
         return None
-    match = re.fullmatch(r"(?:sm_?)?([1-9][0-9]?)\.?([0-9])a?", value)
+    # Triton has no target below 7.0, and LLVM takes a number that is none without an error.
+    match = re.fullmatch(r"(?:sm_?)?([7-9]|1[0-9])\.?([0-9])a?", value)
     if match is None:
         raise SettingError(
             "TRIAX_CUDA_ARCH must be a CUDA compute capability such as 90, 9.0 or sm_90; "
