@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.compat": (0, 2),
     "triax.bridge.dtypes": (0, 3),
     "triax.bridge.exclusion": (1, 0),
+    "triax.bridge.frames": (1, 0),
     "triax.bridge.launch": (1, 0),
     "triax.bridge.descriptor": (1, 0),
     "triax.bridge.grid": (1, 1),

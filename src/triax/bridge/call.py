@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from triax.bridge import arguments, candidates, dtypes, settings
+from triax.bridge import arguments, candidates, dtypes, frames, settings
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.bridge.grid import GridLike
@@ -55,7 +55,12 @@ def _kernels_names_first(
             own = {n: given[n] for n in parameters if n in names and n in given}
             rest = {n: v for n, v in given.items() if n not in own or n in _ALSO_OPTIONS}
             given = {**rest, _KERNELS_OWN: own}  # type: ignore[assignment]
-        return function(*operands, **given)
+        try:
+            return function(*operands, **given)
+        except Exception as error:
+            if trace := frames.of_kernels(error.__traceback__):
+                raise error.with_traceback(trace)
+            raise
 
     return wrapper
 

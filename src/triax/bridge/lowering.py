@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from triax.bridge import ahead, candidates, custom_call, settings
+from triax.bridge import ahead, candidates, custom_call, frames, settings
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.kernel import Kernel
@@ -121,7 +121,10 @@ def _emit_interpreted(
     from triax.bridge import interpreter  # here: it imports triton, and `import triax` should not
 
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
-        return interpreter.run(launch, [np.asarray(array) for array in arrays])
+        try:
+            return interpreter.run(launch, [np.asarray(array) for array in arrays])
+        except Exception as error:
+            frames.raise_as_text(error)
 
     return jax_private.emit_callback(
         ctx,

@@ -19,6 +19,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import JITFunction
 
+from triax.bridge import frames
 from triax.bridge.compat import triton_interpreter as compat
 from triax.bridge.errors import UnsupportedError
 from triax.bridge.interpreter import conditions
@@ -58,6 +59,7 @@ class Rewriter:
             **compat.TRANSFORM_NAMES,
             **conditions.NAMES,
             "interpreter_semantic": self._semantic,
+            frames.MARK: True,
         }
         code = _code(jitted)
         for name in _global_names(code):
@@ -92,8 +94,15 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
     _check(definition, jitted)
     conditions.Conditions().visit(tree)
     tree = compat.transform(tree)
+    # Errors show the line as it stands in its file.
     lines = (i for i, line in enumerate(jitted.raw_src) if line.lstrip().startswith("def "))
-    ast.increment_lineno(tree, jitted.starting_line_number + next(lines, 0) - 1)
+    first = next(lines, 0)
+    ast.increment_lineno(tree, jitted.starting_line_number + first - 1)
+    indent = len(jitted.raw_src[first]) - len(jitted.raw_src[first].lstrip())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.expr, ast.stmt)):
+            node.col_offset += indent
+            node.end_col_offset = (node.end_col_offset or 0) + indent
     module = compile(tree, inspect.getfile(jitted.fn), "exec", dont_inherit=True)
     return next(c for c in module.co_consts if isinstance(c, types.CodeType))
 

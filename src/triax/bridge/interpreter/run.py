@@ -129,10 +129,10 @@ def _interpret(launch: Launch, memory: Memory) -> None:
                     try:
                         function(**arguments)
                     except Exception as error:
-                        error.add_note(
-                            f"Raised by kernel `{launch.name}`, program {memory.program}."
-                            f"{hints.pointer_as_number(launch, error)}"
-                        )
+                        hint = hints.pointer_as_number(launch, error)
+                        where = f"`{launch.name}`, program {memory.program}"
+                        if hint or where not in str(error):
+                            error.add_note(f"Raised by kernel {where}.{hint}")
                         raise
 
 

@@ -1,0 +1,70 @@
+"""Whose line was it: what an error in an interpreted kernel shows of the stack.
+
+Between the call of a kernel and the line in it that failed lie frames of JAX, Triax and
+Triton, and more of Triton's and NumPy's behind that line. Only the kernel's are of use.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+MARK = "__triax_kernel__"
+"""A global of every function that the interpreter runs."""
+
+
+def of_kernels(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that is a kernel's and its helpers'; None if nothing is."""
+    kept = list(_kept(trace))
+    result = None
+    for entry in reversed(kept):
+        result = types.TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def raise_as_text(error: Exception) -> NoReturn:
+    """Raises `error` for XLA, which keeps of an exception its type's name and its text.
+
+    In front of them XLA puts the innermost frame, and all frames that called it: this one is
+    a generator's, which nobody called, and says that it is the kernel's failing line.
+    """
+    trace = of_kernels(error.__traceback__)
+    lines = [str(error), *getattr(error, "__notes__", ()), *traceback.format_tb(trace)]
+    text = "\n".join(line.rstrip() for line in lines)
+    said = type(type(error).__name__, (Exception,), {})(text)
+    code = _raising.__code__
+    if trace is not None:
+        last = traceback.extract_tb(trace)[-1]
+        line = (last.lineno or 1) - 1  # of the `def`, one above the `raise`
+        code = code.replace(co_filename=last.filename, co_name=last.name, co_firstlineno=line)
+    next(types.FunctionType(code, {})(said))
+    raise said  # not reached: the generator raises
+
+
+def _raising(error: Exception) -> Iterator[None]:
+    raise error from None
+    yield
+
+
+def _kept(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    inside = False
+    while trace is not None:
+        variables: dict[str, Any] = trace.tb_frame.f_globals
+        path = Path(trace.tb_frame.f_code.co_filename)
+        marked = MARK in variables
+        inside = inside or marked
+        # Triton's own library is interpreted as kernels are; Triax's kernels are kernels.
+        hidden = ("triton", "numpy") if marked else ("triton", "numpy", "triax")
+        if inside and not any(path.is_relative_to(folder) for folder in _folders(hidden)):
+            yield trace
+        trace = trace.tb_next
+
+
+def _folders(packages: tuple[str, ...]) -> Iterator[Path]:
+    for package in packages:
+        if file := getattr(sys.modules.get(package), "__file__", None):
+            yield Path(file).parent
