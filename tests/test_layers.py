@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.grid": (1, 1),
     "triax.bridge.hints": (1, 1),
     "triax.bridge.hooks": (1, 1),
+    "triax.bridge.writes": (1, 1),
     "triax.bridge.kernel": (1, 2),
     "triax.bridge.candidates": (1, 3),
     "triax.bridge.arguments": (1, 4),

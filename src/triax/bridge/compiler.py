@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from triax.bridge import dtypes, hints
+from triax.bridge import dtypes, hints, writes
 from triax.bridge.compat import triton_private, versions
 from triax.bridge.errors import CompilationError, TriaxError
 from triax.bridge.exclusion import TRITON
@@ -327,6 +327,7 @@ def _finish(
         launch_parameters=tuple(present),
         divisible_by_16=tuple(divisible),
         scalar_types=tuple(types),
+        writes=_writes(launch, compiled),
     )
 
 
@@ -335,6 +336,16 @@ def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[i
     if not isinstance(argument, tuple):
         return [(path, argument)]
     return [pair for i, part in enumerate(argument) for pair in _paths(part, (*path, i))]
+
+
+def _writes(launch: Launch, compiled: triton_private.Compiled) -> tuple[tuple[int, ...], ...]:
+    """Which leaves the kernel writes to; nothing where its code cannot be told from them."""
+    code = compiled.intermediate.get("ttir") or compiled.intermediate.get("ttgir", "")
+    pointers = [i for i, leaf in enumerate(launch.leaves()) if not isinstance(leaf, Scalar)]
+    count, found = writes.origins(code)
+    if count != len(pointers):
+        return ()
+    return tuple(tuple(pointers[i] for i in reached) for reached in found)
 
 
 def _tensor_map(meta: dict[str, Any]) -> TensorMap:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from triax.bridge.compat import jax_private, triton_private, versions
-from triax.bridge.errors import CompilationError, UnsupportedError, VersionError
+from triax.bridge.errors import CompilationError, ReadOnlyOperand, UnsupportedError, VersionError
 from triax.bridge.launch import (
     Call,
     CompiledKernel,
@@ -101,7 +101,10 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
       VersionError: jaxlib cannot do what the kernel needs.
       UnsupportedError: several launches, and no target that can tune them safely.
       CompilationError: the kernel needs more scratch memory than there can be.
+      ReadOnlyOperand: a kernel writes to an operand that no output is aliased to.
     """
+    for launch, kernel in zip(launches, kernels, strict=True):
+        _check_writes(launch, kernel)
     version = versions.gated_version()
     target = versions.choose_target(version, autotuned_at_run_time=len(launches) > 1)
     if len(launches) > 1 and target.name != versions.LEGACY_TARGET:
@@ -129,6 +132,29 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
         _cost_estimate(call, target, version),
         call.has_side_effect,
     )
+
+
+def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
+    """Refuses a kernel that writes where XLA does not expect it to."""
+    names = [name for name, _ in launch.named_leaves()]
+    aliased = {alias.operand for alias in launch.aliases}
+    read_only = {
+        index
+        for index, leaf in enumerate(launch.leaves())
+        if isinstance(leaf, (Operand, Descriptor)) and leaf.index not in aliased
+    }
+    tuner = launch.kernel.autotuner
+    reset = () if tuner is None else tuner.reset_to_zero
+    writes = [*kernel.writes, *((names.index(name),) for name in reset if name in names)]
+    for reached in writes:
+        if read_only.issuperset(reached):
+            written = " or ".join(f"`{names[index]}`" for index in reached)
+            raise ReadOnlyOperand(
+                f"Kernel {launch.name!r} writes to {written}, an operand that no output is aliased "
+                "to. XLA may share its memory with other values: alias an output to the operand, "
+                "or write to an output of its own. (Outputs are the parameters that are not "
+                "supplied: pass operands that stand behind one by name.)"
+            )
 
 
 def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:

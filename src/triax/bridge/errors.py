@@ -53,4 +53,4 @@ class OutOfBounds(TriaxError, IndexError):
 
 
 class ReadOnlyOperand(TriaxError, ValueError):
-    """A kernel wrote to an operand that no output is aliased to (interpreter only)."""
+    """A kernel writes to an operand that no output is aliased to."""

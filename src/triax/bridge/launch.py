@@ -360,4 +360,6 @@ class CompiledKernel:
     """For each leaf: whether the code relies on it being a multiple of 16."""
     scalar_types: tuple[str | None, ...]
     """For each leaf: its Triton type where it is a scalar, else None."""
+    writes: tuple[tuple[int, ...], ...] = ()
+    """For each write whose pointer can be followed: the leaves that it may reach."""
     cubin: bytes | None = None
