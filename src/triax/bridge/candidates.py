@@ -18,7 +18,7 @@ import numpy as np
 from triax.bridge import grid as grids
 from triax.bridge import hooks
 from triax.bridge.compat import jax_private, triton_private
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from triax.bridge.hooks import Hook
 from triax.bridge.kernel import CONFIG_OPTIONS, Kernel, WatchedDict
 from triax.bridge.launch import (
@@ -33,6 +33,18 @@ from triax.bridge.launch import (
     rebuild,
     unpack_values,
 )
+
+# Options of Triton's launcher, which jaxlib's takes the place of, with the value that asks for
+# nothing, and what to do instead.
+_LAUNCH_OPTIONS: dict[str, tuple[Any, str]] = {
+    "launch_cooperative_grid": (
+        False,
+        "Split the kernel where its programs wait for each other.",
+    ),
+    "launch_pdl": (False, "XLA decides when a kernel starts; leave the option out."),
+    "cluster_dims": ((1, 1, 1), "Use `num_ctas`."),
+    "ptx_options": (None, "Set JAX_TRITON_PTXAS_EXTRA_FLAGS, which jaxlib gives to its ptxas."),
+}
 
 ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 
@@ -113,6 +125,7 @@ def _candidate(
         **{n: v for n, v in set_by_config.items() if n in triton_private.option_names()},
         **config.options(),
     }
+    _refuse_launch_options(kernel.name, compiler_options)
     seen = WatchedDict({**request.arguments, **meta, **compiler_options}, used)
     grid = grids.normalize(request.grid, seen)
     wanted = request.zeroed_outputs
@@ -179,6 +192,16 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in CONFIG_OPTIONS and value is not None:
             _check_count(name, value)
     return {n: static_value(n, v) for n, v in options.items() if v is not None}
+
+
+def _refuse_launch_options(kernel: str, options: Mapping[str, Any]) -> None:
+    """Refuses what Triton's launcher would do and jaxlib's does not, rather than leave it out."""
+    for name, (nothing, remedy) in _LAUNCH_OPTIONS.items():
+        if (value := options.get(name, nothing)) not in (nothing, None):
+            raise UnsupportedError(
+                f"Kernel {kernel!r} has the option `{name}`={value!r}, and a kernel in a JAX "
+                f"program is launched without it. {remedy}"
+            )
 
 
 def _check_count(name: str, value: Any) -> None:

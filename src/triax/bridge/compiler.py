@@ -50,6 +50,7 @@ _SHARED_BYTES = {
     121: 99 << 10,
 }
 _MAX_WARPS = 32  # 1024 threads per block on every architecture
+_MAX_CTAS = 8  # a larger cluster is launched only where its kernel is marked, and jaxlib marks none
 
 
 @dataclasses.dataclass
@@ -291,6 +292,13 @@ def _check_fits(compiled: triton_private.Compiled, compute_capability: int) -> N
     if compiled.num_warps > _MAX_WARPS:
         raise CompilationError(
             f"it needs {compiled.num_warps} warps, and a block has at most {_MAX_WARPS}"
+        )
+    clusters = compute_capability >= 90
+    if compiled.num_ctas > (_MAX_CTAS if clusters else 1):
+        limit_text = f"jaxlib launches at most {_MAX_CTAS}" if clusters else "clusters need 90"
+        raise CompilationError(
+            f"it needs clusters of {compiled.num_ctas} blocks (num_ctas) on compute capability "
+            f"{compute_capability}; {limit_text}"
         )
     if compiled.profile_scratch_bytes:
         raise CompilationError(
