@@ -31,6 +31,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.dtypes": (0, 3),
     "triax.bridge.exclusion": (1, 0),
     "triax.bridge.frames": (1, 0),
+    "triax.bridge.workers": (1, 0),
     "triax.bridge.launch": (1, 0),
     "triax.bridge.descriptor": (1, 0),
     "triax.bridge.grid": (1, 1),

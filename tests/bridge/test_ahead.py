@@ -75,7 +75,7 @@ class Compilations:
     """Which threads have Triton compile, and at once how many; `before` is run in each first."""
 
     def __init__(self):
-        self.threads, self.at_once, self._running = [], 0, 0
+        self.threads, self.in_background, self.at_once, self._running = [], [], 0, 0
         self.before = lambda: None
         self._lock = threading.Lock()
         self._compile = triton_private.compile_specialization
@@ -83,6 +83,8 @@ class Compilations:
     def __call__(self, *args, **kwargs):
         with self._lock:
             self.threads.append(threading.current_thread())
+            if in_background():
+                self.in_background.append(threading.current_thread())
             self._running += 1
             self.at_once = max(self.at_once, self._running)
         try:
@@ -91,10 +93,6 @@ class Compilations:
         finally:
             with self._lock:
                 self._running -= 1
-
-    @property
-    def in_background(self):
-        return [t for t in self.threads if t is not threading.main_thread()]
 
 
 @pytest.fixture
@@ -105,7 +103,8 @@ def compilations(monkeypatch):
 
 
 def in_background():
-    return threading.current_thread() is not threading.main_thread()
+    """Whether nobody has asked yet for what this thread compiles."""
+    return threading.current_thread() in ahead._threads
 
 
 class TestThreads:
@@ -130,6 +129,7 @@ class TestThreads:
         first = entries(trace())
         assert compilations.in_background
         compilations.threads.clear()
+        compilations.in_background.clear()
         compiler.clear_cache()
         assert entries(trace()) == first
         assert len(compilations.threads) == len(BLOCKS)

@@ -210,16 +210,19 @@ class TestMachineCode:
     def test_what_others_compile_meanwhile_has_it(self, launch):
         """Threads outside Triax share Triton's disk cache, and need the machine code."""
         signature = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
-        with TRITON.shared():
+        options = {"num_warps": 2, "ptx_version": 86, "enable_fp_fusion": True}
+
+        def compile_both():
             source = ASTSource(kernels.copy_kernel, signature, {(3,): 64})
-            options = {"num_warps": 2, "ptx_version": 86, "enable_fp_fusion": True}
             mine = triton_private.compile_specialization(
                 kernels.copy_kernel,
                 triton_private.backend_for(90),
                 triton_private.Specialization(signature, {(3,): 64}, {}),
                 options,
             )
-            theirs = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            return mine, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+        mine, theirs = TRITON.shared(compile_both)
         assert theirs.asm["ptx"] == mine.ptx
         assert theirs.asm["cubin"].startswith(b"\x7fELF")
 
@@ -249,10 +252,14 @@ def test_triton_is_left_as_it_was(monkeypatch):
         return [getattr(owner, name, None) for owner, names in watched for name in names]
 
     before = state(), dict(vars(triton.knobs.compilation)), dict(os.environ)
-    with TRITON.shared(), TRITON.shared():
+
+    def compiling():
         assert triton.knobs.compilation.disable_line_info
         assert state() != before[0]
         assert dict(os.environ) == before[2]
+        return True
+
+    assert TRITON.shared(lambda: TRITON.shared(compiling) and compiling())
     assert (state(), dict(vars(triton.knobs.compilation)), dict(os.environ)) == before
 
 

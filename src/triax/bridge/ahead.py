@@ -18,12 +18,11 @@ import functools
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from triax.bridge import compiler, settings
+from triax.bridge import compiler, settings, workers
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import SettingError
 from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
@@ -32,11 +31,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 256  # calls that are traced need not be lowered, ever
 _MAX_THREADS = 16
-_EXIT_TIMEOUT_S = 30.0
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _waiting: dict[Launch, None] = {}  # in the order of tracing, which is that of lowering too
-_threads: set[threading.Thread] = set()
+_threads: list[threading.Thread] = []
 
 
 def expect(call: Call, operands: Sequence[np.dtype], results: Sequence[np.dtype]) -> None:
@@ -92,21 +90,15 @@ def _start(compute_capability: int) -> None:
         # As many as there are cores: the thread that asks will mostly wait for one of them.
         most = min(len(_waiting), os.cpu_count() or 1, _MAX_THREADS)
         for _ in range(most - len(_threads)):
-            # Daemons, because a program that is done must not wait for the rest.
-            thread = threading.Thread(target=_work, args=(compute_capability,), daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # no more threads, or none any more at the very end
-                logger.debug("nothing is compiled ahead: %s", error)
+            if not workers.start(functools.partial(_work, compute_capability), _threads):
                 return
-            _threads.add(thread)
 
 
 def _work(compute_capability: int) -> None:
     while True:
         with _lock:
             if not _waiting:
-                _threads.discard(threading.current_thread())
+                _threads.remove(threading.current_thread())
                 return
             launch = next(iter(_waiting))
             del _waiting[launch]
@@ -116,16 +108,22 @@ def _work(compute_capability: int) -> None:
             logger.debug("not compiled ahead: %s", compiler.failure(launch, error))
 
 
-def finish(timeout_s: float = _EXIT_TIMEOUT_S) -> None:
-    """Drops what is waiting, and waits for the threads to end what they are at, not forever."""
+def finish() -> None:
+    """Drops what is waiting, and waits for the threads to end what they are at."""
+    _drop()
+    workers.join(_threads)
+
+
+def _drop() -> None:
     with _lock:
         _waiting.clear()
-        threads = list(_threads)
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
 
 
-# Python ends a daemon thread where it next asks for the interpreter's lock. In the middle of
-# Triton's C++ that can abort the process.
-atexit.register(finish)
+def _after_fork() -> None:  # a child process has none of the threads
+    _waiting.clear()
+    _threads.clear()
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork)
+atexit.register(_drop)

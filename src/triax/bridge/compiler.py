@@ -7,7 +7,9 @@ installed Triton alone: no paths, no line numbers, no dictionary order.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -17,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from triax.bridge import dtypes, hints, writes
+from triax.bridge import dtypes, hints, workers, writes
 from triax.bridge.compat import triton_private, versions
 from triax.bridge.errors import CompilationError, TriaxError
 from triax.bridge.exclusion import TRITON
@@ -64,8 +66,13 @@ class _Specialization:
 
 
 _cache: dict[Any, _Specialization] = {}
-_cache_lock = threading.Lock()
+_cache_lock = threading.RLock()
 _compilations = 0
+# A child process has none of the threads that were at something.
+os.register_at_fork(
+    before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache.clear
+)
+os.register_at_fork(after_in_child=_cache_lock.release)
 
 
 def compile_count() -> int:
@@ -78,8 +85,7 @@ def compile_count() -> int:
 
 def clear_cache() -> None:
     """Forgets what this process compiled. Triton's disk cache is not touched."""
-    with _cache_lock:
-        _cache.clear()
+    _cache.clear()
 
 
 def compile_all(
@@ -93,57 +99,61 @@ def compile_all(
     """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
 
     One that is not compiled after `timeout_s` yields a `CompilationError`. A thread cannot be
-    stopped: it goes on in the background, and the interpreter waits for it. With `machine_code`
-    the kernels have their `cubin`. `on_miss` is called where Triton's disk cache has no entry.
+    stopped: it ends what it is at in the background, and Python's exit waits for that, not forever.
+    So does an exception that comes meanwhile, such as Ctrl-C, until another comes. With
+    `machine_code` the kernels have their `cubin`. `on_miss` is called where Triton's disk cache
+    has no entry.
     """
-    results: dict[int, CompiledKernel | Exception] = {}
-    pending = queue.SimpleQueue[int]()
+    results: dict[int, CompiledKernel | BaseException] = {}
+    pending = collections.deque(range(len(launches)))
     finished = queue.SimpleQueue[int]()
-    for index in range(len(launches)):
-        pending.put(index)
 
     def work() -> None:
+        # Threads suffice: Triton holds the GIL only in its front end.
         while True:
             try:
-                index = pending.get_nowait()
-            except queue.Empty:
+                index = pending.popleft()
+            except IndexError:
                 return
             try:
-                results[index] = _compile(
+                results[index] = _compile_in_turn(
                     launches[index], compute_capability, machine_code=machine_code, on_miss=on_miss
                 )
-            except Exception as error:
+            except BaseException as error:
                 results[index] = error
             finished.put(index)
 
-    def compile_together() -> None:
-        # Threads suffice: Triton holds the GIL only in its front end. The workers take no lock of
-        # their own: this function holds the shared side for them all.
-        with TRITON.shared():
-            workers = min(len(launches), os.cpu_count() or 1)
-            threads = [threading.Thread(target=work, daemon=True) for _ in range(workers - 1)]
-            for thread in threads:
-                thread.start()
-            work()
-            for thread in threads:
-                thread.join()
-
-    if timeout_s is None:
-        compile_together()
-    else:
-        threading.Thread(target=compile_together, daemon=True).start()
-        _wait_for(len(launches), finished, timeout_s)
+    team: list[threading.Thread] = []
+    try:
+        try:
+            for _ in range(min(len(launches), os.cpu_count() or 1)):
+                if not workers.start(work, team):
+                    break
+            if not team:
+                work()
+            _wait_for(len(launches), finished, timeout_s)
+        finally:
+            pending.clear()
+    except BaseException:  # Ctrl-C, mostly
+        workers.join(team)
+        raise
     late = CompilationError(f"it was not compiled after {timeout_s} s")
-    return [results.get(index, late) for index in range(len(launches))]
+    return [_result(results.get(index, late)) for index in range(len(launches))]
 
 
-def _wait_for(count: int, finished: queue.SimpleQueue[int], timeout_s: float) -> None:
+def _wait_for(count: int, finished: queue.SimpleQueue[int], timeout_s: float | None) -> None:
     """Waits for `count` items, and no longer than `timeout_s` for each next one."""
     for _ in range(count):
         try:
             finished.get(timeout=timeout_s)
         except queue.Empty:
             return
+
+
+def _result(result: CompiledKernel | BaseException) -> CompiledKernel | Exception:
+    if isinstance(result, BaseException) and not isinstance(result, Exception):
+        raise result
+    return result
 
 
 def compile_launch(
@@ -164,8 +174,7 @@ def compile_launch(
 
 def compile_ahead(launch: Launch, compute_capability: int) -> None:
     """Compiles one launch that nobody has asked for yet; who asks meanwhile waits for it."""
-    with TRITON.shared():
-        _compile(launch, compute_capability, ahead=True)
+    _compile_in_turn(launch, compute_capability, ahead=True)
 
 
 def failure(launch: Launch, error: Exception) -> str:
@@ -175,6 +184,10 @@ def failure(launch: Launch, error: Exception) -> str:
         f"[{launch.candidate.config}]: {type(error).__name__}: {str(error).strip()}"
         f"{hints.pointer_as_number(launch, error)}"
     )
+
+
+def _compile_in_turn(*args: Any, **kwargs: Any) -> CompiledKernel:
+    return TRITON.shared(functools.partial(_compile, *args, **kwargs))
 
 
 def _compile(

@@ -4,17 +4,16 @@ Triton's interpreter replaces functions of `triton.language` by ones that comput
 with NumPy. Stock, it needs torch and an environment variable, leaves names in
 the user's module, and in some versions never undoes its replacements. This file
 hands out its parts under plain names: the builder that carries out operations,
-the replacements as a context manager that always undoes them, and the AST
+the replacements in a form that can always be undone, and the AST
 transformation of kernels. The interpreter proper is `triax.bridge.interpreter`.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +22,9 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import JITFunction
 from triton.runtime import interpreter as _stock
+
+from triax.bridge.compat import replaced
+from triax.bridge.compat.replaced import Change
 
 InterpreterBuilder = _stock.InterpreterBuilder
 TensorHandle = _stock.TensorHandle
@@ -126,16 +128,6 @@ def elementwise_scan(
     return _stock.ScanOps(axis, function, reverse).apply(tensors)
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """`holder.name` is to be `value`."""
-
-    holder: Any
-    name: str
-    value: Any
-
-
-_ABSENT = object()
 _CORE_HOLDERS = (
     tl,
     tl.core,
@@ -149,33 +141,10 @@ _CORE_HOLDERS = (
 )
 
 
-@contextlib.contextmanager
-def _restored(holders: Iterable[Any]) -> Iterator[list[Change]]:
-    """Undoes all assignments to attributes of `holders`; yields them once undone."""
-    holders = tuple(holders)
-    before = [dict(vars(holder)) for holder in holders]
-    changes: list[Change] = []
-    try:
-        yield changes
-    finally:
-        for holder, old in zip(holders, before, strict=True):
-            new = dict(vars(holder))
-            for name in new.keys() | old.keys():
-                if new.get(name, _ABSENT) is old.get(name, _ABSENT):
-                    continue
-                changes.append(Change(holder, name, new.get(name, _ABSENT)))
-                _assign(holder, name, old.get(name, _ABSENT))
-
-
-def _assign(holder: Any, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        delattr(holder, name)
-    else:
-        setattr(holder, name, value)
-
-
 class LanguagePatch:
     """All replacements that interpreting needs, found once and applied per launch.
+
+    Only under `TRITON.alone`, which undoes them.
 
     Triton's own patching inspects every module anew; applying a recorded list of
     assignments is some ten times faster.
@@ -187,10 +156,11 @@ class LanguagePatch:
             Change(_stock, "interpreter_semantic", semantic),
             Change(_stock, "_get_np_dtype", numpy_dtype),
         ]
-        with self._applied(self._changes), _restored(_CORE_HOLDERS) as language:
-            scope = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-            _stock._patch_lang(scope)
-        self._changes += language
+        replaced.replace(self._changes)
+        replaced.watch(_CORE_HOLDERS)
+        _stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        self._changes += replaced.watched_changes()
+        replaced.undo()
         self._changes += more
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """By identity: each replaced function of the language and its replacement, for
@@ -200,22 +170,6 @@ class LanguagePatch:
                 original = vars(change.holder).get(change.name)
                 self.replaced[id(original)] = (original, change.value)
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Puts the replacements in place, and whatever was there back in the end."""
-        with self._applied(self._changes):
-            yield
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _applied(changes: list[Change]) -> Iterator[None]:
-        undo: list[Change] = []
-        try:
-            for change in changes:
-                old = vars(change.holder).get(change.name, _ABSENT)
-                undo.append(Change(change.holder, change.name, old))
-                _assign(change.holder, change.name, change.value)
-            yield
-        finally:
-            for change in reversed(undo):
-                _assign(change.holder, change.name, change.value)
+    def apply(self) -> None:
+        """Puts the replacements in place, until `replaced.undo`."""
+        replaced.replace(self._changes)

@@ -22,12 +22,23 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from triax.bridge.compat import versions
+from triax.bridge.compat import replaced, versions
+from triax.bridge.compat.replaced import Change
 from triax.bridge.errors import CompilationError, MissingDependencyError
 
 _PLACEHOLDER = (
     "The installed `triton` is the placeholder package that `pytorch-triton` 0.0.1 is, not "
     "Triton itself. Uninstall it (`pip uninstall pytorch-triton triton`) and install `triton>=3.5`."
+)
+
+
+# Held while Python code of Triton's is at work that a thread of a child process must not find
+# half done, such as the hash of a kernel: so a fork waits for its end.
+_front_end_lock = threading.RLock()
+os.register_at_fork(
+    before=_front_end_lock.acquire,
+    after_in_parent=_front_end_lock.release,
+    after_in_child=_front_end_lock.release,
 )
 
 
@@ -215,14 +226,14 @@ def specialize(
     return Specialization(signature, constants, attributes)
 
 
-class _TorchFinder:
-    """An import hook that denies torch to one thread."""
+_this_thread = threading.local()
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
+
+class _TorchFinder:
+    """An import hook that denies torch to the threads that say so of themselves."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "torch" and threading.get_ident() == self._thread:
+        if name == "torch" and getattr(_this_thread, "leaves_torch_alone", False):
             raise ModuleNotFoundError("torch is not needed here", name="torch")
 
 
@@ -242,10 +253,12 @@ def _torch_left_alone() -> Iterator[None]:
         return
     finder = _TorchFinder()
     sys.meta_path.insert(0, finder)
+    _this_thread.leaves_torch_alone = True
     try:
         yield
         _torch_was_left_alone = True
     finally:
+        _this_thread.leaves_torch_alone = False
         sys.meta_path.remove(finder)
 
 
@@ -272,7 +285,7 @@ def compile_specialization(
     options: Mapping[str, Any],
     on_miss: Callable[[], None] | None = None,
 ) -> Compiled:
-    """Compiles up to PTX, through Triton's disk cache; within `compiling` only.
+    """Compiles up to PTX, through Triton's disk cache; only under `TRITON.shared`.
 
     `on_miss` is called where that cache has no entry, before the work begins.
     """
@@ -290,10 +303,12 @@ def compile_specialization(
             return make_ir(*args, **kwargs)
 
         source.make_ir = make_ir_after_miss  # a hit needs no IR
-    with _up_to_ptx() as environment:
-        kernel = _compiler().compile(
-            source, target=backend.target, options=dict(options), _env_vars=environment
-        )
+    with _front_end_lock:
+        source.hash()
+    environment = _environment_up_to_ptx()
+    kernel = _compiler().compile(
+        source, target=backend.target, options=dict(options), _env_vars=environment
+    )
     metadata = kernel.metadata
     return Compiled(
         entry=metadata.name,
@@ -309,30 +324,25 @@ def compile_specialization(
     )
 
 
-_this_thread = threading.local()
+_STOPS_AT = "TRIAX_STOPS_AT"
 
 
-@contextlib.contextmanager
-def _up_to_ptx() -> Iterator[dict[str, str]]:
-    """Leaves the machine code out of what this thread compiles, which XLA makes for itself.
+def _environment_up_to_ptx() -> dict[str, str]:
+    """The environment variables of Triton's cache key, with one more that stops it at PTX.
 
-    Yields the environment variables of Triton's cache key with one more, so that an entry
-    without machine code is never found by a compilation that needs it.
+    XLA makes the machine code for itself. With the variable, an entry without machine code is
+    never found by a compilation that needs it; Triton hands it to its stages too, so whether
+    there is machine code cannot depend on anything but the key.
     """
     compiler = importlib.import_module("triton.compiler.compiler")
     environment = dict(compiler.get_cache_invalidating_env_vars())
     if triton().knobs.compilation.dump_ir:  # a dump shows the machine code too
-        yield environment
-        return
-    _this_thread.stops_at_ptx = True
-    try:
-        yield {**environment, "TRIAX_STOPS_AT": "ptx"}
-    finally:
-        _this_thread.stops_at_ptx = False
+        return environment
+    return {**environment, _STOPS_AT: "ptx"}
 
 
 def assemble(backend: Any, ptx: str, options: Mapping[str, Any]) -> bytes:
-    """The machine code that Triton's ptxas makes of PTX; within `compiling` only."""
+    """The machine code that Triton's ptxas makes of PTX; only under `TRITON.shared`."""
     parsed = backend.parse_options(dict(options))
     return bytes(backend.make_cubin(ptx, {}, parsed, backend.target.arch))
 
@@ -350,54 +360,44 @@ def host_element_type(device_element_type: int, *, tf32: bool) -> int:
     return int(module.TMA_DTYPE_DEVICE_TO_HOST[device_element_type])
 
 
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """How Triax compiles: without line info, and with quick keys for Triton's disk cache.
+def prepare() -> None:
+    """Replaces what Triax compiles with: no line info, and quick keys for Triton's disk cache.
 
     Source paths and lines differ between machines. To tell its versions apart, Triton hashes
     all its files, hundreds of megabytes, and asks ptxas for its version, in every process; what
-    was installed, and when, says the same. Triton keeps all this per process, so the scope
-    must span every compilation that runs at the same time.
+    was installed, and when, says the same. Triton keeps all this per process, so it must stay
+    replaced during every compilation that runs at the same time, until `replaced.undo`.
     """
     cache = importlib.import_module("triton.runtime.cache")
     nvidia = importlib.import_module("triton.backends.nvidia.compiler")
     make_cubin = nvidia.CUDABackend.make_cubin
 
-    def make_cubin_if_needed(self: Any, *args: Any, **kwargs: Any) -> bytes:
-        if getattr(_this_thread, "stops_at_ptx", False):
+    def make_cubin_if_needed(self: Any, src: str, metadata: Any, *rest: Any) -> bytes:
+        if _STOPS_AT in metadata:
             return b""
-        return bytes(make_cubin(self, *args, **kwargs))
+        return bytes(make_cubin(self, src, metadata, *rest))
 
     code_generator = importlib.import_module("triton.compiler.code_generator")
-    replaced = [
-        (cache, "triton_key", _installation_key),
-        (nvidia, "get_ptxas_version", _ptxas_key),
-        (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
-        (_jit(), "ast", _copy(ast, parse=_parse)),
-        # Up to Triton 3.6 the code generator turns deprecation warnings off for every node that
-        # it visits. That changes them for the other threads too, for good where two threads
-        # overlap, and takes time. Only Triton 3.5 has something to turn off: it makes constants
-        # by a name that `ast` deprecates.
-        (code_generator, "ast", _copy(ast, Num=ast.Constant)),
-        (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
-    ]
-    originals = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
     # Not by Triton's own `scope`, which writes environment variables, and takes back what the
     # rest of the program has set in the meantime.
     settings = vars(triton().knobs.compilation)
-    ours = {"disable_line_info": True, "store_binary_only": False}
-    others = {name: settings[name] for name in ours if name in settings}
-    try:
-        settings.update(ours)
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
-        for name in ours:
-            settings.pop(name, None)
-        settings.update(others)
+    replaced.replace(
+        Change(*change)
+        for change in [
+            (settings, "disable_line_info", True),
+            (settings, "store_binary_only", False),
+            (cache, "triton_key", _installation_key),
+            (nvidia, "get_ptxas_version", _ptxas_key),
+            (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
+            (_jit(), "ast", _copy(ast, parse=_parse)),
+            # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
+            # that it visits. That changes them for the other threads too, for good where two
+            # threads overlap, and takes time. Only Triton 3.5 has something to turn off: it
+            # makes constants by a name that `ast` deprecates.
+            (code_generator, "ast", _copy(ast, Num=ast.Constant)),
+            (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
+        ]
+    )
 
 
 _NO_FILTERS = {"catch_warnings": contextlib.nullcontext, "simplefilter": lambda *_: None}
@@ -410,16 +410,13 @@ def _copy(module: ModuleType, **changes: Any) -> ModuleType:
     return copy
 
 
-_parse_lock = threading.RLock()
-
-
 def _parse(*args: Any, **kwargs: Any) -> ast.AST:
     """`ast.parse`, one at a time.
 
     CPython before 3.13 counts the depth of the tree once for all threads. A garbage collection
     amid it may switch to another; if that parses too, the count is wrong: a SystemError.
     """
-    with _parse_lock:
+    with _front_end_lock:
         with contextlib.suppress(SystemError):  # for what others parse there is no lock
             return ast.parse(*args, **kwargs)
         return ast.parse(*args, **kwargs)

@@ -54,8 +54,7 @@ def run(launch: Launch, operands: Sequence[np.ndarray]) -> tuple[np.ndarray, ...
     buffers, results = _buffers(launch, operands)
     if math.prod(launch.grid):
         memory = Memory(launch.name, buffers)
-        with TRITON.exclusive(), np.errstate(all="ignore"):
-            _interpret(launch, memory)
+        TRITON.alone(functools.partial(_interpret, launch, memory))
     return tuple(
         buffers[index].data.view(type.dtype).reshape(type.shape)
         for index, type in zip(results, launch.results, strict=True)
@@ -109,7 +108,7 @@ def _names(launch: Launch) -> dict[int, str]:
 
 def _interpret(launch: Launch, memory: Memory) -> None:
     machine = _machine()
-    with machine.running(memory) as rewriter:
+    with np.errstate(all="ignore"), machine.running(memory) as rewriter:
         function = rewriter.function(launch.kernel.function)
         annotations = {p.name: p.annotation_type for p in launch.kernel.function.params}
         convert = functools.partial(_convert, machine, launch, memory)
@@ -186,15 +185,18 @@ class _Machine:
 
     @contextlib.contextmanager
     def running(self, memory: Memory) -> Iterator[rewriting.Rewriter]:
-        """The scope in which `triton.language` computes; only under `TRITON.exclusive()`."""
-        with self._patch.applied():
-            self.builder.memory = memory
-            self._rewriter = rewriting.Rewriter(self.semantic, self._patch.replaced)
-            try:
-                yield self._rewriter
-            finally:
-                self._rewriter = None
+        """The scope in which `triton.language` computes; under `TRITON.alone`, which undoes it."""
+        self._patch.apply()
+        self.builder.memory = memory
+        self._rewriter = rewriting.Rewriter(self.semantic, self._patch.replaced)
+        try:
+            yield self._rewriter
+        finally:
+            # If a signal has torn the end, this comes when the generator is thrown away, and
+            # another launch may be running.
+            if vars(self.builder).get("memory") is memory:
                 del self.builder.memory
+                self._rewriter = None
 
     def _changes(self) -> Iterator[compat.Change]:
         yield from extra.changes(self.builder, self.semantic)
