@@ -10,7 +10,7 @@ import pytest
 
 import triax
 from tests import descriptors, kernels
-from tests.bridge import test_hooks
+from tests.bridge import test_hooks, test_scalars
 from tests.bridge.test_custom_call import check_mixed
 from tests.cases import CASES, argsort_then_gather, autotuned_accumulate
 from tests.primitives import accumulate, sum_and_accumulate
@@ -179,6 +179,12 @@ def test_a_hook_zeroes_on_every_run(rows):
     for _ in range(5):
         testing.poison(1 << 22)
         testing.assert_close(function(x), x.sum(axis=0, dtype=np.float64), terms=48)
+
+
+@pytest.mark.parametrize("kernel", test_scalars.KERNELS, ids=test_scalars.name)
+@pytest.mark.parametrize("mode", ["off", "auto"])
+def test_scalars_of_an_annotated_type(kernel, mode):
+    test_scalars.check(kernel, tuning=mode)
 
 
 def test_vmap():

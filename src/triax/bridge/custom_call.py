@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+from triax.bridge import dtypes
 from triax.bridge.compat import jax_private, triton_private, versions
 from triax.bridge.errors import CompilationError, ReadOnlyOperand, UnsupportedError, VersionError
 from triax.bridge.launch import (
@@ -220,13 +221,13 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
     tensor_maps = iter(kernel.tensor_maps)
     parameters = []
     leaves = zip(
-        launch.leaves(),
+        launch.named_leaves(),
         kernel.launch_parameters,
         kernel.divisible_by_16,
         kernel.scalar_types,
         strict=True,
     )
-    for leaf, is_parameter, is_divisible, scalar_type in leaves:
+    for (name, leaf), is_parameter, is_divisible, scalar_type in leaves:
         if not is_parameter:
             continue
         if isinstance(leaf, Descriptor):
@@ -238,9 +239,10 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
                 )
             parameters += _tensor_map_parameters(module, launch, leaf, next(tensor_maps, None))
         elif isinstance(leaf, Scalar):
-            # jaxlib calls one-bit integers i1, Triton calls them u1.
-            type_name = "i1" if scalar_type == "u1" else scalar_type
-            parameters.append(module.create_scalar_parameter(leaf.value, type_name))
+            assert leaf.value is not None  # None is compiled in
+            assert scalar_type is not None
+            scalar = dtypes.launch_scalar(name, leaf.value, scalar_type)
+            parameters.append(module.create_scalar_parameter(*scalar))
         else:
             alignment = 16 if is_divisible else 0
             parameters.append(module.create_array_parameter(zeroed.get(leaf, 0), alignment))
