@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
 import triax
@@ -141,6 +143,36 @@ def test_zeroes_an_operand_that_an_output_is_aliased_to(architecture):
 
     testing.assert_same_bits(jax.jit(call)(X[0], X[1]), X[0])
     assert lowered(call, X[0], X[1]).payload.calls[0].zeroed_bytes == (0, 256)
+
+
+def test_zeroes_a_ref():
+    kernel = triton.autotune(
+        [triton.Config({"BLOCK": 64}, pre_hook=lambda nargs: nargs["y_ptr"].zero_())], key=[]
+    )(kernels.accumulate_kernel)
+    ref = jax.new_ref(jnp.asarray(X[1]))
+    triax.triton_call(jnp.asarray(X[0]), ref, n=64, kernel=kernel, out_type=(), grid=1)
+    testing.assert_same_bits(ref[...], X[0])
+
+
+def test_zeroes_in_a_primitive_of_ones_own(architecture):
+    def rule(ctx, x):
+        configs = [triton.Config({"ROWS": 16}, pre_hook=zero_where_programs_add_up)]
+        return triax.triton_call_lowering(
+            ctx,
+            triton.autotune(configs, key=[])(column_sums_kernel),
+            x,
+            grid=3,
+            constexprs={"rows": 48, "cols": 64, "COLS": 64},
+        )
+
+    primitive = Primitive("sums_columns")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda x: [jax.core.ShapedArray(OUT.shape, OUT.dtype)])
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, rule, platform=platform)
+    (total,) = jax.jit(primitive.bind)(X)
+    testing.assert_close(total, X.sum(axis=0, dtype=np.float64), terms=48)
+    assert lowered(primitive.bind, X).payload.calls[0].zeroed_bytes == (0, 256)
 
 
 # --- block shapes ---------------------------------------------------------------------
