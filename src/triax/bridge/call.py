@@ -59,7 +59,7 @@ def _kernels_names_first(
             return function(*operands, **given)
         except Exception as error:
             if trace := frames.of_kernels(error.__traceback__):
-                raise error.with_traceback(trace)
+                raise error.with_traceback(trace)  # noqa: B904  # the same error
             raise
 
     return wrapper

@@ -35,19 +35,19 @@ def raise_as_text(error: Exception) -> NoReturn:
     trace = of_kernels(error.__traceback__)
     lines = [str(error), *getattr(error, "__notes__", ()), *traceback.format_tb(trace)]
     text = "\n".join(line.rstrip() for line in lines)
-    said = type(type(error).__name__, (Exception,), {})(text)
+    said: Exception = type(type(error).__name__, (Exception,), {})(text)
     code = _raising.__code__
     if trace is not None:
         last = traceback.extract_tb(trace)[-1]
-        line = (last.lineno or 1) - 1  # of the `def`, one above the `raise`
+        line = (last.lineno or 2) - 2  # of the `def`, two above the `raise`
         code = code.replace(co_filename=last.filename, co_name=last.name, co_firstlineno=line)
     next(types.FunctionType(code, {})(said))
     raise said  # not reached: the generator raises
 
 
 def _raising(error: Exception) -> Iterator[None]:
+    yield from ()  # makes it a generator
     raise error from None
-    yield
 
 
 def _kept(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
