@@ -37,6 +37,12 @@ def shard_map(function, mesh, in_specs, out_specs):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
+def accumulate(x, y, **changes):
+    """Adds `x` to a Ref."""
+    arguments = {"n": 300, "BLOCK": 64, "kernel": kernels.accumulate_kernel, "grid": 5}
+    return triax.triton_call(x, y, out_type=(), **{**arguments, **changes})
+
+
 class TestEagerly:
     def test_results_stay_on_their_device(self):
         device = jax.devices()[3]
@@ -51,12 +57,14 @@ class TestEagerly:
         x = jax.device_put(np.arange(320, dtype=np.float32), NamedSharding(mesh, P("d")))
         testing.assert_same_bits(vector_add(x, x), 2 * np.asarray(x))
 
-    def test_under_disable_jit(self):
+    def test_under_disable_jit(self, mesh):
         with jax.disable_jit():
             testing.assert_same_bits(vector_add(X, X), 2 * X)
             ref = jax.new_ref(jnp.asarray(X))
             accumulate(X, ref)
             testing.assert_same_bits(ref[...], 2 * X)
+            x = jax.device_put(np.arange(320, dtype=np.float32), NamedSharding(mesh, P("d")))
+            testing.assert_same_bits(vector_add(x, x), 2 * np.asarray(x))
 
     def test_new_lambdas_do_not_compile_again(self):
         """The grid is evaluated when a call is bound, so a fresh callable is no fresh program."""
@@ -117,12 +125,6 @@ class TestMemoryErrors:
         with pytest.raises(OutOfBounds):
             self.overrun(X)
         testing.assert_same_bits(jax.jit(vector_add)(X, X), 2 * X)
-
-
-def accumulate(x, y, **changes):
-    """Adds `x` to a Ref."""
-    arguments = {"n": 300, "BLOCK": 64, "kernel": kernels.accumulate_kernel, "grid": 5}
-    return triax.triton_call(x, y, out_type=(), **{**arguments, **changes})
 
 
 class TestRefs:

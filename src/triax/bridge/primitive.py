@@ -9,6 +9,7 @@ calls expects them.
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,8 +44,14 @@ def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) ->
     # Without operands, the call runs where JAX puts new arrays.
     device = _cpu_device(args or (jnp.zeros(()),))
     if device is None or call.implementation == "triton":
-        return list(jax_private.apply_primitive(triton_call_p, *args, **params))
+        with jax.disable_jit(False):  # a call is compiled, whatever becomes of the code around it
+            return list(_triton_call(*args, **params))
     return _interpret(args, call, result_avals, device)
+
+
+@functools.partial(jax.jit, static_argnames=("call", "result_avals", "vmap_method"))
+def _triton_call(*args: Any, **params: Any) -> Any:
+    return triton_call_p.bind(*args, **params)
 
 
 def _cpu_device(args: Sequence[Any]) -> Any | None:

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core as _core
-from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import ffi as _ffi
 from jax._src import xla_bridge as _xla_bridge
@@ -46,7 +45,7 @@ def gpu_triton() -> ModuleType:
     plugin = versions.cuda_plugin()
     versions.check_plugin(plugin, jaxlib)
     versions.check_dispatch(versions.gated_version())
-    module = importlib.import_module("jax._src.lib").gpu_triton
+    module = importlib.import_module("jaxlib.gpu_triton")
     if not hasattr(module, "TritonKernel"):
         raise MissingDependencyError(
             "Lowering a Triton kernel for CUDA needs JAX's CUDA plugin, which is not installed. "
@@ -111,11 +110,6 @@ def result_aval(name: str, in_avals: Sequence[Any], shape: tuple[int, ...], dtyp
         axes = _core.ManualAxisType(varying=varying)
         return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
-
-
-def apply_primitive(primitive: Any, *args: Any, **params: Any) -> Any:
-    """Runs a primitive eagerly, through a compiled program of its own."""
-    return _dispatch.apply_primitive(primitive, *args, **params)
 
 
 def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> Any:
