@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tests.cases import CASES, argsort_then_gather, vector_add
 from triax import moe, testing
 from triax.tuning import measure, policy, store
+from triax.tuning.worker import client
 
 pytestmark = pytest.mark.gpu
 
@@ -77,4 +78,4 @@ def test_each_gpu_alone(mesh, index):
     out = jax.jit(lambda *args: case.function(*args))(*(jax.device_put(i, device) for i in inputs))
     case.check(out, inputs)
     assert out.devices() == {device}
-    assert [d for d in measure._workers if measure._workers[d].alive] != []
+    assert client._workers[index].alive

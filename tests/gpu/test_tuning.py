@@ -22,7 +22,8 @@ from tests.gpu.programs import tuned
 from tests.gpu.test_programs import ROOT, child_environment, run
 from triax import testing
 from triax.bridge.inspect import describe
-from triax.tuning import measure, policy, store
+from triax.tuning import policy, store
+from triax.tuning.worker import client
 
 pytestmark = pytest.mark.gpu
 
@@ -118,7 +119,7 @@ def children(pid):
     found = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
     )
-    lines = [line for line in found.stdout.splitlines() if "tuning/worker.py" in line]
+    lines = [line for line in found.stdout.splitlines() if "worker/process.py" in line]
     return [int(line.split()[0]) for line in lines]
 
 
@@ -158,7 +159,7 @@ def test_no_worker_outlives_its_program(how, tmp_path):
     while not all(gone(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert all(gone(pid) for pid in workers)
-    assert [p for p in tmp_path.iterdir() if p.suffix != ".json"] == []
+    assert [p for p in tmp_path.iterdir() if p.suffix not in (".json", ".lock")] == []
 
 
 _GATHER_CONFIGS = [
@@ -190,12 +191,12 @@ _MATMUL_CONFIGS = [
 
 def source(lowered):
     (call,) = describe(lowered)
-    return policy.decision(call.entries[0]).source
+    return policy.decision(call.key).source
 
 
 def test_times(record_property, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    measure.stop_workers()
+    client.stop_all()
     x = jnp.ones((4096, 4096), jnp.bfloat16)
     index = jnp.arange(4096, dtype=jnp.int32)
     jax.block_until_ready((x, index))
@@ -235,7 +236,8 @@ x = jnp.ones((4096, 4096), jnp.bfloat16); index = jnp.arange(4096, dtype=jnp.int
 jax.block_until_ready((x, index))
 import triton, triton.experimental.gluon, triax
 from triax.bridge.inspect import describe
-from triax.tuning import measure, policy
+from triax.tuning import policy
+from triax.tuning.worker import client
 from triax.bridge import lowering
 from tests.gpu.test_tuning import gather
 spent = 0.0
@@ -249,7 +251,7 @@ def timed(*args, **kwargs):
         spent += time.perf_counter() - start
 lowering.lower_for = timed
 jax.jit(lambda x, i: gather(x, i)).lower(x, index)
-assert not measure._workers
+assert not client._workers
 print(spent)
 """
 
@@ -268,7 +270,7 @@ def test_warm_start_measures_nothing(tmp_path, monkeypatch):
         assert done.returncode == 0, done.stderr[-2000:]
         return float(done.stdout)
 
-    cold = once(WARM.replace("assert not measure._workers", "assert measure._workers"))
+    cold = once(WARM.replace("assert not client", "assert client"))
     warm = once(WARM)
     print(f"\nTriax in the lowering: cold {cold:.3f} s, warm {1e3 * warm:.1f} ms")
     assert warm < 0.05

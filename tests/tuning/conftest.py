@@ -1,10 +1,19 @@
-"""A measurer without a GPU: times by rule, through the real policy, store and agreement."""
+"""Measuring without a GPU, in two ways.
+
+`measurer` gives times by rule, through the real policy, store and agreement. `driver` puts an
+imaginary CUDA driver under the real worker process.
+"""
+
+import functools
+import sys
 
 import pytest
 
+from tests.tuning import fake_driver
 from triax.tuning import measure, policy
 from triax.tuning.key import Device
 from triax.tuning.store import Timing
+from triax.tuning.worker import client
 
 DEVICE = Device(0, "Imaginary GPU")
 
@@ -47,6 +56,16 @@ def replace_measurer(monkeypatch):
 def measurer(monkeypatch):
     monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: DEVICE)
     return replace_measurer(monkeypatch)
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    """Installs the imaginary driver, which the real worker then calls; returns its log."""
+    client.stop_all()
+    yield functools.partial(fake_driver.install, monkeypatch, tmp_path)
+    client.stop_all()
+    for name in [n for n in sys.modules if n == "cuda" or n.startswith("cuda.")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
 """Records to write and look up."""
 
+import dataclasses
+
 from triax.tuning.key import FORMAT, Key
 from triax.tuning.store import Record, Timing
 
@@ -16,9 +18,11 @@ def key(index):
         gpu="Imaginary GPU",
         compute_capability=90,
         triton="3.9.0",
+        moved_bytes=4096,
     )
 
 
 def record(index, time=1.0):
     timings = [Timing(name, time + i, 10) for i, name in enumerate(key(index).candidates)]
-    return Record.now(key(index), "BLOCK=64", timings, "random floats")
+    found = Record.now(key(index), "BLOCK=64", timings, "random floats")
+    return dataclasses.replace(found, date="2026-01-01T00:00:00+00:00")

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,11 @@ import triax
 from tests import kernels
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
+from triax.bridge.compat import versions
 from triax.bridge.errors import ArgumentTypeError, CompilationError, SettingError, TuningError
 from triax.bridge.launch import ArrayType
 from triax.tuning import agree, measure, policy, store
+from triax.tuning.key import make_key
 from triax.tuning.store import Store
 
 pytestmark = pytest.mark.cuda_plugin
@@ -61,7 +65,7 @@ def test_the_fastest_is_chosen_and_its_grid_with_it(measurer, best):
     assert call.grid == ((-(-1003 // block), 1, 1),)
     assert call.target.startswith("triton_kernel_call")
     assert [t.median_ms for t in call.timings] == [0.5 if name == best else 1.0 for name in LABELS]
-    assert best in str(policy.decision(call.entry[0]).config)
+    assert policy.decision(call.key).config == best
 
 
 def test_a_block_in_constexprs_does_not_keep_a_primitive_from_being_tuned(measurer):
@@ -133,6 +137,101 @@ def test_key_decides_what_is_measured_again(measurer):
     assert len(measurer.jobs) == 2  # `n` is in the key
     explain(x=np.zeros(1003, np.float16))
     assert len(measurer.jobs) == 3  # and so are the dtypes
+
+
+def chosen(call):
+    return policy.decision(call.key).config
+
+
+_CONFIGS = kernels.autotuned_add_kernel.configs
+_SIZELESS = triton.autotune(configs=_CONFIGS, key=[])(kernels.add_kernel)
+
+
+class TestSizes:
+    """What `key` does not name does not count, except for how much a call moves."""
+
+    @staticmethod
+    def explain(size):
+        return explain(x=np.zeros(size, np.float32), kernel=_SIZELESS)
+
+    def test_within_a_factor_of_four_a_decision_holds(self, measurer):
+        first = self.explain(1000)
+        for size in (4000, 251, 1001):
+            call = self.explain(size)
+            assert call.source == "measured now"
+            assert call.measured_bytes == 12_000
+            assert call.key != first.key
+            assert call.key.endswith(f"-{12 * size}")
+            assert "measured on 12000 bytes" in str(call)
+        assert len(measurer.jobs) == 1
+
+    @pytest.mark.parametrize("size", [4001, 249, 1 << 20])
+    def test_beyond_it_is_another_key(self, measurer, size):
+        """A smoke test at batch 1 does not choose for a training run, in this process or later."""
+        measurer.times = fastest(LABELS[2])
+        self.explain(1000)
+        measurer.times = fastest(LABELS[1])
+        assert chosen(self.explain(size)) == LABELS[1]
+        assert len(measurer.jobs) == 2
+        policy.forget()
+        assert chosen(self.explain(1000)) == LABELS[2]
+        assert len(store.user_store().paths()) == 2
+
+    def test_the_store_holds_to_it_too_and_takes_the_nearest(self, measurer):
+        for size, best in ((1000, 2), (9000, 1)):
+            measurer.times = fastest(LABELS[best])
+            self.explain(size)
+        for size, best, known in ((2000, 2, 1000), (3500, 1, 9000), (36_000, 1, 9000)):
+            policy.forget()
+            call = self.explain(size)
+            assert (call.source, chosen(call)) == ("user store", LABELS[best])
+            assert call.measured_bytes == 12 * known
+        policy.forget()
+        assert self.explain(36_001).source == "measured now"
+
+    def test_explain_does_not_mix_up_sizes_that_share_a_config(self, measurer):
+        def both(x, y):
+            return add(x, x, kernel=_SIZELESS), add(y, y, kernel=_SIZELESS)
+
+        measurer.times = lambda label: 1.0 + len(measurer.jobs)
+        small, large = triax.explain(both, np.zeros(64, np.float32), np.zeros(1 << 16, np.float32))
+        assert {t.median_ms for t in small.timings} == {2.0}
+        assert {t.median_ms for t in large.timings} == {3.0}
+        assert small.entry == large.entry
+
+
+def test_a_string_in_the_key(measurer):
+    kernel = triton.autotune(configs=_CONFIGS, key=["MODE"])(mode_kernel)
+    for mode in ("one", "two", "one"):
+        explain(kernel=kernel, MODE=mode)
+    assert len(measurer.jobs) == 2
+
+
+@triton.jit
+def mode_kernel(x_ptr, y_ptr, out_ptr, n, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    if MODE == "two":
+        x += tl.load(y_ptr + offsets, mask=offsets < n)
+    tl.store(out_ptr + offsets, x, mask=offsets < n)
+
+
+def test_the_key_holds_the_version_of_the_triton_that_is_imported(measurer, monkeypatch):
+    """Torch's build of it is another distribution."""
+    original = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda n: None if n == "triton" else original(n))
+    explain()
+    ((_, record),) = store.user_store().records()
+    assert record.key.triton == triton.__version__
+
+
+def test_fresh_tuning_inputs_leave_equal_calls_equal():
+    first, second = (
+        jax.make_jaxpr(lambda x: add(x, x, tuning_inputs=lambda x, y: (x, y)))(X).eqns[0]
+        for _ in range(2)
+    )
+    assert first.params["call"] == second.params["call"]
+    assert hash(first.params["call"]) == hash(second.params["call"])
 
 
 def test_a_failing_config_is_dropped(measurer):
@@ -266,7 +365,7 @@ def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, ca
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[1, 2]", "it must be an object; got list"),
-        ('{"key": {"format": 0}}', "format 0 is not 1"),
+        ('{"key": {"format": 0}}', "format 0 is not 2"),
         ("null", "it must be an object; got NoneType"),
     ],
 )
@@ -376,7 +475,7 @@ class TestRealOperands:
         call = equation.params["call"]
         array = ArrayType(X.shape, X.dtype)
         launches = [call.launch(c, (array, array), (array,)) for c in call.candidates]
-        ((launch, _),) = policy.choose(call, launches, 90, DEVICE, inputs=[X, X])
+        ((launch, _),) = policy.choose(call, launches, 90, DEVICE, inputs=[X, X]).chosen
         return launch
 
     def test_are_measured_whatever_is_known(self, measurer):
@@ -412,6 +511,16 @@ class TestAgreement:
         def set_first(self, key, value, timeout_ms):
             return self.values.setdefault(key, value)
 
+        def delete(self, key):
+            del self.values[key]
+
+        def count(self, folder):
+            return sum(key.startswith(f"{folder}/") for key in self.values)
+
+        @property
+        def configs(self):
+            return {k: v for k, v in self.values.items() if k.startswith("triax/config/")}
+
     @pytest.fixture
     def service(self, monkeypatch):
         service = self.Service()
@@ -421,7 +530,7 @@ class TestAgreement:
     def test_what_is_published_first_decides(self, measurer, service):
         measurer.times = fastest(LABELS[0])
         explain()
-        ((key, value),) = service.values.items()
+        ((key, value),) = service.configs.items()
         assert value == LABELS[0]
         service.values[key] = LABELS[2]
         policy.forget()
@@ -439,18 +548,80 @@ class TestAgreement:
 
     def test_fallbacks_agree_too(self, measurer, service):
         explain("cached")
-        assert list(service.values.values()) == [LABELS[0]]
+        assert list(service.configs.values()) == [LABELS[0]]
         policy.forget()
         measurer.times = fastest(LABELS[2])
         assert explain("auto").config[0].startswith("BLOCK=64")
 
     def test_another_program_is_an_error(self, measurer, service):
         explain()
-        key = next(iter(service.values))
+        (key,) = service.configs
         service.values[key] = "BLOCK=77"
         policy.forget()
         with pytest.raises(TuningError, match=r"uses config \[BLOCK=77\].*the same program"):
             explain()
+
+    def test_the_own_fallback_stays_a_fallback(self, measurer, service):
+        assert explain("cached").source == "first config (mode cached)"
+        assert explain("cached").source == "first config (mode cached)"
+
+    def test_a_claim_is_taken_back_where_measuring_ends_in_an_error(self, measurer, service):
+        """Else the others would wait for a result that never comes."""
+        measurer.times = lambda label: "launch: CUDA_ERROR_X"
+        with pytest.raises(CompilationError):
+            explain()
+        assert service.values == {}
+
+    def test_waits_for_the_process_that_measures(self, measurer, service, monkeypatch):
+        """One that cannot measure, and came first."""
+        monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        name = self.key_name()
+
+        def other():
+            time.sleep(0.3)
+            service.values[f"triax/claim/{name}"] = "1"
+            time.sleep(0.5)
+            service.values[f"triax/config/{name}"] = LABELS[2]
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        call = explain()
+        thread.join()
+        assert (call.source, call.grid) == ("another process of this job", ((1, 1, 1),))
+
+    def test_does_not_wait_where_nobody_can_measure(self, measurer, service, monkeypatch):
+        monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        service.values[f"triax/unable/{self.key_name()}/1"] = "1"
+        start = time.monotonic()
+        assert explain().source == "first config (mode auto)"
+        assert time.monotonic() - start < 3
+
+    def test_does_not_wait_long_for_claims_or_for_the_claimant(
+        self, measurer, service, monkeypatch, caplog
+    ):
+        monkeypatch.setattr(agree, "_UNCLAIMED_S", 0.2)
+        monkeypatch.setattr(agree, "_CLAIMED_S", 0.4)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        name = self.key_name()
+        service.values[f"triax/claim/{name}"] = "1"  # which has died since
+        assert explain().source == "measured now"
+        assert "process 1 of this job has not decided" in caplog.text
+        policy.forget()
+        service.values.clear()
+        for path in store.user_store().paths():
+            path.unlink()
+        assert explain("cached").source == "first config (mode cached)"
+
+    @staticmethod
+    def key_name():
+        with triax.tuning("off"):
+            (equation,) = jax.make_jaxpr(lambda x: add(x, x))(X).eqns
+        call = equation.params["call"]
+        array = ArrayType(X.shape, X.dtype)
+        launches = [call.launch(c, (array, array), (array,)) for c in call.candidates]
+        return make_key(call, launches, 90, DEVICE).name
 
     def test_alone_there_is_nothing_to_agree_on(self):
         assert agree.published("x") is None
@@ -468,8 +639,6 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
 
 def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
     """A candidate that takes too long to compile is dropped; the others are measured."""
-    import time
-
     from triax.bridge import compiler
 
     original = compiler._compile

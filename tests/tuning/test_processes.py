@@ -58,11 +58,15 @@ def test_killed_in_the_middle_of_writing(tmp_path):
     assert len(Store(tmp_path, "test").paths()) == 5
 
 
-def run_job(count, seed, tmp_path, *, dies=-1, shared=()):
-    """The configs each process chose. Processes in `shared` start with the first one's store."""
+def free_address():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def run_job(count, seed, tmp_path, *, dies=-1, shared=()):
+    """The configs each process chose. Processes in `shared` start with the first one's store."""
+    address = free_address()
     processes = [
         start(
             "job.py",
@@ -110,3 +114,65 @@ def test_a_process_that_dies_before_publishing_blocks_nobody(tmp_path):
     assert len(results) == 3
     assert all(result == results[0] for result in results)
     assert time.monotonic() - start_time < 60
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("delays", [(2, 0), (0, 2)])
+def test_one_that_cannot_measure_runs_what_the_other_measured(tmp_path, driver, delays):
+    """Whoever comes first. The second has no cuda-bindings."""
+    driver(ms={"16": 30, "4": 3, "1": 30})
+    results = run_kernel(tmp_path, delays, [with_driver(tmp_path), {}])
+    assert [r["source"] for r in results] == ["measured now", "another process of this job"]
+    assert [r["grid"] for r in results] == [4, 4]
+
+
+@pytest.mark.cuda_plugin
+def test_processes_that_can_all_measure_do_it_once(tmp_path, driver):
+    driver(ms={"16": 30, "4": 3, "1": 30})
+    results = run_kernel(tmp_path, (0, 0, 0), [with_driver(tmp_path)] * 3)
+    assert sorted(r["source"] for r in results) == [
+        *["another process of this job"] * 2,
+        "measured now",
+    ]
+    assert {r["grid"] for r in results} == {4}
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("delays", [(0, 2), (2, 0)])
+def test_cached_with_stores_that_differ(tmp_path, driver, delays):
+    """What one process knows, all use, also where one that knows nothing comes first."""
+    driver(ms={"16": 30, "4": 3, "1": 30})
+    run_kernel(tmp_path, (0,), [with_driver(tmp_path)])
+    cached = {"TRIAX_AUTOTUNE": "cached"}
+    results = run_kernel(tmp_path, delays, [cached, cached])
+    assert [r["source"] for r in results] == ["user store", "another process of this job"]
+    assert [r["grid"] for r in results] == [4, 4]
+
+
+def with_driver(tmp_path):
+    path = f"{tmp_path / 'driver'}:{ROOT / 'src'}:{ROOT}"
+    return {"FAKE_DRIVER": os.environ["FAKE_DRIVER"], "PYTHONPATH": path}
+
+
+def run_kernel(tmp_path, delays, environments):
+    """What each process of a job says of one kernel; each has a store of its own."""
+    address = free_address()
+    processes = [
+        start(
+            "one_kernel.py",
+            address,
+            len(delays),
+            index,
+            delay,
+            **{
+                "TRIAX_CUDA_ARCH": "90",
+                "TRIAX_CACHE_DIR": str(tmp_path / f"store-{index}"),
+                **environment,
+            },
+        )
+        for index, (delay, environment) in enumerate(zip(delays, environments, strict=True))
+    ]
+    lines = [process.stdout.readline() for process in processes]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert all(lines), "\n".join(errors)
+    return [json.loads(line) for line in lines]

@@ -65,6 +65,10 @@ class _Specialization:
     kernel: CompiledKernel | None = None
 
 
+class CompilationTimeout(CompilationError):
+    """A launch was not compiled in the time it was given; nothing is known against it."""
+
+
 _cache: dict[Any, _Specialization] = {}
 _cache_lock = threading.RLock()
 _compilations = 0
@@ -95,14 +99,15 @@ def compile_all(
     *,
     machine_code: bool = False,
     on_miss: Callable[[], None] | None = None,
+    on_each: Callable[[], None] | None = None,
 ) -> list[CompiledKernel | Exception]:
     """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
 
-    One that is not compiled after `timeout_s` yields a `CompilationError`. A thread cannot be
+    One that is not compiled after `timeout_s` yields a `CompilationTimeout`. A thread cannot be
     stopped: it ends what it is at in the background, and Python's exit waits for that, not forever.
     So does an exception that comes meanwhile, such as Ctrl-C, until another comes. With
     `machine_code` the kernels have their `cubin`. `on_miss` is called where Triton's disk cache
-    has no entry.
+    has no entry, `on_each` after each launch, by the calling thread.
     """
     results: dict[int, CompiledKernel | BaseException] = {}
     pending = collections.deque(range(len(launches)))
@@ -131,23 +136,30 @@ def compile_all(
                     break
             if not team:
                 work()
-            _wait_for(len(launches), finished, timeout_s)
+            _wait_for(len(launches), finished, timeout_s, on_each)
         finally:
             pending.clear()
     except BaseException:  # Ctrl-C, mostly
         workers.join(team)
         raise
-    late = CompilationError(f"it was not compiled after {timeout_s} s")
+    late = CompilationTimeout(f"it was not compiled after {timeout_s} s")
     return [_result(results.get(index, late)) for index in range(len(launches))]
 
 
-def _wait_for(count: int, finished: queue.SimpleQueue[int], timeout_s: float | None) -> None:
+def _wait_for(
+    count: int,
+    finished: queue.SimpleQueue[int],
+    timeout_s: float | None,
+    on_each: Callable[[], None] | None,
+) -> None:
     """Waits for `count` items, and no longer than `timeout_s` for each next one."""
     for _ in range(count):
         try:
             finished.get(timeout=timeout_s)
         except queue.Empty:
             return
+        if on_each is not None:
+            on_each()
 
 
 def _result(result: CompiledKernel | BaseException) -> CompiledKernel | Exception:

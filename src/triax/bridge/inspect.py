@@ -13,13 +13,15 @@ class TritonCall:
     """One Triton call in a lowered program.
 
     `config` and `grid` hold one entry per config handed to XLA, one unless tuning mode is
-    "runtime". `aliases` pairs operands and results of the custom call; `saved` are the
+    "runtime". `key` names what the config was looked up by, "" where there was no choice.
+    `aliases` pairs operands and results of the custom call; `saved` are the
     buffers jaxlib puts back after timing. `opaque_bytes` is the payload's size.
     """
 
     kernel: str
     target: str
     config: tuple[str, ...]
+    key: str
     grid: tuple[tuple[int, int, int], ...]
     entries: tuple[str, ...]
     aliases: tuple[tuple[int, int], ...]
@@ -55,6 +57,7 @@ def describe(lowered: Any) -> list[TritonCall]:
                 kernel=payload.name,
                 target=op.target,
                 config=tuple(op.attributes.get("triax.config", "").split(" | ")),
+                key=op.attributes.get("triax.key", ""),
                 grid=tuple(call.grid for call in payload.calls),
                 entries=tuple(call.entry for call in payload.calls),
                 aliases=op.aliases,

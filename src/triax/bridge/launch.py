@@ -230,7 +230,8 @@ class Call:
     has_side_effect: bool = False
     serialized_metadata: bytes = b""
     debug: bool = False
-    tuning_inputs: Callable[..., Any] | None = None
+    # Not compared: two calls that differ in nothing else are the same call.
+    tuning_inputs: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     fallback: Candidate | None = None
 
     @property

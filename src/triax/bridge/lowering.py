@@ -75,15 +75,16 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
         return _emit_interpreted(ctx, operands, call, fallback or launches[0])
     devices = _gpus(ctx)
     compute_capability = _compute_capability(call, devices)
-    chosen = policy.choose(
+    choice = policy.choose(
         call,
         launches,
         compute_capability,
         _tuning_device(ctx, devices, compute_capability),
         fallback=fallback,
     )
-    built = custom_call.build(call, [c[0] for c in chosen], [c[1] for c in chosen])
-    return _emit_custom_call(ctx, operands, call, built, [launch for launch, _ in chosen])
+    launches = [launch for launch, _ in choice.chosen]
+    built = custom_call.build(call, launches, [kernel for _, kernel in choice.chosen])
+    return _emit_custom_call(ctx, operands, built, describe(call, launches, choice.key))
 
 
 def _launches(ctx: Any, call: Call, candidates: Sequence[Candidate]) -> list[Launch]:
@@ -139,9 +140,8 @@ def _emit_interpreted(
 def _emit_custom_call(
     ctx: Any,
     operands: Sequence[Any],
-    call: Call,
     built: custom_call.CustomCall,
-    launches: Sequence[Launch],
+    description: dict[str, str],
 ) -> Sequence[Any]:
     buffers = built.buffers
     values, avals = [], []
@@ -168,14 +168,18 @@ def _emit_custom_call(
     else:
         options["backend_config"] = built.opaque
     results = jax.ffi.ffi_lowering(built.target.name, **options)(inner, *values, **attributes)
-    jax_private.annotate(results, describe(call, launches))
+    jax_private.annotate(results, description)
     by_output = dict(zip(buffers.results, results, strict=True))
     return [by_output[index] for index in range(len(ctx.avals_out))]
 
 
-def describe(call: Call, launches: Sequence[Launch]) -> dict[str, str]:
-    """What a reader of the program should know of a call; kept in it as frontend attributes."""
+def describe(call: Call, launches: Sequence[Launch], key: str) -> dict[str, str]:
+    """What a reader of the program should know of a call; kept in it as frontend attributes.
+
+    `key` is the name under which its config was looked up, "" where there was no choice.
+    """
     return {
+        **({"triax.key": key} if key else {}),
         "triax.kernel": call.display_name,
         "triax.config": " | ".join(str(launch.candidate) for launch in launches),
         "triax.grid": " | ".join("x".join(map(str, launch.grid)) for launch in launches),

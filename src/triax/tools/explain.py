@@ -19,8 +19,10 @@ class Explanation:
 
     `config` and `grid` hold one entry per config handed to XLA: one, unless tuning mode is
     "runtime". `source` says where the choice came from; `timings` have every candidate's
-    median in milliseconds, where any were taken. `aliases` pairs operands and results of
-    the custom call named `target`; `entry` is the kernel's name in profiles.
+    median in milliseconds, where any were taken, on a call that moved `measured_bytes`. `key`
+    names the record of the choice in the store, and ends in the bytes that this call moves.
+    `aliases` pairs operands and results of the custom call named `target`; `entry` is the
+    kernel's name in profiles.
     """
 
     kernel: str
@@ -31,11 +33,17 @@ class Explanation:
     grid: tuple[tuple[int, int, int], ...]
     aliases: tuple[tuple[int, int], ...]
     entry: tuple[str, ...]
+    key: str = ""
+    measured_bytes: int | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.kernel}: {' | '.join(self.config)}  ({self.source})"]
         grids = " | ".join("×".join(map(str, grid)) for grid in self.grid)
         lines.append(f"  {self.target}, grid {grids}, aliases {list(self.aliases)}")
+        if self.measured_bytes is not None and not self.key.endswith(f"-{self.measured_bytes}"):
+            lines.append(f"  key {self.key}, measured on {self.measured_bytes} bytes")
+        elif self.key:
+            lines.append(f"  key {self.key}")
         for timing in self.timings:
             time = timing.error if timing.median_ms is None else f"{timing.median_ms:.4f} ms"
             lines.append(f"  {time or 'not timed':>12}  {timing.config}")
@@ -69,7 +77,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
 
 
 def _explanation(call: inspect.TritonCall) -> Explanation:
-    decision = policy.decision(call.entries[0])
+    decision = policy.decision(call.key or call.entries[0])
     return Explanation(
         kernel=call.kernel,
         config=call.config,
@@ -79,4 +87,6 @@ def _explanation(call: inspect.TritonCall) -> Explanation:
         grid=call.grid,
         aliases=call.aliases,
         entry=call.entries,
+        key=call.key,
+        measured_bytes=decision.measured_bytes if decision else None,
     )

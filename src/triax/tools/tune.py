@@ -61,9 +61,8 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
         key = make_key(call, launches, capability, device).name
         if key in tuned:
             return
-        (chosen,) = policy.choose(call, launches, capability, device, inputs=list(operands))
-        decision = policy.decision(chosen[1].name)
-        assert decision is not None
+        choice = policy.choose(call, launches, capability, device, inputs=list(operands))
+        decision = choice.decision
         tuned[key] = Tuned(call.display_name, decision.config, decision.timings)
 
     token = eager_listener.set(listen)

@@ -12,10 +12,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from triax.bridge.compat import triton_private, versions
-from triax.bridge.launch import Call, Launch, Scalar, leaves
+from triax.bridge.compat import triton_private
+from triax.bridge.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
 
-FORMAT = 1
+FORMAT = 2
+SIZE_FACTOR = 4
+"""A config is taken for calls that move up to so many times more or fewer bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Key:
 
     `arguments` are the values of the parameters in `@triton.autotune`'s `key`, `dtypes` those
     of all arrays, as Triton's own autotuner has it; `candidates` are the configs left after
-    pruning, `source` is a hash of the kernel's source and that of all it calls.
+    pruning, `source` is a hash of the kernel's source and that of all it calls. `moved_bytes`
+    are those of all operands and outputs; keys that differ in them alone, and by no more than
+    a factor of `SIZE_FACTOR`, may share a config (`is_near`).
     """
 
     format: int
@@ -50,17 +54,29 @@ class Key:
     gpu: str
     compute_capability: int
     triton: str
+    moved_bytes: int
 
     @property
-    def digest(self) -> str:
-        """A short hash, equal on all machines."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:20]
+    def family(self) -> str:
+        """The kernel and a short hash of all but the size, equal on all machines."""
+        fields = dataclasses.asdict(self)
+        del fields["moved_bytes"]
+        text = json.dumps(fields, sort_keys=True)
+        return f"{self.kernel}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
     @property
     def name(self) -> str:
-        """The kernel and the hash: a file name."""
-        return f"{self.kernel}-{self.digest}"
+        """The family and the size: a file name."""
+        return f"{self.family}-{self.moved_bytes}"
+
+    def is_near(self, other: Key) -> bool:
+        """Whether what is best for the other may be taken for this one."""
+        return self.family == other.family and self.ratio(other.moved_bytes) <= SIZE_FACTOR
+
+    def ratio(self, moved_bytes: int) -> float:
+        """By what factor this size and another differ, 1 or more."""
+        small, large = sorted((self.moved_bytes, moved_bytes))
+        return large / max(small, 1)
 
 
 def label(launch: Launch) -> str:
@@ -96,13 +112,21 @@ def make_key(
         options=tuple(sorted(options.items())),
         gpu=device.name if device else "",
         compute_capability=compute_capability,
-        triton=versions.installed("triton") or "",
+        triton=triton_private.triton().__version__,
+        moved_bytes=_moved_bytes(first),
     )
+
+
+def _moved_bytes(launch: Launch) -> int:
+    """The bytes of all buffers of a call, each counted once."""
+    aliased = launch.operand_of_result
+    fresh = [array for index, array in enumerate(launch.results) if index not in aliased]
+    return sum(array.nbytes for array in (*launch.operands, *fresh))
 
 
 def _text(launch: Launch, value: Any) -> str:
     """A keyed argument as text: a scalar's value, an array's shape."""
-    if not isinstance(value, (tuple, Scalar)) and hasattr(value, "index"):
+    if isinstance(value, (Operand, Result, Descriptor)):
         return "x".join(map(str, launch.array_type(value).shape))
     if isinstance(value, Scalar):
         return repr(value.value)

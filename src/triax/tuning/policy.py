@@ -12,23 +12,18 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from triax.bridge import ahead, compiler, settings
-from triax.bridge.compat import jax_private, versions
-from triax.bridge.errors import ArgumentTypeError, CompilationError, TuningError, VersionError
-from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
-from triax.tuning import agree, store
+from triax.bridge.compat import versions
+from triax.bridge.errors import TuningError, VersionError
+from triax.bridge.launch import Call, CompiledKernel, Launch
+from triax.tuning import agree, failures, store
 from triax.tuning.key import Device, Key, label, make_key
-from triax.tuning.store import Record, Timing
+from triax.tuning.store import Timing
 
 logger = logging.getLogger(__name__)
-
-Chosen = list[tuple[Launch, CompiledKernel]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +31,35 @@ class Decision:
     """A config, where it came from, and what is known of the others.
 
     `source` is "only config", "first config", "user store", "measured now", … ; `timings`
-    are empty unless the config was measured, now or when it was stored.
+    are empty unless the config was measured, now or when it was stored, on a call that moved
+    `measured_bytes`.
     """
 
     config: str
     source: str
     timings: tuple[Timing, ...] = ()
+    measured_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What XLA is given: launches with their compiled kernels, and how they were chosen.
+
+    `key` is the name under which a decision was looked up, "" where there was none to make.
+    """
+
+    chosen: list[tuple[Launch, CompiledKernel]]
+    decision: Decision
+    key: str = ""
 
 
 _lock = threading.RLock()
-_resolved: dict[str, Decision] = {}
-_unmeasurable: dict[str, str] = {}  # by key: why measuring failed, so that it is tried once
-_by_entry: dict[str, Decision] = {}
+_resolved: dict[str, list[tuple[Key, Decision]]] = {}  # by the key's family
+# By the key's name: what measuring failed of, so that it is tried once, and the fallbacks that
+# this process has published.
+_unmeasurable: dict[str, Fallback] = {}
+_fallbacks: dict[str, Fallback] = {}
+_noted: dict[str, Decision] = {}
 
 
 def forget() -> None:
@@ -55,12 +67,13 @@ def forget() -> None:
     with _lock:
         _resolved.clear()
         _unmeasurable.clear()
-        _by_entry.clear()
+        _fallbacks.clear()
+        _noted.clear()
 
 
-def decision(entry: str) -> Decision | None:
-    """How the config of a compiled kernel was chosen, by its entry name."""
-    return _by_entry.get(entry)
+def decision(name: str) -> Decision | None:
+    """The last decision on a key, by its name; for kernels with one config, by entry name."""
+    return _noted.get(name)
 
 
 def tries_all_configs(mode: str) -> bool:
@@ -75,7 +88,7 @@ def choose(
     device: Device | None = None,
     inputs: Sequence[Any] | None = None,
     fallback: Launch | None = None,
-) -> Chosen:
+) -> Choice:
     """The launches to hand to XLA, compiled.
 
     Args:
@@ -93,119 +106,185 @@ def choose(
     """
     if len(launches) == 1:
         kernel = ahead.compile_launch(launches[0], compute_capability)
-        _note(kernel, Decision(label(launches[0]), "only config"))
-        return [(launches[0], kernel)]
-    mode = call.tuning
-    stand_ins = [*([fallback] if fallback else []), *launches]
-    if mode == "runtime" and inputs is None:
-        if tries_all_configs(mode):
-            return _all_that_compile(call, launches, compute_capability)
-        _report_old_version(call)
-    if mode in ("off", "runtime") and inputs is None:
-        return _first_that_compiles(
-            call, stand_ins, compute_capability, f"first config (mode {mode})"
-        )
-    return _ahead_of_time(call, launches, compute_capability, device, inputs, stand_ins)
+        choice = Choice([(launches[0], kernel)], Decision(label(launches[0]), "only config"))
+    else:
+        stand_ins = [*([fallback] if fallback else []), *launches]
+        choice = _choose_of_many(call, launches, compute_capability, device, inputs, stand_ins)
+    for name in [choice.key] if choice.key else [kernel.name for _, kernel in choice.chosen]:
+        _noted[name] = choice.decision
+    return choice
 
 
-def _note(kernel: CompiledKernel, decision: Decision) -> None:
-    _by_entry[kernel.name] = decision
-
-
-# --- ahead of time ------------------------------------------------------------------
-
-
-def _ahead_of_time(
+def _choose_of_many(
     call: Call,
     launches: Sequence[Launch],
     compute_capability: int,
     device: Device | None,
     inputs: Sequence[Any] | None,
     stand_ins: Sequence[Launch],
-) -> Chosen:
+) -> Choice:
+    mode = call.tuning
+    if mode == "runtime" and inputs is None:
+        if tries_all_configs(mode):
+            return _all_that_compile(call, launches, compute_capability)
+        _report_old_version(call)
+    if mode in ("off", "runtime") and inputs is None:
+        return _first_that_compiles(call, stand_ins, compute_capability, _first_config(mode))
     key = make_key(call, launches, compute_capability, device)
     with _lock:
-        decision = None if inputs is not None else _resolved.get(key.name)
-        if decision is None:
-            standing_in = label(stand_ins[0])
-            decision = _resolve(
-                call, launches, compute_capability, device, key, inputs, standing_in
-            )
-            if decision is None:
-                source = f"first config (mode {call.tuning})"
-                return _first_that_compiles(call, stand_ins, compute_capability, source)
-            _resolved[key.name] = decision
-    launch = next(launch for launch in stand_ins if label(launch) == decision.config)
+        labels = [label(launch) for launch in stand_ins]
+        known: Decision | Fallback | None = None if inputs is not None else _known(key, labels)
+        if known is None:
+            request = _Request(call, launches, compute_capability, device, key, inputs)
+            known = request.resolve(labels)
+            if isinstance(known, Decision):
+                _resolved.setdefault(key.family, []).insert(0, (key, known))
+        if isinstance(known, Fallback):
+            left = [launch for launch in stand_ins if label(launch) not in known.failed]
+            source = _first_config(mode)
+            choice = _first_that_compiles(call, left, compute_capability, source)
+            return dataclasses.replace(choice, key=key.name)
+    launch = next(launch for launch in stand_ins if label(launch) == known.config)
     kernel = ahead.compile_launch(launch, compute_capability)
-    _note(kernel, decision)
-    return [(launch, kernel)]
+    return Choice([(launch, kernel)], known, key.name)
 
 
-def _resolve(
-    call: Call,
-    launches: Sequence[Launch],
-    compute_capability: int,
-    device: Device | None,
-    key: Key,
-    inputs: Sequence[Any] | None,
-    standing_in: str,
-) -> Decision | None:
-    """Looks a key up, else measures it; None means the mode's fallback.
+def _first_config(mode: str) -> str:
+    return f"first config (mode {mode})"
 
-    What is found is published to the job's other processes before it is used, and what
-    they have published first is used instead.
-    """
-    if inputs is None:
-        found = store.find(key)
-        if found is not None:
+
+def _known(key: Key, labels: Collection[str]) -> Decision | None:
+    """What this process has resolved for a key, or one near it, the nearest first."""
+    resolved = _resolved.get(key.family, ())
+    near = [(k, d) for k, d in resolved if k.is_near(key) and d.config in labels]
+    return min(near, key=lambda pair: key.ratio(pair[0].moved_bytes))[1] if near else None
+
+
+# --- ahead of time ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """Why no config is chosen, and which of them are known not to run."""
+
+    reason: str
+    failed: Collection[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A call whose config is to be found, in a store, by another process, or by measuring."""
+
+    call: Call
+    launches: Sequence[Launch]
+    compute_capability: int
+    device: Device | None
+    key: Key
+    inputs: Sequence[Any] | None
+
+    def resolve(self, stand_ins: Sequence[str]) -> Decision | Fallback:
+        """Looks the key up, else measures it.
+
+        What is found is published to the job's other processes before it is used, and what
+        they have published first is used instead. So is the first of the `stand_ins`, where
+        nothing is found.
+        """
+        name = self.key.name
+        if self.inputs is not None:
+            return self._agreed(self._measured_for_real(), stand_ins)
+        if (found := store.find(self.key)) is not None:
             record, where = found
-            found_here = Decision(record.config, where.name, record.timings)
-            return _agreed(key, found_here, standing_in)
-        if (config := agree.published(key.name)) is not None:
-            return _agreed(key, Decision(config, "another process of this job"), standing_in)
-        if call.tuning == "strict":
+            sure = Decision(record.config, where.name, record.timings, record.key.moved_bytes)
+            return self._agreed(sure, stand_ins)
+        if (config := agree.published(name)) is not None:
+            own = _fallbacks.get(name)
+            return own or self._agreed(Decision(config, _ELSEWHERE), stand_ins)
+        if self.call.tuning == "strict":
             raise TuningError(
-                f"Kernel {call.display_name!r} has {len(launches)} configs and none is known to be "
-                f"tuned for {key.name}, which tuning mode 'strict' asks for. Tune it with "
+                f"Kernel {self.call.display_name!r} has {len(self.launches)} configs and none is "
+                f"known to be tuned for {name}, which tuning mode 'strict' asks for. Tune it with "
                 "`triax tune FILE:FUNCTION`, or once under TRIAX_AUTOTUNE=auto."
             )
-    reason = _why_not_measure(device)
-    if inputs is None:
-        if call.tuning == "cached":
-            reason = "mode 'cached' does not measure"
-        reason = reason or _unmeasurable.get(key.name)
-    elif reason is not None:
-        raise TuningError(f"Kernel {call.display_name!r} cannot be tuned: {reason}.")
-    if reason is None:
+        problem = self._problem()
+        config = agree.settle(name, able=problem is None)
+        if config is not None:
+            return self._agreed(Decision(config, _ELSEWHERE), stand_ins)
+        if problem is None:
+            try:
+                measured = self._measured()
+            except BaseException:
+                agree.release(name)
+                raise
+            if isinstance(measured, Decision):
+                return self._agreed(measured, stand_ins)
+            problem = _unmeasurable[name] = measured
+        config = next(c for c in stand_ins if c not in problem.failed)
+        _log_fallback(self.call.display_name, name, config, problem.reason)
+        # Published too: the job has one config per key, measured or not.
+        agreed = agree.agree(name, config)
+        if agreed != config:
+            return self._agreed(Decision(agreed, _ELSEWHERE), stand_ins)
+        _fallbacks[name] = problem
+        return problem
+
+    def _agreed(self, found: Decision, stand_ins: Sequence[str]) -> Decision:
+        """Publishes a decision; the one that the job uses."""
+        config = agree.agree(self.key.name, found.config)
+        if config == found.config:
+            return found
+        if config not in stand_ins:
+            raise TuningError(
+                f"Another process of this job uses config [{config}] for {self.key.name}, which "
+                f"is not among this process's: {'; '.join(self.key.candidates)}. Do all run the "
+                "same program?"
+            )
+        return dataclasses.replace(found, config=config, source=_ELSEWHERE)
+
+    def _problem(self) -> Fallback | None:
+        """Why nothing is measured, or None."""
+        if self.call.tuning == "cached":
+            return Fallback("mode 'cached' does not measure")
+        if (known := _unmeasurable.get(self.key.name)) is not None:
+            return known
+        problem = _problem(self.device)
+        return None if problem is None else Fallback(problem)
+
+    def _measured(self) -> Decision | Fallback:
+        from triax.tuning.search import Undecided  # only where something is measured: it is slow
+
         try:
-            assert device is not None
-            measured = _measure(call, launches, compute_capability, device, key, inputs)
-            return _agreed(key, measured, standing_in)
-        except TuningError as error:
-            if inputs is not None:
-                raise  # the caller asked for nothing but this
-            reason = _unmeasurable[key.name] = str(error)
-    config = standing_in
-    _log_fallback(call.display_name, call.tuning, key.name, config, reason)
-    # Published too: another process may have found or measured one.
-    agreed = agree.agree(key.name, config)
-    return None if agreed == config else Decision(agreed, "another process of this job")
+            return self._search()
+        except Undecided as error:
+            return Fallback(str(error), error.failed)
+        except (TuningError, OSError, MemoryError) as error:
+            return Fallback(str(error) or type(error).__name__)
 
+    def _measured_for_real(self) -> Decision:
+        """On the real operands, because the caller asks for nothing but this."""
+        if (problem := _problem(self.device)) is not None:
+            raise TuningError(f"Kernel {self.call.display_name!r} cannot be tuned: {problem}.")
+        try:
+            return self._search()
+        except (OSError, MemoryError) as error:
+            raise TuningError(
+                f"Kernel {self.call.display_name!r} cannot be tuned: {error or 'no memory'}."
+            ) from error
 
-def _agreed(key: Key, decision: Decision, standing_in: str) -> Decision:
-    """Publishes a decision; the one that the job uses."""
-    config = agree.agree(key.name, decision.config)
-    if config == decision.config:
-        return decision
-    if config not in (*key.candidates, standing_in):
-        raise TuningError(
-            f"Another process of this job uses config [{config}] for {key.name}, which is not "
-            f"among this process's: {'; '.join(key.candidates)}. Do all run the same program?"
+    def _search(self) -> Decision:
+        from triax.tuning.search import search  # only where something is measured: it is slow
+
+        assert self.device is not None
+        record = search(
+            self.call, self.launches, self.compute_capability, self.device, self.key, self.inputs
         )
-    return Decision(config, "another process of this job", decision.timings)
+        return Decision(record.config, "measured now", record.timings, self.key.moved_bytes)
 
 
-def _why_not_measure(device: Device | None) -> str | None:
+_ELSEWHERE = "another process of this job"
+
+
+def _problem(device: Device | None) -> str | None:
+    """Why nothing can be measured on a device, or None."""
     if device is None or not device.measurable:
         return "the program is not lowered to run on a GPU of this process"
     from triax.tuning import measure  # only where something is measured: it loads slowly
@@ -214,7 +293,7 @@ def _why_not_measure(device: Device | None) -> str | None:
 
 
 @functools.cache  # one line per kernel and choice, however often it is traced
-def _log_fallback(name: str, mode: str, key: str, config: str, reason: str) -> None:
+def _log_fallback(name: str, key: str, config: str, reason: str) -> None:
     logger.warning(
         "kernel %s (%s): no tuned config is known and none is measured: %s. Its first is used: "
         "[%s]. Tune it with `triax tune FILE:FUNCTION` on the GPU it will run on.",
@@ -223,98 +302,6 @@ def _log_fallback(name: str, mode: str, key: str, config: str, reason: str) -> N
         reason,
         config,
     )
-
-
-def _measure(
-    call: Call,
-    launches: Sequence[Launch],
-    compute_capability: int,
-    device: Device,
-    key: Key,
-    inputs: Sequence[Any] | None,
-) -> Decision:
-    from triax.tuning import measure  # only where something is measured: it loads slowly
-
-    measure.start_worker(device)  # it starts while the candidates compile
-    results = compiler.compile_all(
-        launches,
-        compute_capability,
-        timeout_s=6 * settings.tuning_timeout_s(),
-        machine_code=True,
-    )
-    compiled: Chosen = []
-    timings: dict[str, Timing] = {}
-    for launch, result in zip(launches, results, strict=True):
-        if isinstance(result, CompiledKernel):
-            compiled.append((launch, result))
-        else:
-            timings[label(launch)] = Timing(label(launch), error=_drop(launch, result))
-    if not compiled:
-        raise _none_left(call, [t.error or "" for t in timings.values()])
-    if len(compiled) > 1:
-        arrays = _tuning_arrays(call, launches[0], inputs)
-        jax_private.drain(device.index)
-        with measure.operand_files(arrays) as paths:
-            job = measure.make_job(call, compiled, device, paths)
-            for timing in measure.measure(job, device, call.display_name):
-                timings[timing.config] = timing
-    else:  # nothing to compare with
-        timings[label(compiled[0][0])] = Timing(label(compiled[0][0]))
-    usable = [t for t in timings.values() if t.error is None]
-    if not usable:
-        # No fall-back to the first: what faults in the worker would fault in the program.
-        raise _none_left(call, [f"[{t.config}] {t.error}" for t in timings.values()])
-    # Of equal times the config listed first wins, as with min() in Triton.
-    best = min(usable, key=lambda t: t.median_ms or 0.0)
-    ordered = [timings[label(launch)] for launch in launches]
-    what = (
-        "real operands"
-        if inputs is not None
-        else (
-            "tuning_inputs"
-            if call.tuning_inputs is not None
-            else "random floats, zeros for integers"
-        )
-    )
-    logger.info(
-        "kernel %s (%s): measured %d configs on %s; best: [%s] %.4f ms",
-        call.display_name,
-        key.name,
-        len(usable),
-        what,
-        best.config,
-        best.median_ms or 0.0,
-    )
-    record = Record.now(key, best.config, ordered, what)
-    try:
-        store.user_store().put(record)
-    except OSError as error:
-        logger.warning("the tuned config of %s could not be stored: %s", key.name, error)
-    return Decision(best.config, "measured now", tuple(ordered))
-
-
-def _tuning_arrays(
-    call: Call, launch: Launch, inputs: Sequence[Any] | None
-) -> list[np.ndarray | None]:
-    """The contents to measure on: given ones, or None for a filling by dtype."""
-    if inputs is None:
-        if call.tuning_inputs is None:
-            return [None] * len(launch.operands)
-        shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in launch.operands]
-        given = call.tuning_inputs(*shapes)
-        inputs = given if isinstance(given, (tuple, list)) else (given,)
-    arrays = [np.asarray(value) for value in inputs]
-    found = [ArrayType(array.shape, array.dtype) for array in arrays]
-    if found != list(launch.operands):
-        raise ArgumentTypeError(
-            f"Argument `tuning_inputs` of kernel {call.display_name!r} must return one array per "
-            f"array operand, of its shape and dtype: {_list(launch.operands)}; got {_list(found)}."
-        )
-    return list(arrays)
-
-
-def _list(types: Sequence[ArrayType]) -> str:
-    return ", ".join(f"{t.dtype.name}{list(t.shape)}" for t in types) or "none"
 
 
 # --- at run time ------------------------------------------------------------------------
@@ -344,40 +331,24 @@ def _report_old_version(call: Call) -> None:
 
 def _first_that_compiles(
     call: Call, launches: Sequence[Launch], compute_capability: int, source: str
-) -> Chosen:
+) -> Choice:
     reasons = []
     for launch in launches:
         (result,) = compiler.compile_all([launch], compute_capability)
         if isinstance(result, CompiledKernel):
-            _note(result, Decision(label(launch), source))
-            return [(launch, result)]
-        reasons.append(_drop(launch, result))
-    raise _none_left(call, reasons)
+            return Choice([(launch, result)], Decision(label(launch), source))
+        reasons.append(failures.dropped(launch, result))
+    raise failures.none_left(call, reasons)
 
 
-def _all_that_compile(call: Call, launches: Sequence[Launch], compute_capability: int) -> Chosen:
+def _all_that_compile(call: Call, launches: Sequence[Launch], compute_capability: int) -> Choice:
     chosen, reasons = [], []
     results = compiler.compile_all(launches, compute_capability)
     for launch, result in zip(launches, results, strict=True):
         if isinstance(result, CompiledKernel):
-            _note(result, Decision(label(launch), "tuned by XLA at run time"))
             chosen.append((launch, result))
         else:
-            reasons.append(_drop(launch, result))
+            reasons.append(failures.dropped(launch, result))
     if not chosen:
-        raise _none_left(call, reasons)
-    return chosen
-
-
-def _drop(launch: Launch, error: Exception) -> str:
-    reason = compiler.failure(launch, error)
-    logger.warning("config dropped: %s", reason)
-    return reason
-
-
-def _none_left(call: Call, reasons: Sequence[str]) -> CompilationError:
-    listed = "\n  ".join(reasons)
-    return CompilationError(
-        f"None of the {len(reasons)} configs of kernel {call.display_name!r} compiles and runs:\n"
-        f"  {listed}"
-    )
+        raise failures.none_left(call, reasons)
+    return Choice(chosen, Decision(label(chosen[0][0]), "tuned by XLA at run time"))

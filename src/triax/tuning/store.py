@@ -35,12 +35,16 @@ _PART_AGE_S = 60
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What became of one candidate: its median in milliseconds, or why it has none."""
+    """What became of one candidate: its median in milliseconds, or why it has none.
+
+    `out_of_time` is one that did not end, or was not tried, in time: nothing is known against it.
+    """
 
     config: str
     median_ms: float | None = None
     runs: int = 0
     error: str | None = None
+    out_of_time: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +122,19 @@ class Store:
         return self.folder / f"{key.name}.json"
 
     def find(self, key: Key) -> Record | None:
-        """The record of a key, or None."""
+        """The record of a key or of one near it, the nearest; None if there is none."""
+        try:
+            paths = self._files()
+        except OSError as error:
+            logger.warning("store %s cannot be read and is ignored: %s", self.folder, error)
+            return None
+        ends = [path.stem.rpartition("-") for path in paths if path.suffix == ".json"]
+        sizes = [int(size) for family, _, size in ends if family == key.family and size.isdecimal()]
+        keys = [dataclasses.replace(key, moved_bytes=size) for size in sizes]
+        near = sorted(filter(key.is_near, keys), key=lambda other: key.ratio(other.moved_bytes))
+        return next(filter(None, map(self._read, near)), None)
+
+    def _read(self, key: Key) -> Record | None:
         path = self.path(key)
         try:
             record = read(path)

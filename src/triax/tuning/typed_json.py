@@ -97,7 +97,14 @@ def _of_type(kind: type, value: Any, name: str) -> Any:
     return value
 
 
-_WORDS = {dict: "an object", list: "a list", str: "a string", int: "an int", float: "a number"}
+_WORDS = {
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "an int",
+    float: "a number",
+}
 
 
 def _as_float(value: int) -> float:

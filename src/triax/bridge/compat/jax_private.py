@@ -251,6 +251,13 @@ class KeyValueClient:
                 raise
             return None
 
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(key)
+
+    def count(self, folder: str) -> int:
+        """How many keys stand below `folder`."""
+        return len(self._client.key_value_dir_get(folder))
+
     def set_first(self, key: str, value: str, timeout_ms: int) -> str:
         """Sets a key if nobody has; returns the value it has then."""
         try:

@@ -32,7 +32,7 @@ class Pointer:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A kernel parameter: a number of a Triton type, "i32", "fp32", "u1", …"""
+    """A kernel parameter: a number: "i1", "i32", "u32", "i64", "u64", "fp32", "fp64"."""
 
     value: bool | int | float
     type: str
@@ -74,8 +74,9 @@ class Candidate:
 class Job:
     """Candidates to time on the same buffers.
 
-    `limit_bytes` bounds the memory taken, besides half of what the driver reports free;
-    `timeout_s` what one run of one candidate may take.
+    `limit_bytes` bounds the memory taken, besides half of what the driver reports free.
+    `timeout_s` is what one run of one candidate may take. Once `budget_s` are spent, no
+    further candidate is begun.
     """
 
     device: int
@@ -88,9 +89,10 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """The worker's first word: the device answers."""
+    """The worker's first word: the device answers. `uuid` tells it from all other GPUs."""
 
     gpu: str
+    uuid: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +104,22 @@ class TooLarge:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refused:
+    """The job was not done, for a reason that no candidate is to blame for."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What happens from here on is candidate `index`'s doing."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Timed:
-    """Candidate `index` took `median_ms` in the median of `runs`."""
+    """Candidate `index` took `median_ms` in the median of `runs` so far; the last word counts."""
 
     index: int
     median_ms: float
@@ -112,13 +128,17 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """Candidate `index` cannot be used. After a `fatal` failure the worker is gone."""
+    """Candidate `index` has no time: it failed, or a run was `late`, that is, did not end.
+
+    After a `fatal` failure the worker is gone.
+    """
 
     index: int
     reason: str
     fatal: bool
+    late: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """All candidates of the job are answered."""
+    """Nothing more will be said of this job. Candidates not spoken of were not tried."""

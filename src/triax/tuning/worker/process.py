@@ -2,9 +2,10 @@
 
 Run as a file, not as a module, so that neither JAX nor the rest of Triax is imported.
 It reads pickled jobs from standard input and writes pickled answers to standard
-output. A candidate that faults poisons this process's context, one that never ends
-blocks its device queue; both end this process, not the program it works for. It ends
-with its parent.
+output, as it goes: who waits always knows which candidate is running, and keeps what was
+timed before it. A candidate that faults poisons this process's context, one that never
+ends blocks its device queue; both end this process, not the program it works for. It ends
+with its parent, and after some time without work.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ import ctypes
 import importlib.util
 import os
 import pickle
+import select
 import statistics
 import struct
 import sys
 import threading
 import time
 import types
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 
-def _load_job_module() -> Any:
+def _load_messages() -> Any:
     """The file beside this one under its real name, which pickles carry, without its packages."""
-    for package in ("triax", "triax.tuning"):
+    for package in ("triax", "triax.tuning", "triax.tuning.worker"):
         sys.modules.setdefault(package, types.ModuleType(package))
-    name = "triax.tuning.job"
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "job.py")
+    name = "triax.tuning.worker.messages"
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "messages.py")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -37,17 +40,12 @@ def _load_job_module() -> Any:
 
 
 if TYPE_CHECKING:
-    from triax.tuning import job as jobs
+    from triax.tuning.worker import messages
 else:
-    jobs = sys.modules.get("triax.tuning.job") or _load_job_module()
+    messages = sys.modules.get("triax.tuning.worker.messages") or _load_messages()
 
 _SCALARS = {
     "i1": ctypes.c_uint8,
-    "u1": ctypes.c_uint8,
-    "i8": ctypes.c_int8,
-    "u8": ctypes.c_uint8,
-    "i16": ctypes.c_int16,
-    "u16": ctypes.c_uint16,
     "i32": ctypes.c_int32,
     "u32": ctypes.c_uint32,
     "i64": ctypes.c_int64,
@@ -60,6 +58,13 @@ _FIRST_RUNS = 15
 _FINAL_RUNS = 60
 _FINALISTS = 3
 _FINAL_MARGIN = 1.15
+# Slow kernels need fewer runs, because their times differ less: seconds for all runs of one, and
+# for the final round.
+_FIRST_S = 1.0
+_FINAL_S = 2.0
+# A first run loads code, in a few milliseconds at the most: past this it is as good as any other.
+_SLOW_MS = 50.0
+_REPORT_EVERY_S = 0.25
 
 
 class DriverError(Exception):
@@ -93,6 +98,14 @@ class Device:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
         self.name = call(driver.cuDeviceGetName, 256, self.device).split(b"\0")[0].decode()
+        # In CUDA 12 only the second version knows the parts of a split GPU; later there is one.
+        get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+        self.uuid = bytes(call(get_uuid, self.device).bytes).hex()
+
+    def is_broken(self) -> bool:
+        """Whether the context is lost: any later call repeats an error such as a bad access."""
+        (status,) = self.cu.cuCtxSynchronize()
+        return bool(int(status))
 
     def free_bytes(self) -> int:
         return call(self.cu.cuMemGetInfo)[0]
@@ -100,7 +113,7 @@ class Device:
     def allocate(self, nbytes: int) -> int:
         return int(call(self.cu.cuMemAlloc, max(nbytes, 1)))
 
-    def fill(self, address: int, buffer: jobs.Buffer) -> None:
+    def fill(self, address: int, buffer: messages.Buffer) -> None:
         """Puts a buffer's initial contents in place."""
         if buffer.nbytes == 0:
             return
@@ -148,11 +161,12 @@ class Device:
 class Bench:
     """The buffers of one job, and one candidate after another on them."""
 
-    def __init__(self, device: Device, job: jobs.Job):
+    def __init__(self, device: Device, job: messages.Job):
         self.device, self.cu, self.job = device, device.cu, job
         self.flush_bytes = 2 * device.l2_bytes
         self.addresses: list[int] = []
         self.originals: dict[int, int] = {}
+        self.modules: list[Any] = []
         self.scratch: int | None = None
         self.flush = 0
         self.start = call(self.cu.cuEventCreate, 0)
@@ -180,6 +194,8 @@ class Bench:
         call(self.cu.cuCtxSynchronize)
 
     def release(self) -> None:
+        for module in self.modules:
+            call(self.cu.cuModuleUnload, module)
         scratch = [self.scratch] if self.scratch else []
         for address in [*self.addresses, *self.originals.values(), self.flush, *scratch]:
             if address:
@@ -187,8 +203,9 @@ class Bench:
         call(self.cu.cuEventDestroy, self.start)
         call(self.cu.cuEventDestroy, self.end)
 
-    def load(self, candidate: jobs.Candidate) -> Any:
+    def load(self, candidate: messages.Candidate) -> Any:
         module = call(self.cu.cuModuleLoadData, candidate.cubin)
+        self.modules.append(module)
         function = call(self.cu.cuModuleGetFunction, module, candidate.entry.encode())
         if candidate.shared_bytes > 48 * 1024:
             attribute = self.cu.CUfunction_attribute
@@ -200,14 +217,14 @@ class Bench:
             )
         return function
 
-    def parameters(self, candidate: jobs.Candidate) -> tuple[tuple, tuple]:
+    def parameters(self, candidate: messages.Candidate) -> tuple[tuple, tuple]:
         values: list[Any] = []
         types: list[Any] = []
         for parameter in candidate.parameters:
-            if isinstance(parameter, jobs.Pointer):
+            if isinstance(parameter, messages.Pointer):
                 values.append(self.addresses[parameter.index])
                 types.append(ctypes.c_void_p)
-            elif isinstance(parameter, jobs.Number):
+            elif isinstance(parameter, messages.Number):
                 values.append(parameter.value)
                 types.append(_SCALARS[parameter.type])
             else:
@@ -219,7 +236,7 @@ class Bench:
         # The two hidden parameters: global scratch, profile scratch.
         return (*values, self.scratch or 0, 0), (*types, ctypes.c_void_p, ctypes.c_void_p)
 
-    def tensor_map(self, parameter: jobs.TensorMapParameter) -> Any:
+    def tensor_map(self, parameter: messages.TensorMapParameter) -> Any:
         cu = self.cu
         rank = len(parameter.shape)
         fill = cu.CUtensorMapFloatOOBfill
@@ -243,7 +260,7 @@ class Bench:
             nan if parameter.nan_fill else none,
         )
 
-    def run(self, candidate: jobs.Candidate, function: Any, parameters: Any) -> float:
+    def run(self, candidate: messages.Candidate, function: Any, parameters: Any) -> float:
         """One cold run, in milliseconds; buffers put back and caches flushed before it."""
         cu, stream = self.cu, self.device.stream
         for index, original in self.originals.items():
@@ -254,7 +271,7 @@ class Bench:
         call(cu.cuEventRecord, self.start, stream)
         # Zeroing is part of what XLA runs for this config, so it is timed with it.
         for parameter in candidate.parameters:
-            if isinstance(parameter, jobs.Pointer) and parameter.zeroed:
+            if isinstance(parameter, messages.Pointer) and parameter.zeroed:
                 address = self.addresses[parameter.index]
                 call(cu.cuMemsetD8Async, address, 0, parameter.zeroed, stream)
         self.launch(candidate, function, parameters)
@@ -262,7 +279,7 @@ class Bench:
         self.device.wait(self.end, self.job.timeout_s)
         return call(cu.cuEventElapsedTime, self.start, self.end)
 
-    def launch(self, candidate: jobs.Candidate, function: Any, parameters: Any) -> None:
+    def launch(self, candidate: messages.Candidate, function: Any, parameters: Any) -> None:
         cu = self.cu
         config = cu.CUlaunchConfig()
         x, y, z = candidate.grid
@@ -281,80 +298,107 @@ class Bench:
         call(cu.cuLaunchKernelEx, config, function, parameters, 0)
 
 
-def _programs(candidate: jobs.Candidate) -> int:
+def _programs(candidate: messages.Candidate) -> int:
     x, y, z = candidate.grid
     return x * y * z * candidate.num_ctas
 
 
-def work(device: Device, job: jobs.Job, answer: Any) -> None:
-    """Times all candidates of a job and answers for each."""
+class Rounds:
+    """Times the candidates of a job: all of them once, then the best again, in turns."""
+
+    def __init__(self, bench: Bench, answer: Callable[[Any], None]):
+        self.bench, self.job, self.answer = bench, bench.job, answer
+        self.deadline = time.monotonic() + self.job.budget_s
+        self.loaded: dict[int, tuple[Any, Any]] = {}
+        self.samples: dict[int, list[float]] = {}
+
+    def first(self) -> None:
+        """Each candidate in turn, the slow ones with fewer runs, as long as there is time."""
+        count = len(self.job.candidates)
+        for index in range(count):
+            now = time.monotonic()
+            if index and now >= self.deadline:
+                return
+            share = max(0.0, self.deadline - now) / (count - index)
+            self.time(index, _FIRST_RUNS, until=now + min(share, _FIRST_S))
+
+    def final(self) -> None:
+        """Close calls are run again, in turns, so that a drifting clock favours none."""
+        ranked = sorted(self.samples, key=self.median)
+        margin = _FINAL_MARGIN * self.median(ranked[0]) if ranked else 0.0
+        close = [index for index in ranked[:_FINALISTS] if self.median(index) <= margin]
+        until = min(self.deadline, time.monotonic() + _FINAL_S)
+        for _ in range(_FINAL_RUNS // 5 if len(close) > 1 else 0):
+            for index in close:
+                if time.monotonic() > until:
+                    return
+                if index in self.samples:
+                    self.time(index, 5, until=until)
+
+    def time(self, index: int, runs: int, *, until: float) -> None:
+        """Runs a candidate at most so many times more, and answers what it has taken so far."""
+        bench, candidate = self.bench, self.job.candidates[index]
+        self.answer(messages.Started(index))
+        reported = time.monotonic()
+        try:
+            if index not in self.loaded:
+                self.loaded[index] = (bench.load(candidate), bench.parameters(candidate))
+                first = bench.run(candidate, *self.loaded[index])
+                self.samples[index] = [first] if first > _SLOW_MS else []
+            samples = self.samples[index]
+            for _ in range(runs):
+                if samples and (time.monotonic() > until or self.is_slow(index)):
+                    break
+                if samples and time.monotonic() > reported + _REPORT_EVERY_S:
+                    self.report(index)
+                    reported = time.monotonic()
+                samples.append(bench.run(candidate, *self.loaded[index]))
+        except DriverError as error:
+            self.samples.pop(index, None)
+            fatal = bench.device.is_broken()
+            self.answer(messages.Failed(index, str(error), fatal))
+            if fatal:
+                leave(3)
+        except HungError as error:
+            self.answer(messages.Failed(index, str(error), fatal=True, late=True))
+            leave(4)
+        else:
+            self.report(index)
+
+    def is_slow(self, index: int) -> bool:
+        """Whether a candidate is so far behind another that more runs tell nothing."""
+        samples = self.samples[index]
+        others = [statistics.median(s) for i, s in self.samples.items() if i != index and s]
+        sure = len(samples) >= 3 or samples[0] > _SLOW_MS
+        return sure and statistics.median(samples) > 4 * min(others, default=float("inf"))
+
+    def report(self, index: int) -> None:
+        self.answer(messages.Timed(index, self.median(index), len(self.samples[index])))
+
+    def median(self, index: int) -> float:
+        return statistics.median(self.samples[index])
+
+
+def work(device: Device, job: messages.Job, answer: Callable[[Any], None]) -> None:
+    """Times the candidates of a job and answers for each as it goes."""
     bench = Bench(device, job)
     allowed = device.free_bytes() // 2
     if job.limit_bytes is not None:
         allowed = min(allowed, job.limit_bytes)
     if bench.needed_bytes() > allowed:
-        answer(jobs.TooLarge(bench.needed_bytes(), allowed))
+        answer(messages.TooLarge(bench.needed_bytes(), allowed))
         return
-    bench.allocate()
-    deadline = time.monotonic() + job.budget_s
-    loaded: dict[int, tuple[Any, Any]] = {}
-    samples: dict[int, list[float]] = {}
-
-    def one(index: int, runs: int) -> bool:
-        candidate = job.candidates[index]
-        try:
-            if index not in loaded:
-                loaded[index] = (bench.load(candidate), bench.parameters(candidate))
-                samples[index] = []
-                bench.run(candidate, *loaded[index])  # the first run loads code
-            for done in range(runs):
-                samples[index].append(bench.run(candidate, *loaded[index]))
-                slow = statistics.median(samples[index]) > 4 * _best(samples, index)
-                if done >= 2 and (slow or time.monotonic() > deadline):
-                    break
-        except DriverError as error:
-            # A sticky error ends the context; any later call repeats it.
-            (status,) = bench.cu.cuCtxSynchronize()
-            fatal = bool(int(status))
-            answer(jobs.Failed(index, str(error), fatal))
-            if fatal:
-                leave(3)
-            return False
-        except HungError as error:
-            answer(jobs.Failed(index, str(error), fatal=True))
-            leave(4)
-        return True
-
-    usable = [i for i in range(len(job.candidates)) if one(i, _FIRST_RUNS)]
-    # Close calls are run again, in turns, so that a drifting clock favours none.
-    ranked = sorted(usable, key=lambda i: statistics.median(samples[i]))
-    close = [
-        i
-        for i in ranked[:_FINALISTS]
-        if _median(samples, i) <= _FINAL_MARGIN * _median(samples, ranked[0])
-    ]
-    if len(close) > 1:
-        for _ in range(_FINAL_RUNS // 5):
-            if time.monotonic() > deadline:
-                break
-            for index in close:
-                one(index, 5)
-    for index in usable:
-        answer(jobs.Timed(index, _median(samples, index), len(samples[index])))
-    bench.release()
-    answer(jobs.Done())
+    try:
+        bench.allocate()
+        rounds = Rounds(bench, answer)
+        rounds.first()
+        rounds.final()
+    finally:
+        bench.release()
+    answer(messages.Done())
 
 
-def _median(samples: dict[int, list[float]], index: int) -> float:
-    return statistics.median(samples[index])
-
-
-def _best(samples: dict[int, list[float]], besides: int) -> float:
-    others = [statistics.median(s) for i, s in samples.items() if i != besides and s]
-    return min(others, default=float("inf"))
-
-
-def leave(status: int) -> Any:
+def leave(status: int) -> NoReturn:
     """Ends the process at once: a context that is broken or busy does not shut down."""
     os._exit(status)
 
@@ -372,31 +416,42 @@ def send(stream: BinaryIO, message: Any) -> None:
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> Any:
-    header = stream.read(8)
+def receive(stream: BinaryIO, idle_s: float) -> Any:
+    """The next job; None after so long without one, or when no more can come.
+
+    `stream` is unbuffered, so that what has come can be told from what is yet to come.
+    """
+    if not select.select([stream], [], [], idle_s)[0]:
+        return None
+    header = _read(stream, 8)
     if len(header) < 8:
-        raise EOFError
+        return None
     (size,) = struct.unpack("<q", header)
-    return pickle.loads(stream.read(size))
+    return pickle.loads(_read(stream, size))
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    parts = []
+    while size and (part := stream.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 def main() -> None:
-    parent, index = int(sys.argv[1]), int(sys.argv[2])
+    parent, index, idle_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever libraries print is no answer
     device = Device(index)
-    send(answers, jobs.Ready(device.name))
-    while True:
-        try:
-            job = receive(requests)
-        except EOFError:
-            return
+    send(answers, messages.Ready(device.name, device.uuid))
+    while (job := receive(requests, idle_s)) is not None:
         try:
             work(device, job, lambda message: send(answers, message))
-        except DriverError as error:  # outside any candidate: memory, mostly
-            send(answers, jobs.Failed(-1, str(error), fatal=True))
-            leave(6)
+        except (DriverError, OSError) as error:  # outside any candidate: memory, mostly
+            send(answers, messages.Refused(str(error)))
+            if device.is_broken():
+                leave(6)
 
 
 if __name__ == "__main__":

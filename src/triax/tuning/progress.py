@@ -1,0 +1,54 @@
+"""How far a tuning is: a bar where tqdm is installed and somebody looks, else log lines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_QUIET_S = 2.0
+_LINE_EVERY_S = 5.0
+
+
+class Progress:
+    """Shows the steps of a tuning that takes longer than two seconds.
+
+    Every config is two: it is compiled, and it is timed.
+    """
+
+    def __init__(self, name: str, configs: int):
+        self.name, self._total, self._done = name, 2 * configs, 0
+        self._start = self._shown = time.monotonic()
+        self._bar: Any = None
+
+    def step(self) -> None:
+        """One more is done."""
+        self._done += 1
+        now = time.monotonic()
+        if now - self._start < _QUIET_S:
+            return
+        if self._bar is None and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self._bar = tqdm(desc=f"tuning {self.name}", total=self._total, leave=False)
+        if self._bar is not None:
+            self._bar.update(self._done - self._bar.n)
+        elif now - self._shown > _LINE_EVERY_S or self._shown == self._start:
+            self._shown = now
+            # A warning, because it is to be seen where nobody has set up logging.
+            logger.warning(
+                "tuning %s: %d of %d steps after %.0f s",
+                self.name,
+                self._done,
+                self._total,
+                now - self._start,
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

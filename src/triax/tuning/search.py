@@ -1,0 +1,158 @@
+"""Finds the best of a call's candidates: compiles them, has them timed, stores what was found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from triax.bridge import compiler, settings
+from triax.bridge.compat import jax_private
+from triax.bridge.errors import ArgumentTypeError, TuningError
+from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
+from triax.tuning import failures, measure, store
+from triax.tuning.key import Device, Key, label
+from triax.tuning.progress import Progress
+from triax.tuning.store import Record, Timing
+
+logger = logging.getLogger(__name__)
+
+
+class Undecided(TuningError):
+    """There was no time to time any candidate; those in `failed` are known not to run."""
+
+    def __init__(self, message: str, failed: Collection[str]):
+        super().__init__(message)
+        self.failed = failed
+
+
+def search(
+    call: Call,
+    launches: Sequence[Launch],
+    compute_capability: int,
+    device: Device,
+    key: Key,
+    inputs: Sequence[Any] | None,
+) -> Record:
+    """Compiles and times the candidates of a call; returns what was found, stored already.
+
+    Raises:
+      CompilationError: every candidate fails to compile or to run.
+      Undecided: none could be timed for want of time.
+      TuningError, OSError: nothing can be measured on this machine.
+    """
+    measure.start_worker(device)  # it starts while the candidates compile
+    progress = Progress(call.display_name, len(launches))
+    try:
+        timings = _compile_and_time(call, launches, compute_capability, device, inputs, progress)
+    finally:
+        progress.close()
+    ordered = [timings[label(launch)] for launch in launches]
+    best = _best(call, ordered)
+    what = _contents(call, inputs)
+    logger.info(
+        "kernel %s (%s): measured %d configs on %s; best: [%s] %.4f ms",
+        call.display_name,
+        key.name,
+        sum(timing.error is None for timing in ordered),
+        what,
+        best.config,
+        best.median_ms,
+    )
+    record = Record.now(key, best.config, ordered, what)
+    try:
+        store.user_store().put(record)
+    except OSError as error:
+        logger.warning("the tuned config of %s could not be stored: %s", key.name, error)
+    return record
+
+
+def _compile_and_time(
+    call: Call,
+    launches: Sequence[Launch],
+    compute_capability: int,
+    device: Device,
+    inputs: Sequence[Any] | None,
+    progress: Progress,
+) -> dict[str, Timing]:
+    results = compiler.compile_all(
+        launches,
+        compute_capability,
+        timeout_s=6 * settings.tuning_timeout_s(),
+        machine_code=True,
+        on_each=progress.step,
+    )
+    compiled: list[tuple[Launch, CompiledKernel]] = []
+    timings: dict[str, Timing] = {}
+    for launch, result in zip(launches, results, strict=True):
+        if isinstance(result, CompiledKernel):
+            compiled.append((launch, result))
+        else:
+            late = isinstance(result, compiler.CompilationTimeout)
+            reason = failures.dropped(launch, result)
+            timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
+    if compiled:
+        arrays = _tuning_arrays(call, launches[0], inputs)
+        _drain(device)
+        with measure.operand_files(arrays) as paths:
+            job = measure.make_job(call, compiled, device, paths)
+            for timing in measure.measure(job, device, progress):
+                timings[timing.config] = timing
+    return timings
+
+
+def _best(call: Call, timings: Sequence[Timing]) -> Timing:
+    timed = [timing for timing in timings if timing.error is None]
+    if timed:
+        # Of equal times the config listed first wins, as with min() in Triton.
+        return min(timed, key=lambda timing: timing.median_ms or 0.0)
+    failed = [timing for timing in timings if not timing.out_of_time]
+    if len(failed) == len(timings):
+        # No fall-back to the first: what faults in the worker would fault in the program.
+        raise failures.none_left(call, [f"[{timing.config}] {timing.error}" for timing in timings])
+    reasons = "; ".join(f"[{timing.config}] {timing.error}" for timing in timings)
+    raise Undecided(
+        f"no config could be timed ({reasons}); TRIAX_TUNING_TIMEOUT gives one run more time",
+        {timing.config for timing in failed},
+    )
+
+
+def _drain(device: Device) -> None:
+    """Waits for the program's own work on the GPU, which would be timed too."""
+    try:
+        jax_private.drain(device.index)
+    except RuntimeError as error:
+        raise TuningError(f"the GPU cannot be waited for: {error}") from error
+
+
+def _tuning_arrays(
+    call: Call, launch: Launch, inputs: Sequence[Any] | None
+) -> list[np.ndarray | None]:
+    """The contents to measure on: given ones, or None for a filling by dtype."""
+    if inputs is None:
+        if call.tuning_inputs is None:
+            return [None] * len(launch.operands)
+        shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in launch.operands]
+        given = call.tuning_inputs(*shapes)
+        inputs = given if isinstance(given, (tuple, list)) else (given,)
+    arrays = [np.asarray(value) for value in inputs]
+    found = [ArrayType(array.shape, array.dtype) for array in arrays]
+    if found != list(launch.operands):
+        raise ArgumentTypeError(
+            f"Argument `tuning_inputs` of kernel {call.display_name!r} must return one array per "
+            f"array operand, of its shape and dtype: {_list(launch.operands)}; got {_list(found)}."
+        )
+    return list(arrays)
+
+
+def _list(types: Sequence[ArrayType]) -> str:
+    return ", ".join(f"{t.dtype.name}{list(t.shape)}" for t in types) or "none"
+
+
+def _contents(call: Call, inputs: Sequence[Any] | None) -> str:
+    if inputs is not None:
+        return "real operands"
+    return "random floats, zeros for integers" if call.tuning_inputs is None else "tuning_inputs"

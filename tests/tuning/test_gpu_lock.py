@@ -1,0 +1,90 @@
+"""One measurement at a time per GPU."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from triax.bridge import settings
+from triax.bridge.errors import TuningError
+from triax.tuning import gpu_lock
+
+HOLD = """
+import sys
+from triax.tuning import gpu_lock
+with gpu_lock.one_at_a_time("one-gpu"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def elsewhere():
+    """Another process, which sees the GPU under another index and holds it until its input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "3", "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+
+
+def test_waits_for_another_process_and_says_so(elsewhere, caplog):
+    with gpu_lock.one_at_a_time("another-gpu"):
+        pass
+    assert caplog.text == ""
+    start = time.monotonic()
+    threading.Timer(0.5, elsewhere.stdin.close).start()
+    with gpu_lock.one_at_a_time("one-gpu"):
+        assert time.monotonic() - start > 0.4
+    assert "another process measures on this GPU" in caplog.text
+
+
+def test_waiting_is_bounded_and_logged(elsewhere, caplog, monkeypatch):
+    monkeypatch.setattr(gpu_lock, "_TIMEOUT_S", 0.3)
+    start = time.monotonic()
+    with (
+        pytest.raises(TuningError, match=r"have measured on this GPU for 0\.3 s"),
+        gpu_lock.one_at_a_time("one-gpu"),
+    ):
+        pytest.fail("it is held")
+    assert time.monotonic() - start < 2
+    assert "another process measures on this GPU" in caplog.text
+
+
+def test_a_process_that_dies_lets_go(elsewhere):
+    elsewhere.kill()
+    elsewhere.wait()
+    with gpu_lock.one_at_a_time("one-gpu"):
+        pass
+
+
+def test_does_not_follow_links(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("text")
+    folder = settings.cache_folder()
+    folder.mkdir(parents=True)
+    (folder / "gpu-x.lock").symlink_to(target)
+    with pytest.raises(TuningError, match=r"cannot be locked.*set TRIAX_CACHE_DIR"):
+        gpu_lock.one_at_a_time("x").__enter__()
+    assert target.read_text() == "text"
+
+
+def test_a_folder_that_cannot_be(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRIAX_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(TuningError, match="cannot be locked"):
+        gpu_lock.one_at_a_time("x").__enter__()
+
+
+def test_without_a_home_it_is_in_the_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(settings, "cache_folder", lambda: None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with gpu_lock.one_at_a_time("x"):
+        assert Path(tmp_path, f"triax-{os.getuid()}", "gpu-x.lock").exists()

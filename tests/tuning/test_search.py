@@ -1,0 +1,146 @@
+"""From a program to a stored record: the real compiler, the real worker, an imaginary driver."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+
+import triax
+from tests import kernels
+from tests.tuning.conftest import DEVICE
+from triax.bridge.errors import CompilationError
+from triax.tuning import measure, policy, store
+from triax.tuning.worker import client
+
+pytestmark = pytest.mark.cuda_plugin
+
+X = np.arange(1003, dtype=np.float32)
+GRIDS = (16, 4, 1)  # of the three configs
+
+
+@pytest.fixture
+def gpu(driver, monkeypatch):
+    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: DEVICE)
+    return driver
+
+
+def explain(size=1003, **options):
+    def add(x):
+        return triax.triton_call(
+            x,
+            x,
+            n=x.size,
+            kernel=kernels.autotuned_add_kernel,
+            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
+            **options,
+        )
+
+    (call,) = triax.explain(add, np.zeros(size, np.float32))
+    return call
+
+
+@pytest.mark.parametrize("best", GRIDS)
+def test_the_fastest_wins(gpu, best):
+    gpu(ms={str(best): 2, **{str(g): 9 for g in GRIDS if g != best}})
+    call = explain()
+    assert call.source == "measured now"
+    assert call.grid == ((best, 1, 1),)
+    assert 2 <= min(t.median_ms for t in call.timings) < 6
+
+
+@pytest.mark.parametrize("what", ["fault", "die", "refused"])
+def test_one_bad_config(gpu, what):
+    gpu(**{what: [16]})
+    call = explain()
+    assert call.source == "measured now"
+    assert call.grid != ((16, 1, 1),)
+    assert [t.error is None for t in call.timings] == [False, True, True]
+    ((_, record),) = store.user_store().records()
+    assert record.timings == call.timings
+
+
+def test_all_fault(gpu):
+    gpu(fault=GRIDS)
+    with pytest.raises(CompilationError, match="None of the 3 configs") as caught:
+        explain()
+    assert str(caught.value).count("CUDA_ERROR_ILLEGAL_ADDRESS") == 3
+
+
+def test_kernels_that_only_take_long_still_run(gpu, monkeypatch, caplog):
+    """Two of twelve seconds where a run may take ten: the fallback, with a log line."""
+    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.3")
+    gpu(ms={str(g): 12_000 for g in GRIDS})
+    call = explain()
+    assert call.source == "first config (mode auto)"
+    assert call.grid == ((16, 1, 1),)
+    assert "no config could be timed" in caplog.text
+    assert "TRIAX_TUNING_TIMEOUT" in caplog.text
+    assert store.user_store().paths() == []
+
+
+def test_the_fallback_is_none_that_is_known_to_fault(gpu, monkeypatch):
+    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.3")
+    gpu(ms={"4": 12_000, "1": 12_000}, fault=[16])
+    assert explain().grid == ((4, 1, 1),)
+
+
+def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, monkeypatch):
+    gpu()
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    call = explain(tuning_inputs=lambda x, y: (jnp.full(x.shape, 3.0), jnp.full(y.shape, 4.0)))
+    assert call.source == "measured now"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("os.memfd_create", OSError(28, "No space left on device")),
+        ("subprocess.Popen", OSError(7, "Argument list too long")),
+        ("fcntl.flock", OSError(37, "No locks available")),
+    ],
+)
+def test_what_the_system_refuses_is_a_reason_to_fall_back(gpu, monkeypatch, caplog, fault, error):
+    gpu()
+    client.stop_all()
+
+    def refuse(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(fault, refuse)
+    call = explain(tuning_inputs=lambda x, y: (jnp.zeros(x.shape), jnp.zeros(y.shape)))
+    assert call.source == "first config (mode auto)"
+    assert error.strerror in caplog.text
+
+
+def test_a_driver_that_fails_before_measuring(gpu, caplog):
+    gpu(broken_start=True)
+    assert explain().source == "first config (mode auto)"
+    assert "the GPU cannot be waited for: cuInit" in caplog.text
+
+
+def test_an_interrupt_ends_the_worker(gpu, monkeypatch):
+    gpu()
+    explain()
+    worker = client.start(0)
+
+    def interrupt(self, index, timing):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure._Measurement, "_note", interrupt)
+    policy.forget()
+    for path in store.user_store().paths():
+        path.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        explain()
+    assert not worker.alive
+
+
+def test_progress_is_logged(gpu, caplog):
+    gpu(ms={"16": 900, "4": 900, "1": 900})
+    with caplog.at_level(logging.WARNING):
+        assert explain().source == "measured now"
+    assert "tuning add_kernel: " in caplog.text

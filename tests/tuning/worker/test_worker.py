@@ -1,0 +1,258 @@
+"""The real worker process and its client, over an imaginary driver.
+
+A candidate is named after the first dimension of its grid, which is what the driver goes by.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from triax.bridge.errors import TuningError
+from triax.tuning import measure
+from triax.tuning.key import Device
+from triax.tuning.progress import Progress
+from triax.tuning.worker import client, messages
+
+DEVICE = Device(0, "Imaginary GPU")
+
+
+def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None):
+    return messages.Job(
+        device=0,
+        buffers=tuple(buffers),
+        candidates=tuple(
+            messages.Candidate(
+                label=f"grid={grid}",
+                cubin=b"machine code",
+                entry="kernel",
+                grid=(grid, 1, 1),
+                num_warps=4,
+                num_ctas=1,
+                shared_bytes=0,
+                scratch_bytes=0,
+                parameters=tuple(messages.Pointer(i) for i in range(len(buffers))),
+            )
+            for grid in grids
+        ),
+        limit_bytes=limit_bytes,
+        timeout_s=timeout_s,
+        budget_s=budget_s,
+    )
+
+
+def times(job):
+    """Milliseconds by grid, None where a candidate has no time; and the reasons for that."""
+    found = measure.measure(job, DEVICE, Progress("kernel", 1))
+    assert [t.config for t in found] == [c.label for c in job.candidates]
+    grids = [c.grid[0] for c in job.candidates]
+    return (
+        {grid: t.median_ms for grid, t in zip(grids, found, strict=True)},
+        {grid: t.error for grid, t in zip(grids, found, strict=True) if t.error},
+    )
+
+
+def best(found):
+    return min((g for g in found if found[g] is not None), key=found.get)
+
+
+def test_each_has_its_time(driver):
+    driver(ms={"1": 30, "2": 3, "3": 10})
+    found, reasons = times(make_job(1, 2, 3))
+    assert reasons == {}
+    for grid, expected in ((1, 30), (2, 3), (3, 10)):
+        assert expected <= found[grid] < 1.5 * expected + 2
+    assert best(found) == 2
+
+
+def test_thirty_configs_of_a_second(driver, caplog):
+    """The best of those tried, in little more than the budget, and nobody is blamed for time."""
+    driver(ms={str(grid): 1000 + 10 * ((7 * grid) % 30) for grid in range(1, 31)})
+    start = time.monotonic()
+    found, reasons = times(make_job(*range(1, 31), timeout_s=10))
+    assert time.monotonic() - start < 30
+    tried = [grid for grid in found if found[grid] is not None]
+    assert len(tried) >= 15
+    assert tried == list(range(1, len(tried) + 1))
+    assert best(found) == min(tried, key=lambda grid: (7 * grid) % 30)
+    assert all("not tried" in reasons[grid] for grid in range(len(tried) + 1, 31))
+    assert f"{30 - len(tried)} of 30 configs were not tried" in caplog.text
+    assert "grid=30" in caplog.text
+    assert "config dropped" not in caplog.text
+    assert "tuning kernel: " in caplog.text  # the progress
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("fault", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("refused", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
+        ("die", "while it was running, the tuning worker ended"),
+        ("hang", "did not end within 1 s"),
+    ],
+)
+def test_a_bad_config_costs_itself_alone(driver, what, reason, caplog):
+    driver(**{what: [3]}, ms={"5": 0.5})
+    found, reasons = times(make_job(1, 2, 3, 4, 5, timeout_s=1.0))
+    assert list(reasons) == [3]
+    assert reason in reasons[3]
+    assert f"config [grid=3]: {reasons[3]}" in caplog.text
+    assert all(found[grid] is not None for grid in (1, 2, 4, 5))
+
+
+def test_a_worker_that_cannot_even_watch_itself(driver, monkeypatch):
+    monkeypatch.setattr(measure, "_GRACE_S", 1.0)
+    driver(stuck=[2])
+    found, reasons = times(make_job(1, 2, 3, timeout_s=1.0))
+    assert list(reasons) == [2]
+    assert "said nothing for 2 s" in reasons[2]
+    assert found[1] is not None
+    assert found[3] is not None
+
+
+def test_what_was_timed_survives_a_death_in_the_final_round(driver):
+    """Close calls run again, in turns: one dies there, the other keeps its time."""
+    log = driver(ms={"1": 2.0, "2": 2.1}, die_later={"2": 20})
+    found, reasons = times(make_job(1, 2))
+    assert found[1] is not None
+    assert list(reasons) == [2]
+    assert log.read_text().count("launch 1") > 16
+
+
+def test_all_bad(driver):
+    driver(fault=[1, 2], die=[3])
+    found, reasons = times(make_job(1, 2, 3))
+    assert set(found.values()) == {None}
+    assert sorted(reasons) == [1, 2, 3]
+
+
+def test_configs_longer_than_one_run_may_take_are_late_not_bad(driver):
+    driver(ms={"1": 60_000, "2": 60_000})
+    found = measure.measure(make_job(1, 2, timeout_s=0.5), DEVICE, Progress("kernel", 1))
+    assert [t.out_of_time for t in found] == [True, True]
+
+
+def test_memory(driver):
+    log = driver(free_bytes=1 << 20)
+    big = messages.Buffer(1 << 20)
+    with pytest.raises(measure.TooLargeError, match=r"needs 1\d{6} bytes .* may take 524288 "):
+        measure.measure(make_job(1, buffers=[big]), DEVICE, Progress("kernel", 1))
+    with pytest.raises(measure.TooLargeError, match="may take 1000 "):
+        measure.measure(make_job(1, limit_bytes=1000), DEVICE, Progress("kernel", 1))
+    first = client.start(0)
+    times(make_job(1, 2, buffers=[messages.Buffer(1000, restored=True)]))
+    assert client.start(0) is first  # it is no reason to end the worker
+    lines = [line.split(" ", 1)[1] for line in log.read_text().splitlines()]
+    for thing in ("module", "buffer"):
+        came, went = (sum(line.startswith(f"{s}{thing}") for line in lines) for s in "+-")
+        assert came == went > 0
+
+
+def test_memory_that_is_not_there_after_all(driver):
+    log = driver(really_free_bytes=5000)
+    with pytest.raises(TuningError, match="could not begin: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
+        measure.measure(
+            make_job(1, buffers=[messages.Buffer(4000)] * 2), DEVICE, Progress("kernel", 1)
+        )
+    lines = log.read_text()
+    assert lines.count("+buffer") == lines.count("-buffer") == 1
+    assert client.start(0).alive
+
+
+def test_operands_travel_without_a_file_system(driver, monkeypatch):
+    """Whatever /dev/shm and the temporary folder hold, or how much fits there."""
+    driver()
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    array = np.arange(1000, dtype=np.float32)
+    with measure.operand_files([array, None]) as (path, nothing):
+        assert nothing is None
+        np.testing.assert_array_equal(np.fromfile(path, np.float32), array)
+        buffers = [messages.Buffer(4000, path=path), messages.Buffer(4000)]
+        found, _ = times(make_job(1, buffers=buffers))
+    assert found[1] is not None
+    assert not os.path.exists(path)
+
+
+def test_operands_that_cannot_be_read(driver):
+    driver()
+    buffers = [messages.Buffer(4000, path="/nonexistent/operand")]
+    with pytest.raises(TuningError, match=r"could not begin: .*No such file"):
+        measure.measure(make_job(1, buffers=buffers), DEVICE, Progress("kernel", 1))
+
+
+def test_a_driver_that_does_not_start(driver):
+    driver(broken_start=True)
+    with pytest.raises(TuningError, match=r"ended: (?s:.*)CUDA_ERROR_UNKNOWN"):
+        measure.measure(make_job(1), DEVICE, Progress("kernel", 1))
+
+
+@pytest.mark.parametrize(("executable", "reason"), [("", "no Python"), ("/no/python", "No such")])
+def test_a_python_that_cannot_be_started(driver, monkeypatch, executable, reason):
+    driver()
+    monkeypatch.setattr("sys.executable", executable)
+    with pytest.raises(TuningError, match=f"cannot be started: .*{reason}"):
+        measure.measure(make_job(1), DEVICE, Progress("kernel", 1))
+
+
+def test_ends_without_work_and_is_started_anew(driver, monkeypatch):
+    driver()
+    monkeypatch.setattr(client, "_IDLE_S", 0.5)
+    times(make_job(1))
+    worker = client.start(0)
+    deadline = time.monotonic() + 10
+    while worker.alive and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not worker.alive
+    assert times(make_job(1, 2))[1] == {}
+    assert client.start(0) is not worker
+
+
+def test_work_that_comes_in_the_moment_it_ends(driver, monkeypatch):
+    """Nobody reads the job: a second worker does it, once. A third is not tried."""
+    driver()
+    send = client.Worker.send
+    deaths = [1]
+
+    def to_nobody(worker, job):
+        if deaths and deaths.pop():
+            worker._process.kill()
+            worker._process.wait()
+        send(worker, job)
+
+    monkeypatch.setattr(client.Worker, "send", to_nobody)
+    assert times(make_job(1, 2))[1] == {}
+    deaths.extend([1, 1])
+    with pytest.raises(TuningError, match="the tuning worker ended"):
+        measure.measure(make_job(1, 2), DEVICE, Progress("kernel", 1))
+
+
+def test_goes_with_its_parent(driver, tmp_path):
+    driver(hang=[1])
+    code = (
+        "from tests.tuning.worker import test_worker as t\n"
+        "from triax.tuning import measure\n"
+        "from triax.tuning.worker import client\n"
+        "print(client.start(0).pid, flush=True)\n"
+        "measure.measure(t.make_job(1, timeout_s=60.0), t.DEVICE, t.Progress('kernel', 1))\n"
+    )
+    root = Path(__file__).parents[3]
+    path = f"{os.environ['PYTHONPATH']}{os.pathsep}{root / 'src'}{os.pathsep}{root}"
+    program = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, "TRIAX_CACHE_DIR": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pid = int(program.stdout.readline())
+    time.sleep(1)
+    program.kill()
+    program.wait()
+    program.stdout.close()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
