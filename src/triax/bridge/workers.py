@@ -6,8 +6,8 @@ kernel is one such thing; it is part of the key in the disk cache.
 
 These threads are daemons, because a thread cannot be stopped, and a program that is done
 must not wait for long. Python ends a daemon where it next asks for the interpreter's
-lock. In the middle of Triton's C++ that aborts the process, so its end waits a while, and
-after that sees to it that an abort comes too late.
+lock. In the middle of Triton's C++ that aborts the process: so its end waits a while, and then
+leaves them where they are.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +55,27 @@ def _finish() -> None:
         join(_all, _EXIT_TIMEOUT_S)
     finally:
         if any(thread.is_alive() for thread in _all):
-            _put_off_aborts()
+            _leave_running()
 
 
-def _put_off_aborts() -> None:
+def _leave_running() -> None:
     """Has the process end with the exit status of the program, whatever the threads do.
 
     Not by `os._exit`: nobody tells what the status is, and others may have something to do still.
     """
-    libc = ctypes.CDLL(None)
-    # Until Python 3.14 a daemon ends by `pthread_exit`, for which Triton's C++ aborts. The signal's
-    # number is taken for seconds: that long an abort waits, and the process has ended by then.
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-    # The last that is registered comes first: no destructor takes from the threads what they use.
-    libc.on_exit.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-    libc.on_exit(ctypes.cast(libc.fcloseall, ctypes.c_void_p), None)
+    libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
+    # Until Python 3.14 a daemon thread ends by `pthread_exit`, which unwinds the stack, and where
+    # C++ allows no exception that ends in `std::terminate`. Now it stops there instead.
+    set_terminate = getattr(libstdcpp, "_ZSt13set_terminatePFvvE")
+    set_terminate(_pointer(libc.pause))
+    # When all of Python's own end is done. The last that is registered comes first, so that no
+    # destructor takes from the threads what they use; files are closed before that.
+    libc.on_exit(_pointer(libc._exit), None)
+    libc.on_exit(_pointer(libc.fcloseall), None)
+
+
+def _pointer(function: Any) -> ctypes.c_void_p:
+    return ctypes.cast(function, ctypes.c_void_p)
 
 
 atexit.register(_finish)
