@@ -66,8 +66,7 @@ def _leave_running() -> None:
     libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
     # Until Python 3.14 a daemon thread ends by `pthread_exit`, which unwinds the stack, and where
     # C++ allows no exception that ends in `std::terminate`. Now it stops there instead.
-    set_terminate = getattr(libstdcpp, "_ZSt13set_terminatePFvvE")
-    set_terminate(_pointer(libc.pause))
+    libstdcpp["_ZSt13set_terminatePFvvE"](_pointer(libc.pause))  # std::set_terminate
     # When all of Python's own end is done. The last that is registered comes first, so that no
     # destructor takes from the threads what they use; files are closed before that.
     libc.on_exit(_pointer(libc._exit), None)
