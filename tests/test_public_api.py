@@ -27,6 +27,14 @@ PUBLIC = {
         "tune",
         "tuning",
     ],
+    "triax.testing": [
+        "TOLERANCES",
+        "assert_close",
+        "assert_same_bits",
+        "checked",
+        "hostile_values",
+        "poison",
+    ],
     "triax.moe": [
         "Permuted",
         "Plan",

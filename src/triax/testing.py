@@ -3,17 +3,31 @@
 Moves are compared bit for bit with `assert_same_bits`; sums against a float64 reference
 with `assert_close`, whose tolerance follows from the dtype and the number of terms.
 `hostile_values` gives inputs with NaN, infinities and signed zeros, and `poison` fills
-freed device memory with NaN, so that what a kernel forgets to write shows.
+freed device memory with NaN, so that what a kernel forgets to write shows. `checked` has
+the interpreter look for races between programs, and for reads of what nobody wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from triax.bridge import settings
+
+__all__ = [
+    "TOLERANCES",
+    "assert_close",
+    "assert_same_bits",
+    "checked",
+    "hostile_values",
+    "poison",
+]
 
 # Unit roundoff of the output's dtype times a small constant: what one rounding of a float32
 # accumulator, plus a few operations of the kernel, may cost. The one table for all tests.
@@ -83,6 +97,37 @@ def hostile_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any)
     if count:
         flat[rng.choice(flat.size, count, replace=False)] = special[:count]
     return values
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Interpreted kernels called in the block are checked for what only a GPU would show.
+
+        with triax.testing.checked():
+            y = op(x, implementation="interpret")
+
+    The interpreter runs programs one after another, and a GPU at the same time. In the block
+    an error tells of every pair of programs whose order matters and is left open (a race),
+    and of every load from an output, or atomic on it, that nobody has written before.
+
+    A race is two programs at one element, one of which changes it with a plain store while
+    the other loads, stores or updates it with an atomic. Stores of the bits that are there
+    already change nothing, so that programs may store equal values. Atomics do not race with
+    each other, nor with plain loads, and they order programs: with the semantics "acquire" and
+    "release" (Triton's default is both), a lock or a counter makes what it guards no race. Two
+    lanes of one store that write different values to one element are a race, too. What one
+    program does to one element is taken to happen in its order.
+
+    A function that was traced outside the block is traced again inside, and the other way
+    around. Kernels take about twice as long, and three times the memory of what they
+    write; GPUs are not concerned.
+
+    Raises:
+      DataRace, UninitializedRead: (of `triax.bridge.errors`) from the call of the kernel; under
+        `jit` JAX raises its own exception with the same text.
+    """
+    with settings.checking():
+        yield
 
 
 def poison(num_bytes: int, device: Any | None = None) -> None:

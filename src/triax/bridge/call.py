@@ -221,6 +221,7 @@ def triton_call(
         serialized_metadata=serialized_metadata,
         debug=debug,
         tuning_inputs=tuning_inputs,
+        checked=settings.checked(),
     )
     types = flat.types()
     outputs = triton_call_p.bind(

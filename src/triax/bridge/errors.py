@@ -52,5 +52,13 @@ class OutOfBounds(TriaxError, IndexError):
     """A kernel touched memory outside its operands (interpreter only)."""
 
 
+class DataRace(TriaxError, RuntimeError):
+    """What a kernel computes depends on which of its programs is first (checked runs only)."""
+
+
+class UninitializedRead(TriaxError, ValueError):
+    """A kernel read an element of an output before it was written (checked runs only)."""
+
+
 class ReadOnlyOperand(TriaxError, ValueError):
     """A kernel writes to an operand that no output is aliased to."""

@@ -215,7 +215,8 @@ class Call:
     `arguments` gives the runtime parameters in the kernel's order; `aliases`
     count array operands and flattened outputs; `tuning` is the tuning mode and
     `implementation` one of None, "triton", "interpret". `fallback` stands in for all
-    candidates where none is chosen; None means the first of them.
+    candidates where none is chosen; None means the first of them. `checked` is for the
+    interpreter.
     """
 
     kernel: Kernel
@@ -233,6 +234,7 @@ class Call:
     # Not compared: two calls that differ in nothing else are the same call.
     tuning_inputs: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     fallback: Candidate | None = None
+    checked: bool = False
 
     @property
     def display_name(self) -> str:

@@ -123,7 +123,7 @@ def _emit_interpreted(
 
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
         try:
-            return interpreter.run(launch, [np.asarray(array) for array in arrays])
+            return interpreter.run(launch, [np.asarray(array) for array in arrays], call.checked)
         except Exception as error:
             frames.raise_as_text(error)
 
@@ -341,6 +341,7 @@ def triton_call_lowering(
         compute_capability=compute_capability,
         tuning_inputs=tuning_inputs,
         fallback=fallback,
+        checked=settings.checked(),
     )
     return lower(ctx, *operands, call=call)
 

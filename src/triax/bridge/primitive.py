@@ -81,7 +81,8 @@ def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) 
             for i, r in enumerate(results)
         ]
     else:
-        outputs = list(interpreter.run(call.launch(candidate, operands, tuple(results)), arrays))
+        launch = call.launch(candidate, operands, tuple(results))
+        outputs = list(interpreter.run(launch, arrays, call.checked))
     if any(isinstance(arg, jax.Array) and arg.committed for arg in args):
         return [jax.device_put(output, device) for output in outputs]
     return [jnp.asarray(output) for output in outputs]

@@ -22,6 +22,8 @@ TUNING_MODES = ("auto", "cached", "strict", "off", "runtime")
 
 _tuning_mode = jax.make_user_context(None)  # part of the key under which `jax.jit` keeps a trace
 
+_checked = jax.make_user_context(False)
+
 
 def tuning_mode() -> str:
     """The mode of the innermost `tuning` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
@@ -59,6 +61,18 @@ def tuning(mode: str) -> Iterator[None]:
       ArgumentValueError: `mode` is none of these.
     """
     with _tuning_mode(check_tuning_mode(mode)):
+        yield
+
+
+def checked() -> bool:
+    """Whether interpreted kernels are checked for races and for reads of what nobody wrote."""
+    return bool(_checked.value)
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+    """Kernels traced or run in the block are checked."""
+    with _checked(True):
         yield
 
 

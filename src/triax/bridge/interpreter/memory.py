@@ -82,6 +82,10 @@ class Memory:
         self._kernel = kernel
         self._buffers = tuple(buffers)
 
+    def enter(self, program: tuple[int, int, int]) -> None:
+        """From here on, accesses are those of `program`."""
+        self.program = program
+
     def address(self, buffer: int) -> int:
         """Where the `buffer`-th buffer begins."""
         return ((buffer + 1) << _REGION_BITS) + _REACH
@@ -245,7 +249,7 @@ class Memory:
         if outside.any():
             first = offsets[outside.argmax()]
             raise OutOfBounds(
-                f"{self._where()}: {access} {_preposition(access)} {self._element(buffer, first)}, "
+                f"{self._where()}: {access} {preposition(access)} {self._element(buffer, first)}, "
                 f"outside its {buffer.type.size} elements "
                 f"(shape {buffer.type.shape}, {buffer.type.dtype}); "
                 f"{np.count_nonzero(outside)} of {offsets.size} active lanes are outside. "
@@ -253,7 +257,7 @@ class Memory:
             )
         first = offsets[(offsets % dtype.itemsize != 0).argmax()]
         raise OutOfBounds(
-            f"{self._where()}: misaligned {access} {_preposition(access)} "
+            f"{self._where()}: misaligned {access} {preposition(access)} "
             f"{self._element(buffer, first)}: byte {first} of the array is no multiple of "
             f"{dtype.itemsize}, the size of what is accessed."
         )
@@ -267,7 +271,8 @@ class Memory:
         return f"`{buffer.name}` at element {int(offset) // buffer.type.dtype.itemsize}"
 
 
-def _preposition(access: str) -> str:
+def preposition(access: str) -> str:
+    """What stands between an access and what it accesses."""
     return "from" if access.endswith("load") else "to"
 
 

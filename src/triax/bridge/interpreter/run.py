@@ -18,9 +18,11 @@ from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.exclusion import TRITON
 from triax.bridge.interpreter import extra, reductions, rewriting
 from triax.bridge.interpreter.builder import Builder
+from triax.bridge.interpreter.checking import CheckedMemory
 from triax.bridge.interpreter.memory import Buffer, Memory
 from triax.bridge.launch import (
     Argument,
+    ArrayType,
     Descriptor,
     Launch,
     Scalar,
@@ -30,20 +32,24 @@ from triax.bridge.launch import (
 _INTEGER_RANGES = (("i32", -(2**31), 2**31), ("i64", -(2**63), 2**63), ("u64", 0, 2**64))
 
 
-def run(launch: Launch, operands: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+def run(
+    launch: Launch, operands: Sequence[np.ndarray], checked: bool = False
+) -> tuple[np.ndarray, ...]:
     """What the kernel makes of `operands`, one array per result of the launch.
 
     Args:
       launch: the kernel, its arguments and its grid.
       operands: one array per ``launch.operands``; they are not modified.
+      checked: look for races and for reads of what nobody wrote, too.
 
     Returns:
-      One array per ``launch.results``. What the kernel does not write is 0xFF in
-      every byte (NaN), 0 where the launch says so, or the operand of an alias.
+      One array per ``launch.results``. What the kernel does not write is NaN, 0xA5 in every
+      byte of an integer, 0 where the launch says so, or the operand of an alias.
 
     Raises:
       OutOfBounds: the kernel accessed memory outside its buffers.
       ReadOnlyOperand: the kernel wrote to an operand that no output is aliased to.
+      DataRace, UninitializedRead: with `checked`, what it looks for.
       UnsupportedError: the kernel does what only a GPU can do.
     """
     if launch.kernel.is_gluon:
@@ -53,7 +59,12 @@ def run(launch: Launch, operands: Sequence[np.ndarray]) -> tuple[np.ndarray, ...
         )
     buffers, results = _buffers(launch, operands)
     if math.prod(launch.grid):
-        memory = Memory(launch.name, buffers)
+        if checked:
+            held = {*launch.operand_of_result, *launch.candidate.zeroed}
+            fresh = [buffer for index, buffer in enumerate(results) if index not in held]
+            memory: Memory = CheckedMemory(launch.name, buffers, fresh)
+        else:
+            memory = Memory(launch.name, buffers)
         TRITON.alone(functools.partial(_interpret, launch, memory))
     return tuple(
         buffers[index].data.view(type.dtype).reshape(type.shape)
@@ -88,13 +99,20 @@ def _buffers(
         if index in aliased:
             results.append(aliased[index])
             continue
-        data = np.full(type.nbytes, 0xFF, np.uint8)
+        data = _unwritten(type)
         results.append(len(buffers))
         name = names.get(len(buffers), f"result {index}")
         buffers.append(Buffer(name, type, data, writable=True))
     for index in launch.candidate.zeroed:
         buffers[results[index]].data[...] = 0
     return buffers, tuple(results)
+
+
+def _unwritten(type: ArrayType) -> np.ndarray:
+    """The bytes of an output that nobody has written, unlike those of a result if possible."""
+    if type.dtype.kind in "biu":
+        return np.full(type.nbytes, 1 if type.dtype.kind == "b" else 0xA5, np.uint8)
+    return np.full(type.size, np.nan, type.dtype).view(np.uint8)
 
 
 def _names(launch: Launch) -> dict[int, str]:
@@ -123,7 +141,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
         for z in range(nz):
             for y in range(ny):
                 for x in range(nx):
-                    memory.program = (x, y, z)
+                    memory.enter((x, y, z))
                     machine.builder.set_grid_idx(x, y, z)
                     try:
                         function(**arguments)
