@@ -13,7 +13,7 @@ from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import arguments
 from triax.moe import implementation as implementations
-from triax.moe.permute import vjp
+from triax.moe.permute import configs, vjp
 from triax.moe.permute.reference import Permuted, Routes
 from triax.moe.plan.api import Plan
 
@@ -155,8 +155,13 @@ def _routes(plan: Any) -> Routes:
             f"`group_filled` of shape [{plan.num_experts}]; got {row_of.shape}, {groups} and "
             f"{plan.group_filled.shape}. Use jax.vmap for leading batch dimensions."
         )
+    num_slots = None
+    if row_of.shape[1] > configs.MAX_UNROLLED_SLOTS:
+        slot = jnp.arange(row_of.shape[1], dtype=jnp.int32)
+        num_slots = jnp.max(jnp.where(row_of >= 0, slot + 1, 0), axis=1)
     return Routes(
         row_of=row_of,
+        num_slots=num_slots,
         group_sizes=plan.group_sizes,
         group_filled=plan.group_filled,
         num_rows=plan.num_rows,

@@ -13,6 +13,15 @@ _MAX_ROW_BYTES = 32 * 1024
 # once faster than one by one; but slower where a token has fewer than four.
 _PIECE_BYTES = 256
 _LEAST_COPIES = 4
+# Maps of more slots are visited in steps, as far as tokens have rows: unrolled, the slots of a
+# map as wide as the experts compile for minutes. Steps of as many as models choose at most.
+MAX_UNROLLED_SLOTS = 16
+_STEP_SLOTS = 8
+
+
+def step_slots(top_k: int) -> int:
+    """How many slots a kernel visits at a time."""
+    return top_k if top_k <= MAX_UNROLLED_SLOTS else _STEP_SLOTS
 
 
 @dataclasses.dataclass(frozen=True)

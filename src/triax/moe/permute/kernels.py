@@ -5,6 +5,10 @@ the rows of each token. `_unpermute_grad_kernel` is the gradient of the weighted
 Every index that comes from a plan is compared with the array it points into before it is
 used: a slot whose row does not exist is one that was dropped. Offsets are 64-bit, for rows
 times width passes 2**31 in ordinary programs.
+
+Slots are visited in steps of STEP_SLOTS, each unrolled, so that its loads wait side by side. A
+narrow map is a single step. A wide one, where most slots have no row, comes with `num_slots_ptr`:
+how many of its slots each token has to visit.
 """
 
 import triton
@@ -16,6 +20,33 @@ def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
     """The rows of slots of several tokens, 64-bit, and which of them exist."""
     row = tl.load(row_of_ptr + token * TOP_K + slot, mask=inside, other=-1)
     return row.to(tl.int64), (row >= 0) & (row < num_rows)
+
+
+@triton.jit
+def _load_num_slots(
+    num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr
+):
+    """How many slots each token visits, and the most of them."""
+    if num_slots_ptr is None:
+        num_slots = tl.full([BLOCK_TOKENS], TOP_K, tl.int32)
+        most = TOP_K
+    else:
+        num_slots = tl.load(num_slots_ptr + token, mask=inside, other=0)
+        most = tl.max(num_slots, 0)
+    return num_slots, most
+
+
+@triton.jit
+def _zero_other_slots(
+    weights_ptr, token, num_slots, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr
+):
+    """Zeros for the slots that tokens do not visit."""
+    block: tl.constexpr = max(8, 256 // BLOCK_TOKENS)
+    zeros = tl.zeros([BLOCK_TOKENS, block], weights_ptr.dtype.element_ty)
+    for first in range(0, TOP_K, block):
+        slot = first + tl.arange(0, block)[None, :]
+        mask = inside[:, None] & (slot >= num_slots[:, None]) & (slot < TOP_K)
+        tl.store(weights_ptr + token[:, None] * TOP_K + slot, zeros, mask=mask)
 
 
 @triton.jit
@@ -119,9 +150,12 @@ def _copy_to_rows(
     num_rows,
     rows_ptr,
     token,
+    num_slots,
+    most_slots,
     inside,
     column,
     TOP_K: tl.constexpr,
+    STEP_SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     STORES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -133,13 +167,14 @@ def _copy_to_rows(
     read = x_ptr + token[:, None] * WIDTH + column[None, :]
     x = tl.load(read, mask=inside[:, None] & wide[None, :])
     x = tl.broadcast_to(x[:, None, :], [BLOCK_TOKENS, BLOCK_SLOTS, BLOCK_WIDTH])
-    for first in tl.static_range(0, TOP_K, BLOCK_SLOTS):
-        slot = (first + tl.arange(0, BLOCK_SLOTS))[None, :]
-        is_slot = inside[:, None] & (slot < TOP_K)
-        row, exists = _load_rows(row_of_ptr, token[:, None], slot, is_slot, num_rows, TOP_K)
-        write = rows_ptr + row[:, :, None] * WIDTH + column[None, None, :]
-        mask = exists[:, :, None] & wide[None, None, :]
-        tl.store(write, x, mask=mask, cache_modifier=STORES)
+    for first in range(0, most_slots, STEP_SLOTS):
+        for ahead in tl.static_range(0, STEP_SLOTS, BLOCK_SLOTS):
+            slot = (first + ahead + tl.arange(0, BLOCK_SLOTS))[None, :]
+            visits = inside[:, None] & (slot < num_slots[:, None])
+            row, exists = _load_rows(row_of_ptr, token[:, None], slot, visits, num_rows, TOP_K)
+            write = rows_ptr + row[:, :, None] * WIDTH + column[None, None, :]
+            mask = exists[:, :, None] & wide[None, None, :]
+            tl.store(write, x, mask=mask, cache_modifier=STORES)
 
 
 @triton.jit(
@@ -150,6 +185,7 @@ def _permute_kernel(
     weights_ptr,
     scales_ptr,
     row_of_ptr,
+    num_slots_ptr,
     group_sizes_ptr,
     group_filled_ptr,
     num_tokens,
@@ -161,6 +197,7 @@ def _permute_kernel(
     row_weights_ptr,
     row_scales_ptr,
     TOP_K: tl.constexpr,
+    STEP_SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALES: tl.constexpr,
     STORES: tl.constexpr,
@@ -178,15 +215,21 @@ def _permute_kernel(
         token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         inside = token < num_tokens
         column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+        num_slots, most_slots = _load_num_slots(
+            num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS
+        )
         _copy_to_rows(
             x_ptr,
             row_of_ptr,
             num_rows,
             rows_ptr,
             token,
+            num_slots,
+            most_slots,
             inside,
             column,
             TOP_K,
+            STEP_SLOTS,
             WIDTH,
             STORES,
             BLOCK_TOKENS,
@@ -195,17 +238,23 @@ def _permute_kernel(
         )
         if weights_ptr is not None:
             if width_block == 0:
-                for slot in tl.static_range(TOP_K):
-                    row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
-                    weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists)
-                    tl.store(row_weights_ptr + row, weight, mask=exists)
+                for first in range(0, most_slots, STEP_SLOTS):
+                    for ahead in tl.static_range(STEP_SLOTS):
+                        slot = first + ahead
+                        visits = inside & (slot < num_slots)
+                        row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
+                        weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists)
+                        tl.store(row_weights_ptr + row, weight, mask=exists)
         if scales_ptr is not None:
             if width_block == 0:
-                for slot in tl.static_range(TOP_K):
-                    row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
-                    for scale in range(SCALES):
-                        value = tl.load(scales_ptr + token * SCALES + scale, mask=exists)
-                        tl.store(row_scales_ptr + row * SCALES + scale, value, mask=exists)
+                for first in range(0, most_slots, STEP_SLOTS):
+                    for ahead in tl.static_range(STEP_SLOTS):
+                        slot = first + ahead
+                        visits = inside & (slot < num_slots)
+                        row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
+                        for scale in range(SCALES):
+                            value = tl.load(scales_ptr + token * SCALES + scale, mask=exists)
+                            tl.store(row_scales_ptr + row * SCALES + scale, value, mask=exists)
     else:
         _zero_empty_rows(
             rows_ptr,
@@ -232,11 +281,13 @@ def _unpermute_kernel(
     weights_ptr,
     row_weights_ptr,
     row_of_ptr,
+    num_slots_ptr,
     num_tokens,
     num_rows,
     x_ptr,
     token_weights_ptr,
     TOP_K: tl.constexpr,
+    STEP_SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     DOUBLE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -250,24 +301,33 @@ def _unpermute_kernel(
     inside = token < num_tokens
     column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     wide = (column < WIDTH)[None, :]
+    num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
-    for slot in tl.static_range(TOP_K):
-        row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
-        read = rows_ptr + row[:, None] * WIDTH + column[None, :]
-        term = tl.load(read, mask=exists[:, None] & wide, other=0.0).to(wider)
-        if weights_ptr is not None:
-            # Zero where nothing was routed, whatever the weight there is: NaN times 0 is NaN.
-            weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
-            term *= weight.to(wider)[:, None]
-        total += term
+    for first in range(0, most_slots, STEP_SLOTS):
+        for ahead in tl.static_range(STEP_SLOTS):
+            slot = first + ahead
+            visits = inside & (slot < num_slots)
+            row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
+            read = rows_ptr + row[:, None] * WIDTH + column[None, :]
+            term = tl.load(read, mask=exists[:, None] & wide, other=0.0).to(wider)
+            if weights_ptr is not None:
+                # Zero where nothing was routed, whatever the weight there is: NaN times 0 is NaN.
+                weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
+                term *= weight.to(wider)[:, None]
+            total += term
     write = x_ptr + token[:, None] * WIDTH + column[None, :]
     tl.store(write, total.to(x_ptr.dtype.element_ty), mask=inside[:, None] & wide)
     if row_weights_ptr is not None:
         if width_block == 0:
-            for slot in tl.static_range(TOP_K):
-                row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
-                weight = tl.load(row_weights_ptr + row, mask=exists, other=0.0)
-                tl.store(token_weights_ptr + token * TOP_K + slot, weight, mask=inside)
+            for first in range(0, most_slots, STEP_SLOTS):
+                for ahead in tl.static_range(STEP_SLOTS):
+                    slot = first + ahead
+                    visits = inside & (slot < num_slots)
+                    row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
+                    weight = tl.load(row_weights_ptr + row, mask=exists, other=0.0)
+                    tl.store(token_weights_ptr + token * TOP_K + slot, weight, mask=visits)
+            if num_slots_ptr is not None:
+                _zero_other_slots(token_weights_ptr, token, num_slots, inside, TOP_K, BLOCK_TOKENS)
 
 
 @triton.jit(
@@ -278,6 +338,7 @@ def _unpermute_grad_kernel(
     weights_ptr,
     gradient_ptr,
     row_of_ptr,
+    num_slots_ptr,
     group_sizes_ptr,
     group_filled_ptr,
     num_tokens,
@@ -288,6 +349,7 @@ def _unpermute_grad_kernel(
     d_rows_ptr,
     d_weights_ptr,
     TOP_K: tl.constexpr,
+    STEP_SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     DOUBLE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -306,25 +368,33 @@ def _unpermute_grad_kernel(
         whole = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
         kept_mask = inside[:, None] & (whole < WIDTH)[None, :]
         kept = tl.load(read + whole[None, :], mask=kept_mask, other=0.0).to(wider)
-        for slot in tl.static_range(TOP_K):
-            row, exists = _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K)
-            weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
-            products = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
-            for width_block in range(width_blocks):
-                column = width_block * BLOCK_WIDTH + whole
-                mask = exists[:, None] & (column < WIDTH)[None, :]
-                if WIDTH <= BLOCK_WIDTH:
-                    gradient = kept
-                else:
-                    gradient = tl.load(read + column[None, :], mask=mask, other=0.0).to(wider)
-                at = row[:, None] * WIDTH + column[None, :]
-                values = tl.load(rows_ptr + at, mask=mask, other=0.0).to(wider)
-                # Where nothing was routed the gradient may be NaN, and 0 times it no zero.
-                products += tl.where(mask, values * gradient, 0.0)
-                d_row = weight.to(wider)[:, None] * gradient
-                tl.store(d_rows_ptr + at, d_row.to(d_rows_ptr.dtype.element_ty), mask=mask)
-            d_weight = tl.sum(products, 1).to(d_weights_ptr.dtype.element_ty)
-            tl.store(d_weights_ptr + token * TOP_K + slot, d_weight, mask=inside)
+        num_slots, most_slots = _load_num_slots(
+            num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS
+        )
+        for first in range(0, most_slots, STEP_SLOTS):
+            for ahead in tl.static_range(STEP_SLOTS):
+                slot = first + ahead
+                visits = inside & (slot < num_slots)
+                row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
+                weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
+                products = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
+                for width_block in range(width_blocks):
+                    column = width_block * BLOCK_WIDTH + whole
+                    mask = exists[:, None] & (column < WIDTH)[None, :]
+                    if WIDTH <= BLOCK_WIDTH:
+                        gradient = kept
+                    else:
+                        gradient = tl.load(read + column[None, :], mask=mask, other=0.0).to(wider)
+                    at = row[:, None] * WIDTH + column[None, :]
+                    values = tl.load(rows_ptr + at, mask=mask, other=0.0).to(wider)
+                    # Where nothing was routed the gradient may be NaN, and 0 times it no zero.
+                    products += tl.where(mask, values * gradient, 0.0)
+                    d_row = weight.to(wider)[:, None] * gradient
+                    tl.store(d_rows_ptr + at, d_row.to(d_rows_ptr.dtype.element_ty), mask=mask)
+                d_weight = tl.sum(products, 1).to(d_weights_ptr.dtype.element_ty)
+                tl.store(d_weights_ptr + token * TOP_K + slot, d_weight, mask=visits)
+        if num_slots_ptr is not None:
+            _zero_other_slots(d_weights_ptr, token, num_slots, inside, TOP_K, BLOCK_TOKENS)
     else:
         _zero_empty_rows(
             d_rows_ptr,

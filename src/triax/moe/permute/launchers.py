@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.bridge.call import triton_call
-from triax.moe.permute.configs import MoveConfig, ZeroConfig
+from triax.moe.permute.configs import MoveConfig, ZeroConfig, step_slots
 from triax.moe.permute.reference import Gathered, Permuted, Routes, sum_dtype
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -57,6 +57,7 @@ def permute(
         vmap_method="sequential",
         implementation=implementation,
         TOP_K=top_k,
+        STEP_SLOTS=step_slots(top_k),
         WIDTH=width,
         SCALES=num_scales,
         STORES=_STORES,
@@ -91,6 +92,7 @@ def unpermute(
         weights,
         row_weights,
         routes.row_of,
+        routes.num_slots,
         num_tokens,
         routes.num_rows,
         kernel=_unpermute_kernel,
@@ -108,6 +110,7 @@ def unpermute(
         vmap_method="sequential",
         implementation=implementation,
         TOP_K=top_k,
+        STEP_SLOTS=step_slots(top_k),
         WIDTH=width,
         DOUBLE=sum_dtype(rows, weights) == jnp.float64,
         BLOCK_TOKENS=config.block_tokens,
@@ -140,7 +143,7 @@ def unpermute_grad(
         kernel=_unpermute_grad_kernel,
         out_type=(
             jax.ShapeDtypeStruct(rows.shape, _stored(rows.dtype)),
-            jax.ShapeDtypeStruct((num_tokens, top_k), weights.dtype),
+            jax.ShapeDtypeStruct((num_tokens, top_k), _stored(weights.dtype)),
         ),
         # A program for whole tokens, which sums up over the width in a fixed order; behind
         # them those that share the rows without a token.
@@ -150,13 +153,14 @@ def unpermute_grad(
         vmap_method="sequential",
         implementation=implementation,
         TOP_K=top_k,
+        STEP_SLOTS=step_slots(top_k),
         WIDTH=width,
         DOUBLE=sum_dtype(rows, weights) == jnp.float64,
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_WIDTH=config.block_width,
         BLOCK_EXPERTS=ZeroConfig().block_experts,
     )
-    return d_rows.astype(rows.dtype), d_weights
+    return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype)
 
 
 def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
@@ -164,6 +168,7 @@ def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
     num_experts = routes.group_sizes.shape[0]
     return (
         routes.row_of,
+        routes.num_slots,
         routes.group_sizes,
         routes.group_filled,
         routes.row_of.shape[0],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,19 @@ import jax.numpy as jnp
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["row_of", "group_sizes", "group_filled"],
+    data_fields=["row_of", "num_slots", "group_sizes", "group_filled"],
     meta_fields=["num_rows", "padded"],
 )
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """What the moves need of a plan; `padded` is whether a group can have pad rows."""
+    """What the moves need of a plan; `padded` is whether a group can have pad rows.
+
+    `num_slots` is None for narrow maps. For a wide one it is int32 [tokens]: how many slots come
+    up to the last that has a row.
+    """
 
     row_of: jax.Array
+    num_slots: jax.Array | None
     group_sizes: jax.Array
     group_filled: jax.Array
     num_rows: int
@@ -74,14 +79,21 @@ def unpermute_reference(
     wider = sum_dtype(rows, weights)
     row_of = _existing_rows(routes)
     exists = row_of < routes.num_rows
-    total = jnp.zeros((row_of.shape[0], rows.shape[1]), wider)
-    for slot in range(row_of.shape[1]):
+
+    def add(slot: Any, total: jax.Array) -> jax.Array:
         term = _take(rows, row_of[:, slot]).astype(wider)
         if weights is not None:
             # Zero where nothing was routed, whatever the weight there is: NaN times 0 is NaN.
             weight = jnp.where(exists[:, slot], weights[:, slot].astype(wider), 0)
             term = term * weight[:, None]
-        total = total + term
+        return total + term
+
+    total = jnp.zeros((row_of.shape[0], rows.shape[1]), wider)
+    if routes.num_slots is None:
+        for slot in range(row_of.shape[1]):
+            total = add(slot, total)
+    else:
+        total = jax.lax.fori_loop(0, jnp.max(routes.num_slots, initial=0), add, total)
     gathered = None if row_weights is None else _take(row_weights, row_of)
     return Gathered(total.astype(rows.dtype), gathered)
 
@@ -94,15 +106,11 @@ def unpermute_grad_reference(
     pair = _pair_of_row(routes)
     token = _token_of_pair(pair, routes)
     row_weights = _take(weights.reshape(-1), pair).astype(wider)
-    d_rows = row_weights[:, None] * _take(gradient, token).astype(wider)
-
-    row_of = _existing_rows(routes)
-    columns = []
-    for slot in range(row_of.shape[1]):
-        products = _take(rows, row_of[:, slot]).astype(wider) * gradient.astype(wider)
-        d_weight = jnp.sum(products, axis=1, dtype=wider)
-        columns.append(jnp.where(row_of[:, slot] < routes.num_rows, d_weight, 0))
-    return d_rows.astype(rows.dtype), jnp.stack(columns, axis=1).astype(weights.dtype)
+    row_gradients = _take(gradient, token).astype(wider)
+    d_rows = row_weights[:, None] * row_gradients
+    products = jnp.sum(rows.astype(wider) * row_gradients, axis=1, dtype=wider)
+    d_weights = _take(products, _existing_rows(routes))
+    return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype)
 
 
 def sum_dtype(rows: jax.Array, weights: jax.Array | None) -> jnp.dtype:
