@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from triax import moe
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import transformer_engine
 from triax.testing import assert_close, assert_same_bits
 
+te = transformer_engine
 PATHS = ["xla", "interpret"]
 BATCH, SEQUENCE, WIDTH, EXPERTS = 3, 4, 5, 6
 TOKENS = BATCH * SEQUENCE
@@ -118,16 +121,16 @@ def check_map(row_id_map, expected, width):
 
 
 @pytest.mark.parametrize(
-    ("align_size", "top_k", "with_probs", "three_d"),
+    ("align_size", "top_k", "with_probs", "three_d", "map_dtype"),
     [
-        (None, None, True, False),
-        (None, 2, False, True),
-        (1, 4, True, True),
-        (4, None, False, False),
-        (4, 2, True, True),
+        (None, None, True, False, "int32"),
+        (None, 2, False, True, "float32"),
+        (1, 4, True, True, "bool"),
+        (4, None, False, False, "bfloat16"),
+        (4, 2, True, True, "int32"),
     ],
 )
-def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, three_d):
+def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, three_d, map_dtype):
     x, mask, probs = make_case()
     probs = probs if with_probs else None
     num_out_tokens = int(mask.sum()) + 3
@@ -142,7 +145,7 @@ def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, thr
         implementation=implementation,
     )
     output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert = dispatch(
-        shape(x), shape(mask.astype(np.int32)), probs=shape(probs)
+        shape(x), shape(mask.astype(map_dtype)), probs=shape(probs)
     )
     assert_same_bits(output, expected.output)
     assert_same_bits(tokens_per_expert, expected.tokens_per_expert)
@@ -160,6 +163,63 @@ def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, thr
     )
     assert combined.shape == (TOKENS, WIDTH)
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
+
+
+@given(seed=st.integers(0, 2**32 - 1), top_k=st.integers(1, 5), align_size=st.sampled_from([1, 8]))
+@settings(max_examples=6)
+def test_top_k_changes_the_width_of_the_map_alone(seed, top_k, align_size):
+    """Where tokens have few of many experts, results and gradients are those without it."""
+    rng = np.random.default_rng(seed)
+    num_tokens, num_experts, hidden = 11, 40, 3
+    chosen = rng.permuted(np.tile(np.arange(num_experts), (num_tokens, 1)), axis=1) < top_k
+    mask = chosen & (rng.random(chosen.shape) < 0.8)
+    x = rng.standard_normal((num_tokens, hidden)).astype(np.float32)
+    probs = rng.standard_normal(mask.shape).astype(np.float32)
+    scale = rng.standard_normal((num_tokens * 5 + 39 * (align_size - 1), 1)).astype(np.float32)
+
+    def layer(x, probs, top_k, implementation):
+        out = token_dispatch(
+            x, mask, num_tokens * 5, probs, align_size, top_k=top_k, implementation=implementation
+        )
+        rows = out.output * scale[: len(out.output)]
+        more = out.permuted_probs, out.tokens_per_expert, out.pad_offsets, out.output
+        combine = functools.partial(token_combine, implementation=implementation)
+        return combine(rows, out.row_id_map, probs, out.pad_offsets), more
+
+    for implementation in PATHS:
+        run = lambda top_k, implementation=implementation: jax.vjp(
+            lambda x, probs: layer(x, probs, top_k, implementation), x, probs, has_aux=True
+        )
+        (narrow, pull, more), (wide, wide_pull, wide_more) = run(5), run(None)
+        jax.tree.map(assert_same_bits, wide_more, more)
+        gradient = np.ones_like(x)
+        for actual, expected in zip(
+            (wide, *wide_pull(gradient)), (narrow, *pull(gradient)), strict=True
+        ):
+            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+        assert (np.asarray(wide_pull(gradient)[1])[~mask] == 0).all()
+
+
+@pytest.mark.cuda_plugin
+def test_256_experts_compile_like_8(monkeypatch, tmp_path):
+    """Without `top_k`, as much code as with it: nothing is unrolled over the experts."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+
+    def layer(x, probs, mask, top_k):
+        def route(x, probs):
+            out = te.token_dispatch(x, mask, 512, probs, 16, top_k=top_k)
+            return te.token_combine(out.output, out.row_id_map, probs, out.pad_offsets)
+
+        y, pull = jax.vjp(route, x, probs)
+        return pull(y)
+
+    def program(top_k):
+        shape = jax.ShapeDtypeStruct
+        types = shape((64, 48), "float32"), shape((64, 256), "float32"), shape((64, 256), "bool")
+        traced = jax.jit(layer, static_argnums=3).trace(*types, top_k)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert len(program(None)) < 1.5 * len(program(8))
 
 
 def test_order_of_arguments_and_results():
@@ -385,7 +445,6 @@ def test_an_unused_map_costs_nothing():
 
 # --- errors ----------------------------------------------------------------------------------
 
-te = transformer_engine
 X, MASK = jnp.zeros((4, 3)), jnp.ones((4, 2), jnp.int32)
 MAP = jnp.zeros((4, 5), jnp.int32)
 
@@ -396,7 +455,7 @@ MAP = jnp.zeros((4, 5), jnp.int32)
         (lambda: te.token_dispatch(X[0], MASK, 8), ArgumentValueError, "`inp`.*sequence.*got"),
         (lambda: te.token_dispatch([1.0], MASK, 8), ArgumentTypeError, "`inp`.*array"),
         (lambda: te.token_dispatch(X, MASK[:3], 8), ArgumentValueError, "`inp`.*3 tokens of"),
-        (lambda: te.token_dispatch(X, MASK * 1.0, 8), ArgumentTypeError, "`routing_map`.*!= 0"),
+        (lambda: te.token_dispatch(X, MASK * 1j, 8), ArgumentTypeError, "`routing_map`.*!= 0"),
         (lambda: te.token_dispatch(X, MASK, -1), ArgumentValueError, "`num_out_tokens`.*got -1"),
         (lambda: te.token_dispatch(X, MASK, 8.0), ArgumentTypeError, "`num_out_tokens`.*int"),
         (lambda: te.token_dispatch(X, MASK, 8, MASK), ArgumentTypeError, "`probs`.*astype"),

@@ -22,8 +22,8 @@ def array(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax
         )
     if value.ndim != len(axes):
         raise ArgumentValueError(
-            f"Argument `{name}` must have shape [{', '.join(axes)}]; got {value.shape}. Use "
-            "jax.vmap for leading batch dimensions."
+            f"Argument `{name}` must have shape [{', '.join(axes)}]; got {value.shape}. Reshape "
+            f"leading batch dimensions to [{', '.join(axes)}], and the results back."
         )
     if kind is not None and not jnp.issubdtype(value.dtype, kind):
         wanted = "an integer" if kind is jnp.integer else "a floating-point"

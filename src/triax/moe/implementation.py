@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from triax.bridge import dtypes
+from triax.bridge.compat import triton_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 
 IMPLEMENTATIONS = (None, "triton", "interpret", "xla")
@@ -26,6 +27,7 @@ def choose(implementation: Any, **arrays: jax.Array | None) -> str | None:
       ArgumentValueError: it is none of `IMPLEMENTATIONS`.
       ArgumentTypeError: a kernel was asked for, and Triton has no element type for one of `arrays`,
         which are named as the op's caller knows them.
+      MissingDependencyError: a kernel was asked for, and Triton is not installed.
     """
     if implementation not in IMPLEMENTATIONS:
         choices = ", ".join(map(repr, IMPLEMENTATIONS))
@@ -42,8 +44,10 @@ def choose(implementation: Any, **arrays: jax.Array | None) -> str | None:
         if implementation is None:
             return "xla"
         raise
+    if implementation is not None:
+        triton_private.triton()
     # Systems other than Linux have no Triton, and no CUDA either.
-    if implementation is None and importlib.util.find_spec("triton") is None:
+    elif importlib.util.find_spec("triton") is None:
         return "xla"
     return implementation
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -87,29 +85,6 @@ def test_refuses_more_rows_than_it_counts():
     x = jax.ShapeDtypeStruct((2**31, 1), jnp.bool_)
     with pytest.raises(ArgumentValueError, match=re.escape("`x` must have at most 2**31 - 1 rows")):
         jax.eval_shape(moe.sort_chunks_by_index, x, ids, ids)
-
-
-def test_works_without_triton():
-    """As on systems that have none: plain JAX, and an error where a kernel is insisted on."""
-    program = """
-import sys
-sys.modules["triton"] = None
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
-import jax.numpy as jnp
-from triax import moe
-args = jnp.arange(3.0)[:, None], jnp.array([1, 2]), jnp.array([1, 0])
-print(moe.sort_chunks_by_index(*args).rows[:, 0].tolist())
-try:
-    moe.sort_chunks_by_index(*args, implementation="interpret")
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "[1.0, 2.0, 0.0]"
-    assert "triton" in done.stdout.splitlines()[1]
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])

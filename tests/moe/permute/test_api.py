@@ -29,7 +29,7 @@ REFUSED = {
         moe.permute,
         {"x": X[None]},
         ArgumentValueError,
-        "`x` must have shape [tokens, hidden]; got (1, 4, 5). Use jax.vmap",
+        "`x` must have shape [tokens, hidden]; got (1, 4, 5). Reshape leading",
     ),
     "tokens": (
         moe.permute,
@@ -47,7 +47,7 @@ REFUSED = {
         moe.permute,
         {"plan": jax.tree.map(lambda leaf: leaf[None], PLAN)},
         ArgumentValueError,
-        "`group_filled` of shape [3]; got (1, 4, 2), (1, 3) and (1, 3). Use jax.vmap",
+        "`group_filled` of shape [3]; got (1, 4, 2), (1, 3) and (1, 3). Make one plan",
     ),
     "integer weights": (
         moe.permute,

@@ -34,6 +34,10 @@ SHAPES = [
     (100, 1, 8, 33, 1, 64),
     (3, 2, 5, 261, 8, None),
     (4, 2, 3, 0, 8, None),
+    # Wide maps: their slots are visited in steps, as far as there are rows.
+    (5, 17, 9, 67, 8, None),
+    (9, 40, 64, 3, 1, 64),
+    (0, 20, 3, 5, 1, None),
 ]
 
 
@@ -212,12 +216,66 @@ def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     check(make_case(np.random.default_rng(9), shape, capacity=5), implementation)
 
 
-def test_overflow_to_float8_is_the_same_everywhere(implementation):
+@pytest.mark.parametrize("wide", [False, True])
+def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
     """JAX casts what float8_e4m3fn does not hold to NaN; a GPU would saturate."""
-    plan = moe.make_plan(jnp.zeros((1, 2), jnp.int32), 1)
+    ids = np.full((1, 20 if wide else 2), -1)
+    ids[0, :2] = 0
+    plan = moe.make_plan(ids, 1, num_rows=2)
     rows = jnp.full((2, 4), 400.0, jnp.float8_e4m3fn)
     y = moe.unpermute(rows, plan, implementation=implementation)
     assert np.isnan(np.asarray(y).astype(np.float32)).all()
+
+    op = lambda weights: moe.unpermute(rows, plan, weights, implementation=implementation)
+    for dtype, is_nan in (("float8_e4m3fn", True), ("float8_e5m2", False)):
+        weights = jnp.ones(ids.shape, dtype)
+        (d_weights,) = jax.vjp(op, weights)[1](jnp.ones((1, 4), rows.dtype))
+        assert d_weights.dtype == dtype
+        expected = np.where(ids >= 0, np.nan if is_nan else 1536.0, 0.0)  # 4 * 400, rounded
+        np.testing.assert_array_equal(np.asarray(d_weights).astype(np.float32), expected)
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(3, 2000), (300, 2)])
+def test_a_wide_map_is_the_narrow_one_with_room(num_tokens, width, implementation):
+    """More slots than rows, in any place, change nothing: values and gradients to the bit."""
+    rng = np.random.default_rng(10)
+    narrow = oracle.draw_ids(rng, num_tokens, 3, 5, "any")
+    wide = np.full((num_tokens, 40), -1, np.int32)
+    places = np.sort(rng.permuted(np.tile(np.arange(40), (num_tokens, 1)), axis=1)[:, :3], axis=1)
+    np.put_along_axis(wide, places, narrow, axis=1)
+    weights = rng.standard_normal((num_tokens, 3)).astype(np.float32)
+    wide_weights = np.full(wide.shape, np.nan, np.float32)  # of slots that nobody looks at
+    np.put_along_axis(wide_weights, places, weights, axis=1)
+    x = rng.standard_normal((num_tokens, width)).astype(np.float32)
+    scales = rng.standard_normal((num_tokens, 2)).astype(np.float32)
+
+    @jax.jit
+    def both(ids, weights):
+        plan = moe.make_plan(ids, 5, align_size=4, num_rows=num_tokens * 3 + 16 & ~3)
+
+        def layer(x, weights, scales):
+            out = moe.permute(
+                x, plan, weights=weights, scales=scales, implementation=implementation
+            )
+            return out, moe.unpermute(out.rows, plan, weights, implementation=implementation)
+
+        out, pull = jax.vjp(layer, x, weights, scales)
+        return out, pull(out)
+
+    out, (d_x, d_weights, d_scales) = both(narrow, weights)
+    wide_out, (wide_d_x, wide_d_weights, wide_d_scales) = both(wide, wide_weights)
+    same = out, d_x, d_scales
+    wide_same = wide_out, wide_d_x, wide_d_scales
+    if implementation == "xla":  # XLA fuses products into sums where it unrolls
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), same, wide_same
+        )
+    else:
+        jax.tree.map(assert_same_bits, wide_same, same)
+    spread = np.zeros(wide.shape, np.float32)
+    np.put_along_axis(spread, places, np.asarray(d_weights), axis=1)
+    np.testing.assert_allclose(wide_d_weights, spread, rtol=1e-5, atol=1e-6)
+    assert (np.asarray(wide_d_weights)[wide < 0] == 0).all()
 
 
 def test_nan_stays_in_the_tokens_that_own_it(implementation):
@@ -248,9 +306,10 @@ def test_a_zero_weight_is_a_weight(implementation):
 
 
 @pytest.mark.parametrize("damage", ["far", "past", "negative", "sizes"])
-def test_corrupted_plans_stay_inside(damage, implementation):
+@pytest.mark.parametrize("top_k", [2, 20])
+def test_corrupted_plans_stay_inside(damage, top_k, implementation):
     """The interpreter checks every access: a row that does not exist is one that was dropped."""
-    case = make_case(np.random.default_rng(6), (17, 2, 5, 8, 8, 96))
+    case = make_case(np.random.default_rng(6), (17, top_k, 5, 8, 8, 48 * top_k))
     x, weights, scales, plan, rows, gradients = case
     row_of = np.array(plan.row_of)
     wrong = {"far": 2**31 - 1, "past": plan.num_rows, "negative": -(2**31), "sizes": -1}

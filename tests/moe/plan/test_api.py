@@ -26,7 +26,8 @@ REFUSED = {
     "rank": (
         {"selected_experts": IDS[None]},
         ArgumentValueError,
-        "`selected_experts` must have shape [tokens, top_k]; got (1, 4, 2). Use jax.vmap",
+        "`selected_experts` must have shape [tokens, top_k]; got (1, 4, 2). Reshape "
+        "leading batch dimensions to [tokens, top_k], and the results back.",
     ),
     "float ids": (
         {"selected_experts": IDS.astype(float)},

@@ -153,7 +153,8 @@ def _routes(plan: Any) -> Routes:
         raise ArgumentValueError(
             f"Argument `plan` must have `row_of` of shape [tokens, top_k], `group_sizes` and "
             f"`group_filled` of shape [{plan.num_experts}]; got {row_of.shape}, {groups} and "
-            f"{plan.group_filled.shape}. Use jax.vmap for leading batch dimensions."
+            f"{plan.group_filled.shape}. Make one plan of all batches: reshape what it is made of "
+            "to [tokens, ...], and the results back."
         )
     num_slots = None
     if row_of.shape[1] > configs.MAX_UNROLLED_SLOTS:

@@ -23,9 +23,7 @@ def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _load_num_slots(
-    num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr
-):
+def _load_num_slots(num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """How many slots each token visits, and the most of them."""
     if num_slots_ptr is None:
         num_slots = tl.full([BLOCK_TOKENS], TOP_K, tl.int32)
@@ -215,9 +213,7 @@ def _permute_kernel(
         token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         inside = token < num_tokens
         column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
-        num_slots, most_slots = _load_num_slots(
-            num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS
-        )
+        num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS)
         _copy_to_rows(
             x_ptr,
             row_of_ptr,
@@ -368,9 +364,7 @@ def _unpermute_grad_kernel(
         whole = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
         kept_mask = inside[:, None] & (whole < WIDTH)[None, :]
         kept = tl.load(read + whole[None, :], mask=kept_mask, other=0.0).to(wider)
-        num_slots, most_slots = _load_num_slots(
-            num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS
-        )
+        num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS)
         for first in range(0, most_slots, STEP_SLOTS):
             for ahead in tl.static_range(STEP_SLOTS):
                 slot = first + ahead

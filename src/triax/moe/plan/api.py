@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import arguments
 from triax.moe import implementation as implementations
 from triax.moe.plan import launchers, reference
+from triax.moe.plan.configs import MAX_SORTED_EXPERTS
+from triax.moe.plan.reference import Placement
 
 
 @functools.partial(
@@ -112,14 +115,11 @@ def make_plan(
         "selected_experts", selected_experts, ("tokens", "top_k"), jnp.integer
     )
     num_experts = arguments.integer("num_experts", num_experts, 1)
-    return _plan(
-        arguments.as_int32(selected, num_experts),
-        num_experts,
-        capacity,
-        num_rows,
-        align_size,
-        implementations.choose(implementation),
-    )
+    selected = arguments.as_int32(selected, num_experts)
+    sizes = _sizes(selected.shape, num_experts, capacity, num_rows, align_size)
+    implementation = implementations.choose(implementation)
+    placement = _place_pairs(selected, num_experts, sizes, implementation)
+    return _plan(placement, num_experts, sizes)
 
 
 def make_plan_from_mask(
@@ -166,34 +166,42 @@ def make_plan_from_mask(
         )
     top_k = arguments.integer("top_k", top_k, 0)
     implementation = implementations.choose(implementation, routing_map=mask)
-    selected = implementations.run(
+    num_tokens, num_experts = mask.shape
+    sizes = _sizes((num_tokens, top_k), num_experts, capacity, num_rows, align_size)
+    if top_k >= num_experts and num_experts > MAX_SORTED_EXPERTS:
+        placement = implementations.run(
+            implementation if num_tokens else "xla",
+            mask,
+            kernels=functools.partial(launchers.place_mask, top_k=top_k, **sizes),
+            xla=functools.partial(reference.place_mask_reference, top_k=top_k, **sizes),
+        )
+        return _plan(placement, num_experts, sizes)
+    selected = select_experts(mask, top_k, implementation)
+    placement = _place_pairs(selected, num_experts, sizes, implementation)
+    counts = jnp.sum(mask != 0, axis=0, dtype=jnp.int32)
+    surplus = jnp.sum(counts - placement.group_counts, dtype=jnp.int32)
+    placement = placement._replace(group_counts=counts, num_dropped=placement.num_dropped + surplus)
+    return _plan(placement, num_experts, sizes)
+
+
+def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> jax.Array:
+    """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
+    return implementations.run(
         implementation if mask.shape[0] * top_k else "xla",
         mask,
         kernels=functools.partial(launchers.select_experts, top_k=top_k),
         xla=functools.partial(reference.select_experts_reference, top_k=top_k),
     )
-    plan = _plan(selected, mask.shape[1], capacity, num_rows, align_size, implementation)
-    counts = jnp.sum(mask != 0, axis=0, dtype=jnp.int32)
-    surplus = jnp.sum(counts - plan.group_counts, dtype=jnp.int32)
-    return dataclasses.replace(
-        plan,
-        group_counts=checkpoint_name(counts, "triax_plan"),
-        num_dropped=checkpoint_name(plan.num_dropped + surplus, "triax_plan"),
-    )
 
 
-def _plan(
-    selected: jax.Array,
-    num_experts: int,
-    capacity: Any,
-    num_rows: Any,
-    align_size: Any,
-    implementation: str | None,
-) -> Plan:
-    num_pairs = selected.size
+def _sizes(
+    shape: tuple[int, ...], num_experts: int, capacity: Any, num_rows: Any, align_size: Any
+) -> dict[str, Any]:
+    """The checked sizes of a plan for pairs [tokens, top_k]."""
+    num_pairs = math.prod(shape)
     if num_pairs > arguments.MAX_ROWS:
         raise ArgumentValueError(
-            f"There must be at most 2**31 - 1 pairs of token and slot; got shape {selected.shape}. "
+            f"There must be at most 2**31 - 1 pairs of token and slot; got shape {shape}. "
             "Route the tokens in parts."
         )
     align_size = arguments.integer("align_size", align_size, 1)
@@ -207,24 +215,32 @@ def _plan(
             f"Argument `num_rows` must be a multiple of `align_size`, {align_size}; got "
             f"{num_rows}. Use {-(-num_rows // align_size) * align_size}."
         )
-    sizes = {
-        "num_experts": num_experts,
+    return {
         "num_rows": num_rows,
         "capacity": num_pairs if capacity is None else min(capacity, num_pairs),
         "align_size": align_size,
     }
-    placement = implementations.run(
-        implementation if num_pairs else "xla",
+
+
+def _place_pairs(
+    selected: jax.Array, num_experts: int, sizes: dict[str, Any], implementation: str | None
+) -> Placement:
+    sizes = {"num_experts": num_experts, **sizes}
+    return implementations.run(
+        implementation if selected.size else "xla",
         selected,
         kernels=functools.partial(launchers.place_pairs, **sizes),
         xla=functools.partial(reference.place_pairs_reference, **sizes),
     )
+
+
+def _plan(placement: Placement, num_experts: int, sizes: dict[str, Any]) -> Plan:
     named = {
         name: checkpoint_name(array, "triax_plan") for name, array in placement._asdict().items()
     }
     return Plan(
         **named,
-        num_rows=num_rows,
+        num_rows=sizes["num_rows"],
         num_experts=num_experts,
-        align_size=align_size,
+        align_size=sizes["align_size"],
     )

@@ -9,6 +9,9 @@ from triax.moe.blocks import power_of_two
 
 _MIN_BINS = 32  # what Triton's histogram needs: a bin for each thread of a warp
 _MAX_BINS = 512
+# A mask that keeps every expert of up to so many becomes expert ids, which are sorted. More of
+# them would be sorted as pairs that most tokens are not routed to.
+MAX_SORTED_EXPERTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,20 @@ class SelectConfig:
     def heuristic(cls, num_experts: int) -> SelectConfig:
         block_experts = min(power_of_two(num_experts), 256)
         return cls(2048 // block_experts, block_experts, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskConfig:
+    """One program counts or places `block_tokens` tokens of a mask, `block_experts` at a time."""
+
+    block_tokens: int
+    block_experts: int
+    num_warps: int
+
+    @classmethod
+    def heuristic(cls, num_experts: int) -> MaskConfig:
+        block_experts = min(power_of_two(num_experts), 256)
+        return cls(8192 // block_experts, block_experts, 8)
 
 
 def _bins(num_experts: int) -> int:

@@ -7,6 +7,8 @@ part how many pairs of its block stand before it, by expert; `_scan_counts_kerne
 same for the blocks; `_place_pairs_kernel` adds up both and the pairs before in the same part.
 For few pairs `_place_few_pairs_kernel` does all of it: each program looks at every pair.
 `_select_experts_kernel` turns a mask into expert ids before that.
+A mask whose every expert is kept needs no ids: `_count_mask_kernel` counts the tokens of each
+expert by blocks, and `_place_mask_kernel` gives the experts of a token their rows.
 """
 
 import triton
@@ -42,6 +44,26 @@ def _select_experts_kernel(
         write = selected_ptr + token[:, None] * top_k + slot[None, :]
         none = tl.full([BLOCK_TOKENS, BLOCK_EXPERTS], -1, tl.int32)
         tl.store(write, none, mask=inside[:, None] & free)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
+def _count_mask_kernel(
+    mask_ptr,
+    num_tokens,
+    num_experts,
+    block_counts_ptr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    token = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    for first in range(0, num_experts, BLOCK_EXPERTS):
+        expert = first + tl.arange(0, BLOCK_EXPERTS)
+        known = expert < num_experts
+        at = mask_ptr + token[:, None] * num_experts + expert[None, :]
+        mask = tl.load(at, mask=(token < num_tokens)[:, None] & known[None, :], other=0)
+        count = tl.sum((mask != 0).to(tl.int32), 0)
+        tl.store(block_counts_ptr + block * num_experts + expert, count, mask=known)
 
 
 @triton.jit
@@ -279,3 +301,73 @@ def _place_few_pairs_kernel(
         num_rows,
         capacity,
     )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_experts",
+        "top_k",
+        "num_rows",
+        "capacity",
+        "align_size",
+    ]
+)
+def _place_mask_kernel(
+    mask_ptr,
+    block_counts_ptr,
+    group_counts_ptr,
+    num_tokens,
+    num_experts,
+    top_k,
+    num_rows,
+    capacity,
+    align_size,
+    row_of_ptr,
+    expert_of_ptr,
+    group_sizes_ptr,
+    group_filled_ptr,
+    num_dropped_ptr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    token = block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    inside = token < num_tokens
+    first_slot = token[:, None] * top_k
+    taken = tl.zeros([BLOCK_TOKENS], tl.int32)
+    # Every program lays out the groups for itself, which costs less than another launch.
+    end_before = tl.zeros([1], tl.int64)
+    dropped = tl.zeros([1], tl.int32)
+    for first in range(0, num_experts, BLOCK_EXPERTS):
+        expert = first + tl.arange(0, BLOCK_EXPERTS)
+        known = expert < num_experts
+        count = tl.load(group_counts_ptr + expert, mask=known, other=0)
+        start, size, filled, end_before = _lay_out_groups(
+            count, end_before, num_rows, capacity, align_size
+        )
+        if block == 0:
+            tl.store(group_sizes_ptr + expert, size, mask=known)
+            tl.store(group_filled_ptr + expert, filled, mask=known)
+            dropped += tl.sum(count - filled, 0)
+        earlier = tl.load(block_counts_ptr + block * num_experts + expert, mask=known, other=0)
+        at = mask_ptr + token[:, None] * num_experts + expert[None, :]
+        mask = tl.load(at, mask=inside[:, None] & known[None, :], other=0)
+        chosen = (mask != 0).to(tl.int32)
+        rank = earlier[None, :] + tl.cumsum(chosen, 0) - chosen
+        # Not `start + rank < num_rows`: the sum may pass 2**31.
+        placed = (rank < capacity) & (rank < num_rows - start[None, :])
+        slot = first_slot + taken[:, None] + tl.cumsum(chosen, 1) - chosen
+        row = tl.where(placed, start[None, :] + rank, -1)
+        tl.store(row_of_ptr + slot, row, mask=chosen != 0)
+        ids = tl.broadcast_to(expert[None, :], [BLOCK_TOKENS, BLOCK_EXPERTS])
+        tl.store(expert_of_ptr + slot, ids, mask=chosen != 0)
+        taken += tl.sum(chosen, 1)
+    if block == 0:
+        tl.store(num_dropped_ptr + tl.arange(0, 1), dropped)
+    none = tl.full([BLOCK_TOKENS, BLOCK_EXPERTS], -1, tl.int32)
+    for first in range(0, top_k, BLOCK_EXPERTS):
+        slot = (first + tl.arange(0, BLOCK_EXPERTS))[None, :]
+        free = inside[:, None] & (slot >= taken[:, None]) & (slot < top_k)
+        tl.store(row_of_ptr + first_slot + slot, none, mask=free)
+        tl.store(expert_of_ptr + first_slot + slot, none, mask=free)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.bridge.call import triton_call
-from triax.moe.plan.configs import FewPairsConfig, ScanConfig, SelectConfig, SortConfig
+from triax.moe.plan.configs import FewPairsConfig, MaskConfig, ScanConfig, SelectConfig, SortConfig
 from triax.moe.plan.reference import Placement
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -29,6 +29,73 @@ def select_experts(routing_map: jax.Array, *, top_k: int, implementation: str | 
         grid=-(-num_tokens // config.block_tokens),
         num_warps=config.num_warps,
         name="select_experts",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+
+
+def place_mask(
+    routing_map: jax.Array,
+    *,
+    top_k: int,
+    num_rows: int,
+    capacity: int,
+    align_size: int,
+    implementation: str | None,
+) -> Placement:
+    """The rows of all tokens of a mask by slots, of which there are as many as experts, or more."""
+    from triax.moe.plan.kernels import _place_mask_kernel
+
+    num_tokens, num_experts = routing_map.shape
+    config = MaskConfig.heuristic(num_experts)
+    block_counts, group_counts = _scan_counts(
+        _count_mask(routing_map, config, implementation), implementation
+    )
+    ids, groups = _ints(num_tokens, top_k), _ints(num_experts)
+    row_of, expert_of, group_sizes, group_filled, num_dropped = triton_call(
+        routing_map,
+        block_counts,
+        group_counts,
+        num_tokens,
+        num_experts,
+        top_k,
+        num_rows,
+        capacity,
+        align_size,
+        kernel=_place_mask_kernel,
+        out_type=(ids, ids, groups, groups, _ints()),
+        # The blocks that were counted, no others; the first program writes the groups.
+        grid=block_counts.shape[0],
+        num_warps=config.num_warps,
+        name="place_mask",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+
+
+def _count_mask(
+    routing_map: jax.Array, config: MaskConfig, implementation: str | None
+) -> jax.Array:
+    """The tokens of each block of tokens that a mask routes to each expert."""
+    from triax.moe.plan.kernels import _count_mask_kernel
+
+    num_tokens, num_experts = routing_map.shape
+    num_blocks = -(-num_tokens // config.block_tokens)
+    return triton_call(
+        routing_map,
+        num_tokens,
+        num_experts,
+        kernel=_count_mask_kernel,
+        out_type=_ints(num_blocks, num_experts),
+        # A program for each block of tokens, so that no two write the same counts.
+        grid=num_blocks,
+        num_warps=config.num_warps,
+        name="count_mask",
         vmap_method="sequential",
         implementation=implementation,
         BLOCK_TOKENS=config.block_tokens,

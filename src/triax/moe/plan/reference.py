@@ -34,6 +34,14 @@ def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:
     return selected.at[token, slot].set(jnp.broadcast_to(expert, slot.shape), mode="drop")
 
 
+def place_mask_reference(routing_map: jax.Array, top_k: int, **sizes: int) -> Placement:
+    """The rows of all tokens of a mask, by slots."""
+    num_experts = routing_map.shape[1]
+    return place_pairs_reference(
+        select_experts_reference(routing_map, top_k), num_experts=num_experts, **sizes
+    )
+
+
 def place_pairs_reference(
     selected: jax.Array, num_experts: int, num_rows: int, capacity: int, align_size: int
 ) -> Placement:

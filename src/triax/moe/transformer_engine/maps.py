@@ -1,33 +1,4 @@
-"""TransformerEngine's MoE permutation by its names, on Triax's plans and moves.
-
-The functions take TransformerEngine's arguments and return its results, in its order, so that
-
-    from triax.moe.transformer_engine import sort_chunks_by_index, token_combine, token_dispatch
-
-stands where ``from transformer_engine.jax.permutation import …`` stood. Two keywords are new and
-optional: `top_k` and `implementation`. Without `top_k` a token may go to every expert, and the map
-between dispatch and combine is as wide as there are experts, twice over. With it the map is
-`top_k` wide, and so is all the work that reads it: pass it wherever the router knows it.
-
-New programs are better served by `triax.moe.make_plan`, `permute` and `unpermute`, which never
-read anything as wide as the experts.
-
-What differs from TransformerEngine, on purpose:
-
-- A probability of zero is a probability: the row is still the token. There it makes the row zero.
-- NaNs stay. There the gradient of a padded combine has all NaNs replaced by zeros, also those
-  that the backward pass came with.
-- Nothing is written past the rows there are. Pairs that do not fit into `num_out_tokens` are
-  dropped, get no gradient, and are missing from `tokens_per_expert`, which so can go into
-  `jax.lax.ragged_dot`. There they are written past the end of the buffer.
-- Rows without a token, in results and in gradients, are exactly zero, not left as they were.
-- With a map of three dimensions `tokens_per_expert` is still [experts]. There it is summed over
-  the batch only.
-- Row maps hold a token's experts in ascending order, and -1 past the last. There the order
-  descends and the rest is undefined. `token_combine` reads both.
-- The gradient of unrouted probabilities is exactly zero, whatever stands in the rows.
-- What is wrong with an argument is told by an exception that names it, not by an assertion.
-"""
+"""`token_dispatch` and `token_combine`: routing by a map, [tokens, experts]."""
 
 from __future__ import annotations
 
@@ -38,10 +9,10 @@ import jax.numpy as jnp
 
 from triax.bridge.errors import ArgumentValueError
 from triax.moe import arguments
-from triax.moe.chunks import api as chunks
 from triax.moe.permute import api as moves
 from triax.moe.permute.reference import Permuted
 from triax.moe.plan.api import Plan, make_plan_from_mask
+from triax.moe.transformer_engine import tables
 
 
 class Dispatched(NamedTuple):
@@ -84,8 +55,8 @@ def token_dispatch(
 
     Args:
       inp: [tokens, hidden] or [batch, sequence, hidden], any dtype.
-      routing_map: bool or integer [tokens, experts] or [batch, sequence, experts]; not zero
-        where a token is routed.
+      routing_map: bool, integer or float [tokens, experts] or [batch, sequence, experts]; not
+        zero where a token is routed.
       num_out_tokens: the rows, before alignment; as many as the map routes, or more.
       probs: float, of the shape of `routing_map`, moved along; or None.
       align_size: each expert's rows are filled up to a multiple of it. The rows then are what
@@ -103,17 +74,17 @@ def token_dispatch(
       ArgumentTypeError: an argument is not of the type told here.
       ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
-    x = _as_table("inp", inp, "hidden")
-    mask = _as_table("routing_map", routing_map, "experts")
+    x = tables.as_table("inp", inp, "hidden")
+    mask = tables.as_mask(routing_map)
     num_tokens, num_experts = mask.shape
-    _check_tokens("inp", x, num_tokens, "routing_map")
+    tables.check_tokens("inp", x, num_tokens, "routing_map")
     num_rows = arguments.integer("num_out_tokens", num_out_tokens, 0)
     align = 1
     if align_size is not None:
         align = arguments.integer("align_size", align_size, 1)
         num_rows = (num_rows + num_experts * (align - 1)) // align * align
     if probs is not None:
-        probs = _as_table("probs", probs, "experts", jnp.floating)
+        probs = tables.as_table("probs", probs, "experts", jnp.floating)
         if probs.shape != mask.shape:
             raise ArgumentValueError(
                 f"Argument `probs` must have a value for each of the {num_tokens} tokens and "
@@ -128,7 +99,7 @@ def token_dispatch(
         align_size=align,
         implementation=implementation,
     )
-    weights = None if probs is None else _of_slots(probs, plan.expert_of)
+    weights = None if probs is None else tables.of_slots(probs, plan.expert_of)
     moved = moves.permute(x, plan, weights=weights, implementation=implementation)
     permuted = Permuted(moved, None, None) if weights is None else moved
 
@@ -195,7 +166,7 @@ def token_combine(
         offsets = offsets.astype(jnp.int32)
         num_experts = offsets.shape[0]
         filled = jnp.zeros(num_experts, jnp.int32)
-        filled = filled.at[_or_none(expert, num_experts)].add(1, mode="drop")
+        filled = filled.at[tables.or_none(expert, num_experts)].add(1, mode="drop")
         # The last expert's pad rows are, with all that follows, rows past the groups.
         sizes = filled + jnp.diff(offsets, append=offsets[-1:])
         padding = jnp.take(offsets, expert, mode="fill", fill_value=0)
@@ -214,72 +185,7 @@ def token_combine(
     )
     weights = None
     if merging_probs is not None:
-        probs = _as_table("merging_probs", merging_probs, "experts", jnp.floating)
-        _check_tokens("merging_probs", probs, num_tokens, "row_id_map")
-        weights = _of_slots(probs, expert)
+        probs = tables.as_table("merging_probs", merging_probs, "experts", jnp.floating)
+        tables.check_tokens("merging_probs", probs, num_tokens, "row_id_map")
+        weights = tables.of_slots(probs, expert)
     return moves.unpermute(rows, plan, weights, implementation=implementation)
-
-
-def sort_chunks_by_index(
-    inp: Any, split_sizes: Any, sorted_indices: Any, *, implementation: str | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Cuts the rows of `inp` into chunks and puts the chunks into another order.
-
-    `triax.moe.sort_chunks_by_index` does the same, moves probs along, and says what happens
-    with sizes and indices that make no sense.
-
-    Args:
-      inp: [tokens, hidden] or [batch, sequence, hidden], any dtype.
-      split_sizes: integer [chunks].
-      sorted_indices: integer [chunks], a permutation of 0 to chunks - 1.
-      implementation: as for `triax.moe.sort_chunks_by_index`.
-
-    Returns:
-      output: [tokens, hidden] in the dtype of `inp`.
-      row_id_map: int32 [tokens], the row of the output that each row of `inp` went to. In a
-        compiled program it costs nothing where nobody uses it.
-
-    Raises:
-      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
-      ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
-    """
-    x = _as_table("inp", inp, "hidden")
-    sort = chunks.sort_chunks_by_index
-    output = sort(x, split_sizes, sorted_indices, implementation=implementation).rows
-    # Where a row went to is what comes back to it when the numbers of the rows are sorted back.
-    split_sizes, sorted_indices = jnp.asarray(split_sizes), jnp.asarray(sorted_indices)
-    sizes, back = split_sizes[sorted_indices], jnp.argsort(sorted_indices)
-    numbers = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return output, sort(numbers, sizes, back, implementation=implementation).rows[:, 0]
-
-
-def _as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
-    """Returns an array of two or three dimensions as one of two, [tokens, `last`]."""
-    ndim = getattr(value, "ndim", 2)
-    if ndim not in (2, 3):
-        raise ArgumentValueError(
-            f"Argument `{name}` must have shape [tokens, {last}] or [batch, sequence, {last}]; "
-            f"got {value.shape}. Reshape it."
-        )
-    if ndim == 3:
-        value = value.reshape(value.shape[0] * value.shape[1], value.shape[2])
-    return arguments.array(name, value, ("tokens", last), kind)
-
-
-def _check_tokens(name: str, array: jax.Array, num_tokens: int, other: str) -> None:
-    if array.shape[0] != num_tokens:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have the {num_tokens} tokens of `{other}`; got "
-            f"{array.shape[0]} tokens. Pass both with the same leading dimensions."
-        )
-
-
-def _or_none(expert: jax.Array, num_experts: int) -> jax.Array:
-    """Experts, and one past the last where there is none: JAX counts -1 from the end."""
-    return jnp.where(expert < 0, num_experts, expert)
-
-
-def _of_slots(probs: jax.Array, expert_of: jax.Array) -> jax.Array:
-    """The prob [tokens, top_k] of each slot's expert, 0 where the slot has none."""
-    index = _or_none(expert_of, probs.shape[1])
-    return jnp.take_along_axis(probs, index, axis=1, mode="fill", fill_value=0)

@@ -1,0 +1,173 @@
+"""`pure_jax_token_dispatch` and `pure_jax_token_combine`: routing by expert ids, and how a map
+becomes ids."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe import arguments
+from triax.moe import implementation as implementations
+from triax.moe.permute import api as moves
+from triax.moe.plan.api import Plan, make_plan, select_experts
+from triax.moe.transformer_engine import tables
+
+
+class PureJaxPermState(NamedTuple):
+    """What `pure_jax_token_dispatch` keeps for `pure_jax_token_combine`.
+
+    Attributes:
+      plan: which row each (token, slot) went to.
+    """
+
+    plan: Plan
+
+
+def routing_map_to_selected_experts(
+    sparse_probs: Any, routing_map: Any, topk: int, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Turns a router's map and probs into expert ids and weights, for `pure_jax_token_dispatch`.
+
+    Args:
+      sparse_probs: float, of the shape of `routing_map`.
+      routing_map: bool, integer or float [tokens, experts] or [batch, sequence, experts]; not
+        zero where a token is routed.
+      topk: the most experts that a token is routed to.
+      implementation: as for `triax.moe.make_plan_from_mask`.
+
+    Returns:
+      selected_experts: int32 [..., topk], a token's experts in ascending order, then -1.
+      weights: [..., topk] in the dtype of `sparse_probs`, their probs, then zeros.
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: an argument has the wrong shape or is out of its range.
+    """
+    mask = tables.as_mask(routing_map)
+    probs = tables.as_table("sparse_probs", sparse_probs, "experts", jnp.floating)
+    if probs.shape != mask.shape:
+        raise ArgumentValueError(
+            f"Argument `sparse_probs` must have the shape of `routing_map`, {routing_map.shape}; "
+            f"got {sparse_probs.shape}."
+        )
+    topk = arguments.integer("topk", topk, 1)
+    selected = select_experts(mask, topk, implementations.choose(implementation, routing_map=mask))
+    weights = tables.of_slots(probs, selected)
+    shape = (*routing_map.shape[:-1], topk)
+    return selected.reshape(shape), weights.reshape(shape)
+
+
+def pure_jax_token_dispatch(
+    inputs: Any,
+    selected_experts: Any,
+    num_experts: int,
+    num_experts_per_tok: int,
+    align_size: int = 0,
+    roll_to_expert_id: int | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, PureJaxPermState, jax.Array]:
+    """Copies every token to the rows of its experts, told by their ids.
+
+        rows, state, group_sizes = pure_jax_token_dispatch(x, ids, num_experts, top_k)
+        y = jax.lax.ragged_dot(rows, w, group_sizes)
+        x = pure_jax_token_combine(y, state, weights, top_k, batch, sequence)
+
+    Args:
+      inputs: [tokens, hidden] or [batch, sequence, hidden], any dtype.
+      selected_experts: integer [tokens, num_experts_per_tok] or [batch, sequence, …].
+      num_experts: all experts.
+      num_experts_per_tok: the last dimension of `selected_experts`.
+      align_size: each expert's rows are filled up to a multiple of it, 0 for no alignment.
+      roll_to_expert_id: the expert whose rows come first, followed by those after it and, past
+        the last, by those before it. None for the order of the ids.
+      implementation: as for `triax.moe.permute`.
+
+    Returns:
+      sorted_inputs: [rows, hidden], the tokens grouped by expert, zeros where there is none.
+      perm_state: for `pure_jax_token_combine`.
+      group_sizes: int32 [num_experts], the rows of each group, pad rows included.
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: an argument has the wrong shape or is out of its range.
+    """
+    x = tables.as_table("inputs", inputs, "hidden")
+    name = "num_experts_per_tok"
+    ids = tables.as_table("selected_experts", selected_experts, name, jnp.integer)
+    tables.check_tokens("inputs", x, ids.shape[0], "selected_experts")
+    num_experts = arguments.integer("num_experts", num_experts, 1)
+    _check_slots("selected_experts", ids.shape, num_experts_per_tok)
+    if roll_to_expert_id is not None:
+        first = arguments.integer("roll_to_expert_id", roll_to_expert_id, 0) % num_experts
+        ids = arguments.as_int32(ids, num_experts)
+        known = (ids >= 0) & (ids < num_experts)
+        ids = jnp.where(known, (ids - first) % num_experts, -1)
+    plan = make_plan(
+        ids,
+        num_experts,
+        align_size=max(1, arguments.integer("align_size", align_size, 0)),
+        implementation=implementation,
+    )
+    rows = moves.permute(x, plan, implementation=implementation)
+    return rows, PureJaxPermState(plan), plan.group_sizes
+
+
+def pure_jax_token_combine(
+    expert_outputs: Any,
+    perm_state: PureJaxPermState,
+    routing_weights: Any,
+    num_experts_per_tok: int,
+    batch_size: int,
+    sequence_length: int,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Sums up the rows of every token, times its weights.
+
+    Args:
+      expert_outputs: float [rows, hidden].
+      perm_state: from `pure_jax_token_dispatch`.
+      routing_weights: float [tokens, num_experts_per_tok] or [batch, sequence, …].
+      num_experts_per_tok: the last dimension of `routing_weights`.
+      batch_size, sequence_length: the first two dimensions of the result.
+      implementation: as for `triax.moe.unpermute`.
+
+    Returns:
+      [batch_size, sequence_length, hidden] in the dtype of `expert_outputs`.
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: an argument has the wrong shape or is out of its range.
+    """
+    if not isinstance(perm_state, PureJaxPermState):
+        raise ArgumentTypeError(
+            "Argument `perm_state` must be the second result of `pure_jax_token_dispatch`; got "
+            f"{perm_state!r} of type {type(perm_state).__name__}."
+        )
+    name = "num_experts_per_tok"
+    weights = tables.as_table("routing_weights", routing_weights, name, jnp.floating)
+    _check_slots("routing_weights", weights.shape, num_experts_per_tok)
+    rows = arguments.array("expert_outputs", expert_outputs, ("rows", "hidden"), jnp.floating)
+    shape = (
+        arguments.integer("batch_size", batch_size, 0),
+        arguments.integer("sequence_length", sequence_length, 0),
+    )
+    if shape[0] * shape[1] != weights.shape[0]:
+        raise ArgumentValueError(
+            f"Arguments `batch_size` and `sequence_length` must make the {weights.shape[0]} tokens "
+            f"of `routing_weights`; got {shape[0]} and {shape[1]}."
+        )
+    tokens = moves.unpermute(rows, perm_state.plan, weights, implementation=implementation)
+    return tokens.reshape(*shape, rows.shape[1])
+
+
+def _check_slots(name: str, shape: tuple[int, ...], num_experts_per_tok: Any) -> None:
+    if shape[-1] != arguments.integer("num_experts_per_tok", num_experts_per_tok, 0):
+        raise ArgumentValueError(
+            f"Argument `num_experts_per_tok` must be the last dimension of `{name}`, {shape[-1]}; "
+            f"got {num_experts_per_tok}."
+        )

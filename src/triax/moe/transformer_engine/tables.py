@@ -1,0 +1,49 @@
+"""What TransformerEngine's arguments have in common: tables of two or three dimensions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge.errors import ArgumentValueError
+from triax.moe import arguments
+
+
+def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
+    """Returns an array of two or three dimensions as one of two, [tokens, `last`]."""
+    ndim = getattr(value, "ndim", 2)
+    if ndim not in (2, 3):
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape [tokens, {last}] or [batch, sequence, {last}]; "
+            f"got {value.shape}. Reshape it."
+        )
+    if ndim == 3:
+        value = value.reshape(value.shape[0] * value.shape[1], value.shape[2])
+    return arguments.array(name, value, ("tokens", last), kind)
+
+
+def as_mask(routing_map: Any) -> jax.Array:
+    """Returns a map of two or three dimensions as one of two, floats as booleans."""
+    mask = as_table("routing_map", routing_map, "experts")
+    return mask != 0 if jnp.issubdtype(mask.dtype, jnp.floating) else mask
+
+
+def check_tokens(name: str, array: jax.Array, num_tokens: int, other: str) -> None:
+    if array.shape[0] != num_tokens:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have the {num_tokens} tokens of `{other}`; got "
+            f"{array.shape[0]} tokens. Pass both with the same leading dimensions."
+        )
+
+
+def or_none(expert: jax.Array, num_experts: int) -> jax.Array:
+    """Experts, and one past the last where there is none: JAX counts -1 from the end."""
+    return jnp.where(expert < 0, num_experts, expert)
+
+
+def of_slots(probs: jax.Array, expert_of: jax.Array) -> jax.Array:
+    """The prob [tokens, top_k] of each slot's expert, 0 where the slot has none."""
+    index = or_none(expert_of, probs.shape[1])
+    return jnp.take_along_axis(probs, index, axis=1, mode="fill", fill_value=0)
