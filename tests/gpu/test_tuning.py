@@ -115,12 +115,18 @@ def test_candidates_that_fault_or_hang(monkeypatch, caplog):
     assert [t.error is None for t in record.timings] == [False, False, True, True]
 
 
-def children(pid):
-    found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
-    )
-    lines = [line for line in found.stdout.splitlines() if "worker/process.py" in line]
-    return [int(line.split()[0]) for line in lines]
+def workers_of(pid):
+    """The tuning workers among a process's children. `ps` cuts command lines where it sees fit."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            command = (folder / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid and b"worker/process.py" in command:
+            found.append(int(folder.name))
+    return found
 
 
 def gone(pid):
@@ -140,26 +146,34 @@ def test_no_worker_outlives_its_program(how, tmp_path):
     )
     environment = {
         **child_environment(),
-        "TRIAX_CACHE_DIR": str(tmp_path),
+        "TRIAX_CACHE_DIR": str(tmp_path / "store"),
         "TRIAX_TUNING_TIMEOUT": "60",
     }
-    program = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL, cwd=ROOT
-    )
-    deadline = time.monotonic() + 60
-    workers = []
-    while not workers and time.monotonic() < deadline:
-        workers = children(program.pid)
-        time.sleep(0.1)
-    assert workers
-    time.sleep(6)  # it is measuring by now
-    program.send_signal(how)
-    program.wait(60)
+    with (
+        open(tmp_path / "errors", "w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stderr=errors, cwd=ROOT
+        ) as program,
+    ):
+        try:
+            deadline = time.monotonic() + 60
+            workers = []
+            while not workers and time.monotonic() < deadline:
+                workers = workers_of(program.pid)
+                time.sleep(0.1)
+            errors.seek(0)
+            assert workers, (program.poll(), errors.read()[-2000:])
+            time.sleep(6)  # it is measuring by now
+            program.send_signal(how)
+            program.wait(60)
+        finally:
+            program.kill()
     deadline = time.monotonic() + 20
     while not all(gone(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert all(gone(pid) for pid in workers)
-    assert [p for p in tmp_path.iterdir() if p.suffix not in (".json", ".lock")] == []
+    files = (tmp_path / "store").iterdir()
+    assert [p for p in files if p.suffix not in (".json", ".lock")] == []
 
 
 _GATHER_CONFIGS = [
