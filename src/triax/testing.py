@@ -119,8 +119,8 @@ def checked() -> Iterator[None]:
     program does to one element is taken to happen in its order.
 
     A function that was traced outside the block is traced again inside, and the other way
-    around. Kernels take about twice as long, and three times the memory of what they
-    write; GPUs are not concerned.
+    around. For each element that a kernel may write, 24 bytes are kept. What runs on a GPU is
+    not checked.
 
     Raises:
       DataRace, UninitializedRead: (of `triax.bridge.errors`) from the call of the kernel; under

@@ -94,7 +94,7 @@ class Memory:
     def moved(addresses: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """`addresses` plus `offsets` in bytes; what would leave a region stays at its end."""
         result = addresses + offsets
-        if not ((addresses ^ result) >> _REGION).any():
+        if not int(np.bitwise_or.reduce(addresses ^ result, axis=None)) >> _REGION_BITS:
             return result
         region = addresses >> _REGION << _REGION
         edge = np.where(offsets.view(np.int64) < 0, region, region + np.uint64(2 * _REACH - 64))
