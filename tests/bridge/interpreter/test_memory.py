@@ -105,7 +105,7 @@ def wander(x_ptr, y_ptr, o_ptr, far, HOW: tl.constexpr):
         value = tl.load(x_ptr + far, mask=far == 0, other=7)
     elif HOW == "store":
         tl.store(o_ptr - far, 1)
-    elif HOW == "descriptor":
+    elif HOW == "block":
         value = tl.load(x_ptr + far + tl.arange(0, 4)).sum(0)
     tl.store(o_ptr, value)
 
@@ -276,7 +276,7 @@ def test_descriptors_are_checked(interpret):
 
 @pytest.mark.parametrize("bits", [34, 38, 40, 44, 50, 60])
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("how", ["load", "twice", "store", "descriptor"])
+@pytest.mark.parametrize("how", ["load", "twice", "store", "block"])
 def test_a_pointer_stays_with_its_operand(interpret, bits, sign, how):
     """However far an offset goes, it reaches no other operand, and blames none."""
     x, y = np.zeros(4, np.float32), np.ones(4, np.float32)
