@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-from scipy import special
+from scipy import special  # comes with JAX, which needs it
 
 Function = Callable[..., np.ndarray]
 
