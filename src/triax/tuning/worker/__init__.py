@@ -1,1 +1,1 @@
-"""The tuning worker: `process` times kernels, `client` starts it and talks to it, in `messages`."""
+"""The tuning worker: `process` times kernels on a GPU (`driver`), `client` starts it and talks to it."""

@@ -1,0 +1,263 @@
+"""The tuning worker's GPU: one context, the buffers of a job, and runs of a candidate on them.
+
+Imported by the worker, which runs without JAX and without the rest of Triax.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triax.tuning.worker import messages
+else:
+    import sys
+
+    messages = sys.modules["triax.tuning.worker.messages"]  # loaded by the worker's `process`
+
+_SCALARS = {
+    "i1": ctypes.c_uint8,
+    "i32": ctypes.c_int32,
+    "u32": ctypes.c_uint32,
+    "i64": ctypes.c_int64,
+    "u64": ctypes.c_uint64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
+
+
+class DriverError(Exception):
+    """The CUDA driver refused a call."""
+
+
+class HungError(Exception):
+    """A kernel did not end in its time."""
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """Calls a driver function; returns its results without the status."""
+    status, *results = function(*arguments)
+    if int(status):
+        raise DriverError(f"{function.__name__}: {status.name}")
+    return results[0] if len(results) == 1 else results
+
+
+class Device:
+    """One GPU's context, stream and memory."""
+
+    def __init__(self, index: int):
+        from cuda.bindings import driver
+
+        self.cu = driver
+        call(driver.cuInit, 0)
+        self.device = call(driver.cuDeviceGet, index)
+        self.context = call(driver.cuDevicePrimaryCtxRetain, self.device)
+        call(driver.cuCtxSetCurrent, self.context)
+        self.stream = call(driver.cuStreamCreate, 1)
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
+        self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
+        self.name = call(driver.cuDeviceGetName, 256, self.device).split(b"\0")[0].decode()
+        # In CUDA 12 only the second version knows the parts of a split GPU; later there is one.
+        get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+        self.uuid = bytes(call(get_uuid, self.device).bytes).hex()
+
+    def is_broken(self) -> bool:
+        """Whether the context is lost: any later call repeats an error such as a bad access."""
+        (status,) = self.cu.cuCtxSynchronize()
+        return bool(int(status))
+
+    def free_bytes(self) -> int:
+        return call(self.cu.cuMemGetInfo)[0]
+
+    def allocate(self, nbytes: int) -> int:
+        return int(call(self.cu.cuMemAlloc, max(nbytes, 1)))
+
+    def fill(self, address: int, buffer: messages.Buffer) -> None:
+        """Puts a buffer's initial contents in place."""
+        if buffer.nbytes == 0:
+            return
+        if buffer.path is not None:
+            import mmap
+
+            with (
+                open(buffer.path, "rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
+            ):
+                source = (ctypes.c_char * buffer.nbytes).from_buffer(mapped)
+                call(self.cu.cuMemcpyHtoD, address, ctypes.addressof(source), buffer.nbytes)
+                del source
+            return
+        if len(buffer.pattern) == 1:
+            call(self.cu.cuMemsetD8, address, buffer.pattern[0], buffer.nbytes)
+            return
+        have = min(len(buffer.pattern), buffer.nbytes)
+        block = ctypes.create_string_buffer(buffer.pattern[:have], have)
+        call(self.cu.cuMemcpyHtoD, address, ctypes.addressof(block), have)
+        while have < buffer.nbytes:
+            more = min(have, buffer.nbytes - have)
+            call(self.cu.cuMemcpyDtoD, address + have, address, more)
+            have += more
+        call(self.cu.cuCtxSynchronize)
+
+    def wait(self, event: Any, timeout_s: float) -> None:
+        """Waits for an event, and not forever."""
+        deadline = time.monotonic() + timeout_s
+        not_ready = self.cu.CUresult.CUDA_ERROR_NOT_READY
+        pause = 0.0
+        while True:
+            (status,) = self.cu.cuEventQuery(event)
+            if status == not_ready:
+                if time.monotonic() > deadline:
+                    raise HungError(f"did not end within {timeout_s:g} s")
+                time.sleep(pause)
+                pause = min(pause + 20e-6, 2e-3)
+                continue
+            if int(status):
+                raise DriverError(f"launch: {status.name}")
+            return
+
+
+class Bench:
+    """The buffers of one job, and one candidate after another on them."""
+
+    def __init__(self, device: Device, job: messages.Job):
+        self.device, self.cu, self.job = device, device.cu, job
+        self.flush_bytes = 2 * device.l2_bytes
+        self.addresses: list[int] = []
+        self.originals: dict[int, int] = {}
+        self.modules: list[Any] = []
+        self.scratch: int | None = None
+        self.flush = 0
+        self.start = call(self.cu.cuEventCreate, 0)
+        self.end = call(self.cu.cuEventCreate, 0)
+
+    def needed_bytes(self) -> int:
+        buffers = sum(b.nbytes * (2 if b.restored else 1) for b in self.job.buffers)
+        return buffers + self.flush_bytes + self.scratch_bytes()
+
+    def scratch_bytes(self) -> int:
+        return max((c.scratch_bytes * _programs(c) for c in self.job.candidates), default=0)
+
+    def allocate(self) -> None:
+        for index, buffer in enumerate(self.job.buffers):
+            address = self.device.allocate(buffer.nbytes)
+            self.addresses.append(address)
+            self.device.fill(address, buffer)
+            if buffer.restored:
+                self.originals[index] = self.device.allocate(buffer.nbytes)
+                if buffer.nbytes:
+                    call(self.cu.cuMemcpyDtoD, self.originals[index], address, buffer.nbytes)
+        self.flush = self.device.allocate(self.flush_bytes)
+        if self.scratch_bytes():
+            self.scratch = self.device.allocate(self.scratch_bytes())
+        call(self.cu.cuCtxSynchronize)
+
+    def release(self) -> None:
+        for module in self.modules:
+            call(self.cu.cuModuleUnload, module)
+        scratch = [self.scratch] if self.scratch else []
+        for address in [*self.addresses, *self.originals.values(), self.flush, *scratch]:
+            if address:
+                call(self.cu.cuMemFree, address)
+        call(self.cu.cuEventDestroy, self.start)
+        call(self.cu.cuEventDestroy, self.end)
+
+    def load(self, candidate: messages.Candidate) -> Any:
+        module = call(self.cu.cuModuleLoadData, candidate.cubin)
+        self.modules.append(module)
+        function = call(self.cu.cuModuleGetFunction, module, candidate.entry.encode())
+        if candidate.shared_bytes > 48 * 1024:
+            attribute = self.cu.CUfunction_attribute
+            call(
+                self.cu.cuFuncSetAttribute,
+                function,
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                candidate.shared_bytes,
+            )
+        return function
+
+    def parameters(self, candidate: messages.Candidate) -> tuple[tuple, tuple]:
+        values: list[Any] = []
+        types: list[Any] = []
+        for parameter in candidate.parameters:
+            if isinstance(parameter, messages.Pointer):
+                values.append(self.addresses[parameter.index])
+                types.append(ctypes.c_void_p)
+            elif isinstance(parameter, messages.Number):
+                values.append(parameter.value)
+                types.append(_SCALARS[parameter.type])
+            else:
+                values.append(self.tensor_map(parameter))
+                types.append(None)
+                values += [*parameter.shape, *parameter.strides]
+                types += [ctypes.c_int32] * len(parameter.shape)
+                types += [ctypes.c_int64] * len(parameter.strides)
+        # The two hidden parameters: global scratch, profile scratch.
+        return (*values, self.scratch or 0, 0), (*types, ctypes.c_void_p, ctypes.c_void_p)
+
+    def tensor_map(self, parameter: messages.TensorMapParameter) -> Any:
+        cu = self.cu
+        rank = len(parameter.shape)
+        fill = cu.CUtensorMapFloatOOBfill
+        none, nan = (
+            fill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            fill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA,
+        )
+        strides = [s * parameter.itemsize for s in reversed(parameter.strides)][1:]
+        return call(
+            cu.cuTensorMapEncodeTiled,
+            cu.CUtensorMapDataType(parameter.element_type),
+            rank,
+            self.addresses[parameter.index],
+            [cu.cuuint64_t(n) for n in reversed(parameter.shape)],
+            [cu.cuuint64_t(n) for n in strides],
+            [cu.cuuint32_t(n) for n in reversed(parameter.block_shape)],
+            [cu.cuuint32_t(1)] * rank,
+            cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            cu.CUtensorMapSwizzle(parameter.swizzle),
+            cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            nan if parameter.nan_fill else none,
+        )
+
+    def run(self, candidate: messages.Candidate, function: Any, parameters: Any) -> float:
+        """One cold run, in milliseconds; buffers put back and caches flushed before it."""
+        cu, stream = self.cu, self.device.stream
+        for index, original in self.originals.items():
+            nbytes = self.job.buffers[index].nbytes
+            if nbytes:
+                call(cu.cuMemcpyDtoDAsync, self.addresses[index], original, nbytes, stream)
+        call(cu.cuMemsetD8Async, self.flush, 0, self.flush_bytes, stream)
+        call(cu.cuEventRecord, self.start, stream)
+        # Zeroing is part of what XLA runs for this config, so it is timed with it.
+        for parameter in candidate.parameters:
+            if isinstance(parameter, messages.Pointer) and parameter.zeroed:
+                address = self.addresses[parameter.index]
+                call(cu.cuMemsetD8Async, address, 0, parameter.zeroed, stream)
+        self.launch(candidate, function, parameters)
+        call(cu.cuEventRecord, self.end, stream)
+        self.device.wait(self.end, self.job.timeout_s)
+        return call(cu.cuEventElapsedTime, self.start, self.end)
+
+    def launch(self, candidate: messages.Candidate, function: Any, parameters: Any) -> None:
+        cu = self.cu
+        config = cu.CUlaunchConfig()
+        x, y, z = candidate.grid
+        # Triton counts programs; a program of several CTAs is a cluster of blocks.
+        config.gridDimX, config.gridDimY, config.gridDimZ = x * candidate.num_ctas, y, z
+        config.blockDimX, config.blockDimY, config.blockDimZ = 32 * candidate.num_warps, 1, 1
+        config.sharedMemBytes = candidate.shared_bytes
+        config.hStream = self.device.stream
+        if candidate.num_ctas > 1:
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dims = attribute.value.clusterDim
+            dims.x, dims.y, dims.z = candidate.num_ctas, 1, 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        call(cu.cuLaunchKernelEx, config, function, parameters, 0)
+
+
+def _programs(candidate: messages.Candidate) -> int:
+    x, y, z = candidate.grid
+    return x * y * z * candidate.num_ctas
