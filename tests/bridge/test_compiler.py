@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -367,3 +369,48 @@ def test_torch_is_not_imported(tmp_path):
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.stdout == "and can be imported\n", done.stderr
+
+
+class TestTimeLimits:
+    """Two of six candidates take too long, whatever the number of cores."""
+
+    @pytest.fixture
+    def compile_all(self, monkeypatch):
+        release = threading.Event()
+
+        def compile_in_turn(launch, capability, **options):
+            if launch in slow:
+                release.wait(30)
+            time.sleep(0.05)
+            return launch
+
+        slow = set()
+        monkeypatch.setattr(compiler, "_compile_in_turn", compile_in_turn)
+
+        def run(launches, late, timeout_s=0.3):
+            slow.update(late)
+            steps = []
+            found = compiler.compile_all(launches, 90, timeout_s, on_each=lambda: steps.append(1))
+            return found, len(steps)
+
+        yield run
+        release.set()
+
+    def test_the_others_are_compiled(self, compile_all, monkeypatch):
+        monkeypatch.setattr("os.cpu_count", lambda: 2)
+        found, steps = compile_all("abcdef", "ab")
+        assert found[2:] == list("cdef")
+        assert steps == 4
+        assert all("not compiled after 0.3 s" in str(error) for error in found[:2])
+
+    def test_not_for_ever(self, compile_all, monkeypatch):
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
+        found, _ = compile_all("abcdef", "abcdef")
+        assert [str(error)[:15] for error in found] == [
+            *["it was not comp"] * 2,
+            *["it was not begu"] * 4,
+        ]
+        assert all(isinstance(error, compiler.CompilationTimeout) for error in found)
+
+    def test_without_a_limit(self, compile_all):
+        assert compile_all("abc", "", None) == (list("abc"), 3)

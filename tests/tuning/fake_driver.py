@@ -15,6 +15,8 @@ dimension of their grid. `install` puts this module where the real one would be.
     broken_start whether the driver does not even start
     free_bytes   what the driver reports free (1 GiB)
     really_free_bytes  what can be allocated, where that is less
+    grandchild   whether it starts a process that keeps the worker's pipes open
+    later        what holds instead from the second process on that launches anything
     log          a file that gets a line for each module or buffer that comes or goes
 """
 
@@ -23,11 +25,18 @@ import enum
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 import types
 
 _says = json.loads(os.environ.get("FAKE_DRIVER", "{}"))
+if "later" in _says and os.path.exists(_says["log"]):
+    with open(_says["log"]) as _file:
+        if any("launch" in line and not line.startswith(f"{os.getpid()} ") for line in _file):
+            _says.update(_says["later"])
+if _says.get("grandchild"):
+    subprocess.Popen(["sleep", "15"])
 _buffers = {}
 _broken = []
 _busy_until = 0.0

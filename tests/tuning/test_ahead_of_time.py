@@ -189,6 +189,13 @@ class TestSizes:
         policy.forget()
         assert self.explain(36_001).source == "measured now"
 
+    def test_from_what_was_measured_not_from_call_to_call(self, measurer):
+        self.explain(1000)
+        policy.forget()
+        assert self.explain(4000).source == "user store"
+        assert self.explain(16_000).source == "measured now"
+        assert len(measurer.jobs) == 2
+
     def test_explain_does_not_mix_up_sizes_that_share_a_config(self, measurer):
         def both(x, y):
             return add(x, x, kernel=_SIZELESS), add(y, y, kernel=_SIZELESS)
@@ -267,6 +274,21 @@ def test_a_config_that_ptxas_refuses_is_dropped(measurer, caplog):
     assert call.grid == ((8, 1, 1),)
     assert "config dropped" in caplog.text
     assert "ptxas" in caplog.text
+
+
+def test_the_fallback_is_none_that_ptxas_refused(measurer, caplog):
+    configs = [triton.Config({"BLOCK": block}) for block in (64, 128, 256)]
+    kernel = triton.autotune(configs, key=[])(refused_kernel)
+    measurer.error = measure.TooLargeError("measuring needs 9 bytes, and may take 4")
+    assert explain(kernel=kernel).grid == ((8, 1, 1),)
+
+
+@triton.jit
+def uncompilable_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK > 64)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    tl.store(out_ptr + offsets, x, mask=offsets < n)
 
 
 def test_all_failing_is_an_error_with_each_reason(measurer):
@@ -511,6 +533,9 @@ class TestAgreement:
         def set_first(self, key, value, timeout_ms):
             return self.values.setdefault(key, value)
 
+        def claim(self, key, value):
+            return self.values.setdefault(key, value)
+
         def delete(self, key):
             del self.values[key]
 
@@ -560,6 +585,35 @@ class TestAgreement:
         policy.forget()
         with pytest.raises(TuningError, match=r"uses config \[BLOCK=77\].*the same program"):
             explain()
+
+    def test_the_fallback_that_is_published_is_one_that_compiles(self, measurer, service):
+        configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+        kernel = triton.autotune(configs, key=[])(uncompilable_kernel)
+        assert explain("cached", kernel=kernel).grid == ((8, 1, 1),)
+        (published,) = service.configs.values()
+        assert published.startswith("BLOCK=128")
+        policy.forget()
+        assert explain("cached", kernel=kernel).grid == ((8, 1, 1),)
+
+    def test_sizes_near_each_other_are_agreed_on_too(self, measurer, service):
+        """One process may know of another size, and the others not."""
+        measurer.times = fastest(LABELS[1])
+        sizes = {size: TestSizes.explain(size) for size in (1000, 2000)}
+        assert len(measurer.jobs) == 1
+        assert [v for _, v in sorted(service.configs.items())] == [LABELS[1]] * 2
+        service.values[f"triax/config/{sizes[2000].key[:-5]}36000"] = LABELS[2]
+        assert chosen(TestSizes.explain(3000)) == LABELS[2]
+
+    def test_what_another_process_decided_is_for_that_size_alone(self, measurer, service):
+        """It may be a fallback: only who measured it knows for which sizes it holds."""
+        first = TestSizes.explain(1000)
+        policy.forget()
+        for path in store.user_store().paths():
+            path.unlink()
+        service.values[f"triax/config/{first.key}"] = LABELS[2]
+        assert TestSizes.explain(1000).source == "another process of this job"
+        measurer.times = fastest(LABELS[1])
+        assert chosen(TestSizes.explain(1500)) == LABELS[1]
 
     def test_the_own_fallback_stays_a_fallback(self, measurer, service):
         assert explain("cached").source == "first config (mode cached)"

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -65,26 +64,40 @@ def test_a_process_that_dies_lets_go(elsewhere):
         pass
 
 
-def test_does_not_follow_links(tmp_path):
+@pytest.fixture
+def temporary(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"triax-{os.getuid()}"
+
+
+def test_does_not_follow_links(tmp_path, temporary):
     target = tmp_path / "precious"
     target.write_text("text")
-    folder = settings.cache_folder()
-    folder.mkdir(parents=True)
-    (folder / "gpu-x.lock").symlink_to(target)
-    with pytest.raises(TuningError, match=r"cannot be locked.*set TRIAX_CACHE_DIR"):
+    for folder in (settings.cache_folder(), temporary):
+        folder.mkdir(parents=True)
+        (folder / "gpu-x.lock").symlink_to(target)
+    with pytest.raises(TuningError, match=r"no file can be locked.*set TRIAX_CACHE_DIR"):
         gpu_lock.one_at_a_time("x").__enter__()
     assert target.read_text() == "text"
 
 
-def test_a_folder_that_cannot_be(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TRIAX_CACHE_DIR", str(tmp_path / "file" / "below"))
-    with pytest.raises(TuningError, match="cannot be locked"):
+def test_where_the_cache_folder_cannot_be_it_is_in_the_temporary_one(monkeypatch, temporary):
+    """As for an unknown user in a container, whose home is / and not theirs."""
+    monkeypatch.setenv("TRIAX_CACHE_DIR", "/proc/triax")
+    with gpu_lock.one_at_a_time("x"):
+        assert (temporary / "gpu-x.lock").exists()
+
+
+def test_not_in_a_temporary_folder_of_somebody_else(monkeypatch, temporary):
+    monkeypatch.setenv("TRIAX_CACHE_DIR", "/proc/triax")
+    somebody_else = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: somebody_else)
+    gpu_lock._temporary_folder().mkdir()
+    with pytest.raises(TuningError, match="belongs to somebody else"):
         gpu_lock.one_at_a_time("x").__enter__()
 
 
-def test_without_a_home_it_is_in_the_temporary_folder(monkeypatch, tmp_path):
+def test_without_a_home_it_is_in_the_temporary_folder(monkeypatch, temporary):
     monkeypatch.setattr(settings, "cache_folder", lambda: None)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with gpu_lock.one_at_a_time("x"):
-        assert Path(tmp_path, f"triax-{os.getuid()}", "gpu-x.lock").exists()
+        assert (temporary / "gpu-x.lock").exists()

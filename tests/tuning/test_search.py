@@ -88,6 +88,15 @@ def test_the_fallback_is_none_that_is_known_to_fault(gpu, monkeypatch):
     assert explain().grid == ((4, 1, 1),)
 
 
+def test_what_was_not_tried_goes_before_what_never_ended(gpu, monkeypatch):
+    """Two configs hang until the time for measuring is over: the program is not given one."""
+    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.4")
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.6)
+    gpu(hang=[16, 4])
+    call = explain()
+    assert (call.source, call.grid) == ("first config (mode auto)", ((1, 1, 1),))
+
+
 def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, monkeypatch):
     gpu()
     monkeypatch.setenv("TMPDIR", "/nonexistent")

@@ -8,6 +8,7 @@ installed Triton alone: no paths, no line numbers, no dictionary order.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,7 +17,8 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triax.bridge import dtypes, hints, workers, writes
@@ -103,14 +105,17 @@ def compile_all(
 ) -> list[CompiledKernel | Exception]:
     """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
 
-    One that is not compiled after `timeout_s` yields a `CompilationTimeout`. A thread cannot be
-    stopped: it ends what it is at in the background, and Python's exit waits for that, not forever.
-    So does an exception that comes meanwhile, such as Ctrl-C, until another comes. With
-    `machine_code` the kernels have their `cubin`. `on_miss` is called where Triton's disk cache
-    has no entry, `on_each` after each launch, by the calling thread.
+    One that is not compiled `timeout_s` after it was begun yields a `CompilationTimeout`, and so do
+    those not begun yet once this has happened too often. A thread cannot be stopped: it ends what
+    it is at in the background, and Python's exit waits for that, not forever. An exception that
+    comes meanwhile, such as Ctrl-C, waits for the threads too, until another comes.
+
+    With `machine_code` the kernels have their `cubin`. `on_miss` is called where Triton's disk
+    cache has no entry, `on_each` after each launch, by the calling thread.
     """
     results: dict[int, CompiledKernel | BaseException] = {}
     pending = collections.deque(range(len(launches)))
+    begun: dict[int, float] = {}
     finished = queue.SimpleQueue[int]()
 
     def work() -> None:
@@ -120,6 +125,7 @@ def compile_all(
                 index = pending.popleft()
             except IndexError:
                 return
+            begun[index] = time.monotonic()
             try:
                 results[index] = _compile_in_turn(
                     launches[index], compute_capability, machine_code=machine_code, on_miss=on_miss
@@ -129,37 +135,62 @@ def compile_all(
             finished.put(index)
 
     team: list[threading.Thread] = []
+    late: set[int] = set()
+    size = min(len(launches), os.cpu_count() or 1)
     try:
         try:
-            for _ in range(min(len(launches), os.cpu_count() or 1)):
+            for _ in range(size):
                 if not workers.start(work, team):
                     break
             if not team:
                 work()
-            _wait_for(len(launches), finished, timeout_s, on_each)
+            left = set(range(len(launches)))
+            # A late thread is replaced, but not without end: each goes on in the background.
+            while left and len(late) < max(size, 2):
+                overdue = _wait(finished, left, begun, timeout_s)
+                if overdue is None:
+                    if on_each is not None:
+                        on_each()
+                else:
+                    late.add(overdue)
+                    workers.start(work, team)
         finally:
             pending.clear()
     except BaseException:  # Ctrl-C, mostly
         workers.join(team)
         raise
-    late = CompilationTimeout(f"it was not compiled after {timeout_s} s")
-    return [_result(results.get(index, late)) for index in range(len(launches))]
+    return [
+        _result(results[index] if index in results else _timeout(index in begun, timeout_s))
+        for index in range(len(launches))
+    ]
 
 
-def _wait_for(
-    count: int,
+def _wait(
     finished: queue.SimpleQueue[int],
+    left: set[int],
+    begun: Mapping[int, float],
     timeout_s: float | None,
-    on_each: Callable[[], None] | None,
-) -> None:
-    """Waits for `count` items, and no longer than `timeout_s` for each next one."""
-    for _ in range(count):
-        try:
-            finished.get(timeout=timeout_s)
-        except queue.Empty:
-            return
-        if on_each is not None:
-            on_each()
+) -> int | None:
+    """Waits until one of those left is finished, or is late and returned; it is left no more."""
+    while True:
+        now = time.monotonic()
+        ages = {index: now - begun[index] for index in left if index in begun}
+        oldest = max(ages, key=lambda index: ages[index], default=None)
+        if timeout_s is not None and oldest is not None and ages[oldest] >= timeout_s:
+            left.discard(oldest)
+            return oldest
+        patience = timeout_s and timeout_s - (ages[oldest] if oldest is not None else 0.0)
+        with contextlib.suppress(queue.Empty):
+            index = finished.get(timeout=patience)
+            if index in left:
+                left.discard(index)
+                return None
+
+
+def _timeout(begun: bool, timeout_s: float | None) -> CompilationTimeout:
+    if begun:
+        return CompilationTimeout(f"it was not compiled after {timeout_s} s")
+    return CompilationTimeout("it was not begun, because others took too long to compile")
 
 
 def _result(result: CompiledKernel | BaseException) -> CompiledKernel | Exception:

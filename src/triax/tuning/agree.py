@@ -31,6 +31,11 @@ def published(name: str) -> str | None:
     return None if client is None else client.find(_path("config", name))
 
 
+def is_job() -> bool:
+    """Whether there are other processes to agree with."""
+    return jax_private.key_value_client() is not None
+
+
 def agree(name: str, config: str) -> str:
     """Publishes a config for a key; returns the one that the job uses."""
     client = jax_private.key_value_client()
@@ -60,17 +65,17 @@ def settle(name: str, *, able: bool) -> str | None:
             return config
         claimed_by: str | None
         if able:
-            claimed_by = client.set_first(_path("claim", name), me, _TIMEOUT_MS)
+            claimed_by = client.claim(_path("claim", name), me)
             if claimed_by == me:
                 return None
         else:
             claimed_by = client.find(_path("claim", name))
         now = time.monotonic()
-        if claimed_by is None:
+        if claimed_by is None and not able:
             nobody_can = client.count(_path("unable", name)) >= jax.process_count()
             if nobody_can or now - unclaimed_since > _UNCLAIMED_S:
                 return None
-        else:
+        elif claimed_by is not None:
             unclaimed_since = now
             if now - start > _CLAIMED_S:
                 logger.warning(
@@ -90,8 +95,13 @@ def settle(name: str, *, able: bool) -> str | None:
 def release(name: str) -> None:
     """Takes this process's claim on a key back, for another to try."""
     client = jax_private.key_value_client()
-    if client is not None and client.find(_path("claim", name)) == str(jax.process_index()):
-        client.delete(_path("claim", name))
+    if client is None:
+        return
+    try:
+        if client.find(_path("claim", name)) == str(jax.process_index()):
+            client.delete(_path("claim", name))
+    except Exception as error:  # on the way out of another error, which is the one to see
+        logger.warning("the claim on %s could not be taken back: %s", name, error)
 
 
 def _path(kind: str, *parts: str) -> str:

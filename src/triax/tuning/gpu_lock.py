@@ -23,25 +23,44 @@ _TIMEOUT_S = 120.0
 def one_at_a_time(uuid: str) -> Iterator[None]:
     """Holds a GPU against other measuring processes of this user, however they see it.
 
+    The file to lock is in the cache folder, by which processes find each other; where none can
+    be locked there, in a folder of this user's in the temporary folder.
+
     Raises:
-      TuningError: another process holds it for too long, or the file cannot be locked.
+      TuningError: another process holds it for too long, or nothing can be locked.
     """
     # By the GPU's own number: CUDA_VISIBLE_DEVICES may give it another index in each process.
-    folder = settings.cache_folder()
-    path = (folder or Path(tempfile.gettempdir(), f"triax-{os.getuid()}")) / f"gpu-{uuid}.lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise _unusable(path, error) from error
-    try:
-        _wait_for_lock(descriptor, path)
+    with contextlib.ExitStack() as stack:
+        reasons = []
+        for folder in (settings.cache_folder(), _temporary_folder()):
+            try:
+                if folder is not None:
+                    _lock(stack, folder / f"gpu-{uuid}.lock")
+                    break
+            except OSError as error:
+                reasons.append(str(error))
+        else:
+            raise TuningError(
+                "no file can be locked that keeps processes from measuring at the same time "
+                f"({'; '.join(reasons)}); set TRIAX_CACHE_DIR to a folder where that is possible"
+            )
         yield  # closing the file lets go of it, also when the process dies
-    finally:
-        os.close(descriptor)
 
 
-def _wait_for_lock(descriptor: int, path: Path) -> None:
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir(), f"triax-{os.getuid()}")
+
+
+def _lock(stack: contextlib.ExitStack, path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent == _temporary_folder() and path.parent.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{path.parent} belongs to somebody else")
+    flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_RDWR, 0o644)
+    except PermissionError:  # another user's, in a store that is shared: reading is enough
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    stack.callback(os.close, descriptor)
     deadline = time.monotonic() + _TIMEOUT_S
     said = False
     while True:
@@ -49,18 +68,9 @@ def _wait_for_lock(descriptor: int, path: Path) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pass
-        except OSError as error:
-            raise _unusable(path, error) from error
         if not said:
             said = True
             logger.warning("another process measures on this GPU; waiting for it (%s)", path)
         if time.monotonic() > deadline:
             raise TuningError(f"other processes have measured on this GPU for {_TIMEOUT_S:g} s")
         time.sleep(0.05)
-
-
-def _unusable(path: Path, error: OSError) -> TuningError:
-    return TuningError(
-        f"{path}, which keeps processes from measuring at the same time, cannot be locked "
-        f"({error}); set TRIAX_CACHE_DIR to a folder where that is possible"
-    )

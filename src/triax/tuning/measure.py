@@ -46,6 +46,9 @@ _PREPARING_S = 60.0
 _GRACE_S = 10.0
 
 
+NOT_TRIED = "not tried: measuring was over"
+
+
 class TooLargeError(TuningError):
     """Measuring would take more GPU memory than it may."""
 
@@ -221,16 +224,20 @@ class _Measurement:
             try:
                 if self._listen(client.start(device), part, left):
                     break
-            except client.Ended:
-                # No candidate is to blame: it may have ended for want of work just now.
-                if in_vain:
+                in_vain = False
+            except (TuningError, OSError) as error:
+                # It may have ended for want of work just now: no candidate is to blame.
+                if isinstance(error, client.Ended) and not in_vain:
+                    in_vain = True
+                    continue
+                if not any(timing.error is None for timing in self.found.values()):
                     raise
-                in_vain = True
+                logger.warning("kernel %s: measuring ends early: %s", self.name, error)
+                break
         if left := [index for index in range(count) if index not in self.found]:
             names = "; ".join(f"[{self._label(index)}]" for index in left)
             logger.warning(
-                "kernel %s: %d of %d configs were not tried, the time for measuring (%g s) was "
-                "over: %s",
+                "kernel %s: %d of %d configs were not tried (the time for measuring is %g s): %s",
                 self.name,
                 len(left),
                 count,
@@ -294,8 +301,7 @@ class _Measurement:
         self.found[index] = timing
 
     def _not_tried(self, index: int) -> Timing:
-        reason = f"not tried: the time for measuring ({self.job.budget_s:g} s) was over"
-        return Timing(self._label(index), error=reason, out_of_time=True)
+        return Timing(self._label(index), error=NOT_TRIED, out_of_time=True)
 
 
 @contextlib.contextmanager

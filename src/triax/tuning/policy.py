@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Collection, Sequence
@@ -20,7 +21,7 @@ from triax.bridge.compat import versions
 from triax.bridge.errors import TuningError, VersionError
 from triax.bridge.launch import Call, CompiledKernel, Launch
 from triax.tuning import agree, failures, store
-from triax.tuning.key import Device, Key, label, make_key
+from triax.tuning.key import SIZE_FACTOR, Device, Key, label, make_key
 from triax.tuning.store import Timing
 
 logger = logging.getLogger(__name__)
@@ -54,21 +55,26 @@ class Choice:
 
 
 _lock = threading.RLock()
-_resolved: dict[str, list[tuple[Key, Decision]]] = {}  # by the key's family
-# By the key's name: what measuring failed of, so that it is tried once, and the fallbacks that
-# this process has published.
-_unmeasurable: dict[str, Fallback] = {}
-_fallbacks: dict[str, Fallback] = {}
+_resolved: dict[str, Decision] = {}  # by the key's name
+_measured: dict[str, list[Decision]] = {}  # by the key's family
+_unmeasurable: dict[str, Fallback] = {}  # by the key's name, so that it is tried once
 _noted: dict[str, Decision] = {}
+
+
+def _renew_lock() -> None:
+    """In a forked child nobody is left to let go of it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def forget() -> None:
     """Forgets what this process has resolved. Stores are not touched."""
     with _lock:
-        _resolved.clear()
-        _unmeasurable.clear()
-        _fallbacks.clear()
-        _noted.clear()
+        for memory in (_resolved, _measured, _unmeasurable, _noted):
+            memory.clear()
 
 
 def decision(name: str) -> Decision | None:
@@ -130,34 +136,21 @@ def _choose_of_many(
         _report_old_version(call)
     if mode in ("off", "runtime") and inputs is None:
         return _first_that_compiles(call, stand_ins, compute_capability, _first_config(mode))
-    key = make_key(call, launches, compute_capability, device)
+    request = _Request(
+        call,
+        launches,
+        stand_ins,
+        compute_capability,
+        device,
+        make_key(call, launches, compute_capability, device),
+        inputs,
+    )
     with _lock:
-        labels = [label(launch) for launch in stand_ins]
-        known: Decision | Fallback | None = None if inputs is not None else _known(key, labels)
-        if known is None:
-            request = _Request(call, launches, compute_capability, device, key, inputs)
-            known = request.resolve(labels)
-            if isinstance(known, Decision):
-                _resolved.setdefault(key.family, []).insert(0, (key, known))
-        if isinstance(known, Fallback):
-            left = [launch for launch in stand_ins if label(launch) not in known.failed]
-            source = _first_config(mode)
-            choice = _first_that_compiles(call, left, compute_capability, source)
-            return dataclasses.replace(choice, key=key.name)
-    launch = next(launch for launch in stand_ins if label(launch) == known.config)
-    kernel = ahead.compile_launch(launch, compute_capability)
-    return Choice([(launch, kernel)], known, key.name)
+        return request.choose()
 
 
 def _first_config(mode: str) -> str:
     return f"first config (mode {mode})"
-
-
-def _known(key: Key, labels: Collection[str]) -> Decision | None:
-    """What this process has resolved for a key, or one near it, the nearest first."""
-    resolved = _resolved.get(key.family, ())
-    near = [(k, d) for k, d in resolved if k.is_near(key) and d.config in labels]
-    return min(near, key=lambda pair: key.ratio(pair[0].moved_bytes))[1] if near else None
 
 
 # --- ahead of time ------------------------------------------------------------------
@@ -165,40 +158,81 @@ def _known(key: Key, labels: Collection[str]) -> Decision | None:
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Why no config is chosen, and which of them are known not to run."""
+    """Why no config is chosen; which are known not to run, and which at least to be slow."""
 
     reason: str
     failed: Collection[str] = ()
+    slow: Collection[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """A call whose config is to be found, in a store, by another process, or by measuring."""
+    """A call whose config is to be found: in a store, by another process, or by measuring.
+
+    `stand_ins` are what is used where none is found, in this order; the launches of all
+    candidates are among them.
+    """
 
     call: Call
     launches: Sequence[Launch]
+    stand_ins: Sequence[Launch]
     compute_capability: int
     device: Device | None
     key: Key
     inputs: Sequence[Any] | None
 
-    def resolve(self, stand_ins: Sequence[str]) -> Decision | Fallback:
-        """Looks the key up, else measures it.
+    def choose(self) -> Choice:
+        """Looks the key up, else measures it, else falls back.
 
-        What is found is published to the job's other processes before it is used, and what
-        they have published first is used instead. So is the first of the `stand_ins`, where
-        nothing is found.
+        Whatever it comes to is published to the job's other processes before it is used, and
+        what they have published first is used instead.
         """
+        labels = [label(launch) for launch in self.stand_ins]
+        known = _resolved.get(self.key.name)
+        if known is not None and known.config in labels and self.inputs is None:
+            return self._compiled(known)
+        try:
+            found = self._look_up(labels) if self.inputs is None else self._measured_for_real()
+            if isinstance(found, Fallback):
+                return self._fall_back(found)
+            decision = _resolved[self.key.name] = self._agreed(found)
+            measured = _measured.setdefault(self.key.family, [])
+            if decision.measured_bytes is not None and decision not in measured:
+                measured.insert(0, decision)
+            return self._compiled(decision)
+        except BaseException:
+            agree.release(self.key.name)
+            raise
+
+    def _compiled(self, decision: Decision) -> Choice:
+        (launch,) = [s for s in self.stand_ins if label(s) == decision.config][:1]
+        kernel = ahead.compile_launch(launch, self.compute_capability)
+        return Choice([(launch, kernel)], decision, self.key.name)
+
+    def _fall_back(self, fallback: Fallback) -> Choice:
+        """The first config that compiles, of those not known to fail the first that is not slow."""
+        left = [s for s in self.stand_ins if label(s) not in fallback.failed]
+        left.sort(key=lambda launch: label(launch) in fallback.slow)
+        source = _first_config(self.call.tuning)
+        choice = _first_that_compiles(self.call, left, self.compute_capability, source)
+        config, name = choice.decision.config, self.key.name
+        _log_fallback(self.call.display_name, name, config, fallback.reason)
+        agreed = self._agreed(choice.decision)
+        if agree.is_job():  # and so settled for good
+            _resolved[name] = agreed
+        if agreed.config != config:
+            return self._compiled(agreed)
+        return dataclasses.replace(choice, key=name)
+
+    def _look_up(self, labels: Collection[str]) -> Decision | Fallback:
         name = self.key.name
-        if self.inputs is not None:
-            return self._agreed(self._measured_for_real(), stand_ins)
+        if (near := self._near(labels)) is not None:
+            return near
         if (found := store.find(self.key)) is not None:
             record, where = found
-            sure = Decision(record.config, where.name, record.timings, record.key.moved_bytes)
-            return self._agreed(sure, stand_ins)
+            return Decision(record.config, where.name, record.timings, record.key.moved_bytes)
         if (config := agree.published(name)) is not None:
-            own = _fallbacks.get(name)
-            return own or self._agreed(Decision(config, _ELSEWHERE), stand_ins)
+            return Decision(config, _ELSEWHERE)
         if self.call.tuning == "strict":
             raise TuningError(
                 f"Kernel {self.call.display_name!r} has {len(self.launches)} configs and none is "
@@ -208,37 +242,31 @@ class _Request:
         problem = self._problem()
         config = agree.settle(name, able=problem is None)
         if config is not None:
-            return self._agreed(Decision(config, _ELSEWHERE), stand_ins)
-        if problem is None:
-            try:
-                measured = self._measured()
-            except BaseException:
-                agree.release(name)
-                raise
-            if isinstance(measured, Decision):
-                return self._agreed(measured, stand_ins)
-            problem = _unmeasurable[name] = measured
-        config = next(c for c in stand_ins if c not in problem.failed)
-        _log_fallback(self.call.display_name, name, config, problem.reason)
-        # Published too: the job has one config per key, measured or not.
-        agreed = agree.agree(name, config)
-        if agreed != config:
-            return self._agreed(Decision(agreed, _ELSEWHERE), stand_ins)
-        _fallbacks[name] = problem
-        return problem
+            return Decision(config, _ELSEWHERE)
+        return self._measure() if problem is None else problem
 
-    def _agreed(self, found: Decision, stand_ins: Sequence[str]) -> Decision:
+    def _near(self, labels: Collection[str]) -> Decision | None:
+        """What this process knows to be best for a call of about this size, the nearest first."""
+        ratios = [
+            (self.key.ratio(decision.measured_bytes or 0), index, decision)
+            for index, decision in enumerate(_measured.get(self.key.family, ()))
+            if decision.config in labels
+        ]
+        ratio, _, decision = min(ratios, default=(SIZE_FACTOR + 1, 0, None))
+        return decision if ratio <= SIZE_FACTOR else None
+
+    def _agreed(self, found: Decision) -> Decision:
         """Publishes a decision; the one that the job uses."""
         config = agree.agree(self.key.name, found.config)
         if config == found.config:
             return found
-        if config not in stand_ins:
+        if config not in map(label, self.stand_ins):
             raise TuningError(
                 f"Another process of this job uses config [{config}] for {self.key.name}, which "
                 f"is not among this process's: {'; '.join(self.key.candidates)}. Do all run the "
                 "same program?"
             )
-        return dataclasses.replace(found, config=config, source=_ELSEWHERE)
+        return Decision(config, _ELSEWHERE, found.timings)
 
     def _problem(self) -> Fallback | None:
         """Why nothing is measured, or None."""
@@ -249,26 +277,20 @@ class _Request:
         problem = _problem(self.device)
         return None if problem is None else Fallback(problem)
 
-    def _measured(self) -> Decision | Fallback:
+    def _measure(self) -> Decision | Fallback:
         from triax.tuning.search import Undecided  # only where something is measured: it is slow
 
         try:
             return self._search()
         except Undecided as error:
-            return Fallback(str(error), error.failed)
-        except (TuningError, OSError, MemoryError) as error:
-            return Fallback(str(error) or type(error).__name__)
+            fallback = Fallback(str(error), error.failed, error.slow)
+            return _unmeasurable.setdefault(self.key.name, fallback)
 
     def _measured_for_real(self) -> Decision:
         """On the real operands, because the caller asks for nothing but this."""
         if (problem := _problem(self.device)) is not None:
             raise TuningError(f"Kernel {self.call.display_name!r} cannot be tuned: {problem}.")
-        try:
-            return self._search()
-        except (OSError, MemoryError) as error:
-            raise TuningError(
-                f"Kernel {self.call.display_name!r} cannot be tuned: {error or 'no memory'}."
-            ) from error
+        return self._search()
 
     def _search(self) -> Decision:
         from triax.tuning.search import search  # only where something is measured: it is slow

@@ -31,14 +31,17 @@ class Progress:
         now = time.monotonic()
         if now - self._start < _QUIET_S:
             return
-        if self._bar is None and sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
+        # Whatever stands for standard error in this program, it is no reason not to tune.
+        with contextlib.suppress(Exception):
+            if self._bar is None and sys.stderr.isatty():
                 from tqdm import tqdm
 
                 self._bar = tqdm(desc=f"tuning {self.name}", total=self._total, leave=False)
+            if self._bar is not None:
+                self._bar.update(self._done - self._bar.n)
         if self._bar is not None:
-            self._bar.update(self._done - self._bar.n)
-        elif now - self._shown > _LINE_EVERY_S or self._shown == self._start:
+            return
+        if now - self._shown > _LINE_EVERY_S or self._shown == self._start:
             self._shown = now
             # A warning, because it is to be seen where nobody has set up logging.
             logger.warning(
@@ -51,4 +54,5 @@ class Progress:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(Exception):
+                self._bar.close()

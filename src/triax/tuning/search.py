@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,11 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class Undecided(TuningError):
-    """There was no time to time any candidate; those in `failed` are known not to run."""
+    """No candidate could be timed.
 
-    def __init__(self, message: str, failed: Collection[str]):
+    Those in `failed` are known not to run; those in `slow` took too long to compile or to run.
+    """
+
+    def __init__(self, message: str, timings: Iterable[Timing]):
         super().__init__(message)
-        self.failed = failed
+        errors = [t for t in timings if t.error is not None and t.error != measure.NOT_TRIED]
+        self.failed = frozenset(t.config for t in errors if not t.out_of_time)
+        self.slow = frozenset(t.config for t in errors if t.out_of_time)
 
 
 def search(
@@ -41,10 +47,8 @@ def search(
 
     Raises:
       CompilationError: every candidate fails to compile or to run.
-      Undecided: none could be timed for want of time.
-      TuningError, OSError: nothing can be measured on this machine.
+      Undecided: none could be timed, for want of time or of something on this machine.
     """
-    measure.start_worker(device)  # it starts while the candidates compile
     progress = Progress(call.display_name, len(launches))
     try:
         timings = _compile_and_time(call, launches, compute_capability, device, inputs, progress)
@@ -78,6 +82,8 @@ def _compile_and_time(
     inputs: Sequence[Any] | None,
     progress: Progress,
 ) -> dict[str, Timing]:
+    with contextlib.suppress(TuningError):  # `measure` will meet it again
+        measure.start_worker(device)  # it starts while the candidates compile
     results = compiler.compile_all(
         launches,
         compute_capability,
@@ -96,11 +102,14 @@ def _compile_and_time(
             timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
     if compiled:
         arrays = _tuning_arrays(call, launches[0], inputs)
-        _drain(device)
-        with measure.operand_files(arrays) as paths:
-            job = measure.make_job(call, compiled, device, paths)
-            for timing in measure.measure(job, device, progress):
-                timings[timing.config] = timing
+        try:
+            _drain(device)
+            with measure.operand_files(arrays) as paths:
+                job = measure.make_job(call, compiled, device, paths)
+                timed = measure.measure(job, device, progress)
+        except (TuningError, OSError, MemoryError) as error:
+            raise Undecided(str(error) or "no memory", timings.values()) from error
+        timings |= {timing.config: timing for timing in timed}
     return timings
 
 
@@ -116,7 +125,7 @@ def _best(call: Call, timings: Sequence[Timing]) -> Timing:
     reasons = "; ".join(f"[{timing.config}] {timing.error}" for timing in timings)
     raise Undecided(
         f"no config could be timed ({reasons}); TRIAX_TUNING_TIMEOUT gives one run more time",
-        {timing.config for timing in failed},
+        timings,
     )
 
 

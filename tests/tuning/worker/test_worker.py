@@ -123,6 +123,61 @@ def test_what_was_timed_survives_a_death_in_the_final_round(driver):
     assert log.read_text().count("launch 1") > 16
 
 
+def test_what_was_timed_counts_where_nothing_can_go_on(driver, caplog):
+    """The second worker finds too little memory: the first one's context still holds it."""
+    driver(die=[2], later={"free_bytes": 100})
+    found, reasons = times(make_job(1, 2, 3))
+    assert found[1] is not None
+    assert sorted(reasons) == [2, 3]
+    assert reasons[3] == measure.NOT_TRIED
+    assert "measuring ends early: measuring needs" in caplog.text
+
+
+def test_killing_does_not_wait_for_who_holds_the_pipe(driver):
+    driver(grandchild=True)
+    worker = client.start(0)
+    worker.ready()
+    start = time.monotonic()
+    worker.kill()
+    assert time.monotonic() - start < 3
+
+
+FORKING = """
+import os, sys, threading, time
+from triax.tuning import policy
+from triax.tuning.worker import client
+client.start(0).ready()
+held = threading.Event()
+def hold():
+    with policy._lock, client._lock:
+        held.set()
+        time.sleep(60)
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+if os.fork() == 0:
+    with policy._lock, client._lock:
+        pass
+    client.start(0).ready()
+    sys.exit(7)  # through what is registered for the end
+_, status = os.wait()
+os._exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_measures_and_ends(driver):
+    driver()
+    root = Path(__file__).parents[3]
+    path = f"{os.environ['PYTHONPATH']}{os.pathsep}{root / 'src'}{os.pathsep}{root}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 7
+
+
 def test_all_bad(driver):
     driver(fault=[1, 2], die=[3])
     found, reasons = times(make_job(1, 2, 3))

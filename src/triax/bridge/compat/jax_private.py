@@ -258,6 +258,16 @@ class KeyValueClient:
         """How many keys stand below `folder`."""
         return len(self._client.key_value_dir_get(folder))
 
+    def claim(self, key: str, value: str) -> str | None:
+        """Sets a key if nobody has; its value then, None if it was deleted just now."""
+        try:
+            self._client.key_value_set(key, value)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return self.find(key)
+        return value
+
     def set_first(self, key: str, value: str, timeout_ms: int) -> str:
         """Sets a key if nobody has; returns the value it has then."""
         try:

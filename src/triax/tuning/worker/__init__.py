@@ -1,1 +1,1 @@
-"""The tuning worker: `process` times kernels on a GPU (`driver`), `client` starts it and talks to it."""
+"""The tuning worker: `process` times kernels by means of `driver`; `client` is who it answers."""

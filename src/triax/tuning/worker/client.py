@@ -43,6 +43,7 @@ class Worker:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *command, str(_IDLE_S)],
+                bufsize=0,  # no locks: closing a pipe must not wait for who reads it
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -58,17 +59,16 @@ class Worker:
 
     def _read(self) -> None:
         stream = self._process.stdout
-        assert stream is not None
         with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
-            while len(header := stream.read(8)) == 8:
+            while len(header := _read(stream, 8)) == 8:
                 (size,) = struct.unpack("<q", header)
-                self._answers.put(pickle.loads(stream.read(size)))
+                self._answers.put(pickle.loads(_read(stream, size)))
         self._answers.put(None)
 
     def _drain_errors(self) -> None:
         assert self._process.stderr is not None
         with contextlib.suppress(OSError, ValueError):
-            for line in self._process.stderr:
+            while line := self._process.stderr.read(4096):
                 self._errors[:] = [*self._errors[-20:], line]
 
     @property
@@ -93,10 +93,11 @@ class Worker:
 
     def send(self, job: messages.Job) -> None:
         data = pickle.dumps(job)
+        rest = memoryview(struct.pack("<q", len(data)) + data)
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # its end shows in the answers
-            self._process.stdin.write(struct.pack("<q", len(data)) + data)
-            self._process.stdin.flush()
+            while rest:
+                rest = rest[self._process.stdin.write(rest) :]
 
     def answer(self, timeout_s: float) -> Any:
         """The next answer.
@@ -119,14 +120,42 @@ class Worker:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
+        self._close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the worker is the parent's, and these pipes are copies."""
+        self._process.returncode = 0  # or its end would be waited for here
+        self._close()
+
+    def _close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
 
 
+def _read(stream: Any, size: int) -> bytes:
+    """So many bytes of an unbuffered stream, fewer at its end."""
+    parts = []
+    while size and (part := stream.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
 _workers: dict[int, Worker] = {}
 _lock = threading.Lock()
+
+
+def _start_afresh() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for worker in _workers.values():
+        worker.leave_to_parent()
+    _workers.clear()
+
+
+os.register_at_fork(after_in_child=_start_afresh)
 
 
 def start(device: int) -> Worker:
