@@ -408,7 +408,7 @@ class TestTimeLimits:
         found, _ = compile_all("abcdef", "abcdef")
         assert [str(error)[:15] for error in found] == [
             *["it was not comp"] * 2,
-            *["it was not begu"] * 4,
+            *["it was not wait"] * 4,
         ]
         assert all(isinstance(error, compiler.CompilationTimeout) for error in found)
 

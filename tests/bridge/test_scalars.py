@@ -187,3 +187,54 @@ def test_a_value_that_its_type_does_not_have(value, type_name, kind):
         kind, match=rf"Argument `n` is .*, which its type in the kernel, {type_name}"
     ):
         dtypes.launch_scalar("n", value, type_name)
+
+
+@triton.jit
+def bounded(x_ptr, out_ptr, n: tl.int32, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < n
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask), mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("n", "kind", "message"),
+    [
+        (np.int32(7) + np.zeros((), np.int32), None, None),
+        (jnp.int32(7), ArgumentTypeError, r"`n` .* must be a number.*declares it as i32.*tl\.load"),
+        (np.zeros(1, np.int32), ArgumentTypeError, r"`n` .* must be a number"),
+        (2.7, ArgumentTypeError, r"`n` is 2\.7, which its type in the kernel, i32, cannot be"),
+        (2**31, ArgumentValueError, "i32, cannot be"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["eager", "jit", "cuda"])
+def test_what_an_annotated_number_cannot_be(n, kind, message, way, request, monkeypatch):
+    """Of an array the kernel would take the address for the number, and write anywhere."""
+
+    def f(x, n):
+        return triax.triton_call(x, n=n, kernel=bounded, out_type=x, grid=1, BLOCK=16)
+
+    x = jnp.arange(16, dtype=jnp.float32)
+
+    def run():
+        if way == "eager":
+            return f(x, n)
+        jitted = jax.jit(f) if isinstance(n, jax.Array) else jax.jit(lambda x, _: f(x, n))
+        arguments = (x, n if isinstance(n, jax.Array) else 0)
+        if way == "jit":
+            return jitted(*arguments)
+        request.getfixturevalue("cuda_plugin")
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+
+    if kind is None:
+        run()
+    else:
+        with pytest.raises(kind, match=message):
+            run()
+
+
+def test_an_output_is_no_number_either():
+    x = jnp.arange(16, dtype=jnp.float32)
+    with pytest.raises(ArgumentTypeError, match=r"`n` .* must be a number"):
+        triax.triton_call(x, kernel=bounded, out_type=(x, x), grid=1, BLOCK=16)

@@ -473,3 +473,37 @@ MAP = jnp.zeros((4, 5), jnp.int32)
 def test_errors_name_the_argument(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "interpret"])
+def test_maps_wider_than_what_is_unrolled_inside_shard_map(implementation):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((16, 8)).astype(np.float32)
+    probs = rng.random((16, 32), np.float32)
+    mask = rng.random((16, 32)) < 0.1
+
+    def layer(x, mask, probs):
+        out = token_dispatch(x, mask, 64, probs, 4, implementation=implementation)
+        return token_combine(
+            out.output, out.row_id_map, probs, out.pad_offsets, implementation=implementation
+        )
+
+    def both(x, probs):
+        spec = jax.sharding.PartitionSpec("d")
+        local = jax.shard_map(layer, mesh=mesh, in_specs=spec, out_specs=spec)
+        y, pull = jax.vjp(lambda x, probs: local(x, mask, probs), x, probs)
+        return y, *pull(y)
+
+    actual = jax.jit(both)(x, probs)
+    expected = [forward_and_backward(layer, x[half], mask[half], probs[half]) for half in HALVES]
+    for a, parts in zip(actual, zip(*expected, strict=True), strict=True):
+        np.testing.assert_allclose(a, np.concatenate(parts), rtol=1e-5, atol=1e-6)
+
+
+HALVES = (slice(0, 8), slice(8, 16))
+
+
+def forward_and_backward(layer, x, mask, probs):
+    y, pull = jax.vjp(lambda x, probs: layer(x, mask, probs), x, probs)
+    return y, *pull(y)

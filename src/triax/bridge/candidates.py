@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from triax.bridge import dtypes, hooks
 from triax.bridge import grid as grids
-from triax.bridge import hooks
 from triax.bridge.compat import jax_private, triton_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from triax.bridge.hooks import Hook
@@ -79,9 +79,11 @@ def build(request: Request) -> tuple[Candidate, ...]:
 
     Raises:
       ArgumentTypeError, ArgumentValueError: a constexpr is missing or not static, a
-        keyword is unknown, the grid or an option is impossible.
+        keyword is unknown, the grid or an option is impossible, or an argument is not
+        what the kernel's annotation says.
     """
     kernel = request.kernel
+    _check_numbers(kernel, request.arguments)
     keywords = {name: static_value(name, value) for name, value in request.keywords.items()}
     options = check_options(request.options)
     expanded, read = kernel.expand(
@@ -97,6 +99,25 @@ def build(request: Request) -> tuple[Candidate, ...]:
     for candidate in found:
         distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
     return tuple(distinct.values())
+
+
+def _check_numbers(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
+    """Refuses what a parameter that is annotated as a number cannot be.
+
+    Triton goes by the annotation: of an array it would take the address for the number.
+    """
+    for parameter in kernel.parameters:
+        value = arguments.get(parameter.name)
+        if not parameter.number or value is None:
+            continue
+        if isinstance(value, (bool, int, float)):
+            dtypes.launch_scalar(parameter.name, value, parameter.number)
+        else:
+            raise ArgumentTypeError(
+                f"Argument `{parameter.name}` of kernel {kernel.name!r} must be a number, because "
+                f"the kernel declares it as {parameter.number}; got {value}. Pass a Python int or "
+                "float; or drop the annotation, and read the array in the kernel with tl.load."
+            )
 
 
 def _candidate(

@@ -146,7 +146,7 @@ def compile_all(
                 work()
             left = set(range(len(launches)))
             # A late thread is replaced, but not without end: each goes on in the background.
-            while left and len(late) < max(size, 2):
+            while left and len(late) <= size:
                 overdue = _wait(finished, left, begun, timeout_s)
                 if overdue is None:
                     if on_each is not None:
@@ -160,7 +160,7 @@ def compile_all(
         workers.join(team)
         raise
     return [
-        _result(results[index] if index in results else _timeout(index in begun, timeout_s))
+        _result(results[index] if index in results else _timeout(index in late, timeout_s))
         for index in range(len(launches))
     ]
 
@@ -187,10 +187,10 @@ def _wait(
                 return None
 
 
-def _timeout(begun: bool, timeout_s: float | None) -> CompilationTimeout:
-    if begun:
+def _timeout(late: bool, timeout_s: float | None) -> CompilationTimeout:
+    if late:
         return CompilationTimeout(f"it was not compiled after {timeout_s} s")
-    return CompilationTimeout("it was not begun, because others took too long to compile")
+    return CompilationTimeout("it was not waited for, because others took too long to compile")
 
 
 def _result(result: CompiledKernel | BaseException) -> CompiledKernel | Exception:

@@ -153,8 +153,9 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
             raise ReadOnlyOperand(
                 f"Kernel {launch.name!r} writes to {written}, an operand that no output is aliased "
                 "to. XLA may share its memory with other values: alias an output to the operand, "
-                "or write to an output of its own. (Outputs are the parameters that are not "
-                "supplied: pass operands that stand behind one by name.)"
+                "or write to an output of its own. If an argument keeps it from writing, declare "
+                "that one as tl.constexpr. (Outputs are the parameters that are not supplied: "
+                "pass operands that stand behind one by name.)"
             )
 
 

@@ -9,10 +9,12 @@ shapes that it gives to descriptors; whatever else it does is an error.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triax.bridge.compat import triton_private
+from triax.bridge.descriptor import strides_from_shape
 from triax.bridge.errors import UnsupportedError
 from triax.bridge.launch import Alias, Argument, Descriptor, Operand, Result, Scalar, rebuild
 
@@ -137,12 +139,29 @@ class _Array:
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
 
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def size(self, axis: int | None = None) -> Any:
+        return self.shape if axis is None else self.shape[axis]
+
+    def stride(self, axis: int | None = None) -> Any:
+        strides = strides_from_shape(self.shape)
+        return strides if axis is None else strides[axis]
+
+    def element_size(self) -> int:
+        return int(self.dtype.itemsize)
+
+    def is_contiguous(self) -> bool:
+        return True
+
     def zero_(self) -> _Array:
         self._log.zero(self._name, self._leaf)
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # how Python and libraries find out what an object is
+        # How Python and libraries find out what an object is, and hooks what a descriptor is.
+        if name.startswith("__") or name in ("base", "block_shape", "padding", "strides"):
             raise AttributeError(name)
         raise self._log.refuse(f"uses `{self._name}.{name}`")
 

@@ -21,12 +21,16 @@ CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel. `default` is None where `has_default` is false."""
+    """One parameter of a kernel. `default` is None where `has_default` is false.
+
+    `number` is Triton's name of the number that an annotation makes of it ("i32"), else "".
+    """
 
     name: str
     is_constexpr: bool
     has_default: bool
     default: Any
+    number: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +84,11 @@ class Kernel:
             name=name,
             parameters=tuple(
                 Parameter(
-                    p.name, p.is_constexpr, p.has_default, p.default if p.has_default else None
+                    p.name,
+                    p.is_constexpr,
+                    p.has_default,
+                    p.default if p.has_default else None,
+                    triton_private.annotated_number(p),
                 )
                 for p in function.params
             ),

@@ -104,6 +104,12 @@ def autotuner_hooks(tuner: Any) -> list[str]:
     return [name for name in names if getattr(tuner, f"user_defined_{name}", False)]
 
 
+def annotated_number(parameter: Any) -> str:
+    """Triton's name of the number that a parameter is annotated as, "" for any other one."""
+    name = "" if parameter.is_constexpr else str(parameter.annotation_type)
+    return "" if name.startswith("*") else name
+
+
 def function_name(function: Any) -> str:
     return str(function.fn.__name__)
 

@@ -93,7 +93,10 @@ def unpermute_reference(
         for slot in range(row_of.shape[1]):
             total = add(slot, total)
     else:
-        total = jax.lax.fori_loop(0, jnp.max(routes.num_slots, initial=0), add, total)
+        # The first slot, which every wide map has, outside: inside `shard_map` the sum then varies
+        # over the mesh from the start.
+        most = jnp.max(routes.num_slots, initial=0)
+        total = jax.lax.fori_loop(1, most, add, add(0, total))
     gathered = None if row_weights is None else _take(row_weights, row_of)
     return Gathered(total.astype(rows.dtype), gathered)
 
