@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import triax
 from triax import moe
+from triax.testing import assert_same_bits
 
 PATHS = ["xla", "interpret", None]
 
@@ -55,6 +56,27 @@ def test_vmap_of_grad_is_the_loop(oracle, implementation):
     actual = jax.jit(jax.vmap(jax.grad(loss)))(x, sizes, indices)
     loop = [jax.grad(loss)(*args) for args in zip(x, sizes, indices, strict=True)]
     check_equal(oracle, actual, jnp.stack(loop))
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("jit", [False, True])
+def test_forward_mode_moves_the_tangents(implementation, jit):
+    """Of rows, of probs, and of probs beside rows of integers."""
+    sizes, indices = jnp.array([2, 0, 3]), jnp.array([2, 0, 1])
+    sort = lambda x, probs: moe.sort_chunks_by_index(
+        x, sizes, indices, probs, implementation=implementation
+    )
+    wrap = jax.jit if jit else lambda f: f
+    x, probs = jnp.arange(12.0).reshape(6, 2), jnp.arange(6.0) / 7
+    moved = jax.jvp(wrap(sort), (x, probs), (jnp.sin(x), jnp.sin(probs)))[1]
+    jax.tree.map(assert_same_bits, moved, sort(jnp.sin(x), jnp.sin(probs)))
+    alone = jax.jvp(wrap(lambda x: sort(x, probs)), (x,), (jnp.sin(x),))[1]
+    assert_same_bits(alone.rows, moved.rows)
+    assert not alone.probs.any()
+    numbers = x.astype(int)
+    alone = jax.jvp(wrap(lambda probs: sort(numbers, probs)), (probs,), (jnp.sin(probs),))[1]
+    assert alone.rows.dtype == jax.dtypes.float0
+    assert_same_bits(alone.probs, moved.probs)
 
 
 @pytest.mark.parametrize("implementation", PATHS)

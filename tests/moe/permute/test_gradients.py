@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax.test_util import check_grads
 
 from tests.moe import oracle
 from triax import moe
-from triax.testing import assert_close
+from triax.testing import assert_close, assert_same_bits
 
 TOKENS, TOP_K, EXPERTS, WIDTH = 6, 2, 3, 5
 
@@ -39,7 +41,8 @@ def draw(*shapes, dtype=np.float64):
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_finite_differences(plan, implementation, order):
-    """For x, weights, scales and rows, alone and through a layer; twice, too."""
+    """For x, weights, scales and rows, alone and through a layer; forward, backward, and one of the
+    other."""
     with jax.enable_x64(True):
         x, weights, scales, rows = draw((TOKENS, WIDTH), (TOKENS, TOP_K), (TOKENS, 2), (16, WIDTH))
 
@@ -62,7 +65,80 @@ def test_finite_differences(plan, implementation, order):
             (unpermute, (rows, weights)),
             (layer, (x, weights)),
         ]:
-            check_grads(function, args, order=order, modes=["rev"], atol=1e-6, rtol=1e-6)
+            check_grads(function, args, order=order, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_forward_mode_of_one_argument_alone(plan, implementation, jit):
+    """What is not differentiated has no tangent, and integers none at all."""
+    x, weights, rows = draw((TOKENS, WIDTH), (TOKENS, TOP_K), (16, WIDTH), dtype=np.float32)
+    scales = np.ones((TOKENS, 1), int)
+
+    def tangent(op, primal):
+        return jax.jvp(jax.jit(op) if jit else op, (primal,), (2 * primal,))[1]
+
+    permute = functools.partial(moe.permute, plan=plan, implementation=implementation)
+    by_x = tangent(lambda x: permute(x, weights=weights, scales=scales), x)
+    assert_same_bits(by_x.rows, moe.permute(2 * x, plan))
+    assert not by_x.weights.any()
+    assert by_x.scales.dtype == jax.dtypes.float0
+    by_weights = tangent(lambda w: permute(x.astype(int), weights=w), weights)
+    assert by_weights.rows.dtype == jax.dtypes.float0
+    assert_same_bits(by_weights.weights, moe.permute(x, plan, weights=2 * weights).weights)
+
+    unpermute = functools.partial(moe.unpermute, implementation=implementation)
+    by_rows = tangent(lambda rows: unpermute(rows, plan, weights), rows)
+    by_weights = tangent(lambda weights: unpermute(rows, plan, weights), weights)
+    for actual in (by_rows, by_weights):
+        np.testing.assert_allclose(actual, 2 * unpermute(rows, plan, weights), rtol=1e-5)
+
+
+def test_hessians_agree(plan, implementation):
+    """Forward over reverse, as `jax.hessian` has it, and the other three ways, in a loop."""
+    x, weights = draw((TOKENS, 2), (TOKENS, TOP_K), dtype=np.float32)
+
+    def loss(x):
+        def step(x, _):
+            rows = jnp.tanh(moe.permute(x, plan, implementation=implementation))
+            return x + moe.unpermute(rows, plan, weights, implementation=implementation), None
+
+        step = jax.checkpoint(step)
+        return jnp.sum(jax.lax.scan(step, x, length=2)[0] ** 2)
+
+    def plain(x):
+        exists = jnp.where(plan.row_of >= 0, weights, 0).sum(1, keepdims=True)
+        for _ in range(2):
+            x = x + exists * jnp.tanh(x)
+        return jnp.sum(x**2)
+
+    expected = jax.hessian(plain)(x)
+    modes = (jax.jacfwd, jax.jacrev)
+    for outer in modes if implementation == "xla" else modes[:1]:
+        for inner in modes:
+            actual = jax.jit(outer(inner(loss)))(x)
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    vectors = np.stack([x, -x])
+    products = jax.vmap(lambda v: jax.jvp(jax.grad(loss), (x,), (v,))[1])(vectors)
+    wanted = np.einsum("abcd,ncd->nab", expected, vectors)
+    np.testing.assert_allclose(products, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_gradient_of_vmap_is_that_of_the_loop(plan, implementation):
+    """Also of what the batches share, whose gradients are summed up."""
+    x, weights = draw((3, TOKENS, WIDTH), (TOKENS, TOP_K), dtype=np.float32)
+
+    def layer(x, weights):
+        rows = jnp.tanh(moe.permute(x, plan, implementation=implementation))
+        return jnp.sum(moe.unpermute(rows, plan, weights, implementation=implementation) ** 2)
+
+    batched = lambda x, weights: jnp.sum(jax.vmap(layer, (0, None))(x, weights))
+    loop = lambda x, weights: sum(layer(each, weights) for each in x)
+    for derivative in (jax.grad(batched, (0, 1)), jax.jit(jax.grad(batched, (0, 1)))):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+            derivative(x, weights),
+            jax.grad(loop, (0, 1))(x, weights),
+        )
 
 
 def take_permute(x, plan):

@@ -11,7 +11,7 @@ from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentValueError
 from triax.moe import arguments
 from triax.moe import implementation as implementations
-from triax.moe.chunks import vjp
+from triax.moe.chunks import derivatives
 
 
 class Sorted(NamedTuple):
@@ -97,10 +97,10 @@ def sort_chunks_by_index(
     # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
     arrays = [x, split_sizes, sorted_indices] + ([] if probs is None else [probs])
     x, split_sizes, sorted_indices, *rest = jax_private.insert_varying_casts(arrays)
-    maps = vjp.chunk_maps(
+    maps = derivatives.chunk_maps(
         arguments.as_int32(split_sizes, num_rows),
         arguments.as_int32(sorted_indices, num_chunks),
         num_rows,
         implementation,
     )
-    return Sorted(*vjp.move_chunks(x, rest[0] if rest else None, maps, implementation))
+    return Sorted(*derivatives.move_chunks(x, rest[0] if rest else None, maps, implementation))

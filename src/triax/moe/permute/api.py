@@ -13,7 +13,7 @@ from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import arguments
 from triax.moe import implementation as implementations
-from triax.moe.permute import configs, vjp
+from triax.moe.permute import configs, derivatives
 from triax.moe.permute.reference import Permuted, Routes
 from triax.moe.plan.api import Plan
 
@@ -77,7 +77,9 @@ def permute(
     ):
         implementation = "xla"
     x, weights, scales, routes = _vary_alike(x, weights, scales, routes)
-    rows, row_weights, row_scales = vjp.permute_rows(x, weights, scales, routes, implementation)
+    rows, row_weights, row_scales = derivatives.permute_rows(
+        x, weights, scales, routes, implementation
+    )
     rows = checkpoint_name(rows, "triax_permuted_rows")
     if row_weights is None and row_scales is None:
         return rows
@@ -135,9 +137,9 @@ def unpermute(
         implementation = "xla"
     rows, weights, routes = _vary_alike(rows, weights, routes)
     if weights is None or weights.size == 0:
-        tokens = vjp.gather_rows(rows, None, routes, implementation).x
+        tokens = derivatives.gather_rows(rows, None, routes, implementation).x
     else:
-        tokens = vjp.weigh_rows(rows, weights, routes, implementation)
+        tokens = derivatives.weigh_rows(rows, weights, routes, implementation)
     return checkpoint_name(tokens, "triax_unpermuted_tokens")
 
 
