@@ -27,15 +27,16 @@ def op(function: Function, derivative: Function, *arguments: Any) -> Any:
 
     Args:
       function: of pytrees of arrays.
-      derivative: ``derivative(arguments, tangents)`` returns the tangents of the results. Tangents
-        have the structure of what they belong to, with None for those that are zero.
+      derivative: ``derivative(arguments, tangents, like)`` returns the tangents of the results,
+        whose shapes and dtypes are `like`. Tangents have the structure of what they belong to, with
+        None for those that are zero.
     """
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     leaves, tree = _flatten(arguments)
     _, out_tree = _flatten(shapes)
 
     def flat_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        results = derivative(tree.unflatten(primals), tree.unflatten(tangents))
+        results = derivative(tree.unflatten(primals), tree.unflatten(tangents), shapes)
         return out_tree.flatten_up_to(results)
 
     return out_tree.unflatten(_op_p.bind(*leaves, jaxpr=jaxpr, derivative=flat_derivative))

@@ -49,10 +49,8 @@ def move_chunks(
         )
         return Moved(*moved)
 
-    def derivative(primals: Any, tangents: Any) -> Moved:
-        rows, probs, maps = primals
-        moving = Moved(*tangents[:2])
-        return linear.call_each(move, move_back, maps, moving, Moved(rows, probs))
+    def derivative(primals: Any, tangents: Any, like: Any) -> Moved:
+        return linear.call_each(move, move_back, primals[2], Moved(*tangents[:2]), like)
 
     def move(maps: ChunkMaps, moving: dict[str, jax.Array]) -> dict[str, Any]:
         if "rows" not in moving:

@@ -34,11 +34,8 @@ def permute_rows(
         xla=reference.permute_reference,
     )
 
-    def derivative(primals: Any, tangents: Any) -> Permuted:
-        *_, routes = primals
-        like = jax.eval_shape(reference.permute_reference, *primals)
-        moving = Permuted(*tangents[:3])
-        return linear.call_each(copy, gather, routes, moving, like)
+    def derivative(primals: Any, tangents: Any, like: Any) -> Permuted:
+        return linear.call_each(copy, gather, primals[3], Permuted(*tangents[:3]), like)
 
     def copy(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
         x = moving.get("rows", jnp.zeros((routes.row_of.shape[0], 0), jnp.float32))
@@ -68,11 +65,9 @@ def gather_rows(
         xla=reference.unpermute_reference,
     )
 
-    def derivative(primals: Any, tangents: Any) -> Gathered:
-        rows, _, row_weights, routes = primals
-        like = jax.eval_shape(reference.unpermute_reference, rows, None, row_weights, routes)
+    def derivative(primals: Any, tangents: Any, like: Any) -> Gathered:
         moving = Gathered(tangents[0], tangents[2])
-        return linear.call_each(gather, copy, routes, moving, like)
+        return linear.call_each(gather, copy, primals[3], moving, like)
 
     def gather(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
         rows = moving.get("x", jnp.zeros((routes.num_rows, 0), jnp.float32))
@@ -103,9 +98,7 @@ def weigh_rows(
             xla=reference.unpermute_reference,
         ).x
 
-    def derivative(primals: Any, tangents: Any) -> jax.Array:
-        rows, _, routes = primals
-        like = jax.ShapeDtypeStruct((routes.row_of.shape[0], rows.shape[1]), rows.dtype)
+    def derivative(primals: Any, tangents: Any, like: Any) -> jax.Array:
         moving = {"rows": tangents[0], "weights": tangents[1]}
         return linear.call(weigh, spread, primals, moving, like)
 
@@ -141,9 +134,9 @@ def spread_gradient(
         xla=reference.unpermute_grad_reference,
     )
 
-    def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def derivative(primals: Any, tangents: Any, like: Any) -> tuple[jax.Array, jax.Array]:
         moving = dict(zip(("rows", "weights", "gradient"), tangents[:3], strict=True))
-        return linear.call(spread, gather, primals, moving, primals[:2])
+        return linear.call(spread, gather, primals, moving, like)
 
     def spread(primals: Any, moving: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows, weights, gradient, routes = primals
