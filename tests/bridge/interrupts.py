@@ -51,4 +51,7 @@ class Storm:
                 work()
             except KeyboardInterrupt:
                 self.caught += 1
+            except Exception:  # NumPy makes some interrupts errors of its own
+                if self._left == burst:
+                    raise
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -524,6 +524,8 @@ class TestRealOperands:
 
 class TestAgreement:
     class Service:
+        process, num_processes = 0, 1
+
         def __init__(self):
             self.values = {}
 
@@ -629,7 +631,7 @@ class TestAgreement:
     def test_waits_for_the_process_that_measures(self, measurer, service, monkeypatch):
         """One that cannot measure, and came first."""
         monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        service.num_processes = 2
         name = self.key_name()
 
         def other():
@@ -646,7 +648,7 @@ class TestAgreement:
 
     def test_does_not_wait_where_nobody_can_measure(self, measurer, service, monkeypatch):
         monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        service.num_processes = 2
         service.values[f"triax/unable/{self.key_name()}/1"] = "1"
         start = time.monotonic()
         assert explain().source == "first config (mode auto)"
@@ -657,7 +659,7 @@ class TestAgreement:
     ):
         monkeypatch.setattr(agree, "_UNCLAIMED_S", 0.2)
         monkeypatch.setattr(agree, "_CLAIMED_S", 0.4)
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        service.num_processes = 2
         name = self.key_name()
         service.values[f"triax/claim/{name}"] = "1"  # which has died since
         assert explain().source == "measured now"

@@ -6,10 +6,12 @@ Triton, and more of Triton's and NumPy's behind that line. Only the kernel's are
 
 from __future__ import annotations
 
+import _thread
+import queue
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,25 +31,29 @@ def of_kernels(trace: types.TracebackType | None) -> types.TracebackType | None:
 def raise_as_text(error: Exception) -> NoReturn:
     """Raises `error` for XLA, which keeps of an exception its type's name and its text.
 
-    In front of them XLA puts the innermost frame, and all frames that called it: this one is
-    a generator's, which nobody called, and says that it is the kernel's failing line.
+    In front of them XLA puts the innermost frame, and all frames that called it. So it is raised
+    first in a thread of its own, where nothing called it, in code that says that it is the
+    kernel's failing line.
     """
     trace = of_kernels(error.__traceback__)
     lines = [str(error), *getattr(error, "__notes__", ()), *traceback.format_tb(trace)]
     text = "\n".join(line.rstrip() for line in lines)
     said: Exception = type(type(error).__name__, (Exception,), {})(text)
-    code = _raising.__code__
+    code = _raise.__code__
     if trace is not None:
         last = traceback.extract_tb(trace)[-1]
-        line = (last.lineno or 2) - 2  # of the `def`, two above the `raise`
+        line = (last.lineno or 5) - 4  # of the `def`, four above the line that is run last
         code = code.replace(co_filename=last.filename, co_name=last.name, co_firstlineno=line)
-    next(types.FunctionType(code, {})(said))
-    raise said  # not reached: the generator raises
+    raised = queue.SimpleQueue[Exception]()
+    _thread.start_new_thread(types.FunctionType(code, {}), (said, raised.put))
+    raise raised.get()
 
 
-def _raising(error: Exception) -> Iterator[None]:
-    yield from ()  # makes it a generator
-    raise error from None
+def _raise(error: Exception, hand_over: Callable[[Exception], None]) -> None:
+    try:
+        raise error from None
+    except Exception as caught:
+        hand_over(caught)
 
 
 def _kept(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:

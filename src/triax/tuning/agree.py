@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 import time
 
-import jax
-
 from triax.bridge.compat import jax_private
 
 logger = logging.getLogger(__name__)
@@ -54,7 +52,7 @@ def settle(name: str, *, able: bool) -> str | None:
     client = jax_private.key_value_client()
     if client is None:
         return None
-    me = str(jax.process_index())
+    me = str(client.process)
     start = time.monotonic()
     unclaimed_since = start
     if not able:
@@ -72,7 +70,7 @@ def settle(name: str, *, able: bool) -> str | None:
             claimed_by = client.find(_path("claim", name))
         now = time.monotonic()
         if claimed_by is None and not able:
-            nobody_can = client.count(_path("unable", name)) >= jax.process_count()
+            nobody_can = client.count(_path("unable", name)) >= client.num_processes
             if nobody_can or now - unclaimed_since > _UNCLAIMED_S:
                 return None
         elif claimed_by is not None:
@@ -98,7 +96,7 @@ def release(name: str) -> None:
     if client is None:
         return
     try:
-        if client.find(_path("claim", name)) == str(jax.process_index()):
+        if client.find(_path("claim", name)) == str(client.process):
             client.delete(_path("claim", name))
     except Exception as error:  # on the way out of another error, which is the one to see
         logger.warning("the claim on %s could not be taken back: %s", name, error)

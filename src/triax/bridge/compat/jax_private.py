@@ -237,10 +237,15 @@ def _custom_call_op(operation: Any) -> CustomCallOp:
 
 
 class KeyValueClient:
-    """The key-value service of a `jax.distributed` job."""
+    """The key-value service of a `jax.distributed` job.
 
-    def __init__(self, client: Any):
+    `process` is this process's number in the job, of `num_processes`. JAX's public functions for
+    these wait for the backends of all processes.
+    """
+
+    def __init__(self, client: Any, process: int = 0, num_processes: int = 1):
         self._client = client
+        self.process, self.num_processes = process, num_processes
 
     def find(self, key: str) -> str | None:
         """The value of a key, or None; never waits."""
@@ -281,8 +286,10 @@ class KeyValueClient:
 
 def key_value_client() -> KeyValueClient | None:
     """The job's key-value service, or None in a job of one process."""
-    client = _distributed.global_state.client
-    return None if client is None else KeyValueClient(client)
+    state = _distributed.global_state
+    if state.client is None:
+        return None
+    return KeyValueClient(state.client, state.process_id, state.num_processes)
 
 
 # --- devices ----------------------------------------------------------------------
