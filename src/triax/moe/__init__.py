@@ -1,4 +1,4 @@
-"""MoE routing: tokens to their experts and back, with gradients, at the speed of memory."""
+"""MoE routing: the choice of experts, tokens to their experts and back, with gradients, at the speed of memory."""
 
 from triax.moe.chunks.api import Sorted as Sorted
 from triax.moe.chunks.api import sort_chunks_by_index as sort_chunks_by_index
@@ -8,14 +8,22 @@ from triax.moe.permute.reference import Permuted as Permuted
 from triax.moe.plan.api import Plan as Plan
 from triax.moe.plan.api import make_plan as make_plan
 from triax.moe.plan.api import make_plan_from_mask as make_plan_from_mask
+from triax.moe.router.api import route as route
+from triax.moe.router.losses import load_balancing_loss as load_balancing_loss
+from triax.moe.router.losses import router_z_loss as router_z_loss
+from triax.moe.router.reference import Routed as Routed
 
 __all__ = [
     "Permuted",
     "Plan",
+    "Routed",
     "Sorted",
+    "load_balancing_loss",
     "make_plan",
     "make_plan_from_mask",
     "permute",
+    "route",
+    "router_z_loss",
     "sort_chunks_by_index",
     "unpermute",
 ]

@@ -1,0 +1,1 @@
+"""Which experts every token goes to, and by what weights."""

@@ -1,0 +1,202 @@
+"""`route`: checks its arguments and hands them to the op."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from triax.bridge.compat import jax_private
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe import arguments
+from triax.moe import implementation as implementations
+from triax.moe.router import vjp
+from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
+from triax.moe.router.reference import Routed
+
+SCORES = ("softmax", "sigmoid")
+
+
+def route(
+    logits: Any,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    bias: Any = None,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
+    normalize: bool = False,
+    scale: float = 1.0,
+    implementation: str | None = None,
+) -> Routed:
+    """Chooses each token's experts and their weights, best first.
+
+        weights, experts = moe.route(x @ w_router, top_k=8, normalize=True)  # [tokens, 8] each
+        plan = moe.make_plan(experts, num_experts)
+
+    A token's scores are the softmax or the sigmoid of its logits. It goes to the `top_k` experts
+    with the best scores, or with the best ``score + bias``; a bias takes part in the choice and
+    not in the weight. Among equals the lowest number is first, as `jax.lax.top_k` has it; without
+    a bias the logits are compared, so that no two scores become equal by rounding.
+
+    The weight of a chosen expert is its score, with `normalize` divided by the sum over those
+    chosen, times `scale`. The softmax of the chosen logits alone (top-k first, then softmax) is
+    the same as the softmax of all, normalised: ``normalize=True`` is both.
+
+    With groups, experts are cut into `num_groups` equal ones, and chosen only from a token's
+    `top_groups` best. A group's score is the sum of its two best scores, biases included.
+
+    All is computed in float32. The gradient goes from the weights to the logits, the same bits in
+    every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest
+    logit; it makes those weights NaN that depend on it, and no other token's.
+
+    Under `jax.checkpoint` both results carry the name "triax_routing".
+
+    Args:
+      logits: float [tokens, experts].
+      top_k: experts per token, from 1 to all.
+      score: "softmax" or "sigmoid".
+      bias: float [experts], or None.
+      num_groups, top_groups: both or none. `num_groups` divides the experts into groups of at
+        least two, and `top_groups` of them have at least `top_k` experts.
+      normalize: whether a token's weights sum up to `scale`. For sigmoids 1e-20 is added to the
+        sum, as DeepSeek-V3 does.
+      scale: what weights are multiplied by, a Python number.
+      implementation: None picks by the platform the program is lowered for: the Triton
+        kernel on CUDA, plain JAX elsewhere, and for more than 1,024 experts. "triton",
+        "interpret" (the kernel in Triton's interpreter, on the CPU) and "xla" insist.
+
+    Returns:
+      `Routed`: weights float32 [tokens, top_k] and experts int32 [tokens, top_k].
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: an argument has the wrong shape or is out of its range.
+    """
+    logits = check_logits(logits)
+    num_experts = logits.shape[1]
+    _check_choice("score", score, SCORES)
+    if not isinstance(normalize, (bool, np.bool_)):
+        raise ArgumentTypeError(
+            f"Argument `normalize` must be a bool; got {normalize!r} of type "
+            f"{type(normalize).__name__}."
+        )
+    num_groups, top_groups = _check_groups(num_experts, num_groups, top_groups)
+    spec = RouterSpec(
+        top_k=_check_top_k("top_k", top_k, num_experts // num_groups * top_groups, num_groups > 1),
+        score=score,
+        normalize=bool(normalize),
+        scale=_check_scale("scale", scale),
+        num_groups=num_groups,
+        top_groups=top_groups,
+    )
+    if bias is not None:
+        bias = check_bias("bias", bias, num_experts)
+    return route_by_spec(logits, bias, spec, implementation)
+
+
+def route_by_spec(
+    logits: jax.Array, bias: jax.Array | None, spec: RouterSpec, implementation: str | None
+) -> Routed:
+    """`route`, its arguments checked but for `implementation`."""
+    num_tokens, num_experts = logits.shape
+    implementation = implementations.choose(implementation, logits=logits, bias=bias)
+    if num_experts > MAX_EXPERTS:
+        if implementation not in (None, "xla"):
+            raise ArgumentValueError(
+                f"Argument `logits` must have at most {MAX_EXPERTS} experts for the kernel; got "
+                f'{num_experts}. Use implementation="xla".'
+            )
+        implementation = "xla"
+    if num_tokens == 0:
+        implementation = "xla"
+    arrays = [logits] if bias is None else [logits, bias]
+    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
+    logits, *rest = jax_private.insert_varying_casts(arrays)
+    routed = vjp.route(logits, rest[0] if rest else None, spec, implementation)
+    return Routed(*(checkpoint_name(array, "triax_routing") for array in routed))
+
+
+def check_logits(logits: Any) -> jax.Array:
+    """Returns float logits [tokens, experts] of at least one expert."""
+    logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
+    if logits.shape[1] == 0:
+        raise ArgumentValueError(
+            f"Argument `logits` must have at least one expert; got shape {logits.shape}."
+        )
+    return logits
+
+
+def check_bias(name: str, bias: Any, num_experts: int) -> jax.Array:
+    bias = arguments.array(name, bias, ("experts",), jnp.floating)
+    if bias.shape[0] != num_experts:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have one value for each of the {num_experts} experts of "
+            f"`logits`; got shape {bias.shape}."
+        )
+    return bias
+
+
+def _check_groups(
+    num_experts: int, num_groups: int | None, top_groups: int | None
+) -> tuple[int, int]:
+    if (num_groups is None) != (top_groups is None):
+        given, missing = ("num_groups", "top_groups")[:: 1 if top_groups is None else -1]
+        raise ArgumentValueError(
+            f"Argument `{given}` is given and `{missing}` is not. Give both, or none for a choice "
+            "from all experts."
+        )
+    if num_groups is None:
+        return 1, 1
+    num_groups = arguments.integer("num_groups", num_groups, 1)
+    top_groups = arguments.integer("top_groups", top_groups, 1)
+    if num_experts % num_groups:
+        raise ArgumentValueError(
+            f"Argument `num_groups` must divide the {num_experts} experts of `logits` into equal "
+            f"groups; got {num_groups}."
+        )
+    if top_groups > num_groups:
+        raise ArgumentValueError(
+            f"Argument `top_groups` must be at most `num_groups`, {num_groups}; got {top_groups}."
+        )
+    if top_groups == num_groups:  # all groups: no limit
+        return 1, 1
+    if num_experts // num_groups < 2:
+        raise ArgumentValueError(
+            f"Argument `num_groups` must leave each group two of the {num_experts} experts of "
+            f"`logits` at least, whose scores are the group's; got {num_groups}."
+        )
+    return num_groups, top_groups
+
+
+def _check_top_k(name: str, top_k: Any, most: int, grouped: bool) -> int:
+    top_k = arguments.integer(name, top_k, 1)
+    if top_k > most:
+        there_are = f"{most} experts of the chosen groups" if grouped else f"{most} experts"
+        raise ArgumentValueError(
+            f"Argument `{name}` must be at most the {there_are} of `logits`; got {top_k}."
+        )
+    return top_k
+
+
+def _check_scale(name: str, scale: Any) -> float:
+    number = isinstance(scale, (int, float, np.integer, np.floating))
+    if not number or isinstance(scale, (bool, np.bool_)):
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be a Python number; got {scale!r} of type "
+            f"{type(scale).__name__}. Multiply the weights by an array yourself."
+        )
+    if not math.isfinite(scale):
+        raise ArgumentValueError(f"Argument `{name}` must be finite; got {scale!r}.")
+    return float(scale)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentValueError(
+            f"Argument `{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}."
+        )

@@ -1,0 +1,278 @@
+"""The router's kernels: scores, choice and weights of some tokens in one program, and the gradient.
+
+A row of logits becomes a row of integer keys, each of which holds the order of a float in its
+upper bits and its place in the row in its lower ones: the earlier, the larger. So keys are
+unique, the largest is the first of the best, and the next is the largest below it. Where the
+order does not fit into 32 bits beside the place, its lowest bits are left out; only where two
+of the chosen are equal but for these, the choice is made again with keys of 64 bits.
+"""
+
+import triton
+import triton.language as tl
+
+_SMALLEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _order(values):
+    """float32 as int32 of the same order, that of `jax.lax.top_k`: NaN above infinity."""
+    bits = values.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(order):
+    """The float32 of an order; the way back of `_order`."""
+    bits = order ^ ((order >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _choosable(values):
+    """Computed scores, whose NaNs have no say in their sign: all are the greatest."""
+    return tl.where(values == values, values, float("nan"))
+
+
+@triton.jit
+def _largest_below(keys, last):
+    """The largest key of each row below `last`; `last` where there is none. At most 31 bits.
+
+    Less `last` - 2**31, keys from `last` on wrap around to below zero. One add and one maximum,
+    which Hopper has as one instruction.
+    """
+    shift = tl.add(tl.full(last.shape, -(2**31), tl.int32), -last, sanitize_overflow=False)
+    wrapped = tl.max(tl.add(keys, shift[:, None], sanitize_overflow=False), 1)
+    return tl.add(wrapped, -shift, sanitize_overflow=False)
+
+
+@triton.jit
+def _choose(
+    order,
+    place,
+    eligible,
+    TOP_K: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+    EXACT: tl.constexpr,
+    MORE: tl.constexpr,
+):
+    """The places of the `TOP_K` greatest of each row, [rows, BLOCK_SLOTS], best first.
+
+    EXACT promises that the lowest BITS + 1 bits of all orders hold nothing. MORE is whether there
+    are more than TOP_K to choose from.
+    """
+    LAST: tl.constexpr = 2**BITS - 1
+    slot = tl.arange(0, BLOCK_SLOTS)[None, :]
+    # Below all keys, and no further from any than 2**31.
+    keys = tl.where(eligible, ((order >> (BITS + 1)) << BITS) | (LAST - place), -(2**30) - 1)
+    best = tl.max(keys, 1)
+    chosen = tl.zeros([order.shape[0], BLOCK_SLOTS], tl.int32)
+    alike = tl.zeros([order.shape[0]], tl.int32)
+    for k in range(TOP_K):
+        chosen = tl.where(slot == k, best[:, None], chosen)
+        following = _largest_below(keys, best)
+        if not EXACT:
+            alike |= (((best ^ following) >> BITS) == 0).to(tl.int32) & (MORE | (k + 1 < TOP_K))
+        best = following
+    chosen = LAST - (chosen & LAST)
+    if not EXACT:
+        if tl.max(alike, 0) != 0:
+            left_out = (2 << BITS) - 1
+            if tl.max(tl.max(tl.where(order < 0, ~order, order) & left_out, 1), 0) != 0:
+                wide = (order.to(tl.int64) << BITS) | (LAST - place)
+                wide = tl.where(eligible, wide, -(2**62))
+                for k in range(TOP_K):
+                    largest = tl.max(wide, 1)[:, None]
+                    at = LAST - (largest.to(tl.int32) & LAST)
+                    chosen = tl.where(slot == k, at, chosen)
+                    wide = tl.where(wide == largest, -(2**62), wide)
+    return chosen
+
+
+@triton.jit
+def _kept_groups(
+    order,
+    known,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Whether each place is in one of the groups whose GROUP_BEST greatest have the largest sums."""
+    BLOCK_TOKENS: tl.constexpr = order.shape[0]
+    left = tl.where(known, order, _SMALLEST)
+    left = tl.reshape(left, [BLOCK_TOKENS, BLOCK_GROUPS, BLOCK_SIZE])
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_GROUPS], tl.float32)
+    missing = tl.full([BLOCK_TOKENS, BLOCK_GROUPS], GROUP_BEST, tl.int32)
+    for _ in range(GROUP_BEST):
+        best = tl.max(left, 2)
+        equal = left == best[:, :, None]
+        taken = tl.minimum(tl.sum(equal.to(tl.int32), 2), missing)
+        total += tl.where(taken > 0, _value(best) * taken.to(tl.float32), 0.0)
+        missing -= taken
+        left = tl.where(equal, _SMALLEST, left)
+    group = tl.broadcast_to(tl.arange(0, BLOCK_GROUPS)[None, :], [BLOCK_TOKENS, BLOCK_GROUPS])
+    rank = tl.where(group < NUM_GROUPS, _order(_choosable(total)), _SMALLEST)
+    kept = tl.zeros([BLOCK_TOKENS, BLOCK_GROUPS], tl.int32)
+    for _ in range(TOP_GROUPS):
+        best = tl.max(rank, 1)
+        first = tl.min(tl.where(rank == best[:, None], group, BLOCK_GROUPS), 1)
+        kept = tl.where(group == first[:, None], 1, kept)
+        rank = tl.where(group == first[:, None], _SMALLEST, rank)
+    kept = tl.broadcast_to(kept[:, :, None], [BLOCK_TOKENS, BLOCK_GROUPS, BLOCK_SIZE])
+    return tl.reshape(kept, [BLOCK_TOKENS, BLOCK_GROUPS * BLOCK_SIZE]) != 0
+
+
+@triton.jit
+def _softmax_parts(logits, best):
+    """exp(logits - best), and its sum over each row."""
+    parts = tl.exp(logits - best[:, None])
+    return parts, tl.sum(parts, 1)
+
+
+@triton.jit
+def _sigmoid(logits):
+    return 1.0 / (1.0 + tl.exp(-logits))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits_ptr,
+    bias_ptr,
+    num_tokens,
+    scale,
+    weights_ptr,
+    experts_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    GROUP_BY_LOGITS: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_SIZE
+    token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    inside = token < num_tokens
+    place = tl.arange(0, BLOCK)
+    expert = place
+    known = place < NUM_EXPERTS
+    if BLOCK_GROUPS > 1 and BLOCK_SIZE != GROUP_SIZE:  # groups begin at multiples of a power of two
+        expert = place // BLOCK_SIZE * GROUP_SIZE + place % BLOCK_SIZE
+        known = (place % BLOCK_SIZE < GROUP_SIZE) & (place // BLOCK_SIZE < NUM_GROUPS)
+    at = logits_ptr + token[:, None] * NUM_EXPERTS + expert[None, :]
+    mask = inside[:, None] & known[None, :]
+    logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+    place = tl.broadcast_to(place[None, :], [BLOCK_TOKENS, BLOCK])
+    eligible = tl.broadcast_to(known[None, :], [BLOCK_TOKENS, BLOCK])
+
+    order = _order(logits)
+    BY_SCORE: tl.constexpr = bias_ptr is not None or (NUM_GROUPS > 1 and not GROUP_BY_LOGITS)
+    if SOFTMAX and (BY_SCORE or not NORMALIZE):
+        most = _value(tl.max(order, 1))
+        parts, total = _softmax_parts(logits, most)
+    by_score = order
+    if BY_SCORE:
+        if SOFTMAX:
+            scores = parts / total[:, None]
+        else:
+            scores = _sigmoid(logits)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
+            scores += bias[None, :]
+        by_score = _order(_choosable(scores))
+    if NUM_GROUPS > 1:
+        eligible &= _kept_groups(
+            by_score, eligible, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, BLOCK_GROUPS, BLOCK_SIZE
+        )
+    if bias_ptr is not None:
+        order = by_score
+    MORE: tl.constexpr = TOP_K < NUM_EXPERTS
+    chosen = _choose(order, place, eligible, TOP_K, BLOCK_SLOTS, BITS, EXACT, MORE)
+    if BLOCK_GROUPS > 1 and BLOCK_SIZE != GROUP_SIZE:
+        chosen = chosen // BLOCK_SIZE * GROUP_SIZE + chosen % BLOCK_SIZE
+
+    slot = tl.arange(0, BLOCK_SLOTS)[None, :]
+    mask = inside[:, None] & (slot < TOP_K)
+    at = logits_ptr + token[:, None] * NUM_EXPERTS + chosen
+    taken = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+    if SOFTMAX:
+        if NORMALIZE:
+            most = tl.max(taken, 1)
+            parts, total = _softmax_parts(taken, most)
+        else:
+            parts = tl.exp(taken - most[:, None])
+        weights = parts / total[:, None]
+    else:
+        weights = _sigmoid(taken)
+        if NORMALIZE:
+            weights /= (tl.sum(weights, 1) + 1e-20)[:, None]
+    out = token[:, None] * TOP_K + slot
+    tl.store(weights_ptr + out, weights * scale, mask=mask)
+    tl.store(experts_ptr + out, chosen, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_grad_kernel(
+    logits_ptr,
+    experts_ptr,
+    gradient_ptr,
+    num_tokens,
+    scale,
+    d_logits_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    inside = token < num_tokens
+    slot = tl.arange(0, BLOCK_SLOTS)[None, :]
+    routed = inside[:, None] & (slot < TOP_K)
+    out = token[:, None] * TOP_K + slot
+    chosen = tl.load(experts_ptr + out, mask=routed, other=0)
+    gradient = tl.load(gradient_ptr + out, mask=routed, other=0.0)
+    at = token[:, None] * NUM_EXPERTS + chosen
+    taken = tl.load(logits_ptr + at, mask=routed, other=float("-inf")).to(tl.float32)
+
+    expert = tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (expert < NUM_EXPERTS)
+    everywhere = token[:, None] * NUM_EXPERTS + expert
+    rest = tl.zeros([BLOCK_TOKENS, BLOCK], tl.float32)
+    if SOFTMAX:
+        if NORMALIZE:
+            parts, total = _softmax_parts(taken, tl.max(taken, 1))
+            scores = parts / total[:, None]
+            mean = tl.sum(gradient * scores, 1)
+        else:
+            logits = tl.load(logits_ptr + everywhere, mask=mask, other=float("-inf"))
+            logits = logits.to(tl.float32)
+            most = _value(tl.max(_order(logits), 1))
+            parts, total = _softmax_parts(logits, most)
+            scores = tl.exp(taken - most[:, None]) / total[:, None]
+            mean = tl.sum(gradient * scores, 1)
+            rest = parts * (-scale * mean / total)[:, None]
+        d_taken = scale * scores * (gradient - mean[:, None])
+    else:
+        scores = _sigmoid(taken)
+        if NORMALIZE:
+            total = tl.sum(scores, 1) + 1e-20
+            mean = tl.sum(gradient * scores, 1) / total
+            gradient = (gradient - mean[:, None]) / total[:, None]
+        d_taken = scale * gradient * scores * (1 - scores)
+    dtype = d_logits_ptr.dtype.element_ty
+    tl.store(d_logits_ptr + everywhere, rest.to(dtype), mask=mask)
+    tl.debug_barrier()  # the chosen ones' gradients are written over what stands there
+    tl.store(d_logits_ptr + at, d_taken.to(dtype), mask=routed)

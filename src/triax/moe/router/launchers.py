@@ -1,0 +1,94 @@
+"""The router's launches: output types, grids, and the calls of the bridge."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge.call import triton_call
+from triax.moe.router.configs import RouteConfig, RouterSpec
+from triax.moe.router.reference import Routed
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+_KEY_BITS = 31
+
+
+def route(
+    logits: jax.Array, bias: jax.Array | None, *, spec: RouterSpec, implementation: str | None
+) -> Routed:
+    """The weights and experts of each token, best first."""
+    from triax.moe.router.kernels import _route_kernel
+
+    num_tokens, num_experts = logits.shape
+    config = RouteConfig.heuristic(num_experts, spec.top_k, spec.num_groups)
+    # The order of a small float, as float32, leaves the lowest bits empty.
+    order_bits = {"bfloat16": 16, "float16": 19}.get(logits.dtype.name, 32)
+    shape = (num_tokens, spec.top_k)
+    weights, experts = triton_call(
+        logits,
+        bias,
+        num_tokens,
+        spec.scale,
+        kernel=_route_kernel,
+        out_type=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)),
+        # Whole rows: all that there is to choose from is in one program.
+        grid=-(-num_tokens // config.block_tokens),
+        num_warps=config.num_warps,
+        name="route",
+        vmap_method="sequential",
+        implementation=implementation,
+        NUM_EXPERTS=num_experts,
+        TOP_K=spec.top_k,
+        SOFTMAX=spec.score == "softmax",
+        NORMALIZE=spec.normalize,
+        NUM_GROUPS=spec.num_groups,
+        TOP_GROUPS=spec.top_groups,
+        GROUP_BEST=spec.group_best,
+        GROUP_BY_LOGITS=spec.group_by_logits,
+        EXACT=bias is None and order_bits + config.bits <= _KEY_BITS,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_GROUPS=config.block_groups,
+        BLOCK_SIZE=config.block_size,
+        BLOCK_SLOTS=config.block_slots,
+        BITS=config.bits,
+    )
+    return Routed(weights, experts)
+
+
+def route_grad(
+    logits: jax.Array,
+    experts: jax.Array,
+    gradient: jax.Array,
+    *,
+    spec: RouterSpec,
+    implementation: str | None,
+) -> jax.Array:
+    """The gradient of the logits, from that of the weights, float32 [tokens, top_k]."""
+    from triax.moe.router.kernels import _route_grad_kernel
+
+    num_tokens, num_experts = logits.shape
+    config = RouteConfig.heuristic(num_experts, spec.top_k)
+    d_logits: jax.Array = triton_call(
+        logits,
+        experts,
+        gradient,
+        num_tokens,
+        spec.scale,
+        kernel=_route_grad_kernel,
+        out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+        # Whole rows, for a program writes first the rest of a row and then the chosen.
+        grid=-(-num_tokens // config.block_tokens),
+        num_warps=config.num_warps,
+        name="route_grad",
+        vmap_method="sequential",
+        implementation=implementation,
+        NUM_EXPERTS=num_experts,
+        TOP_K=spec.top_k,
+        SOFTMAX=spec.score == "softmax",
+        NORMALIZE=spec.normalize,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK=config.block_groups * config.block_size,
+        BLOCK_SLOTS=config.block_slots,
+    )
+    return d_logits

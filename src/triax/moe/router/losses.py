@@ -1,0 +1,96 @@
+"""The router's losses, in plain JAX: a mean over tokens that XLA fuses with the scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge.errors import ArgumentValueError
+from triax.moe import arguments
+from triax.moe.router.api import SCORES, check_logits
+
+
+def load_balancing_loss(
+    logits: Any, group_counts: Any, *, score: str = "softmax"
+) -> jax.Array:
+    """How unevenly experts are used: 1 where all get the same share, and more the less they do.
+
+        plan = moe.make_plan(experts, num_experts)
+        loss = task_loss + 0.01 * moe.load_balancing_loss(logits, plan.group_counts)
+
+    ``experts * sum over e of share[e] * mean[e]``: the share of all (token, choice) pairs that
+    went to expert e, and the mean over the tokens of its score. Scores of a token sum up to 1:
+    the softmax, or the sigmoids divided by their sum. Only they have a gradient.
+
+    Equations 4 to 6 of "Switch Transformers" (arXiv:2101.03961), for any number of choices; with
+    "sigmoid", equations 17 to 20 of "DeepSeek-V3 Technical Report" (arXiv:2412.19437) for the
+    tokens given, less the factor alpha. Mixtral in Hugging Face's `transformers` counts the
+    pairs by token and so has `top_k` times this.
+
+    Where tokens are spread over devices, the mean over them of losses is not the loss of all:
+    pass in the counts of all, by `jax.lax.psum`, and average the results with `jax.lax.pmean`.
+
+    Args:
+      logits: float [tokens, experts].
+      group_counts: integer [experts], the pairs routed to each: `Plan.group_counts`.
+      score: "softmax" or "sigmoid".
+
+    Returns:
+      float32 [], or float64 for such logits; 0 without tokens.
+
+    Raises:
+      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
+      ArgumentValueError: an argument has the wrong shape, or `score` is unknown.
+    """
+    logits = check_logits(logits)
+    num_tokens, num_experts = logits.shape
+    counts = arguments.array("group_counts", group_counts, ("experts",), jnp.integer)
+    if counts.shape[0] != num_experts:
+        raise ArgumentValueError(
+            f"Argument `group_counts` must have one count for each of the {num_experts} experts "
+            f"of `logits`; got shape {counts.shape}."
+        )
+    if score not in SCORES:
+        raise ArgumentValueError(
+            f"Argument `score` must be one of {', '.join(map(repr, SCORES))}; got {score!r}."
+        )
+    scores = normalized_scores(_wider(logits), score)
+    counts = counts.astype(scores.dtype)
+    share = counts / jnp.maximum(jnp.sum(counts), 1)
+    return num_experts * jnp.sum(share * jnp.sum(scores, axis=0)) / max(num_tokens, 1)
+
+
+def router_z_loss(logits: Any) -> jax.Array:
+    """How large the logits have grown: the mean over tokens of ``logsumexp(logits) ** 2``.
+
+        loss = task_loss + 1e-3 * moe.router_z_loss(logits)
+
+    Equation 5 of "ST-MoE" (arXiv:2202.08906), where its coefficient is 1e-3.
+
+    Args:
+      logits: float [tokens, experts].
+
+    Returns:
+      float32 [], or float64 for such logits; 0 without tokens.
+
+    Raises:
+      ArgumentTypeError: `logits` is not an array, or of the wrong dtype.
+      ArgumentValueError: `logits` has the wrong shape.
+    """
+    logits = _wider(check_logits(logits))
+    size = jax.scipy.special.logsumexp(logits, axis=1)
+    return jnp.sum(size * size) / max(logits.shape[0], 1)
+
+
+def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
+    """Scores of all experts that sum up to 1 for each token."""
+    if score == "softmax":
+        return jax.nn.softmax(logits, axis=1)
+    scores = jax.nn.sigmoid(logits)
+    return scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
+
+
+def _wider(logits: jax.Array) -> jax.Array:
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

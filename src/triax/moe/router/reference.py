@@ -1,0 +1,99 @@
+"""The router in plain JAX: the path for every platform without Triton.
+
+The choice is that of the kernels wherever the scores are. Scores that are computed, for a bias or
+for groups, may differ in their last bit, and so may the choice between two that are as close.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from triax.moe.router.configs import RouterSpec
+
+
+class Routed(NamedTuple):
+    """What `route` returns, best first.
+
+    Attributes:
+      weights: float32 [tokens, top_k], what each chosen expert's output is multiplied by.
+      experts: int32 [tokens, top_k], the chosen experts; never one twice.
+    """
+
+    weights: jax.Array
+    experts: jax.Array
+
+
+def route_reference(logits: jax.Array, bias: jax.Array | None, *, spec: RouterSpec) -> Routed:
+    """The weights and experts of each token, best first."""
+    experts = choose_reference(logits, bias, spec)
+    return Routed(weigh_reference(logits, experts, spec), experts)
+
+
+def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec) -> jax.Array:
+    """The experts of each token, int32 [tokens, top_k], best first."""
+    logits = logits.astype(jnp.float32)
+    by_score = choice = logits
+    if bias is not None or not spec.group_by_logits:
+        by_score = scores_reference(logits, spec.score)
+    if bias is not None:
+        by_score = choice = _choosable(by_score + bias.astype(jnp.float32))
+    if spec.num_groups > 1:
+        # As integers of the same order, so that what is left out is below all that is not.
+        kept = _kept_groups(by_score, spec)
+        choice = jnp.where(kept, _order(choice), jnp.iinfo(jnp.int32).min)
+    return jax.lax.top_k(choice, spec.top_k)[1].astype(jnp.int32)
+
+
+def weigh_reference(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> jax.Array:
+    """The weights float32 [tokens, top_k] of experts; differentiable in the logits."""
+    logits = logits.astype(jnp.float32)
+    taken = jnp.take_along_axis(logits, experts, axis=1)
+    if spec.score == "sigmoid":
+        weights = jax.nn.sigmoid(taken)
+        if spec.normalize:
+            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
+    elif spec.normalize:
+        weights = scores_reference(taken, "softmax")
+    else:
+        most = jax.lax.stop_gradient(jnp.max(logits, axis=1, keepdims=True))
+        weights = jnp.exp(taken - most) / jnp.sum(jnp.exp(logits - most), axis=1, keepdims=True)
+    return weights * jnp.float32(spec.scale)
+
+
+def scores_reference(logits: jax.Array, score: str) -> jax.Array:
+    """The scores of all logits, in their dtype."""
+    return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, axis=1)
+
+
+def route_grad_reference(
+    logits: jax.Array, experts: jax.Array, gradient: jax.Array, *, spec: RouterSpec
+) -> jax.Array:
+    """The gradient of the logits, from that of the weights."""
+    (d_logits,) = jax.vjp(lambda logits: weigh_reference(logits, experts, spec), logits)[1](gradient)
+    return d_logits
+
+
+def _kept_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
+    """Whether each expert is in a group that may be chosen from, [tokens, experts]."""
+    num_tokens, num_experts = scores.shape
+    group_size = num_experts // spec.num_groups
+    grouped = scores.reshape(num_tokens, spec.num_groups, group_size)
+    group_scores = jnp.sum(jax.lax.top_k(grouped, spec.group_best)[0], axis=2)
+    groups = jax.lax.top_k(_choosable(group_scores), spec.top_groups)[1]
+    kept = jnp.any(groups[:, :, None] == jnp.arange(spec.num_groups), axis=1)
+    return jnp.repeat(kept, group_size, axis=1)
+
+
+def _order(values: jax.Array) -> jax.Array:
+    """float32 as int32 of the order that `jax.lax.top_k` has for floats, above the smallest."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
+    return jnp.maximum(order, jnp.iinfo(jnp.int32).min + 1)
+
+
+def _choosable(values: jax.Array) -> jax.Array:
+    """Computed scores, whose NaNs have no say in their sign: all are the greatest."""
+    return jnp.where(jnp.isnan(values), jnp.nan, values)

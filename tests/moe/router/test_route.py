@@ -1,0 +1,265 @@
+"""route and its gradient against NumPy in float64, on every path and in every combination."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.moe.router import oracle
+from triax import moe
+from triax.testing import assert_close, assert_same_bits
+
+PATHS = ["xla", "interpret"]
+# Tokens, experts, choices, groups, groups kept.
+SHAPES = [
+    (5, 256, 8, 8, 4),
+    (3, 160, 6, 8, 3),  # groups of 20
+    (6, 12, 4, 3, 2),  # three groups of four
+    (9, 40, 5, 4, 2),
+    (33, 8, 2, 4, 1),
+    (2, 1, 1, None, None),
+    (4, 7, 7, None, None),  # all experts
+    (2, 64, 40, None, None),
+    (1, 1024, 4, 16, 2),
+]
+
+
+def call(logits, top_k, d_weights, implementation, **options):
+    """The result, and the gradient of the logits for that of the weights."""
+
+    @jax.jit
+    def both(logits, bias):
+        op = functools.partial(moe.route, top_k=top_k, implementation=implementation)
+        routed, pull = jax.vjp(lambda x: op(x, bias=bias, **options), logits)
+        none = np.zeros(routed.experts.shape, jax.dtypes.float0)
+        return routed, pull(moe.Routed(d_weights, none))[0]
+
+    return both(logits, options.pop("bias", None))
+
+
+def draw(seed, shape, dtype="float32"):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape) * 2, dtype)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["all", "groups"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_combination(shape, grouped, biased, normalize, score, implementation):
+    num_tokens, num_experts, top_k, num_groups, top_groups = shape
+    if grouped and num_groups is None:
+        pytest.skip("no groups of two")
+    groups = {"num_groups": num_groups, "top_groups": top_groups} if grouped else {}
+    logits = draw(0, (num_tokens, num_experts))
+    bias = draw(1, (num_experts,)) * 0.1 if biased else None
+    d_weights = draw(2, (num_tokens, top_k))
+    options = {"score": score, "normalize": normalize, "scale": 2.5}
+    routed, d_logits = call(
+        logits, top_k, d_weights, implementation, bias=bias, **options, **groups
+    )
+    experts, _ = oracle.choose(logits, top_k, score, bias, **groups)
+    np.testing.assert_array_equal(routed.experts, experts)
+    assert routed.weights.dtype == jnp.float32
+    assert routed.experts.dtype == jnp.int32
+    assert_close(routed.weights, oracle.weigh(logits, experts, **options))
+    expected = oracle.gradient(logits, experts, d_weights, **options)
+    if np.abs(expected).max() < 1e-9:  # a single choice, normalised
+        assert jnp.abs(d_logits).max() < 1e-5
+    else:
+        assert_close(d_logits, expected, terms=top_k)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "normalize": True}], ids=str)
+def test_small_floats(dtype, options, implementation):
+    """Ties are many, and the choice is exact; the gradient has the dtype of the logits."""
+    logits = draw(3, (40, 300), dtype)
+    d_weights = draw(4, (40, 8))
+    routed, d_logits = call(logits, 8, d_weights, implementation, **options)
+    assert_same_bits(routed.experts, jax.lax.top_k(logits, 8)[1])
+    full = {"score": "softmax", "normalize": False, "scale": 1.0, **options}
+    experts = np.asarray(routed.experts)
+    assert_close(routed.weights, oracle.weigh(logits, experts, **full))
+    assert d_logits.dtype == dtype
+    assert_close(d_logits, oracle.gradient(logits, experts, d_weights, **full))
+
+
+HOSTILE = np.array(
+    [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1.0 + 2**-23, 1.0 - 2**-24, 1e-45, -1e-45],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_ties_and_what_is_no_number_as_top_k_has_them(dtype, implementation):
+    rng = np.random.default_rng(5)
+    logits = jnp.asarray(HOSTILE[rng.integers(0, len(HOSTILE), (64, 37))], dtype)
+    for top_k in (1, 6, 37):
+        routed = moe.route(logits, top_k, implementation=implementation)
+        assert_same_bits(routed.experts, jax.lax.top_k(logits, top_k)[1])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("close", ["first", "last", "all"])
+def test_logits_that_differ_in_their_last_bit(close, implementation):
+    """What the kernel's short keys leave out decides: within the choice, and at its end."""
+    rng = np.random.default_rng(6)
+    logits = rng.standard_normal((20, 100)).astype(np.float32)
+    # Experts in the reverse order of their logits, so that a tie broken by number is wrong.
+    steps = np.float32(3) + np.arange(12, dtype=np.float32) * np.float32(2**-22)
+    if close == "first":
+        logits[:, 10:12] = steps[:2] + 2
+    elif close == "last":
+        logits[:, :3] += 10
+        logits[:, 20:22] = steps[:2] + 2
+    else:
+        logits[:, 30:42] = steps
+        logits[:, 60:72] = -steps - 5
+    logits = jnp.asarray(logits)
+    routed = moe.route(logits, 4, implementation=implementation)
+    assert_same_bits(routed.experts, jax.lax.top_k(logits, 4)[1])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_nan_stays_in_its_token(score, implementation):
+    """A sigmoid's even in its weight; and with a bias and groups NaN is still a choice."""
+    logits = draw(7, (6, 32)).at[2, 5].set(jnp.nan)
+    clean = moe.route(logits.at[2, 5].set(0), 4, score=score, implementation=implementation)
+    for options in ({}, {"bias": jnp.zeros(32), "num_groups": 4, "top_groups": 2}):
+        routed = moe.route(logits, 4, score=score, implementation=implementation, **options)
+        others = np.arange(6) != 2
+        if not options:
+            assert_same_bits(routed.weights[others], clean.weights[others])
+        assert jnp.isfinite(routed.weights[others]).all()
+        nan = jnp.isnan(routed.weights[2])
+        assert nan.all() if score == "softmax" else nan.sum() == 1
+        assert sorted(set(routed.experts[2].tolist())) == sorted(routed.experts[2].tolist())
+        if score == "sigmoid":
+            assert routed.experts[2, 0] == 5
+            # The group of the NaN is the best.
+            assert options == {} or (routed.experts[2] // 8 == 0).any()
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_groups_left_out_are_below_infinity(implementation):
+    """What is kept is chosen before what is not, also where it is -inf."""
+    logits = jnp.full((1, 8), -jnp.inf).at[0, 4].set(1.0).at[0, 0].set(0.5)
+    op = functools.partial(moe.route, logits, 4, num_groups=2, top_groups=1)
+    for score in ("softmax", "sigmoid"):
+        routed = op(score=score, implementation=implementation)
+        np.testing.assert_array_equal(routed.experts, [[4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_equal_groups_in_their_order(implementation):
+    logits = jnp.zeros((1, 12))
+    op = functools.partial(moe.route, logits, 4, num_groups=4, top_groups=2)
+    routed = op(bias=jnp.zeros(12), score="sigmoid", implementation=implementation)
+    np.testing.assert_array_equal(routed.experts, [[0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_a_group_is_worth_its_two_best(implementation):
+    """Not its best, and not all of it."""
+    scores = jnp.array([[0.9, 0.1, 0.1, 0.6, 0.6, 0.1, 0.5, 0.5, 0.5]])
+    logits = jnp.log(scores / (1 - scores))
+    op = functools.partial(moe.route, logits, 2, score="sigmoid", num_groups=3, top_groups=1)
+    np.testing.assert_array_equal(op(implementation=implementation).experts, [[3, 4]])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_bias_chooses_and_does_not_weigh(implementation):
+    logits = draw(8, (4, 8))
+    bias = jnp.zeros(8).at[3].set(100.0)
+
+    def loss(logits, bias):
+        routed = moe.route(logits, 2, score="sigmoid", bias=bias, implementation=implementation)
+        return jnp.sum(routed.weights), routed
+
+    (_, routed), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(logits, bias)
+    np.testing.assert_array_equal(routed.experts[:, 0], 3)
+    np.testing.assert_allclose(routed.weights[:, 0], jax.nn.sigmoid(logits[:, 3]), rtol=1e-6)
+    assert_same_bits(grads[1], jnp.zeros(8))
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_softmax_of_the_chosen_is_the_softmax_of_all_normalised(implementation):
+    """The routers of Mixtral and gpt-oss, written as their own code has them."""
+    logits = draw(9, (16, 32))
+    routed = moe.route(logits, 4, normalize=True, implementation=implementation)
+    taken, experts = jax.lax.top_k(logits, 4)
+    probs, same_experts = jax.lax.top_k(jax.nn.softmax(logits), 4)
+    assert_same_bits(routed.experts, experts)
+    assert_same_bits(routed.experts, same_experts)
+    np.testing.assert_allclose(routed.weights, jax.nn.softmax(taken), rtol=2e-6)
+    np.testing.assert_allclose(routed.weights, probs / probs.sum(1, keepdims=True), rtol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_small_weights_do_not_vanish(normalize, implementation):
+    """Logits far below the best: normalised, the chosen have their shares of each other."""
+    logits = jnp.full((1, 8), -500.0).at[0, 0].set(0.0)
+    bias = jnp.zeros(8).at[0].set(-1e3)
+    op = functools.partial(moe.route, logits, 2, bias=bias, normalize=normalize)
+    weights = op(implementation=implementation).weights
+    np.testing.assert_allclose(weights, [[0.5, 0.5]] if normalize else [[0, 0]])
+
+
+@pytest.mark.parametrize("implementation", [*PATHS, None])
+def test_no_tokens(implementation):
+    routed, d_logits = call(jnp.zeros((0, 8)), 2, jnp.zeros((0, 2)), implementation)
+    assert routed.weights.shape == routed.experts.shape == (0, 2)
+    assert d_logits.shape == (0, 8)
+
+
+def test_every_run_gives_the_same_bits():
+    logits, d_weights = draw(10, (32, 64)), draw(11, (32, 4))
+    runs = [call(logits, 4, d_weights, "interpret") for _ in range(2)]
+    jax.tree.map(assert_same_bits, *runs)
+
+
+# The laws, on plain JAX and on the kernel.
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 24), st.integers(0, 2**31 - 1))
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@settings(max_examples=20)
+@given(sizes=sizes, score=st.sampled_from(["softmax", "sigmoid"]), data=st.data())
+def test_laws(implementation, sizes, score, data):
+    num_tokens, num_experts, seed = sizes
+    top_k = data.draw(st.integers(1, num_experts))
+    scale = data.draw(st.sampled_from([0.0, 1.0, 2.5, -3.0]))
+    logits = draw(seed, (num_tokens, num_experts))
+    op = functools.partial(moe.route, top_k=top_k, score=score, implementation=implementation)
+    routed = op(logits, normalize=True, scale=scale)
+
+    # Normalised weights sum up to the scale, and stand in the order of their logits.
+    np.testing.assert_allclose(routed.weights.sum(1), scale, rtol=1e-5, atol=1e-6)
+    taken = jnp.take_along_axis(logits, routed.experts, 1)
+    assert (jnp.diff(taken, axis=1) <= 0).all()
+
+    # Experts that are named otherwise are chosen alike: no logits are equal.
+    names = np.random.default_rng(seed).permutation(num_experts)
+    renamed = op(logits[:, names], normalize=True, scale=scale)
+    assert_same_bits(names[renamed.experts].astype(np.int32), routed.experts)
+    np.testing.assert_allclose(renamed.weights, routed.weights, rtol=1e-5, atol=1e-7)
+
+    # A softmax does not see what is added to all logits.
+    if score == "softmax":
+        moved = op(jnp.round(logits * 8) / 8 + 16)
+        rounded = op(jnp.round(logits * 8) / 8)
+        assert_same_bits(moved.experts, rounded.experts)
+        np.testing.assert_allclose(moved.weights, rounded.weights, rtol=1e-5, atol=1e-7)
