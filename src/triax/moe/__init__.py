@@ -1,4 +1,4 @@
-"""MoE routing: the choice of experts, tokens to their experts and back, with gradients, at the speed of memory."""
+"""MoE routing: experts chosen, tokens sent there and back, with gradients, at memory's speed."""
 
 from triax.moe.chunks.api import Sorted as Sorted
 from triax.moe.chunks.api import sort_chunks_by_index as sort_chunks_by_index

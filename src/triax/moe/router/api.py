@@ -85,12 +85,12 @@ def route(
             f"Argument `normalize` must be a bool; got {normalize!r} of type "
             f"{type(normalize).__name__}."
         )
-    num_groups, top_groups = _check_groups(num_experts, num_groups, top_groups)
+    num_groups, top_groups = check_groups(num_experts, num_groups, top_groups)
     spec = RouterSpec(
-        top_k=_check_top_k("top_k", top_k, num_experts // num_groups * top_groups, num_groups > 1),
+        top_k=check_top_k("top_k", top_k, num_experts // num_groups * top_groups, num_groups > 1),
         score=score,
         normalize=bool(normalize),
-        scale=_check_scale("scale", scale),
+        scale=check_scale("scale", scale),
         num_groups=num_groups,
         top_groups=top_groups,
     )
@@ -132,6 +132,7 @@ def check_logits(logits: Any) -> jax.Array:
 
 
 def check_bias(name: str, bias: Any, num_experts: int) -> jax.Array:
+    """Returns a float bias [experts]."""
     bias = arguments.array(name, bias, ("experts",), jnp.floating)
     if bias.shape[0] != num_experts:
         raise ArgumentValueError(
@@ -141,39 +142,44 @@ def check_bias(name: str, bias: Any, num_experts: int) -> jax.Array:
     return bias
 
 
-def _check_groups(
-    num_experts: int, num_groups: int | None, top_groups: int | None
+def check_groups(
+    num_experts: int,
+    num_groups: int | None,
+    top_groups: int | None,
+    names: tuple[str, str] = ("num_groups", "top_groups"),
 ) -> tuple[int, int]:
+    """Returns how many groups there are and are chosen from; 1 and 1 where all are."""
     if (num_groups is None) != (top_groups is None):
-        given, missing = ("num_groups", "top_groups")[:: 1 if top_groups is None else -1]
+        given, missing = names[:: 1 if top_groups is None else -1]
         raise ArgumentValueError(
             f"Argument `{given}` is given and `{missing}` is not. Give both, or none for a choice "
             "from all experts."
         )
     if num_groups is None:
         return 1, 1
-    num_groups = arguments.integer("num_groups", num_groups, 1)
-    top_groups = arguments.integer("top_groups", top_groups, 1)
+    num_groups = arguments.integer(names[0], num_groups, 1)
+    top_groups = arguments.integer(names[1], top_groups, 1)
     if num_experts % num_groups:
         raise ArgumentValueError(
-            f"Argument `num_groups` must divide the {num_experts} experts of `logits` into equal "
+            f"Argument `{names[0]}` must divide the {num_experts} experts of `logits` into equal "
             f"groups; got {num_groups}."
         )
     if top_groups > num_groups:
         raise ArgumentValueError(
-            f"Argument `top_groups` must be at most `num_groups`, {num_groups}; got {top_groups}."
+            f"Argument `{names[1]}` must be at most `{names[0]}`, {num_groups}; got {top_groups}."
         )
     if top_groups == num_groups:  # all groups: no limit
         return 1, 1
     if num_experts // num_groups < 2:
         raise ArgumentValueError(
-            f"Argument `num_groups` must leave each group two of the {num_experts} experts of "
+            f"Argument `{names[0]}` must leave each group two of the {num_experts} experts of "
             f"`logits` at least, whose scores are the group's; got {num_groups}."
         )
     return num_groups, top_groups
 
 
-def _check_top_k(name: str, top_k: Any, most: int, grouped: bool) -> int:
+def check_top_k(name: str, top_k: Any, most: int, grouped: bool = False) -> int:
+    """Returns a number of choices, of which there are `most`."""
     top_k = arguments.integer(name, top_k, 1)
     if top_k > most:
         there_are = f"{most} experts of the chosen groups" if grouped else f"{most} experts"
@@ -183,7 +189,8 @@ def _check_top_k(name: str, top_k: Any, most: int, grouped: bool) -> int:
     return top_k
 
 
-def _check_scale(name: str, scale: Any) -> float:
+def check_scale(name: str, scale: Any) -> float:
+    """Returns a finite Python number."""
     number = isinstance(scale, (int, float, np.integer, np.floating))
     if not number or isinstance(scale, (bool, np.bool_)):
         raise ArgumentTypeError(

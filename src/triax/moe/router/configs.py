@@ -7,7 +7,6 @@ import dataclasses
 from triax.moe.blocks import power_of_two
 
 MAX_EXPERTS = 1024
-_ELEMENTS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +31,9 @@ class RouterSpec:
 class RouteConfig:
     """One program routes `block_tokens` tokens, whose rows of logits it holds in registers.
 
-    One warp, so that no row is spread over several and maxima need no shared memory; and up to
-    32 logits for each of its threads. Nothing depends on the number of tokens.
+    One warp, so that no row is spread over several and maxima need no shared memory. How many
+    tokens, was measured on an H200. Nothing depends on their number, so that a new one compiles
+    nothing.
     """
 
     block_tokens: int
@@ -43,14 +43,30 @@ class RouteConfig:
     num_warps: int = 1
 
     @classmethod
-    def heuristic(cls, num_experts: int, top_k: int, num_groups: int = 1) -> RouteConfig:
-        groups = power_of_two(num_groups)
-        size = power_of_two(num_experts // num_groups)
-        slots = power_of_two(top_k)
-        tokens = max(1, _ELEMENTS // max(groups * size, 2 * slots))
-        return cls(min(tokens, 32), groups, size, slots)
+    def for_choice(
+        cls, num_experts: int, top_k: int, num_groups: int, exact: bool, by_score: bool
+    ) -> RouteConfig:
+        """For `route`: few tokens, except where short keys are exact and little else is kept."""
+        groups, size = power_of_two(num_groups), power_of_two(num_experts // num_groups)
+        tokens = _tokens(groups * size, top_k, 1024 if exact else 256)
+        if groups * size == 256 and not by_score:
+            tokens = max(tokens, 2)
+        return cls(tokens, groups, size, power_of_two(top_k))
 
-    @property
-    def bits(self) -> int:
-        """What it takes to write down a place in a row."""
-        return (self.block_groups * self.block_size).bit_length() - 1
+    @classmethod
+    def for_gradient(cls, num_experts: int, top_k: int, reads_rows: bool) -> RouteConfig:
+        """For its gradient, which holds less, and reads whole rows or only writes them."""
+        size = power_of_two(num_experts)
+        tokens = _tokens(size, top_k, 512 if reads_rows else 1024)
+        return cls(tokens, 1, size, power_of_two(top_k))
+
+
+def place_bits(num_experts: int, num_groups: int) -> int:
+    """The bits of a place in a row, in which groups begin at multiples of a power of two."""
+    places = power_of_two(num_groups) * power_of_two(num_experts // num_groups)
+    return places.bit_length() - 1
+
+
+def _tokens(block: int, top_k: int, elements: int) -> int:
+    """How many rows of `block` logits, and of `top_k` choices, are about `elements`."""
+    return min(max(1, elements // max(block, 2 * power_of_two(top_k))), 32)

@@ -4,13 +4,15 @@ A row of logits becomes a row of integer keys, each of which holds the order of 
 upper bits and its place in the row in its lower ones: the earlier, the larger. So keys are
 unique, the largest is the first of the best, and the next is the largest below it. Where the
 order does not fit into 32 bits beside the place, its lowest bits are left out; only where two
-of the chosen are equal but for these, the choice is made again with keys of 64 bits.
+of the chosen are equal but for these, the choice is made again from all bits.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 _SMALLEST = tl.constexpr(-(2**31))
+_MOST_UNROLLED = tl.constexpr(16)
 
 
 @triton.jit
@@ -46,6 +48,13 @@ def _largest_below(keys, last):
 
 
 @triton.jit
+def _follow(keys, best, BITS: tl.constexpr):
+    """The next best keys, and 1 where all but their lowest BITS are those of the best."""
+    following = _largest_below(keys, best)
+    return following, (((best ^ following) >> BITS) == 0).to(tl.int32)
+
+
+@triton.jit
 def _choose(
     order,
     place,
@@ -53,40 +62,53 @@ def _choose(
     TOP_K: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BITS: tl.constexpr,
-    EXACT: tl.constexpr,
     MORE: tl.constexpr,
 ):
     """The places of the `TOP_K` greatest of each row, [rows, BLOCK_SLOTS], best first.
 
-    EXACT promises that the lowest BITS + 1 bits of all orders hold nothing. MORE is whether there
-    are more than TOP_K to choose from.
+    And whether the lowest BITS + 1 bits of an order, which are left out, could change that. MORE
+    is whether there are more than TOP_K to choose from.
     """
     LAST: tl.constexpr = 2**BITS - 1
     slot = tl.arange(0, BLOCK_SLOTS)[None, :]
-    # Below all keys, and no further from any than 2**31.
+    # What is not eligible is below all keys, and no further from any than 2**31.
     keys = tl.where(eligible, ((order >> (BITS + 1)) << BITS) | (LAST - place), -(2**30) - 1)
     best = tl.max(keys, 1)
     chosen = tl.zeros([order.shape[0], BLOCK_SLOTS], tl.int32)
     alike = tl.zeros([order.shape[0]], tl.int32)
+    if TOP_K <= _MOST_UNROLLED:
+        for k in tl.static_range(TOP_K):
+            chosen = tl.where(slot == k, best[:, None], chosen)
+            best, same = _follow(keys, best, BITS)
+            alike |= same & (MORE or k + 1 < TOP_K)
+    else:
+        for k in range(TOP_K):
+            chosen = tl.where(slot == k, best[:, None], chosen)
+            best, same = _follow(keys, best, BITS)
+            alike |= same & (MORE | (k + 1 < TOP_K))
+    return LAST - (chosen & LAST), tl.max(alike, 0) != 0
+
+
+@triton.jit
+def _choose_by_all_bits(order, place, eligible, TOP_K: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
+    """As `_choose`, in two steps: the greatest order, and the first place that has it."""
+    BLOCK: tl.constexpr = order.shape[1]
+    slot = tl.arange(0, BLOCK_SLOTS)[None, :]
+    chosen = tl.zeros([order.shape[0], BLOCK_SLOTS], tl.int32)
+    left = tl.where(eligible, tl.maximum(order, _SMALLEST + 1), _SMALLEST)
     for k in range(TOP_K):
-        chosen = tl.where(slot == k, best[:, None], chosen)
-        following = _largest_below(keys, best)
-        if not EXACT:
-            alike |= (((best ^ following) >> BITS) == 0).to(tl.int32) & (MORE | (k + 1 < TOP_K))
-        best = following
-    chosen = LAST - (chosen & LAST)
-    if not EXACT:
-        if tl.max(alike, 0) != 0:
-            left_out = (2 << BITS) - 1
-            if tl.max(tl.max(tl.where(order < 0, ~order, order) & left_out, 1), 0) != 0:
-                wide = (order.to(tl.int64) << BITS) | (LAST - place)
-                wide = tl.where(eligible, wide, -(2**62))
-                for k in range(TOP_K):
-                    largest = tl.max(wide, 1)[:, None]
-                    at = LAST - (largest.to(tl.int32) & LAST)
-                    chosen = tl.where(slot == k, at, chosen)
-                    wide = tl.where(wide == largest, -(2**62), wide)
+        greatest = tl.max(left, 1)[:, None]
+        first = tl.min(tl.where(left == greatest, place, BLOCK), 1)[:, None]
+        chosen = tl.where(slot == k, first, chosen)
+        left = tl.where(place == first, _SMALLEST, left)
     return chosen
+
+
+@triton.jit
+def _two_best(first, second, other_first, other_second):
+    """The two greatest of two pairs, each in descending order."""
+    second = tl.maximum(second, other_second)
+    return tl.maximum(first, other_first), tl.maximum(tl.minimum(first, other_first), second)
 
 
 @triton.jit
@@ -99,19 +121,24 @@ def _kept_groups(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Whether each place is in one of the groups whose GROUP_BEST greatest have the largest sums."""
+    """Whether each place is in a group that counts: its GROUP_BEST greatest have a large sum."""
     BLOCK_TOKENS: tl.constexpr = order.shape[0]
     left = tl.where(known, order, _SMALLEST)
     left = tl.reshape(left, [BLOCK_TOKENS, BLOCK_GROUPS, BLOCK_SIZE])
-    total = tl.zeros([BLOCK_TOKENS, BLOCK_GROUPS], tl.float32)
-    missing = tl.full([BLOCK_TOKENS, BLOCK_GROUPS], GROUP_BEST, tl.int32)
-    for _ in range(GROUP_BEST):
-        best = tl.max(left, 2)
-        equal = left == best[:, :, None]
-        taken = tl.minimum(tl.sum(equal.to(tl.int32), 2), missing)
-        total += tl.where(taken > 0, _value(best) * taken.to(tl.float32), 0.0)
-        missing -= taken
-        left = tl.where(equal, _SMALLEST, left)
+    if GROUP_BEST == 2:
+        below_all = tl.full(left.shape, -(2**31), tl.int32)
+        greatest, second = tl.reduce((left, below_all), 2, _two_best)
+        total = _value(greatest) + _value(second)
+    else:
+        total = tl.zeros([BLOCK_TOKENS, BLOCK_GROUPS], tl.float32)
+        missing = tl.full([BLOCK_TOKENS, BLOCK_GROUPS], GROUP_BEST, tl.int32)
+        for _ in range(GROUP_BEST):
+            best = tl.max(left, 2)
+            equal = left == best[:, :, None]
+            taken = tl.minimum(tl.sum(equal.to(tl.int32), 2), missing)
+            total += tl.where(taken > 0, _value(best) * taken.to(tl.float32), 0.0)
+            missing -= taken
+            left = tl.where(equal, _SMALLEST, left)
     group = tl.broadcast_to(tl.arange(0, BLOCK_GROUPS)[None, :], [BLOCK_TOKENS, BLOCK_GROUPS])
     rank = tl.where(group < NUM_GROUPS, _order(_choosable(total)), _SMALLEST)
     kept = tl.zeros([BLOCK_TOKENS, BLOCK_GROUPS], tl.int32)
@@ -125,10 +152,23 @@ def _kept_groups(
 
 
 @triton.jit
-def _softmax_parts(logits, best):
-    """exp(logits - best), and its sum over each row."""
-    parts = tl.exp(logits - best[:, None])
+def _softmax_parts(logits, most):
+    """exp(logits - most), and its sum over each row."""
+    parts = libdevice.fast_expf(logits - most[:, None])
     return parts, tl.sum(parts, 1)
+
+
+@triton.jit
+def _order_of_scores(logits, most, total, bias_ptr, expert, known, SOFTMAX: tl.constexpr):
+    """The order of each logit's score, plus its expert's bias where there is one."""
+    if SOFTMAX:
+        scores = libdevice.fast_dividef(_softmax_parts(logits, most)[0], total[:, None])
+    else:
+        scores = libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-logits))
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
+        scores += bias[None, :]
+    return _order(_choosable(scores))
 
 
 @triton.jit
@@ -177,19 +217,14 @@ def _route_kernel(
 
     order = _order(logits)
     BY_SCORE: tl.constexpr = bias_ptr is not None or (NUM_GROUPS > 1 and not GROUP_BY_LOGITS)
+    most = tl.zeros([BLOCK_TOKENS], tl.float32)
+    total = tl.zeros([BLOCK_TOKENS], tl.float32)
     if SOFTMAX and (BY_SCORE or not NORMALIZE):
         most = _value(tl.max(order, 1))
-        parts, total = _softmax_parts(logits, most)
+        total = _softmax_parts(logits, most)[1]
     by_score = order
     if BY_SCORE:
-        if SOFTMAX:
-            scores = parts / total[:, None]
-        else:
-            scores = _sigmoid(logits)
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
-            scores += bias[None, :]
-        by_score = _order(_choosable(scores))
+        by_score = _order_of_scores(logits, most, total, bias_ptr, expert, known, SOFTMAX)
     if NUM_GROUPS > 1:
         eligible &= _kept_groups(
             by_score, eligible, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, BLOCK_GROUPS, BLOCK_SIZE
@@ -197,7 +232,18 @@ def _route_kernel(
     if bias_ptr is not None:
         order = by_score
     MORE: tl.constexpr = TOP_K < NUM_EXPERTS
-    chosen = _choose(order, place, eligible, TOP_K, BLOCK_SLOTS, BITS, EXACT, MORE)
+    chosen, alike = _choose(order, place, eligible, TOP_K, BLOCK_SLOTS, BITS, MORE)
+    if not EXACT:
+        if alike:
+            # Read and computed again: kept, they would take the registers of half the programs.
+            logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+            order = _order(logits)
+            if bias_ptr is not None:
+                order = _order_of_scores(logits, most, total, bias_ptr, expert, known, SOFTMAX)
+            # As the float's own bits, which are empty where logits were computed in bfloat16.
+            left_out = (order ^ (order >> 31)) & ((2 << BITS) - 1)
+            if tl.max(tl.max(left_out, 1), 0) != 0:
+                chosen = _choose_by_all_bits(order, place, eligible, TOP_K, BLOCK_SLOTS)
     if BLOCK_GROUPS > 1 and BLOCK_SIZE != GROUP_SIZE:
         chosen = chosen // BLOCK_SIZE * GROUP_SIZE + chosen % BLOCK_SIZE
 
@@ -271,7 +317,7 @@ def _route_grad_kernel(
             total = tl.sum(scores, 1) + 1e-20
             mean = tl.sum(gradient * scores, 1) / total
             gradient = (gradient - mean[:, None]) / total[:, None]
-        d_taken = scale * gradient * scores * (1 - scores)
+        d_taken = scale * gradient * scores * _sigmoid(-taken)
     dtype = d_logits_ptr.dtype.element_ty
     tl.store(d_logits_ptr + everywhere, rest.to(dtype), mask=mask)
     tl.debug_barrier()  # the chosen ones' gradients are written over what stands there

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.bridge.call import triton_call
-from triax.moe.router.configs import RouteConfig, RouterSpec
+from triax.moe.router.configs import RouteConfig, RouterSpec, place_bits
 from triax.moe.router.reference import Routed
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -21,9 +21,12 @@ def route(
     from triax.moe.router.kernels import _route_kernel
 
     num_tokens, num_experts = logits.shape
-    config = RouteConfig.heuristic(num_experts, spec.top_k, spec.num_groups)
+    bits = place_bits(num_experts, spec.num_groups)
     # The order of a small float, as float32, leaves the lowest bits empty.
     order_bits = {"bfloat16": 16, "float16": 19}.get(logits.dtype.name, 32)
+    exact = bias is None and order_bits + bits <= _KEY_BITS
+    by_score = bias is not None or spec.num_groups > 1
+    config = RouteConfig.for_choice(num_experts, spec.top_k, spec.num_groups, exact, by_score)
     shape = (num_tokens, spec.top_k)
     weights, experts = triton_call(
         logits,
@@ -46,12 +49,12 @@ def route(
         TOP_GROUPS=spec.top_groups,
         GROUP_BEST=spec.group_best,
         GROUP_BY_LOGITS=spec.group_by_logits,
-        EXACT=bias is None and order_bits + config.bits <= _KEY_BITS,
+        EXACT=exact,
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_GROUPS=config.block_groups,
         BLOCK_SIZE=config.block_size,
         BLOCK_SLOTS=config.block_slots,
-        BITS=config.bits,
+        BITS=bits,
     )
     return Routed(weights, experts)
 
@@ -68,7 +71,8 @@ def route_grad(
     from triax.moe.router.kernels import _route_grad_kernel
 
     num_tokens, num_experts = logits.shape
-    config = RouteConfig.heuristic(num_experts, spec.top_k)
+    reads_rows = spec.score == "softmax" and not spec.normalize
+    config = RouteConfig.for_gradient(num_experts, spec.top_k, reads_rows)
     d_logits: jax.Array = triton_call(
         logits,
         experts,

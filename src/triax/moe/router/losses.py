@@ -12,9 +12,7 @@ from triax.moe import arguments
 from triax.moe.router.api import SCORES, check_logits
 
 
-def load_balancing_loss(
-    logits: Any, group_counts: Any, *, score: str = "softmax"
-) -> jax.Array:
+def load_balancing_loss(logits: Any, group_counts: Any, *, score: str = "softmax") -> jax.Array:
     """How unevenly experts are used: 1 where all get the same share, and more the less they do.
 
         plan = moe.make_plan(experts, num_experts)

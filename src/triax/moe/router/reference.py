@@ -72,7 +72,9 @@ def route_grad_reference(
     logits: jax.Array, experts: jax.Array, gradient: jax.Array, *, spec: RouterSpec
 ) -> jax.Array:
     """The gradient of the logits, from that of the weights."""
-    (d_logits,) = jax.vjp(lambda logits: weigh_reference(logits, experts, spec), logits)[1](gradient)
+    (d_logits,) = jax.vjp(lambda logits: weigh_reference(logits, experts, spec), logits)[1](
+        gradient
+    )
     return d_logits
 
 

@@ -15,10 +15,12 @@ from triax.moe.router.configs import RouterSpec
 from triax.moe.router.reference import Routed
 
 
-def _saved(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _saved(logits: jax.Array, experts: jax.Array, *more: jax.Array) -> tuple[jax.Array, ...]:
     # Residuals that are inputs, JAX does not save but looks up among the inputs; inside `scan`,
-    # under a second derivative, it looks in the wrong place. A named value is no input.
-    return tuple(checkpoint_name(array, "triax_residual") for array in arrays)
+    # under a second derivative, it looks in the wrong place. A named value is no input. Experts
+    # have the name of the result, so that a policy that keeps it saves choosing again.
+    others = [checkpoint_name(array, "triax_residual") for array in (logits, *more)]
+    return others[0], checkpoint_name(experts, "triax_routing"), *others[1:]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -1,4 +1,4 @@
-"""TransformerEngine's MoE permutation by its names, on Triax's plans and moves.
+"""TransformerEngine's MoE permutation and router by its names, on Triax's plans, moves and router.
 
 The functions take TransformerEngine's arguments and return its results, in its order, so that
 
@@ -12,8 +12,11 @@ token's experts end, but the map has to be written and read: pass `top_k` where 
 `pure_jax_token_dispatch` and `pure_jax_token_combine` take expert ids in place of a map. Here they
 are the same plans and moves, and run the same kernels on CUDA.
 
-New programs are better served by `triax.moe.make_plan`, `permute` and `unpermute`, which never
-read anything as wide as the experts.
+`fused_topk_with_score_function`, `fused_moe_aux_loss`, `ScoreFunction` and `RoutingMapFormat` stand
+where ``from transformer_engine.jax.router import …`` stood.
+
+New programs are better served by `triax.moe.route`, `make_plan`, `permute` and `unpermute`, which
+read nothing as wide as the experts but the logits.
 
 What differs from TransformerEngine, on purpose:
 
@@ -36,6 +39,8 @@ What differs from TransformerEngine, on purpose:
 - `pure_jax_token_combine` sums in float32 or wider and rounds once.
 - `routing_map_to_selected_experts` takes the first `topk` experts of a token, and where there are
   fewer fills up with -1, not routed, and weight zero. There it fills up with other experts.
+- Of equal scores the lowest expert is chosen first, as by `jax.lax.top_k`. Scores are computed in
+  float32 whatever the logits are, and those for the auxiliary loss come back in it.
 - What is wrong with an argument is told by an exception that names it, not by an assertion.
 """
 
@@ -49,10 +54,20 @@ from triax.moe.transformer_engine.ids import (
 from triax.moe.transformer_engine.maps import Dispatched as Dispatched
 from triax.moe.transformer_engine.maps import token_combine as token_combine
 from triax.moe.transformer_engine.maps import token_dispatch as token_dispatch
+from triax.moe.transformer_engine.router import RoutingMapFormat as RoutingMapFormat
+from triax.moe.transformer_engine.router import ScoreFunction as ScoreFunction
+from triax.moe.transformer_engine.router import fused_moe_aux_loss as fused_moe_aux_loss
+from triax.moe.transformer_engine.router import (
+    fused_topk_with_score_function as fused_topk_with_score_function,
+)
 
 __all__ = [
     "Dispatched",
     "PureJaxPermState",
+    "RoutingMapFormat",
+    "ScoreFunction",
+    "fused_moe_aux_loss",
+    "fused_topk_with_score_function",
     "pure_jax_token_combine",
     "pure_jax_token_dispatch",
     "routing_map_to_selected_experts",

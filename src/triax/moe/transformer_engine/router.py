@@ -1,0 +1,185 @@
+"""TransformerEngine's router by its names: dense probabilities and masks, made of `route`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge.errors import ArgumentValueError
+from triax.moe import arguments
+from triax.moe.router import api
+from triax.moe.router.configs import RouterSpec
+from triax.moe.router.losses import normalized_scores
+
+
+class ScoreFunction(enum.IntEnum):
+    """How logits become scores."""
+
+    SIGMOID = 0
+    SOFTMAX = 1
+
+
+class RoutingMapFormat(enum.IntEnum):
+    """What a routing map is: BYTEMAP, bool [tokens, experts]; BITMAP_U8, eight experts a byte."""
+
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+def fused_topk_with_score_function(
+    logits: Any,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int = -1,
+    group_topk: int = -1,
+    scaling_factor: float = 1.0,
+    score_function: str | ScoreFunction = ScoreFunction.SOFTMAX,
+    expert_bias: Any = None,
+    compute_aux_scores: bool = False,
+    routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses each token's experts: their probabilities, zeros elsewhere, and a mask.
+
+        probs, routing_map = fused_topk_with_score_function(logits, topk=8)
+
+    `triax.moe.route` gives the same as [tokens, top_k], which is all that `make_plan` and
+    `unpermute` read. Here as there, softmax weights sum up to `scaling_factor` unless
+    `use_pre_softmax`, and so do sigmoids, unless there is one only.
+
+    With groups, each token chooses from its `group_topk` best; a group's score is the sum of its
+    ``topk // group_topk`` best, of logits for a softmax that comes after the choice.
+
+    Args:
+      logits: float [tokens, experts].
+      topk: experts per token.
+      use_pre_softmax: the softmax is over all experts, before the choice; else over the chosen.
+      num_groups, group_topk: how many groups there are, and are chosen from; without groups
+        where one of them is not positive.
+      scaling_factor: what probabilities are multiplied by.
+      score_function: "softmax", "sigmoid", or a `ScoreFunction`.
+      expert_bias: float [experts], takes part in the choice alone; only with "sigmoid".
+      compute_aux_scores: gives, in place of all this, what the auxiliary loss wants: the scores of
+        all experts, float32, which sum up to 1 for each token, and the mask of the `topk` best.
+      routing_map_format: "bytemap", "bitmap_u8", or a `RoutingMapFormat`.
+      implementation: as for `triax.moe.route`.
+
+    Returns:
+      probs: [tokens, experts] in the dtype of `logits`.
+      routing_map: bool [tokens, experts], or uint8 [tokens, ceil(experts / 8)] with the first
+        expert in the lowest bit.
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: an argument has the wrong shape or is out of its range.
+    """
+    logits = api.check_logits(logits)
+    num_experts = logits.shape[1]
+    function = _as_enum("score_function", score_function, ScoreFunction)
+    map_format = _as_enum("routing_map_format", routing_map_format, RoutingMapFormat)
+    score = function.name.lower()
+    if compute_aux_scores:
+        topk = api.check_top_k("topk", topk, num_experts)
+        experts = api.route_by_spec(logits, None, RouterSpec(topk), implementation).experts
+        scores = normalized_scores(logits.astype(jnp.float32), score)
+        return scores, _routing_map(experts, num_experts, map_format)
+    if expert_bias is not None:
+        if function is not ScoreFunction.SIGMOID:
+            raise ArgumentValueError(
+                f"Argument `expert_bias` needs score_function='sigmoid'; got {score!r}. "
+                "`triax.moe.route` takes a bias with both."
+            )
+        expert_bias = api.check_bias("expert_bias", expert_bias, num_experts)
+    grouped = num_groups > 0 and group_topk > 0
+    if grouped:
+        num_groups, group_topk = api.check_groups(
+            num_experts, num_groups, group_topk, names=("num_groups", "group_topk")
+        )
+    else:
+        num_groups = group_topk = 1
+    most = num_experts // num_groups * group_topk
+    topk = api.check_top_k("topk", topk, most, grouped=num_groups > 1)
+    group_best = topk // group_topk
+    if num_groups > 1 and not group_best:
+        raise ArgumentValueError(
+            f"Argument `topk` must be at least `group_topk`, {group_topk}, for a group's score is "
+            f"the sum of its topk // group_topk best; got {topk}."
+        )
+    softmax = function is ScoreFunction.SOFTMAX
+    spec = RouterSpec(
+        top_k=topk,
+        score=score,
+        normalize=not use_pre_softmax if softmax else topk > 1,
+        scale=api.check_scale("scaling_factor", scaling_factor),
+        num_groups=num_groups,
+        top_groups=group_topk,
+        group_best=group_best,
+        group_by_logits=softmax and not use_pre_softmax,
+    )
+    weights, experts = api.route_by_spec(logits, expert_bias, spec, implementation)
+    token = jnp.arange(logits.shape[0])[:, None]
+    probs = (
+        jnp.zeros_like(logits)
+        .at[token, experts]
+        .set(weights.astype(logits.dtype), unique_indices=True)
+    )
+    return probs, _routing_map(experts, num_experts, map_format)
+
+
+def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: float) -> jax.Array:
+    """The load-balancing loss, of scores and the tokens that each expert got.
+
+    ``experts * coeff / (topk * tokens**2) * sum(sum(probs, axis=0) * tokens_per_expert)``: `coeff`
+    times `triax.moe.load_balancing_loss`.
+
+    Args:
+      probs: float [tokens, experts], from `compute_aux_scores`.
+      tokens_per_expert: integer [experts].
+      topk: experts per token.
+      coeff: what the loss is multiplied by.
+
+    Returns:
+      [] in the dtype of `probs`; 0 without tokens.
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: an argument has the wrong shape or is out of its range.
+    """
+    probs = arguments.array("probs", probs, ("tokens", "experts"), jnp.floating)
+    num_tokens, num_experts = probs.shape
+    kind = jnp.integer
+    counts = arguments.array("tokens_per_expert", tokens_per_expert, ("experts",), kind)
+    if counts.shape[0] != num_experts:
+        raise ArgumentValueError(
+            f"Argument `tokens_per_expert` must have one count for each of the {num_experts} "
+            f"experts of `probs`; got shape {counts.shape}."
+        )
+    topk = arguments.integer("topk", topk, 1)
+    coeff = api.check_scale("coeff", coeff)
+    wider = jnp.promote_types(probs.dtype, jnp.float32)
+    mean = jnp.sum(probs, axis=0, dtype=wider) / max(num_tokens, 1)
+    share = counts.astype(wider) / max(num_tokens * topk, 1)
+    return (num_experts * coeff * jnp.sum(mean * share)).astype(probs.dtype)
+
+
+def _routing_map(experts: jax.Array, num_experts: int, map_format: RoutingMapFormat) -> jax.Array:
+    token = jnp.arange(experts.shape[0])[:, None]
+    mask = jnp.zeros((experts.shape[0], num_experts), jnp.bool_).at[token, experts].set(True)
+    if map_format is RoutingMapFormat.BITMAP_U8:
+        return jnp.packbits(mask, axis=1, bitorder="little")
+    return mask
+
+
+def _as_enum(name: str, value: Any, kind: type[Any]) -> Any:
+    """A member of `kind`, from itself, its name in any case, or its number."""
+    try:
+        return kind[value.upper()] if isinstance(value, str) else kind(value)
+    except (KeyError, ValueError):
+        names = ", ".join(repr(member.name.lower()) for member in kind)
+        raise ArgumentValueError(
+            f"Argument `{name}` must be one of {names}, or a {kind.__name__}; got {value!r}."
+        ) from None

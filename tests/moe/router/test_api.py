@@ -1,0 +1,104 @@
+"""What route and the losses refuse, and in which words."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from triax import moe
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+
+LOGITS = jnp.zeros((4, 12))
+WRONG = [
+    ({"logits": [[1.0, 2.0]]}, ArgumentTypeError, "`logits` must be an array of shape"),
+    ({"logits": jnp.zeros(12)}, ArgumentValueError, "must have shape [tokens, experts]; got (12,)"),
+    ({"logits": jnp.zeros((4, 12), int)}, ArgumentTypeError, "must have a floating-point dtype"),
+    ({"logits": jnp.zeros((4, 0))}, ArgumentValueError, "at least one expert; got shape (4, 0)"),
+    ({"top_k": 0}, ArgumentValueError, "`top_k` must be at least 1"),
+    (
+        {"top_k": 13},
+        ArgumentValueError,
+        "must be at most the 12 experts of `logits`; got 13",
+    ),
+    ({"top_k": 2.0}, ArgumentTypeError, "`top_k` must be an int"),
+    (
+        {"score": "relu"},
+        ArgumentValueError,
+        "`score` must be one of 'softmax', 'sigmoid'; got 'relu'",
+    ),
+    ({"normalize": 1}, ArgumentTypeError, "`normalize` must be a bool; got 1"),
+    ({"scale": jnp.ones(())}, ArgumentTypeError, "`scale` must be a Python number"),
+    ({"scale": float("inf")}, ArgumentValueError, "`scale` must be finite; got inf"),
+    ({"bias": jnp.zeros(11)}, ArgumentValueError, "one value for each of the 12 experts"),
+    ({"bias": jnp.zeros(12, int)}, ArgumentTypeError, "`bias` must have a floating-point dtype"),
+    ({"num_groups": 4}, ArgumentValueError, "`num_groups` is given and `top_groups` is not"),
+    ({"top_groups": 4}, ArgumentValueError, "`top_groups` is given and `num_groups` is not"),
+    ({"num_groups": 5, "top_groups": 1}, ArgumentValueError, "must divide the 12 experts"),
+    ({"num_groups": 4, "top_groups": 5}, ArgumentValueError, "at most `num_groups`, 4; got 5"),
+    ({"num_groups": 4, "top_groups": 0}, ArgumentValueError, "`top_groups` must be at least 1"),
+    ({"num_groups": 12, "top_groups": 3}, ArgumentValueError, "must leave each group two"),
+    (
+        {"num_groups": 4, "top_groups": 1, "top_k": 4},
+        ArgumentValueError,
+        "at most the 3 experts of the chosen groups of `logits`; got 4",
+    ),
+    ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
+    (
+        {"logits": jnp.zeros((1, 1025)), "implementation": "interpret"},
+        ArgumentValueError,
+        "at most 1024 experts for the kernel; got 1025",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_what_is_wrong_is_named(change, error, text):
+    arguments = {"logits": LOGITS, "top_k": 2, **change}
+    with pytest.raises(error) as caught:
+        moe.route(**arguments)
+    assert text in str(caught.value)
+
+
+def test_all_groups_are_no_limit():
+    """Also where each group has one expert only, and has no two best."""
+    logits = jnp.arange(12.0)[None]
+    routed = moe.route(logits, 3, num_groups=12, top_groups=12)
+    assert routed.experts.tolist() == [[11, 10, 9]]
+
+
+def test_more_experts_than_the_kernel_takes():
+    routed = moe.route(jnp.arange(1500.0)[None], 2)
+    assert routed.experts.tolist() == [[1499, 1498]]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            functools.partial(moe.load_balancing_loss, LOGITS, jnp.zeros(11, int)),
+            ArgumentValueError,
+            "one count for each of the 12 experts of `logits`; got shape (11,)",
+        ),
+        (
+            functools.partial(moe.load_balancing_loss, LOGITS, jnp.zeros(12)),
+            ArgumentTypeError,
+            "`group_counts` must have an integer dtype",
+        ),
+        (
+            functools.partial(moe.load_balancing_loss, LOGITS, jnp.zeros(12, int), score="tanh"),
+            ArgumentValueError,
+            "`score` must be one of 'softmax', 'sigmoid'; got 'tanh'",
+        ),
+        (
+            functools.partial(moe.router_z_loss, jnp.zeros(3)),
+            ArgumentValueError,
+            "`logits` must have shape [tokens, experts]; got (3,)",
+        ),
+    ],
+)
+def test_what_losses_refuse(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)

@@ -1,0 +1,142 @@
+"""TransformerEngine's router names against what its documentation tells, written in plain JAX."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from triax import moe
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe import transformer_engine as te
+
+PATHS = ["xla", "interpret"]
+TOKENS, EXPERTS = 20, 16
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * 2, jnp.float32)
+
+
+def dense(
+    logits, topk, pre=False, groups=-1, group_topk=-1, factor=1.0, score="softmax", bias=None
+):
+    """The documented steps, one after the other: score, bias, groups, top-k, softmax, scale."""
+    scores = logits
+    if score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    elif pre:
+        scores = jax.nn.softmax(logits)
+    choice = scores if bias is None else scores + bias
+    if groups > 0 and group_topk > 0:
+        grouped = choice.reshape(len(logits), groups, -1)
+        sums = jax.lax.top_k(grouped, topk // group_topk)[0].sum(2)
+        kept = jax.nn.one_hot(jax.lax.top_k(sums, group_topk)[1], groups).sum(1) > 0
+        choice = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(logits.shape)
+    chosen = jax.nn.one_hot(jax.lax.top_k(choice, topk)[1], logits.shape[1]).sum(1) > 0
+    if score == "softmax" and not pre:
+        probs = jax.nn.softmax(jnp.where(chosen, scores, -jnp.inf))
+    else:
+        probs = jnp.where(chosen, scores, 0)
+        if score == "sigmoid" and topk > 1:
+            probs = probs / probs.sum(1, keepdims=True)
+    return probs * factor, chosen
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("grouped", [{}, {"num_groups": 4, "group_topk": 2}], ids=["all", "groups"])
+@pytest.mark.parametrize("kind", ["softmax", "pre", "sigmoid", "bias"])
+def test_probs_and_map(kind, grouped, topk, implementation):
+    if grouped:
+        topk *= 2  # a group's score is that of its topk // group_topk best: one, or four
+    logits = draw(0, TOKENS, EXPERTS)
+    bias = draw(1, EXPERTS) * 0.1 if kind == "bias" else None
+    pre, score = kind == "pre", "sigmoid" if kind in ("sigmoid", "bias") else "softmax"
+    d_probs = draw(2, TOKENS, EXPERTS)
+
+    def ours(logits):
+        return te.fused_topk_with_score_function(
+            logits, topk, pre, scaling_factor=1.2, score_function=score, expert_bias=bias,
+            implementation=implementation, **grouped,
+        )  # fmt: skip
+
+    def theirs(logits):
+        groups = (grouped["num_groups"], grouped["group_topk"]) if grouped else (-1, -1)
+        return dense(logits, topk, pre, *groups, 1.2, score, bias)
+
+    results = []
+    for function in (ours, theirs):
+        (probs, chosen), pull = jax.vjp(jax.jit(function), logits)
+        none = np.zeros(chosen.shape, jax.dtypes.float0)
+        results.append((probs, chosen, pull((d_probs, none))[0]))
+    (probs, chosen, d_logits), (e_probs, e_chosen, e_d_logits) = results
+    assert chosen.dtype == jnp.bool_
+    np.testing.assert_array_equal(chosen, e_chosen)
+    np.testing.assert_array_equal(np.asarray(probs) != 0, e_chosen)
+    np.testing.assert_allclose(probs, e_probs, rtol=2e-6)
+    np.testing.assert_allclose(d_logits, e_d_logits, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("score", [te.ScoreFunction.SOFTMAX, "sigmoid"])
+def test_scores_for_the_auxiliary_loss(score, implementation):
+    """Those of all experts, whatever the other arguments say; and the loss made of them."""
+    logits = draw(3, TOKENS, EXPERTS)
+    scores, chosen = te.fused_topk_with_score_function(
+        logits, 4, True, 4, 2, 3.0, score, None, True, implementation=implementation
+    )
+    name = "sigmoid" if score == "sigmoid" else "softmax"
+    expected = {"sigmoid": jax.nn.sigmoid, "softmax": jax.nn.softmax}[name](logits)
+    expected /= expected.sum(1, keepdims=True)
+    np.testing.assert_allclose(scores, expected, rtol=2e-6)
+    experts = jax.lax.top_k(logits, 4)[1]
+    np.testing.assert_array_equal(chosen, jax.nn.one_hot(experts, EXPERTS).sum(1) > 0)
+
+    counts = chosen.sum(0)
+    loss = te.fused_moe_aux_loss(scores, counts, 4, 0.01)
+    total = (expected.sum(0) * counts).sum() * EXPERTS * 0.01 / (4 * TOKENS**2)
+    np.testing.assert_allclose(loss, total, rtol=1e-5)
+    same = 0.01 * moe.load_balancing_loss(logits, counts, score=name)
+    np.testing.assert_allclose(loss, same, rtol=1e-5)
+
+
+def test_the_map_as_bits():
+    logits = draw(4, TOKENS, 13)
+    call = functools.partial(te.fused_topk_with_score_function, logits, 3)
+    for name in ("bitmap_u8", 1, te.RoutingMapFormat.BITMAP_U8):
+        bits = call(routing_map_format=name)[1]
+        assert bits.dtype == jnp.uint8
+        unpacked = np.unpackbits(np.asarray(bits), axis=1, count=13, bitorder="little")
+        np.testing.assert_array_equal(unpacked, call()[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (
+            {"score_function": "relu"},
+            ArgumentValueError,
+            "'softmax', or a ScoreFunction",
+        ),
+        ({"routing_map_format": 7}, ArgumentValueError, "or a RoutingMapFormat; got 7"),
+        ({"expert_bias": jnp.zeros(EXPERTS)}, ArgumentValueError, "needs score_function='sigmoid'"),
+        ({"scaling_factor": jnp.ones(())}, ArgumentTypeError, "`scaling_factor` must be a Python"),
+        ({"topk": 17}, ArgumentValueError, "`topk` must be at most the 16 experts"),
+        ({"num_groups": 5, "group_topk": 2}, ArgumentValueError, "`num_groups` must divide"),
+        ({"num_groups": 4, "group_topk": 5}, ArgumentValueError, "`group_topk` must be at most"),
+        (
+            {"num_groups": 4, "group_topk": 3, "topk": 2},
+            ArgumentValueError,
+            "least `group_topk`",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(change, error, text):
+    arguments = {"logits": draw(5, TOKENS, EXPERTS), "topk": 4, **change}
+    with pytest.raises(error) as caught:
+        te.fused_topk_with_score_function(**arguments)
+    assert text in str(caught.value)
