@@ -50,6 +50,7 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.lowering": (4, 0),
     "triax.bridge.primitive": (5, 0),
     "triax.bridge.export": (5, 0),
+    "triax.bridge.target": (5, 0),
     "triax.bridge.call": (6, 0),
     "triax.moe": (7, 0),
     "triax.testing": (7, 0),

@@ -44,6 +44,7 @@ PUBLIC = {
         "make_plan",
         "make_plan_from_mask",
         "permute",
+        "ragged_dot",
         "route",
         "router_z_loss",
         "sort_chunks_by_index",

@@ -73,13 +73,13 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     if platform == "cpu" or call.implementation == "interpret":
         # One result is as good as another, and the interpreter has no speed to choose by.
         return _emit_interpreted(ctx, operands, call, fallback or launches[0])
-    devices = _gpus(ctx)
-    compute_capability = _compute_capability(call, devices)
+    devices = gpus(ctx)
+    capability = compute_capability(call.display_name, call.compute_capability, devices)
     choice = policy.choose(
         call,
         launches,
-        compute_capability,
-        _tuning_device(ctx, devices, compute_capability),
+        capability,
+        _tuning_device(ctx, devices, capability),
         fallback=fallback,
     )
     launches = [launch for launch, _ in choice.chosen]
@@ -193,19 +193,19 @@ def _uninitialised(ctx: Any, aval: Any) -> Any:
     return value
 
 
-def _gpus(ctx: Any) -> list[Any]:
+def gpus(ctx: Any) -> list[Any]:
     """The GPUs that the program is lowered for, else those of this process."""
     return [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
 
 
-def _compute_capability(call: Call, devices: Sequence[Any]) -> int:
-    """From the call, else from the GPUs, else ``TRIAX_CUDA_ARCH``."""
-    if call.compute_capability is not None:
-        return call.compute_capability
+def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -> int:
+    """What the caller gave, else that of the GPUs, else ``TRIAX_CUDA_ARCH``."""
+    if given is not None:
+        return given
     found = {capability_of(device) for device in devices}
     if len(found) > 1:
         raise UnsupportedError(
-            f"Kernel {call.display_name!r} is lowered for GPUs of compute capabilities "
+            f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
             f"{', '.join(map(str, sorted(found)))} at once. Give `compute_capability` (the lowest)."
         )
     if found:
@@ -213,7 +213,7 @@ def _compute_capability(call: Call, devices: Sequence[Any]) -> int:
     if (arch := settings.cuda_arch()) is not None:
         return arch
     raise ArgumentValueError(
-        f"Kernel {call.display_name!r} is lowered for CUDA and no GPU is here to ask for its "
+        f"Kernel {kernel!r} is lowered for CUDA and no GPU is here to ask for its "
         "architecture. Give `compute_capability` (90 for an H100 or H200), or set TRIAX_CUDA_ARCH."
     )
 

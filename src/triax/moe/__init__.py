@@ -8,6 +8,7 @@ from triax.moe.permute.reference import Permuted as Permuted
 from triax.moe.plan.api import Plan as Plan
 from triax.moe.plan.api import make_plan as make_plan
 from triax.moe.plan.api import make_plan_from_mask as make_plan_from_mask
+from triax.moe.ragged_dot.api import ragged_dot as ragged_dot
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss
 from triax.moe.router.losses import router_z_loss as router_z_loss
@@ -22,6 +23,7 @@ __all__ = [
     "make_plan",
     "make_plan_from_mask",
     "permute",
+    "ragged_dot",
     "route",
     "router_z_loss",
     "sort_chunks_by_index",

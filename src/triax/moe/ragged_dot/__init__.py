@@ -1,0 +1,1 @@
+"""Rows times the weights of their group."""

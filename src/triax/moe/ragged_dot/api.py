@@ -1,0 +1,151 @@
+"""`ragged_dot`: checks its arguments and hands them to the op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge.compat import jax_private
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe import arguments
+from triax.moe import implementation as implementations
+from triax.moe.ragged_dot import vjp
+from triax.moe.ragged_dot.launchers import Options
+
+# Of JAX's names for matmul precisions, those that allow tensor cores to multiply float32.
+_TF32 = {"default", "fastest", "tensorfloat32", "TF32_TF32_F32"}
+_TF32X3 = {"high", "TF32_TF32_F32_X3"}
+
+
+def ragged_dot(
+    rows: Any,
+    weights: Any,
+    group_sizes: Any,
+    *,
+    row_scales: Any = None,
+    group_scales: Any = None,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiplies every row by the weights of its group.
+
+        rows = moe.permute(x, plan)                          # [rows, depth]
+        y = moe.ragged_dot(rows, weights, plan.group_sizes)  # [rows, columns]
+
+    As `jax.lax.ragged_dot`: the first ``group_sizes[0]`` rows are multiplied by ``weights[0]``,
+    the next ``group_sizes[1]`` by ``weights[1]``, and so on. Rows past the groups are exactly
+    zero, and so are their gradients.
+
+    Sums are in float32 and rounded once. float32 is multiplied exactly, unless JAX's matmul
+    precision (`jax.default_matmul_precision`) asks for TF32. Gradients have the dtypes of `rows`
+    and `weights`, and the incoming gradient is rounded to them before it is multiplied. Results
+    are the same bits in every run.
+
+    Group sizes are values on the device. A negative one is an empty group, and groups end at the
+    last row; memory outside is never touched. NaNs and infinities in one group's rows or weights
+    do not reach another group's results (on the path "xla", that is as `jax.lax.ragged_dot` has
+    it).
+
+    Args:
+      rows: [rows, depth], float32, bfloat16, float16 or a float of 8 bits.
+      weights: [groups, depth, columns], of the same dtype, or one of 8 bits as well.
+      group_sizes: integer [groups].
+      row_scales: float [rows]: the result's rows are multiplied by it before they are rounded.
+      group_scales: float [groups], likewise for the rows of each group. With scales there is no
+        gradient.
+      preferred_element_type: the dtype of the result; by default that of the operands.
+      implementation: None picks by the platform the program is lowered for: the Triton
+        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
+        Triton's interpreter, on the CPU) and "xla" insist.
+
+    Returns:
+      [rows, columns].
+
+    Raises:
+      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
+      ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
+      DifferentiationError: 8-bit operands, or scales, were differentiated.
+    """
+    rows = arguments.array("rows", rows, ("rows", "depth"))
+    weights = arguments.array("weights", weights, ("groups", "depth", "columns"))
+    group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
+    num_rows, depth = rows.shape
+    num_groups = weights.shape[0]
+    if weights.shape[1] != depth:
+        raise ArgumentValueError(
+            f"Argument `weights` must have the depth of `rows`, {depth}, as its second size; got "
+            f"shape {weights.shape}."
+        )
+    if group_sizes.shape[0] != num_groups:
+        raise ArgumentValueError(
+            f"Argument `group_sizes` must have one size for each of the {num_groups} groups of "
+            f"`weights`; got shape {group_sizes.shape}."
+        )
+    row_scales = _check_scales("row_scales", row_scales, num_rows, "rows")
+    group_scales = _check_scales("group_scales", group_scales, num_groups, "groups")
+    result = jnp.promote_types(rows.dtype, weights.dtype) if _differ(rows, weights) else rows.dtype
+    if rows.dtype.itemsize > 1 or weights.dtype.itemsize > 1:
+        rows, weights = rows.astype(result), weights.astype(result)
+    if preferred_element_type is not None:
+        result = jax.dtypes.canonicalize_dtype(preferred_element_type)
+    arrays = {"rows": rows, "weights": weights}
+    implementation = _choose(implementation, result, **arrays)
+    if not (num_rows and depth and num_groups and weights.shape[2]):
+        empty = jnp.zeros((num_rows, weights.shape[2]), result)
+        # Zero, and still a function of the operands, so that they have gradients.
+        return empty + (jnp.sum(rows) + jnp.sum(weights)).astype(result) * 0
+    sizes = arguments.as_int32(group_sizes, num_rows)
+    options = Options(result, _precision())
+    present = [a for a in (rows, weights, sizes, row_scales, group_scales) if a is not None]
+    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
+    rows, weights, sizes, *scales = jax_private.insert_varying_casts(present)
+    if not scales:
+        return vjp.ragged_dot(rows, weights, sizes, False, options, implementation)
+    row_scales = scales[0] if row_scales is not None else None
+    group_scales = scales[-1] if group_scales is not None else None
+    return vjp.scaled(
+        rows, weights, sizes, row_scales, group_scales, False, options, implementation
+    )
+
+
+def _differ(rows: jax.Array, weights: jax.Array) -> bool:
+    return bool(rows.dtype != weights.dtype)
+
+
+def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | None:
+    if scales is None:
+        return None
+    scales = arguments.array(name, scales, (axis,), jnp.floating)
+    if scales.shape[0] != count:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have one value for each of the {count} {axis}; got shape "
+            f"{scales.shape}."
+        )
+    return scales
+
+
+def _choose(implementation: str | None, result: Any, **arrays: jax.Array) -> str | None:
+    """The implementation, narrowed to "xla" for dtypes that the kernels do not multiply."""
+    implementation = implementations.choose(implementation, **arrays)
+    for name, dtype in {**{n: a.dtype for n, a in arrays.items()}, "result": result}.items():
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4:
+            continue
+        if implementation is None:
+            return "xla"
+        if implementation != "xla":
+            raise ArgumentTypeError(
+                f"Argument `{'preferred_element_type' if name == 'result' else name}` must be a "
+                f"float of at most 32 bits for the kernels; got {dtype}. Cast it, or let "
+                "`implementation` be None or 'xla'."
+            )
+    return implementation
+
+
+def _precision() -> str:
+    """How float32 is multiplied, in Triton's words."""
+    asked = jax.config.jax_default_matmul_precision
+    if asked in _TF32:
+        return "tf32"
+    return "tf32x3" if asked in _TF32X3 else "ieee"

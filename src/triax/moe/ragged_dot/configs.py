@@ -1,0 +1,99 @@
+"""How the kernels of ragged_dot are cut into programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from triax.moe import blocks
+
+_LEAST = 16  # what tensor cores take of rows, columns or depth
+_HOPPER = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class DotConfig:
+    """One program computes `block_rows` × `block_columns`, `block_depth` of the sum at a time.
+
+    `row_tiles` neighbouring row tiles share the columns of their weights in L2. `persistent` is
+    whether there are only as many programs as the GPU runs at once, each of which loops.
+    """
+
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    num_warps: int
+    num_stages: int
+    persistent: bool
+    row_tiles: int = 8
+
+    @classmethod
+    def heuristic(
+        cls,
+        rows_per_group: int,
+        columns: int,
+        depth: int,
+        itemsize: int,
+        *,
+        exact: bool,
+        hopper: bool,
+        tma: bool,
+    ) -> DotConfig:
+        """The config for groups of so many rows on average, and elements of `itemsize` bytes.
+
+        `exact` is whether products are in float32, by the cores that are not tensor cores. Rows
+        count by powers of two up to 128: few row counts have a config of their own.
+        """
+        rows = _fit(rows_per_group, 128)
+        if exact:
+            return cls(min(rows, 64), _fit(columns, 64), _fit(depth, 32), 4, 3, False)
+        deep = 128 // itemsize  # the 128 bytes of a swizzled line in shared memory
+        if tma and rows == 128:
+            return cls(128, _fit(columns, 256), _fit(depth, deep), 8, 3, True)
+        if tma:  # few rows: what counts is how much of the weights is on its way
+            return cls(rows, _fit(columns, 128), _fit(depth, 2 * deep), 4, 4, True)
+        return cls(
+            rows, _fit(columns, 128), _fit(depth, deep if hopper else deep // 2), 8, 4, False
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterConfig:
+    """One program computes `block_left` × `block_right`, `block_rows` of the sum at a time."""
+
+    block_left: int
+    block_right: int
+    block_rows: int
+    num_warps: int
+    num_stages: int
+    row_tiles: int = 8
+
+    @classmethod
+    def heuristic(
+        cls, left: int, right: int, itemsize: int, *, exact: bool, hopper: bool, tma: bool
+    ) -> OuterConfig:
+        """The config for so many columns on both sides, and elements of `itemsize` bytes."""
+        if exact:
+            return cls(_fit(left, 64), _fit(right, 64), 32, 4, 3)
+        deep = 128 // itemsize
+        if tma:
+            return cls(_fit(left, 128), _fit(right, 256), deep, 8, 3)
+        return cls(_fit(left, 128), _fit(right, 128), deep if hopper else deep // 2, 8, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """A program of the schedule reads sizes and writes tiles, so many at a time."""
+
+    block_groups: int = 256
+    block_tiles: int = 128
+    num_warps: int = 4
+
+
+def is_hopper(compute_capability: int) -> bool:
+    """Whether tensor cores read their operands from shared memory, and like large blocks."""
+    return compute_capability >= _HOPPER
+
+
+def _fit(size: int, largest: int) -> int:
+    """The least power of two that holds `size`, from 16 to `largest`."""
+    return max(_LEAST, min(largest, blocks.power_of_two(size)))

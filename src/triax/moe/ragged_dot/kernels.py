@@ -1,0 +1,239 @@
+"""The kernels of ragged_dot: rows times the weights of their group, and the weights' gradient.
+
+`_schedule_kernel` cuts the groups into row tiles, each of one group. `_ragged_dot_kernel` takes
+tiles of rows × columns from it. `_group_outer_kernel` computes, for each group, the product of two
+sets of rows over those rows. Group sizes are clipped as they are read, so that no sizes, however
+wrong, lead outside.
+
+Where TMA is set, operands are descriptors, else pointers. Rows of one group lie between rows of
+others, and a descriptor's bounds are those of the whole array. `_GROUP_END` gets the hardware to
+stop at the end of a group: the array is shown with its rows counted twice, in two dimensions of the
+same stride. One is counted from the group's end on; the other runs to its bound, which is
+`_GROUP_END`, exactly where the group ends; a third dimension, at index `_GROUP_END`, takes away
+what the second adds, by wrapping the address around. Loads past the end give zeros, stores nothing.
+"""
+
+import triton
+import triton.language as tl
+
+_GROUP_END = tl.constexpr(1 << 30)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _schedule_kernel(
+    group_sizes_ptr,
+    num_rows,
+    tiles_ptr,
+    ends_ptr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    # A program for each group. It sums up the groups before it, and writes its own tiles.
+    group = tl.program_id(0)
+    rows = tl.zeros([1], tl.int64)
+    tiles = tl.zeros([1], tl.int32)
+    for first in range(0, group, BLOCK_GROUPS):
+        before = first + tl.arange(0, BLOCK_GROUPS)
+        size = tl.load(group_sizes_ptr + before, mask=before < group, other=0)
+        size = tl.maximum(size, 0).to(tl.int64)
+        end = rows + tl.cumsum(size, 0)
+        filled = tl.minimum(end, num_rows) - tl.minimum(end - size, num_rows)
+        tiles += tl.sum(tl.cdiv(filled, BLOCK_ROWS), 0).to(tl.int32)
+        rows += tl.sum(size, 0)
+    first_tile = tl.sum(tiles, 0)
+    start = tl.sum(tl.minimum(rows, num_rows), 0)
+    size = tl.maximum(tl.load(group_sizes_ptr + group), 0)
+    end = tl.minimum(start + size, num_rows).to(tl.int32)
+    start = start.to(tl.int32)
+    num_tiles = tl.cdiv(end - start, BLOCK_ROWS)
+    tl.store(ends_ptr + group, end)
+    if group == NUM_GROUPS - 1:
+        tl.store(tiles_ptr, first_tile + num_tiles)
+        tl.store(tiles_ptr + 1, end)
+    for first in range(0, num_tiles, BLOCK_TILES):
+        tile = first + tl.arange(0, BLOCK_TILES)
+        record = tiles_ptr + 4 * (1 + first_tile + tile)
+        inside = tile < num_tiles
+        tl.store(record, tl.zeros_like(tile) + group, mask=inside)
+        tl.store(record + 1, start + tile * BLOCK_ROWS, mask=inside)
+        tl.store(record + 2, tl.zeros_like(tile) + end, mask=inside)
+
+
+@triton.jit
+def _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES: tl.constexpr):
+    """Row and column tile: neighbours share ROW_TILES row tiles, so that weights stay in L2."""
+    per_set = ROW_TILES * num_column_tiles
+    first = tile // per_set * ROW_TILES
+    row_tiles = tl.minimum(num_row_tiles - first, ROW_TILES)
+    return first + tile % per_set % row_tiles, tile % per_set // row_tiles
+
+
+@triton.jit
+def _load_block(pointer, row, end, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A block of a row-major array; zeros from row `end` and from the last column on."""
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
+    offset = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    return tl.load(pointer + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    out,
+    block,
+    row,
+    end,
+    column,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Stores a block of rows, as far as row `end` and the last column."""
+    if TMA:
+        bounded = _GROUP_END - (end - row)
+        out.store([_GROUP_END, end, bounded, column], block.reshape(1, 1, ROWS, COLUMNS))
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
+        offset = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        tl.store(out + offset, block, mask=mask)
+
+
+@triton.jit
+def _halves(block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a block."""
+    return block.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _ragged_dot_kernel(
+    rows,
+    weights,
+    tiles_ptr,
+    row_scales_ptr,
+    group_scales_ptr,
+    num_rows,
+    depth,
+    num_columns,
+    out,
+    TRANSPOSED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    IMPRECISE: tl.constexpr,
+):
+    # As many programs as the GPU runs at once, or one for each tile. Flattened, the loops over
+    # tiles and depth are one, and a tile's first loads are under way while the last one is stored.
+    num_row_tiles = tl.load(tiles_ptr)
+    filled = tl.load(tiles_ptr + 1)
+    num_column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    num_tiles = num_row_tiles * num_column_tiles
+    half: tl.constexpr = BLOCK_COLUMNS // 2
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
+        row_tile, column_tile = _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES)
+        record = tiles_ptr + 4 * (1 + row_tile)
+        group = tl.load(record)
+        row = tl.load(record + 1)
+        end = tl.load(record + 2)
+        column = column_tile * BLOCK_COLUMNS
+        total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+        for start in range(0, depth, BLOCK_DEPTH):
+            if TMA:
+                x = rows.load([row, start])
+                if TRANSPOSED:
+                    w = weights.load([group, column, start]).reshape(BLOCK_COLUMNS, BLOCK_DEPTH).T
+                else:
+                    w = weights.load([group, start, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
+            else:
+                matrix = weights + group.to(tl.int64) * depth * num_columns
+                x = _load_block(rows, row, end, start, depth, BLOCK_ROWS, BLOCK_DEPTH)
+                if TRANSPOSED:
+                    w = _load_block(
+                        matrix, column, num_columns, start, depth, BLOCK_COLUMNS, BLOCK_DEPTH
+                    ).T
+                else:
+                    w = _load_block(
+                        matrix, start, depth, column, num_columns, BLOCK_DEPTH, BLOCK_COLUMNS
+                    )
+            total = tl.dot(
+                x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
+            )
+        if row_scales_ptr is not None:
+            which = row + tl.arange(0, BLOCK_ROWS)
+            scale = tl.load(row_scales_ptr + which, mask=which < end, other=0.0)
+            total *= scale.to(tl.float32)[:, None]
+        if group_scales_ptr is not None:
+            total *= tl.load(group_scales_ptr + group).to(tl.float32)
+        # By halves, which need half the shared memory on their way to the output.
+        left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)
+        _store_rows(
+            out, left.to(DTYPE), row, end, column, num_columns, BLOCK_ROWS, half, TMA
+        )
+        _store_rows(
+            out, right.to(DTYPE), row, end, column + half, num_columns, BLOCK_ROWS, half, TMA
+        )
+
+    # The rows past the groups.
+    num_empty = tl.cdiv(num_rows - filled, BLOCK_ROWS) * tl.cdiv(num_columns, half)
+    zeros = tl.zeros([BLOCK_ROWS, half], DTYPE)
+    for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
+        row = filled + tile // tl.cdiv(num_columns, half) * BLOCK_ROWS
+        column = tile % tl.cdiv(num_columns, half) * half
+        _store_rows(out, zeros, row, num_rows, column, num_columns, BLOCK_ROWS, half, TMA)
+
+
+@triton.jit
+def _group_outer_kernel(
+    left,
+    right,
+    ends_ptr,
+    num_left,
+    num_right,
+    out,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+):
+    # One program for each group and tile of its left × right columns: the rows are summed up in
+    # their order.
+    left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
+    right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
+    group = tl.program_id(0) // (left_tiles * right_tiles)
+    tile = tl.program_id(0) % (left_tiles * right_tiles)
+    left_tile, right_tile = _ordered(tile, left_tiles, right_tiles, ROW_TILES)
+    first = left_tile * BLOCK_LEFT
+    second = right_tile * BLOCK_RIGHT
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_ptr + group)
+    total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+    for row in range(start, end, BLOCK_ROWS):
+        # Both sides are zero past the group's end: zero times another group's NaN is NaN.
+        if TMA:
+            bounded = _GROUP_END - (end - row)
+            x = left.load([_GROUP_END, end, bounded, first]).reshape(BLOCK_ROWS, BLOCK_LEFT)
+            y = right.load([_GROUP_END, end, bounded, second]).reshape(BLOCK_ROWS, BLOCK_RIGHT)
+        else:
+            x = _load_block(left, row, end, first, num_left, BLOCK_ROWS, BLOCK_LEFT)
+            y = _load_block(right, row, end, second, num_right, BLOCK_ROWS, BLOCK_RIGHT)
+        total = tl.dot(x.T, y, total, input_precision=PRECISION)
+    block = total.to(DTYPE)
+    if TMA:
+        out.store([group, first, second], block.reshape(1, BLOCK_LEFT, BLOCK_RIGHT))
+    else:
+        matrix = out + group.to(tl.int64) * num_left * num_right
+        _store_rows(
+            matrix, block, first, num_left, second, num_right, BLOCK_LEFT, BLOCK_RIGHT, False
+        )

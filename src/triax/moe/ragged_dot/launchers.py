@@ -1,0 +1,304 @@
+"""The launches of ragged_dot: output types, grids, and the calls of the bridge."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge import dtypes
+from triax.bridge.call import triton_call
+from triax.bridge.descriptor import TensorDescriptor
+from triax.bridge.target import INTERPRETER, Target, for_target
+from triax.moe.ragged_dot.configs import DotConfig, OuterConfig, ScheduleConfig, is_hopper
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+# The bound and the index of the kernels' `_GROUP_END`, and a dimension that is never the limit.
+_GROUP_END = 1 << 30
+_UNBOUNDED = 2**31 - 1
+_ADDRESSES = 1 << 64
+# Tensor cores add products of 8-bit floats in fewer bits than float32 has; after so many the sum
+# goes to float32.
+_IMPRECISE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a product is besides its operands: the result's dtype, and how float32 is multiplied."""
+
+    dtype: Any
+    precision: str
+
+
+def ragged_dot(
+    rows: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    row_scales: jax.Array | None,
+    group_scales: jax.Array | None,
+    *,
+    transposed: bool,
+    options: Options,
+    implementation: str | None,
+) -> jax.Array:
+    """Each row times the weights of its group, or times them transposed; zeros past the groups."""
+    columns = weights.shape[1 if transposed else 2]
+    stored = _stored(options.dtype)
+    return _launch(
+        _RaggedDot(transposed, dataclasses.replace(options, dtype=stored), implementation),
+        rows,
+        weights,
+        group_sizes,
+        row_scales,
+        group_scales,
+        out_type=jax.ShapeDtypeStruct((rows.shape[0], columns), stored),
+        implementation=implementation,
+    ).astype(options.dtype)
+
+
+def group_outer(
+    left: jax.Array,
+    right: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    options: Options,
+    implementation: str | None,
+) -> jax.Array:
+    """For each group the sum over its rows of left × right: [groups, left, right]."""
+    shape = (group_sizes.shape[0], left.shape[1], right.shape[1])
+    return _launch(
+        _GroupOuter(options, implementation),
+        left,
+        right,
+        group_sizes,
+        out_type=jax.ShapeDtypeStruct(shape, options.dtype),
+        implementation=implementation,
+    )
+
+
+def _launch(write: Any, *operands: Any, out_type: Any, implementation: str | None) -> Any:
+    if implementation == "interpret":
+        return write(INTERPRETER, *operands)
+    return for_target(write, *operands, out_type=out_type)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RaggedDot:
+    """The launches of `ragged_dot` on a target."""
+
+    transposed: bool
+    options: Options
+    implementation: str | None
+    name = "ragged_dot"
+
+    def __call__(
+        self,
+        target: Target,
+        rows: jax.Array,
+        weights: jax.Array,
+        group_sizes: jax.Array,
+        row_scales: jax.Array | None,
+        group_scales: jax.Array | None,
+    ) -> jax.Array:
+        from triax.moe.ragged_dot.kernels import _ragged_dot_kernel
+
+        num_rows, depth = rows.shape
+        num_groups = group_sizes.shape[0]
+        columns = weights.shape[1 if self.transposed else 2]
+        out_type = jax.ShapeDtypeStruct((num_rows, columns), self.options.dtype)
+        tma = target.tensor_maps and _suit_tma(rows, weights, out_type)
+        itemsize = rows.dtype.itemsize
+        config = DotConfig.heuristic(
+            num_rows // num_groups,
+            columns,
+            depth,
+            itemsize,
+            exact=itemsize == 4 and self.options.precision == "ieee",
+            hopper=is_hopper(target.compute_capability),
+            tma=tma,
+        )
+        row_tiles = _cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
+        tiles, _ = _schedule(group_sizes, num_rows, config.block_rows, self.implementation)
+        num_programs = row_tiles * _cdiv(columns, config.block_columns)
+        if config.persistent:
+            num_programs = min(num_programs, target.multiprocessors)
+        output: dict[str, Any] = {}
+        operands: tuple[Any, ...] = (rows, weights)
+        if tma:
+            block = (config.block_columns, config.block_depth)
+            operands = (
+                TensorDescriptor.from_array(rows, (config.block_rows, config.block_depth)),
+                TensorDescriptor.from_array(
+                    weights, (1, *(block if self.transposed else block[::-1]))
+                ),
+            )
+            empty = jax.lax.empty(out_type.shape, out_type.dtype)
+            output = {
+                "out": _bounded_by_group(empty, config.block_rows, config.block_columns // 2),
+                "input_output_aliases": {"out": 0},
+            }
+        return triton_call(
+            *operands,
+            tiles,
+            row_scales,
+            group_scales,
+            num_rows,
+            depth,
+            columns,
+            kernel=_ragged_dot_kernel,
+            out_type=out_type,
+            grid=num_programs,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            name="ragged_dot_transposed" if self.transposed else "ragged_dot",
+            vmap_method="sequential",
+            implementation=self.implementation,
+            TRANSPOSED=self.transposed,
+            DTYPE=_triton_dtype(self.options.dtype),
+            PRECISION=self.options.precision,
+            TMA=tma,
+            BLOCK_ROWS=config.block_rows,
+            BLOCK_COLUMNS=config.block_columns,
+            BLOCK_DEPTH=config.block_depth,
+            ROW_TILES=config.row_tiles,
+            IMPRECISE=min(_IMPRECISE, config.block_depth) if itemsize == 1 else None,
+            **output,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _GroupOuter:
+    """The launches of `group_outer` on a target."""
+
+    options: Options
+    implementation: str | None
+    name = "group_outer"
+
+    def __call__(
+        self, target: Target, left: jax.Array, right: jax.Array, group_sizes: jax.Array
+    ) -> jax.Array:
+        from triax.moe.ragged_dot.kernels import _group_outer_kernel
+
+        num_rows, num_left = left.shape
+        num_right = right.shape[1]
+        num_groups = group_sizes.shape[0]
+        out_type = jax.ShapeDtypeStruct((num_groups, num_left, num_right), self.options.dtype)
+        tma = target.tensor_maps and _suit_tma(left, right, out_type)
+        itemsize = left.dtype.itemsize
+        config = OuterConfig.heuristic(
+            num_left,
+            num_right,
+            itemsize,
+            exact=itemsize == 4 and self.options.precision == "ieee",
+            hopper=is_hopper(target.compute_capability),
+            tma=tma,
+        )
+        _, ends = _schedule(group_sizes, num_rows, config.block_rows, self.implementation)
+        output: dict[str, Any] = {}
+        operands: tuple[Any, ...] = (left, right)
+        if tma:
+            operands = (
+                _bounded_by_group(left, config.block_rows, config.block_left),
+                _bounded_by_group(right, config.block_rows, config.block_right),
+            )
+            empty = jax.lax.empty(out_type.shape, out_type.dtype)
+            block = (1, config.block_left, config.block_right)
+            output = {
+                "out": TensorDescriptor.from_array(empty, block),
+                "input_output_aliases": {"out": 0},
+            }
+        return triton_call(
+            *operands,
+            ends,
+            num_left,
+            num_right,
+            kernel=_group_outer_kernel,
+            out_type=out_type,
+            grid=num_groups
+            * _cdiv(num_left, config.block_left)
+            * _cdiv(num_right, config.block_right),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            name="group_outer",
+            vmap_method="sequential",
+            implementation=self.implementation,
+            DTYPE=_triton_dtype(self.options.dtype),
+            PRECISION=self.options.precision,
+            TMA=tma,
+            BLOCK_LEFT=config.block_left,
+            BLOCK_RIGHT=config.block_right,
+            BLOCK_ROWS=config.block_rows,
+            ROW_TILES=config.row_tiles,
+            **output,
+        )
+
+
+def _schedule(
+    group_sizes: jax.Array, num_rows: int, block_rows: int, implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Row tiles, four numbers each after the first four, and the end of each group.
+
+    The first four begin with how many tiles there are and where the groups end; a tile's are its
+    group, its first row and its group's end.
+    """
+    from triax.moe.ragged_dot.kernels import _schedule_kernel
+
+    config = ScheduleConfig()
+    num_groups = group_sizes.shape[0]
+    num_tiles = _cdiv(num_rows, block_rows) + min(num_groups, num_rows)
+    return triton_call(
+        group_sizes,
+        num_rows,
+        kernel=_schedule_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((4 * (1 + num_tiles),), jnp.int32),
+            jax.ShapeDtypeStruct((num_groups,), jnp.int32),
+        ),
+        grid=num_groups,
+        num_warps=config.num_warps,
+        name="ragged_dot_schedule",
+        vmap_method="sequential",
+        implementation=implementation,
+        NUM_GROUPS=num_groups,
+        BLOCK_ROWS=block_rows,
+        BLOCK_GROUPS=config.block_groups,
+        BLOCK_TILES=config.block_tiles,
+    )
+
+
+def _bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """Rows and columns shown so that the hardware stops at the end of a group (see the kernels)."""
+    columns = array.shape[1]
+    wrap = _ADDRESSES // _GROUP_END - columns
+    return TensorDescriptor(
+        array,
+        shape=(_UNBOUNDED, _UNBOUNDED, _GROUP_END, columns),
+        strides=(wrap, columns, columns, 1),
+        block_shape=(1, 1, block_rows, block_columns),
+    )
+
+
+def _suit_tma(*arrays: Any) -> bool:
+    """Whether descriptors can address these: rows begin at multiples of 16 bytes."""
+    return all(a.shape[-1] * a.dtype.itemsize % 16 == 0 for a in arrays) and all(
+        a.shape[0] <= _GROUP_END for a in arrays
+    )
+
+
+def _stored(dtype: Any) -> Any:
+    """What a kernel stores sums as. GPUs saturate in casts to 8 bits; JAX, which casts these
+    afterwards, does not."""
+    return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
+
+
+def _triton_dtype(dtype: Any) -> Any:
+    import triton.language as tl
+
+    return tl.dtype(dtypes.triton_name(dtype))
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
