@@ -55,7 +55,7 @@ def ragged_dot(
       row_scales: float [rows]: the result's rows are multiplied by it before they are rounded.
       group_scales: float [groups], likewise for the rows of each group. With scales there is no
         gradient.
-      preferred_element_type: the dtype of the result; by default that of the operands.
+      preferred_element_type: the dtype of the result; by default that of `rows`.
       implementation: None picks by the platform the program is lowered for: the Triton
         kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
         Triton's interpreter, on the CPU) and "xla" insist.
@@ -85,9 +85,8 @@ def ragged_dot(
         )
     row_scales = _check_scales("row_scales", row_scales, num_rows, "rows")
     group_scales = _check_scales("group_scales", group_scales, num_groups, "groups")
-    result = jnp.promote_types(rows.dtype, weights.dtype) if _differ(rows, weights) else rows.dtype
-    if rows.dtype.itemsize > 1 or weights.dtype.itemsize > 1:
-        rows, weights = rows.astype(result), weights.astype(result)
+    rows, weights = _alike(rows, weights)
+    result = rows.dtype
     if preferred_element_type is not None:
         result = jax.dtypes.canonicalize_dtype(preferred_element_type)
     arrays = {"rows": rows, "weights": weights}
@@ -110,8 +109,22 @@ def ragged_dot(
     )
 
 
-def _differ(rows: jax.Array, weights: jax.Array) -> bool:
-    return bool(rows.dtype != weights.dtype)
+def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in one dtype; two of 8 bits as they are, for kernels multiply any two of those."""
+    small = [_is_small_float(a) for a in (rows, weights)]
+    if all(small) or rows.dtype == weights.dtype:
+        return rows, weights
+    if any(small):
+        raise ArgumentTypeError(
+            "Arguments `rows` and `weights` must both be floats of 8 bits, or neither; got "
+            f"{rows.dtype} and {weights.dtype}. Cast one."
+        )
+    dtype = jnp.promote_types(rows.dtype, weights.dtype)
+    return rows.astype(dtype), weights.astype(dtype)
+
+
+def _is_small_float(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1
 
 
 def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | None:
@@ -145,7 +158,7 @@ def _choose(implementation: str | None, result: Any, **arrays: jax.Array) -> str
 
 def _precision() -> str:
     """How float32 is multiplied, in Triton's words."""
-    asked = jax.config.jax_default_matmul_precision
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if asked in _TF32:
         return "tf32"
     return "tf32x3" if asked in _TF32X3 else "ieee"

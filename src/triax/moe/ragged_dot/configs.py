@@ -47,10 +47,11 @@ class DotConfig:
         if exact:
             return cls(min(rows, 64), _fit(columns, 64), _fit(depth, 32), 4, 3, False)
         deep = 128 // itemsize  # the 128 bytes of a swizzled line in shared memory
+        widest = 256 if itemsize <= 2 else 128
         if tma and rows == 128:
-            return cls(128, _fit(columns, 256), _fit(depth, deep), 8, 3, True)
+            return cls(128, _fit(columns, widest), _fit(depth, deep), 8, 3, True)
         if tma:  # few rows: what counts is how much of the weights is on its way
-            return cls(rows, _fit(columns, 128), _fit(depth, 2 * deep), 4, 4, True)
+            return cls(rows, _fit(columns, 128), _fit(depth, 2 * deep), 8, 4, True)
         return cls(
             rows, _fit(columns, 128), _fit(depth, deep if hopper else deep // 2), 8, 4, False
         )
@@ -76,7 +77,7 @@ class OuterConfig:
             return cls(_fit(left, 64), _fit(right, 64), 32, 4, 3)
         deep = 128 // itemsize
         if tma:
-            return cls(_fit(left, 128), _fit(right, 256), deep, 8, 3)
+            return cls(_fit(left, 128), _fit(right, 256 if itemsize <= 2 else 128), deep, 8, 3)
         return cls(_fit(left, 128), _fit(right, 128), deep if hopper else deep // 2, 8, 4)
 
 

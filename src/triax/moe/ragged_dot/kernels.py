@@ -164,9 +164,7 @@ def _ragged_dot_kernel(
                     w = _load_block(
                         matrix, start, depth, column, num_columns, BLOCK_DEPTH, BLOCK_COLUMNS
                     )
-            total = tl.dot(
-                x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
-            )
+            total = tl.dot(x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
         if row_scales_ptr is not None:
             which = row + tl.arange(0, BLOCK_ROWS)
             scale = tl.load(row_scales_ptr + which, mask=which < end, other=0.0)
@@ -175,9 +173,7 @@ def _ragged_dot_kernel(
             total *= tl.load(group_scales_ptr + group).to(tl.float32)
         # By halves, which need half the shared memory on their way to the output.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)
-        _store_rows(
-            out, left.to(DTYPE), row, end, column, num_columns, BLOCK_ROWS, half, TMA
-        )
+        _store_rows(out, left.to(DTYPE), row, end, column, num_columns, BLOCK_ROWS, half, TMA)
         _store_rows(
             out, right.to(DTYPE), row, end, column + half, num_columns, BLOCK_ROWS, half, TMA
         )

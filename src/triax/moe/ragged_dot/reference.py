@@ -25,35 +25,52 @@ def ragged_dot_reference(
     options: Options,
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed; zeros past the groups."""
-    sizes, end = clipped(group_sizes, rows.shape[0])
-    if transposed:
-        weights = jnp.swapaxes(weights, 1, 2)
     wider = _sum_dtype(options.dtype)
-    sums = jax.lax.ragged_dot(
-        _widened(rows), _widened(weights), sizes, preferred_element_type=wider
-    )
-    inside = jnp.arange(rows.shape[0]) < end
-    if row_scales is not None:
-        sums *= row_scales.astype(wider)[:, None]
-    if group_scales is not None:
-        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
-        sums *= jnp.take(group_scales.astype(wider), group, mode="clip")[:, None]
-    return jnp.where(inside[:, None], sums, 0).astype(options.dtype)
+
+    # One after the other under vmap: JAX's ragged_dot does not batch group sizes.
+    @jax.custom_batching.sequential_vmap
+    def multiply(
+        rows: jax.Array,
+        weights: jax.Array,
+        group_sizes: jax.Array,
+        row_scales: jax.Array | None,
+        group_scales: jax.Array | None,
+    ) -> jax.Array:
+        sizes, end = clipped(group_sizes, rows.shape[0])
+        if transposed:
+            weights = jnp.swapaxes(weights, 1, 2)
+        sums = jax.lax.ragged_dot(
+            _widened(rows), _widened(weights), sizes, preferred_element_type=wider
+        )
+        row = jnp.arange(rows.shape[0])
+        if row_scales is not None:
+            sums *= row_scales.astype(wider)[:, None]
+        if group_scales is not None:
+            group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+            sums *= jnp.take(group_scales.astype(wider), group, mode="clip")[:, None]
+        return jnp.where((row < end)[:, None], sums, 0).astype(options.dtype)
+
+    return multiply(rows, weights, group_sizes, row_scales, group_scales)
 
 
 def group_outer_reference(
     left: jax.Array, right: jax.Array, group_sizes: jax.Array, *, options: Options
 ) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
-    sizes, end = clipped(group_sizes, left.shape[0])
-    inside = (jnp.arange(left.shape[0]) < end)[:, None]
-    return jax.lax.ragged_dot_general(
-        jnp.where(inside, _widened(left), 0),
-        jnp.where(inside, _widened(right), 0),
-        sizes,
-        _OUTER,
-        preferred_element_type=_sum_dtype(options.dtype),
-    ).astype(options.dtype)
+
+    @jax.custom_batching.sequential_vmap
+    def multiply(left: jax.Array, right: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        sizes, end = clipped(group_sizes, left.shape[0])
+        inside = (jnp.arange(left.shape[0]) < end)[:, None]
+        return jax.lax.ragged_dot_general(
+            jnp.where(inside, _widened(left), 0),
+            jnp.where(inside, _widened(right), 0),
+            sizes,
+            _OUTER,
+            preferred_element_type=_sum_dtype(options.dtype),
+        ).astype(options.dtype)
+
+    return multiply(left, right, group_sizes)
 
 
 def clipped(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
@@ -71,6 +88,8 @@ def clipped(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array
 def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         return dtype
+    if dtype.itemsize == 1:  # JAX promotes no floats of 8 bits
+        return jnp.dtype(jnp.float32)
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -38,9 +38,7 @@ def ragged_dot(
     implementation: str | None,
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed."""
-    return scaled(
-        rows, weights, group_sizes, None, None, transposed, options, implementation
-    )
+    return scaled(rows, weights, group_sizes, None, None, transposed, options, implementation)
 
 
 def scaled(
@@ -54,7 +52,6 @@ def scaled(
     implementation: str | None,
 ) -> jax.Array:
     """The product times a scale of each row and one of each group, without a derivative."""
-    fixed = {"transposed": transposed, "options": options}
     return implementations.run(
         implementation,
         rows,
@@ -62,8 +59,10 @@ def scaled(
         group_sizes,
         row_scales,
         group_scales,
-        kernels=functools.partial(launchers.ragged_dot, **fixed),
-        xla=functools.partial(reference.ragged_dot_reference, **fixed),
+        kernels=functools.partial(launchers.ragged_dot, transposed=transposed, options=options),
+        xla=functools.partial(
+            reference.ragged_dot_reference, transposed=transposed, options=options
+        ),
     )
 
 
