@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
@@ -47,6 +48,8 @@ def ragged_dot(
     last row; memory outside is never touched. NaNs and infinities in one group's rows or weights
     do not reach another group's results (on the path "xla", that is as `jax.lax.ragged_dot` has
     it).
+
+    Under `jax.checkpoint` the result carries the name "triax_ragged_dot".
 
     Args:
       rows: [rows, depth], float32, bfloat16, float16 or a float of 8 bits.
@@ -101,7 +104,8 @@ def ragged_dot(
     # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
     rows, weights, sizes, *scales = jax_private.insert_varying_casts(present)
     if not scales:
-        return vjp.ragged_dot(rows, weights, sizes, False, options, implementation)
+        out = vjp.ragged_dot(rows, weights, sizes, False, options, implementation)
+        return checkpoint_name(out, "triax_ragged_dot")
     row_scales = scales[0] if row_scales is not None else None
     group_scales = scales[-1] if group_scales is not None else None
     return vjp.scaled(

@@ -51,7 +51,8 @@ class DotConfig:
         if tma and rows == 128:
             return cls(128, _fit(columns, widest), _fit(depth, deep), 8, 3, True)
         if tma:  # few rows: what counts is how much of the weights is on its way
-            return cls(rows, _fit(columns, 128), _fit(depth, 2 * deep), 8, 4, True)
+            deep = 2 * deep if itemsize <= 2 else deep
+            return cls(rows, _fit(columns, 128), _fit(depth, deep), 8, 4, True)
         return cls(
             rows, _fit(columns, 128), _fit(depth, deep if hopper else deep // 2), 8, 4, False
         )
