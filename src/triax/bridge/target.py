@@ -8,6 +8,7 @@ blocks, its grid, and whether it loads through TMA can follow from the GPU that 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,13 @@ for_target_p.multiple_results = True
 
 @for_target_p.def_impl
 def _impl(*args: Any, **params: Any) -> list[Any]:
-    return list(jax_private.apply_primitive(for_target_p, *args, **params))
+    with jax.disable_jit(False):  # the target is known in lowering alone
+        return list(_compiled(*args, **params))
+
+
+@functools.partial(jax.jit, static_argnames=("write", "in_tree", "result_avals", "vmap_method"))
+def _compiled(*args: Any, **params: Any) -> Any:
+    return for_target_p.bind(*args, **params)
 
 
 @for_target_p.def_abstract_eval

@@ -9,7 +9,7 @@ import pytest
 
 from tests.moe.ragged_dot import oracle
 from triax import moe
-from triax.testing import assert_same_bits
+from triax.testing import assert_close, assert_same_bits, checked
 
 PATHS = ["interpret", "xla"]
 # Whether descriptors can address the arrays: rows of multiples of 16 bytes.
@@ -27,7 +27,7 @@ def run(case, sizes, implementation):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("dtype", oracle.TOLERANCE)
+@pytest.mark.parametrize("dtype", oracle.DTYPES)
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("sizes", oracle.SIZES)
 def test_product_and_gradients(implementation, dtype, widths, sizes):
@@ -37,7 +37,7 @@ def test_product_and_gradients(implementation, dtype, widths, sizes):
         run(case, sizes, implementation), oracle.all_three(case, sizes), strict=True
     ):
         assert actual.dtype == dtype
-        oracle.assert_near(actual, expected, dtype)
+        assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,16 @@ def test_shapes(num_rows, num_groups, depth, columns):
     for actual, expected in zip(
         run(case, sizes, "interpret"), oracle.all_three(case, sizes), strict=True
     ):
-        oracle.assert_near(actual, expected, "bfloat16")
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("sizes", oracle.SIZES)
+def test_programs_do_not_race(widths, sizes):
+    """Each element is written by one program, and none is read before."""
+    case = oracle.draw(0, *WIDTHS[widths], "bfloat16")
+    with checked():
+        run(case, oracle.SIZES[sizes], "interpret")
 
 
 @pytest.mark.parametrize("implementation", PATHS)
@@ -80,9 +89,9 @@ def test_nothing_of_a_group_reaches_another(widths, group):
     case.gradient = jnp.where(mine, case.gradient, jnp.inf)
     case.weights = jnp.where(jnp.arange(4)[:, None, None] == group, case.weights, jnp.nan)
     out, d_rows, d_weights = run(case, sizes, "interpret")
-    oracle.assert_near(out[span], expected[0][span], "bfloat16")
-    oracle.assert_near(d_rows[span], expected[1][span], "bfloat16")
-    oracle.assert_near(d_weights[group], expected[2][group], "bfloat16")
+    assert_close(out[span], expected[0][span])
+    assert_close(d_rows[span], expected[1][span])
+    assert_close(d_weights[group], expected[2][group])
 
 
 @pytest.mark.parametrize("implementation", PATHS)
@@ -115,7 +124,7 @@ def test_eight_bits_with_scales(implementation, dtypes):
     for scale, span in zip(group_scales, oracle.spans(sizes, oracle.NUM_ROWS), strict=True):
         expected[span] *= float(scale)
     assert actual.dtype == jnp.bfloat16
-    oracle.assert_near(actual, expected, "bfloat16")
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("implementation", PATHS)
@@ -140,7 +149,7 @@ def test_preferred_element_type_and_mixed_dtypes(implementation):
         implementation=implementation,
     )
     assert wide.dtype == jnp.float32
-    oracle.assert_near(wide, oracle.ragged_dot(case.rows, case.weights, sizes), "float32")
+    assert_close(wide, oracle.ragged_dot(case.rows, case.weights, sizes))
     mixed = moe.ragged_dot(
         case.rows, case.weights.astype("float32"), as_sizes(sizes), implementation=implementation
     )
