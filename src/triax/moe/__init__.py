@@ -1,4 +1,4 @@
-"""MoE routing: experts chosen, tokens sent there and back, with gradients, at memory's speed."""
+"""MoE layers: experts chosen, tokens sent there and back, matmuls by expert, with gradients."""
 
 from triax.moe.chunks.api import Sorted as Sorted
 from triax.moe.chunks.api import sort_chunks_by_index as sort_chunks_by_index
