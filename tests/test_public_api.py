@@ -36,10 +36,12 @@ PUBLIC = {
         "poison",
     ],
     "triax.moe": [
+        "FeedForward",
         "Permuted",
         "Plan",
         "Routed",
         "Sorted",
+        "feed_forward",
         "load_balancing_loss",
         "make_plan",
         "make_plan_from_mask",

@@ -2,6 +2,8 @@
 
 from triax.moe.chunks.api import Sorted as Sorted
 from triax.moe.chunks.api import sort_chunks_by_index as sort_chunks_by_index
+from triax.moe.layer import FeedForward as FeedForward
+from triax.moe.layer import feed_forward as feed_forward
 from triax.moe.permute.api import permute as permute
 from triax.moe.permute.api import unpermute as unpermute
 from triax.moe.permute.reference import Permuted as Permuted
@@ -15,10 +17,12 @@ from triax.moe.router.losses import router_z_loss as router_z_loss
 from triax.moe.router.reference import Routed as Routed
 
 __all__ = [
+    "FeedForward",
     "Permuted",
     "Plan",
     "Routed",
     "Sorted",
+    "feed_forward",
     "load_balancing_loss",
     "make_plan",
     "make_plan_from_mask",

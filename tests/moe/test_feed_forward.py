@@ -1,0 +1,388 @@
+"""The layer against its dense form in float64: all experts for all tokens, masked by one-hots."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from triax import moe
+from triax.bridge import inspect
+from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.testing import assert_close, assert_same_bits, checked
+
+TOKENS, HIDDEN, WIDTH, EXPERTS = 24, 16, 24, 5
+# What is added to the experts' logits, and keywords.
+CASES = {
+    "softmax": ([0] * 5, {"top_k": 2}),
+    "normalised": ([0] * 5, {"top_k": 3, "normalize": True, "align_size": 8}),
+    "sigmoid": ([0] * 5, {"top_k": 2, "score": "sigmoid", "normalize": True, "scale": 2.5}),
+    "geglu": ([0] * 5, {"top_k": 2, "activation": "geglu"}),
+    "all experts": ([0] * 5, {"top_k": 5}),
+    "empty experts": ([-50, 0, -50, 0, -50], {"top_k": 2}),
+    "one has all": ([0, 0, 50, 0, 0], {"top_k": 1}),
+    "capacity": ([3, 0, 0, 0, 0], {"top_k": 2, "capacity": 7}),
+    "capacity and alignment": ([3, 0, 0, 0, 0], {"top_k": 2, "capacity": 7, "align_size": 4}),
+    "no room": ([0] * 5, {"top_k": 2, "capacity": 0}),
+}
+
+
+def draw(seed=0, dtype="float32", tokens=TOKENS, offsets=0.0):
+    """x, logits, w_gate_up and w_down."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    return (
+        jnp.asarray(normal(tokens, HIDDEN), dtype),
+        jnp.asarray(normal(tokens, EXPERTS) + np.float32(offsets)),
+        jnp.asarray(normal(EXPERTS, HIDDEN, 2 * WIDTH) * HIDDEN**-0.5, dtype),
+        jnp.asarray(normal(EXPERTS, WIDTH, HIDDEN) * WIDTH**-0.5, dtype),
+    )
+
+
+def layer(*args, **options):
+    return moe.feed_forward(*args, **{"top_k": 2} | options)
+
+
+def dense(
+    x,
+    logits,
+    w_gate_up,
+    w_down,
+    *,
+    top_k,
+    score="softmax",
+    normalize=False,
+    scale=1.0,
+    activation="swiglu",
+    capacity=None,
+    align_size=1,
+):
+    """The same, from one-hots: no plan, no rows. `align_size` changes no result."""
+    taken = jax.nn.one_hot(jnp.argsort(-logits, axis=1)[:, :top_k], EXPERTS, dtype=x.dtype)
+    scores = jax.nn.softmax(logits, axis=1) if score == "softmax" else 1 / (1 + jnp.exp(-logits))
+    weights = jnp.einsum("tke,te->tk", taken, scores)
+    if normalize:
+        weights /= jnp.sum(weights, axis=1, keepdims=True)
+    pairs = taken.reshape(-1, EXPERTS)
+    if capacity is not None:
+        pairs = pairs * (jnp.cumsum(pairs, axis=0) <= capacity)
+    gate, up = jnp.split(jnp.einsum("th,ehf->tef", x, w_gate_up), 2, axis=2)
+    if activation == "swiglu":
+        gate = gate / (1 + jnp.exp(-gate))
+    else:
+        gate = gate / 2 * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    each = jnp.einsum("tef,efh->teh", gate * up, w_down)
+    return moe.FeedForward(
+        scale * jnp.einsum("tk,tke,teh->th", weights, pairs.reshape(taken.shape), each),
+        jnp.sum(taken, axis=(0, 1)),
+        jnp.sum(taken) - jnp.sum(pairs),
+    )
+
+
+def value_and_gradients(function, args, **options):
+    upstream = np.random.default_rng(9).standard_normal(args[0].shape)
+
+    def loss(*args):
+        out = function(*args, **options)
+        return jnp.sum(out.tokens.astype(jnp.asarray(upstream).dtype) * upstream), out
+
+    gradients, out = jax.jit(jax.grad(loss, tuple(range(4)), has_aux=True))(*args)
+    return out, gradients
+
+
+def check_against_dense(args, implementation=None, terms=4, **options):
+    out, gradients = value_and_gradients(layer, args, implementation=implementation, **options)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in args]
+        expected, wanted = value_and_gradients(dense, wide, **options)
+    assert out.tokens.dtype == args[0].dtype
+    assert_close(out.tokens, expected.tokens, terms=terms, err_msg="tokens")
+    np.testing.assert_array_equal(out.group_counts, expected.group_counts)
+    assert int(out.num_dropped) == int(expected.num_dropped)
+    names = ["x", "logits", "w_gate_up", "w_down"]
+    for name, arg, actual, gradient in zip(names, args, gradients, wanted, strict=True):
+        assert actual.dtype == arg.dtype
+        # That of float32 logits is as exact as the layer.
+        assert_close(actual.astype(args[0].dtype), gradient, terms=terms, err_msg=name)
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_layer_is_its_dense_form(case, dtype):
+    offsets, options = CASES[case]
+    out = check_against_dense(draw(0, dtype, offsets=offsets), **options)
+    assert (int(out.num_dropped) > 0) == ("capacity" in options)
+    empty = int(np.sum(np.asarray(out.group_counts) == 0))
+    assert empty == {"empty experts": 3, "one has all": 4}.get(case, 0)
+
+
+@pytest.mark.parametrize("case", ["softmax", "capacity and alignment"])
+def test_layer_through_the_kernels(case):
+    offsets, options = CASES[case]
+    with checked():
+        check_against_dense(draw(1, offsets=offsets), implementation="interpret", **options)
+
+
+def test_paths_agree_in_bfloat16():
+    args = draw(2, "bfloat16")
+    actual = value_and_gradients(layer, args, implementation="interpret")
+    expected = value_and_gradients(layer, args, implementation="xla")
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            assert_close(a, np.asarray(b, np.float64), terms=4)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+def test_pair_of_weights_is_one_array():
+    x, logits, w_gate_up, w_down = draw(3)
+    pair = tuple(jnp.split(w_gate_up, 2, axis=2))
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(w):
+        return jnp.sum(layer(x, logits, w, w_down).tokens ** 2)
+
+    one, d_one = run(w_gate_up)
+    for w in (pair, list(pair)):
+        two, d_two = run(w)
+        assert_close(two, np.asarray(one, np.float64), terms=4)
+        assert_close(jnp.concatenate(d_two, axis=2), np.asarray(d_one, np.float64), terms=4)
+
+
+def test_bias_and_groups_reach_the_router():
+    x, logits, w_gate_up, w_down = draw(4)
+    bias = jnp.array([0.0, 0.0, 9.0, 0.0, 9.0])
+    out = jax.jit(functools.partial(layer, score="sigmoid", bias=bias))(*draw(4))
+    np.testing.assert_array_equal(out.group_counts, [0, 0, TOKENS, 0, TOKENS])
+    grouped = jax.jit(functools.partial(layer, num_groups=2, top_groups=1))
+    counts = grouped(x, logits[:, :4], w_gate_up[:4], w_down[:4]).group_counts
+    # Two experts of one group of two: both get its tokens.
+    assert int(counts[0]) == int(counts[1]) > 0
+    assert int(counts[2]) == int(counts[3]) == TOKENS - int(counts[0])
+
+
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_no_tokens(implementation):
+    args = draw(tokens=0)
+    out, gradients = value_and_gradients(layer, args, implementation=implementation)
+    assert out.tokens.shape == (0, HIDDEN)
+    assert not np.any(out.group_counts)
+    for arg, gradient in zip(args, gradients, strict=True):
+        assert_same_bits(gradient, jnp.zeros_like(arg))
+
+
+def test_capacity_makes_no_more_rows_than_experts_take():
+    args = draw()
+    for options, rows in [
+        ({}, 2 * TOKENS),
+        ({"capacity": 3}, 3 * EXPERTS),
+        ({"capacity": 3, "align_size": 8}, 8 * EXPERTS),
+        ({"capacity": 100}, 2 * TOKENS),
+    ]:
+        program = str(jax.make_jaxpr(functools.partial(layer, **options))(*args))
+        assert f"f32[{rows},{2 * WIDTH}]" in program
+
+
+def test_wider_weights_widen_the_matmuls_and_not_the_result():
+    x, logits, *weights = draw(5)
+    small = x.astype(jnp.bfloat16)
+    out, gradients = value_and_gradients(layer, (small, logits, *weights))
+    assert out.tokens.dtype == gradients[0].dtype == jnp.bfloat16
+    assert gradients[2].dtype == jnp.float32
+    wide = jax.jit(layer)(small.astype(jnp.float32), logits, *weights)
+    assert_same_bits(out.tokens, wide.tokens.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("implementation", ["interpret", None])
+def test_vmap_is_the_loop(implementation):
+    """Over tokens and logits, as a batch of sequences, and over all, as a stack of layers."""
+    batches = [draw(seed) for seed in range(2)]
+    run = functools.partial(layer, implementation=implementation)
+    grads = jax.grad(lambda *args: jnp.sum(run(*args).tokens ** 2), (0, 1, 2, 3))
+    for axes in [(0, 0, None, None), (0, 0, 0, 0)]:
+        each = [tuple(b[i] if axes[i] == 0 else batches[0][i] for i in range(4)) for b in batches]
+        stacked = [
+            jnp.stack([e[i] for e in each]) if axes[i] == 0 else each[0][i] for i in range(4)
+        ]
+        for function in (run, grads):
+            actual = jax.jit(jax.vmap(function, axes))(*stacked)
+            one = jax.jit(function)
+            loop = [one(*args) for args in each]
+            jax.tree.map(
+                lambda a, *b: np.testing.assert_allclose(a, jnp.stack(b), rtol=1e-4, atol=1e-4),
+                actual,
+                *loop,
+            )
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("implementation", ["interpret", None])
+def test_shard_map_is_local(implementation):
+    """Each device routes its own tokens; the weights' gradients are summed over devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), "d")
+    split, whole = PartitionSpec("d"), PartitionSpec()
+    x, logits, *weights = draw(6)
+    run = functools.partial(layer, implementation=implementation, capacity=9)
+
+    def local(*args):
+        out = run(*args)
+        return out.tokens, out.group_counts, out.num_dropped[None]
+
+    def total(*args):
+        return jax.lax.psum(jnp.sum(local(*args)[0] ** 2), "d")
+
+    specs = (split, split, whole, whole)
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs)
+    actual = jax.jit(over(local, out_specs=(split, split, split)))(x, logits, *weights)
+    d_actual = jax.jit(jax.grad(over(total, out_specs=whole), (0, 1, 2, 3)))(x, logits, *weights)
+
+    halves = list(zip(jnp.split(x, 2), jnp.split(logits, 2), strict=True))
+    loop = [jax.jit(local)(*half, *weights) for half in halves]
+    grads = jax.jit(jax.grad(lambda *args: jnp.sum(local(*args)[0] ** 2), (0, 1, 2, 3)))
+    d_loop = [grads(*half, *weights) for half in halves]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(lambda a, *b: close(a, jnp.concatenate(b)), actual, *loop)
+    for a, b, c in zip(d_actual[:2], *(d[:2] for d in d_loop), strict=True):
+        close(a, jnp.concatenate([b, c]))
+    for a, b, c in zip(d_actual[2:], *(d[2:] for d in d_loop), strict=True):
+        close(a, b + c)
+
+
+LIGHT = jax.checkpoint_policies.save_only_these_names(
+    "triax_routing", "triax_plan", "triax_ragged_dot"
+)
+
+
+def residuals(function, args):
+    """Shapes of the floats of [rows, …] that the backward pass finds ready."""
+    pull = jax.eval_shape(lambda *args: jax.vjp(lambda *a: function(*a).tokens, *args)[1], *args)
+    rows = 2 * TOKENS
+    return sorted(leaf.shape for leaf in jax.tree.leaves(pull) if leaf.shape[:1] == (rows,))
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """The rows, both matmuls' results and the product between; nothing else is as long as they."""
+    rows = 2 * TOKENS
+    kept = [(rows, HIDDEN), (rows, HIDDEN), (rows, WIDTH), (rows, 2 * WIDTH)]
+    assert residuals(layer, draw(7, "bfloat16")) == kept
+
+
+def test_policy_that_permutes_again():
+    args = draw(7)
+    light = jax.checkpoint(layer, policy=LIGHT)
+    assert residuals(light, args) == [(2 * TOKENS, HIDDEN), (2 * TOKENS, 2 * WIDTH)]
+    actual, expected = (value_and_gradients(f, args) for f in (light, layer))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
+    )
+
+
+FORWARD = [
+    "route",
+    "place_few_pairs",
+    "permute",
+    "ragged_dot_schedule",
+    "ragged_dot",
+    "ragged_dot_schedule",
+    "ragged_dot",
+    "unpermute",
+]
+
+
+def lowered(function, platform):
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in draw(0, "bfloat16")]
+    return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))
+
+
+def kernels(function):
+    return sorted(call.kernel for call in inspect.describe(lowered(function, "cuda")))
+
+
+def gradients(*args):
+    return jax.grad(lambda *args: jnp.sum(layer(*args).tokens ** 2), (0, 1, 2, 3))(*args)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_on_cuda(monkeypatch, arch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
+    assert kernels(layer) == sorted(FORWARD)
+    backward = [
+        "unpermute_grad",
+        *["ragged_dot_schedule", "ragged_dot_transposed", "ragged_dot_schedule", "group_outer"] * 2,
+        "unpermute",  # permute's gradient
+        "route_grad",
+    ]
+    assert kernels(gradients) == sorted(FORWARD + backward)
+
+
+@pytest.mark.cuda_plugin
+def test_xla_does_only_the_activation_on_cuda(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    text = lowered(gradients, "cuda").as_text()
+    for other in ("dot_general", "gather", "scatter", "sort", "transpose", "callback"):
+        assert f"stablehlo.{other}" not in text
+
+
+def test_cpu_gets_plain_jax_alone():
+    text = lowered(gradients, "cpu").as_text()
+    assert "triton" not in text
+    assert "callback" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": [1.0]}, ArgumentTypeError, r"`x` must be an array of shape \[tokens, hidden\]"),
+        ({"x": jnp.ones((2, 3, 4))}, ArgumentValueError, r"`x` must have shape \[tokens, hidden\]"),
+        ({"x": jnp.ones((TOKENS, HIDDEN), int)}, ArgumentTypeError, "`x` must have a floating"),
+        (
+            {"x": jnp.ones((TOKENS, HIDDEN), jnp.float8_e4m3fn)},
+            ArgumentTypeError,
+            "`x` must be a float of 16 bits or more; got float8_e4m3fn",
+        ),
+        (
+            {"logits": jnp.ones((3, EXPERTS))},
+            ArgumentValueError,
+            r"`logits` must have shape \(24, 5\) to go with the tokens of `x`; got \(3, 5\)",
+        ),
+        (
+            {"w_gate_up": jnp.ones((EXPERTS, HIDDEN, WIDTH))},
+            ArgumentValueError,
+            r"`w_gate_up` must have shape \(5, 16, 48\) to go with .*; got \(5, 16, 24\)",
+        ),
+        (
+            {"w_gate_up": (jnp.ones((EXPERTS, HIDDEN, WIDTH)), jnp.ones((EXPERTS, WIDTH, HIDDEN)))},
+            ArgumentValueError,
+            r"`w_gate_up\[1\]` must have shape \(5, 16, 24\) .*; got \(5, 24, 16\)",
+        ),
+        ({"w_gate_up": (jnp.ones(1),) * 3}, ArgumentValueError, "the pair .*; got 3 of them"),
+        (
+            {"w_down": jnp.ones((EXPERTS + 1, WIDTH, HIDDEN))},
+            ArgumentValueError,
+            r"`w_down` must have shape \(5, 24, 16\) to go with `x` and `logits`; got \(6, ",
+        ),
+        (
+            {"activation": "relu"},
+            ArgumentValueError,
+            "`activation` must be one of 'swiglu', 'geglu'",
+        ),
+        ({"top_k": 6}, ArgumentValueError, "`top_k` must be at most the 5 experts"),
+        ({"capacity": -1}, ArgumentValueError, "`capacity` must be at least 0"),
+        ({"align_size": 0}, ArgumentValueError, "`align_size` must be at least 1"),
+        ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
+        ({"score": "tanh"}, ArgumentValueError, "`score` must be one of"),
+        ({"scores": "softmax"}, TypeError, "unexpected keyword argument 'scores'"),
+    ],
+)
+def test_what_is_wrong_is_named(changes, error, message):
+    names = ["x", "logits", "w_gate_up", "w_down"]
+    arguments = dict(zip(names, draw(), strict=True)) | {"top_k": 2} | changes
+    with pytest.raises(error, match=message):
+        moe.feed_forward(**arguments)
