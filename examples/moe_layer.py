@@ -1,13 +1,13 @@
-"""A mixture-of-experts feed-forward layer in plain JAX, with Triax moving the tokens.
+"""A mixture-of-experts feed-forward layer: a router of one matrix, and `moe.feed_forward`.
 
     params = init_layer(jax.random.key(0), width=64, hidden=128, num_experts=8)
     y, routing = moe_layer(params, x, top_k=2)            # x, y [tokens, width]
     loss = task_loss(y) + 0.01 * routing.balance_loss
 
-A router picks `top_k` experts for each token. `make_plan` gives every (token, choice) a row,
-`permute` copies the tokens to their rows, grouped by expert, so that each expert's matmul is one
-piece of `jax.lax.ragged_dot`, and `unpermute` sums up what the experts made of each token, times
-the router's weights. Nothing is computed for an expert that a token did not go to.
+A router picks `top_k` experts for each token. `moe.feed_forward` copies the tokens to rows grouped
+by expert, so that each expert's matmuls are one piece of `moe.ragged_dot`, and sums up what the
+experts made of each token, times the router's weights. Nothing is computed for an expert that a
+token did not go to.
 
 `moe_stack` is several such layers, as a transformer has them: normalised, with a residual
 connection, scanned over, and with the routed tokens kept for the backward pass.
@@ -50,7 +50,7 @@ def init_layer(
     draw = lambda key, *shape: jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
     return {
         "router": draw(router, width, num_experts),
-        "up": draw(up, num_experts, width, hidden),
+        "gate_up": draw(up, num_experts, width, 2 * hidden),
         "down": draw(down, num_experts, hidden, width),
     }
 
@@ -70,39 +70,30 @@ def moe_layer(
       x: [tokens, width].
       top_k: experts per token.
       capacity: the most tokens an expert takes; the rest of them it leaves out. None for all.
-      implementation: how Triax moves the tokens; None is right.
+      implementation: which code of Triax runs; None is right.
 
     Returns:
       [tokens, width] in the dtype of `x`, and the `Routing`.
     """
-    num_experts = params["router"].shape[1]
-    probs = router_probs(params["router"], x)
-    weights, selected = jax.lax.top_k(probs, top_k)
-    if top_k > 1:  # A single choice keeps its probability: it is all the router learns from.
-        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+    logits = router_logits(params["router"], x)
+    out = moe.feed_forward(
+        x,
+        logits,
+        params["gate_up"],
+        params["down"],
+        top_k=top_k,
+        normalize=top_k > 1,  # A single choice keeps its probability: all the router learns from.
+        capacity=capacity,
+        implementation=implementation,
+    )
+    balance_loss = moe.load_balancing_loss(logits, out.group_counts)
+    return out.tokens, Routing(balance_loss, out.group_counts)
 
-    plan = moe.make_plan(selected, num_experts, capacity=capacity, implementation=implementation)
-    rows = moe.permute(x, plan, implementation=implementation)
-    rows = jax.nn.silu(jax.lax.ragged_dot(rows, params["up"], plan.group_sizes))
-    rows = jax.lax.ragged_dot(rows, params["down"], plan.group_sizes)
-    y = moe.unpermute(rows, plan, weights, implementation=implementation)
-    return y, Routing(balance_loss(probs, plan.group_counts), plan.group_counts)
 
-
-def router_probs(router: jax.Array, x: jax.Array) -> jax.Array:
-    """The softmax over experts, [tokens, experts], in float32 or wider: it is easily upset."""
+def router_logits(router: jax.Array, x: jax.Array) -> jax.Array:
+    """How much each token likes each expert, in float32 or wider: a softmax is easily upset."""
     wider = jnp.promote_types(x.dtype, jnp.float32)
-    return jax.nn.softmax(x.astype(wider) @ router.astype(wider), axis=-1)
-
-
-def balance_loss(probs: jax.Array, load: jax.Array) -> jax.Array:
-    """The load-balancing loss: experts · Σ over experts of (share of pairs · mean probability).
-
-    Equations 4 to 6 of Fedus, Zoph and Shazeer, "Switch Transformers" (arXiv:2101.03961), for any
-    number of choices per token. Only the probabilities have a gradient; the share is a count.
-    """
-    share = load / jnp.maximum(jnp.sum(load), 1)
-    return probs.shape[1] * jnp.sum(share.astype(probs.dtype) * jnp.mean(probs, axis=0))
+    return x.astype(wider) @ router.astype(wider)
 
 
 def moe_stack(
