@@ -304,7 +304,7 @@ def kernels(function):
     return sorted(call.kernel for call in inspect.describe(lowered(function, "cuda")))
 
 
-def gradients(*args):
+def gradients(*args, layer=layer):
     return jax.grad(lambda *args: jnp.sum(layer(*args).tokens ** 2), (0, 1, 2, 3))(*args)
 
 
@@ -320,6 +320,9 @@ def test_kernels_on_cuda(monkeypatch, arch):
         "route_grad",
     ]
     assert kernels(gradients) == sorted(FORWARD + backward)
+    light = jax.checkpoint(layer, policy=LIGHT)
+    again = kernels(functools.partial(gradients, layer=light))
+    assert again == sorted([*FORWARD, *backward, "permute"])
 
 
 @pytest.mark.cuda_plugin
