@@ -74,7 +74,7 @@ def feed_forward(
     gradient has the dtype of what it belongs to.
 
     For its gradient it keeps the permuted rows, the results of the matmuls, the activation's
-    product and the routing. Under `jax.checkpoint` they carry the names that the ops give them.
+    product and the routing. Under `jax.checkpoint` all but the product carry their ops' names.
 
     Args:
       x: float [tokens, hidden], of 16 bits or more, as the weights.
