@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from triax.bridge.compat import jax_private
@@ -39,7 +39,14 @@ def op(function: Function, derivative: Function, *arguments: Any) -> Any:
         results = derivative(tree.unflatten(primals), tree.unflatten(tangents), shapes)
         return out_tree.flatten_up_to(results)
 
-    return out_tree.unflatten(_op_p.bind(*leaves, jaxpr=jaxpr, derivative=flat_derivative))
+    # As a function, so that JAX does not take its jaxpr for a part of the program to look into.
+    outputs = _op_p.bind(
+        *leaves,
+        function=jaxpr_as_fun(jaxpr),
+        derivative=flat_derivative,
+        types=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals),
+    )
+    return out_tree.unflatten(outputs)
 
 
 def call(
@@ -107,9 +114,8 @@ _op_p = Primitive("triax_op")
 _op_p.multiple_results = True
 
 
-def _run_op(*args: Any, jaxpr: ClosedJaxpr, derivative: Function) -> list[Any]:
-    del derivative
-    return jaxpr_as_fun(jaxpr)(*args)
+def _run_op(*args: Any, function: Function, **_: Any) -> list[Any]:
+    return function(*args)
 
 
 _op_p.def_impl(_run_op)
@@ -117,13 +123,12 @@ mlir.register_lowering(_op_p, mlir.lower_fun(_run_op, multiple_results=True))
 
 
 @_op_p.def_abstract_eval
-def _op_abstract_eval(*avals: Any, jaxpr: ClosedJaxpr, derivative: Function) -> list[Any]:
-    del derivative
-    return _results(avals, jaxpr.out_avals)
+def _op_abstract_eval(*avals: Any, types: Sequence[Any], **_: Any) -> list[Any]:
+    return _results(avals, types)
 
 
-def _op_jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, derivative: Function) -> Any:
-    outputs = _op_p.bind(*primals, jaxpr=jaxpr, derivative=derivative)
+def _op_jvp(primals: Any, tangents: Any, *, derivative: Function, **params: Any) -> Any:
+    outputs = _op_p.bind(*primals, derivative=derivative, **params)
     known = tuple(None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents)
     results = derivative(tuple(primals), known)
     return outputs, [
@@ -132,13 +137,16 @@ def _op_jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, derivative: Func
     ]
 
 
-def _op_batch(args: Any, axes: Any, *, jaxpr: ClosedJaxpr, derivative: Function) -> Any:
+def _op_batch(
+    args: Any, axes: Any, *, function: Function, derivative: Function, types: Sequence[Any]
+) -> Any:
     axes = tuple(axes)
-    function = jax.vmap(jaxpr_as_fun(jaxpr), axes)
+    size = _batch_size(args, axes)
     outputs = _op_p.bind(
         *args,
-        jaxpr=jax.make_jaxpr(function)(*args),
+        function=jax.vmap(function, axes),
         derivative=jax.vmap(derivative, (axes, axes)),
+        types=tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in types),
     )
     return outputs, [0] * len(outputs)
 
@@ -194,7 +202,7 @@ def _linear_batch(
     num_residuals: int,
     types: Sequence[Any],
 ) -> Any:
-    size = next(arg.shape[axis] for arg, axis in zip(args, axes, strict=True) if axis is not None)
+    size = _batch_size(args, axes)
     # All tangents have the batch in front, so that all cotangents have: JAX transposes what puts it
     # there, by a sum where it was not.
     tangents = [
@@ -216,6 +224,10 @@ def _linear_batch(
 ad.primitive_jvps[_linear_p] = _linear_jvp
 ad.primitive_transposes[_linear_p] = _linear_transpose
 batching.primitive_batchers[_linear_p] = _linear_batch
+
+
+def _batch_size(args: Any, axes: Any) -> int:
+    return next(arg.shape[axis] for arg, axis in zip(args, axes, strict=True) if axis is not None)
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
