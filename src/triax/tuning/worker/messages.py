@@ -32,7 +32,7 @@ class Pointer:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A kernel parameter: a number: "i1", "i32", "u32", "i64", "u64", "fp32", "fp64"."""
+    """A kernel parameter: a number of type "i1", "i32", "u32", "i64", "u64", "fp32" or "fp64"."""
 
     value: bool | int | float
     type: str
