@@ -175,12 +175,9 @@ def memory() -> str:
     rows = []
     for found in record("h200")["memory"]:
         if found["preset"] == "deepseek-v3":
-            buffers = ", ".join(
-                f"{b['count']} × {b['shape']} ({b['what']})" for b in found["row_buffers"]
-            )
             size = f"{found['temporary_bytes'] / 1e9:.2f} GB"
-            rows.append([found["implementation"], f"{found['tokens']:,}", size, buffers])
-    return table(["", "tokens", "temporary memory", "buffers as large as the rows"], rows)
+            rows.append([found["implementation"], f"{found['tokens']:,}", size])
+    return table(["", "tokens", "temporary memory"], rows)
 
 
 def experiments(group: str) -> str:

@@ -241,7 +241,6 @@ def test_first_calls_memory_and_notes():
                 "argument_bytes": 1,
                 "output_bytes": 1,
                 "temporary_bytes": 2.5e9,
-                "row_buffers": [{"count": 2}, {"count": 1}],
             }
         ],
         "notes": ["something is left out: " + "of all that there is " * 9],
@@ -249,7 +248,7 @@ def test_first_calls_memory_and_notes():
     text = table(entry)
     assert lines_with(text, "triax", "nothing cached", "3.21 s", "run 0.50")
     assert lines_with(text, "xla", "all cached", "error")
-    assert lines_with(text, "route+grad", "temporary   2.50 GB, 3 buffers of rows")
+    assert lines_with(text, "route+grad", "temporary   2.50 GB")
     assert lines_with(text, "something is left out")
     assert max(map(len, text.splitlines())) <= report.WIDTH
 

@@ -259,12 +259,10 @@ def _first_calls(entries: Sequence[dict[str, Any]], width: int) -> list[str]:
 def _memory(entries: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["memory"] if entries else []
     for entry in entries:
-        rows = sum(buffer["count"] for buffer in entry["row_buffers"])
         shape = f"{entry['preset']:16} {entry['tokens']:7}  {entry['dtype']:8}"
-        what = "buffer" if rows == 1 else "buffers"
         lines.append(
             f"  {entry['program']:10} {shape}  {entry['implementation']:16} "
-            f"temporary {entry['temporary_bytes'] / 1e9:6.2f} GB, {rows} {what} of rows"
+            f"temporary {entry['temporary_bytes'] / 1e9:6.2f} GB"
         )
     return [*lines, ""] if entries else []
 
