@@ -113,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
             )
             raise ArgumentValueError(f"`triax bench {DRAW} FILE --plots FOLDER` lacks {lacks}.")
         record = report.read(Path(files[0]))
-        plots.check_target(options.plots)
+        plots.import_matplotlib()
+        report.check_folder("--plots", options.plots)
         return 0 if _draw(record, options.plots) else 1
 
     request = runner.Request(
@@ -131,7 +132,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         report.check_target(options.json)
     if options.plots is not None:
-        plots.check_target(options.plots)
+        plots.import_matplotlib()
+        report.check_folder("--plots", options.plots)
     record = runner.run(request)
     try:
         if options.json is not None:
