@@ -21,8 +21,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 COMPAT = "triax.bridge.compat"
 
 # Room → (floor, rank). A file may import what stands strictly lower, and its own room: the file
-# or folder named here. Two rooms of equal floor and rank know nothing of each other, except that
-# an import for type checkers only may cross a floor.
+# or folder named here. Two rooms of equal floor and rank know nothing of each other; an import for
+# type checkers counts as any other.
 ROOMS: dict[str, tuple[int, int]] = {
     "triax.version": (0, 0),
     "triax.bridge.errors": (0, 0),
@@ -32,15 +32,16 @@ ROOMS: dict[str, tuple[int, int]] = {
     "triax.bridge.exclusion": (1, 0),
     "triax.bridge.frames": (1, 0),
     "triax.bridge.workers": (1, 0),
-    "triax.bridge.launch": (1, 0),
     "triax.bridge.descriptor": (1, 0),
-    "triax.bridge.grid": (1, 1),
-    "triax.bridge.hints": (1, 1),
-    "triax.bridge.hooks": (1, 1),
-    "triax.bridge.writes": (1, 1),
-    "triax.bridge.kernel": (1, 2),
-    "triax.bridge.candidates": (1, 3),
-    "triax.bridge.arguments": (1, 4),
+    "triax.bridge.values": (1, 0),
+    "triax.bridge.kernel": (1, 1),
+    "triax.bridge.launch": (1, 2),
+    "triax.bridge.grid": (1, 3),
+    "triax.bridge.hints": (1, 3),
+    "triax.bridge.hooks": (1, 3),
+    "triax.bridge.writes": (1, 3),
+    "triax.bridge.candidates": (1, 4),
+    "triax.bridge.arguments": (1, 5),
     "triax.bridge.compiler": (2, 0),
     "triax.bridge.custom_call": (2, 0),
     "triax.bridge.interpreter": (2, 0),
@@ -74,7 +75,6 @@ class Import(NamedTuple):
     module: str
     name: str | None
     bound: str
-    for_types_only: bool
 
 
 def room_of(module: str) -> str | None:
@@ -105,28 +105,20 @@ def _is_inside(module: str, package: str) -> bool:
 
 def _imports(tree: ast.Module) -> Iterator[Import]:
     """Every import of a file, those in functions and by a literal `import_module` included."""
-    type_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
     for node in ast.walk(tree):
-        types = id(node) in type_only
         if isinstance(node, ast.Import):
             for alias in node.names:
                 bound = alias.asname or alias.name.partition(".")[0]
-                yield Import(node.lineno, alias.name, None, bound, types)
+                yield Import(node.lineno, alias.name, None, bound)
         elif isinstance(node, ast.ImportFrom):
             source = "." * node.level + (node.module or "")
             for alias in node.names:
-                yield Import(node.lineno, source, alias.name, alias.asname or alias.name, types)
+                yield Import(node.lineno, source, alias.name, alias.asname or alias.name)
         elif isinstance(node, ast.Call) and node.args:
             called = ast.unparse(node.func).rpartition(".")[2]
             target = node.args[0]
             if called in ("import_module", "__import__") and _is_text(target):
-                yield Import(node.lineno, target.value, None, "", types)
+                yield Import(node.lineno, target.value, None, "")
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -155,7 +147,7 @@ def _wrong_floor(
             continue
         (floor, rank), (other_floor, other_rank) = positions[room], positions[other]
         lower = (other_floor, other_rank) < (floor, rank)
-        if not (other == room or lower or (found.for_types_only and other_floor == floor)):
+        if not (other == room or lower):
             yield found.line, f"imports {target} of floor {other_floor} from floor {floor}"
 
 
@@ -250,7 +242,12 @@ BAD = {
     ),
     "the package itself": ("triax.moe.chunks.api", "import triax", "floor 9"),
     "within floor 0": ("triax.bridge.errors", "from triax.bridge.settings import x", "floor 0"),
-    "across floor 1": ("triax.bridge.launch", "from triax.bridge.kernel import Kernel", "floor 1"),
+    "across floor 1": ("triax.bridge.kernel", "from triax.bridge.launch import Launch", "floor 1"),
+    "across floor 1, for types": (
+        "triax.bridge.kernel",
+        "if TYPE_CHECKING:\n    from triax.bridge.launch import Launch",
+        "floor 1",
+    ),
     "across floor 2": ("triax.bridge.custom_call", "import triax.bridge.compiler", "floor 2"),
     "across floor 7": ("triax.moe.chunks.api", "import triax.testing", "floor 7"),
     "no floor": ("triax.attic", "", "stands on no floor"),
@@ -304,10 +301,6 @@ GOOD = {
     ),
     "own folder": ("triax.moe.chunks.api", "from triax.moe.chunks import kernels"),
     "within floor 0": ("triax.bridge.settings", "from triax.bridge.errors import SettingError"),
-    "same floor, for types": (
-        "triax.bridge.launch",
-        "if TYPE_CHECKING:\n    from triax.bridge.kernel import Kernel",
-    ),
     "kernel": ("triax.moe.chunks.kernels", "import triton\nimport triton.language as tl"),
     "compat": (
         "triax.bridge.compat.symbols",

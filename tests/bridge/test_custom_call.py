@@ -17,7 +17,8 @@ from triax.bridge.compat import versions
 from triax.bridge.custom_call import order_buffers
 from triax.bridge.errors import CompilationError
 from triax.bridge.inspect import describe
-from triax.bridge.launch import Alias, ArrayType, Operand, Result, Scalar, Static
+from triax.bridge.launch import Alias, ArrayType, Operand, Result, Scalar
+from triax.bridge.values import Static
 
 A = ArrayType((4,), np.dtype(np.float32))
 

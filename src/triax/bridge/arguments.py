@@ -28,9 +28,9 @@ from triax.bridge.launch import (
     Operand,
     Result,
     Scalar,
-    Static,
     rebuild,
 )
+from triax.bridge.values import Static
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,17 +16,9 @@ from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.bridge.grid import GridLike
 from triax.bridge.kernel import Kernel
-from triax.bridge.launch import (
-    Alias,
-    Argument,
-    ArrayType,
-    Call,
-    Result,
-    Scalar,
-    pack_values,
-    rebuild,
-)
+from triax.bridge.launch import Alias, Argument, ArrayType, Call, Result, Scalar, rebuild
 from triax.bridge.primitive import VMAP_METHODS, triton_call_p
+from triax.bridge.values import pack_values
 
 IMPLEMENTATIONS = (None, "triton", "interpret")
 _COSTS = ("flops", "bytes_accessed", "transcendentals")

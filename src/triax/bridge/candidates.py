@@ -19,20 +19,9 @@ from triax.bridge import dtypes, hooks
 from triax.bridge import grid as grids
 from triax.bridge.compat import jax_private, triton_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from triax.bridge.hooks import Hook
-from triax.bridge.kernel import CONFIG_OPTIONS, Kernel, WatchedDict
-from triax.bridge.launch import (
-    Alias,
-    Argument,
-    ArrayType,
-    Candidate,
-    Config,
-    Descriptor,
-    leaves,
-    pack_values,
-    rebuild,
-    unpack_values,
-)
+from triax.bridge.kernel import Hook, Kernel, WatchedDict
+from triax.bridge.launch import Alias, Argument, ArrayType, Candidate, Descriptor, leaves, rebuild
+from triax.bridge.values import CONFIG_OPTIONS, Config, pack_values, unpack_values
 
 # Options of Triton's launcher, which jaxlib's takes the place of, with the value that asks for
 # nothing, and what to do instead.

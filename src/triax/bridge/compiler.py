@@ -31,10 +31,10 @@ from triax.bridge.launch import (
     Descriptor,
     Launch,
     Scalar,
-    Static,
     TensorMap,
     rebuild,
 )
+from triax.bridge.values import Static
 
 logger = logging.getLogger(__name__)
 

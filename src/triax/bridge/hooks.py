@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triax.bridge.compat import triton_private
 from triax.bridge.descriptor import strides_from_shape
 from triax.bridge.errors import UnsupportedError
+from triax.bridge.kernel import Hook
 from triax.bridge.launch import Alias, Argument, Descriptor, Operand, Result, Scalar, rebuild
 
 _REMEDY = (
     "It is run once, ahead of time, and may zero outputs (`.zero_()`) and set the `block_shape` of "
     "descriptors. Do other work in JAX, before the call."
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Hook:
-    """A config's `pre_hook`, and the values that it is given beside the runtime arguments."""
-
-    function: Callable[[dict[str, Any]], Any]
-    values: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

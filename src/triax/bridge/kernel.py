@@ -13,10 +13,7 @@ from typing import Any
 
 from triax.bridge.compat import triton_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from triax.bridge.hooks import Hook
-from triax.bridge.launch import Config, pack_values
-
-CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+from triax.bridge.values import CONFIG_OPTIONS, Config, pack_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +28,14 @@ class Parameter:
     has_default: bool
     default: Any
     number: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """A config's `pre_hook`, and the values that it is given beside the runtime arguments."""
+
+    function: Callable[[dict[str, Any]], Any]
+    values: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,15 +16,13 @@ from triax.bridge.launch import (
     Argument,
     ArrayType,
     Candidate,
-    Config,
     Descriptor,
     Launch,
     Operand,
     Result,
     Scalar,
-    Static,
-    pack_values,
 )
+from triax.bridge.values import Config, Static, pack_values
 
 
 @dataclasses.dataclass

@@ -18,7 +18,8 @@ from triton.language.extra.cuda.libdevice import tanh as cuda_tanh
 
 from triax.bridge.errors import UnsupportedError
 from triax.bridge.interpreter import libdevice as table
-from triax.bridge.launch import Result, pack_values
+from triax.bridge.launch import Result
+from triax.bridge.values import pack_values
 
 
 @triton.jit
