@@ -251,7 +251,8 @@ def test_each_config_has_its_own_block_shape(way):
     for candidate, block in zip(call.candidates, [(16, 32), (8, 32)], strict=True):
         kernel = compiler.compile_launch(call.launch(candidate, (array,), (array,)), 90)
         # The driver copies at most 128 bytes of a row at once.
-        assert kernel.tensor_maps[0].block_shape == block
+        (tensor_map,) = filter(None, (p.tensor_map for p in kernel.parameters))
+        assert tensor_map.block_shape == block
 
 
 def test_equal_calls_with_fresh_callables_are_equal():

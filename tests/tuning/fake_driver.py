@@ -78,10 +78,6 @@ def cuInit(flags):
     return (CUresult.CUDA_ERROR_UNKNOWN if _says.get("broken_start") else CUresult.CUDA_SUCCESS,)
 
 
-def cuDeviceGetName(size, device):
-    return _done(b"Imaginary GPU\0\0")
-
-
 def cuDeviceGetUuid(device):
     return _done(types.SimpleNamespace(bytes=bytes(range(16))))
 

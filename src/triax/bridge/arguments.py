@@ -161,7 +161,7 @@ class Flattened:
         )
 
     def types(self) -> list[ArrayType]:
-        return [ArrayType(tuple(a.shape), np.dtype(a.dtype)) for a in self.arrays]
+        return [ArrayType.of(a) for a in self.arrays]
 
 
 def _scalar(name: str, value: Any) -> Scalar | None:

@@ -18,7 +18,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from triax.bridge import dtypes, hints, workers, writes
@@ -30,6 +30,7 @@ from triax.bridge.launch import (
     CompiledKernel,
     Descriptor,
     Launch,
+    LaunchParameter,
     Scalar,
     TensorMap,
     rebuild,
@@ -369,14 +370,6 @@ def _finish(
     specialization: triton_private.Specialization,
     compiled: triton_private.Compiled,
 ) -> CompiledKernel:
-    present, divisible, types = [], [], []
-    positions = {p.name: i for i, p in enumerate(launch.kernel.parameters)}
-    for name, argument in launch.arguments:
-        for path, leaf in _paths(argument):
-            type_name = specialization.type_name(name, path)
-            present.append(type_name != "constexpr")
-            divisible.append(specialization.is_divisible_by_16((positions[name], *path)))
-            types.append(type_name if isinstance(leaf, Scalar) else None)
     name, ptx = unique_entry(compiled.ptx, compiled.entry)
     return CompiledKernel(
         name=name,
@@ -387,12 +380,29 @@ def _finish(
         shared_bytes=compiled.shared_bytes,
         global_scratch_bytes=compiled.global_scratch_bytes,
         global_scratch_align=compiled.global_scratch_align,
-        tensor_maps=tuple(_tensor_map(meta) for meta in compiled.tensor_descriptors),
-        launch_parameters=tuple(present),
-        divisible_by_16=tuple(divisible),
-        scalar_types=tuple(types),
+        parameters=tuple(_parameters(launch, specialization, compiled)),
         writes=_writes(launch, compiled),
     )
+
+
+def _parameters(
+    launch: Launch,
+    specialization: triton_private.Specialization,
+    compiled: triton_private.Compiled,
+) -> Iterator[LaunchParameter]:
+    positions = {p.name: i for i, p in enumerate(launch.kernel.parameters)}
+    tensor_maps = map(_tensor_map, compiled.tensor_descriptors)
+    leaves = ((name, *pair) for name, argument in launch.arguments for pair in _paths(argument))
+    for index, (name, path, leaf) in enumerate(leaves):
+        type_name = specialization.type_name(name, path)
+        if type_name == "constexpr":
+            continue
+        yield LaunchParameter(
+            index,
+            specialization.is_divisible_by_16((positions[name], *path)),
+            type_name if isinstance(leaf, Scalar) else None,
+            next(tensor_maps, None) if isinstance(leaf, Descriptor) else None,
+        )
 
 
 def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
@@ -404,9 +414,8 @@ def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[i
 
 def _writes(launch: Launch, compiled: triton_private.Compiled) -> tuple[tuple[int, ...], ...]:
     """Which leaves the kernel writes to; nothing where its code cannot be told from them."""
-    code = compiled.intermediate.get("ttir") or compiled.intermediate.get("ttgir", "")
     pointers = [i for i, leaf in enumerate(launch.leaves()) if not isinstance(leaf, Scalar)]
-    count, found = writes.origins(code)
+    count, found = writes.origins(compiled.ir)
     if count != len(pointers):
         return ()
     return tuple(tuple(pointers[i] for i in reached) for reached in found)

@@ -28,6 +28,7 @@ from triax.bridge.launch import (
     Operand,
     Result,
     Scalar,
+    TensorMap,
 )
 
 logger = logging.getLogger(__name__)
@@ -219,18 +220,10 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
 
 def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any]:
     zeroed = launch.zeroed_bytes()
-    tensor_maps = iter(kernel.tensor_maps)
+    leaves = list(launch.named_leaves())
     parameters = []
-    leaves = zip(
-        launch.named_leaves(),
-        kernel.launch_parameters,
-        kernel.divisible_by_16,
-        kernel.scalar_types,
-        strict=True,
-    )
-    for (name, leaf), is_parameter, is_divisible, scalar_type in leaves:
-        if not is_parameter:
-            continue
+    for parameter in kernel.parameters:
+        name, leaf = leaves[parameter.leaf]
         if isinstance(leaf, Descriptor):
             if Operand(leaf.index) in zeroed:
                 raise UnsupportedError(
@@ -238,14 +231,14 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
                     "and jaxlib zeroes only what is behind a pointer. Make the descriptor of an "
                     "array of zeros instead."
                 )
-            parameters += _tensor_map_parameters(module, launch, leaf, next(tensor_maps, None))
+            parameters += _tensor_map_parameters(module, launch, leaf, parameter.tensor_map)
         elif isinstance(leaf, Scalar):
             assert leaf.value is not None  # None is compiled in
-            assert scalar_type is not None
-            scalar = dtypes.launch_scalar(name, leaf.value, scalar_type)
+            assert parameter.scalar_type is not None
+            scalar = dtypes.launch_scalar(name, leaf.value, parameter.scalar_type)
             parameters.append(module.create_scalar_parameter(*scalar))
         else:
-            alignment = 16 if is_divisible else 0
+            alignment = 16 if parameter.divisible_by_16 else 0
             parameters.append(module.create_array_parameter(zeroed.get(leaf, 0), alignment))
     if kernel.global_scratch_bytes:
         parameters.append(module.create_array_parameter(0, kernel.global_scratch_align))
@@ -253,7 +246,7 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
 
 
 def _tensor_map_parameters(
-    module: Any, launch: Launch, leaf: Descriptor, tensor_map: Any
+    module: Any, launch: Launch, leaf: Descriptor, tensor_map: TensorMap | None
 ) -> list[Any]:
     """A descriptor, and its shape and strides, which Triton passes as separate parameters."""
     if not jax_private.supports_tensor_maps():

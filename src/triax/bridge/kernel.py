@@ -8,6 +8,7 @@ with every value a config or heuristic sets. The user's objects are never modifi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,11 +107,11 @@ class Kernel:
     def __hash__(self) -> int:
         return id(self.source)
 
-    @property
+    @functools.cached_property
     def parameter_names(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.parameters)
 
-    @property
+    @functools.cached_property
     def runtime_parameters(self) -> tuple[Parameter, ...]:
         """The parameters that are not constexpr."""
         return tuple(p for p in self.parameters if not p.is_constexpr)

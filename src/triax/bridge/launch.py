@@ -29,6 +29,11 @@ class ArrayType:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @classmethod
+    def of(cls, array: Any) -> ArrayType:
+        """The type of anything with `shape` and `dtype`."""
+        return cls(tuple(map(int, array.shape)), np.dtype(array.dtype))
+
     @property
     def size(self) -> int:
         return math.prod(self.shape)
@@ -186,6 +191,12 @@ class Call:
             self.display_name,
         )
 
+    def launches(
+        self, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
+    ) -> list[Launch]:
+        """The launches of those candidates that launch anything."""
+        return [self.launch(c, operands, results) for c in self.candidates if not c.is_empty]
+
     def __repr__(self) -> str:
         return f"Call({self.display_name}, {len(self.candidates)} candidate(s))"
 
@@ -272,6 +283,20 @@ class TensorMap:
 
 
 @dataclasses.dataclass(frozen=True)
+class LaunchParameter:
+    """A parameter of a compiled kernel: the one that stands for the `leaf`-th of `Launch.leaves()`.
+
+    `divisible_by_16` says whether the code relies on that. `scalar_type` is Triton's type of a
+    scalar, else None; `tensor_map` is there for descriptors, on GPUs with TMA.
+    """
+
+    leaf: int
+    divisible_by_16: bool
+    scalar_type: str | None
+    tensor_map: TensorMap | None
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledKernel:
     """Triton's output for one launch, in the form XLA's custom call wants it.
 
@@ -287,14 +312,8 @@ class CompiledKernel:
     shared_bytes: int
     global_scratch_bytes: int
     global_scratch_align: int
-    tensor_maps: tuple[TensorMap, ...]
-    launch_parameters: tuple[bool, ...]
-    """For each leaf of `Launch.leaves()`: whether it is a parameter of the binary.
-    Triton folds None and integers it specialised on 1 into the code."""
-    divisible_by_16: tuple[bool, ...]
-    """For each leaf: whether the code relies on it being a multiple of 16."""
-    scalar_types: tuple[str | None, ...]
-    """For each leaf: its Triton type where it is a scalar, else None."""
+    parameters: tuple[LaunchParameter, ...]
+    """In the kernel's order. Triton folds None and integers it specialised on 1 into the code."""
     writes: tuple[tuple[int, ...], ...] = ()
     """For each write whose pointer can be followed: the leaves that it may reach."""
     cubin: bytes | None = None

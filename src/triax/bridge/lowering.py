@@ -21,7 +21,7 @@ from triax.bridge import ahead, candidates, custom_call, frames, settings
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
 from triax.bridge.kernel import Kernel
-from triax.bridge.launch import ArrayType, Call, Candidate, Launch, Operand, Result
+from triax.bridge.launch import ArrayType, Call, Launch, Operand, Result
 from triax.tuning import policy
 from triax.tuning.key import Device
 
@@ -65,11 +65,14 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
             f"Kernel {call.display_name!r}: Argument `implementation` is 'triton', and the program "
             "is lowered for the CPU. Use None or 'interpret' there."
         )
-    launches = _launches(ctx, call, call.candidates)
+    types = _array_types(ctx)
+    launches = call.launches(*types)
     ahead.met(launches)
     if not launches:
         return _emit_nothing(ctx, operands, call)
-    fallback = next(iter(_launches(ctx, call, [call.fallback])), None) if call.fallback else None
+    fallback = None
+    if call.fallback is not None and not call.fallback.is_empty:
+        fallback = call.launch(call.fallback, *types)
     if platform == "cpu" or call.implementation == "interpret":
         # One result is as good as another, and the interpreter has no speed to choose by.
         return _emit_interpreted(ctx, operands, call, fallback or launches[0])
@@ -87,15 +90,9 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     return _emit_custom_call(ctx, operands, built, describe(call, launches, choice.key))
 
 
-def _launches(ctx: Any, call: Call, candidates: Sequence[Candidate]) -> list[Launch]:
-    """The launches of those candidates that launch anything."""
-    operands = tuple(_array_type(aval) for aval in ctx.avals_in)
-    results = tuple(_array_type(aval) for aval in ctx.avals_out)
-    return [call.launch(c, operands, results) for c in candidates if not c.is_empty]
-
-
-def _array_type(aval: Any) -> ArrayType:
-    return ArrayType(tuple(int(n) for n in aval.shape), np.dtype(aval.dtype))
+def _array_types(ctx: Any) -> tuple[tuple[ArrayType, ...], tuple[ArrayType, ...]]:
+    """The types of the operands and of the results."""
+    return tuple(map(ArrayType.of, ctx.avals_in)), tuple(map(ArrayType.of, ctx.avals_out))
 
 
 def _emit_nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
@@ -298,8 +295,7 @@ def triton_call_lowering(
     view = Kernel.of(kernel)
     values = dict(constexprs or {})
     mode = settings.check_tuning_mode(tuning or settings.tuning_mode(), "tuning")
-    operand_types = tuple(_array_type(aval) for aval in ctx.avals_in)
-    result_types = tuple(_array_type(aval) for aval in ctx.avals_out)
+    operand_types, result_types = _array_types(ctx)
     pairs = dict(input_output_aliases or {})
     for operand in pairs:
         if not 0 <= operand < len(operand_types):

@@ -71,9 +71,9 @@ def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) 
     from triax.bridge import interpreter  # here: it imports triton, and `import triax` should not
 
     candidate = call.candidates[0]
-    results = [ArrayType(tuple(a.shape), np.dtype(a.dtype)) for a in result_avals]
+    results = tuple(map(ArrayType.of, result_avals))
     arrays = [np.asarray(arg) for arg in args]
-    operands = tuple(ArrayType(a.shape, a.dtype) for a in arrays)
+    operands = tuple(map(ArrayType.of, arrays))
     if candidate.is_empty:
         source = {alias.result: alias.operand for alias in call.aliases}
         outputs = [
@@ -81,7 +81,7 @@ def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) 
             for i, r in enumerate(results)
         ]
     else:
-        launch = call.launch(candidate, operands, tuple(results))
+        launch = call.launch(candidate, operands, results)
         outputs = list(interpreter.run(launch, arrays, call.checked))
     if any(isinstance(arg, jax.Array) and arg.committed for arg in args):
         return [jax.device_put(output, device) for output in outputs]

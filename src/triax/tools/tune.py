@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import UnsupportedError
@@ -54,7 +53,8 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
     tuned: dict[str, Tuned] = {}
 
     def listen(call: Call, operands: Sequence[Any], result_avals: Any) -> None:
-        launches = _launches(call, operands, result_avals)
+        types = tuple(map(ArrayType.of, operands))
+        launches = call.launches(types, tuple(map(ArrayType.of, result_avals)))
         if len(launches) < 2:
             return
         device, capability = _device(call, operands)
@@ -72,12 +72,6 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
     finally:
         eager_listener.reset(token)
     return list(tuned.values())
-
-
-def _launches(call: Call, operands: Sequence[Any], result_avals: Any) -> list[Any]:
-    types = tuple(ArrayType(tuple(o.shape), np.dtype(o.dtype)) for o in operands)
-    results = tuple(ArrayType(tuple(a.shape), np.dtype(a.dtype)) for a in result_avals)
-    return [call.launch(c, types, results) for c in call.candidates if not c.is_empty]
 
 
 def _device(call: Call, operands: Sequence[Any]) -> tuple[Device, int]:

@@ -30,6 +30,7 @@ from triax.bridge.launch import (
     Operand,
     Result,
     Scalar,
+    TensorMap,
 )
 from triax.tuning import gpu_lock
 from triax.tuning.key import Device, label
@@ -69,7 +70,6 @@ def problem() -> str | None:
 def make_job(
     call: Call,
     compiled: Sequence[tuple[Launch, CompiledKernel]],
-    device: Device,
     inputs: Sequence[str | None],
 ) -> messages.Job:
     """The job of timing `compiled`; `inputs` are files with operands' contents, or None."""
@@ -90,7 +90,6 @@ def make_job(
         if index not in aliased:
             buffers.append(messages.Buffer(array.nbytes, restored=Result(index) in reset))
     return messages.Job(
-        device=device.index,
         buffers=tuple(buffers),
         candidates=tuple(_candidate(launch, kernel) for launch, kernel in compiled),
         limit_bytes=settings.tuning_bytes(),
@@ -131,19 +130,18 @@ def _pattern(array: ArrayType) -> bytes:
 def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.Candidate:
     assert kernel.cubin is not None, "compiled without machine code"
     zeroed = launch.zeroed_bytes()
-    tensor_maps = iter(kernel.tensor_maps)
+    leaves = list(launch.named_leaves())
     parameters: list[Any] = []
-    leaves = zip(launch.named_leaves(), kernel.launch_parameters, kernel.scalar_types, strict=True)
-    for (name, leaf), is_parameter, scalar_type in leaves:
-        if not is_parameter:
-            continue
+    for parameter in kernel.parameters:
+        name, leaf = leaves[parameter.leaf]
         if isinstance(leaf, Scalar):
-            assert scalar_type is not None
             assert leaf.value is not None
-            number, scalar_type = dtypes.launch_scalar(name, leaf.value, scalar_type)
-            parameters.append(messages.Number(number, scalar_type))
+            assert parameter.scalar_type is not None
+            scalar = dtypes.launch_scalar(name, leaf.value, parameter.scalar_type)
+            parameters.append(messages.Number(*scalar))
         elif isinstance(leaf, Descriptor):
-            parameters.append(_tensor_map(launch, leaf, next(tensor_maps)))
+            assert parameter.tensor_map is not None
+            parameters.append(_tensor_map(launch, leaf, parameter.tensor_map))
         else:
             index = launch.buffer_index(leaf)
             parameters.append(messages.Pointer(index, zeroed.get(leaf, 0)))
@@ -160,7 +158,9 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.Candidate:
     )
 
 
-def _tensor_map(launch: Launch, leaf: Descriptor, tensor_map: Any) -> messages.TensorMapParameter:
+def _tensor_map(
+    launch: Launch, leaf: Descriptor, tensor_map: TensorMap
+) -> messages.TensorMapParameter:
     return messages.TensorMapParameter(
         index=leaf.index,
         element_type=triton_private.host_element_type(

@@ -105,7 +105,7 @@ def _compile_and_time(
         try:
             _drain(device)
             with measure.operand_files(arrays) as paths:
-                job = measure.make_job(call, compiled, device, paths)
+                job = measure.make_job(call, compiled, paths)
                 timed = measure.measure(job, device, progress)
         except (TuningError, OSError, MemoryError) as error:
             raise Undecided(str(error) or "no memory", timings.values()) from error
@@ -148,7 +148,7 @@ def _tuning_arrays(
         given = call.tuning_inputs(*shapes)
         inputs = given if isinstance(given, (tuple, list)) else (given,)
     arrays = [np.asarray(value) for value in inputs]
-    found = [ArrayType(array.shape, array.dtype) for array in arrays]
+    found = [ArrayType.of(array) for array in arrays]
     if found != list(launch.operands):
         raise ArgumentTypeError(
             f"Argument `tuning_inputs` of kernel {call.display_name!r} must return one array per "

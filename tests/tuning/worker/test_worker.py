@@ -23,7 +23,6 @@ DEVICE = Device(0, "Imaginary GPU")
 
 def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None):
     return messages.Job(
-        device=0,
         buffers=tuple(buffers),
         candidates=tuple(
             messages.Candidate(
@@ -291,7 +290,8 @@ def test_goes_with_its_parent(driver, tmp_path):
         "from tests.tuning.worker import test_worker as t\n"
         "from triax.tuning import measure\n"
         "from triax.tuning.worker import client\n"
-        "print(client.start(0).pid, flush=True)\n"
+        "client.start(0)\n"
+        "print('started', flush=True)\n"
         "measure.measure(t.make_job(1, timeout_s=60.0), t.DEVICE, t.Progress('kernel', 1))\n"
     )
     root = Path(__file__).parents[3]
@@ -302,7 +302,8 @@ def test_goes_with_its_parent(driver, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    pid = int(program.stdout.readline())
+    assert program.stdout.readline() == "started\n"
+    (pid,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
     time.sleep(1)
     program.kill()
     program.wait()

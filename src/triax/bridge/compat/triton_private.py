@@ -114,10 +114,6 @@ def function_name(function: Any) -> str:
     return str(function.fn.__name__)
 
 
-def function_source(function: Any) -> str:
-    return str(function.src)
-
-
 @functools.cache
 def backend_for(compute_capability: int) -> Any:
     """Triton's CUDA backend for an architecture."""
@@ -125,6 +121,7 @@ def backend_for(compute_capability: int) -> Any:
     return _compiler().make_backend(target)
 
 
+@functools.cache
 def option_names() -> frozenset[str]:
     """The compiler options that Triton's CUDA backend knows."""
     module = importlib.import_module("triton.backends.nvidia.compiler")
@@ -270,7 +267,10 @@ def _torch_left_alone() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What Triton's compiler returned up to PTX, as plain data. Sizes in bytes."""
+    """What Triton's compiler returned up to PTX, as plain data. Sizes in bytes.
+
+    `ir` is the code its front end made.
+    """
 
     entry: str
     ptx: str
@@ -281,7 +281,7 @@ class Compiled:
     global_scratch_align: int
     profile_scratch_bytes: int
     tensor_descriptors: tuple[dict[str, Any], ...]
-    intermediate: dict[str, str]
+    ir: str
 
 
 def compile_specialization(
@@ -326,7 +326,7 @@ def compile_specialization(
         global_scratch_align=metadata.global_scratch_align or 1,
         profile_scratch_bytes=getattr(metadata, "profile_scratch_size", 0) or 0,
         tensor_descriptors=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
-        intermediate={k: kernel.asm[k] for k in ("ttir", "ttgir") if k in kernel.asm},
+        ir=kernel.asm.get("ttir") or kernel.asm.get("ttgir", ""),
     )
 
 
@@ -351,11 +351,6 @@ def assemble(backend: Any, ptx: str, options: Mapping[str, Any]) -> bytes:
     """The machine code that Triton's ptxas makes of PTX; only under `TRITON.shared`."""
     parsed = backend.parse_options(dict(options))
     return bytes(backend.make_cubin(ptx, {}, parsed, backend.target.arch))
-
-
-def parse_options(backend: Any, options: Mapping[str, Any]) -> Any:
-    """Triton's own validation of compiler options."""
-    return backend.parse_options(dict(options))
 
 
 def host_element_type(device_element_type: int, *, tf32: bool) -> int:

@@ -34,7 +34,6 @@ class Opaque:
 
     name: str
     calls: tuple[KernelCall, ...]
-    descriptions: tuple[str, ...]
     saved: tuple[tuple[int, int, int], ...]
 
 
@@ -44,13 +43,12 @@ def decode(opaque: bytes) -> Opaque:
     name = message.text(4)
     fixed = message.messages(1)
     if fixed:
-        return Opaque(name, (_kernel_call(fixed[0]),), (), ())
+        return Opaque(name, (_kernel_call(fixed[0]),), ())
     (tuned,) = message.messages(2)
     configs = tuned.messages(2)
     return Opaque(
         name,
         tuple(_kernel_call(config.messages(1)[0]) for config in configs),
-        tuple(config.text(2) for config in configs),
         tuple((a.number(1), a.number(2), a.number(3)) for a in tuned.messages(3)),
     )
 

@@ -5,10 +5,13 @@ The same two steps as the kernels, with the same results on every input, wrong o
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from triax.moe.arrays import running_sum, take_rows
 
 
 class ChunkMap(NamedTuple):
@@ -35,13 +38,13 @@ def chunk_maps_reference(
 ) -> ChunkMaps:
     """Both maps, from int32 sizes and indices [chunks], at least one of them."""
     num_chunks = split_sizes.shape[0]
-    ends = _running_sum(jnp.clip(split_sizes, 0, num_rows), num_rows)
+    ends = running_sum(jnp.clip(split_sizes, 0, num_rows), num_rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     named = (sorted_indices >= 0) & (sorted_indices < num_chunks)
     index = jnp.where(named, sorted_indices, 0)
     sorted_starts = jnp.where(named, starts[index], 0)
     sorted_sizes = jnp.where(named, ends[index] - starts[index], 0)
-    sorted_ends = _running_sum(sorted_sizes, num_rows)
+    sorted_ends = running_sum(sorted_sizes, num_rows)
     outputs = jnp.concatenate([jnp.zeros_like(ends[:1]), sorted_ends[:-1]])
     not_named = jnp.iinfo(jnp.int32).max
     first = jnp.full_like(ends, not_named).at[index].min(jnp.where(named, outputs, not_named))
@@ -62,21 +65,5 @@ def move_rows_reference(
     source = jnp.where(
         shift < 0, row - jnp.minimum(-shift, row), row + jnp.minimum(shift, num_rows - 1 - row)
     )
-    return _take(rows, source), None if probs is None else _take(probs, source)
-
-
-def _take(array: jax.Array, source: jax.Array) -> jax.Array:
-    """Rows of an array, bit by bit."""
-    # Floats move as integers: where a platform has no small floats XLA computes with larger ones,
-    # also to gather, and the way there and back changes NaNs.
-    bits = jnp.finfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.floating) else 0
-    if bits not in (8, 16, 32, 64):
-        return jnp.take(array, source, axis=0, mode="clip")
-    words = jax.lax.bitcast_convert_type(array, f"uint{bits}")
-    return jax.lax.bitcast_convert_type(jnp.take(words, source, axis=0, mode="clip"), array.dtype)
-
-
-def _running_sum(sizes: jax.Array, limit: int) -> jax.Array:
-    """Inclusive sums of sizes in [0, limit], held at `limit` so that they cannot wrap around."""
-    add = lambda a, b: a + jnp.minimum(b, limit - a)
-    return jax.lax.associative_scan(add, sizes)
+    take = functools.partial(take_rows, index=source, mode="clip")
+    return take(rows), None if probs is None else take(probs)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from triax.moe.arrays import take_rows
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -144,11 +146,4 @@ def _take(array: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of an array, bit by bit; zeros where `index` is not below their number."""
     if array.shape[0] == 0:  # JAX refuses to take from nothing
         return jnp.zeros((*index.shape, *array.shape[1:]), array.dtype)
-    take = functools.partial(jnp.take, indices=index, axis=0, mode="fill", fill_value=0)
-    # Floats move as integers: where a platform has no small floats XLA computes with larger ones,
-    # also to gather, and the way there and back changes NaNs.
-    bits = jnp.finfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.floating) else 0
-    if bits not in (8, 16, 32, 64):
-        return take(array)
-    words = jax.lax.bitcast_convert_type(array, f"uint{bits}")
-    return jax.lax.bitcast_convert_type(take(words), array.dtype)
+    return take_rows(array, index, mode="fill", fill_value=0)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from triax.moe.arrays import running_sum
+
 
 class Placement(NamedTuple):
     """The arrays of a plan; `triax.moe.Plan` says what they hold."""
@@ -54,7 +56,7 @@ def place_pairs_reference(
     # No sum here can pass 2**31: each is held at the rows there are.
     held = jnp.minimum(kept, num_rows)
     aligned = held + jnp.minimum(-kept % align_size, num_rows - held)
-    ends = _running_sum(aligned, num_rows)
+    ends = running_sum(aligned, num_rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     sizes = ends - starts
     filled = jnp.minimum(kept, sizes)
@@ -74,9 +76,3 @@ def place_pairs_reference(
         group_filled=filled,
         num_dropped=jnp.sum(counts - filled, dtype=jnp.int32),
     )
-
-
-def _running_sum(sizes: jax.Array, limit: int) -> jax.Array:
-    """Inclusive sums of sizes in [0, limit], held at `limit` so that they cannot wrap around."""
-    add = lambda a, b: a + jnp.minimum(b, limit - a)
-    return jax.lax.associative_scan(add, sizes)

@@ -75,10 +75,6 @@ class Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ready(self) -> messages.Ready:
         """What the worker says first: that its GPU answers, and which it is.
 

@@ -57,7 +57,6 @@ class Device:
         self.stream = call(driver.cuStreamCreate, 1)
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
-        self.name = call(driver.cuDeviceGetName, 256, self.device).split(b"\0")[0].decode()
         # In CUDA 12 only the second version knows the parts of a split GPU; later there is one.
         get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
         self.uuid = bytes(call(get_uuid, self.device).bytes).hex()

@@ -79,7 +79,6 @@ class Job:
     further candidate is begun.
     """
 
-    device: int
     buffers: tuple[Buffer, ...]
     candidates: tuple[Candidate, ...]
     limit_bytes: int | None
@@ -91,7 +90,6 @@ class Job:
 class Ready:
     """The worker's first word: the device answers. `uuid` tells it from all other GPUs."""
 
-    gpu: str
     uuid: str
 
 

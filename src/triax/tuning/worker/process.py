@@ -197,7 +197,7 @@ def main() -> None:
     requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever libraries print is no answer
     device = driver.Device(index)
-    send(answers, messages.Ready(device.name, device.uuid))
+    send(answers, messages.Ready(device.uuid))
     while (job := receive(requests, idle_s)) is not None:
         try:
             work(device, job, lambda message: send(answers, message))

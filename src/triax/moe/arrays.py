@@ -1,0 +1,25 @@
+"""What the plain JAX paths of several ops do with arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def take_rows(array: jax.Array, index: jax.Array, **mode: Any) -> jax.Array:
+    """Rows of an array, bit by bit; `mode` says what becomes of others, as in `jnp.take`."""
+    # Floats move as integers: where a platform has no small floats XLA computes with larger ones,
+    # also to gather, and the way there and back changes NaNs.
+    bits = jnp.finfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.floating) else 0
+    if bits not in (8, 16, 32, 64):
+        return jnp.take(array, index, axis=0, **mode)
+    words = jax.lax.bitcast_convert_type(array, f"uint{bits}")
+    return jax.lax.bitcast_convert_type(jnp.take(words, index, axis=0, **mode), array.dtype)
+
+
+def running_sum(sizes: jax.Array, limit: int) -> jax.Array:
+    """Inclusive sums of sizes in [0, limit], held at `limit` so that they cannot wrap around."""
+    add = lambda a, b: a + jnp.minimum(b, limit - a)
+    return jax.lax.associative_scan(add, sizes)
