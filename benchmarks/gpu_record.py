@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from triax.bench import machine
-from triax.bridge.lowering import is_cuda
+from triax.bridge.devices import is_cuda
 
 
 def missing_gpu() -> str | None:

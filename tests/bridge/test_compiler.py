@@ -24,7 +24,7 @@ from tests import kernels
 from tests.same_name import first, second
 from triax.bridge import compiler
 from triax.bridge.compat import triton_private
-from triax.bridge.errors import CompilationError
+from triax.bridge.errors import CompilationError, CompilationTimeout
 from triax.bridge.exclusion import TRITON
 from triax.bridge.inspect import describe
 
@@ -410,7 +410,7 @@ class TestTimeLimits:
             *["it was not comp"] * 2,
             *["it was not wait"] * 4,
         ]
-        assert all(isinstance(error, compiler.CompilationTimeout) for error in found)
+        assert all(isinstance(error, CompilationTimeout) for error in found)
 
     def test_without_a_limit(self, compile_all):
         assert compile_all("abc", "", None) == (list("abc"), 3)

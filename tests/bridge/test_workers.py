@@ -63,7 +63,7 @@ FORKS = (
     LAUNCHES
     + """
 import random, signal, sys, threading, time, warnings
-from triax.bridge.interpreter import run
+from triax.bridge.interpreter.run import run
 
 warnings.simplefilter("ignore")  # of JAX and Python: the process has threads
 os.environ["TRITON_ALWAYS_COMPILE"] = "1"
@@ -137,7 +137,7 @@ import sys
 import triton
 from tests.bridge.interpreter import test_isolation
 from tests.bridge.interrupts import Storm
-from triax.bridge.interpreter import run
+from triax.bridge.interpreter.run import run
 
 def compile_candidates():
     kernel = triton.jit(kernels.copy_kernel.fn)  # one that Triton has not hashed yet

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from tests.tuning import fake_driver
+from triax.bridge.devices import Device
 from triax.tuning import measure, policy
-from triax.tuning.key import Device
 from triax.tuning.store import Timing
 from triax.tuning.worker import client
 
@@ -54,7 +54,7 @@ def replace_measurer(monkeypatch):
 
 @pytest.fixture
 def measurer(monkeypatch):
-    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: DEVICE)
+    monkeypatch.setattr("triax.bridge.devices.for_tuning", lambda *_: DEVICE)
     return replace_measurer(monkeypatch)
 
 

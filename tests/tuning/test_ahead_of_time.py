@@ -17,6 +17,7 @@ import triax
 from tests import kernels
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
+from triax.bridge import compiler
 from triax.bridge.compat import versions
 from triax.bridge.errors import ArgumentTypeError, CompilationError, SettingError, TuningError
 from triax.bridge.launch import ArrayType
@@ -497,7 +498,9 @@ class TestRealOperands:
         call = equation.params["call"]
         array = ArrayType(X.shape, X.dtype)
         launches = [call.launch(c, (array, array), (array,)) for c in call.candidates]
-        ((launch, _),) = policy.choose(call, launches, 90, DEVICE, inputs=[X, X]).chosen
+        (launch,) = policy.choose(
+            call, launches, 90, compiler.compile_all, DEVICE, inputs=[X, X]
+        ).launches
         return launch
 
     def test_are_measured_whatever_is_known(self, measurer):
@@ -688,15 +691,13 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
     explain()
     policy.forget()
     frozen = dataclasses.replace(DEVICE, measurable=False)
-    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: frozen)
+    monkeypatch.setattr("triax.bridge.devices.for_tuning", lambda *_: frozen)
     assert explain().source == "user store"
     assert explain(x=np.zeros(8, np.float32)).source == "first config (mode auto)"
 
 
 def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
     """A candidate that takes too long to compile is dropped; the others are measured."""
-    from triax.bridge import compiler
-
     original = compiler._compile
 
     def slow(launch, capability, **options):

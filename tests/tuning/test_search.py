@@ -23,7 +23,7 @@ GRIDS = (16, 4, 1)  # of the three configs
 
 @pytest.fixture
 def gpu(driver, monkeypatch):
-    monkeypatch.setattr("triax.bridge.lowering._tuning_device", lambda *_: DEVICE)
+    monkeypatch.setattr("triax.bridge.devices.for_tuning", lambda *_: DEVICE)
     return driver
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from triax.bridge.compat import versions as compat_versions
-from triax.bridge.lowering import is_cuda
+from triax.bridge.devices import is_cuda
 from triax.version import __version__
 
 # The rest is for fragments, and for comparing results.

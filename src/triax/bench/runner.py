@@ -24,8 +24,8 @@ from triax.bench.progress import steps
 from triax.bench.selection import Request, competes, select
 from triax.bench.streams import Limits
 from triax.bench.timing import Timing, time_program
+from triax.bridge.devices import is_cuda
 from triax.bridge.errors import UnsupportedError
-from triax.bridge.lowering import is_cuda
 
 SCHEMA = 1
 OWN = "triax"

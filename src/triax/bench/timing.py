@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jax
 
 from triax.bench.clock import CudaClock, delay
-from triax.bridge.lowering import is_cuda
+from triax.bridge.devices import is_cuda
 
 MIN_SAMPLES = 15
 MAX_SAMPLES = 300

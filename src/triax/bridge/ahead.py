@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from triax.bridge import compiler, settings, workers
+from triax.bridge import compiler, hints, settings, workers
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import SettingError
 from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
@@ -105,7 +105,7 @@ def _work(compute_capability: int) -> None:
         try:
             compiler.compile_ahead(launch, compute_capability)
         except Exception as error:  # lowering meets it again, and says it
-            logger.debug("not compiled ahead: %s", compiler.failure(launch, error))
+            logger.debug("not compiled ahead: %s", hints.failure(launch, error))
 
 
 def finish() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from triax.bridge import dtypes, hints, workers, writes
 from triax.bridge.compat import triton_private, versions
-from triax.bridge.errors import CompilationError, TriaxError
+from triax.bridge.errors import CompilationError, CompilationTimeout, TriaxError
 from triax.bridge.exclusion import TRITON
 from triax.bridge.launch import (
     Argument,
@@ -66,10 +66,6 @@ class _Specialization:
     counted: bool = False
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     kernel: CompiledKernel | None = None
-
-
-class CompilationTimeout(CompilationError):
-    """A launch was not compiled in the time it was given; nothing is known against it."""
 
 
 _cache: dict[Any, _Specialization] = {}
@@ -212,22 +208,13 @@ def compile_launch(
     if isinstance(result, TriaxError) and not isinstance(result, CompilationError):
         raise result
     if isinstance(result, Exception):
-        raise CompilationError(failure(launch, result)) from result
+        raise CompilationError(hints.failure(launch, result)) from result
     return result
 
 
 def compile_ahead(launch: Launch, compute_capability: int) -> None:
     """Compiles one launch that nobody has asked for yet; who asks meanwhile waits for it."""
     _compile_in_turn(launch, compute_capability, ahead=True)
-
-
-def failure(launch: Launch, error: Exception) -> str:
-    """One paragraph on why a launch does not compile."""
-    return (
-        f"Kernel {launch.kernel.name!r} does not compile with config "
-        f"[{launch.candidate.config}]: {type(error).__name__}: {str(error).strip()}"
-        f"{hints.pointer_as_number(launch, error)}"
-    )
 
 
 def _compile_in_turn(*args: Any, **kwargs: Any) -> CompiledKernel:

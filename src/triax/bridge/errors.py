@@ -44,6 +44,10 @@ class CompilationError(TriaxError, RuntimeError):
     """Triton could not compile a kernel, or none of its configs."""
 
 
+class CompilationTimeout(CompilationError):
+    """A kernel was not compiled in the time it was given; nothing is known against it."""
+
+
 class TuningError(TriaxError, RuntimeError):
     """No config could be chosen under the tuning mode in force."""
 

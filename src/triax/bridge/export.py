@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import jax.export
 
-from triax.bridge import lowering
 from triax.bridge.compat import versions
+
+INTERPRETED = "triax_interpreted_kernel_cannot_be_exported_for_cpu"
+"""Target of the call that stands for an interpreted kernel in an exported program."""
+
+NO_CODE = "triax_kernel_has_no_code_for_this_platform"
+"""Target of the call that stands for a kernel in a program exported for another platform."""
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -25,7 +30,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
         versions.LEGACY_TARGET,
         versions.NEW_TARGET,
         "AllocateBuffer",
-        lowering.CANNOT_EXPORT,
-        lowering.NO_CODE,
+        INTERPRETED,
+        NO_CODE,
     )
     return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]

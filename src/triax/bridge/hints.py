@@ -1,4 +1,4 @@
-"""What to add to an error of Triton's where the launch shows a likely reason for it."""
+"""What is said of a launch that fails."""
 
 from __future__ import annotations
 
@@ -24,4 +24,13 @@ def pointer_as_number(launch: Launch, error: BaseException) -> str:
     return (
         f" The kernel gets a pointer for {', '.join(names)}, as for every array. Where it needs "
         "the number: pass a Python int or float, or read the array in the kernel with tl.load."
+    )
+
+
+def failure(launch: Launch, error: Exception) -> str:
+    """One paragraph on why a launch does not compile."""
+    return (
+        f"Kernel {launch.kernel.name!r} does not compile with config "
+        f"[{launch.candidate.config}]: {type(error).__name__}: {str(error).strip()}"
+        f"{pointer_as_number(launch, error)}"
     )

@@ -1,9 +1,9 @@
 """How a bound call becomes part of an XLA program, per platform.
 
-CUDA: the config is chosen here, before XLA sees the kernel, and one custom call is
-emitted. CPU: a host callback that runs the kernel in Triton's interpreter. Everything
-else is refused with the reason. `triton_call_lowering` is the same road for authors of
-primitives of their own.
+CUDA: a config is chosen, before XLA sees the kernel, compiled, and emitted as one custom
+call. CPU: a host callback that runs the kernel in Triton's interpreter. Everything else is
+refused with the reason. `triton_call_lowering` is the same road for authors of primitives of
+their own.
 """
 
 from __future__ import annotations
@@ -13,23 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.interpreters import mlir
 
-from triax.bridge import ahead, candidates, custom_call, frames, settings
+from triax.bridge import ahead, candidates, compiler, devices, emit, export, settings
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
+from triax.bridge.interpreter import callback
 from triax.bridge.kernel import Kernel
-from triax.bridge.launch import ArrayType, Call, Launch, Operand, Result
+from triax.bridge.launch import ArrayType, Call, Operand, Result
 from triax.tuning import policy
-from triax.tuning.key import Device
-
-CANNOT_EXPORT = "triax_interpreted_kernel_cannot_be_exported_for_cpu"
-"""Target of the call that stands for an interpreted kernel in an exported program."""
-
-NO_CODE = "triax_kernel_has_no_code_for_this_platform"
-"""Target of the call that stands for a kernel in a program exported for another platform."""
 
 
 def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
@@ -49,7 +40,7 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     if platform not in ("cuda", "cpu") and jax_private.is_exporting(ctx):
         # Exporting for several platforms lowers each branch of `jax.lax.platform_dependent` for
         # all of them: a call that never runs there must not stop the export.
-        return jax.ffi.ffi_lowering(NO_CODE, api_version=4)(ctx, *operands)
+        return emit.placeholder(ctx, operands, export.NO_CODE)
     if platform == "rocm":
         raise UnsupportedError(
             f"Kernel {call.display_name!r} is lowered for ROCm, which Triax does not support yet. "
@@ -69,176 +60,29 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     launches = call.launches(*types)
     ahead.met(launches)
     if not launches:
-        return _emit_nothing(ctx, operands, call)
+        return emit.nothing(ctx, operands, call)
     fallback = None
     if call.fallback is not None and not call.fallback.is_empty:
         fallback = call.launch(call.fallback, *types)
     if platform == "cpu" or call.implementation == "interpret":
+        if jax_private.is_exporting(ctx):  # a host callback cannot be serialised
+            return emit.placeholder(ctx, operands, export.INTERPRETED)
         # One result is as good as another, and the interpreter has no speed to choose by.
-        return _emit_interpreted(ctx, operands, call, fallback or launches[0])
-    devices = gpus(ctx)
-    capability = compute_capability(call.display_name, call.compute_capability, devices)
+        return callback.emit_callback(ctx, operands, call, fallback or launches[0])
+    gpus = devices.gpus(ctx)
+    capability = devices.compute_capability(call.display_name, call.compute_capability, gpus)
+    device = devices.for_tuning(ctx, gpus, capability)
     choice = policy.choose(
-        call,
-        launches,
-        capability,
-        _tuning_device(ctx, devices, capability),
-        fallback=fallback,
+        call, launches, capability, compiler.compile_all, device, fallback=fallback
     )
-    launches = [launch for launch, _ in choice.chosen]
-    built = custom_call.build(call, launches, [kernel for _, kernel in choice.chosen])
-    return _emit_custom_call(ctx, operands, built, describe(call, launches, choice.key))
+    kernels = [ahead.compile_launch(launch, capability) for launch in choice.launches]
+    policy.note(choice, kernels)
+    return emit.compiled(ctx, operands, call, choice.launches, kernels, choice.key)
 
 
 def _array_types(ctx: Any) -> tuple[tuple[ArrayType, ...], tuple[ArrayType, ...]]:
     """The types of the operands and of the results."""
     return tuple(map(ArrayType.of, ctx.avals_in)), tuple(map(ArrayType.of, ctx.avals_out))
-
-
-def _emit_nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
-    """A grid without programs: aliased outputs are their operands, the others are zero."""
-    source = {alias.result: alias.operand for alias in call.aliases}
-
-    def outputs(*arrays: jax.Array) -> list[jax.Array]:
-        return [
-            arrays[source[i]] if i in source else jnp.zeros(aval.shape, aval.dtype)
-            for i, aval in enumerate(ctx.avals_out)
-        ]
-
-    return mlir.lower_fun(outputs, multiple_results=True)(ctx, *operands)
-
-
-def _emit_interpreted(
-    ctx: Any, operands: Sequence[Any], call: Call, launch: Launch
-) -> Sequence[Any]:
-    if jax_private.is_exporting(ctx):
-        # A host callback cannot be serialised. A target that nobody registers can: the program
-        # still runs on its other platforms, and on the CPU fails with this name.
-        return jax.ffi.ffi_lowering(CANNOT_EXPORT, api_version=4)(ctx, *operands)
-
-    from triax.bridge import interpreter  # here: it imports triton, and `import triax` should not
-
-    def run(*arrays: Any) -> tuple[np.ndarray, ...]:
-        try:
-            return interpreter.run(launch, [np.asarray(array) for array in arrays], call.checked)
-        except Exception as error:
-            frames.raise_as_text(error)
-
-    return jax_private.emit_callback(
-        ctx,
-        run,
-        operands,
-        ctx.avals_in,
-        ctx.avals_out,
-        has_side_effect=call.has_side_effect,
-    )
-
-
-def _emit_custom_call(
-    ctx: Any,
-    operands: Sequence[Any],
-    built: custom_call.CustomCall,
-    description: dict[str, str],
-) -> Sequence[Any]:
-    buffers = built.buffers
-    values, avals = [], []
-    for leaf in buffers.operands:
-        if isinstance(leaf, Operand):
-            values.append(operands[leaf.index])
-            avals.append(ctx.avals_in[leaf.index])
-        else:
-            avals.append(ctx.avals_out[leaf.index])
-            values.append(_uninitialised(ctx, avals[-1]))
-    scratch = jax.core.ShapedArray((built.scratch_bytes,), np.dtype(np.uint8))
-    avals_out = [scratch if i is None else ctx.avals_out[i] for i in buffers.results]
-    inner = jax_private.with_avals(ctx, avals, avals_out)
-    options: dict[str, Any] = {
-        "operand_output_aliases": dict(buffers.aliases),
-        "has_side_effect": built.has_side_effect,
-        "api_version": built.target.api_version,
-    }
-    attributes: dict[str, Any] = {}
-    if built.target.api_version >= 4:
-        attributes["opaque"] = built.opaque
-        if built.cost_estimate_json is not None:
-            attributes["cost_estimate_json"] = built.cost_estimate_json
-    else:
-        options["backend_config"] = built.opaque
-    results = jax.ffi.ffi_lowering(built.target.name, **options)(inner, *values, **attributes)
-    jax_private.annotate(results, description)
-    by_output = dict(zip(buffers.results, results, strict=True))
-    return [by_output[index] for index in range(len(ctx.avals_out))]
-
-
-def describe(call: Call, launches: Sequence[Launch], key: str) -> dict[str, str]:
-    """What a reader of the program should know of a call; kept in it as frontend attributes.
-
-    `key` is the name under which its config was looked up, "" where there was no choice.
-    """
-    return {
-        **({"triax.key": key} if key else {}),
-        "triax.kernel": call.display_name,
-        "triax.config": " | ".join(str(launch.candidate) for launch in launches),
-        "triax.grid": " | ".join("x".join(map(str, launch.grid)) for launch in launches),
-    }
-
-
-def _uninitialised(ctx: Any, aval: Any) -> Any:
-    """A buffer with nothing in it yet, for an output that stands before an operand."""
-    rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=1, skip_ffi_layout_processing=True)
-    (value,) = rule(jax_private.with_avals(ctx, [], [aval]))
-    return value
-
-
-def gpus(ctx: Any) -> list[Any]:
-    """The GPUs that the program is lowered for, else those of this process."""
-    return [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
-
-
-def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -> int:
-    """What the caller gave, else that of the GPUs, else ``TRIAX_CUDA_ARCH``."""
-    if given is not None:
-        return given
-    found = {capability_of(device) for device in devices}
-    if len(found) > 1:
-        raise UnsupportedError(
-            f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
-            f"{', '.join(map(str, sorted(found)))} at once. Give `compute_capability` (the lowest)."
-        )
-    if found:
-        return found.pop()
-    if (arch := settings.cuda_arch()) is not None:
-        return arch
-    raise ArgumentValueError(
-        f"Kernel {kernel!r} is lowered for CUDA and no GPU is here to ask for its "
-        "architecture. Give `compute_capability` (90 for an H100 or H200), or set TRIAX_CUDA_ARCH."
-    )
-
-
-def _tuning_device(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Device | None:
-    """The first of the GPUs that belongs to this process, where it may be measured on."""
-    for device in devices:
-        index = jax_private.local_index(device)
-        if index is not None and capability_of(device) == compute_capability:
-            return Device(index, str(device.device_kind), not jax_private.is_exporting(ctx))
-    return None
-
-
-def capability_of(device: Any) -> int:
-    """A GPU's compute capability as an int: 90 for 9.0."""
-    return int(str(device.compute_capability).replace(".", ""))
-
-
-def is_cuda(device: Any) -> bool:
-    """Whether a device is an NVIDIA GPU."""
-    return device.platform in ("gpu", "cuda") and hasattr(device, "compute_capability")
-
-
-def _local_gpus() -> list[Any]:
-    try:
-        return [device for device in jax.local_devices(backend="cuda") if is_cuda(device)]
-    except RuntimeError:  # no CUDA backend in this process
-        return []
 
 
 def triton_call_lowering(

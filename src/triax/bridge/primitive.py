@@ -68,7 +68,7 @@ def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) 
 
     Inside a compiled program JAX can only hand on their text.
     """
-    from triax.bridge import interpreter  # here: it imports triton, and `import triax` should not
+    from triax.bridge.interpreter.run import run  # here: it imports triton
 
     candidate = call.candidates[0]
     results = tuple(map(ArrayType.of, result_avals))
@@ -82,7 +82,7 @@ def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) 
         ]
     else:
         launch = call.launch(candidate, operands, results)
-        outputs = list(interpreter.run(launch, arrays, call.checked))
+        outputs = list(run(launch, arrays, call.checked))
     if any(isinstance(arg, jax.Array) and arg.committed for arg in args):
         return [jax.device_put(output, device) for output in outputs]
     return [jnp.asarray(output) for output in outputs]

@@ -16,7 +16,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from triax.bridge import lowering
+from triax.bridge import devices
 from triax.bridge.compat import jax_private
 from triax.bridge.errors import DifferentiationError
 
@@ -115,9 +115,9 @@ def _target(ctx: Any, name: str) -> Target:
     if "cuda" not in jax_private.lowering_platforms(ctx):
         # A program exported for several platforms lowers the dead branches of each.
         return INTERPRETER
-    devices = lowering.gpus(ctx)
-    capability = lowering.compute_capability(name, None, devices)
-    counts = [count for d in devices if (count := getattr(d, "core_count", None))]
+    gpus = devices.gpus(ctx)
+    capability = devices.compute_capability(name, None, gpus)
+    counts = [count for d in gpus if (count := getattr(d, "core_count", None))]
     return Target(
         compute_capability=capability,
         multiprocessors=min(counts) if counts else _MULTIPROCESSORS.get(capability, 132),

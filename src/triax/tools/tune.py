@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
+from triax.bridge import compiler
 from triax.bridge.compat import jax_private
+from triax.bridge.devices import Device, capability_of, is_cuda
 from triax.bridge.errors import UnsupportedError
 from triax.bridge.launch import ArrayType, Call
-from triax.bridge.lowering import capability_of, is_cuda
 from triax.bridge.primitive import eager_listener
 from triax.tuning import policy
-from triax.tuning.key import Device, make_key
+from triax.tuning.key import make_key
 from triax.tuning.store import Timing
 
 
@@ -61,7 +62,9 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
         key = make_key(call, launches, capability, device).name
         if key in tuned:
             return
-        choice = policy.choose(call, launches, capability, device, inputs=list(operands))
+        choice = policy.choose(
+            call, launches, capability, compiler.compile_all, device, inputs=list(operands)
+        )
         decision = choice.decision
         tuned[key] = Tuned(call.display_name, decision.config, decision.timings)
 

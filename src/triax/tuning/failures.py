@@ -1,20 +1,39 @@
-"""What is said of candidates that do not compile or run."""
+"""What tuning asks of the compiler, and what is said of candidates that do not compile or run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from triax.bridge import compiler
+from triax.bridge import hints
 from triax.bridge.errors import CompilationError
-from triax.bridge.launch import Call, Launch
+from triax.bridge.launch import Call, CompiledKernel, Launch
 
 logger = logging.getLogger(__name__)
 
 
+class CompileAll(Protocol):
+    """Compiles launches in parallel; one that cannot be compiled yields its exception.
+
+    That is a `CompilationTimeout` where it took longer than `timeout_s`. With `machine_code` the
+    kernels have their `cubin`; `on_each` is called after each launch.
+    """
+
+    def __call__(
+        self,
+        launches: Sequence[Launch],
+        compute_capability: int,
+        timeout_s: float | None = None,
+        *,
+        machine_code: bool = False,
+        on_each: Callable[[], None] | None = None,
+    ) -> list[CompiledKernel | Exception]: ...
+
+
 def dropped(launch: Launch, error: Exception) -> str:
     """Why a candidate that does not compile is left out; logged."""
-    reason = compiler.failure(launch, error)
+    reason = hints.failure(launch, error)
     logger.warning("config dropped: %s", reason)
     return reason
 

@@ -13,24 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from triax.bridge.compat import triton_private
+from triax.bridge.devices import Device
 from triax.bridge.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
 
 FORMAT = 2
 SIZE_FACTOR = 4
 """A config is taken for calls that move up to so many times more or fewer bytes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A local GPU that a program is lowered for.
-
-    `index` is the driver's ordinal. Not `measurable` is a GPU whose name serves to look
-    configs up while no time may be taken on it, as when a program is exported.
-    """
-
-    index: int
-    name: str
-    measurable: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

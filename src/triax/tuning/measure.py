@@ -20,6 +20,7 @@ import numpy as np
 
 from triax.bridge import dtypes, settings
 from triax.bridge.compat import triton_private
+from triax.bridge.devices import Device
 from triax.bridge.errors import TuningError
 from triax.bridge.launch import (
     ArrayType,
@@ -33,7 +34,7 @@ from triax.bridge.launch import (
     TensorMap,
 )
 from triax.tuning import gpu_lock
-from triax.tuning.key import Device, label
+from triax.tuning.key import label
 from triax.tuning.progress import Progress
 from triax.tuning.store import Timing
 from triax.tuning.worker import client, messages

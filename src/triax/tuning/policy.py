@@ -1,8 +1,8 @@
 """Which config a kernel runs with.
 
-In: a bound call and the launches of its candidates. Out: the launches to hand to XLA with
-their compiled kernels: one, or in mode "runtime" all of them. A kernel with several
-configs gets one before XLA sees it: from this process, from a store, or by measuring.
+In: a bound call, the launches of its candidates, and the compiler. Out: the launches to hand to
+XLA: one, or in mode "runtime" all of them. A kernel with several configs gets one before XLA sees
+it: from this process, from a store, or by measuring.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from triax.bridge import ahead, compiler, settings
+from triax.bridge import settings
 from triax.bridge.compat import versions
+from triax.bridge.devices import Device
 from triax.bridge.errors import TuningError, VersionError
 from triax.bridge.launch import Call, CompiledKernel, Launch
 from triax.tuning import agree, failures, store
-from triax.tuning.key import SIZE_FACTOR, Device, Key, label, make_key
+from triax.tuning.failures import CompileAll
+from triax.tuning.key import SIZE_FACTOR, Key, label, make_key
 from triax.tuning.store import Timing
 
 logger = logging.getLogger(__name__)
@@ -44,12 +46,12 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What XLA is given: launches with their compiled kernels, and how they were chosen.
+    """What XLA is given: launches that compile, and how they were chosen.
 
     `key` is the name under which a decision was looked up, "" where there was none to make.
     """
 
-    chosen: list[tuple[Launch, CompiledKernel]]
+    launches: list[Launch]
     decision: Decision
     key: str = ""
 
@@ -91,62 +93,58 @@ def choose(
     call: Call,
     launches: Sequence[Launch],
     compute_capability: int,
+    compile_all: CompileAll,
     device: Device | None = None,
     inputs: Sequence[Any] | None = None,
     fallback: Launch | None = None,
 ) -> Choice:
-    """The launches to hand to XLA, compiled.
+    """The launches to hand to XLA.
 
     Args:
       call: the bound call.
       launches: one per candidate, at least one.
       compute_capability: to compile for.
+      compile_all: the compiler.
       device: the GPU to measure on, None where measuring is out of the question.
       inputs: the real operands, to measure on copies of them whatever is known already.
       fallback: what stands in for all of them where none is chosen; by default the first.
 
     Raises:
-      CompilationError: no candidate compiles and runs; the message has every reason.
+      CompilationError: of several candidates none compiles and runs; the message has every reason.
       TuningError: mode "strict", and no tuned config is known.
       VersionError: mode "runtime" below its version with ``TRIAX_ENFORCE_AUTOTUNING=1``.
     """
     if len(launches) == 1:
-        kernel = ahead.compile_launch(launches[0], compute_capability)
-        choice = Choice([(launches[0], kernel)], Decision(label(launches[0]), "only config"))
-    else:
-        stand_ins = [*([fallback] if fallback else []), *launches]
-        choice = _choose_of_many(call, launches, compute_capability, device, inputs, stand_ins)
-    for name in [choice.key] if choice.key else [kernel.name for _, kernel in choice.chosen]:
-        _noted[name] = choice.decision
-    return choice
-
-
-def _choose_of_many(
-    call: Call,
-    launches: Sequence[Launch],
-    compute_capability: int,
-    device: Device | None,
-    inputs: Sequence[Any] | None,
-    stand_ins: Sequence[Launch],
-) -> Choice:
+        return Choice([launches[0]], Decision(label(launches[0]), "only config"))
+    stand_ins = [*([fallback] if fallback else []), *launches]
     mode = call.tuning
     if mode == "runtime" and inputs is None:
         if tries_all_configs(mode):
-            return _all_that_compile(call, launches, compute_capability)
+            return _all_that_compile(call, launches, compute_capability, compile_all)
         _report_old_version(call)
     if mode in ("off", "runtime") and inputs is None:
-        return _first_that_compiles(call, stand_ins, compute_capability, _first_config(mode))
+        source = _first_config(mode)
+        return _first_that_compiles(call, stand_ins, compute_capability, compile_all, source)
     request = _Request(
         call,
         launches,
         stand_ins,
         compute_capability,
+        compile_all,
         device,
         make_key(call, launches, compute_capability, device),
         inputs,
     )
     with _lock:
-        return request.choose()
+        choice = request.choose()
+    _noted[choice.key] = choice.decision
+    return choice
+
+
+def note(choice: Choice, kernels: Sequence[CompiledKernel]) -> None:
+    """Has `decision` know a choice without a key by the compiled kernels."""
+    if not choice.key:
+        _noted.update((kernel.name, choice.decision) for kernel in kernels)
 
 
 def _first_config(mode: str) -> str:
@@ -177,6 +175,7 @@ class _Request:
     launches: Sequence[Launch]
     stand_ins: Sequence[Launch]
     compute_capability: int
+    compile_all: CompileAll
     device: Device | None
     key: Key
     inputs: Sequence[Any] | None
@@ -190,7 +189,7 @@ class _Request:
         labels = [label(launch) for launch in self.stand_ins]
         known = _resolved.get(self.key.name)
         if known is not None and known.config in labels and self.inputs is None:
-            return self._compiled(known)
+            return self._chosen(known)
         try:
             found = self._look_up(labels) if self.inputs is None else self._measured_for_real()
             if isinstance(found, Fallback):
@@ -199,29 +198,30 @@ class _Request:
             measured = _measured.setdefault(self.key.family, [])
             if decision.measured_bytes is not None and decision not in measured:
                 measured.insert(0, decision)
-            return self._compiled(decision)
+            return self._chosen(decision)
         except BaseException:
             agree.release(self.key.name)
             raise
 
-    def _compiled(self, decision: Decision) -> Choice:
-        (launch,) = [s for s in self.stand_ins if label(s) == decision.config][:1]
-        kernel = ahead.compile_launch(launch, self.compute_capability)
-        return Choice([(launch, kernel)], decision, self.key.name)
+    def _chosen(self, decision: Decision) -> Choice:
+        launch = next(s for s in self.stand_ins if label(s) == decision.config)
+        return Choice([launch], decision, self.key.name)
 
     def _fall_back(self, fallback: Fallback) -> Choice:
         """The first config that compiles, of those not known to fail the first that is not slow."""
         left = [s for s in self.stand_ins if label(s) not in fallback.failed]
         left.sort(key=lambda launch: label(launch) in fallback.slow)
         source = _first_config(self.call.tuning)
-        choice = _first_that_compiles(self.call, left, self.compute_capability, source)
+        choice = _first_that_compiles(
+            self.call, left, self.compute_capability, self.compile_all, source
+        )
         config, name = choice.decision.config, self.key.name
         _log_fallback(self.call.display_name, name, config, fallback.reason)
         agreed = self._agreed(choice.decision)
         if agree.is_job():  # and so settled for good
             _resolved[name] = agreed
         if agreed.config != config:
-            return self._compiled(agreed)
+            return self._chosen(agreed)
         return dataclasses.replace(choice, key=name)
 
     def _look_up(self, labels: Collection[str]) -> Decision | Fallback:
@@ -297,7 +297,13 @@ class _Request:
 
         assert self.device is not None
         record = search(
-            self.call, self.launches, self.compute_capability, self.device, self.key, self.inputs
+            self.call,
+            self.launches,
+            self.compute_capability,
+            self.compile_all,
+            self.device,
+            self.key,
+            self.inputs,
         )
         return Decision(record.config, "measured now", record.timings, self.key.moved_bytes)
 
@@ -352,25 +358,31 @@ def _report_old_version(call: Call) -> None:
 
 
 def _first_that_compiles(
-    call: Call, launches: Sequence[Launch], compute_capability: int, source: str
+    call: Call,
+    launches: Sequence[Launch],
+    compute_capability: int,
+    compile_all: CompileAll,
+    source: str,
 ) -> Choice:
     reasons = []
     for launch in launches:
-        (result,) = compiler.compile_all([launch], compute_capability)
+        (result,) = compile_all([launch], compute_capability)
         if isinstance(result, CompiledKernel):
-            return Choice([(launch, result)], Decision(label(launch), source))
+            return Choice([launch], Decision(label(launch), source))
         reasons.append(failures.dropped(launch, result))
     raise failures.none_left(call, reasons)
 
 
-def _all_that_compile(call: Call, launches: Sequence[Launch], compute_capability: int) -> Choice:
-    chosen, reasons = [], []
-    results = compiler.compile_all(launches, compute_capability)
+def _all_that_compile(
+    call: Call, launches: Sequence[Launch], compute_capability: int, compile_all: CompileAll
+) -> Choice:
+    compiled, reasons = [], []
+    results = compile_all(launches, compute_capability)
     for launch, result in zip(launches, results, strict=True):
         if isinstance(result, CompiledKernel):
-            chosen.append((launch, result))
+            compiled.append(launch)
         else:
             reasons.append(failures.dropped(launch, result))
-    if not chosen:
+    if not compiled:
         raise failures.none_left(call, reasons)
-    return Choice(chosen, Decision(label(chosen[0][0]), "tuned by XLA at run time"))
+    return Choice(compiled, Decision(label(compiled[0]), "tuned by XLA at run time"))

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from triax.bridge import compiler, settings
+from triax.bridge import settings
 from triax.bridge.compat import jax_private
-from triax.bridge.errors import ArgumentTypeError, TuningError
+from triax.bridge.devices import Device
+from triax.bridge.errors import ArgumentTypeError, CompilationTimeout, TuningError
 from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
 from triax.tuning import failures, measure, store
-from triax.tuning.key import Device, Key, label
+from triax.tuning.failures import CompileAll
+from triax.tuning.key import Key, label
 from triax.tuning.progress import Progress
 from triax.tuning.store import Record, Timing
 
@@ -39,6 +41,7 @@ def search(
     call: Call,
     launches: Sequence[Launch],
     compute_capability: int,
+    compile_all: CompileAll,
     device: Device,
     key: Key,
     inputs: Sequence[Any] | None,
@@ -51,7 +54,9 @@ def search(
     """
     progress = Progress(call.display_name, len(launches))
     try:
-        timings = _compile_and_time(call, launches, compute_capability, device, inputs, progress)
+        timings = _compile_and_time(
+            call, launches, compute_capability, compile_all, device, inputs, progress
+        )
     finally:
         progress.close()
     ordered = [timings[label(launch)] for launch in launches]
@@ -78,13 +83,14 @@ def _compile_and_time(
     call: Call,
     launches: Sequence[Launch],
     compute_capability: int,
+    compile_all: CompileAll,
     device: Device,
     inputs: Sequence[Any] | None,
     progress: Progress,
 ) -> dict[str, Timing]:
     with contextlib.suppress(TuningError):  # `measure` will meet it again
         measure.start_worker(device)  # it starts while the candidates compile
-    results = compiler.compile_all(
+    results = compile_all(
         launches,
         compute_capability,
         timeout_s=6 * settings.tuning_timeout_s(),
@@ -97,7 +103,7 @@ def _compile_and_time(
         if isinstance(result, CompiledKernel):
             compiled.append((launch, result))
         else:
-            late = isinstance(result, compiler.CompilationTimeout)
+            late = isinstance(result, CompilationTimeout)
             reason = failures.dropped(launch, result)
             timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
     if compiled:

@@ -17,7 +17,7 @@ from triton.runtime import interpreter as stock
 
 from triax.bridge import compiler
 from triax.bridge.exclusion import TRITON
-from triax.bridge.interpreter import run
+from triax.bridge.interpreter.run import run
 from triax.bridge.launch import Result
 
 
@@ -217,7 +217,7 @@ import numpy as np
 from tests.bridge.interpreter import test_isolation as here
 from tests.bridge.interpreter.conftest import make_launch
 from tests.bridge.interrupts import Storm
-from triax.bridge.interpreter import run
+from triax.bridge.interpreter.run import run
 from triax.bridge.launch import Result
 
 launch, operands = make_launch(

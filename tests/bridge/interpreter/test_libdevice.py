@@ -103,7 +103,7 @@ def test_what_is_missing_is_named(interpret, kernel, text):
 
 
 def test_helpers_tell_of_the_launch(launch_of):
-    from triax.bridge.interpreter import run
+    from triax.bridge.interpreter.run import run
 
     launch, operands = launch_of(
         helpers,

@@ -16,10 +16,10 @@ import triton  # noqa: E402
 
 import triax  # noqa: E402
 from tests import kernels  # noqa: E402
-from triax.bridge import lowering  # noqa: E402
+from triax.bridge import devices  # noqa: E402
 from triax.bridge.compat import jax_private  # noqa: E402
+from triax.bridge.devices import Device  # noqa: E402
 from triax.tuning import agree, measure  # noqa: E402
-from triax.tuning.key import Device  # noqa: E402
 from triax.tuning.store import Timing  # noqa: E402
 
 rng = random.Random(seed * 100 + index)
@@ -37,7 +37,7 @@ measure.measure = measured
 measure.start_worker = lambda device: None
 measure.problem = lambda: None
 jax_private.drain = lambda index: None
-lowering._tuning_device = lambda *_: Device(0, "Imaginary GPU")
+devices.for_tuning = lambda *_: Device(0, "Imaginary GPU")
 
 agree._CLAIMED_S = 5.0
 jax.devices()  # each process waits for all others to come here

@@ -18,10 +18,10 @@ import triton  # noqa: E402
 
 import triax  # noqa: E402
 from tests import kernels  # noqa: E402
-from triax.bridge import lowering  # noqa: E402
-from triax.tuning.key import Device  # noqa: E402
+from triax.bridge import devices  # noqa: E402
+from triax.bridge.devices import Device  # noqa: E402
 
-lowering._tuning_device = lambda *_: Device(0, "Imaginary GPU")
+devices.for_tuning = lambda *_: Device(0, "Imaginary GPU")
 x = np.zeros(1003, np.float32)
 
 

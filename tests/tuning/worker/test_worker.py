@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from triax.bridge.devices import Device
 from triax.bridge.errors import TuningError
 from triax.tuning import measure
-from triax.tuning.key import Device
 from triax.tuning.progress import Progress
 from triax.tuning.worker import client, messages
 

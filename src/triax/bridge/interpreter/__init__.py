@@ -6,5 +6,3 @@ Triton's IR, `reductions` reductions and scans; `rewriting` turns jitted functio
 Python functions, `conditions` their `if` and `and`. Neither torch nor TRITON_INTERPRET
 is involved.
 """
-
-from triax.bridge.interpreter.run import run as run
