@@ -25,9 +25,7 @@ A = ArrayType((4,), np.dtype(np.float32))
 
 def launch(leaves, aliases=(), results=0):
     """As much of a Launch as the order of buffers depends on."""
-    return types.SimpleNamespace(
-        leaves=lambda: iter(leaves), aliases=aliases, results=(A,) * results
-    )
+    return types.SimpleNamespace(leaves=tuple(leaves), aliases=aliases, results=(A,) * results)
 
 
 I, O, S = Operand, Result, Scalar(Static(3))  # noqa: E741

@@ -52,7 +52,7 @@ def expect(call: Call, operands: Sequence[np.dtype], results: Sequence[np.dtype]
 def met(launches: Iterable[Launch]) -> None:
     """Notes that lowering is there: these launches are not ahead of it any more."""
     with _lock:
-        for launch in launches:
+        for launch in launches if _waiting else ():
             _waiting.pop(_without_shapes(launch), None)
 
 

@@ -112,7 +112,7 @@ class Flattened:
         if (scalar := _scalar(name, value)) is not None:
             self.leaves.append((name, None))
             return scalar
-        if isinstance(value, jax.Ref) or jax_private.is_array(value):
+        if isinstance(value, (jax.Array, jax.Ref)) or jax_private.is_array(value):
             return Operand(self._add_array(name, value))
         raise ArgumentTypeError(
             f"Argument `{name}` of kernel {self.kernel!r} must be an array, a bool, int or float, "
@@ -210,7 +210,7 @@ def resolve_aliases(
                 "its index."
             )
         pairs[index] = int(result)
-    return candidates.check_aliases(pairs, flat.types(), results, flat.names)
+    return candidates.check_aliases(pairs, flat.types(), results, flat.names) if pairs else ()
 
 
 def _find_leaf(key: Any, leaves: Sequence[tuple[str, int | None]]) -> tuple[str, int | None]:

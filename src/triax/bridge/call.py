@@ -329,4 +329,4 @@ def _check_costs(costs: Mapping[str, int]) -> Any:
             raise ArgumentTypeError(
                 f"Argument `cost_estimate` must have non-negative ints; got {name}={value!r}."
             )
-    return pack_values({name: int(value) for name, value in costs.items()})
+    return pack_values({name: int(value) for name, value in costs.items()}) if costs else ()

@@ -280,7 +280,7 @@ def _check_block_shapes(
       ArgumentTypeError, ArgumentValueError: not as many sizes as the descriptor has dimensions.
     """
     found = []
-    for name, argument in parameters:
+    for name, argument in parameters if block_shapes else ():
         for leaf in leaves(argument):
             if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
                 given = block_shapes[leaf.index]

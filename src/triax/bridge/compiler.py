@@ -401,7 +401,7 @@ def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[i
 
 def _writes(launch: Launch, compiled: triton_private.Compiled) -> tuple[tuple[int, ...], ...]:
     """Which leaves the kernel writes to; nothing where its code cannot be told from them."""
-    pointers = [i for i, leaf in enumerate(launch.leaves()) if not isinstance(leaf, Scalar)]
+    pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
     count, found = writes.origins(compiled.ir)
     if count != len(pointers):
         return ()

@@ -61,7 +61,7 @@ def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
     """
     pointers = [
         Operand(leaf.index) if isinstance(leaf, Descriptor) else leaf
-        for leaf in launch.leaves()
+        for leaf in launch.leaves
         if not isinstance(leaf, Scalar)
     ]
     first_tail = len(pointers)
@@ -138,11 +138,11 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
 
 def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     """Refuses a kernel that writes where XLA does not expect it to."""
-    names = [name for name, _ in launch.named_leaves()]
+    names = [name for name, _ in launch.named_leaves]
     aliased = {alias.operand for alias in launch.aliases}
     read_only = {
         index
-        for index, leaf in enumerate(launch.leaves())
+        for index, leaf in enumerate(launch.leaves)
         if isinstance(leaf, (Operand, Descriptor)) and leaf.index not in aliased
     }
     tuner = launch.kernel.autotuner
@@ -220,7 +220,7 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
 
 def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any]:
     zeroed = launch.zeroed_bytes()
-    leaves = list(launch.named_leaves())
+    leaves = launch.named_leaves
     parameters = []
     for parameter in kernel.parameters:
         name, leaf = leaves[parameter.leaf]

@@ -13,7 +13,7 @@ def pointer_as_number(launch: Launch, error: BaseException) -> str:
     """
     names = [
         f"`{name}`"
-        for name, leaf in launch.named_leaves()
+        for name, leaf in launch.named_leaves
         if isinstance(leaf, Operand) and launch.array_type(leaf).size == 1
     ]
     reason: BaseException | None = error

@@ -56,12 +56,22 @@ class Kernel:
 
     @classmethod
     def of(cls, source: Any) -> Kernel:
-        """The view of a kernel object.
+        """The view of a kernel object, made once.
 
         Raises:
           ArgumentTypeError: `source` is not a jitted function, alone or decorated.
           UnsupportedError: `@triton.autotune` has host hooks, or there are several of it.
         """
+        view = _views.get(id(source))
+        if view is None or view.source is not source:
+            view = cls._new(source)
+            if len(_views) >= _MOST_VIEWS:
+                _views.clear()
+            _views[id(source)] = view
+        return view
+
+    @classmethod
+    def _new(cls, source: Any) -> Kernel:
         stages = []
         function = source
         while triton_private.is_autotuner(function) or triton_private.is_heuristics(function):
@@ -189,6 +199,11 @@ class Kernel:
                 f"The `early_config_prune` or `perf_model` of kernel {self.name!r} left no config."
             )
         return [branch.with_config(config, caller_wins=conflicts == "caller") for config in configs]
+
+
+# By the object's id: Triton's hash of a kernel parses its source.
+_views: dict[int, Kernel] = {}
+_MOST_VIEWS = 1024
 
 
 @dataclasses.dataclass

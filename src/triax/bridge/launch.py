@@ -10,6 +10,7 @@ compares by exact value, and knows nothing of JAX or of devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -254,23 +255,26 @@ class Launch:
                 zeroed[Operand(operand_of[index])] = self.results[index].nbytes
         return zeroed
 
-    def leaves(self) -> Iterator[Operand | Result | Scalar | Descriptor]:
+    @functools.cached_property
+    def leaves(self) -> tuple[Operand | Result | Scalar | Descriptor, ...]:
         """The leaves of all runtime parameters, in the kernel's order."""
-        for _, argument in self.arguments:
-            yield from leaves(argument)
+        return tuple(leaf for _, leaf in self.named_leaves)
 
-    def named_leaves(self) -> Iterator[tuple[str, Operand | Result | Scalar | Descriptor]]:
+    @functools.cached_property
+    def named_leaves(self) -> tuple[tuple[str, Operand | Result | Scalar | Descriptor], ...]:
         """The leaves with their names: the parameter's, and in a tuple the position too."""
+        found: list[tuple[str, Any]] = []
 
-        def visit(name: str, argument: Argument) -> Iterator[tuple[str, Any]]:
+        def visit(name: str, argument: Argument) -> None:
             if isinstance(argument, tuple):
                 for position, part in enumerate(argument):
-                    yield from visit(f"{name}[{position}]", part)
+                    visit(f"{name}[{position}]", part)
             else:
-                yield name, argument
+                found.append((name, argument))
 
         for name, argument in self.arguments:
-            yield from visit(name, argument)
+            visit(name, argument)
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +288,7 @@ class TensorMap:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchParameter:
-    """A parameter of a compiled kernel: the one that stands for the `leaf`-th of `Launch.leaves()`.
+    """A parameter of a compiled kernel: the one that stands for the `leaf`-th of `Launch.leaves`.
 
     `divisible_by_16` says whether the code relies on that. `scalar_type` is Triton's type of a
     scalar, else None; `tensor_map` is there for descriptors, on GPUs with TMA.

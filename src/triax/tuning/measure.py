@@ -131,7 +131,7 @@ def _pattern(array: ArrayType) -> bytes:
 def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.Candidate:
     assert kernel.cubin is not None, "compiled without machine code"
     zeroed = launch.zeroed_bytes()
-    leaves = list(launch.named_leaves())
+    leaves = launch.named_leaves
     parameters: list[Any] = []
     for parameter in kernel.parameters:
         name, leaf = leaves[parameter.leaf]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triax.bridge.interpreter.run.run import run
+from triax.bridge.interpreter.run import run
 from triax.bridge.kernel import Kernel
 from triax.bridge.launch import (
     Alias,

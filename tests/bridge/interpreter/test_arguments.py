@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.experimental import gluon
 
 from triax.bridge.errors import ArgumentValueError, UnsupportedError
-from triax.bridge.interpreter.run.run import run
+from triax.bridge.interpreter.run import run
 from triax.bridge.launch import Result
 
 DTYPES = (

@@ -12,7 +12,7 @@ import triton.language as tl
 import triax
 import triax.testing
 from triax.bridge.errors import DataRace, UninitializedRead
-from triax.bridge.interpreter.run.run import run
+from triax.bridge.interpreter.run import run
 from triax.bridge.launch import Result
 
 

@@ -118,7 +118,7 @@ def _unwritten(type: ArrayType) -> np.ndarray:
 def _names(launch: Launch) -> dict[int, str]:
     """For each buffer, the first parameter that takes it."""
     names: dict[int, str] = {}
-    for name, leaf in launch.named_leaves():
+    for name, leaf in launch.named_leaves:
         if not isinstance(leaf, Scalar):
             names.setdefault(launch.buffer_index(leaf), name)
     return names
