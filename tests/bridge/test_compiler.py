@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 import triax
 from tests import kernels
 from tests.same_name import first, second
-from triax.bridge import compiler
+from triax.bridge import compiler, output
 from triax.bridge.compat import triton_private
 from triax.bridge.errors import CompilationError, CompilationTimeout
 from triax.bridge.exclusion import TRITON
@@ -341,7 +341,7 @@ class TestConfigsThatFail:
 
 def test_unique_entry_needs_an_entry():
     with pytest.raises(CompilationError, match="has no entry named 'missing'"):
-        compiler.unique_entry(".visible .entry other(\n)", "missing")
+        output.unique_entry(".visible .entry other(\n)", "missing")
 
 
 def test_torch_is_not_imported(tmp_path):

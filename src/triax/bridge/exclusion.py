@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from triax.bridge.compat import replaced, triton_private
+from triax.bridge.compat import replaced, triton_prepared
 
 T = TypeVar("T")
 
@@ -141,5 +141,5 @@ class Exclusion:
             self._undo()
 
 
-TRITON = Exclusion(triton_private.prepare, replaced.undo)
+TRITON = Exclusion(triton_prepared.prepare, replaced.undo)
 """Shared by those who compile, in this process; who interprets is alone."""

@@ -15,6 +15,7 @@ from typing import Any
 from triax.bridge.compat import triton_private
 from triax.bridge.devices import Device
 from triax.bridge.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
+from triax.tuning.fingerprint import fingerprint
 
 FORMAT = 2
 SIZE_FACTOR = 4
@@ -93,7 +94,7 @@ def make_key(
     return Key(
         format=FORMAT,
         kernel=call.kernel.name,
-        source=triton_private.fingerprint(call.kernel.function),
+        source=fingerprint(call.kernel.function),
         arguments=tuple(sorted(arguments.items())),
         dtypes=tuple(sorted(dtypes.items())),
         candidates=tuple(label(launch) for launch in launches),

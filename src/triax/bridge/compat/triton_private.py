@@ -6,24 +6,19 @@ Triton's own binder decides how each argument is typed and specialised, so annot
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import os
-import pathlib
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from triax.bridge.compat import replaced, versions
-from triax.bridge.compat.replaced import Change
+from triax.bridge.compat import versions
 from triax.bridge.errors import CompilationError, MissingDependencyError
 
 _PLACEHOLDER = (
@@ -34,11 +29,11 @@ _PLACEHOLDER = (
 
 # Held while Python code of Triton's is at work that a thread of a child process must not find
 # half done, such as the hash of a kernel: so a fork waits for its end.
-_front_end_lock = threading.RLock()
+front_end_lock = threading.RLock()
 os.register_at_fork(
-    before=_front_end_lock.acquire,
-    after_in_parent=_front_end_lock.release,
-    after_in_child=_front_end_lock.release,
+    before=front_end_lock.acquire,
+    after_in_parent=front_end_lock.release,
+    after_in_child=front_end_lock.release,
 )
 
 
@@ -76,14 +71,15 @@ def _compiler() -> ModuleType:
 
 
 @functools.cache
-def _jit() -> ModuleType:
+def jit_module() -> ModuleType:
+    """`triton.runtime.jit`."""
     triton()
     return importlib.import_module("triton.runtime.jit")
 
 
 def is_jit_function(value: Any) -> bool:
     """Whether `value` is a `@triton.jit` function, Gluon's included."""
-    return isinstance(value, _jit().JITFunction)
+    return isinstance(value, jit_module().JITFunction)
 
 
 def is_gluon(function: Any) -> bool:
@@ -214,7 +210,9 @@ def specialize(
 
     The parameters named in `folded` are compiled in, although they are not constexpr.
     """
-    binder = _jit().create_function_from_signature(function.signature, function.params, backend)
+    binder = jit_module().create_function_from_signature(
+        function.signature, function.params, backend
+    )
     with _torch_left_alone():
         bound, specialization, _ = binder(**values)
     _, signature, constants, attributes = function._pack_args(
@@ -309,7 +307,7 @@ def compile_specialization(
             return make_ir(*args, **kwargs)
 
         source.make_ir = make_ir_after_miss  # a hit needs no IR
-    with _front_end_lock:
+    with front_end_lock:
         source.hash()
     environment = _environment_up_to_ptx()
     kernel = _compiler().compile(
@@ -330,7 +328,7 @@ def compile_specialization(
     )
 
 
-_STOPS_AT = "TRIAX_STOPS_AT"
+STOPS_AT = "TRIAXSTOPS_AT"
 
 
 def _environment_up_to_ptx() -> dict[str, str]:
@@ -344,7 +342,7 @@ def _environment_up_to_ptx() -> dict[str, str]:
     environment = dict(compiler.get_cache_invalidating_env_vars())
     if triton().knobs.compilation.dump_ir:  # a dump shows the machine code too
         return environment
-    return {**environment, _STOPS_AT: "ptx"}
+    return {**environment, STOPS_AT: "ptx"}
 
 
 def assemble(backend: Any, ptx: str, options: Mapping[str, Any]) -> bytes:
@@ -361,91 +359,6 @@ def host_element_type(device_element_type: int, *, tf32: bool) -> int:
     return int(module.TMA_DTYPE_DEVICE_TO_HOST[device_element_type])
 
 
-def prepare() -> None:
-    """Replaces what Triax compiles with: no line info, and quick keys for Triton's disk cache.
-
-    Source paths and lines differ between machines. To tell its versions apart, Triton hashes
-    all its files, hundreds of megabytes, and asks ptxas for its version, in every process; what
-    was installed, and when, says the same. Triton keeps all this per process, so it must stay
-    replaced during every compilation that runs at the same time, until `replaced.undo`.
-    """
-    cache = importlib.import_module("triton.runtime.cache")
-    nvidia = importlib.import_module("triton.backends.nvidia.compiler")
-    make_cubin = nvidia.CUDABackend.make_cubin
-
-    def make_cubin_if_needed(self: Any, src: str, metadata: Any, *rest: Any) -> bytes:
-        if _STOPS_AT in metadata:
-            return b""
-        return bytes(make_cubin(self, src, metadata, *rest))
-
-    code_generator = importlib.import_module("triton.compiler.code_generator")
-    # Not by Triton's own `scope`, which writes environment variables, and takes back what the
-    # rest of the program has set in the meantime.
-    settings = vars(triton().knobs.compilation)
-    replaced.replace(
-        Change(*change)
-        for change in [
-            (settings, "disable_line_info", True),
-            (settings, "store_binary_only", False),
-            (cache, "triton_key", _installation_key),
-            (nvidia, "get_ptxas_version", _ptxas_key),
-            (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
-            (_jit(), "ast", _copy(ast, parse=_parse)),
-            # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
-            # that it visits. That changes them for the other threads too, for good where two
-            # threads overlap, and takes time. Only Triton 3.5 has something to turn off: it
-            # makes constants by a name that `ast` deprecates.
-            (code_generator, "ast", _copy(ast, Num=ast.Constant)),
-            (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
-        ]
-    )
-
-
-_NO_FILTERS = {"catch_warnings": contextlib.nullcontext, "simplefilter": lambda *_: None}
-
-
-def _copy(module: ModuleType, **changes: Any) -> ModuleType:
-    """A copy of a module with some of its names changed, to be put in its place somewhere."""
-    copy = ModuleType(module.__name__)
-    vars(copy).update({**vars(module), **changes})
-    return copy
-
-
-def _parse(*args: Any, **kwargs: Any) -> ast.AST:
-    """`ast.parse`, one at a time.
-
-    CPython before 3.13 counts the depth of the tree once for all threads. A garbage collection
-    amid it may switch to another; if that parses too, the count is wrong: a SystemError.
-    """
-    with _front_end_lock:
-        with contextlib.suppress(SystemError):  # for what others parse there is no lock
-            return ast.parse(*args, **kwargs)
-        return ast.parse(*args, **kwargs)
-
-
-@functools.cache
-def _installation_key() -> str:
-    """Triton's version and a hash of what tells one installation of it from another."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        record = importlib.metadata.distribution("triton").read_text("RECORD")
-        if record and "libtriton" in record:  # a wheel's list of its files with their hashes
-            return f"triax-{triton().__version__}-{hashlib.sha256(record.encode()).hexdigest()}"
-    root = pathlib.Path(str(triton().__file__)).parent
-    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".bc"))
-    stats = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return f"triax-{triton().__version__}-{hashlib.sha256(repr(stats).encode()).hexdigest()}"
-
-
-def _ptxas_key(arch: int = 0) -> str:
-    """Which ptxas Triton runs: its own, which its installation tells, or another by path."""
-    others = []
-    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
-        if path := os.environ.get(name):
-            stat = os.stat(path) if os.path.exists(path) else None
-            others.append((path, stat and (stat.st_size, stat.st_mtime_ns)))
-    return f"triax-ptxas-{others}"
-
-
 def check_globals(function: Any) -> None:
     """Raises `CompilationError` if a global that the compiled kernel captured has changed.
 
@@ -459,45 +372,3 @@ def check_globals(function: Any) -> None:
                 f"Global variable {name!r} has changed since kernel {function_name(function)!r} "
                 f"was compiled, from {value} to {'nothing' if found is missing else found}."
             )
-
-
-def fingerprint(function: Any) -> str:
-    """A hash of a kernel's source and of all jitted functions and constants it can reach.
-
-    Unlike Triton's own it does not depend on where in its file the kernel stands.
-    """
-    texts: dict[str, str] = {}
-    pending = [function]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        texts[f"{current.fn.__module__}.{current.fn.__qualname__}"] = str(current.src)
-        for name, value in _names_reached(current.fn):
-            if is_jit_function(value):
-                pending.append(value)
-            elif isinstance(value, (int, float, str)) or type(value).__name__ == "constexpr":
-                texts[f"{current.fn.__qualname__}:{name}"] = repr(getattr(value, "value", value))
-    parts = sorted(texts.items())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-
-
-def _names_reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals and closure variables a function names, and what it may take from modules."""
-    code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    namespace = {**function.__globals__, **{n: c.cell_contents for n, c in cells}}
-    for name in (*code.co_names, *code.co_freevars):
-        if name not in namespace:
-            continue
-        value = namespace[name]
-        if isinstance(value, ModuleType):
-            if value.__name__.split(".")[0] == "triton":
-                continue  # Triton's version is part of every key
-            for attribute in code.co_names:
-                if hasattr(value, attribute):
-                    yield f"{name}.{attribute}", getattr(value, attribute)
-        else:
-            yield name, value
