@@ -47,6 +47,8 @@ class _Specialization:
 
 
 _cache: dict[Any, _Specialization] = {}
+_launched: dict[tuple[Launch, int], CompiledKernel] = {}  # what is asked for again, found at once
+_MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
 _compilations = 0
 # A child process has none of the threads that were at something.
@@ -67,6 +69,7 @@ def compile_count() -> int:
 def clear_cache() -> None:
     """Forgets what this process compiled. Triton's disk cache is not touched."""
     _cache.clear()
+    _launched.clear()
 
 
 def compile_all(
@@ -182,11 +185,18 @@ def compile_launch(
     Raises:
       CompilationError: Triton refuses the kernel or it does not fit the GPU.
     """
+    known = _launched.get((launch, compute_capability))
+    if known is not None:
+        triton_private.check_globals(launch.kernel.function)
+        return known
     (result,) = compile_all([launch], compute_capability, on_miss=on_miss)
     if isinstance(result, TriaxError) and not isinstance(result, CompilationError):
         raise result
     if isinstance(result, Exception):
         raise CompilationError(hints.failure(launch, result)) from result
+    if len(_launched) >= _MOST_LAUNCHED:
+        _launched.clear()
+    _launched[launch, compute_capability] = result
     return result
 
 
