@@ -42,6 +42,7 @@ PUBLIC = {
         "Routed",
         "Sorted",
         "feed_forward",
+        "glu",
         "load_balancing_loss",
         "make_plan",
         "make_plan_from_mask",

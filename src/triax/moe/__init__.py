@@ -2,6 +2,7 @@
 
 from triax.moe.chunks.api import Sorted as Sorted
 from triax.moe.chunks.api import sort_chunks_by_index as sort_chunks_by_index
+from triax.moe.glu.api import glu as glu
 from triax.moe.layer import FeedForward as FeedForward
 from triax.moe.layer import feed_forward as feed_forward
 from triax.moe.permute.api import permute as permute
@@ -23,6 +24,7 @@ __all__ = [
     "Routed",
     "Sorted",
     "feed_forward",
+    "glu",
     "load_balancing_loss",
     "make_plan",
     "make_plan_from_mask",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from triax.bridge import dtypes
 from triax.bridge.compat import triton_private
@@ -49,6 +50,25 @@ def choose(implementation: Any, **arrays: jax.Array | None) -> str | None:
     # Systems other than Linux have no Triton, and no CUDA either.
     elif importlib.util.find_spec("triton") is None:
         return "xla"
+    return implementation
+
+
+def choose_for_floats(implementation: Any, **arrays: Any) -> str | None:
+    """As `choose`, for kernels that compute in float32: other types than floats up to that take
+    plain JAX, or are an ArgumentTypeError where kernels were asked for."""
+    implementation = choose(implementation, **arrays)
+    for name, array in arrays.items():
+        if array is None or (
+            jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize <= 4
+        ):
+            continue
+        if implementation is None:
+            return "xla"
+        if implementation != "xla":
+            raise ArgumentTypeError(
+                f"Argument `{name}` must be a float of at most 32 bits for the kernels; got "
+                f"{array.dtype}. Cast it, or let `implementation` be None or 'xla'."
+            )
     return implementation
 
 

@@ -7,7 +7,6 @@ comes out, with the counts that losses and logs need. Gradients are those of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +14,11 @@ import jax.numpy as jnp
 
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import arguments
+from triax.moe.glu.api import glu
 from triax.moe.permute.api import permute, unpermute
 from triax.moe.plan.api import make_plan
 from triax.moe.ragged_dot.api import ragged_dot
 from triax.moe.router.api import route
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": functools.partial(jax.nn.gelu, approximate=True),
-}
 
 
 class FeedForward(NamedTuple):
@@ -65,23 +60,22 @@ def feed_forward(
 
         ffn[e](x) = (activation(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
 
-    This is `route`, `make_plan`, `permute`, `ragged_dot`, the activation, `ragged_dot` and
-    `unpermute`, one after the other: for anything else between them, call them yourself.
+    This is `route`, `make_plan`, `permute`, `ragged_dot`, `glu`, `ragged_dot` and `unpermute`, one
+    after the other: for anything else between them, call them yourself.
 
     Routing is in float32. Matmuls sum in float32 and their results are rounded to the dtype of
-    `x`; where the weights' is wider, both are multiplied in that. The activation and its product
-    are computed in float32 and rounded once, and so is the sum over a token's experts. Each
-    gradient has the dtype of what it belongs to.
+    `x`; where the weights' is wider, both are multiplied in that. The activation, its product and
+    the router's weight are computed in float32 and rounded once, and so is the sum over a token's
+    experts. Each gradient has the dtype of what it belongs to.
 
-    For its gradient it keeps the permuted rows, the results of the matmuls, the activation's
-    product and the routing. Under `jax.checkpoint` all but the product carry their ops' names.
+    For its gradient it keeps the permuted rows, the results of the first matmul and what the
+    activation makes of them, and the routing, all under their ops' names for `jax.checkpoint`; not
+    the rows that come out of the experts.
 
     Args:
       x: float [tokens, hidden], of 16 bits or more, as the weights.
       logits: float [tokens, experts]. Their matmul is usually in float32.
-      w_gate_up: float [experts, hidden, 2 * width], the gate first; or a pair (w_gate, w_up) of
-        [experts, hidden, width] each. One array is faster: the rows are read once, and have one
-        gradient.
+      w_gate_up: float [experts, hidden, 2 * width], the gate's columns first.
       w_down: float [experts, width, hidden].
       top_k: experts per token.
       activation: "swiglu", or "geglu" with the tanh form of GELU.
@@ -107,12 +101,9 @@ def feed_forward(
     num_experts, width = logits.shape[1], w_down.shape[1]
     _check_shape("logits", logits, (num_tokens, num_experts), "the tokens of `x`")
     _check_shape("w_down", w_down, (num_experts, width, hidden), "`x` and `logits`")
-    inner = _gate_up(w_gate_up, (num_experts, hidden, width))
-    if activation not in ACTIVATIONS:
-        raise ArgumentValueError(
-            f"Argument `activation` must be one of {', '.join(map(repr, ACTIVATIONS))}; got "
-            f"{activation!r}. Other layers are made of the ops that this one is made of."
-        )
+    w_gate_up = _float_array("w_gate_up", w_gate_up, ("experts", "hidden", "2 * width"))
+    shape = (num_experts, hidden, 2 * width)
+    _check_shape("w_gate_up", w_gate_up, shape, "`x`, `logits` and `w_down`")
 
     weights, experts = route(logits, top_k, implementation=implementation, **router)
     plan = make_plan(
@@ -123,22 +114,16 @@ def feed_forward(
         align_size=align_size,
         implementation=implementation,
     )
+    rows, row_weights, _ = permute(x, plan, weights=weights, implementation=implementation)
     matmul = functools.partial(
         ragged_dot, group_sizes=plan.group_sizes, implementation=implementation
     )
-    rows = permute(x, plan, implementation=implementation)
-    rows = matmul(_gated([matmul(rows, w) for w in inner], activation), w_down)
-    tokens = unpermute(rows, plan, weights, implementation=implementation)
+    rows = glu(
+        matmul(rows, w_gate_up), row_weights, activation=activation, implementation=implementation
+    )
+    rows = matmul(rows, w_down)
+    tokens = unpermute(rows, plan, implementation=implementation)
     return FeedForward(tokens.astype(x.dtype), plan.group_counts, plan.num_dropped)
-
-
-# Differentiated as it is, it would keep several float32 arrays of its operands' size.
-@functools.partial(jax.checkpoint, static_argnums=1)
-def _gated(gate_up: list[jax.Array], activation: str) -> jax.Array:
-    gate, up = gate_up if len(gate_up) == 2 else jnp.split(gate_up[0], 2, axis=1)
-    wider = jnp.promote_types(gate.dtype, jnp.float32)
-    product = ACTIVATIONS[activation](gate.astype(wider)) * up.astype(wider)
-    return product.astype(gate.dtype)
 
 
 def _num_rows(
@@ -151,26 +136,6 @@ def _num_rows(
     full = -(-arguments.integer("capacity", capacity, 0) // align_size) * align_size
     most = (num_pairs + num_experts * (align_size - 1)) // align_size * align_size
     return min(num_experts * full, most)
-
-
-def _gate_up(w_gate_up: Any, shape: tuple[int, int, int]) -> list[jax.Array]:
-    """Returns the weights before the activation: one array, or two."""
-    axes = ("experts", "hidden", "width")
-    if not isinstance(w_gate_up, (tuple, list)):
-        w = _float_array("w_gate_up", w_gate_up, (*axes[:2], "2 * width"))
-        _check_shape("w_gate_up", w, (*shape[:2], 2 * shape[2]), "`x`, `logits` and `w_down`")
-        return [w]
-    if len(w_gate_up) != 2:
-        raise ArgumentValueError(
-            "Argument `w_gate_up` must be one array, or the pair (w_gate, w_up); got "
-            f"{len(w_gate_up)} of them."
-        )
-    pair = []
-    for number, w in enumerate(w_gate_up):
-        name = f"w_gate_up[{number}]"
-        pair.append(_float_array(name, w, axes))
-        _check_shape(name, pair[-1], shape, "`x`, `logits` and `w_down`")
-    return pair
 
 
 def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:

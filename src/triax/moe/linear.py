@@ -27,23 +27,53 @@ def op(function: Function, derivative: Function, *arguments: Any) -> Any:
 
     Args:
       function: of pytrees of arrays.
-      derivative: ``derivative(arguments, tangents, like)`` returns the tangents of the results,
-        whose shapes and dtypes are `like`. Tangents have the structure of what they belong to, with
-        None for those that are zero.
+      derivative: ``derivative(arguments, tangents, results)`` returns the tangents of the results.
+        Tangents have the structure of what they belong to, with None for those that are zero.
     """
+
+    def rule(arguments: Any, tangents: Any) -> tuple[Any, Any]:
+        results = op(function, derivative, *arguments)
+        return results, derivative(arguments, tangents, results)
+
+    return _bind(function, rule, *arguments)
+
+
+def replaced(function: Function, differentiable: Function, *arguments: Any) -> Any:
+    """Returns ``function(*arguments)``; where it is differentiated, ``differentiable(*arguments)``.
+
+    For a function whose derivative needs more than it returns.
+    """
+
+    def rule(arguments: Any, tangents: Any) -> tuple[Any, Any]:
+        primals, tree = _flatten(arguments)
+        given = tree.flatten_up_to(tangents)
+        moving = [i for i, tangent in enumerate(given) if tangent is not None]
+
+        def at(*moved: Any) -> Any:
+            leaves = list(primals)
+            for index, value in zip(moving, moved, strict=True):
+                leaves[index] = value
+            return differentiable(*tree.unflatten(leaves))
+
+        return jax.jvp(at, [primals[i] for i in moving], [given[i] for i in moving])
+
+    return _bind(function, rule, *arguments)
+
+
+def _bind(function: Function, rule: Function, *arguments: Any) -> Any:
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     leaves, tree = _flatten(arguments)
     _, out_tree = _flatten(shapes)
 
-    def flat_derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        results = derivative(tree.unflatten(primals), tree.unflatten(tangents), shapes)
-        return out_tree.flatten_up_to(results)
+    def flat_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        results, moved = rule(tree.unflatten(primals), tree.unflatten(tangents))
+        return out_tree.flatten_up_to(results), out_tree.flatten_up_to(moved)
 
     # As a function, so that JAX does not take its jaxpr for a part of the program to look into.
     outputs = _op_p.bind(
         *leaves,
         function=jaxpr_as_fun(jaxpr),
-        derivative=flat_derivative,
+        rule=flat_rule,
         types=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals),
     )
     return out_tree.unflatten(outputs)
@@ -127,10 +157,9 @@ def _op_abstract_eval(*avals: Any, types: Sequence[Any], **_: Any) -> list[Any]:
     return _results(avals, types)
 
 
-def _op_jvp(primals: Any, tangents: Any, *, derivative: Function, **params: Any) -> Any:
-    outputs = _op_p.bind(*primals, derivative=derivative, **params)
+def _op_jvp(primals: Any, tangents: Any, *, rule: Function, **_: Any) -> Any:
     known = tuple(None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents)
-    results = derivative(tuple(primals), known)
+    outputs, results = rule(tuple(primals), known)
     return outputs, [
         ad.Zero(jax.typeof(output).to_tangent_aval()) if result is None else result
         for output, result in zip(outputs, results, strict=True)
@@ -138,14 +167,14 @@ def _op_jvp(primals: Any, tangents: Any, *, derivative: Function, **params: Any)
 
 
 def _op_batch(
-    args: Any, axes: Any, *, function: Function, derivative: Function, types: Sequence[Any]
+    args: Any, axes: Any, *, function: Function, rule: Function, types: Sequence[Any]
 ) -> Any:
     axes = tuple(axes)
     size = _batch_size(args, axes)
     outputs = _op_p.bind(
         *args,
         function=jax.vmap(function, axes),
-        derivative=jax.vmap(derivative, (axes, axes)),
+        rule=jax.vmap(rule, (axes, axes)),
         types=tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in types),
     )
     return outputs, [0] * len(outputs)

@@ -55,5 +55,5 @@ def test_eight_bits_have_no_gradient(implementation):
         )
         return jnp.sum(out)
 
-    with pytest.raises(DifferentiationError, match="float8_e4m3fn has no gradient"):
+    with pytest.raises(DifferentiationError, match="float8_e4m3fn has no derivative"):
         jax.grad(loss)(X)

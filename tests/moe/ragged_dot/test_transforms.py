@@ -69,6 +69,20 @@ def test_second_derivatives(implementation):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
+def test_forward_mode_is_the_transpose_of_the_gradient(implementation):
+    case = oracle.draw(4, 16, 24, "float32", 40, 3)
+    sizes = jnp.array([11, 0, 25])
+    op = functools.partial(moe.ragged_dot, group_sizes=sizes, implementation=implementation)
+    tangents = [jnp.cos(case.rows), jnp.sin(case.weights)]
+    out, tangent = jax.jvp(op, [case.rows, case.weights], tangents)
+    _, pull = jax.vjp(op, case.rows, case.weights)
+    np.testing.assert_array_equal(out, op(case.rows, case.weights))
+    forward = jnp.vdot(tangent, case.gradient)
+    backward = sum(map(jnp.vdot, pull(case.gradient), tangents))
+    np.testing.assert_allclose(forward, backward, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
 def test_remat_and_scan(implementation):
     case = oracle.draw(2, 24, 24, "float32", 40, 3)
     sizes = jnp.array([11, 0, 25])

@@ -50,6 +50,15 @@ def test_vmap_is_the_loop(axes, implementation):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
+def test_forward_mode_is_the_transpose_of_the_gradient(implementation):
+    logits, tangent, gradient = draw(TOKENS, EXPERTS), draw(EXPERTS, TOKENS).T, draw(TOKENS, TOP_K)
+    op = lambda x: moe.route(x, TOP_K, implementation=implementation, **OPTIONS).weights
+    forward = jnp.vdot(jax.jvp(op, [logits], [tangent])[1], gradient)
+    backward = jnp.vdot(jax.vjp(op, logits)[1](gradient)[0], tangent)
+    np.testing.assert_allclose(forward, backward, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_second_derivatives_inside_scan_and_checkpoint(normalize, score, implementation):

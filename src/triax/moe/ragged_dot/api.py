@@ -12,7 +12,7 @@ from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import arguments
 from triax.moe import implementation as implementations
-from triax.moe.ragged_dot import vjp
+from triax.moe.ragged_dot import derivatives
 from triax.moe.ragged_dot.launchers import Options
 
 # Of JAX's names for matmul precisions, those that allow tensor cores to multiply float32.
@@ -92,25 +92,31 @@ def ragged_dot(
     result = rows.dtype
     if preferred_element_type is not None:
         result = jax.dtypes.canonicalize_dtype(preferred_element_type)
-    arrays = {"rows": rows, "weights": weights}
-    implementation = _choose(implementation, result, **arrays)
+    implementation = implementations.choose_for_floats(
+        implementation,
+        rows=rows,
+        weights=weights,
+        preferred_element_type=jax.ShapeDtypeStruct((), result),
+    )
     if not (num_rows and depth and num_groups and weights.shape[2]):
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
         # Zero, and still a function of the operands, so that they have gradients.
         return empty + (jnp.sum(rows) + jnp.sum(weights)).astype(result) * 0
     sizes = arguments.as_int32(group_sizes, num_rows)
-    options = Options(result, _precision())
+    sizes = arguments.as_int32(group_sizes, num_rows)
     present = [a for a in (rows, weights, sizes, row_scales, group_scales) if a is not None]
     # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
     rows, weights, sizes, *scales = jax_private.insert_varying_casts(present)
-    if not scales:
-        out = vjp.ragged_dot(rows, weights, sizes, False, options, implementation)
-        return checkpoint_name(out, "triax_ragged_dot")
-    row_scales = scales[0] if row_scales is not None else None
-    group_scales = scales[-1] if group_scales is not None else None
-    return vjp.scaled(
-        rows, weights, sizes, row_scales, group_scales, False, options, implementation
+    out = derivatives.ragged_dot(
+        rows,
+        weights,
+        sizes,
+        row_scales=scales[0] if row_scales is not None else None,
+        group_scales=scales[-1] if group_scales is not None else None,
+        options=Options(result, _precision()),
+        implementation=implementation,
     )
+    return checkpoint_name(out, "triax_ragged_dot")
 
 
 def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,23 +147,6 @@ def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | 
             f"{scales.shape}."
         )
     return scales
-
-
-def _choose(implementation: str | None, result: Any, **arrays: jax.Array) -> str | None:
-    """The implementation, narrowed to "xla" for dtypes that the kernels do not multiply."""
-    implementation = implementations.choose(implementation, **arrays)
-    for name, dtype in {**{n: a.dtype for n, a in arrays.items()}, "result": result}.items():
-        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4:
-            continue
-        if implementation is None:
-            return "xla"
-        if implementation != "xla":
-            raise ArgumentTypeError(
-                f"Argument `{'preferred_element_type' if name == 'result' else name}` must be a "
-                f"float of at most 32 bits for the kernels; got {dtype}. Cast it, or let "
-                "`implementation` be None or 'xla'."
-            )
-    return implementation
 
 
 def _precision() -> str:

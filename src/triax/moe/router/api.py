@@ -14,7 +14,7 @@ from triax.bridge.compat import jax_private
 from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import arguments
 from triax.moe import implementation as implementations
-from triax.moe.router import vjp
+from triax.moe.router import derivatives
 from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
 from triax.moe.router.reference import Routed
 
@@ -117,7 +117,7 @@ def route_by_spec(
     arrays = [logits] if bias is None else [logits, bias]
     # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
     logits, *rest = jax_private.insert_varying_casts(arrays)
-    routed = vjp.route(logits, rest[0] if rest else None, spec, implementation)
+    routed = derivatives.route(logits, rest[0] if rest else None, spec, implementation)
     return Routed(*(checkpoint_name(array, "triax_routing") for array in routed))
 
 

@@ -1,0 +1,64 @@
+"""The derivatives of glu."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from triax.moe import implementation as implementations
+from triax.moe import linear
+from triax.moe.glu import launchers, reference
+
+
+def glu(
+    gate_up: jax.Array, row_weights: jax.Array | None, activation: str, implementation: str | None
+) -> jax.Array:
+    """``row_weights * activation(gate) * up``."""
+    plain = functools.partial(reference.glu_reference, activation=activation)
+    run = functools.partial(
+        implementations.run,
+        implementation,
+        kernels=functools.partial(launchers.glu, activation=activation),
+        xla=plain,
+    )
+
+    def derivative(primals: Any, tangents: Any, out: jax.Array) -> jax.Array:
+        operands = dict(zip(("gate_up", "row_weights"), primals, strict=True))
+        moving = dict(zip(("gate_up", "row_weights"), tangents, strict=True))
+        return linear.call(along, back, operands, moving, out)
+
+    def along(operands: dict[str, Any], moving: dict[str, jax.Array]) -> jax.Array:
+        fixed = {name: operands[name] for name in moving}
+        return jax.jvp(lambda moved: plain(**operands | moved), (fixed,), (moving,))[1]
+
+    def back(operands: dict[str, Any], gradient: jax.Array) -> dict[str, Any]:
+        gate_up, row_weights = operands["gate_up"], operands["row_weights"]
+        d_gate_up, d_row_weights = glu_grad(
+            gate_up, row_weights, gradient, activation, implementation
+        )
+        if d_row_weights is not None:
+            d_row_weights = d_row_weights.astype(row_weights.dtype)
+        return {"gate_up": d_gate_up, "row_weights": d_row_weights}
+
+    return linear.op(run, derivative, gate_up, row_weights)
+
+
+def glu_grad(
+    gate_up: jax.Array,
+    row_weights: jax.Array | None,
+    gradient: jax.Array,
+    activation: str,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of the operands of `glu`."""
+    plain = functools.partial(reference.glu_grad_reference, activation=activation)
+    run = functools.partial(
+        implementations.run,
+        implementation,
+        kernels=functools.partial(launchers.glu_grad, activation=activation),
+        xla=plain,
+    )
+    # Second derivatives are rare: plain JAX on all platforms, and as often as anyone likes.
+    return linear.replaced(run, plain, gate_up, row_weights, gradient)

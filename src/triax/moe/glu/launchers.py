@@ -1,0 +1,88 @@
+"""The launches of glu: output types, grids, and the calls of the bridge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.bridge.call import triton_call
+from triax.moe import blocks
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+_MAX_ROWS = 64  # of one program
+
+
+def glu(
+    gate_up: jax.Array,
+    row_weights: jax.Array | None,
+    *,
+    activation: str,
+    implementation: str | None,
+) -> jax.Array:
+    """``row_weights * activation(gate) * up``."""
+    from triax.moe.glu.kernels import _glu_kernel
+
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    block = blocks.part(width, gate_up.dtype.itemsize, _MAX_ROWS)
+    return triton_call(
+        gate_up,
+        row_weights,
+        num_rows,
+        width,
+        kernel=_glu_kernel,
+        out_type=jax.ShapeDtypeStruct((num_rows, width), gate_up.dtype),
+        grid=_cdiv(num_rows, block.rows) * _cdiv(width, block.width),
+        num_warps=block.num_warps,
+        name="glu",
+        vmap_method="sequential",
+        implementation=implementation,
+        ACTIVATION=activation,
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLUMNS=block.width,
+    )
+
+
+def glu_grad(
+    gate_up: jax.Array,
+    row_weights: jax.Array | None,
+    gradient: jax.Array,
+    *,
+    activation: str,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of `gate_up` and, in float32, of `row_weights`."""
+    from triax.moe.glu.kernels import _glu_grad_kernel
+
+    num_rows, width = gradient.shape
+    block = blocks.part(width, gate_up.dtype.itemsize, _MAX_ROWS)
+    out_type = [jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype)]
+    absent: dict[str, Any] = {"d_row_weights_ptr": None}
+    if row_weights is not None:
+        out_type.append(jax.ShapeDtypeStruct((num_rows,), jnp.float32))
+        absent = {}
+    d_gate_up, *d_row_weights = triton_call(
+        gate_up,
+        row_weights,
+        gradient,
+        num_rows,
+        width,
+        kernel=_glu_grad_kernel,
+        out_type=out_type,
+        grid=_cdiv(num_rows, block.rows),
+        num_warps=block.num_warps,
+        name="glu_grad",
+        vmap_method="sequential",
+        implementation=implementation,
+        ACTIVATION=activation,
+        BLOCK_ROWS=block.rows,
+        BLOCK_COLUMNS=block.width,
+        **absent,
+    )
+    return d_gate_up, d_row_weights[0] if d_row_weights else None
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)

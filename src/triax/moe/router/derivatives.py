@@ -1,0 +1,66 @@
+"""The router's derivative: by the weights alone, for the choice has none."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from triax.moe import implementation as implementations
+from triax.moe import linear
+from triax.moe.router import launchers, reference
+from triax.moe.router.configs import RouterSpec
+from triax.moe.router.reference import Routed
+
+
+def route(
+    logits: jax.Array, bias: jax.Array | None, spec: RouterSpec, implementation: str | None
+) -> Routed:
+    """The weights and experts of each token, best first."""
+    run = functools.partial(
+        implementations.run,
+        implementation,
+        kernels=functools.partial(launchers.route, spec=spec),
+        xla=functools.partial(reference.route_reference, spec=spec),
+    )
+
+    def derivative(primals: Any, tangents: Any, routed: Routed) -> Any:
+        if tangents[0] is None:
+            return Routed(None, None)  # type: ignore[arg-type]
+        # By the name of the result, so that a policy that keeps it saves choosing again.
+        experts = checkpoint_name(routed.experts, "triax_routing")
+        residuals = (primals[0], experts)
+        moving = {"logits": tangents[0]}
+        return Routed(linear.call(along, back, residuals, moving, routed.weights), None)  # type: ignore[arg-type]
+
+    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+        logits, experts = residuals
+        weigh = lambda logits: reference.weigh_reference(logits, experts, spec)
+        return jax.jvp(weigh, [logits], [moving["logits"]])[1]
+
+    def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
+        logits, experts = residuals
+        return {"logits": route_grad(logits, experts, gradient, spec, implementation)}
+
+    return linear.op(run, derivative, logits, bias)
+
+
+def route_grad(
+    logits: jax.Array,
+    experts: jax.Array,
+    gradient: jax.Array,
+    spec: RouterSpec,
+    implementation: str | None,
+) -> jax.Array:
+    """The gradient of the logits, from that of the weights."""
+    run = functools.partial(
+        implementations.run,
+        implementation,
+        kernels=functools.partial(launchers.route_grad, spec=spec),
+        xla=functools.partial(reference.route_grad_reference, spec=spec),
+    )
+    # Second derivatives are rare: plain JAX on all platforms, and as often as anyone likes.
+    plain = functools.partial(reference.route_grad_reference, spec=spec)
+    return linear.replaced(run, plain, logits, experts, gradient)

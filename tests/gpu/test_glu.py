@@ -1,0 +1,35 @@
+"""glu on a GPU, at models' widths and others, and the same in every run."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+
+from tests.moe.glu.test_glu import ACTIVATIONS, draw, expected
+from triax import moe
+from triax.testing import assert_close, assert_same_bits, poison
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("num_rows", "width"), [(1000, 2048), (333, 1536), (65, 14336), (9, 77)])
+def test_result_and_gradients(activation, dtype, num_rows, width):
+    gate_up, weights, gradient = draw(num_rows, width, dtype)
+    op = functools.partial(moe.glu, activation=activation, implementation="triton")
+
+    @jax.jit
+    def run(gate_up, weights, gradient):
+        out, pull = jax.vjp(op, gate_up, weights)
+        return out, *pull(gradient)
+
+    poison(8 * gate_up.nbytes)
+    results = run(gate_up, weights, gradient)
+    wanted = expected(gate_up, weights, gradient, activation)
+    for actual, want, terms in zip(results, wanted, (1, 1, width), strict=True):
+        assert_close(actual, want, terms=terms)
+    for _ in range(100):
+        jax.tree.map(assert_same_bits, run(gate_up, weights, gradient), results)
