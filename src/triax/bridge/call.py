@@ -178,6 +178,7 @@ def triton_call(
     aliases = arguments.resolve_aliases(
         {} if input_output_aliases is None else input_output_aliases, flat, results
     )
+    types = flat.types()
     placed = arguments.place_outputs(view, bound, supplied, results, aliases)
     options = {
         "num_warps": num_warps,
@@ -190,7 +191,7 @@ def triton_call(
     request = candidates.Request(
         kernel=view,
         parameters=placed,
-        arguments=_seen_by_callables(placed, flat, results),
+        arguments=_seen_by_callables(placed, types, results),
         keywords=bound.keywords,
         options=_merge_options(options, backend_options or {}),
         grid=grid,
@@ -215,7 +216,6 @@ def triton_call(
         tuning_inputs=tuning_inputs,
         checked=settings.checked(),
     )
-    types = flat.types()
     outputs = triton_call_p.bind(
         *jax_private.insert_varying_casts(flat.arrays),
         call=call,
@@ -289,10 +289,11 @@ def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
 
 
 def _seen_by_callables(
-    placed: Sequence[tuple[str, Argument]], flat: arguments.Flattened, results: Sequence[ArrayType]
+    placed: Sequence[tuple[str, Argument]],
+    operands: Sequence[ArrayType],
+    results: Sequence[ArrayType],
 ) -> dict[str, Any]:
     """The runtime arguments as grids, heuristics and pruning see them."""
-    operands = flat.types()
 
     def seen(argument: Argument) -> Any:
         if isinstance(argument, tuple):

@@ -162,6 +162,8 @@ def static_value(name: str, value: Any) -> Any:
     Raises:
       ArgumentTypeError: it is an array, traced or not, or cannot be hashed.
     """
+    if type(value) in (bool, int, float, str):
+        return value
     value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
     if jax_private.is_array(value):
         kind = "a traced value" if isinstance(value, jax.core.Tracer) else "an array"
