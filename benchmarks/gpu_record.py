@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from triax.bench import machine
+from triax.bench.runner import environment
 from triax.bridge.devices import is_cuda
 
 
@@ -20,10 +20,7 @@ def missing_gpu() -> str | None:
 
 def write(path: Path, **found: Any) -> None:
     """Writes what was found, with the time, the GPU and the versions."""
-    record = {
-        "written": machine.now(),
-        "device": jax.devices()[0].device_kind,
-        "versions": machine.versions(),
-        **found,
-    }
+    made = environment()
+    device = {"written": made["written"], "device": made["machine"]["device"]}
+    record = {**device, "versions": made["versions"], **found}
     path.write_text(json.dumps(record, indent=1) + "\n")

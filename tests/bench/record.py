@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triax.bench.presets import PRESETS
+from triax.bench.suites import PRESETS
 
 FRACTIONS = {
     "permute": 0.96,
@@ -22,16 +22,16 @@ RATIOS = {
 
 def result(op, preset, tokens, implementation="triax", *, median_us=100.0, fraction=None, **more):
     """One entry of `results`; `preset` a name, or None for a chunk sort."""
-    shape = PRESETS.get(preset)
+    hidden, experts, top_k = PRESETS[preset] if preset else (4096, 64, 1)
     return {
         "op": op,
         "preset": preset,
         "tokens": tokens,
-        "hidden": shape.hidden if shape else 4096,
-        "experts": shape.experts if shape else 64,
-        "top_k": shape.top_k if shape else 1,
+        "hidden": hidden,
+        "experts": experts,
+        "top_k": top_k,
         "dtype": "bfloat16",
-        "routing": "uniform" if shape else None,
+        "routing": "uniform" if preset else None,
         "implementation": implementation,
         "median_us": median_us,
         "p10_us": median_us and 0.98 * median_us,
@@ -58,6 +58,7 @@ def record(results):
         "streams": [],
         "first_call": [],
         "memory": [],
+        "notes": [],
         "complete": True,
     }
 

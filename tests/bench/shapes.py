@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from triax.bench.cases import Case
-from triax.bench.presets import Chunks, Preset
-from triax.bench.programs import CHUNK_OPS
-
-TINY = Preset("tiny", hidden=32, experts=8, top_k=2)
-ONE = Preset("one", hidden=32, experts=8, top_k=1)
+from triax.bench.cases import OPS, Case
 
 
-def small_case(op, dtype="float32", routing="uniform", tokens=24, preset=TINY):
-    """A case of any op, of the same size."""
-    if op in CHUNK_OPS:
-        return Case.chunked(op, Chunks(tokens=tokens, hidden=preset.hidden, count=5), dtype)
-    return Case.routed(op, preset, tokens, dtype, routing)
+def small_case(op, dtype="float32", routing=None, *, tokens=24, top_k=2):
+    """A case of any op; 80 columns, so that results are compared in parts."""
+    if OPS[op].routings == (None,):
+        return Case(op, None, tokens, 80, 5, 1, dtype, None)
+    routing = routing or OPS[op].routings[-1]
+    return Case(op, "tiny", tokens, 80, 8, top_k, dtype, routing, 48 if OPS[op].matmuls else 0)

@@ -28,11 +28,7 @@ def names(of_record, folder):
 def test_draws_the_committed_record(tmp_path):
     written = draw(json.loads(COMMITTED.read_text()), tmp_path / "made" / "here")
     assert sorted((tmp_path / "made" / "here").iterdir()) == sorted(written)
-    assert [path.name for path in written[::2]] == [
-        "fraction_of_stream.png",
-        "speedup.png",
-        "tokens.png",
-    ]
+    assert [path.name for path in written[::2]] == ["fraction_of_stream.png", "speedup.png"]
     for path in written:
         head = path.read_bytes()[:200]
         assert head.startswith(b"\x89PNG") if path.suffix == ".png" else b"<?xml" in head
@@ -54,8 +50,6 @@ def test_only_what_has_data(tmp_path):
     ]
     compared = [result("route", "deepseek-v3", 128), result("route", "deepseek-v3", 128, "other")]
     assert names(record(compared), tmp_path) == ["speedup"]
-    plans = [result("plan", "deepseek-v3", tokens) for tokens in (128, 512)]
-    assert names(record(plans), tmp_path) == ["tokens"]
     failed = result("permute", "deepseek-v3", 128, median_us=None, error="wrong: 3 elements")
     assert draw(record([failed, compared[1]]), tmp_path / "none") == []
     assert not (tmp_path / "none").exists()
@@ -80,18 +74,6 @@ def test_bars_are_fractions_and_ratios_of_one_setting():
     assert panels["permute"] == pytest.approx([1.2, 1.2, 0.9, 0.9])
     assert panels["sort_chunks"] == pytest.approx([5300 / 4080])
     assert "8,192 tokens" in figure.get_suptitle()
-
-
-def test_tokens_of_the_model_with_most_of_them():
-    more = [
-        result(op, "kimi-k2", tokens, median_us=float(tokens), fraction=fraction)
-        for op, fraction in (("plan", None), ("permute", 0.5))
-        for tokens in (512, 128, 256, 1024)
-    ]
-    upper, lower = plots.tokens([*full_record()["results"], *more], "origin").axes
-    assert list(upper.lines[0].get_xdata()) == [128, 256, 512, 1024]
-    assert list(upper.lines[0].get_ydata()) == [0.5] * 4
-    assert list(lower.lines[0].get_ydata()) == [128, 256, 512, 1024]
 
 
 def test_matplotlib_is_missing(monkeypatch, tmp_path):

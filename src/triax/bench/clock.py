@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,11 +19,7 @@ _NON_BLOCKING = 1
 
 
 class CudaClock:
-    """Events of one device by number, each after an array that JAX computes.
-
-    Raises:
-      MissingDependencyError: cuda-bindings is not installed.
-    """
+    """Events of one device by number, each after an array that JAX computes."""
 
     def __init__(self, device: Any):
         try:
@@ -38,16 +33,13 @@ class CudaClock:
         handle = self._call(driver.cuDeviceGet, jax_private.local_index(device))
         # JAX's context, which it keeps for as long as the process runs.
         self._context = self._call(driver.cuDevicePrimaryCtxRetain, handle)
-        self._enter()
+        self.enter()
         self._stream = self._call(driver.cuStreamCreate, _NON_BLOCKING)
         self._events: list[Any] = []
 
-    @classmethod
-    def of(cls, device: Any) -> CudaClock:
-        """The clock of a device, one for all who ask."""
-        clock = _clock(device)
-        clock._enter()  # the thread may be another
-        return clock
+    def enter(self) -> None:
+        """To be called by the thread that uses it."""
+        self._call(self._driver.cuCtxSetCurrent, self._context)
 
     def now_us(self) -> float:
         """The host's time."""
@@ -80,8 +72,17 @@ class CudaClock:
         elapsed = self._driver.cuEventElapsedTime
         return 1e3 * self._call(elapsed, self._events[first], self._events[second])
 
-    def _enter(self) -> None:
-        self._call(self._driver.cuCtxSetCurrent, self._context)
+    def hold(self, us: float) -> Any:
+        """Keeps JAX's stream busy for about `us`; what it returns must be kept until then."""
+        return _wait(jnp.int32(max(1, round(us * self._steps_per_us))))
+
+    @functools.cached_property
+    def _steps_per_us(self) -> float:
+        marks = [jnp.int32(steps) for steps in (1, 1, 1 << 17)]
+        for index, steps in enumerate(marks):  # the first compiles
+            self.record(index, _wait(steps))
+        self.wait(2)
+        return (1 << 17) / self.between_us(1, 2)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         status, *results = function(*arguments)
@@ -94,33 +95,12 @@ def _check(status: Any, name: str) -> None:
         raise RuntimeError(f"{name}: {status.name}")
 
 
-@functools.cache
-def _clock(device: Any) -> CudaClock:
-    return CudaClock(device)
+clock_of = functools.cache(CudaClock)
 
 
-def delay(clock: CudaClock, us: float) -> Any:
-    """Keeps JAX's stream busy for about `us` microseconds; what it returns must be kept so long."""
-    return _delay_program()(jnp.int32(max(1, round(us * _steps_per_us(clock)))))
-
-
-@functools.cache
-def _steps_per_us(clock: CudaClock) -> float:
-    program = _delay_program()
-    marks = [jnp.int32(steps) for steps in (1, 1, 1 << 17)]
-    for index, steps in enumerate(marks):  # the first compiles
-        clock.record(index, program(steps))
-    clock.wait(2)
-    return (1 << 17) / clock.between_us(1, 2)
-
-
-@functools.cache
-def _delay_program() -> Callable[[Any], Any]:
+@jax.jit
+def _wait(steps: Any) -> Any:
     from triax.bench.stream_kernels import _delay_kernel
 
-    @jax.jit
-    def wait(steps: Any) -> Any:
-        out_type = jax.ShapeDtypeStruct((), jnp.int32)
-        return triton_call(steps, kernel=_delay_kernel, out_type=out_type, grid=1, num_warps=1)
-
-    return wait
+    out_type = jax.ShapeDtypeStruct((), jnp.int32)
+    return triton_call(steps, kernel=_delay_kernel, out_type=out_type, grid=1, num_warps=1)

@@ -1,203 +1,232 @@
-"""What users would pick instead of Triax, for the ops of the benchmark's cases.
+"""What users would pick instead of Triax, for the ops of the benchmark's cases, in one table.
 
 - "argsort+take": two sorts, `jnp.take` there and back, an einsum, derivatives by autodiff, as in
   public training code. For a chunk sort, the index made from the sizes, and `jnp.take`.
 - "argsort+take+sum": the same with a sum that XLA can fuse in place of the einsum.
 - "hand-written vjp": takes whose gradient, by hand, is the take by the inverse permutation.
-- "hand-fused vjp": one sort, and all gradients by hand, each one pass over the rows as far as
-  XLA's fusion goes: the best plain JAX that is known to us.
-- "jnp.take": a single move by an index that was made before and is not on the clock, derivatives
-  by autodiff.
-- "transformer_engine": its JAX functions, where it is installed.
-
-PyTorch's move is no JAX program and stands in `torch_competitor`.
+- "hand-fused vjp": one sort, and all gradients by hand, each one pass over the rows.
+- "jnp.take", "torch.index_select": a single move by an index that was made before.
+- "transformer_engine", "tokamax": their JAX functions, where they are installed.
+- "top_k": `jax.lax.top_k` of the softmax. "jax.lax.ragged_dot": that, also inside the layer.
+- "dense": no other way to do it, but the limit of matmuls: one of as many operations.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from triax import moe
 from triax.bench import plain_moves as plain
-from triax.bench import transformer_engine_competitor as engine
-from triax.bench.inputs import Inputs
+from triax.bench.cases import OPS, Case, Inputs, with_gradients
 
-if TYPE_CHECKING:
-    from triax.bench.cases import Case
+DENSE = "dense"
 
 
 @dataclasses.dataclass(frozen=True)
 class Competitor:
     """Another way to compute what a case computes.
 
-    Called with the case's inputs it returns what the case's program returns, and can be called
-    under `jax.jit`. What is to be timed is `program`, on the result of `prepare(inputs)`: what
-    a user has at hand before the op runs is made there, outside of the timed program.
+    What is timed is `program`, on the result of `prepare(inputs)`: what a user has at hand before
+    the op runs. `clock` is that of another library, whose program is not jitted and whose result
+    `finish` makes an array of JAX.
     """
 
     program: Callable[[Any], Any]
     prepare: Callable[[Inputs], Any] = lambda inputs: inputs
+    clock: Any = None
+    finish: Callable[[Any], Any] = lambda outputs: outputs
 
-    def __call__(self, inputs: Inputs) -> Any:
-        return self.program(self.prepare(inputs))
 
-
-def competitors(case: Case) -> dict[str, Competitor]:
-    """The competitors of a case by name, each of which can be traced here."""
-    found = {name: Competitor(*parts) for name, parts in _PLAIN.get(case.op, {}).items()}
-    if (theirs := _transformer_engine(case)) and not isinstance(theirs, str):
-        found[engine.NAME] = theirs
+def competitors(case: Case) -> dict[str, Competitor | str]:
+    """The competitors of a case by name; for those that cannot run here, why."""
+    found: dict[str, Competitor | str] = {}
+    for name, make in TABLE.get(case.op, {}).items():
+        try:
+            found[name] = make(case)
+        except Exception as error:  # what a library's import raises is its own affair
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 
-def left_out(case: Case) -> dict[str, str]:
-    """The competitors that the case's op has and that cannot run it here, and why."""
-    theirs = _transformer_engine(case)
-    return {engine.NAME: theirs} if isinstance(theirs, str) else {}
+def dense(case: Case) -> Competitor:
+    """Dense matmuls of as many operations, on operands of the same shapes."""
+    dot = lambda rows, matrices, *sizes: rows @ matrices[0]
+    if case.op != "layer":
+        one = lambda i: {**i, "matrices": i["matrices"][:1]}
+        return Competitor(case.program(dot), one)
+
+    def prepare(i: Inputs) -> Any:
+        rows, gate_up = jnp.repeat(i["x"], case.top_k, axis=0), i["w_gate_up"][:1]
+        return rows, gate_up, dot(rows, gate_up)[:, : case.width], i["w_down"][:1]
+
+    def program(operands: Any) -> Any:
+        products, pull = jax.vjp(lambda a, b, c, d: (dot(a, b), dot(c, d)), *operands)
+        return products, pull(products)
+
+    return Competitor(program, prepare)
 
 
-def _transformer_engine(case: Case) -> Competitor | str | None:
-    """TransformerEngine as a competitor; why it cannot be one; None where it has no such op."""
-    if case.op not in engine.OPS:
-        return None
-    if (reason := engine.problem(case)) is not None:
-        return reason
-    competitor = Competitor(*engine.OPS[case.op](case.experts))
-    small = dataclasses.replace(case, tokens=16, hidden=64)
-    # Its functions have changed their arguments and results before; a trace tells.
-    try:
-        made = jax.eval_shape(competitor, small.make_inputs())
-    except Exception as error:
-        return f"its functions take other arguments: {type(error).__name__}: {error}"
-    expected = jax.eval_shape(small.compiled("xla"), small.make_inputs())
-    if jax.tree.map(_type_of, made) != jax.tree.map(_type_of, expected):
-        return f"its functions give other results: {made}"
-    return competitor
+def _top_k(case: Case) -> Competitor:
+    def run(i: Inputs) -> moe.Routed:
+        weights, experts = jax.lax.top_k(jax.nn.softmax(i["logits"]), case.top_k)
+        return moe.Routed(weights / jnp.sum(weights, axis=1, keepdims=True), experts)
+
+    if case.op == "router":
+        return Competitor(run)
+    return Competitor(
+        lambda i: with_gradients(lambda i: run(i).weights, i, "logits", upstream="weights")
+    )
 
 
-def _type_of(array: Any) -> tuple[Any, Any]:
-    return array.shape, array.dtype
+def _route_by(route: Callable[..., jax.Array]) -> Callable[[Case], Competitor]:
+    run = lambda i: route(i["x"], i["selected_experts"], i["weights"])
+    grad = lambda i: with_gradients(run, i, "x", "weights")
+    return lambda case: Competitor(run if case.op == "route" else grad)
 
 
-def _gradients(route: Callable[..., jax.Array]) -> Callable[[Inputs], Any]:
-    """`route` forward and backward, as the op "route+grad"."""
-
-    def program(inputs: Inputs) -> Any:
-        y, pull = jax.vjp(
-            lambda x, weights: route(x, inputs["selected_experts"], weights),
-            inputs["x"],
-            inputs["weights"],
-        )
-        return y, *pull(inputs["gradient"])
-
-    return program
+def _unpermute_by_take(case: Case) -> Competitor:
+    weigh = lambda i: plain.weigh_slots(i["rows"], i["plan"].row_of.reshape(-1), i["weights"])
+    return Competitor(weigh)
 
 
-def _forward(route: Callable[..., jax.Array]) -> Callable[[Inputs], Any]:
-    return lambda inputs: route(inputs["x"], inputs["selected_experts"], inputs["weights"])
+def _source_rows(i: Inputs) -> jax.Array:
+    """What a move's rows are read from."""
+    if "plan" in i:
+        row_of = i["plan"].row_of
+        return plain.invert(row_of.reshape(-1)) // row_of.shape[1]
+    return plain.chunk_index(i["split_sizes"], i["sorted_indices"], i["x"].shape[0])
 
 
-def _transposed(array: Any, shape: tuple[int, ...], index: jax.Array, **how: Any) -> jax.Array:
-    """What autodiff makes of `take` from an array of that shape: a scatter-add."""
-    source = jax.ShapeDtypeStruct(shape, array.dtype)
-    (result,) = jax.linear_transpose(lambda x: plain.take(x, index, **how), source)(array)
-    return result
+def _with_index(i: Inputs) -> Inputs:
+    return {"x": i["x"], "index": _source_rows(i)}
 
 
-def _with_order(inputs: Inputs) -> Inputs:
-    """The plan's rows both ways: `order` and `inverse`, as in `plain_moves`."""
-    inverse = inputs["plan"].row_of.reshape(-1)
-    return {**inputs, "inverse": inverse, "order": plain.invert(inverse)}
+def _move_by_take(case: Case) -> Competitor:
+    unique = case.op == "sort_chunks"
+    return Competitor(lambda i: plain.take(i["x"], i["index"], unique=unique), _with_index)
 
 
-def _with_token(inputs: Inputs) -> Inputs:
-    """The token of each row, and shapes."""
-    row_of = inputs["plan"].row_of
-    order = plain.invert(row_of.reshape(-1))
-    return {**inputs, "token": order // row_of.shape[1]}
+def _sort_by_take(case: Case) -> Competitor:
+    return Competitor(lambda i: plain.take(i["x"], _source_rows(i), unique=True))
 
 
-def _permute_grad_by_hand(inputs: Inputs) -> jax.Array:
-    row_of = inputs["plan"].row_of
-    return plain.sum_slots(inputs["rows"], row_of.reshape(-1), row_of.shape[0])
+def _transformer_engine(case: Case) -> Competitor:
+    """It takes a mask and probs [tokens, experts], which a router made for it would give.
+
+    So they are made before the clock starts. Its row map is its own to make: it is on the clock of
+    a route, and not of a single move.
+    """
+    if case.routing == "skewed" and case.top_k > 1:
+        raise ValueError("a mask cannot name an expert twice, as tokens of a skewed routing do")
+    engine = importlib.import_module("transformer_engine.jax.permutation")
+    num_rows = case.tokens * case.top_k
+
+    def prepare(i: Inputs) -> Inputs:
+        selected = i["plan"].expert_of if "plan" in i else i["selected_experts"]
+        at = lambda array: array.at[jnp.arange(case.tokens)[:, None], selected]
+        empty = jnp.zeros((case.tokens, case.experts), jnp.float32)
+        mask, probs = at(empty.astype(jnp.int32)).set(1), at(empty).set(i["weights"])
+        more = {"mask": mask, "probs": probs, "selected": selected}
+        if case.op == "unpermute":
+            x = jnp.zeros((case.tokens, case.hidden), case.dtype)
+            more["row_id_map"] = engine.token_dispatch(x, mask, num_rows)[2]
+        return {**i, **more}
+
+    def route(i: Inputs) -> jax.Array:
+        rows, _, row_id_map = engine.token_dispatch(i["x"], i["mask"], num_rows)[:3]
+        return engine.token_combine(jax.lax.optimization_barrier(rows), row_id_map, i["probs"])
+
+    def route_with_gradients(i: Inputs) -> Any:
+        y, d_x, d_probs = with_gradients(route, i, "x", "probs")
+        return y, d_x, jnp.take_along_axis(d_probs, i["selected"], axis=1)
+
+    sort = lambda i: engine.sort_chunks_by_index(i["x"], i["split_sizes"], i["sorted_indices"])[0]
+    combine = lambda i: engine.token_combine(i["rows"], i["row_id_map"], i["probs"])
+    if case.op == "sort_chunks":
+        return Competitor(sort)
+    programs = {"route": route, "route+grad": route_with_gradients, "unpermute": combine}
+    return Competitor(programs[case.op], prepare)
 
 
-def _unpermute_by_take(inputs: Inputs) -> jax.Array:
-    return plain.weigh_slots(inputs["rows"], inputs["plan"].row_of.reshape(-1), inputs["weights"])
+def _torch(case: Case) -> Competitor:
+    """Arrays go there and back through DLPack, on the device; the time is PyTorch's events'."""
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise RuntimeError("PyTorch finds no GPU")
+
+    def prepare(i: Inputs) -> Any:
+        operands = jax.block_until_ready(_with_index(i))
+        return [torch.from_dlpack(operands[name]) for name in ("x", "index")]
+
+    def finish(tensor: Any) -> jax.Array:
+        torch.cuda.synchronize()
+        return jnp.from_dlpack(tensor)
+
+    select = lambda operands: torch.index_select(operands[0], 0, operands[1])
+    return Competitor(select, prepare, TorchClock(torch), finish)
 
 
-def _permute_grad_by_take(inputs: Inputs) -> jax.Array:
-    rows = inputs["rows"]
-    shape = (inputs["plan"].row_of.shape[0], rows.shape[1])
-    return _transposed(rows, shape, inputs["token"])
+class TorchClock:
+    """PyTorch's events by number, on its current stream; see `CudaClock`."""
+
+    # What a GPU's clock ticks at most in a microsecond: a busy wait is no shorter than asked for.
+    ticks_per_us = 2000
+
+    def __init__(self, torch: Any):
+        self._torch = torch
+        self._events: dict[int, Any] = {}
+
+    def now_us(self) -> float:
+        return time.perf_counter() * 1e6
+
+    def record(self, index: int, output: Any) -> None:
+        if index not in self._events:
+            self._events[index] = self._torch.cuda.Event(enable_timing=True)
+        self._events[index].record()
+
+    def is_pending(self, index: int) -> bool:
+        return not self._events[index].query()
+
+    def wait(self, index: int) -> None:
+        self._events[index].synchronize()
+
+    def between_us(self, first: int, second: int) -> float:
+        return 1e3 * self._events[first].elapsed_time(self._events[second])
+
+    def hold(self, us: float) -> None:
+        self._torch.cuda._sleep(round(us * self.ticks_per_us))
 
 
-def _unpermute_grad_by_take(inputs: Inputs) -> Any:
-    unpermute = lambda rows, w: _unpermute_by_take({**inputs, "rows": rows, "weights": w})
-    _, pull = jax.vjp(unpermute, inputs["rows"], inputs["weights"])
-    return pull(inputs["gradient"])
-
-
-def _unpermute_grad_by_hand(inputs: Inputs) -> Any:
-    names = ("rows", "order", "inverse", "weights", "gradient")
-    return plain.weigh_slots_grad(*(inputs[name] for name in names))
-
-
-def _chunk_index(inputs: Inputs, index: Callable[..., jax.Array] = plain.chunk_index) -> jax.Array:
-    array = inputs["x"] if "x" in inputs else inputs["gradient"]
-    return index(inputs["split_sizes"], inputs["sorted_indices"], array.shape[0])
-
-
-def _with_index(inputs: Inputs) -> Inputs:
-    return {**inputs, "index": _chunk_index(inputs)}
-
-
-def _sort_by_take(inputs: Inputs) -> jax.Array:
-    return plain.take(inputs["x"], inputs["index"], unique=True)
-
-
-def _sort_grad_by_take(inputs: Inputs) -> jax.Array:
-    gradient = inputs["gradient"]
-    return _transposed(gradient, gradient.shape, inputs["index"], unique=True)
-
-
-def _sort_grad_by_hand(inputs: Inputs) -> jax.Array:
-    return plain.take(inputs["gradient"], _chunk_index(inputs, plain.chunk_index_back))
-
-
-_ROUTES: dict[str, Callable[..., jax.Array]] = {
-    "argsort+take": plain.route,
-    "argsort+take+sum": plain.route_summed,
-    "hand-written vjp": plain.route_by_sorting,
-    "hand-fused vjp": plain.route_by_hand,
+_ROUTES: dict[str, Callable[[Case], Competitor]] = {
+    "argsort+take": _route_by(plain.route),
+    "argsort+take+sum": _route_by(plain.route_summed),
+    "hand-written vjp": _route_by(plain.route_by_sorting),
+    "hand-fused vjp": _route_by(plain.route_by_hand),
+    "transformer_engine": _transformer_engine,
 }
-
-# By op and competitor: the program, and what is prepared for it.
-_PLAIN: dict[str, dict[str, tuple[Callable[..., Any], ...]]] = {
-    "permute": {
-        "jnp.take": (lambda inputs: plain.take(inputs["x"], inputs["token"]), _with_token),
-    },
-    "unpermute": {"jnp.take": (_unpermute_by_take,)},
-    "permute_grad": {
-        "jnp.take": (_permute_grad_by_take, _with_token),
-        "hand-fused vjp": (_permute_grad_by_hand,),
-    },
-    "unpermute_grad": {
-        "jnp.take": (_unpermute_grad_by_take,),
-        "hand-fused vjp": (_unpermute_grad_by_hand, _with_order),
-    },
+_DOTS: dict[str, Callable[[Case], Competitor]] = {
+    "jax.lax.ragged_dot": lambda case: Competitor(case.program(jax.lax.ragged_dot)),
+    "tokamax": lambda case: Competitor(case.program(importlib.import_module("tokamax").ragged_dot)),
+}
+TABLE: dict[str, dict[str, Callable[[Case], Competitor]]] = {
+    "permute": {"jnp.take": _move_by_take, "torch.index_select": _torch},
+    "unpermute": {"jnp.take": _unpermute_by_take, "transformer_engine": _transformer_engine},
+    "route": _ROUTES,
+    "route+grad": _ROUTES,
+    "router": {"top_k": _top_k},
+    "router+grad": {"top_k": _top_k},
     "sort_chunks": {
-        "jnp.take": (_sort_by_take, _with_index),
-        "argsort+take": (lambda inputs: _sort_by_take(_with_index(inputs)),),
+        "jnp.take": _move_by_take,
+        "argsort+take": _sort_by_take,
+        "transformer_engine": _transformer_engine,
+        "torch.index_select": _torch,
     },
-    "sort_chunks_grad": {
-        "jnp.take": (_sort_grad_by_take, _with_index),
-        "argsort+take": (lambda inputs: _sort_grad_by_take(_with_index(inputs)),),
-        "hand-written vjp": (_sort_grad_by_hand,),
-    },
-    "route": {name: (_forward(route),) for name, route in _ROUTES.items()},
-    "route+grad": {name: (_gradients(route),) for name, route in _ROUTES.items()},
+    **{op: _DOTS for op in OPS if OPS[op].matmuls},
 }

@@ -1,7 +1,10 @@
 """What the first call of the MoE ops costs a fresh process, beyond the same program in plain JAX.
 
-Each measurement is a process of its own that runs `first_call_program.py`: with empty caches, and
-again with what the first run left in them.
+Each measurement is a process of its own that runs this file by its path, so that nothing of Triax
+is imported before the clock starts: with empty caches, and again with what the first run left in
+them. JAX is imported and its device is up by then, as in any program that comes to its first call.
+
+    python -P first_call.py triton|xla      # one line of JSON: the seconds of each part
 """
 
 from __future__ import annotations
@@ -12,52 +15,49 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from triax.bridge.errors import TriaxError
-
-PROGRAM = Path(__file__).with_name("first_call_program.py")
+TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 1024, 64, 8
 CACHED_RUNS = 3
 TIMEOUT_S = 600
-
-# The record's name of each path, and what the ops call it.
-PATHS = {"xla": "xla", "triax": "triton"}
-
-
-class FirstCallError(TriaxError, RuntimeError):
-    """The measured program failed, or its output made no sense."""
+NO_GPU = "no GPU: only the path of plain JAX can be measured"
 
 
 def measure_first_calls() -> list[dict[str, Any]]:
-    """Times the first call of plan, permute and weighted unpermute, forward and backward.
+    """Times plan, permute and weighted unpermute, forward and backward, by "xla" and "triax".
 
-    A process has imported JAX and initialised its device before the clock starts. The clock
-    then runs over `import triton`, `import triax.moe`, tracing, lowering, compiling and one
-    run. Uncached, the caches of Triton, JAX, Triax and the CUDA driver are empty folders;
-    cached, the same folders again, and the best of three processes. What the operating system
-    keeps of files in memory is left as it is.
-
-    Returns:
-      One record for each of the paths "xla" and "triax", uncached and cached: implementation,
-      cached, total_s, parts (seconds by name), and for "triax" over_xla_s, its total beyond
-      that of "xla" in the same state, where `import triax.moe`, which plain JAX does not need,
-      is left out. A process that failed has an "error", and None for total_s. Without a GPU
-      "triax" is left out, and a "note" says so.
+    Uncached, the caches of Triton, JAX, Triax and the CUDA driver are empty folders; cached, the
+    same folders again, and the best of three processes. For "triax" over_xla_s is its total beyond
+    that of "xla", of which `import triax.moe`, which plain JAX does not need, is no part.
     """
     on_gpu = jax.default_backend() == "gpu"
     records = []
-    for name in PATHS if on_gpu else ("xla",):
+    plain: dict[bool, float] = {}
+    for name, implementation in (("xla", "xla"), ("triax", "triton"))[: 1 + on_gpu]:
         with tempfile.TemporaryDirectory(prefix="triax-first-call-") as folder:
             environment = child_environment(os.environ, Path(folder), on_gpu)
             for cached in (False, True):
-                records.append(_measure(name, cached, environment))
-                if not on_gpu:
-                    records[-1]["note"] = "no GPU: only the path of plain JAX can be measured"
-    return with_differences(records)
+                record: dict[str, Any] = {"implementation": name, "cached": cached}
+                try:
+                    times = CACHED_RUNS if cached else 1
+                    runs = [run_program(implementation, environment) for _ in range(times)]
+                    parts = min(runs, key=lambda parts: sum(parts.values()))
+                    record |= {"total_s": sum(parts.values()), "parts": parts}
+                    if name == "xla":
+                        plain[cached] = record["total_s"] - parts.get("import_triax_s", 0.0)
+                except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+                    record |= {"total_s": None, "parts": {}, "error": str(error)}
+                if name == "triax":
+                    known = record["total_s"] is not None and cached in plain
+                    record["over_xla_s"] = record["total_s"] - plain[cached] if known else None
+                records.append(record if on_gpu else {**record, "note": NO_GPU})
+    return records
 
 
 def child_environment(environment: Mapping[str, str], folder: Path, on_gpu: bool) -> dict[str, str]:
@@ -76,73 +76,66 @@ def child_environment(environment: Mapping[str, str], folder: Path, on_gpu: bool
         # This process holds the GPU's memory already.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    if not on_gpu:
-        changes["JAX_PLATFORMS"] = "cpu"
-    return {**environment, **changes}
-
-
-def with_differences(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same records; those of "triax" with over_xla_s where both totals are known."""
-    plain = {
-        r["cached"]: r["total_s"] - r["parts"].get("import_triax_s", 0.0)
-        for r in records
-        if r["implementation"] == "xla" and r["total_s"] is not None
-    }
-    for record in records:
-        if record["implementation"] == "triax":
-            totals = record["total_s"], plain.get(record["cached"])
-            record["over_xla_s"] = None if None in totals else totals[0] - totals[1]
-    return records
-
-
-def _measure(name: str, cached: bool, environment: dict[str, str]) -> dict[str, Any]:
-    record: dict[str, Any] = {"implementation": name, "cached": cached}
-    try:
-        runs = [run_program(PATHS[name], environment) for _ in range(CACHED_RUNS if cached else 1)]
-    except FirstCallError as error:
-        return {**record, "total_s": None, "parts": {}, "error": str(error)}
-    best = min(runs, key=lambda parts: sum(parts.values()))
-    return {**record, "total_s": sum(best.values()), "parts": best}
+    return {**environment, **changes, **({} if on_gpu else {"JAX_PLATFORMS": "cpu"})}
 
 
 def run_program(implementation: str, environment: Mapping[str, str]) -> dict[str, float]:
-    """Runs the program in a process; the seconds of its parts.
-
-    Raises:
-      FirstCallError: it failed, took over ten minutes, or printed something else.
-    """
+    """Runs the program in a process; the seconds of its parts, or a RuntimeError."""
     # -P: modules beside the program must not hide those that it imports.
-    command = [sys.executable, "-P", str(PROGRAM), implementation]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise FirstCallError(f"{PROGRAM.name} {implementation} took over {TIMEOUT_S} s.") from error
+    command = [sys.executable, "-P", __file__, implementation]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
     if done.returncode:
-        reason = _reason(done.stderr) or f"exit status {done.returncode}"
-        raise FirstCallError(f"{PROGRAM.name} {implementation} failed: {reason}")
-    return parse(done.stdout)
+        named = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
+        reason = [f"exit status {done.returncode}", *named][-1]
+        raise RuntimeError(f"the first call by {implementation} failed: {reason}")
+    found = json.loads(done.stdout.strip().rpartition("\n")[2])
+    if not found["ok"]:  # what fails to compute must not be reported as fast
+        raise RuntimeError(f"the first call by {implementation} gave values that are not finite")
+    return found["parts"]
 
 
-def _reason(log: str) -> str:
-    """The line that names the exception of a traceback; the last one where there is none."""
-    lines = log.strip().splitlines()
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    return (named or lines or [""])[-1]
+def main(implementation: str) -> None:
+    """Routes there and back, with gradients, once, and prints what each part took."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    selected = jax.random.randint(keys[0], (TOKENS, TOP_K), 0, EXPERTS)
+    weights = jax.random.uniform(keys[1], (TOKENS, TOP_K))
+    x = jax.random.normal(keys[2], (TOKENS, HIDDEN), jnp.bfloat16)
+    gradient = jax.random.normal(keys[3], (TOKENS, HIDDEN), jnp.bfloat16)
+    operands = jax.block_until_ready((x, weights, selected, gradient))
+    marks = [("", time.perf_counter())]
+    part_ends = lambda name: marks.append((name, time.perf_counter()))
+    if implementation == "triton":
+        import triton  # noqa: F401
+    part_ends("import_triton_s")
+    from triax import moe
+
+    part_ends("import_triax_s")
+
+    @jax.jit
+    def step(x: Any, weights: Any, selected: Any, gradient: Any) -> tuple[jax.Array, ...]:
+        def route(x: jax.Array, weights: jax.Array) -> jax.Array:
+            plan = moe.make_plan(selected, EXPERTS, implementation=implementation)
+            rows = moe.permute(x, plan, implementation=implementation)
+            rows = jax.lax.optimization_barrier(rows)
+            return moe.unpermute(rows, plan, weights, implementation=implementation)
+
+        y, pull_back = jax.vjp(route, x, weights)
+        return y, *pull_back(gradient)
+
+    traced = step.trace(*operands)
+    part_ends("trace_s")
+    lowered = traced.lower()
+    part_ends("lower_s")
+    compiled = lowered.compile()
+    part_ends("compile_s")
+    results = jax.block_until_ready(compiled(*operands))
+    part_ends("run_s")
+    parts = {name: at - marks[index][1] for index, (name, at) in enumerate(marks[1:])}
+    ok = all(bool(jnp.isfinite(result.astype(jnp.float32)).all()) for result in results)
+    print(json.dumps({"ok": ok, "parts": parts}))
 
 
-def parse(output: str) -> dict[str, float]:
-    """The parts' seconds from what the program printed; other lines may stand before them.
-
-    Raises:
-      FirstCallError: there are none, or the program's results were not finite.
-    """
-    try:
-        found = json.loads(output.strip().rpartition("\n")[2])
-        ok, parts = found["ok"], {name: float(s) for name, s in found["parts"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FirstCallError(f"{PROGRAM.name} printed {output[-200:]!r}, no times.") from error
-    if not ok:
-        raise FirstCallError(f"{PROGRAM.name} computed values that are not finite.")
-    return parts
+if __name__ == "__main__":
+    main(sys.argv[1])

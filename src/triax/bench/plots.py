@@ -1,5 +1,4 @@
-"""Draws a benchmark's record: how close the ops come to the stream limit, how many times as fast as
-others they are, and how both change with the number of tokens.
+"""Draws a benchmark's record: how close ops come to the stream limit, and how much faster they are.
 
 Each figure is written as PNG and as SVG, the same bytes for the same record. A figure whose data
 the record does not hold is left out.
@@ -12,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from triax.bench.presets import PRESETS
-from triax.bench.programs import OPS
+from triax.bench.cases import OPS
 from triax.bench.report import is_of_device
+from triax.bench.suites import PRESETS
 from triax.bridge.errors import MissingDependencyError
 
 Result = dict[str, Any]
@@ -31,10 +30,7 @@ STYLE = {
     "svg.hashsalt": "triax",
 }
 VERSIONS = ("triax", "jax", "triton")
-NOTHING = (
-    "nothing to draw: that takes times of a GPU, with a fraction of a stream, or of a competitor, "
-    "or of several numbers of tokens"
-)
+NOTHING = "nothing to draw: that takes times of a GPU, with a fraction of a stream or a competitor"
 
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
@@ -49,7 +45,7 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # whatever the user has set
         matplotlib.rcParams.update(STYLE)
-        for make in (fraction_of_stream, speedup, tokens):
+        for make in (fraction_of_stream, speedup):
             if (figure := make(results, origin)) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 written += [folder / f"{make.__name__}.{kind}" for kind in ("png", "svg")]
@@ -107,43 +103,6 @@ def speedup(results: Sequence[Result], origin: str) -> Any:
         handles, labels = axes.get_legend_handles_labels()
         legend |= zip(labels, handles, strict=True)
     figure.legend(legend.values(), [f"as {n}" for n in legend], loc="outside lower center", ncols=7)
-    return figure
-
-
-def tokens(results: Sequence[Result], origin: str) -> Any:
-    """Lines over the number of tokens: each op's fraction of a stream, and the time of a plan."""
-    found: dict[Any, list[Result]] = collections.defaultdict(list)
-    for r in results:
-        if r["implementation"] == "triax" and r["preset"]:
-            found[r["preset"], r["dtype"], r["routing"]].append(r)
-    setting, longest = max(
-        found.items(), key=lambda item: len({r["tokens"] for r in item[1]}), default=((), [])
-    )
-    moves: dict[str, dict[int, float]] = collections.defaultdict(dict)
-    for r in longest:
-        if r["fraction_of_stream"]:
-            moves[r["op"]][r["tokens"]] = r["fraction_of_stream"]
-    plan = {"plan": {r["tokens"]: r["median_us"] for r in longest if r["op"] == "plan"}}
-    named = {"fraction of the stream's speed": moves, "µs, started alone": plan}
-    panels = {y: of for y, of in named.items() if any(len(line) > 1 for line in of.values())}
-    if not panels:
-        return None
-    title = "Speed by the number of tokens"
-    figure, axes_of = _figure(title, "  ·  ".join(setting), origin, len(panels))
-    for axes, (label, lines) in zip(axes_of, panels.items(), strict=True):
-        for (op, line), color, marker in zip(lines.items(), PALETTE, "osD^vPX*", strict=False):
-            axes.plot(
-                *zip(*sorted(line.items()), strict=True), color=color, marker=marker, label=op
-            )
-        counts = sorted({count for line in lines.values() for count in line})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(counts, [f"{count:,}" for count in counts])
-        axes.set(xlabel="tokens", ylabel=label, yscale="log" if lines is plan else "linear")
-        axes.set_ylim(None if lines is plan else 0, None)
-        axes.grid()
-        axes.legend()
-        for point in plan["plan"].items() if lines is plan else ():
-            axes.annotate(f"{point[1]:.3g}", point, (-9, 6), textcoords="offset points", size=8)
     return figure
 
 

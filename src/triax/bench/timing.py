@@ -16,11 +16,11 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
-from triax.bench.clock import CudaClock, delay
+from triax.bench.clock import clock_of
 from triax.bridge.devices import is_cuda
 
 MIN_SAMPLES = 15
@@ -32,16 +32,17 @@ _MAX_FAILURES = 8
 _MAX_HOLD_US = 20_000.0
 _FEW_REPEATS, _MANY_REPEATS = 4, 24
 _MIN_HOST_SAMPLES, _MAX_HOST_SAMPLES = 5, 50
+BURSTS, BURST_MS, REST_S = 3, 30.0, 0.12
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """What was measured of one call, in microseconds.
 
-    `method` is "events" (device time of single calls), "graph" (only `graph_us` could be
-    measured, and stands for all), "host clock", or "host-bound": the host could not keep up, and
-    the time is that of the host, no less than the device's. `graph_us` is the device time of one
-    of many runs inside one program, where that was measured.
+    `method` is "events" (device time of single calls), "bursts" (the same, the mean of each burst),
+    "graph" (only `graph_us` could be measured, and stands for all), "host clock", or "host-bound":
+    the host could not keep up, and the time is that of the host, no less than the device's.
+    `graph_us` is the device time of one of many runs inside one program, where that was measured.
     """
 
     median_us: float
@@ -59,25 +60,6 @@ class Timing:
         return cls(statistics.median(ordered), at(0.1), at(0.9), len(ordered), method)
 
 
-class Clock(Protocol):
-    """What `time_calls` needs of a device; `CudaClock` is the real one."""
-
-    def now_us(self) -> float:
-        """The host's time."""
-
-    def record(self, index: int, output: Any) -> None:
-        """Event `index` fires when `output` is there."""
-
-    def is_pending(self, index: int) -> bool:
-        """Whether event `index` has yet to fire."""
-
-    def wait(self, index: int) -> None:
-        """Returns when event `index` has fired."""
-
-    def between_us(self, first: int, second: int) -> float:
-        """The device's time between two events that have fired."""
-
-
 Chain = Callable[[Any, Any], Any]
 
 
@@ -87,47 +69,56 @@ def time_program(
     *,
     chain: Chain | None = None,
     target_ms: float = 80.0,
+    clock: Any = None,
+    bursts: bool = False,
 ) -> Timing:
-    """Times a jitted program of `inputs`, which is compiled by now or is then.
+    """Times a jitted program of `inputs`, for about `target_ms` of the device's time.
 
-    Args:
-      program: from inputs to outputs.
-      inputs: a pytree of arrays, all on one device.
-      chain: makes next inputs of inputs and outputs; lets short programs be repeated.
-      target_ms: about how much of the device's time to spend.
+    `chain` makes next inputs of inputs and outputs, so that short programs can be repeated;
+    `clock` takes the place of that of JAX's device. With `bursts` the program runs for `BURST_MS`
+    after a rest of `REST_S`, some times: a GPU that is busy for longer is at its limit of power,
+    and what ran before decides.
     """
     jax.block_until_ready(program(inputs))
+    call = lambda: program(inputs)
     device = jax.devices()[0]
-    if not is_cuda(device):
-        return _time_on_host(lambda: program(inputs), target_ms)
+    if clock is None and not is_cuda(device):
+        return _time_on_host(call, target_ms)
+    if clock is None:
+        clock = clock_of(device)
+        clock.enter()
+    if bursts:
+        return time_bursts(call, clock)
     repeated = None if chain is None else functools.partial(_repeated, program, chain, inputs)
-    clock = CudaClock.of(device)
-    return time_calls(
-        lambda: program(inputs),
-        clock,
-        hold=lambda us: delay(clock, us),
-        repeated=repeated,
-        target_ms=target_ms,
-    )
+    return time_calls(call, clock, repeated=repeated, target_ms=target_ms)
+
+
+def time_bursts(
+    call: Callable[[], Any], clock: Any, rest: Callable[[float], Any] = time.sleep
+) -> Timing:
+    """Times `call` in bursts, each of which counts by its mean."""
+    probe_us = statistics.median(_sample(call, clock, _PROBE_CALLS).all_us)
+    count = max(_MIN_HOST_SAMPLES, round(BURST_MS * 1e3 / probe_us))
+    means = []
+    for _ in range(BURSTS):
+        time.sleep(REST_S)
+        sample = _sample(call, clock, count)
+        if 2 * len(sample.good_us) <= count:
+            return Timing.of(sample.all_us, "host-bound")
+        means.append(statistics.fmean(sample.good_us))
+    return Timing.of(means, "bursts")
 
 
 def time_calls(
     call: Callable[[], Any],
-    clock: Clock,
+    clock: Any,
     *,
-    hold: Callable[[float], Any],
     repeated: Callable[[int], Callable[[], Any]] | None = None,
     target_ms: float = 80.0,
 ) -> Timing:
     """Times `call`, which starts a program that has run before, and returns its outputs.
 
-    Args:
-      call: starts one run.
-      clock: the device's.
-      hold: keeps the device busy for about so many microseconds; what it returns is kept alive
-        until they are over.
-      repeated: from a number to what starts so many runs inside one program.
-      target_ms: about how much of the device's time to spend.
+    `repeated` makes of a number what starts so many runs inside one program.
     """
     probe = _sample(call, clock, _PROBE_CALLS)
     count = round(target_ms * 1e3 / max(statistics.median(probe.all_us), 1e-3))
@@ -136,8 +127,8 @@ def time_calls(
         sample = _sample(call, clock, count)
         if 2 * len(sample.good_us) > count:
             return Timing.of(sample.good_us, "events")
-    graph_us = None if repeated is None else _time_repeated(repeated, clock, hold)
-    good_us = _in_rounds(call, clock, hold, min(count, 4 * _ROUND_CALLS))
+    graph_us = None if repeated is None else _time_repeated(repeated, clock)
+    good_us = _in_rounds(call, clock, min(count, 4 * _ROUND_CALLS))
     if len(good_us) >= MIN_SAMPLES:
         timing = Timing.of(good_us, "events")
     elif graph_us is not None:
@@ -147,21 +138,16 @@ def time_calls(
     return dataclasses.replace(timing, graph_us=graph_us)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sample:
-    """Times between the ends of neighbouring calls.
-
-    `good_us` are those of calls that waited for the device, `host_us` is what the host needed
-    for one call, in a sequence that it did not have to wait in.
-    """
+class _Sample(NamedTuple):
+    """Times between the ends of neighbouring calls."""
 
     all_us: list[float]
-    good_us: list[float]
-    host_us: float
+    good_us: list[float]  # of calls that waited for the device
+    host_us: float  # what the host needed for one call, where it did not have to wait
 
 
 def _sample(
-    call: Callable[[], Any], clock: Clock, count: int, hold: Callable[[], Any] | None = None
+    call: Callable[[], Any], clock: Any, count: int, hold: Callable[[], Any] | None = None
 ) -> _Sample:
     held = None if hold is None else hold()
     waited = []
@@ -173,8 +159,8 @@ def _sample(
         outputs = None
         outputs = call()
         clock.record(index, outputs)
-        # The event fires a little after the call has ended. That the call before the last one
-        # has not ended yet tells for sure that the device had something to do all the while.
+        # The event fires a little after the call has ended. If the call before the last one is
+        # still running, the device was busy throughout.
         if index:
             waited.append(clock.is_pending(max(index - 2, 0)))
     host_us = (clock.now_us() - start_us) / (count + 1)
@@ -186,16 +172,14 @@ def _sample(
     return _Sample(all_us, good_us, host_us)
 
 
-def _in_rounds(
-    call: Callable[[], Any], clock: Clock, hold: Callable[[float], Any], count: int
-) -> list[float]:
+def _in_rounds(call: Callable[[], Any], clock: Any, count: int) -> list[float]:
     """At least `count` good samples of calls that start behind a busy device, or what there is."""
     host_us = _sample(call, clock, _PROBE_CALLS).host_us
     good_us: list[float] = []
     failures = 0
     while len(good_us) < count and failures <= _MAX_FAILURES:
         hold_us = min(1.5 * host_us * (_ROUND_CALLS + 1) + 100, _MAX_HOLD_US)
-        sample = _sample(call, clock, _ROUND_CALLS, functools.partial(hold, hold_us))
+        sample = _sample(call, clock, _ROUND_CALLS, functools.partial(clock.hold, hold_us))
         if len(sample.good_us) == _ROUND_CALLS:
             good_us += sample.good_us
         else:
@@ -204,16 +188,14 @@ def _in_rounds(
     return good_us
 
 
-def _time_repeated(
-    repeated: Callable[[int], Callable[[], Any]], clock: Clock, hold: Callable[[float], Any]
-) -> float | None:
+def _time_repeated(repeated: Callable[[int], Callable[[], Any]], clock: Any) -> float | None:
     """One run's time as the difference of many runs and few: what a program costs falls out."""
     medians = []
     for repeats in (_FEW_REPEATS, _MANY_REPEATS):
         call = repeated(repeats)
         clock.record(0, call())  # compiles
         clock.wait(0)
-        found = _in_rounds(call, clock, hold, 2 * _ROUND_CALLS)
+        found = _in_rounds(call, clock, 2 * _ROUND_CALLS)
         if len(found) < MIN_SAMPLES:
             return None
         medians.append(statistics.median(found))
