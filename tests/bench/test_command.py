@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.bench.record import full_record, record, result
+from tests.bench.record import COMMITTED, PLAN, record
 from triax import cli
 from triax.bench import competitors, runner
 from triax.bench.cases import OPS
 from triax.bench.competitors import Competitor
-from triax.bench.report import is_right
-from triax.bench.suites import DTYPES, LAYERS, NAMES, ROUTINGS, SUITES, select
+from triax.bench.suites import LAYERS, SUITES, select
 from triax.bench.timing import Timing
 
 
@@ -96,11 +95,20 @@ def test_a_wrong_result_of_triax_has_no_speed(bench, monkeypatch):
     assert [(r["median_us"], r["error"][:6]) for r in made["results"]] == [(None, "wrong:")]
 
 
+def test_what_was_measured_before_an_interruption_is_kept(bench, monkeypatch):
+    def stop(case, how, i):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(OPS, "unpermute", OPS["unpermute"]._replace(run=stop))
+    status, made = bench("--ops plan unpermute --tokens 16 --presets mixtral-8x7b")
+    assert [r["op"] for r in made["results"]] == ["plan"]
+    assert (status, made["complete"]) == (1, False)
+
+
 def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch, capsys):
     limit = {"bytes": 10**6, "median_us": 1.0}
     monkeypatch.setattr(runner, "is_cuda", lambda device: True)
     monkeypatch.setattr("triax.bench.streams.find_limit", lambda stream, target_ms: limit)
-    monkeypatch.setattr(runner, "on_host", None)
     words = "--ops permute --presets mixtral-8x7b --tokens 16 --no-competitors"
     (found,) = bench(words)[1]["results"]
     assert found["graph_us"] == 4.0
@@ -142,28 +150,14 @@ def test_memory_and_first_calls_are_asked_for(bench, monkeypatch):
         assert found["temporary_bytes"] >= 2 * unit  # the rows
 
 
-def test_what_was_measured_before_an_interruption_is_kept(bench, monkeypatch):
-    def stop(case, how, i):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(OPS, "unpermute", OPS["unpermute"]._replace(run=stop))
-    status, made = bench("--ops plan unpermute --tokens 16 --no-competitors --presets mixtral-8x7b")
-    assert [r["op"] for r in made["results"]] == ["plan"]
-    assert not is_right(made)
-    assert is_right(made | {"complete": True})
-    assert status == 1
-
-
 # --- what is selected --------------------------------------------------------------------
 
 
 def selected(words, monkeypatch):
     found = []
-    monkeypatch.setattr(
-        runner, "run", lambda options, command: found.append(options) or full_record()
-    )
+    monkeypatch.setattr(runner, "run", lambda options, command: found.append(options) or COMMITTED)
     cli.main(["bench", *words.split()])
-    return select(found[0], SUITES[found[0].suite])
+    return select(found[0], SUITES[found[0].suite], small=False)
 
 
 def test_full_is_all_combinations_and_more(monkeypatch):
@@ -224,12 +218,12 @@ def test_refused_before_anything_is_measured(words, message, tmp_path, monkeypat
 )
 def test_draws(words, tmp_path, capsys):
     file = tmp_path / "record.json"
-    file.write_text(json.dumps(full_record()))
+    file.write_text(json.dumps(COMMITTED))
     paths = {"FILE": str(file), "DIR": str(tmp_path / "plots")}
     words = ["bench", *(paths.get(word, word) for word in words.split())]
     assert cli.main(words) == 0
     assert str(tmp_path / "plots" / "speedup.png") in capsys.readouterr().out
-    file.write_text(json.dumps(record([result("plan", "kimi-k2", 128)])))
+    file.write_text(json.dumps(record(PLAN)))
     assert cli.main(words) == 1
     assert "triax: nothing to draw" in capsys.readouterr().err
 
@@ -250,11 +244,3 @@ def test_matplotlib_is_missed_before_anything_is_measured(tmp_path, monkeypatch,
     monkeypatch.setattr(runner, "run", None)
     assert cli.main(["bench", "--plots", str(tmp_path)]) == 1
     assert "pip install 'triax[bench]'" in capsys.readouterr().err
-
-
-def test_help_lists_all_there_is_to_choose(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "--help"])
-    words = capsys.readouterr().out.replace(",", " ").split()
-    assert {*OPS, *NAMES, *ROUTINGS, *DTYPES, "draw", "FILE"} <= set(words)
-    assert {f"{name}:" for name in SUITES} <= set(words)

@@ -26,18 +26,6 @@ def test_program_runs_and_fills_its_caches(tmp_path):
         run_program("best", environment)
 
 
-def test_environment_has_caches_of_its_own(tmp_path):
-    given = {"PYTHONPATH": "/mine", "HOME": "/home", "TRITON_CACHE_DIR": "/shared"}
-    made = child_environment(given, tmp_path, on_gpu=True)
-    assert made["PYTHONPATH"].endswith(f"{os.pathsep}/mine")
-    assert made["HOME"] == "/home"
-    assert "JAX_PLATFORMS" not in made
-    caches = [made[name] for name in made if name.endswith(("CACHE_DIR", "CACHE_PATH"))]
-    assert len(caches) == 4
-    assert all(os.path.dirname(folder) == str(tmp_path) for folder in caches)
-    assert given["TRITON_CACHE_DIR"] == "/shared"
-
-
 def test_records_on_a_gpu(monkeypatch):
     seconds = {"triton": iter([2.0, 0.5, 0.3, 0.4]), "xla": iter([0.6, 0.2, 0.15, 0.1])}
     folders = []

@@ -100,22 +100,6 @@ def test_a_host_that_cannot_run_ahead_is_told():
     assert device.host < 500_000
 
 
-def test_host_bound_is_said_where_nothing_helps():
-    found = measure(Device(5.0, host_us=50.0, holds=False))
-    assert found.method == "host-bound"
-    assert found.median_us == pytest.approx(50.0)
-
-
-def test_a_slow_start_makes_the_delay_longer():
-    """The delay follows from the first starts; later ones may turn out to be slower."""
-    device = Device(5.0, host_us=50.0)
-    original = device.hold
-    device.hold = lambda us: (setattr(device, "host_us", 300.0), original(us))
-    found = measure(device)
-    assert found.method == "events"
-    assert found.p90_us == pytest.approx(5.0)
-
-
 def test_short_programs_are_repeated_inside_one_too():
     """Starting a program takes a little of the device's time; one of many runs does not."""
     device = Device(9.0, host_us=50.0)
@@ -124,42 +108,6 @@ def test_short_programs_are_repeated_inside_one_too():
     assert found.method == "events"
     assert found.median_us == pytest.approx(9.0)
     assert found.graph_us == pytest.approx(5.0)
-
-
-def test_repeats_have_to_do_where_single_runs_cannot_be_timed():
-    device = Device(5.0, host_us=50.0)
-    short = lambda: device.run(5.0) if device.host_us else None
-    rounds = timing._in_rounds
-    calls = []
-
-    def only_repeated(call, *others):
-        calls.append(call)
-        return [] if call is short else rounds(call, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "_in_rounds", only_repeated)
-        found = time_calls(short, device, repeated=device.repeated)
-    assert short in calls
-    assert found.method == "graph"
-    assert found.median_us == found.p10_us == found.graph_us == pytest.approx(5.0)
-
-
-def test_more_runs_that_take_no_longer_tell_nothing():
-    device = Device(5.0, host_us=50.0)
-    found = measure(device, repeated=lambda repeats: lambda: device.run(20.0))
-    assert found.method == "events"
-    assert found.graph_us is None
-
-
-def test_long_programs_are_not_repeated():
-    device = Device(100.0, host_us=50.0)
-    assert measure(device, repeated=None).graph_us is None
-    assert measure(device, repeated=device.repeated).graph_us is None
-
-
-def test_no_graph_from_a_host_that_is_too_slow():
-    device = Device(5.0, host_us=5000.0, holds=False)
-    assert measure(device, repeated=device.repeated).method == "host-bound"
 
 
 def test_outputs_are_dropped_before_the_next_run():

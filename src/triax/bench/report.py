@@ -105,11 +105,11 @@ def _columns(results: Sequence[dict[str, Any]]) -> tuple[bool, bool]:
 def _head(results: Sequence[dict[str, Any]]) -> str:
     in_graph, dots = _columns(results)
     graph = f"{'in a graph':>10}  " if in_graph else ""
-    rate, limit = ("TFLOP/s", "dense") if dots else ("TB/s", "stream")
+    rate, limit = ("TFLOP/s", "dense") if dots else (" TB/s", "stream")
     others = [result for result in results if result["implementation"] != OWN]
     last = "" if not others else "times as fast as" if any(map(is_of_device, others)) else "others"
     return (
-        f"  {'':16}{'tokens':>7}  {'dtype':8}  {'routing':7}  {'µs':>10}  {graph}{rate:>7}  "
+        f"  {'':16}{'tokens':>7}  {'dtype':8}  {'routing':7}  {'µs':>10}  {graph}{rate}  "
         f"{limit:>6}  {last}"
     ).rstrip()
 
@@ -130,7 +130,7 @@ def _row(results: Sequence[dict[str, Any]], in_graph: bool, dots: bool) -> list[
             rate = f"{speed:.1f}" if dots else f"{speed:.2f}"
             share = "" if fraction is None else f"{100 * fraction:.1f}%"
     head += f"{'-' if own is None else _time(own):>10}  " + (f"{graph:>10}  " if in_graph else "")
-    head += f"{rate:>7}  {share:>6}  "
+    head += f"{rate:>{7 if dots else 5}}  {share:>6}  "
     lines = [head]
     others = [result for result in results if result is not own]
     for index, other in enumerate(others):

@@ -23,7 +23,7 @@ from triax.bench import checks
 from triax.bench.cases import OPS, Case
 from triax.bench.competitors import DENSE, Competitor, competitors, dense
 from triax.bench.streams import Limits
-from triax.bench.suites import SUITES, Suite, on_host, select
+from triax.bench.suites import SUITES, Suite, select
 from triax.bench.timing import Timing, time_program
 from triax.bridge.compat import versions
 from triax.bridge.devices import is_cuda
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         raise UnsupportedError(
             f"JAX finds no device to measure on ({_first_line(error)}). Is JAX_PLATFORMS right?"
         ) from error
-    suite = SUITES[options.suite] if on_gpu else on_host(SUITES[options.suite])
+    suite = SUITES[options.suite]
     cases = select(options, suite, small=not on_gpu)
     if not cases:
         raise ArgumentValueError("The lists leave nothing of the suite; name another, or others.")
