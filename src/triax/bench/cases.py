@@ -67,7 +67,12 @@ class Case:
 
         For the matmuls it may also be a function that takes the place of `moe.ragged_dot`.
         """
-        return functools.partial(OPS[self.op].run, self, implementation)
+        return _program(self.unnamed, implementation)
+
+    @property
+    def unnamed(self) -> Case:
+        """What programs depend on, so that one is compiled for all routings."""
+        return dataclasses.replace(self, preset=None, routing=None)
 
     @property
     def passes(self) -> list[tuple[Stream, int]]:
@@ -106,6 +111,11 @@ class Case:
     def flops(self) -> int:
         """The operations of its matmuls; 0 where it has none."""
         return 2 * self.tokens * self.top_k * self.hidden * self.width * OPS[self.op].matmuls
+
+
+@functools.cache
+def _program(case: Case, implementation: Any) -> Program:
+    return functools.partial(OPS[case.op].run, case, implementation)
 
 
 # What a pass over memory reads and writes at least: arrays like the tokens and like the rows,

@@ -31,7 +31,7 @@ def problem(case: Case, inputs: Inputs, outputs: Any) -> str | None:
         return f"wrong: the outputs are {got}, and should be {want}"
     cut = not OPS[case.op].matmuls and case.hidden % _PARTS == 0 and {*inputs} & {*_WITH_COLUMNS}
     parts = _PARTS if cut else 1
-    found = [_compare(case, parts, inputs, outputs, part) for part in range(parts)]
+    found = [_compare(case.unnamed, parts, inputs, outputs, part) for part in range(parts)]
     for number, output in enumerate(jax.tree.leaves(outputs)):
         errors, expected = zip(*(both[number] for both in found), strict=True)
         if errors[0] is None:  # without columns, it is a sum over those of the inputs

@@ -44,6 +44,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
             environment = child_environment(os.environ, Path(folder), on_gpu)
             for cached in (False, True):
                 record: dict[str, Any] = {"implementation": name, "cached": cached}
+                record |= {"over_xla_s": None} if name == "triax" else {}
                 try:
                     times = CACHED_RUNS if cached else 1
                     runs = [run_program(implementation, environment) for _ in range(times)]
@@ -51,11 +52,11 @@ def measure_first_calls() -> list[dict[str, Any]]:
                     record |= {"total_s": sum(parts.values()), "parts": parts}
                     if name == "xla":
                         plain[cached] = record["total_s"] - parts.get("import_triax_s", 0.0)
-                except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
-                    record |= {"total_s": None, "parts": {}, "error": str(error)}
-                if name == "triax":
-                    known = record["total_s"] is not None and cached in plain
-                    record["over_xla_s"] = record["total_s"] - plain[cached] if known else None
+                    elif cached in plain:
+                        record["over_xla_s"] = record["total_s"] - plain[cached]
+                except (RuntimeError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
+                    record |= {"total_s": None, "parts": {}}
+                    record["error"] = f"{type(error).__name__}: {error}"
                 records.append(record if on_gpu else {**record, "note": NO_GPU})
     return records
 

@@ -106,12 +106,10 @@ class _Bench:
     """One run: what its cases share, and what has been found so far."""
 
     def __init__(self, suite: Suite, on_gpu: bool, competitors: bool):
-        self.suite = suite
+        self.suite, self._on_gpu, self._competitors = suite, on_gpu, competitors
         self.limits = Limits(suite.target_ms / 4)
         self.results: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self._on_gpu = on_gpu
-        self._competitors = competitors
 
     def note(self, text: str) -> None:
         """Something to be read beside the results, once."""
@@ -123,50 +121,43 @@ class _Bench:
         gc.collect()  # a cycle somewhere may still hold arrays of gigabytes
         for stream, error in self.limits.measure(case) if self._on_gpu else ():
             self.note(f"no stream limit for {case.label}, {stream}: {_first_line(error)}")
-        first = len(self.results)
-        self._measure(case, OWN, Competitor(case.program()))
+        found: dict[str, Competitor | str] = {OWN: Competitor(case.program())}
         if case.flops:
-            self._measure(case, DENSE, dense(case))
+            found[DENSE] = dense(case)
         if self._competitors and self.suite.competes(case):
-            for name, competitor in competitors(case).items():
-                if isinstance(competitor, str):
-                    self.note(f"{name} is left out: {competitor}")
-                else:
-                    self._measure(case, name, competitor)
-        found = self.results[first:]
-        limit = next((r["median_us"] for r in found if r["implementation"] == DENSE), None)
-        for result in found:
-            if limit and result["seconds_method"] == "bursts":
-                result["fraction_of_dense"] = limit / result["median_us"]
+            found |= competitors(case)
+        results: dict[str, dict[str, Any]] = {}
+        for name, competitor in found.items():
+            if isinstance(competitor, str):
+                self.note(f"{name} is left out: {competitor}")
+                continue
+            try:
+                timing, wrong = self._time(case, name, competitor)
+            except Exception as error:
+                if _is_out_of_memory(error):
+                    advice = "XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's"
+                    self.note(f"left out, out of memory: {case.label} by {name}; {advice}")
+                    continue
+                timing, wrong = None, f"failed: {_first_line(error)}"
+            results[name] = _record(case, name, timing, self.limits.time_us(case), wrong)
+        in_bursts = [r for r in results.values() if r["seconds_method"] == "bursts"]
+        for result in in_bursts if results.get(DENSE) in in_bursts else ():
+            result["fraction_of_dense"] = results[DENSE]["median_us"] / result["median_us"]
+        self.results += results.values()
 
-    def _measure(self, case: Case, name: str, competitor: Competitor) -> None:
-        """One implementation: its results, and its time if they are right."""
-        timing = None
-        try:
-            inputs = case.make_inputs()
-            prepared = jax.block_until_ready(competitor.prepare(inputs))
-            program = competitor.program if competitor.clock else jax.jit(competitor.program)
-            error = None
-            if name != DENSE:  # a limit computes something else
-                error = checks.problem(case, inputs, competitor.finish(program(prepared)))
-            if error is None:
-                timing = time_program(
-                    program,
-                    prepared,
-                    chain=None if competitor.clock else _chain(case, program, prepared),
-                    target_ms=self.suite.target_ms,
-                    clock=competitor.clock,
-                    bursts=bool(case.flops),
-                )
-        except Exception as exception:
-            error = f"failed: {_first_line(exception)}"
-            if _is_out_of_memory(exception):
-                self.note(
-                    f"left out, out of memory: {case.label} by {name}; "
-                    "XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's"
-                )
-                return
-        self.results.append(_record(case, name, timing, self.limits.time_us(case), error))
+    def _time(self, case: Case, name: str, rival: Competitor) -> tuple[Timing | None, str | None]:
+        """One implementation's time if its results are right; else what is wrong with them."""
+        inputs = case.make_inputs()
+        prepared = jax.block_until_ready(rival.prepare(inputs))
+        program = rival.program if rival.clock else jax.jit(rival.program)
+        if name != DENSE:  # a limit computes something else
+            error = checks.problem(case, inputs, rival.finish(program(prepared)))
+            if error is not None:
+                return None, error
+        chain = None if rival.clock else _chain(case, program, prepared)
+        target_ms, bursts = self.suite.target_ms, bool(case.flops)
+        how: Any = {"chain": chain, "target_ms": target_ms, "clock": rival.clock, "bursts": bursts}
+        return time_program(program, prepared, **how), None
 
     def memory(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
         """What XLA says of a route, there and back with gradients, by each implementation, at each
@@ -177,26 +168,19 @@ class _Bench:
             if case.preset is not None and not case.flops
         ]
         compared = [case for case in routes if self.suite.competes(case)]
-        largest = {case.preset: case for case in compared or routes}
         found = []
-        for case in largest.values():
-            inputs = jax.eval_shape(case.make_inputs)
+        for case in {case.preset: case for case in compared or routes}.values():
             rivals: dict[str, Any] = {OWN: Competitor(case.program()), **competitors(case)}
             for name in (OWN, "argsort+take", "hand-written vjp", "hand-fused vjp"):
-                compiled = jax.jit(rivals[name].program).lower(inputs).compile()
-                stats: Any = compiled.memory_analysis()
-                found.append(
-                    {
-                        "program": case.op,
-                        "preset": case.preset,
-                        "tokens": case.tokens,
-                        "dtype": case.dtype,
-                        "implementation": name,
-                        "argument_bytes": stats.argument_size_in_bytes,
-                        "output_bytes": stats.output_size_in_bytes,
-                        "temporary_bytes": stats.temp_size_in_bytes,
-                    }
-                )
+                lowered = jax.jit(rivals[name].program).lower(jax.eval_shape(case.make_inputs))
+                stats: Any = lowered.compile().memory_analysis()
+                what = {key: getattr(case, key) for key in ("preset", "tokens", "dtype")}
+                sizes = {
+                    "argument_bytes": stats.argument_size_in_bytes,
+                    "output_bytes": stats.output_size_in_bytes,
+                    "temporary_bytes": stats.temp_size_in_bytes,
+                }
+                found.append({"program": case.op, **what, "implementation": name, **sizes})
         return found
 
 

@@ -105,7 +105,8 @@ def select(options: argparse.Namespace, suite: Suite, small: bool) -> list[Case]
         for name, count, dtype, routing in moved
         if name in PRESETS
     ]
-    for name, dtype, routing in itertools.product(options.presets or suite.layers, dtypes, routings):
+    layers = suite.layers and (options.presets or suite.layers)
+    for name, dtype, routing in itertools.product(layers, dtypes, routings):
         if name in LAYERS:
             count, hidden, experts, top_k, width = LAYERS[name]
             if small:

@@ -60,14 +60,11 @@ class Timing:
         return cls(statistics.median(ordered), at(0.1), at(0.9), len(ordered), method)
 
 
-Chain = Callable[[Any, Any], Any]
-
-
 def time_program(
     program: Callable[[Any], Any],
     inputs: Any,
     *,
-    chain: Chain | None = None,
+    chain: Callable[[Any, Any], Any] | None = None,
     target_ms: float = 80.0,
     clock: Any = None,
     bursts: bool = False,
@@ -93,9 +90,7 @@ def time_program(
     return time_calls(call, clock, repeated=repeated, target_ms=target_ms)
 
 
-def time_bursts(
-    call: Callable[[], Any], clock: Any, rest: Callable[[float], Any] = time.sleep
-) -> Timing:
+def time_bursts(call: Callable[[], Any], clock: Any) -> Timing:
     """Times `call` in bursts, each of which counts by its mean."""
     probe_us = statistics.median(_sample(call, clock, _PROBE_CALLS).all_us)
     count = max(_MIN_HOST_SAMPLES, round(BURST_MS * 1e3 / probe_us))
@@ -204,7 +199,7 @@ def _time_repeated(repeated: Callable[[int], Callable[[], Any]], clock: Any) -> 
 
 
 def _repeated(
-    program: Callable[[Any], Any], chain: Chain, inputs: Any, repeats: int
+    program: Callable[[Any], Any], chain: Any, inputs: Any, repeats: int
 ) -> Callable[[], Any]:
     def run(inputs: Any) -> Any:
         outputs = program(inputs)
