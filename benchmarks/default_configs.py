@@ -25,9 +25,9 @@ import numpy as np
 
 from triax import moe
 from triax.bench.timing import time_program
-from triax.moe.blocks import power_of_two
-from triax.moe.chunks import configs as chunk_configs
-from triax.moe.permute import configs as permute_configs
+from triax.moe.chunk_sort import configs as chunk_configs
+from triax.moe.permutation import configs as permute_configs
+from triax.moe.shared.blocks import power_of_two
 
 # Bytes of the rows [rows, width]: large enough that a launch is nothing.
 ROW_BYTES = 1 << 30
@@ -55,7 +55,7 @@ class Op:
     """An op, the formula that it takes its config from, and its program on `inputs`."""
 
     name: str
-    configs: Any
+    config: Any
     formula: str
     whole_rows: bool
     program: Any
@@ -79,24 +79,38 @@ def _unpermute_grad(inputs):
 OPS = (
     Op(
         "permute",
-        permute_configs,
+        permute_configs.MoveConfig,
         "for_copies",
         False,
         lambda inputs: moe.permute(inputs["x"], inputs["plan"]),
     ),
     Op(
         "unpermute",
-        permute_configs,
+        permute_configs.MoveConfig,
         "for_parts",
         False,
         lambda inputs: moe.unpermute(inputs["rows"], inputs["plan"], inputs["weights"]),
         floats_only=True,
     ),
-    Op("permute_grad", permute_configs, "for_parts", False, _permute_grad, floats_only=True),
-    Op("unpermute_grad", permute_configs, "for_rows", True, _unpermute_grad, floats_only=True),
+    Op(
+        "permute_grad",
+        permute_configs.MoveConfig,
+        "for_parts",
+        False,
+        _permute_grad,
+        floats_only=True,
+    ),
+    Op(
+        "unpermute_grad",
+        permute_configs.MoveConfig,
+        "for_rows",
+        True,
+        _unpermute_grad,
+        floats_only=True,
+    ),
     Op(
         "sort_chunks",
-        chunk_configs,
+        chunk_configs.ChunkMoveConfig,
         "heuristic",
         False,
         lambda inputs: moe.sort_chunks_by_index(inputs["rows"], inputs["sizes"], inputs["order"]),
@@ -107,7 +121,7 @@ OPS = (
 def candidates(op: Op, width: int, itemsize: int, top_k: int) -> list[Any]:
     """The formula's config first, then others: more or fewer bytes, wider or narrower blocks,
     more or fewer warps, several rows of a token at once."""
-    config = op.configs.MoveConfig
+    config = op.config
     formula = getattr(config, op.formula)
     moves_parts = op.formula in ("for_parts", "for_copies")
     default = formula(width, itemsize, top_k) if moves_parts else formula(width, itemsize)
@@ -156,7 +170,7 @@ def make_inputs(width: int, dtype: str, top_k: int) -> dict[str, Any]:
 
 def trace(op: Op, config: Any, inputs: Any) -> Any:
     """The op's program with a config of our own; its kernels begin to compile."""
-    with mock.patch.object(op.configs.MoveConfig, op.formula, return_value=config):
+    with mock.patch.object(op.config, op.formula, return_value=config):
         return jax.jit(lambda inputs: op.program(inputs)).trace(inputs)
 
 

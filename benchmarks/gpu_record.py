@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from triax.bench.runner import environment
-from triax.bridge.devices import is_cuda
+from triax.devices import is_cuda
 
 
 def missing_gpu() -> str | None:

@@ -27,7 +27,7 @@ import triton
 from tests import kernels
 
 import triax
-from triax.bridge.compat import versions
+from triax.compat import versions
 from triax.tuning import policy
 
 BLOCKS = [

@@ -29,8 +29,8 @@ from sklearn.datasets import load_digits
 
 import triax
 from triax import moe
-from triax.bridge import inspect
-from triax.bridge.errors import MissingDependencyError
+from triax.emitting import reading
+from triax.errors import MissingDependencyError
 
 NUM_EXPERTS = 10
 TOKENS_OF_RANK = (612, 301, 497, 387)  # uneven, as in life
@@ -215,7 +215,7 @@ def show_what_xla_gets():
     except MissingDependencyError as error:
         print(f"  This part needs `jax-cuda13-plugin`, though no GPU. {error}")
         return
-    for call in inspect.describe(lowered):
+    for call in reading.triton_calls(lowered):
         grid = " | ".join("×".join(map(str, g)) for g in call.grid)
         print(f"  {call.kernel}")
         print(f"    target {call.target}, {call.opaque_bytes} bytes, aliases {dict(call.aliases)}")

@@ -1,15 +1,15 @@
-"""The rules of the house, read off the source by its syntax tree.
+"""The layers of the source, read off it by its syntax tree.
 
-Three of them: a file imports only lower floors; a kernel file imports only Triton;
-private symbols and version numbers of JAX, jaxlib and Triton stand in
-`bridge/compat` alone. `problems` is the checker; it is tested on small snippets
-first, so that it is known to fail.
+A file imports only lower layers, and no files import each other in a circle; a kernel file imports
+only Triton; private symbols and version numbers of JAX, jaxlib and Triton stand in `compat` alone.
+`problems` is the checker; it is tested on small snippets first, so that it is known to fail.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,55 +18,22 @@ from typing import NamedTuple
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
-COMPAT = "triax.bridge.compat"
+COMPAT = "triax.compat"
 
-# Room → (floor, rank). A file may import what stands strictly lower, and its own room: the file
-# or folder named here. Two rooms of equal floor and rank know nothing of each other; an import for
-# type checkers counts as any other.
-ROOMS: dict[str, tuple[int, int]] = {
-    "triax.version": (0, 0),
-    "triax.bridge.errors": (0, 0),
-    "triax.bridge.settings": (0, 1),
-    "triax.bridge.compat": (0, 2),
-    "triax.bridge.dtypes": (0, 3),
-    "triax.bridge.devices": (0, 3),
-    "triax.bridge.exclusion": (1, 0),
-    "triax.bridge.frames": (1, 0),
-    "triax.bridge.workers": (1, 0),
-    "triax.bridge.descriptor": (1, 0),
-    "triax.bridge.values": (1, 0),
-    "triax.bridge.kernel": (1, 1),
-    "triax.bridge.launch": (1, 2),
-    "triax.bridge.grid": (1, 3),
-    "triax.bridge.hints": (1, 3),
-    "triax.bridge.hooks": (1, 3),
-    "triax.bridge.writes": (1, 3),
-    "triax.bridge.candidates": (1, 4),
-    "triax.bridge.arguments": (1, 5),
-    "triax.bridge.output": (2, 0),
-    "triax.bridge.compiler": (2, 1),
-    "triax.bridge.custom_call": (2, 0),
-    "triax.bridge.interpreter": (2, 0),
-    "triax.bridge.inspect": (2, 0),
-    "triax.bridge.export": (2, 0),
-    "triax.bridge.emit": (2, 1),
-    "triax.bridge.ahead": (2, 2),
-    "triax.tuning": (3, 0),
-    "triax.bridge.lowering": (4, 0),
-    "triax.bridge.primitive": (5, 0),
-    "triax.bridge.target": (5, 0),
-    "triax.bridge.call": (6, 0),
-    "triax.moe": (7, 0),
-    "triax.testing": (7, 0),
-    "triax.tools": (7, 1),
-    "triax.bench": (8, 0),
-    "triax.cli": (8, 1),
-    "triax.__main__": (8, 2),
+# Each imports what stands left of a "<", and itself. Those in braces do not know of each other.
+RULE = """
+    errors, settings, compat, devices < binding < {tuning, compiling, emitting, interpreting}
+    < lowering < primitive < call < moe < testing, tools, bench < cli
+"""
+GROUPS = [group.strip() for group in RULE.split("<")]
+LAYER = {
+    name.strip(): position
+    for position, group in enumerate(GROUPS)
+    for name in group.strip("{}").split(",")
 }
-# Packages that only hold others: their `__init__` is not the room of what is inside.
-HALLS: dict[str, tuple[int, int]] = {"triax.bridge": (6, 1), "triax": (9, 0)}
 
 FOREIGN = re.compile(r"(jax|jaxlib|triton|jax_cuda\d+_plugin)(\.|$)")
+TOP = ("triax", "triax.__main__")  # what imports anything, and is imported by nothing
 NEVER_IMPORTED = re.compile(r"(jaxlib|jax_cuda\w*_plugin)(\.|$)")
 VERSION = re.compile(r"(?<![\w.])v?\d+\.\d+\.\d+|^v?\d+\.\d+(\.?(dev|rc|a|b)\d+)?$")
 
@@ -80,13 +47,6 @@ class Import(NamedTuple):
     bound: str
 
 
-def room_of(module: str) -> str | None:
-    """The room a module stands in, or None where it has none yet."""
-    if module in HALLS:
-        return module
-    return next((room for room in ROOMS if _is_inside(module, room)), None)
-
-
 def problems(module: str, source: str, modules: frozenset[str]) -> list[str]:
     """What the source of `module` does that the rules forbid, as "line: what" strings.
 
@@ -96,7 +56,7 @@ def problems(module: str, source: str, modules: frozenset[str]) -> list[str]:
       modules: all modules of the package, to tell `from a import module` from `from a import name`.
     """
     tree = ast.parse(source)
-    found = [*_wrong_floor(module, tree, modules), *_impure_kernels(module, tree)]
+    found = [*_wrong_layer(module, tree, modules), *_impure_kernels(module, tree)]
     if not _is_inside(module, COMPAT):
         found += [*_private_symbols(tree), *_version_numbers(tree)]
     return [f"{line}: {what}" for line, what in sorted(set(found))]
@@ -128,30 +88,39 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _wrong_floor(
+def _wrong_layer(
     module: str, tree: ast.Module, modules: frozenset[str]
 ) -> Iterator[tuple[int, str]]:
-    positions = ROOMS | HALLS
-    room = room_of(module)
-    if room is None:
-        yield 0, f"{module} stands on no floor: give it one in ROOMS"
+    layer = _layer(module)
+    if layer not in LAYER and module not in TOP:
+        yield 0, f"{module} stands in no layer: give it one in RULE"
         return
+    for line, target in _own_imports(tree, modules):
+        other = _layer(target)
+        if target.startswith("."):
+            yield line, f"relative import of {target}"
+        elif module in TOP or other == layer:
+            continue
+        elif other not in LAYER:
+            yield line, f"imports {target}, which stands in no layer"
+        elif LAYER[other] == LAYER[layer] and not GROUPS[LAYER[layer]].startswith("{"):
+            continue  # a circle is found elsewhere
+        elif LAYER[other] >= LAYER[layer]:
+            yield line, f"imports {target}: {layer} may not know of {other}"
+
+
+def _layer(module: str) -> str:
+    """The layer of a module: the file or folder of the package that it stands in."""
+    return [*module.split("."), ""][1]
+
+
+def _own_imports(tree: ast.Module, modules: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """The modules of the package, and relative ones, that a file imports anywhere in it."""
     for found in _imports(tree):
-        if found.module.startswith("."):
-            yield found.line, f"relative import of {found.module}"
-            continue
-        if not _is_inside(found.module, "triax"):
-            continue
         full = f"{found.module}.{found.name}"
         target = full if full in modules else found.module
-        other = room_of(target)
-        if other is None:
-            yield found.line, f"imports {target}, which stands on no floor"
-            continue
-        (floor, rank), (other_floor, other_rank) = positions[room], positions[other]
-        lower = (other_floor, other_rank) < (floor, rank)
-        if not (other == room or lower):
-            yield found.line, f"imports {target} of floor {other_floor} from floor {floor}"
+        if _is_inside(target, "triax") or target.startswith("."):
+            yield found.line, target
 
 
 def _impure_kernels(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -222,99 +191,95 @@ def package_modules() -> dict[str, Path]:
     return paths
 
 
-SNIPPET_MODULES = frozenset({*ROOMS, *HALLS, "triax.moe.chunks.kernels", "triax.moe.chunks.api"})
+SNIPPET_MODULES = frozenset(
+    {*(f"triax.{name}" for name in LAYER), "triax.moe.chunk_sort.kernels", "triax.tuning.policy"}
+)
 
 BAD = {
-    "higher floor": ("triax.bridge.launch", "import triax.bridge.call", "of floor 6 from floor 1"),
-    "higher floor, by from": ("triax.bridge.launch", "from triax.bridge import call", "floor 6"),
-    "higher floor, a name": ("triax.bridge.dtypes", "from triax.bridge.call import f", "floor 6"),
-    "higher floor, in a function": (
-        "triax.bridge.lowering",
-        "def f():\n    from triax.moe.chunks import api",
-        "floor 7",
+    "a higher layer": ("triax.binding.launch", "import triax.call", "binding may not know of call"),
+    "by from": ("triax.binding.launch", "from triax import call", "may not know of call"),
+    "a name": ("triax.binding.dtypes", "from triax.call import f", "may not know of call"),
+    "in a function": (
+        "triax.lowering",
+        "def f():\n    from triax.moe.chunk_sort import kernels",
+        "may not know of moe",
     ),
-    "higher floor, by name": (
+    "by name": (
         "triax.tuning.policy",
-        "importlib.import_module('triax.bridge.lowering')",
-        "floor 4",
+        "importlib.import_module('triax.lowering')",
+        "may not know of lowering",
     ),
-    "higher floor, for types": (
-        "triax.bridge.launch",
-        "if TYPE_CHECKING:\n    from triax.bridge.compiler import x",
-        "floor 2",
+    "for types": (
+        "triax.binding.launch",
+        "if TYPE_CHECKING:\n    from triax.compiling.compiler import x",
+        "may not know of compiling",
     ),
-    "the package itself": ("triax.moe.chunks.api", "import triax", "floor 9"),
-    "within floor 0": ("triax.bridge.errors", "from triax.bridge.settings import x", "floor 0"),
-    "across floor 1": ("triax.bridge.kernel", "from triax.bridge.launch import Launch", "floor 1"),
-    "across floor 1, for types": (
-        "triax.bridge.kernel",
-        "if TYPE_CHECKING:\n    from triax.bridge.launch import Launch",
-        "floor 1",
+    "in braces": (
+        "triax.tuning.policy",
+        "from triax.compiling import compiler",
+        "tuning may not know of compiling",
     ),
-    "across floor 2": ("triax.bridge.custom_call", "import triax.bridge.compiler", "floor 2"),
-    "across floor 7": ("triax.moe.chunks.api", "import triax.testing", "floor 7"),
-    "no floor": ("triax.attic", "", "stands on no floor"),
-    "imports no floor": ("triax.cli", "import triax.attic", "stands on no floor"),
-    "relative": ("triax.bridge.call", "from .errors import TriaxError", "relative import"),
-    "kernel imports jax": ("triax.moe.chunks.kernels", "import jax", "only triton may be"),
+    "the package itself": ("triax.moe.layer", "import triax", "in no layer"),
+    "no layer": ("triax.attic", "", "stands in no layer"),
+    "imports no layer": ("triax.cli", "import triax.attic", "stands in no layer"),
+    "relative": ("triax.call", "from .errors import TriaxError", "relative import"),
+    "kernel imports jax": ("triax.moe.chunk_sort.kernels", "import jax", "only triton may be"),
     "kernel imports triax": (
-        "triax.moe.chunks.kernels",
-        "from triax.bridge import errors",
+        "triax.moe.chunk_sort.kernels",
+        "from triax import errors",
         "only triton may be",
     ),
-    "private module": ("triax.bridge.call", "import jax._src.core", "imports jax._src.core"),
-    "private name": ("triax.bridge.call", "from jax import _src", "imports jax._src"),
-    "private in Triton": ("triax.bridge.kernel", "from triton._C import libtriton", "triton._C"),
-    "jaxlib": ("triax.bridge.custom_call", "import jaxlib.mlir.ir", "imports jaxlib.mlir.ir"),
+    "private module": ("triax.call", "import jax._src.core", "imports jax._src.core"),
+    "private name": ("triax.call", "from jax import _src", "imports jax._src"),
+    "private in Triton": ("triax.binding.kernel", "from triton._C import libtriton", "triton._C"),
+    "jaxlib": ("triax.emitting.custom_call", "import jaxlib.mlir.ir", "imports jaxlib.mlir.ir"),
     "the plugin": (
-        "triax.bridge.custom_call",
+        "triax.emitting.custom_call",
         "import_module('jax_cuda13_plugin')",
         "imports jax_cuda13_plugin",
     ),
-    "private attribute": ("triax.bridge.call", "import jax\njax._src.x()", "names jax._src"),
+    "private attribute": ("triax.call", "import jax\njax._src.x()", "names jax._src"),
     "private attribute, aliased": (
-        "triax.bridge.call",
+        "triax.call",
         "import jax.numpy as jnp\nx = jnp.array._y.z",
         "names jnp.array._y",
     ),
     "private attribute, probed": (
-        "triax.bridge.kernel",
+        "triax.binding.kernel",
         "import triton as t\nhasattr(t.runtime, '_x')",
         "names hasattr",
     ),
-    "version": ("triax.bridge.call", "ok = v >= parse('0.10.1')", "holds the version '0.10.1'"),
-    "version, short": ("triax.bridge.call", "ok = v >= parse('3.5')", "holds the version '3.5'"),
-    "version, nightly": ("triax.bridge.call", "f('0.9.2.dev20260317')", "holds the version"),
+    "version": ("triax.call", "ok = v >= parse('0.10.1')", "holds the version '0.10.1'"),
+    "version, short": ("triax.call", "ok = v >= parse('3.5')", "holds the version '3.5'"),
+    "version, nightly": ("triax.call", "f('0.9.2.dev20260317')", "holds the version"),
     "version, in a sentence": (
-        "triax.bridge.call",
+        "triax.call",
         "f('needs 0.9.1 or later')",
         "holds the version",
     ),
     "version, as numbers": (
-        "triax.bridge.call",
+        "triax.call",
         "import jax\nif jax.__version_info__ >= (0, 9): pass",
         "compares jax.__version_info__",
     ),
 }
 
 GOOD = {
-    "lower floors": (
-        "triax.bridge.lowering",
-        "import triax.tuning\nfrom triax.bridge import launch",
-    ),
-    "own folder": ("triax.moe.chunks.api", "from triax.moe.chunks import kernels"),
-    "within floor 0": ("triax.bridge.settings", "from triax.bridge.errors import SettingError"),
-    "kernel": ("triax.moe.chunks.kernels", "import triton\nimport triton.language as tl"),
+    "lower layers": ("triax.lowering", "import triax.tuning\nfrom triax.binding import launch"),
+    "own layer": ("triax.moe.layer", "from triax.moe.chunk_sort import kernels"),
+    "beside it": ("triax.settings", "from triax.errors import SettingError"),
+    "the public names": ("triax", "from triax import moe\nimport triax.cli"),
+    "kernel": ("triax.moe.chunk_sort.kernels", "import triton\nimport triton.language as tl"),
     "compat": (
-        "triax.bridge.compat.symbols",
+        "triax.compat.symbols",
         "import jax._src.core\nimport jaxlib\nok = v >= '0.10.1'",
     ),
-    "own private name": ("triax.bridge.call", "import jax\nself._x = jax.Array\njax.__version__"),
+    "own private name": ("triax.call", "import jax\nself._x = jax.Array\njax.__version__"),
     "prose": (
-        "triax.bridge.call",
+        "triax.call",
         '"""Since 0.10.1."""\nx: int\n"""Since 0.9.2."""\n# 0.9.1',
     ),
-    "numbers": ("triax.bridge.call", "f('9.0 or sm_90', f'{x:10.3f}', 0.5)"),
+    "numbers": ("triax.call", "f('9.0 or sm_90', f'{x:10.3f}', 0.5)"),
     "own version": ("triax", "__version__ = '0.1.0'"),
 }
 
@@ -335,3 +300,17 @@ def test_source_keeps_the_rules(module):
     modules = frozenset(package_modules())
     found = problems(module, path.read_text(encoding="utf-8"), modules)
     assert not found, "\n".join(f"{path}:{line}" for line in found)
+
+
+def test_no_circles():
+    """Imports for types and in functions count, because they tie files together all the same."""
+    paths = package_modules()
+    imports = {
+        module: {
+            target
+            for _, target in _own_imports(ast.parse(path.read_text("utf-8")), frozenset(paths))
+            if target != module
+        }
+        for module, path in paths.items()
+    }
+    graphlib.TopologicalSorter(imports).prepare()

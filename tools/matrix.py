@@ -7,7 +7,7 @@ Only the standard library is needed.
 
     python tools/matrix.py                              # all of them
     python tools/matrix.py --only 0.8.0,0.12            # some
-    python tools/matrix.py tests/bridge -- -k scalars   # other tests, options for pytest
+    python tools/matrix.py tests/binding -- -k scalars   # other tests, options for pytest
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_TESTS = ("tests/bridge", "tests/moe", "tests/tuning")
+DEFAULT_TESTS = (
+    *("tests/test_call.py", "tests/test_cases.py", "tests/test_lowering.py"),
+    *("tests/test_primitive.py", "tests/test_settings.py"),
+    *("tests/binding", "tests/compat", "tests/compiling", "tests/emitting", "tests/interpreting"),
+    *("tests/moe", "tests/tuning"),
+)
 TOOLS = ("pytest", "hypothesis", "numpy", "packaging")
 KNOWN_PYTHONS = ((3, 11), (3, 12), (3, 13))
 

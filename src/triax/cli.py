@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 
 from triax.bench import command as bench
-from triax.bridge.compat import jax_private, versions
-from triax.bridge.errors import ArgumentValueError, TriaxError
+from triax.compat import jax_private, versions
+from triax.compat.versions import __version__
+from triax.errors import ArgumentValueError, TriaxError
 from triax.tools import cache
 from triax.tools.tune import tune
-from triax.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from triax.bridge import settings
+from triax import settings
 
 __all__ = [
     "TOLERANCES",
@@ -123,7 +123,7 @@ def checked() -> Iterator[None]:
     not checked.
 
     Raises:
-      DataRace, UninitializedRead: (of `triax.bridge.errors`) from the call of the kernel; under
+      DataRace, UninitializedRead: (of `triax.errors`) from the call of the kernel; under
         `jit` JAX raises its own exception with the same text.
     """
     with settings.checking():

@@ -8,7 +8,7 @@ import pytest
 
 from triax.bench import clock
 from triax.bench.clock import CudaClock
-from triax.bridge.compat import jax_private
+from triax.compat import jax_private
 
 
 class Status(int):

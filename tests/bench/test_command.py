@@ -14,14 +14,14 @@ from triax.bench import competitors, runner
 from triax.bench.cases import OPS
 from triax.bench.competitors import Competitor
 from triax.bench.suites import LAYERS, SUITES, select
-from triax.bench.timing import Timing
+from triax.bench.timing import CallTiming
 
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     """Runs the command with a file for its record; the exit status and the record."""
     monkeypatch.setattr(runner, "time_program", lambda *args, **kwargs: times[-1])
-    times = [Timing(10.0, 9.0, 11.0, 20, "events", graph_us=4.0)]
+    times = [CallTiming(10.0, 9.0, 11.0, 20, "events", graph_us=4.0)]
 
     def run(words, timing=None):
         times.append(timing or times[0])
@@ -115,7 +115,7 @@ def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch, capsys):
     assert found["fraction_of_stream"] == pytest.approx(found["bytes"] / 10**6 / 10)
     assert found["terabytes_per_second"] == pytest.approx(found["bytes"] / 10e6)
     assert (
-        bench(words, Timing(10, 9, 11, 20, "host-bound"))[1]["results"][0]["fraction_of_stream"]
+        bench(words, CallTiming(10, 9, 11, 20, "host-bound"))[1]["results"][0]["fraction_of_stream"]
         is None
     )
 
@@ -129,7 +129,7 @@ def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch, capsys):
 
 
 def test_matmuls_are_compared_with_dense_ones(bench, capsys):
-    _, made = bench("--ops ragged_dot --presets qwen3-235b", Timing(50, 50, 50, 3, "bursts"))
+    _, made = bench("--ops ragged_dot --presets qwen3-235b", CallTiming(50, 50, 50, 3, "bursts"))
     found = [r for r in made["results"] if r["implementation"] == "dense"]
     assert [r["fraction_of_dense"] for r in found] == [1.0, 1.0]
     assert found[0]["teraflops_per_second"] > 0

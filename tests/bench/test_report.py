@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.record import COMMITTED, PLAN, record, result
 from triax.bench.report import WIDTH, is_right, read, table
-from triax.bridge.errors import ArgumentValueError
+from triax.errors import ArgumentValueError
 
 
 def lines_with(text, *words):

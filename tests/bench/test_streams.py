@@ -12,9 +12,9 @@ from triax.bench import streams
 from triax.bench.cases import Stream
 from triax.bench.stream_kernels import _delay_kernel
 from triax.bench.streams import LAYOUTS, Limits, find_limit, stream_units
-from triax.bench.timing import Timing
-from triax.bridge.call import triton_call
-from triax.bridge.inspect import describe
+from triax.bench.timing import CallTiming
+from triax.call import triton_call
+from triax.emitting.reading import triton_calls
 
 WORDS = 4096
 
@@ -42,7 +42,7 @@ def test_kernels_lower(layout, monkeypatch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     source = jax.ShapeDtypeStruct((9, WORDS), jnp.int32)
     program = jax.jit(functools.partial(stream_units, writes=8, layout=layout))
-    (call,) = describe(program.trace(source).lower(lowering_platforms=("cuda",)))
+    (call,) = triton_calls(program.trace(source).lower(lowering_platforms=("cuda",)))
     assert call.grid == ((WORDS // layout.block, 1, 1),)
 
 
@@ -65,7 +65,7 @@ def test_the_delay_computes_every_step():
 
 
 def took(median_us, method="events"):
-    return Timing(median_us, median_us, median_us, 20, method)
+    return CallTiming(median_us, median_us, median_us, 20, method)
 
 
 @pytest.fixture

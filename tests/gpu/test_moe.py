@@ -290,7 +290,7 @@ def test_a_thousand_runs_give_the_same_bits():
 
 
 def test_new_sizes_compile_nothing():
-    from triax.bridge import compiler
+    from triax.compiling import compiler
 
     def run(num_tokens):
         ids = oracle.draw_ids(np.random.default_rng(8), num_tokens, 2, 8, "any")

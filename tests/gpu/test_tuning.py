@@ -21,7 +21,7 @@ from tests import kernels
 from tests.gpu.programs import tuned
 from tests.gpu.test_programs import ROOT, child_environment, run
 from triax import testing
-from triax.bridge.inspect import describe
+from triax.emitting.reading import triton_calls
 from triax.tuning import policy, store
 from triax.tuning.worker import client
 
@@ -204,7 +204,7 @@ _MATMUL_CONFIGS = [
 
 
 def source(lowered):
-    (call,) = describe(lowered)
+    (call,) = triton_calls(lowered)
     return policy.decision(call.key).source
 
 
@@ -249,10 +249,10 @@ import jax, jax.numpy as jnp
 x = jnp.ones((4096, 4096), jnp.bfloat16); index = jnp.arange(4096, dtype=jnp.int32)
 jax.block_until_ready((x, index))
 import triton, triton.experimental.gluon, triax
-from triax.bridge.inspect import describe
+from triax.emitting.reading import triton_calls
 from triax.tuning import policy
 from triax.tuning.worker import client
-from triax.bridge import lowering
+from triax import lowering
 from tests.gpu.test_tuning import gather
 spent = 0.0
 original = lowering.lower_for
@@ -322,7 +322,7 @@ def test_tune_measures_real_operands():
     assert len([t for t in result.timings if t.median_ms]) == 8
     (record,) = [r for _, r in store.user_store().records()]
     assert record.inputs == "real operands"
-    with triax.tuning("strict"):
+    with triax.tuning_mode("strict"):
         out = jax.jit(lambda x, i: gather(x, i))(x, index)
     testing.assert_same_bits(out, np.asarray(x)[np.asarray(index)])
 

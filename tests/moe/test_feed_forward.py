@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from triax import moe
-from triax.bridge import inspect
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.emitting import reading
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.testing import assert_close, assert_same_bits, checked
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 24, 16, 24, 5
@@ -297,7 +297,7 @@ def lowered(function, platform):
 
 
 def kernels(function):
-    return sorted(call.kernel for call in inspect.describe(lowered(function, "cuda")))
+    return sorted(call.kernel for call in reading.triton_calls(lowered(function, "cuda")))
 
 
 def gradients(*args, layer=layer):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triax import moe
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import transformer_engine
 from triax.testing import assert_close, assert_same_bits
 

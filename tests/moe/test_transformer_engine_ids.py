@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.moe import oracle
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import transformer_engine as te
 from triax.testing import assert_close, assert_same_bits
 

@@ -258,7 +258,7 @@ class TestImport:
 
 
 def test_a_user_without_a_home(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("triax.bridge.settings.cache_folder", lambda: None)
+    monkeypatch.setattr("triax.settings.cache_folder", lambda: None)
     assert cli.main(["cache", "list"]) == 0
     for words in (["export", str(tmp_path / "tuned.zip")], ["clear", "--all"]):
         assert cli.main(["cache", *words]) == 1

@@ -72,7 +72,7 @@ def test_tune_needs_a_function(tmp_path, capsys, name):
             ":3: JSONDecodeError: Expecting property name",
         ),
         (
-            "import triax\ndef main():\n    triax.tuning('fast').__enter__()\n",
+            "import triax\ndef main():\n    triax.tuning_mode('fast').__enter__()\n",
             ":3: Argument `mode` must be one of",
         ),
     ],

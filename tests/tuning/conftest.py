@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.tuning import fake_driver
-from triax.bridge.devices import Device
+from triax.devices import Device
 from triax.tuning import measure, policy
 from triax.tuning.store import Timing
 from triax.tuning.worker import client
@@ -47,14 +47,14 @@ def replace_measurer(monkeypatch):
     fake = FakeMeasurer()
     monkeypatch.setattr(measure, "measure", fake.measure)
     monkeypatch.setattr(measure, "start_worker", lambda device: None)
-    monkeypatch.setattr(measure, "problem", lambda: None)
-    monkeypatch.setattr("triax.bridge.compat.jax_private.drain", lambda index: None)
+    monkeypatch.setattr(measure, "unavailable", lambda: None)
+    monkeypatch.setattr("triax.compat.jax_private.drain", lambda index: None)
     return fake
 
 
 @pytest.fixture
 def measurer(monkeypatch):
-    monkeypatch.setattr("triax.bridge.devices.for_tuning", lambda *_: DEVICE)
+    monkeypatch.setattr("triax.devices.for_tuning", lambda *_: DEVICE)
     return replace_measurer(monkeypatch)
 
 

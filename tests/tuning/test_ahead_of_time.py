@@ -17,10 +17,10 @@ import triax
 from tests import kernels
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
-from triax.bridge import compiler
-from triax.bridge.compat import versions
-from triax.bridge.errors import ArgumentTypeError, CompilationError, SettingError, TuningError
-from triax.bridge.launch import ArrayType
+from triax.binding.launch import ArrayType
+from triax.compat import versions
+from triax.compiling import compiler
+from triax.errors import ArgumentTypeError, CompilationError, SettingError, TuningError
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.key import make_key
 from triax.tuning.store import Store
@@ -48,7 +48,7 @@ def add(x, y, kernel=kernels.autotuned_add_kernel, **options):
 
 
 def explain(mode="auto", x=X, **options):
-    with triax.tuning(mode):
+    with triax.tuning_mode(mode):
         (call,) = triax.explain(lambda x: add(x, x, **options), x)
     return call
 
@@ -306,7 +306,7 @@ def test_explain_sees_the_mode_in_force_whatever_was_traced_before(measurer):
     function = lambda x: add(x, x)
     triax.explain(function, X)
     policy.forget()
-    with triax.tuning("off"):
+    with triax.tuning_mode("off"):
         (call,) = triax.explain(function, X)
     assert call.source == "first config (mode off)"
 
@@ -321,7 +321,7 @@ def test_too_large_falls_back_and_says_how_to_tune(measurer, caplog):
 
 
 def test_missing_cuda_bindings_falls_back_and_says_so(measurer, monkeypatch, caplog):
-    monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+    monkeypatch.setattr(measure, "unavailable", lambda: "cuda-bindings is not installed")
     assert explain().source == "first config (mode auto)"
     assert "cuda-bindings is not installed" in caplog.text
 
@@ -376,7 +376,7 @@ def test_a_setting_that_cannot_be_is_an_error_at_its_first_use(measurer, monkeyp
 
 
 def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, caplog):
-    monkeypatch.setattr("triax.bridge.settings.cache_folder", lambda: None)
+    monkeypatch.setattr("triax.settings.cache_folder", lambda: None)
     assert explain().source == "measured now"
     assert "could not be stored: this user has no home folder" in caplog.text
     assert "set TRIAX_CACHE_DIR" in caplog.text
@@ -430,7 +430,7 @@ def test_records_are_readable(measurer):
 
 class TestInputs:
     def test_filling_by_dtype(self, measurer):
-        with triax.tuning("auto"):
+        with triax.tuning_mode("auto"):
             triax.explain(
                 lambda x, i: gather(x, i), np.ones((9, 5), np.float32), np.ones(9, np.int32)
             )
@@ -507,7 +507,7 @@ class TestRealOperands:
         measurer.times = fastest(LABELS[0])
         explain()
         measurer.times = fastest(LABELS[2])
-        with triax.tuning("cached"):  # which only holds back what nobody asked for
+        with triax.tuning_mode("cached"):  # which only holds back what nobody asked for
             assert self.choose().grid == (1, 1, 1)
         assert len(measurer.jobs) == 2
         ((_, record),) = store.user_store().records()
@@ -520,7 +520,7 @@ class TestRealOperands:
             self.choose()
 
     def test_without_cuda_bindings_are_an_error(self, measurer, monkeypatch):
-        monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+        monkeypatch.setattr(measure, "unavailable", lambda: "cuda-bindings is not installed")
         with pytest.raises(TuningError, match="cannot be tuned: cuda-bindings is not installed"):
             self.choose()
 
@@ -554,7 +554,7 @@ class TestAgreement:
     @pytest.fixture
     def service(self, monkeypatch):
         service = self.Service()
-        monkeypatch.setattr("triax.bridge.compat.jax_private.key_value_client", lambda: service)
+        monkeypatch.setattr("triax.compat.jax_private.key_value_client", lambda: service)
         return service
 
     def test_what_is_published_first_decides(self, measurer, service):
@@ -633,7 +633,7 @@ class TestAgreement:
 
     def test_waits_for_the_process_that_measures(self, measurer, service, monkeypatch):
         """One that cannot measure, and came first."""
-        monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+        monkeypatch.setattr(measure, "unavailable", lambda: "cuda-bindings is not installed")
         service.num_processes = 2
         name = self.key_name()
 
@@ -650,7 +650,7 @@ class TestAgreement:
         assert (call.source, call.grid) == ("another process of this job", ((1, 1, 1),))
 
     def test_does_not_wait_where_nobody_can_measure(self, measurer, service, monkeypatch):
-        monkeypatch.setattr(measure, "problem", lambda: "cuda-bindings is not installed")
+        monkeypatch.setattr(measure, "unavailable", lambda: "cuda-bindings is not installed")
         service.num_processes = 2
         service.values[f"triax/unable/{self.key_name()}/1"] = "1"
         start = time.monotonic()
@@ -675,7 +675,7 @@ class TestAgreement:
 
     @staticmethod
     def key_name():
-        with triax.tuning("off"):
+        with triax.tuning_mode("off"):
             (equation,) = jax.make_jaxpr(lambda x: add(x, x))(X).eqns
         call = equation.params["call"]
         array = ArrayType(X.shape, X.dtype)
@@ -691,7 +691,7 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
     explain()
     policy.forget()
     frozen = dataclasses.replace(DEVICE, measurable=False)
-    monkeypatch.setattr("triax.bridge.devices.for_tuning", lambda *_: frozen)
+    monkeypatch.setattr("triax.devices.for_tuning", lambda *_: frozen)
     assert explain().source == "user store"
     assert explain(x=np.zeros(8, np.float32)).source == "first config (mode auto)"
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from triax.bridge import settings
-from triax.bridge.errors import TuningError
+from triax import settings
+from triax.errors import TuningError
 from triax.tuning import gpu_lock
 
 HOLD = """

@@ -8,9 +8,9 @@ import pytest
 
 import triax
 from tests.cases import CASES
-from triax.bridge.compat import versions
-from triax.bridge.errors import TuningError, VersionError
-from triax.bridge.inspect import describe
+from triax.compat import versions
+from triax.emitting.reading import triton_calls
+from triax.errors import TuningError, VersionError
 from triax.tuning import policy
 
 pytestmark = pytest.mark.cuda_plugin
@@ -26,9 +26,9 @@ def architecture(monkeypatch):
 
 def lower(mode):
     inputs = CASE.inputs(np.random.default_rng(0))
-    with triax.tuning(mode):
+    with triax.tuning_mode(mode):
         traced = jax.jit(lambda *args: CASE.function(*args)).trace(*inputs)
-        (call,) = describe(traced.lower(lowering_platforms=("cuda",)))
+        (call,) = triton_calls(traced.lower(lowering_platforms=("cuda",)))
     return call
 
 
@@ -95,7 +95,7 @@ def _passes(pretended):
 
 def test_never_on_the_new_target(monkeypatch):
     """Should the legacy target vanish, an error; the FFI target tunes before inputs exist."""
-    from triax.bridge.errors import UnsupportedError
+    from triax.errors import UnsupportedError
 
     monkeypatch.setattr(versions.RUNTIME_AUTOTUNING.__class__, "passes", _passes("0.10.0"))
     new = versions.Target(versions.NEW_TARGET, api_version=4)

@@ -11,7 +11,7 @@ import triton
 import triax
 from tests import kernels
 from tests.tuning.conftest import DEVICE
-from triax.bridge.errors import CompilationError
+from triax.errors import CompilationError
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
 
@@ -23,7 +23,7 @@ GRIDS = (16, 4, 1)  # of the three configs
 
 @pytest.fixture
 def gpu(driver, monkeypatch):
-    monkeypatch.setattr("triax.bridge.devices.for_tuning", lambda *_: DEVICE)
+    monkeypatch.setattr("triax.devices.for_tuning", lambda *_: DEVICE)
     return driver
 
 

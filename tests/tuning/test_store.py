@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.tuning.records import key, record
-from triax.bridge import settings
+from triax import settings
 from triax.tuning import store
 from triax.tuning.store import Record, Store, Timing
 

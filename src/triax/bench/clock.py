@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.call import triton_call
-from triax.bridge.compat import jax_private
-from triax.bridge.errors import MissingDependencyError
+from triax.call import triton_call
+from triax.compat import jax_private
+from triax.errors import MissingDependencyError
 
 # What `__dlpack__` takes for sure, and every op returns one of.
 _HANDED_OVER = ("float32", "bfloat16", "float16", "int32", "int8", "uint8", "uint16")

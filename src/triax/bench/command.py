@@ -11,7 +11,7 @@ from typing import Any
 
 from triax.bench.cases import OPS
 from triax.bench.suites import DTYPES, NAMES, ROUTINGS, SUITES
-from triax.bridge.errors import ArgumentValueError
+from triax.errors import ArgumentValueError
 
 DRAW = "draw"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triax.bench.report import is_of_device
-from triax.bridge.errors import MissingDependencyError
+from triax.errors import MissingDependencyError
 
 Result = dict[str, Any]
 Bars = dict[tuple[str, str], float]  # by group and series

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triax.bench.runner import OWN, SCHEMA
-from triax.bridge.errors import ArgumentValueError
+from triax.errors import ArgumentValueError
 
 WIDTH = 110
 _MARKS = {

@@ -24,11 +24,11 @@ from triax.bench.cases import OPS, Case
 from triax.bench.competitors import DENSE, Competitor, competitors, dense
 from triax.bench.streams import Limits
 from triax.bench.suites import SUITES, Suite, select
-from triax.bench.timing import Timing, time_program
-from triax.bridge.compat import versions
-from triax.bridge.devices import is_cuda
-from triax.bridge.errors import ArgumentValueError, UnsupportedError
-from triax.version import __version__
+from triax.bench.timing import CallTiming, time_program
+from triax.compat import versions
+from triax.compat.versions import __version__
+from triax.devices import is_cuda
+from triax.errors import ArgumentValueError, UnsupportedError
 
 SCHEMA = 1
 OWN = "triax"
@@ -145,7 +145,9 @@ class _Bench:
             result["fraction_of_dense"] = results[DENSE]["median_us"] / result["median_us"]
         self.results += results.values()
 
-    def _time(self, case: Case, name: str, rival: Competitor) -> tuple[Timing | None, str | None]:
+    def _time(
+        self, case: Case, name: str, rival: Competitor
+    ) -> tuple[CallTiming | None, str | None]:
         """One implementation's time if its results are right; else what is wrong with them."""
         inputs = case.make_inputs()
         prepared = jax.block_until_ready(rival.prepare(inputs))
@@ -195,7 +197,7 @@ def _chain(case: Case, program: Any, inputs: Any) -> Any:
 
 
 def _record(
-    case: Case, name: str, timing: Timing | None, stream_us: float | None, error: str | None
+    case: Case, name: str, timing: CallTiming | None, stream_us: float | None, error: str | None
 ) -> dict[str, Any]:
     """One entry of the record's `results`."""
     # The host's time says nothing about how near the device is to its limit.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from triax.bench.cases import Case, Stream
 from triax.bench.timing import time_program
-from triax.bridge.call import triton_call
+from triax.call import triton_call
 
 _WORD_BYTES = 4
 # Units are whole numbers of the largest block, so that no kernel needs a mask.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from triax.bench.clock import clock_of
-from triax.bridge.devices import is_cuda
+from triax.devices import is_cuda
 
 MIN_SAMPLES = 15
 MAX_SAMPLES = 300
@@ -36,7 +36,7 @@ BURSTS, BURST_MS, REST_S = 3, 30.0, 0.12
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
+class CallTiming:
     """What was measured of one call, in microseconds.
 
     `method` is "events" (device time of single calls), "bursts" (the same, the mean of each burst),
@@ -53,7 +53,7 @@ class Timing:
     graph_us: float | None = None
 
     @classmethod
-    def of(cls, samples_us: Sequence[float], method: str) -> Timing:
+    def of(cls, samples_us: Sequence[float], method: str) -> CallTiming:
         """The summary of samples, at least one."""
         ordered = sorted(samples_us)
         at = lambda share: ordered[round(share * (len(ordered) - 1))]
@@ -68,7 +68,7 @@ def time_program(
     target_ms: float = 80.0,
     clock: Any = None,
     bursts: bool = False,
-) -> Timing:
+) -> CallTiming:
     """Times a jitted program of `inputs`, for about `target_ms` of the device's time.
 
     `chain` makes next inputs of inputs and outputs, so that short programs can be repeated;
@@ -90,7 +90,7 @@ def time_program(
     return time_calls(call, clock, repeated=repeated, target_ms=target_ms)
 
 
-def time_bursts(call: Callable[[], Any], clock: Any) -> Timing:
+def time_bursts(call: Callable[[], Any], clock: Any) -> CallTiming:
     """Times `call` in bursts, each of which counts by its mean."""
     probe_us = statistics.median(_sample(call, clock, _PROBE_CALLS).all_us)
     count = max(_MIN_HOST_SAMPLES, round(BURST_MS * 1e3 / probe_us))
@@ -99,9 +99,9 @@ def time_bursts(call: Callable[[], Any], clock: Any) -> Timing:
         time.sleep(REST_S)
         sample = _sample(call, clock, count)
         if 2 * len(sample.good_us) <= count:
-            return Timing.of(sample.all_us, "host-bound")
+            return CallTiming.of(sample.all_us, "host-bound")
         means.append(statistics.fmean(sample.good_us))
-    return Timing.of(means, "bursts")
+    return CallTiming.of(means, "bursts")
 
 
 def time_calls(
@@ -110,7 +110,7 @@ def time_calls(
     *,
     repeated: Callable[[int], Callable[[], Any]] | None = None,
     target_ms: float = 80.0,
-) -> Timing:
+) -> CallTiming:
     """Times `call`, which starts a program that has run before, and returns its outputs.
 
     `repeated` makes of a number what starts so many runs inside one program.
@@ -121,15 +121,15 @@ def time_calls(
     if 2 * len(probe.good_us) > _PROBE_CALLS:
         sample = _sample(call, clock, count)
         if 2 * len(sample.good_us) > count:
-            return Timing.of(sample.good_us, "events")
+            return CallTiming.of(sample.good_us, "events")
     graph_us = None if repeated is None else _time_repeated(repeated, clock)
     good_us = _in_rounds(call, clock, min(count, 4 * _ROUND_CALLS))
     if len(good_us) >= MIN_SAMPLES:
-        timing = Timing.of(good_us, "events")
+        timing = CallTiming.of(good_us, "events")
     elif graph_us is not None:
-        timing = Timing.of([graph_us], "graph")
+        timing = CallTiming.of([graph_us], "graph")
     else:
-        timing = Timing.of(probe.all_us, "host-bound")
+        timing = CallTiming.of(probe.all_us, "host-bound")
     return dataclasses.replace(timing, graph_us=graph_us)
 
 
@@ -214,7 +214,7 @@ def _repeated(
     return lambda: compiled(inputs)
 
 
-def _time_on_host(call: Callable[[], Any], target_ms: float) -> Timing:
+def _time_on_host(call: Callable[[], Any], target_ms: float) -> CallTiming:
     samples_us: list[float] = []
     while len(samples_us) < _MIN_HOST_SAMPLES or (
         len(samples_us) < _MAX_HOST_SAMPLES and sum(samples_us) < target_ms * 1e3
@@ -222,4 +222,4 @@ def _time_on_host(call: Callable[[], Any], target_ms: float) -> Timing:
         start = time.perf_counter()
         jax.block_until_ready(call())
         samples_us.append((time.perf_counter() - start) * 1e6)
-    return Timing.of(samples_us, "host clock")
+    return CallTiming.of(samples_us, "host clock")

@@ -1,16 +1,16 @@
 """MoE layers: experts chosen, tokens sent there and back, matmuls by expert, with gradients."""
 
-from triax.moe.chunks.api import Sorted as Sorted
-from triax.moe.chunks.api import sort_chunks_by_index as sort_chunks_by_index
+from triax.moe.chunk_sort.api import Sorted as Sorted
+from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
 from triax.moe.glu.api import glu as glu
 from triax.moe.layer import FeedForward as FeedForward
 from triax.moe.layer import feed_forward as feed_forward
-from triax.moe.permute.api import permute as permute
-from triax.moe.permute.api import unpermute as unpermute
-from triax.moe.permute.reference import Permuted as Permuted
-from triax.moe.plan.api import Plan as Plan
-from triax.moe.plan.api import make_plan as make_plan
-from triax.moe.plan.api import make_plan_from_mask as make_plan_from_mask
+from triax.moe.permutation.api import permute as permute
+from triax.moe.permutation.api import unpermute as unpermute
+from triax.moe.permutation.reference import Permuted as Permuted
+from triax.moe.plans.api import Plan as Plan
+from triax.moe.plans.api import make_plan as make_plan
+from triax.moe.plans.api import make_plan_from_mask as make_plan_from_mask
 from triax.moe.ragged_dot.api import ragged_dot as ragged_dot
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe import arguments
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.glu.api import glu
-from triax.moe.permute.api import permute, unpermute
-from triax.moe.plan.api import make_plan
+from triax.moe.permutation.api import permute, unpermute
+from triax.moe.plans.api import make_plan
 from triax.moe.ragged_dot.api import ragged_dot
 from triax.moe.router.api import route
+from triax.moe.shared import arguments
 
 
 class FeedForward(NamedTuple):

@@ -11,7 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from triax.bridge.errors import ArgumentValueError
+from triax.errors import ArgumentValueError
 from triax.tuning import store
 from triax.tuning.store import Record, Store
 
@@ -32,7 +32,7 @@ def list_configs() -> int:
             if record is None:
                 print(f"{path.stem:44}  (not usable)  {place.name}")
                 continue
-            about = store.describe(record)
+            about = store.summary(record)
             time = "" if about["median_ms"] is None else f"{about['median_ms']:.4f} ms"
             print(f"{path.stem:44}  {time:>12}  {about['config']}  [{about['gpu']}, {place.name}]")
     return status

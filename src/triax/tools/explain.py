@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from triax.bridge import inspect
+from triax.emitting import reading
 from triax.tuning import policy
 from triax.tuning.store import Timing
 
@@ -73,10 +73,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     fresh = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     jitted = function if hasattr(function, "trace") else fresh
     lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
-    return [_explanation(call) for call in inspect.describe(lowered)]
+    return [_explanation(call) for call in reading.triton_calls(lowered)]
 
 
-def _explanation(call: inspect.TritonCall) -> Explanation:
+def _explanation(call: reading.TritonCall) -> Explanation:
     decision = policy.decision(call.key or call.entries[0])
     return Explanation(
         kernel=call.kernel,

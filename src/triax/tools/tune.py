@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from triax.bridge import compiler
-from triax.bridge.compat import jax_private
-from triax.bridge.devices import Device, capability_of, is_cuda
-from triax.bridge.errors import UnsupportedError
-from triax.bridge.launch import ArrayType, Call
-from triax.bridge.primitive import eager_listener
+from triax.binding.launch import ArrayType, Call
+from triax.compat import jax_private
+from triax.compiling import compiler
+from triax.devices import Device, capability_of, is_cuda
+from triax.errors import UnsupportedError
+from triax.primitive import eager_listener
 from triax.tuning import policy
 from triax.tuning.key import make_key
 from triax.tuning.store import Timing

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 
-from triax.bridge.compat import jax_private
+from triax.compat import jax_private
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from triax.bridge import hints
-from triax.bridge.errors import CompilationError
-from triax.bridge.launch import Call, CompiledKernel, Launch
+from triax.binding import hints
+from triax.binding.launch import Call, CompiledKernel, Launch
+from triax.errors import CompilationError
 
 logger = logging.getLogger(__name__)
 

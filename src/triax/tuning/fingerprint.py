@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from triax.bridge.compat import triton_private
+from triax.compat import triton_private
 
 
 def fingerprint(function: Any) -> str:

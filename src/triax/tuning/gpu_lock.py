@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from triax.bridge import settings
-from triax.bridge.errors import TuningError
+from triax import settings
+from triax.errors import TuningError
 
 logger = logging.getLogger(__name__)
 

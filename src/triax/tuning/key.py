@@ -12,9 +12,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from triax.bridge.compat import triton_private
-from triax.bridge.devices import Device
-from triax.bridge.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
+from triax.binding.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
+from triax.compat import triton_private
+from triax.devices import Device
 from triax.tuning.fingerprint import fingerprint
 
 FORMAT = 2

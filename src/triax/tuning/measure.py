@@ -18,11 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from triax.bridge import dtypes, settings
-from triax.bridge.compat import triton_private
-from triax.bridge.devices import Device
-from triax.bridge.errors import TuningError
-from triax.bridge.launch import (
+from triax import settings
+from triax.binding import dtypes
+from triax.binding.launch import (
     ArrayType,
     Call,
     CompiledKernel,
@@ -33,6 +31,9 @@ from triax.bridge.launch import (
     Scalar,
     TensorMap,
 )
+from triax.compat import triton_private
+from triax.devices import Device
+from triax.errors import TuningError
 from triax.tuning import gpu_lock
 from triax.tuning.key import label
 from triax.tuning.progress import Progress
@@ -55,7 +56,7 @@ class TooLargeError(TuningError):
     """Measuring would take more GPU memory than it may."""
 
 
-def problem() -> str | None:
+def unavailable() -> str | None:
     """Why nothing can be measured in this installation, or None."""
     if (
         importlib.util.find_spec("cuda") is None
@@ -77,7 +78,7 @@ def make_job(
     first = compiled[0][0]
     changed = _changed_operands(call, first)
     buffers = [
-        messages.Buffer(
+        messages.BufferSpec(
             array.nbytes,
             pattern=_pattern(array),
             path=path if array.nbytes else None,
@@ -89,7 +90,7 @@ def make_job(
     reset = _named(call, first, "reset_to_zero")
     for index, array in enumerate(first.results):
         if index not in aliased:
-            buffers.append(messages.Buffer(array.nbytes, restored=Result(index) in reset))
+            buffers.append(messages.BufferSpec(array.nbytes, restored=Result(index) in reset))
     return messages.Job(
         buffers=tuple(buffers),
         candidates=tuple(_candidate(launch, kernel) for launch, kernel in compiled),
@@ -128,7 +129,7 @@ def _pattern(array: ArrayType) -> bytes:
     return values.astype(array.dtype).tobytes()
 
 
-def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.Candidate:
+def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.CompiledCandidate:
     assert kernel.cubin is not None, "compiled without machine code"
     zeroed = launch.zeroed_bytes()
     leaves = launch.named_leaves
@@ -146,7 +147,7 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.Candidate:
         else:
             index = launch.buffer_index(leaf)
             parameters.append(messages.Pointer(index, zeroed.get(leaf, 0)))
-    return messages.Candidate(
+    return messages.CompiledCandidate(
         label=label(launch),
         cubin=kernel.cubin,
         entry=kernel.name,

@@ -16,11 +16,11 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from triax.bridge import settings
-from triax.bridge.compat import versions
-from triax.bridge.devices import Device
-from triax.bridge.errors import TuningError, VersionError
-from triax.bridge.launch import Call, CompiledKernel, Launch
+from triax import settings
+from triax.binding.launch import Call, CompiledKernel, Launch
+from triax.compat import versions
+from triax.devices import Device
+from triax.errors import TuningError, VersionError
 from triax.tuning import agree, failures, store
 from triax.tuning.failures import CompileAll
 from triax.tuning.key import SIZE_FACTOR, Key, label, make_key
@@ -125,7 +125,7 @@ def choose(
     if mode in ("off", "runtime") and inputs is None:
         source = _first_config(mode)
         return _first_that_compiles(call, stand_ins, compute_capability, compile_all, source)
-    request = _Request(
+    lookup = _Lookup(
         call,
         launches,
         stand_ins,
@@ -136,7 +136,7 @@ def choose(
         inputs,
     )
     with _lock:
-        choice = request.choose()
+        choice = lookup.choice()
     _noted[choice.key] = choice.decision
     return choice
 
@@ -164,7 +164,7 @@ class Fallback:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class _Lookup:
     """A call whose config is to be found: in a store, by another process, or by measuring.
 
     `stand_ins` are what is used where none is found, in this order; the launches of all
@@ -180,7 +180,7 @@ class _Request:
     key: Key
     inputs: Sequence[Any] | None
 
-    def choose(self) -> Choice:
+    def choice(self) -> Choice:
         """Looks the key up, else measures it, else falls back.
 
         Whatever it comes to is published to the job's other processes before it is used, and
@@ -239,7 +239,7 @@ class _Request:
                 f"known to be tuned for {name}, which tuning mode 'strict' asks for. Tune it with "
                 "`triax tune FILE:FUNCTION`, or once under TRIAX_AUTOTUNE=auto."
             )
-        problem = self._problem()
+        problem = self._why_not()
         config = agree.settle(name, able=problem is None)
         if config is not None:
             return Decision(config, _ELSEWHERE)
@@ -268,13 +268,13 @@ class _Request:
             )
         return Decision(config, _ELSEWHERE, found.timings)
 
-    def _problem(self) -> Fallback | None:
+    def _why_not(self) -> Fallback | None:
         """Why nothing is measured, or None."""
         if self.call.tuning == "cached":
             return Fallback("mode 'cached' does not measure")
         if (known := _unmeasurable.get(self.key.name)) is not None:
             return known
-        problem = _problem(self.device)
+        problem = _unavailable(self.device)
         return None if problem is None else Fallback(problem)
 
     def _measure(self) -> Decision | Fallback:
@@ -288,7 +288,7 @@ class _Request:
 
     def _measured_for_real(self) -> Decision:
         """On the real operands, because the caller asks for nothing but this."""
-        if (problem := _problem(self.device)) is not None:
+        if (problem := _unavailable(self.device)) is not None:
             raise TuningError(f"Kernel {self.call.display_name!r} cannot be tuned: {problem}.")
         return self._search()
 
@@ -311,13 +311,13 @@ class _Request:
 _ELSEWHERE = "another process of this job"
 
 
-def _problem(device: Device | None) -> str | None:
+def _unavailable(device: Device | None) -> str | None:
     """Why nothing can be measured on a device, or None."""
     if device is None or not device.measurable:
         return "the program is not lowered to run on a GPU of this process"
     from triax.tuning import measure  # only where something is measured: it loads slowly
 
-    return measure.problem()
+    return measure.unavailable()
 
 
 @functools.cache  # one line per kernel and choice, however often it is traced

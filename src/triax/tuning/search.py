@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from triax.bridge import settings
-from triax.bridge.compat import jax_private
-from triax.bridge.devices import Device
-from triax.bridge.errors import ArgumentTypeError, CompilationTimeout, TuningError
-from triax.bridge.launch import ArrayType, Call, CompiledKernel, Launch
+from triax import settings
+from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
+from triax.compat import jax_private
+from triax.devices import Device
+from triax.errors import ArgumentTypeError, CompilationTimeout, TuningError
 from triax.tuning import failures, measure, store
 from triax.tuning.failures import CompileAll
 from triax.tuning.key import Key, label

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from triax.bridge import settings
-from triax.bridge.compat import versions
+from triax import settings
+from triax.compat import versions
 from triax.tuning import typed_json
 from triax.tuning.key import FORMAT, Key
 
@@ -226,7 +226,7 @@ def find(key: Key) -> tuple[Record, Store] | None:
     return None
 
 
-def describe(record: Record) -> dict[str, Any]:
+def summary(record: Record) -> dict[str, Any]:
     """A record as a short dictionary for people."""
     best = next((t.median_ms for t in record.timings if t.config == record.config), None)
     return {

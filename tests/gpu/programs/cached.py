@@ -17,7 +17,7 @@ jax.block_until_ready(jax.numpy.ones(3) + 1)
 ready = time.perf_counter()
 
 from tests.cases import CASES  # noqa: E402
-from triax.bridge.inspect import describe  # noqa: E402
+from triax.emitting.reading import triton_calls  # noqa: E402
 
 names = ("vector_add", "matmul", "gather")
 opaque = {}
@@ -27,7 +27,7 @@ for case in CASES:
         inputs = case.inputs(np.random.default_rng(7))
         function = jax.jit(case.function)
         lowered = function.lower(*inputs)
-        opaque[case.name] = [call.opaque.hex() for call in describe(lowered)]
+        opaque[case.name] = [call.opaque.hex() for call in triton_calls(lowered)]
         case.check(lowered.compile()(*inputs), inputs)
 hits = sum(event == "/jax/compilation_cache/cache_hits" for event in events)
 misses = sum(event == "/jax/compilation_cache/cache_misses" for event in events)

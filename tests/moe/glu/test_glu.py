@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from triax import moe
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.testing import assert_close, checked, poison
 
 PATHS = ["interpret", "xla"]

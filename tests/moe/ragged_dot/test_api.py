@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from triax import moe
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError, DifferentiationError
+from triax.errors import ArgumentTypeError, ArgumentValueError, DifferentiationError
 
 X = jnp.ones((6, 4))
 W = jnp.ones((2, 4, 3))

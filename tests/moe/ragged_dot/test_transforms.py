@@ -13,8 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 import triax
 from tests.moe.ragged_dot import oracle
 from triax import moe
-from triax.bridge import inspect
-from triax.bridge.compat import jax_private, wire
+from triax.compat import jax_private, wire
+from triax.emitting import reading
 
 PATHS = ["interpret", "xla", None]
 
@@ -188,7 +188,7 @@ def test_descriptors_where_the_gpu_and_jaxlib_have_them(monkeypatch):
     ptx = {}
     for arch in (80, 90):
         monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
-        calls = inspect.describe(lowered("cuda", 4000))
+        calls = reading.triton_calls(lowered("cuda", 4000))
         ptx[arch] = [wire.decode(call.opaque).calls[0].ptx for call in calls]
     assert not any("cp.async.bulk.tensor" in text for text in ptx[80])
     uses = sum("cp.async.bulk.tensor" in text for text in ptx[90])
@@ -198,7 +198,7 @@ def test_descriptors_where_the_gpu_and_jaxlib_have_them(monkeypatch):
 
 @pytest.mark.cuda_plugin
 def test_new_rows_compile_nothing(monkeypatch):
-    from triax.bridge import compiler
+    from triax.compiling import compiler
 
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     lowered_text("cuda", 640)

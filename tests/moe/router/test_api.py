@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from triax import moe
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError
 
 LOGITS = jnp.zeros((4, 12))
 WRONG = [

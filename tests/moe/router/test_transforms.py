@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import triax
 from triax import moe
-from triax.bridge import inspect
+from triax.emitting import reading
 from triax.testing import assert_same_bits
 
 PATHS = ["xla", "interpret", None]
@@ -144,7 +144,7 @@ def test_cpu_gets_plain_jax_alone():
 def test_cuda_gets_one_kernel_there_and_one_back(arch, monkeypatch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", arch)
     program = lowered("cuda", num_groups=8, top_groups=3, score="sigmoid", normalize=True)
-    calls = inspect.describe(program)
+    calls = reading.triton_calls(program)
     assert [call.kernel for call in calls] == ["route", "route_grad"]
     text = program.as_text()
     for other in ("gather", "scatter", "sort", "top_k", "callback", "reduce"):
@@ -153,7 +153,7 @@ def test_cuda_gets_one_kernel_there_and_one_back(arch, monkeypatch):
 
 @pytest.mark.cuda_plugin
 def test_new_sizes_compile_nothing(monkeypatch):
-    from triax.bridge import compiler
+    from triax.compiling import compiler
 
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     lowered("cuda", num_tokens=1, scale=2.5)

@@ -16,9 +16,9 @@ import triton  # noqa: E402
 
 import triax  # noqa: E402
 from tests import kernels  # noqa: E402
-from triax.bridge import devices  # noqa: E402
-from triax.bridge.compat import jax_private  # noqa: E402
-from triax.bridge.devices import Device  # noqa: E402
+from triax import devices  # noqa: E402
+from triax.compat import jax_private  # noqa: E402
+from triax.devices import Device  # noqa: E402
 from triax.tuning import agree, measure  # noqa: E402
 from triax.tuning.store import Timing  # noqa: E402
 
@@ -35,7 +35,7 @@ def measured(job, device, name):
 
 measure.measure = measured
 measure.start_worker = lambda device: None
-measure.problem = lambda: None
+measure.unavailable = lambda: None
 jax_private.drain = lambda index: None
 devices.for_tuning = lambda *_: Device(0, "Imaginary GPU")
 

@@ -18,8 +18,8 @@ import triton  # noqa: E402
 
 import triax  # noqa: E402
 from tests import kernels  # noqa: E402
-from triax.bridge import devices  # noqa: E402
-from triax.bridge.devices import Device  # noqa: E402
+from triax import devices  # noqa: E402
+from triax.devices import Device  # noqa: E402
 
 devices.for_tuning = lambda *_: Device(0, "Imaginary GPU")
 x = np.zeros(1003, np.float32)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triax.bridge.devices import Device
-from triax.bridge.errors import TuningError
+from triax.devices import Device
+from triax.errors import TuningError
 from triax.tuning import measure
 from triax.tuning.progress import Progress
 from triax.tuning.worker import client, messages
@@ -25,7 +25,7 @@ def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None)
     return messages.Job(
         buffers=tuple(buffers),
         candidates=tuple(
-            messages.Candidate(
+            messages.CompiledCandidate(
                 label=f"grid={grid}",
                 cubin=b"machine code",
                 entry="kernel",
@@ -192,13 +192,13 @@ def test_configs_longer_than_one_run_may_take_are_late_not_bad(driver):
 
 def test_memory(driver):
     log = driver(free_bytes=1 << 20)
-    big = messages.Buffer(1 << 20)
+    big = messages.BufferSpec(1 << 20)
     with pytest.raises(measure.TooLargeError, match=r"needs 1\d{6} bytes .* may take 524288 "):
         measure.measure(make_job(1, buffers=[big]), DEVICE, Progress("kernel", 1))
     with pytest.raises(measure.TooLargeError, match="may take 1000 "):
         measure.measure(make_job(1, limit_bytes=1000), DEVICE, Progress("kernel", 1))
     first = client.start(0)
-    times(make_job(1, 2, buffers=[messages.Buffer(1000, restored=True)]))
+    times(make_job(1, 2, buffers=[messages.BufferSpec(1000, restored=True)]))
     assert client.start(0) is first  # it is no reason to end the worker
     lines = [line.split(" ", 1)[1] for line in log.read_text().splitlines()]
     for thing in ("module", "buffer"):
@@ -210,7 +210,7 @@ def test_memory_that_is_not_there_after_all(driver):
     log = driver(really_free_bytes=5000)
     with pytest.raises(TuningError, match="could not begin: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
         measure.measure(
-            make_job(1, buffers=[messages.Buffer(4000)] * 2), DEVICE, Progress("kernel", 1)
+            make_job(1, buffers=[messages.BufferSpec(4000)] * 2), DEVICE, Progress("kernel", 1)
         )
     lines = log.read_text()
     assert lines.count("+buffer") == lines.count("-buffer") == 1
@@ -225,7 +225,7 @@ def test_operands_travel_without_a_file_system(driver, monkeypatch):
     with measure.operand_files([array, None]) as (path, nothing):
         assert nothing is None
         np.testing.assert_array_equal(np.fromfile(path, np.float32), array)
-        buffers = [messages.Buffer(4000, path=path), messages.Buffer(4000)]
+        buffers = [messages.BufferSpec(4000, path=path), messages.BufferSpec(4000)]
         found, _ = times(make_job(1, buffers=buffers))
     assert found[1] is not None
     assert not os.path.exists(path)
@@ -233,7 +233,7 @@ def test_operands_travel_without_a_file_system(driver, monkeypatch):
 
 def test_operands_that_cannot_be_read(driver):
     driver()
-    buffers = [messages.Buffer(4000, path="/nonexistent/operand")]
+    buffers = [messages.BufferSpec(4000, path="/nonexistent/operand")]
     with pytest.raises(TuningError, match=r"could not begin: .*No such file"):
         measure.measure(make_job(1, buffers=buffers), DEVICE, Progress("kernel", 1))
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.bridge.compat import jax_private
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe import arguments
-from triax.moe import implementation as implementations
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.glu import derivatives
 from triax.moe.glu.reference import ACTIVATIONS
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 
 
 def glu(

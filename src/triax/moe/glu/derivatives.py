@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from triax.moe import implementation as implementations
-from triax.moe import linear
 from triax.moe.glu import launchers, reference
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared import linear
 
 
 def glu(
@@ -18,7 +18,7 @@ def glu(
     """``row_weights * activation(gate) * up``."""
     plain = functools.partial(reference.glu_reference, activation=activation)
     run = functools.partial(
-        implementations.run,
+        implementations.dispatch,
         implementation,
         kernels=functools.partial(launchers.glu, activation=activation),
         xla=plain,
@@ -55,7 +55,7 @@ def glu_grad(
     """The gradients of the operands of `glu`."""
     plain = functools.partial(reference.glu_grad_reference, activation=activation)
     run = functools.partial(
-        implementations.run,
+        implementations.dispatch,
         implementation,
         kernels=functools.partial(launchers.glu_grad, activation=activation),
         xla=plain,

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.call import triton_call
-from triax.moe import blocks
+from triax.call import triton_call
+from triax.moe.shared import blocks
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 

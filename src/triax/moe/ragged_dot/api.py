@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.bridge.compat import jax_private
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe import arguments
-from triax.moe import implementation as implementations
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.ragged_dot import derivatives
 from triax.moe.ragged_dot.launchers import Options
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 
 # Of JAX's names for matmul precisions, those that allow tensor cores to multiply float32.
 _TF32 = {"default", "fastest", "tensorfloat32", "TF32_TF32_F32"}

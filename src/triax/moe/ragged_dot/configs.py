@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from triax.moe import blocks
+from triax.moe.shared import blocks
 
 _LEAST = 16  # what tensor cores take of rows, columns or depth
 _HOPPER = 90

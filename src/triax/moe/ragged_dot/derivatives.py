@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.errors import DifferentiationError
-from triax.moe import implementation as implementations
-from triax.moe import linear
+from triax.errors import DifferentiationError
 from triax.moe.ragged_dot import launchers, reference
 from triax.moe.ragged_dot.launchers import Options
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared import linear
 
 
 def ragged_dot(
@@ -33,7 +33,7 @@ def ragged_dot(
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed."""
     run = functools.partial(
-        implementations.run,
+        implementations.dispatch,
         implementation,
         kernels=functools.partial(launchers.ragged_dot, transposed=transposed, options=options),
         xla=functools.partial(
@@ -131,7 +131,7 @@ def group_outer(
     """For each group the sum over its rows of left × right: [groups, left, right]."""
     multiply = functools.partial(group_outer, options=options, implementation=implementation)
     run = functools.partial(
-        implementations.run,
+        implementations.dispatch,
         implementation,
         kernels=functools.partial(launchers.group_outer, options=options),
         xla=functools.partial(reference.group_outer_reference, options=options),

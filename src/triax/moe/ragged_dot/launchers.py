@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.bridge import dtypes
-from triax.bridge.call import triton_call
-from triax.bridge.descriptor import TensorDescriptor
-from triax.bridge.target import INTERPRETER, Target, for_target
+from triax.binding import dtypes
+from triax.binding.descriptor import TensorDescriptor
+from triax.call import triton_call
 from triax.moe.ragged_dot.configs import DotConfig, OuterConfig, ScheduleConfig, is_hopper
+from triax.moe.shared.target import INTERPRETER, Target, for_target
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 

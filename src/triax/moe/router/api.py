@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.bridge.compat import jax_private
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe import arguments
-from triax.moe import implementation as implementations
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.router import derivatives
 from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
 from triax.moe.router.reference import Routed
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 
 SCORES = ("softmax", "sigmoid")
 
@@ -104,7 +104,7 @@ def route_by_spec(
 ) -> Routed:
     """`route`, its arguments checked but for `implementation`."""
     num_tokens, num_experts = logits.shape
-    implementation = implementations.choose(implementation, logits=logits, bias=bias)
+    implementation = implementations.resolve(implementation, logits=logits, bias=bias)
     if num_experts > MAX_EXPERTS:
         if implementation not in (None, "xla"):
             raise ArgumentValueError(

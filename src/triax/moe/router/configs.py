@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from triax.moe.blocks import power_of_two
+from triax.moe.shared.blocks import power_of_two
 
 MAX_EXPERTS = 1024
 

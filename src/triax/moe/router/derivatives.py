@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.moe import implementation as implementations
-from triax.moe import linear
 from triax.moe.router import launchers, reference
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.reference import Routed
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared import linear
 
 
 def route(
@@ -20,7 +20,7 @@ def route(
 ) -> Routed:
     """The weights and experts of each token, best first."""
     run = functools.partial(
-        implementations.run,
+        implementations.dispatch,
         implementation,
         kernels=functools.partial(launchers.route, spec=spec),
         xla=functools.partial(reference.route_reference, spec=spec),
@@ -56,7 +56,7 @@ def route_grad(
 ) -> jax.Array:
     """The gradient of the logits, from that of the weights."""
     run = functools.partial(
-        implementations.run,
+        implementations.dispatch,
         implementation,
         kernels=functools.partial(launchers.route_grad, spec=spec),
         xla=functools.partial(reference.route_grad_reference, spec=spec),

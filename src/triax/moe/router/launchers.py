@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.call import triton_call
+from triax.call import triton_call
 from triax.moe.router.configs import RouteConfig, RouterSpec, place_bits
 from triax.moe.router.reference import Routed
 

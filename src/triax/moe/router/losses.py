@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.errors import ArgumentValueError
-from triax.moe import arguments
+from triax.errors import ArgumentValueError
 from triax.moe.router.api import SCORES, check_logits
+from triax.moe.shared import arguments
 
 
 def load_balancing_loss(logits: Any, group_counts: Any, *, score: str = "softmax") -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.moe.chunks import api as chunks
+from triax.moe.chunk_sort import api as chunks
 from triax.moe.transformer_engine import tables
 
 

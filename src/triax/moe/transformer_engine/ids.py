@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe import arguments
-from triax.moe import implementation as implementations
-from triax.moe.permute import api as moves
-from triax.moe.plan.api import Plan, make_plan, select_experts
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.permutation import api as moves
+from triax.moe.plans.api import Plan, make_plan, select_experts
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 from triax.moe.transformer_engine import tables
 
 
@@ -54,7 +54,7 @@ def routing_map_to_selected_experts(
             f"got {sparse_probs.shape}."
         )
     topk = arguments.integer("topk", topk, 1)
-    selected = select_experts(mask, topk, implementations.choose(implementation, routing_map=mask))
+    selected = select_experts(mask, topk, implementations.resolve(implementation, routing_map=mask))
     weights = tables.of_slots(probs, selected)
     shape = (*routing_map.shape[:-1], topk)
     return selected.reshape(shape), weights.reshape(shape)

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.errors import ArgumentValueError
-from triax.moe import arguments
-from triax.moe.permute import api as moves
-from triax.moe.permute.reference import Permuted
-from triax.moe.plan.api import Plan, make_plan_from_mask
+from triax.errors import ArgumentValueError
+from triax.moe.permutation import api as moves
+from triax.moe.permutation.reference import Permuted
+from triax.moe.plans.api import Plan, make_plan_from_mask
+from triax.moe.shared import arguments
 from triax.moe.transformer_engine import tables
 
 

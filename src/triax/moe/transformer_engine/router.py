@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.errors import ArgumentValueError
-from triax.moe import arguments
+from triax.errors import ArgumentValueError
 from triax.moe.router import api
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.losses import normalized_scores
+from triax.moe.shared import arguments
 
 
 class ScoreFunction(enum.IntEnum):

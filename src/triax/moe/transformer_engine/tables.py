@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.bridge.errors import ArgumentValueError
-from triax.moe import arguments
+from triax.errors import ArgumentValueError
+from triax.moe.shared import arguments
 
 
 def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:

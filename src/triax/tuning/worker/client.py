@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from triax.bridge.errors import TuningError
+from triax.errors import TuningError
 from triax.tuning.worker import messages
 
 _START_TIMEOUT_S = 60.0

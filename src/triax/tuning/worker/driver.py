@@ -43,7 +43,7 @@ def call(function: Any, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-class Device:
+class Context:
     """One GPU's context, stream and memory."""
 
     def __init__(self, index: int):
@@ -72,7 +72,7 @@ class Device:
     def allocate(self, nbytes: int) -> int:
         return int(call(self.cu.cuMemAlloc, max(nbytes, 1)))
 
-    def fill(self, address: int, buffer: messages.Buffer) -> None:
+    def fill(self, address: int, buffer: messages.BufferSpec) -> None:
         """Puts a buffer's initial contents in place."""
         if buffer.nbytes == 0:
             return
@@ -120,7 +120,7 @@ class Device:
 class Bench:
     """The buffers of one job, and one candidate after another on them."""
 
-    def __init__(self, device: Device, job: messages.Job):
+    def __init__(self, device: Context, job: messages.Job):
         self.device, self.cu, self.job = device, device.cu, job
         self.flush_bytes = 2 * device.l2_bytes
         self.addresses: list[int] = []
@@ -162,7 +162,7 @@ class Bench:
         call(self.cu.cuEventDestroy, self.start)
         call(self.cu.cuEventDestroy, self.end)
 
-    def load(self, candidate: messages.Candidate) -> Any:
+    def load(self, candidate: messages.CompiledCandidate) -> Any:
         module = call(self.cu.cuModuleLoadData, candidate.cubin)
         self.modules.append(module)
         function = call(self.cu.cuModuleGetFunction, module, candidate.entry.encode())
@@ -176,7 +176,7 @@ class Bench:
             )
         return function
 
-    def parameters(self, candidate: messages.Candidate) -> tuple[tuple, tuple]:
+    def parameters(self, candidate: messages.CompiledCandidate) -> tuple[tuple, tuple]:
         values: list[Any] = []
         types: list[Any] = []
         for parameter in candidate.parameters:
@@ -219,7 +219,7 @@ class Bench:
             nan if parameter.nan_fill else none,
         )
 
-    def run(self, candidate: messages.Candidate, function: Any, parameters: Any) -> float:
+    def run(self, candidate: messages.CompiledCandidate, function: Any, parameters: Any) -> float:
         """One cold run, in milliseconds; buffers put back and caches flushed before it."""
         cu, stream = self.cu, self.device.stream
         for index, original in self.originals.items():
@@ -238,7 +238,7 @@ class Bench:
         self.device.wait(self.end, self.job.timeout_s)
         return call(cu.cuEventElapsedTime, self.start, self.end)
 
-    def launch(self, candidate: messages.Candidate, function: Any, parameters: Any) -> None:
+    def launch(self, candidate: messages.CompiledCandidate, function: Any, parameters: Any) -> None:
         cu = self.cu
         config = cu.CUlaunchConfig()
         x, y, z = candidate.grid
@@ -257,6 +257,6 @@ class Bench:
         call(cu.cuLaunchKernelEx, config, function, parameters, 0)
 
 
-def _programs(candidate: messages.Candidate) -> int:
+def _programs(candidate: messages.CompiledCandidate) -> int:
     x, y, z = candidate.grid
     return x * y * z * candidate.num_ctas

@@ -10,7 +10,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Buffer:
+class BufferSpec:
     """A buffer of `nbytes`, filled by repeating `pattern`, or from the file at `path`.
 
     `restored` buffers are put back before every run, because the kernel changes them.
@@ -56,7 +56,7 @@ class TensorMapParameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class CompiledCandidate:
     """A compiled config and how to launch it. Sizes in bytes."""
 
     label: str
@@ -79,8 +79,8 @@ class Job:
     further candidate is begun.
     """
 
-    buffers: tuple[Buffer, ...]
-    candidates: tuple[Candidate, ...]
+    buffers: tuple[BufferSpec, ...]
+    candidates: tuple[CompiledCandidate, ...]
     limit_bytes: int | None
     timeout_s: float
     budget_s: float

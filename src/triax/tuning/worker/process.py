@@ -132,7 +132,7 @@ class Rounds:
         return statistics.median(self.samples[index])
 
 
-def work(device: driver.Device, job: messages.Job, answer: Callable[[Any], None]) -> None:
+def work(device: driver.Context, job: messages.Job, answer: Callable[[Any], None]) -> None:
     """Times the candidates of a job and answers for each as it goes."""
     bench = driver.Bench(device, job)
     allowed = device.free_bytes() // 2
@@ -196,7 +196,7 @@ def main() -> None:
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
     requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever libraries print is no answer
-    device = driver.Device(index)
+    device = driver.Context(index)
     send(answers, messages.Ready(device.uuid))
     while (job := receive(requests, idle_s)) is not None:
         try:

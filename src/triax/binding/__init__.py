@@ -1,0 +1,1 @@
+"""A call as plain, frozen data: bound arguments, candidates with their grids, launches."""

@@ -1,0 +1,288 @@
+"""From what the user passes to the leaves of a call: which parameter takes which value.
+
+In: a kernel view, positional operands and keywords. Out: the runtime parameters in the
+kernel's order, each with an array operand, an output, a scalar or a tuple of these; the
+arrays; the aliases between operands and outputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax.binding import candidates, dtypes, grid
+from triax.binding.descriptor import TensorDescriptor
+from triax.binding.kernel import Kernel
+from triax.binding.launch import (
+    Alias,
+    Argument,
+    ArrayType,
+    Descriptor,
+    Operand,
+    Result,
+    Scalar,
+    rebuild,
+)
+from triax.binding.values import Static
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What the caller gave, by the name of who takes it.
+
+    `runtime` are the runtime parameters that have a value, in the kernel's order, those
+    with a default included; `absent` are those of them whose value is a default of None.
+    `keywords` are constexprs and names that only grids and heuristics read.
+    """
+
+    runtime: dict[str, Any]
+    absent: frozenset[str]
+    keywords: dict[str, Any]
+
+
+def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
+    """Binds operands and keywords to a kernel's parameters, as Python would.
+
+    Raises:
+      ArgumentTypeError: too many operands, or a parameter that is given twice.
+    """
+    parameters = view.parameters
+    if len(operands) > len(parameters):
+        raise ArgumentTypeError(
+            f"Kernel {view.name!r} has {len(parameters)} parameters "
+            f"({', '.join(view.parameter_names)}), and {len(operands)} positional operands were "
+            "given."
+        )
+    given = dict(zip(view.parameter_names, operands, strict=False))
+    twice = [name for name in given if name in kwargs]
+    if twice:
+        raise ArgumentTypeError(
+            f"Kernel {view.name!r} got `{twice[0]}` both as a positional operand and as a keyword."
+        )
+    given |= kwargs
+    settable = view.values_set_by_stages()
+    runtime, absent = {}, set()
+    for parameter in view.runtime_parameters:
+        name = parameter.name
+        if name in given:
+            runtime[name] = given.pop(name)
+        elif parameter.has_default and name not in settable:
+            runtime[name] = parameter.default
+            if parameter.default is None:
+                absent.add(name)
+    return Bound(runtime, frozenset(absent), given)
+
+
+@dataclasses.dataclass
+class Flattened:
+    """Collects array operands in order while arguments are turned into leaves.
+
+    `leaves` are the flattened operands as aliases count them: an array's index, or None
+    for a scalar; with their names. `names` are those of the arrays. `refs` are the Refs
+    whose values stand among the arrays, by their index there, and `block_shapes` the block
+    shapes of descriptors that are callables.
+    """
+
+    kernel: str
+    arrays: list[Any] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+    leaves: list[tuple[str, int | None]] = dataclasses.field(default_factory=list)
+    refs: dict[int, jax.Ref] = dataclasses.field(default_factory=dict)
+    block_shapes: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    def add(self, name: str, value: Any) -> Argument:
+        if isinstance(value, tuple):
+            return rebuild(value, [self.add(f"{name}[{i}]", v) for i, v in enumerate(value)])
+        if isinstance(value, TensorDescriptor):
+            return self._add_descriptor(name, value)
+        if value is None:
+            return Scalar(Static(None))  # a pytree without leaves: aliases do not count it
+        if isinstance(getattr(value, "ref", None), jax.Ref):
+            raise ArgumentTypeError(
+                f"Argument `{name}` of kernel {self.kernel!r} is a view of a Ref. Pass the whole "
+                "Ref, and the offsets as operands."
+            )
+        if (scalar := _scalar(name, value)) is not None:
+            self.leaves.append((name, None))
+            return scalar
+        if isinstance(value, (jax.Array, jax.Ref)) or jax_private.is_array(value):
+            return Operand(self._add_array(name, value))
+        raise ArgumentTypeError(
+            f"Argument `{name}` of kernel {self.kernel!r} must be an array, a bool, int or float, "
+            f"None, a Ref, a TensorDescriptor or a tuple of these; got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+
+    def _add_array(self, name: str, value: Any) -> int:
+        dtypes.check(value.dtype, name)
+        index = len(self.arrays)
+        if isinstance(value, jax.Ref):  # first: JAX 0.8 calls a traced Ref an array too
+            value = self._read(name, index, value)
+        elif not isinstance(value, jax.Array):
+            value = jnp.asarray(value)
+        self.arrays.append(value)
+        self.names.append(name)
+        self.leaves.append((name, index))
+        return index
+
+    def _read(self, name: str, index: int, ref: jax.Ref) -> jax.Array:
+        """The value of a Ref. The call updates it, and it is written back to the Ref."""
+        for other, known in self.refs.items():
+            if known is ref:
+                raise ArgumentValueError(
+                    f"Argument `{name}` of kernel {self.kernel!r} is the same Ref as "
+                    f"`{self.names[other]}`, and a call updates a Ref in one place. Give it once; "
+                    "where the kernel only reads it, pass its value, `ref[...]`."
+                )
+        self.refs[index] = ref
+        return ref[...]
+
+    def _add_descriptor(self, name: str, value: TensorDescriptor) -> Descriptor:
+        index = self._add_array(name, value.base)
+        block_shape = value.block_shape
+        if callable(block_shape):
+            self.block_shapes[index] = block_shape
+            block_shape = ()
+        return Descriptor(
+            index,
+            value.shape,
+            value.strides,
+            block_shape,
+            value.layout,
+            value.padding,
+            value.round_f32_to_tf32,
+        )
+
+    def types(self) -> list[ArrayType]:
+        return [ArrayType.of(a) for a in self.arrays]
+
+
+def _scalar(name: str, value: Any) -> Scalar | None:
+    """A scalar as the plain Python number that Triton types; None if it is none."""
+    if isinstance(value, (bool, np.bool_)):
+        return Scalar(Static(bool(value)))
+    if isinstance(value, (int, np.integer)):
+        if not -(2**63) <= int(value) < 2**64:
+            raise ArgumentValueError(f"Argument `{name}` must fit 64 bits; got {int(value)}.")
+        return Scalar(Static(int(value)))
+    if isinstance(value, (float, np.floating)):
+        return Scalar(Static(float(value)))
+    return None
+
+
+def resolve_aliases(
+    aliases: Mapping[int | str, int], flat: Flattened, results: Sequence[ArrayType]
+) -> tuple[Alias, ...]:
+    """The caller's aliases, from array operands to outputs."""
+    if not isinstance(aliases, Mapping):
+        raise ArgumentTypeError(
+            "Argument `input_output_aliases` must be a mapping from operands to outputs, such as "
+            f"{{0: 0}}; got {aliases!r} of type {type(aliases).__name__}."
+        )
+    pairs: dict[int, int] = {}
+    for key, result in aliases.items():
+        name, index = _find_leaf(key, flat.leaves)
+        if index is None:
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` names operand {key!r}, which is the scalar "
+                f"`{name}`; only arrays have a buffer to share."
+            )
+        if index in flat.refs:
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` names `{name}`, a Ref, which is updated in place "
+                "without it. Leave it out, and its output too."
+            )
+        if not grid.is_int(result):
+            raise ArgumentTypeError(
+                f"Argument `input_output_aliases` must map to the index of an output; got "
+                f"{result!r} for operand {key!r}."
+            )
+        if index in pairs:
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` names operand `{name}` twice, by its name and by "
+                "its index."
+            )
+        pairs[index] = int(result)
+    return candidates.check_aliases(pairs, flat.types(), results, flat.names) if pairs else ()
+
+
+def _find_leaf(key: Any, leaves: Sequence[tuple[str, int | None]]) -> tuple[str, int | None]:
+    """The flattened operand that a key of `input_output_aliases` names."""
+    if grid.is_int(key):
+        if 0 <= key < len(leaves):
+            return leaves[key]
+        raise ArgumentValueError(
+            f"Argument `input_output_aliases` names operand {key}, and there are {len(leaves)}, "
+            f"scalars included ({', '.join(name for name, _ in leaves)})."
+        )
+    if not isinstance(key, str):
+        raise ArgumentTypeError(
+            "Argument `input_output_aliases` must name operands by parameter or by index; got "
+            f"{key!r} of type {type(key).__name__}."
+        )
+    by_name = dict(leaves)
+    if key in by_name:
+        return key, by_name[key]
+    if parts := [name for name in by_name if name.startswith(f"{key}[")]:
+        raise ArgumentValueError(
+            f"Argument `input_output_aliases` names operand {key!r}, which is a tuple. Name one of "
+            f"its parts: {', '.join(parts)}."
+        )
+    raise ArgumentValueError(
+        f"Argument `input_output_aliases` names operand {key!r}, which was not given."
+        f"{candidates.near_misses(key, by_name)}"
+    )
+
+
+def place_outputs(
+    view: Kernel,
+    bound: Bound,
+    supplied: Mapping[str, Argument],
+    results: Sequence[ArrayType],
+    aliases: Sequence[Alias],
+) -> tuple[tuple[str, Argument], ...]:
+    """All runtime arguments in the kernel's order, outputs in the places left free.
+
+    Those are the parameters without a value; if there are more outputs, also all whose
+    value is a default of None. Which of several of those the caller means is never guessed.
+    """
+    settable = view.values_set_by_stages()
+    runtime = [p.name for p in view.runtime_parameters]
+    names = [name for name in runtime if name in supplied or name not in settable]
+    free = [name for name in names if name not in supplied]
+    aliased = {alias.result for alias in aliases}
+    outputs = [i for i in range(len(results)) if i not in aliased]
+    taking = free
+    if len(outputs) > len(free):
+        taking = [name for name in names if name in free or name in bound.absent]
+    if len(outputs) != len(taking):
+        raise _wrong_number_of_outputs(view, bound, free, len(outputs))
+    places = dict(zip(taking, map(Result, outputs), strict=True))
+    return tuple((name, places.get(name) or supplied[name]) for name in names)
+
+
+def _wrong_number_of_outputs(
+    view: Kernel, bound: Bound, free: Sequence[str], outputs: int
+) -> ArgumentTypeError:
+    listed = f" ({', '.join(free)})" if free else ""
+    hint = ""
+    if bound.absent and outputs > len(free):
+        hint = (
+            f" Those with a default of None ({', '.join(sorted(bound.absent))}) can take outputs "
+            "too, all of them or none: give None for those that shall not."
+        )
+    if extra := sorted(set(bound.keywords) - set(view.parameter_names)):
+        misses = candidates.near_misses(extra[0], view.parameter_names)
+        hint += f" There is no parameter `{extra[0]}`.{misses}"
+    return ArgumentTypeError(
+        f"Argument `out_type` has {outputs} outputs that are not aliased to an operand, "
+        f"and kernel {view.name!r} has {len(free)} parameters that were not supplied{listed}. "
+        f"Each such parameter takes one output; supply the others as operands.{hint}"
+    )

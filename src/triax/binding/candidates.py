@@ -1,0 +1,352 @@
+"""From a kernel and the caller's values to the candidate configs, each with its grid.
+
+In: a kernel view, its runtime arguments as heuristics and grids see them, keywords and
+compiler options. Out: one `Candidate` per config, with every constexpr resolved and the
+grid evaluated on the very values that config is compiled with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from triax.binding import dtypes, hooks
+from triax.binding import grid as grids
+from triax.binding.kernel import Hook, Kernel, WatchedDict
+from triax.binding.launch import (
+    Alias,
+    Argument,
+    ArrayType,
+    Candidate,
+    Descriptor,
+    leaves,
+    rebuild,
+)
+from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, unpack_values
+from triax.compat import jax_private, triton_private
+from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+
+# Options of Triton's launcher, which jaxlib's takes the place of, with the value that asks for
+# nothing, and what to do instead.
+_LAUNCH_OPTIONS: dict[str, tuple[Any, str]] = {
+    "launch_cooperative_grid": (
+        False,
+        "Split the kernel where its programs wait for each other.",
+    ),
+    "launch_pdl": (False, "XLA decides when a kernel starts; leave the option out."),
+    "cluster_dims": ((1, 1, 1), "Use `num_ctas`."),
+    "ptx_options": (None, "Set JAX_TRITON_PTXAS_EXTRA_FLAGS, which jaxlib gives to its ptxas."),
+}
+
+ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the caller asked for.
+
+    `parameters` is what each runtime parameter takes, `arguments` the same as callables see
+    it: arrays as `jax.ShapeDtypeStruct`, scalars as they are. `keywords` are constexprs and
+    meta-parameters, `options` the compiler's. `block_shapes` are those of descriptors that
+    are callables of the meta-parameters, by operand. For `conflicts` see `Kernel.expand`.
+    """
+
+    kernel: Kernel
+    parameters: tuple[tuple[str, Argument], ...]
+    arguments: Mapping[str, Any]
+    keywords: Mapping[str, Any]
+    options: Mapping[str, Any]
+    grid: grids.GridLike
+    num_results: int
+    aliases: tuple[Alias, ...] = ()
+    zeroed_outputs: ZeroedOutputs = ()
+    block_shapes: Mapping[int, Callable[[Mapping[str, Any]], Any]] = dataclasses.field(
+        default_factory=dict
+    )
+    conflicts: str = "filter"
+
+
+def build(request: Request) -> tuple[Candidate, ...]:
+    """All candidates, in the order of the kernel's configs; equal ones are one.
+
+    Raises:
+      ArgumentTypeError, ArgumentValueError: a constexpr is missing or not static, a
+        keyword is unknown, the grid or an option is impossible, or an argument is not
+        what the kernel's annotation says.
+    """
+    kernel = request.kernel
+    _check_numbers(kernel, request.arguments)
+    keywords = {name: static_value(name, value) for name, value in request.keywords.items()}
+    options = check_options(request.options)
+    expanded, read = kernel.expand(
+        request.arguments, keywords, options, conflicts=request.conflicts
+    )
+    used = set(read)
+    found = [
+        _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
+    ]
+    _check_keywords(kernel, keywords, [config for config, _ in expanded], used)
+    # Configs that differ only in what the caller decides come to the same.
+    distinct: dict[Candidate, Candidate] = {}
+    for candidate in found:
+        distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
+    return tuple(distinct.values())
+
+
+def _check_numbers(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
+    """Refuses what a parameter that is annotated as a number cannot be.
+
+    Triton goes by the annotation: of an array it would take the address for the number.
+    """
+    for parameter in kernel.parameters:
+        value = arguments.get(parameter.name)
+        if not parameter.number or value is None:
+            continue
+        if isinstance(value, (bool, int, float)):
+            dtypes.launch_scalar(parameter.name, value, parameter.number)
+        else:
+            raise ArgumentTypeError(
+                f"Argument `{parameter.name}` of kernel {kernel.name!r} must be a number, because "
+                f"the kernel declares it as {parameter.number}; got {value}. Pass a Python int or "
+                "float; or drop the annotation, and read the array in the kernel with tl.load."
+            )
+
+
+def _candidate(
+    request: Request,
+    config: Config,
+    hook: Hook | None,
+    keywords: Mapping[str, Any],
+    options: Mapping[str, Any],
+    used: set[str],
+) -> Candidate:
+    kernel = request.kernel
+    defaults = {p.name: p.default for p in kernel.parameters if p.is_constexpr and p.has_default}
+    set_by_config = {n: static_value(n, v) for n, v in unpack_values(config.values).items()}
+    # As in Triton, an option that is also a parameter of the kernel reaches both.
+    shared = {p.name for p in kernel.parameters} - request.arguments.keys()
+    set_by_config |= {n: v for n, v in config.options().items() if n in shared}
+    meta = {**defaults, **keywords, **set_by_config}
+    missing = [p.name for p in kernel.parameters if p.is_constexpr and p.name not in meta]
+    if missing:
+        raise ArgumentTypeError(
+            f"Kernel {kernel.name!r} needs a value for its constexpr "
+            f"{', '.join(f'`{n}`' for n in missing)}: give it as a keyword."
+        )
+    compiler_options = {
+        **options,
+        **{n: v for n, v in set_by_config.items() if n in triton_private.option_names()},
+        **config.options(),
+    }
+    _refuse_launch_options(kernel.name, compiler_options)
+    seen = WatchedDict({**request.arguments, **meta, **compiler_options}, used)
+    grid = grids.normalize(request.grid, seen)
+    wanted = request.zeroed_outputs
+    zeroed = _check_zeroed(wanted(seen) if callable(wanted) else wanted, request.num_results)
+    block_shapes = {index: shape(seen) for index, shape in request.block_shapes.items()}
+    if hook is not None:
+        where = f"The `pre_hook` of config [{config}] of kernel {kernel.name!r}"
+        effects = hooks.find_effects(
+            hook, where, request.parameters, request.arguments, request.aliases
+        )
+        zeroed = tuple(sorted({*zeroed, *effects.zeroed}))
+        block_shapes |= effects.block_shapes
+    return Candidate(
+        config=config,
+        constants=pack_values({n: v for n, v in meta.items() if n in kernel.parameter_names}),
+        options=pack_values(compiler_options),
+        grid=grid,
+        zeroed=zeroed,
+        block_shapes=_check_block_shapes(block_shapes, request.parameters),
+    )
+
+
+def static_value(name: str, value: Any) -> Any:
+    """A constexpr as a hashable Python value.
+
+    Raises:
+      ArgumentTypeError: it is an array, traced or not, or cannot be hashed.
+    """
+    if type(value) in (bool, int, float, str):
+        return value
+    value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+    if jax_private.is_array(value):
+        kind = "a traced value" if isinstance(value, jax.core.Tracer) else "an array"
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be known when the function is traced, because the kernel is "
+            f"compiled for it; got {kind}: {value}. Pass a Python value; under jax.jit, mark it "
+            "static (static_argnames)."
+        )
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, tuple):
+        return rebuild(value, [static_value(f"{name}[{i}]", v) for i, v in enumerate(value)])
+    try:
+        hash(value)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be hashable, because kernels are cached by it; got "
+            f"{value!r} of type {type(value).__name__}. Use a tuple, a number, a string or a dtype."
+        ) from None
+    return value
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiler options without the None ones.
+
+    Raises:
+      ArgumentValueError: Triton has no such option, or it cannot have this value.
+    """
+    known = triton_private.option_names()
+    for name, value in options.items():
+        if name not in known:
+            raise ArgumentValueError(
+                f"Argument `backend_options` has {name!r}, which Triton's CUDA compiler does not "
+                f"know.{near_misses(name, known)}"
+            )
+        if name in CONFIG_OPTIONS and value is not None:
+            _check_count(name, value)
+    return {n: static_value(n, v) for n, v in options.items() if v is not None}
+
+
+def _refuse_launch_options(kernel: str, options: Mapping[str, Any]) -> None:
+    """Refuses what Triton's launcher would do and jaxlib's does not, rather than leave it out."""
+    for name, (nothing, remedy) in _LAUNCH_OPTIONS.items():
+        if (value := options.get(name, nothing)) not in (nothing, None):
+            raise UnsupportedError(
+                f"Kernel {kernel!r} has the option `{name}`={value!r}, and a kernel in a JAX "
+                f"program is launched without it. {remedy}"
+            )
+
+
+def _check_count(name: str, value: Any) -> None:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    power = whole and value > 0 and value & (value - 1) == 0
+    if name in ("num_warps", "num_ctas") and not power:
+        raise ArgumentValueError(f"Argument `{name}` must be a power of two; got {value!r}.")
+    if not whole or value < 0:
+        raise ArgumentValueError(f"Argument `{name}` must be a positive int; got {value!r}.")
+
+
+def near_misses(name: str, known: Any) -> str:
+    """A sentence with the closest of the known names, or with all of them."""
+    close = difflib.get_close_matches(name, sorted(known), n=3)
+    if close:
+        return f" Did you mean {' or '.join(f'`{n}`' for n in close)}?"
+    return f" Known: {', '.join(sorted(known))}." if known else ""
+
+
+def _check_keywords(
+    kernel: Kernel, keywords: Mapping[str, Any], configs: Sequence[Config], used: set[str]
+) -> None:
+    """Refuses names that nobody reads: a misspelt parameter must not vanish silently."""
+    known = {*kernel.parameter_names, *used}
+    for name in keywords:
+        if name in known:
+            continue
+        hint = near_misses(name, kernel.parameter_names)
+        if name in triton_private.option_names():
+            hint = " It is a compiler option: give it in `backend_options`."
+        raise ArgumentTypeError(
+            f"Kernel {kernel.name!r} has no parameter `{name}`, and no grid or heuristic reads "
+            f"it.{hint}"
+        )
+    for config in configs:
+        for name, _ in config.values:
+            if name not in known and name not in triton_private.option_names():
+                raise ArgumentTypeError(
+                    f"A config of kernel {kernel.name!r} sets `{name}`, which is no parameter of "
+                    "it, no compiler option, and not read by the grid."
+                    f"{near_misses(name, kernel.parameter_names)}"
+                )
+
+
+def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
+    if not isinstance(zeroed, Iterable) or not all(map(grids.is_int, zeroed := tuple(zeroed))):
+        raise ArgumentTypeError(
+            "Argument `zeroed_outputs` must be a sequence of output indices, such as (0,), or a "
+            f"callable that returns one; got {zeroed!r} of type {type(zeroed).__name__}."
+        )
+    indices = tuple(sorted({int(i) for i in zeroed}))
+    for index in indices:
+        if not 0 <= index < num_results:
+            raise ArgumentValueError(
+                f"Argument `zeroed_outputs` has index {index}, and there are {num_results} outputs."
+            )
+    return indices
+
+
+def _check_block_shapes(
+    block_shapes: Mapping[int, Any], parameters: Sequence[tuple[str, Argument]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The block shapes that every descriptor has in one config, checked.
+
+    Raises:
+      ArgumentTypeError, ArgumentValueError: not as many sizes as the descriptor has dimensions.
+    """
+    found = []
+    for name, argument in parameters if block_shapes else ():
+        for leaf in leaves(argument):
+            if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
+                given = block_shapes[leaf.index]
+                rank = len(leaf.shape)
+                if not isinstance(given, (tuple, list)) or len(given) != rank:
+                    raise ArgumentValueError(
+                        f"Argument `block_shape` of descriptor `{name}` must have {rank} sizes, as "
+                        f"its shape {leaf.shape}; got {given!r}."
+                    )
+                sizes = tuple(static_value("block_shape", size) for size in given)
+                if not all(grids.is_int(n) and n > 0 for n in sizes):
+                    raise ArgumentTypeError(
+                        f"Argument `block_shape` of descriptor `{name}` must be positive ints; got "
+                        f"{given!r}."
+                    )
+                found.append((leaf.index, sizes))
+    return tuple(found)
+
+
+def check_aliases(
+    pairs: Mapping[int, int],
+    operands: Sequence[ArrayType],
+    results: Sequence[ArrayType],
+    names: Sequence[str],
+) -> tuple[Alias, ...]:
+    """Aliases from array operands to outputs; `names` are the operands' names for messages.
+
+    Raises:
+      ArgumentValueError: an index that is not there, one output twice, or a buffer of
+        another shape or dtype.
+    """
+    aliases = []
+    taken: dict[int, int] = {}
+    for operand, result in pairs.items():
+        if not 0 <= result < len(results):
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` names output {result}, and there are "
+                f"{len(results)} outputs."
+            )
+        if result in taken:
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` gives output {result} to two operands, "
+                f"`{names[taken[result]]}` and `{names[operand]}`; an output has one buffer."
+            )
+        taken[result] = operand
+        if operands[operand] != results[result]:
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` gives operand `{names[operand]}` "
+                f"({_describe(operands[operand])}) the buffer of output {result} "
+                f"({_describe(results[result])}); they must have the same shape and dtype."
+            )
+        aliases.append(Alias(operand, result))
+    return tuple(aliases)
+
+
+def _describe(array: ArrayType) -> str:
+    return f"{array.dtype.name}[{','.join(map(str, array.shape))}]"

@@ -1,0 +1,107 @@
+"""Host-side TMA descriptors as operands of `triton_call`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+from triax.errors import ArgumentTypeError, ArgumentValueError
+
+BlockShape: TypeAlias = tuple[int, ...] | Callable[[Mapping[str, Any]], Sequence[int]]
+
+
+def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements: (2, 3, 4) → (12, 4, 1)."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TensorDescriptor:
+    """A TMA descriptor of an array, made on the host when the kernel is launched.
+
+        desc = triax.TensorDescriptor.from_array(x, block_shape=(64, 64))
+        triax.triton_call(desc, kernel=k, …)  # the kernel calls desc.load([i, j])
+
+    Shapes and strides count elements. Needs a jaxlib that can encode descriptors, and a
+    GPU with TMA (compute capability 9.0 or later).
+
+    Args:
+      base: the array, its address aligned to 16 bytes as all of XLA's are.
+      shape: the shape the descriptor shows, one to five dimensions.
+      strides: element strides; the last is 1, the others multiples of 16 bytes.
+      block_shape: the shape of the blocks it loads and stores, or a callable from the
+        meta-parameters to it, evaluated for each config as a grid is:
+        ``lambda meta: (meta["BM"], meta["BK"])``. A config's `pre_hook` may set it too.
+      layout: the shared-memory layout, for Gluon kernels.
+      padding: what lies outside, "zero" or "nan".
+      round_f32_to_tf32: rounds float32 to tf32 on the way in.
+
+    Raises:
+      ArgumentValueError: the ranks differ, or TMA cannot address the array so.
+    """
+
+    base: Any
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    strides: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    block_shape: BlockShape = dataclasses.field(metadata={"static": True})
+    layout: Any = dataclasses.field(default=None, metadata={"static": True})
+    padding: Literal["zero", "nan"] = dataclasses.field(default="zero", metadata={"static": True})
+    round_f32_to_tf32: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def from_array(
+        cls,
+        array: jax.Array,
+        block_shape: Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]],
+        layout: Any = None,
+        padding: Literal["zero", "nan"] = "zero",
+        round_f32_to_tf32: bool = False,
+    ) -> TensorDescriptor:
+        """The descriptor of a whole, row-major array."""
+        return cls(
+            array,
+            tuple(array.shape),
+            strides_from_shape(array.shape),
+            block_shape if callable(block_shape) else tuple(block_shape),
+            layout,
+            padding,
+            round_f32_to_tf32,
+        )
+
+    def __post_init__(self) -> None:
+        ranks = [len(self.shape), len(self.strides)]
+        if not callable(self.block_shape):
+            ranks.append(len(self.block_shape))
+        if len(set(ranks)) != 1 or not 1 <= ranks[0] <= 5:
+            raise ArgumentValueError(
+                "Arguments `shape`, `strides` and `block_shape` of TensorDescriptor must have the "
+                f"same length, one to five; got {self.shape}, {self.strides}, {self.block_shape}."
+            )
+        if self.padding not in ("zero", "nan"):
+            raise ArgumentValueError(
+                f"Argument `padding` of TensorDescriptor must be 'zero' or 'nan'; got "
+                f"{self.padding!r}."
+            )
+        if not hasattr(self.base, "dtype"):  # JAX rebuilds pytrees with placeholders
+            return
+        itemsize = self.base.dtype.itemsize
+        if self.strides[-1] != 1 or any(s * itemsize % 16 for s in self.strides[:-1]):
+            raise ArgumentValueError(
+                "Argument `strides` of TensorDescriptor must end in 1 and be multiples of 16 bytes "
+                f"before that; got {self.strides} of {self.base.dtype} ({itemsize} bytes). Pad the "
+                "rows of the array."
+            )
+        if self.round_f32_to_tf32 and self.base.dtype.name != "float32":
+            raise ArgumentTypeError(
+                f"Argument `round_f32_to_tf32` of TensorDescriptor needs a float32 array; got "
+                f"{self.base.dtype}."
+            )

@@ -1,0 +1,93 @@
+"""JAX dtypes and Triton's names for them."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+from triax.errors import ArgumentTypeError, ArgumentValueError
+
+_TRITON_NAMES: dict[np.dtype, str] = {
+    np.dtype(dtype): name
+    for dtype, name in {
+        np.bool_: "i1",
+        np.int8: "i8",
+        np.int16: "i16",
+        np.int32: "i32",
+        np.int64: "i64",
+        np.uint8: "u8",
+        np.uint16: "u16",
+        np.uint32: "u32",
+        np.uint64: "u64",
+        np.float16: "fp16",
+        ml_dtypes.bfloat16: "bf16",
+        np.float32: "fp32",
+        np.float64: "fp64",
+        ml_dtypes.float8_e4m3fn: "fp8e4nv",
+        ml_dtypes.float8_e5m2: "fp8e5",
+        ml_dtypes.float8_e4m3fnuz: "fp8e4b8",
+        ml_dtypes.float8_e5m2fnuz: "fp8e5b16",
+    }.items()
+}
+
+SUPPORTED = tuple(dtype.name for dtype in _TRITON_NAMES)
+
+
+def triton_name(dtype: np.dtype) -> str:
+    """Triton's name for an element type that passed `check`: "fp32" for float32."""
+    return _TRITON_NAMES[np.dtype(dtype)]
+
+
+def check(dtype: object, argument: str) -> None:
+    """Raises `ArgumentTypeError` if Triton has no element type for `dtype`."""
+    try:
+        known = np.dtype(dtype) in _TRITON_NAMES  # type: ignore[call-overload]
+    except TypeError:  # extended dtypes such as PRNG keys
+        known = False
+    if not known:
+        raise ArgumentTypeError(
+            f"Argument `{argument}` has dtype {dtype}, which Triton kernels cannot take. "
+            f"Cast it to one of: {', '.join(SUPPORTED)}."
+        )
+
+
+def launch_scalar(name: str, value: bool | int | float, type_name: str) -> tuple[float, str]:
+    """A scalar argument as launchers take it, which know bools and numbers of 32 and 64 bits.
+
+    A kernel reads as many bytes as its parameter has, so a narrower number is the low bytes of
+    a wider one.
+
+    Args:
+      name: the parameter, for messages.
+      value: what the caller gave.
+      type_name: Triton's type of the parameter: "u1", "i16", "bf16", …
+
+    Returns:
+      The value and its type: "i1", "i32", "u32", "i64", "u64", "fp32" or "fp64".
+
+    Raises:
+      ArgumentTypeError, ArgumentValueError: the type does not have this value.
+    """
+    if type_name in ("i1", "u1"):
+        return bool(value), "i1"
+    if type_name in ("fp32", "fp64"):
+        return float(value), type_name
+    refused = (
+        f"Argument `{name}` is {value!r}, which its type in the kernel, {type_name}, cannot be."
+    )
+    if type_name in ("fp16", "bf16"):
+        dtype = np.float16 if type_name == "fp16" else ml_dtypes.bfloat16
+        with np.errstate(over="ignore"):
+            narrow = np.array(value, np.float64).astype(dtype)
+        if math.isfinite(value) and not np.isfinite(narrow):
+            raise ArgumentValueError(refused)
+        return int(narrow.view(np.uint16)), "u32"
+    if isinstance(value, float):
+        raise ArgumentTypeError(f"{refused} Pass an int.")
+    bits = int(type_name[1:])
+    low = 0 if type_name.startswith("u") else -(1 << bits - 1)
+    if not low <= value < low + (1 << bits):
+        raise ArgumentValueError(refused)
+    return (int(value), type_name) if bits >= 32 else (value & 0xFFFF_FFFF, "u32")

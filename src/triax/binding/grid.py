@@ -1,0 +1,71 @@
+"""The launch grid: an int, a tuple or list, or a callable of the meta-parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from triax.binding.launch import Grid
+from triax.errors import ArgumentTypeError, ArgumentValueError
+
+Sizes: TypeAlias = int | tuple[int, ...] | list[int]
+GridLike: TypeAlias = Sizes | Callable[[Mapping[str, Any]], Sizes]
+
+# CUDA C++ Programming Guide, technical specifications: the maximum of each grid dimension.
+_LIMITS = (2**31 - 1, 65535, 65535)
+
+
+def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
+    """The grid as three ints, a callable evaluated on `meta` first.
+
+    Raises:
+      ArgumentTypeError: neither an int, nor a tuple or list of ints, nor a callable that
+        returns one.
+      ArgumentValueError: not one to three dimensions, negative, or past CUDA's limits.
+    """
+    source = ""
+    if callable(grid):
+        grid = grid(meta)
+        source = " from its callable"
+    if is_int(grid):
+        grid = (grid,)  # type: ignore[assignment]
+    if not isinstance(grid, (tuple, list)):
+        raise _not_a_grid(grid, source)
+    if not 1 <= len(grid) <= 3:
+        raise ArgumentValueError(
+            f"Argument `grid` must have one to three dimensions; got {len(grid)}{source}: {grid!r}."
+        )
+    sizes: Sequence[Any] = grid
+    for axis, size, limit in zip("xyz", sizes, _LIMITS, strict=False):
+        if isinstance(size, jax.core.Tracer):
+            raise ArgumentTypeError(
+                f"Argument `grid` must be known when the function is traced, and its {axis} is the "
+                f"traced value {size}{source}. Compute it from shapes, or from static arguments."
+            )
+        if not is_int(size):
+            raise _not_a_grid(grid, source)
+        if size < 0:
+            raise ArgumentValueError(f"Argument `grid` must not be negative; got {grid!r}{source}.")
+        if size > limit:
+            remedy = "" if axis == "x" else " Put the long dimension first: x may have 2**31 - 1."
+            raise ArgumentValueError(
+                f"Argument `grid` has {size} programs along {axis}, and CUDA allows {limit}; "
+                f"got {grid!r}{source}.{remedy}"
+            )
+    x, y, z = (*map(int, sizes), 1, 1)[:3]
+    return (x, y, z)
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an int of Python's or NumPy's, and no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _not_a_grid(grid: object, source: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        "Argument `grid` must be an int, a tuple or a callable but received: "
+        f"type={type(grid).__name__}, value={grid!r}{source}."
+    )

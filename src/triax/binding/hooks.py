@@ -1,0 +1,162 @@
+"""What a config's `pre_hook` does to a launch, found out before there is one.
+
+Triton runs such a hook before every launch, on the kernel's arguments. Inside a compiled
+program no Python runs, so it is run once here, on stand-ins. In: the hook, the values it may
+read, and what the kernel's parameters stand for. Out: the outputs that it zeroes and the block
+shapes that it gives to descriptors; whatever else it does is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triax.binding.descriptor import strides_from_shape
+from triax.binding.kernel import Hook
+from triax.binding.launch import Alias, Argument, Descriptor, Operand, Result, Scalar, rebuild
+from triax.compat import triton_private
+from triax.errors import UnsupportedError
+
+_REMEDY = (
+    "It is run once, ahead of time, and may zero outputs (`.zero_()`) and set the `block_shape` of "
+    "descriptors. Do other work in JAX, before the call."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effects:
+    """What a hook did: outputs zeroed, and block shapes by the descriptor's operand."""
+
+    zeroed: frozenset[int] = frozenset()
+    block_shapes: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+
+
+def find_effects(
+    hook: Hook,
+    where: str,
+    parameters: Sequence[tuple[str, Argument]],
+    seen: Mapping[str, Any],
+    aliases: Sequence[Alias],
+) -> Effects:
+    """Runs a hook.
+
+    Args:
+      hook: the hook.
+      where: the kernel and the config that it belongs to, for messages.
+      parameters: what each runtime parameter takes.
+      seen: the same as shapes and dtypes, or the values of scalars.
+      aliases: which operands are outputs.
+
+    Raises:
+      UnsupportedError: it fails, or does what cannot be honoured.
+    """
+    log = _Log(where, {alias.operand: alias.result for alias in aliases})
+    arguments = {name: log.stand_in(name, leaf, seen[name]) for name, leaf in parameters}
+    try:
+        hook.function({**arguments, **hook.values})
+    except Exception as error:
+        if log.refusal is None:
+            name = type(error).__name__
+            raise UnsupportedError(f"{where} raised {name}: {error}. {_REMEDY}") from error
+    if log.refusal is not None:  # also where the hook caught it
+        raise log.refusal
+    return Effects(frozenset(log.zeroed), log.block_shapes())
+
+
+class _Log:
+    """Makes the stand-ins of one run, and notes what becomes of them."""
+
+    def __init__(self, where: str, result_of_operand: Mapping[int, int]):
+        self.where = where
+        self.refusal: UnsupportedError | None = None
+        self.zeroed: set[int] = set()
+        self._result_of = result_of_operand
+        self._descriptors: list[tuple[str, Descriptor, Any, dict[str, Any]]] = []
+
+    def refuse(self, what: str) -> UnsupportedError:
+        self.refusal = self.refusal or UnsupportedError(f"{self.where} {what}. {_REMEDY}")
+        return self.refusal
+
+    def zero(self, name: str, leaf: Operand | Result) -> None:
+        index = leaf.index if isinstance(leaf, Result) else self._result_of.get(leaf.index)
+        if index is None:
+            raise self.refuse(f"zeroes `{name}`, which is no output, nor aliased to one")
+        self.zeroed.add(index)
+
+    def stand_in(self, name: str, leaf: Argument, seen: Any) -> Any:
+        if isinstance(leaf, tuple):
+            parts = zip(leaf, seen, strict=True)
+            return rebuild(
+                leaf, [self.stand_in(f"{name}[{i}]", *pair) for i, pair in enumerate(parts)]
+            )
+        if isinstance(leaf, Scalar):
+            return leaf.value
+        if isinstance(leaf, Descriptor):
+            base = _Array(self, f"{name}.base", Operand(leaf.index), seen)
+            found = triton_private.descriptor_stand_in(
+                leaf.layout,
+                base=base,
+                shape=list(leaf.shape),
+                strides=list(leaf.strides),
+                block_shape=list(leaf.block_shape),
+                padding=leaf.padding,
+            )
+            before = {n: list(v) if isinstance(v, list) else v for n, v in vars(found).items()}
+            self._descriptors.append((name, leaf, found, before))
+            return found
+        return _Array(self, name, leaf, seen)
+
+    def block_shapes(self) -> dict[int, Any]:
+        """The block shapes that have changed; nothing else of a descriptor may."""
+        changed = {}
+        for name, leaf, found, before in self._descriptors:
+            after = vars(found)
+            for field in sorted({*before, *after}):
+                same = field in before and field in after and before[field] == after[field]
+                if not same and field != "block_shape":
+                    raise self.refuse(f"changes `{name}.{field}`")
+            if list(after["block_shape"]) != before["block_shape"]:
+                changed[leaf.index] = after["block_shape"]
+        return changed
+
+
+class _Array:
+    """Stands for an array."""
+
+    __slots__ = ("_leaf", "_log", "_name", "dtype", "ndim", "shape")
+
+    def __init__(self, log: _Log, name: str, leaf: Operand | Result, seen: Any):
+        values = (leaf, log, name, seen.dtype, len(seen.shape), tuple(seen.shape))
+        for field, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, field, value)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def size(self, axis: int | None = None) -> Any:
+        return self.shape if axis is None else self.shape[axis]
+
+    def stride(self, axis: int | None = None) -> Any:
+        strides = strides_from_shape(self.shape)
+        return strides if axis is None else strides[axis]
+
+    def element_size(self) -> int:
+        return int(self.dtype.itemsize)
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def zero_(self) -> _Array:
+        self._log.zero(self._name, self._leaf)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # How Python and libraries find out what an object is, and hooks what a descriptor is.
+        if name.startswith("__") or name in ("base", "block_shape", "padding", "strides"):
+            raise AttributeError(name)
+        raise self._log.refuse(f"uses `{self._name}.{name}`")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self._log.refuse(f"sets `{self._name}.{name}`")

@@ -1,0 +1,333 @@
+"""One view of everything Triton calls a kernel.
+
+`@triton.jit` and Gluon functions, and `@triton.autotune` and `@triton.heuristics` around
+them in any nesting, become a `Kernel`: its parameters, and the configs to choose from
+with every value a config or heuristic sets. The user's objects are never modified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from triax.binding.values import CONFIG_OPTIONS, Config, pack_values
+from triax.compat import triton_private
+from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel. `default` is None where `has_default` is false.
+
+    `number` is Triton's name of the number that an annotation makes of it ("i32"), else "".
+    """
+
+    name: str
+    is_constexpr: bool
+    has_default: bool
+    default: Any
+    number: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """A config's `pre_hook`, and the values that it is given beside the runtime arguments."""
+
+    function: Callable[[dict[str, Any]], Any]
+    values: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel as the user wrote it (`source`) and the function inside it (`function`).
+
+    `stages` are the decorators around the function, the outermost first. Two views are
+    equal if they are of the same object.
+    """
+
+    source: Any
+    function: Any
+    stages: tuple[Any, ...]
+    name: str
+    parameters: tuple[Parameter, ...]
+    is_gluon: bool
+
+    @classmethod
+    def of(cls, source: Any) -> Kernel:
+        """The view of a kernel object, made once.
+
+        Raises:
+          ArgumentTypeError: `source` is not a jitted function, alone or decorated.
+          UnsupportedError: `@triton.autotune` has host hooks, or there are several of it.
+        """
+        view = _views.get(id(source))
+        if view is None or view.source is not source:
+            view = cls._new(source)
+            if len(_views) >= _MOST_VIEWS:
+                _views.clear()
+            _views[id(source)] = view
+        return view
+
+    @classmethod
+    def _new(cls, source: Any) -> Kernel:
+        stages = []
+        function = source
+        while triton_private.is_autotuner(function) or triton_private.is_heuristics(function):
+            stages.append(function)
+            function = function.fn
+        if not triton_private.is_jit_function(function):
+            hint = " Decorate it with @triton.jit." if callable(function) else ""
+            raise ArgumentTypeError(
+                "Argument `kernel` must be a function decorated with @triton.jit (or Gluon's jit), "
+                "with @triton.autotune or @triton.heuristics around it or not; "
+                f"got {function!r} of type {type(function).__name__}.{hint}"
+            )
+        name = triton_private.function_name(function)
+        tuners = [stage for stage in stages if triton_private.is_autotuner(stage)]
+        if len(tuners) > 1:
+            raise UnsupportedError(
+                f"Kernel {name!r} is decorated with @triton.autotune {len(tuners)} times. "
+                "Merge the configs into one."
+            )
+        for tuner in tuners:
+            _refuse_hooks(name, tuner)
+        return cls(
+            source=source,
+            function=function,
+            stages=tuple(stages),
+            name=name,
+            parameters=tuple(
+                Parameter(
+                    p.name,
+                    p.is_constexpr,
+                    p.has_default,
+                    p.default if p.has_default else None,
+                    triton_private.annotated_number(p),
+                )
+                for p in function.params
+            ),
+            is_gluon=triton_private.is_gluon(function),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and self.source is other.source
+
+    def __hash__(self) -> int:
+        return id(self.source)
+
+    @functools.cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.parameters)
+
+    @functools.cached_property
+    def runtime_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that are not constexpr."""
+        return tuple(p for p in self.parameters if not p.is_constexpr)
+
+    @property
+    def autotuner(self) -> Any | None:
+        """The `@triton.autotune` object, if there is one."""
+        return next((s for s in self.stages if triton_private.is_autotuner(s)), None)
+
+    def values_set_by_stages(self) -> frozenset[str]:
+        """The names that some config or heuristic gives a value."""
+        names: set[str] = set()
+        for stage in self.stages:
+            if triton_private.is_heuristics(stage):
+                names.update(stage.values)
+            else:
+                for config in stage.configs:
+                    names.update(config.all_kwargs())
+        return frozenset(names)
+
+    def expand(
+        self,
+        arguments: Mapping[str, Any],
+        keywords: Mapping[str, Any],
+        options: Mapping[str, Any],
+        *,
+        conflicts: str = "filter",
+    ) -> tuple[list[tuple[Config, Hook | None]], list[str]]:
+        """The configs to choose from, each with all values that configs and heuristics set.
+
+        Args:
+          arguments: runtime arguments by parameter, as heuristics see them.
+          keywords: constexprs and other meta-parameters the caller gave.
+          options: `num_warps` and the like that the caller gave.
+          conflicts: what becomes of a name that both the caller and a config set:
+            "filter" keeps the configs that agree with the caller, "config" lets the
+            config's value win, "caller" the caller's.
+
+        Returns:
+          The configs, in the order the user listed them, each with its `pre_hook`; and the names
+          that heuristics read.
+
+        Raises:
+          ArgumentValueError: no config is left.
+        """
+        branches = [_Branch(dict(keywords), {}, dict(options))]
+        recorder = _Recorder()
+        for stage in self.stages:
+            if triton_private.is_heuristics(stage):
+                for branch in branches:
+                    branch.apply_heuristics(stage.values, arguments, recorder)
+            else:
+                (branch,) = branches  # Kernel.of admits one autotuner
+                branches = self._branches(stage, branch, arguments, conflicts)
+        return [(branch.config(), branch.hook) for branch in branches], sorted(recorder.read)
+
+    def _branches(
+        self, tuner: Any, branch: _Branch, arguments: Mapping[str, Any], conflicts: str
+    ) -> list[_Branch]:
+        configs = [c for c in tuner.configs if conflicts != "filter" or branch.agrees(c)]
+        if not configs:
+            given = {**branch.keywords, **branch.options}
+            clashing = sorted(
+                name for name in given if any(name in c.all_kwargs() for c in tuner.configs)
+            )
+            raise ArgumentValueError(
+                f"No config of kernel {self.name!r} agrees with the values given for "
+                f"{', '.join(f'`{n}`={given[n]!r}' for n in clashing)}. Its configs are: "
+                f"{'; '.join(str(c) for c in tuner.configs)}. Leave the argument out to let a "
+                "config decide."
+            )
+        configs = _prune(tuner, configs, arguments, branch.keywords)
+        if not configs:
+            raise ArgumentValueError(
+                f"The `early_config_prune` or `perf_model` of kernel {self.name!r} left no config."
+            )
+        return [branch.with_config(config, caller_wins=conflicts == "caller") for config in configs]
+
+
+# By the object's id: Triton's hash of a kernel parses its source.
+_views: dict[int, Kernel] = {}
+_MOST_VIEWS = 1024
+
+
+@dataclasses.dataclass
+class _Branch:
+    """One way through the decorators: the values so far, and those the kernel's stages set."""
+
+    keywords: dict[str, Any]
+    values: dict[str, Any]
+    options: dict[str, Any]
+    hook: Hook | None = None
+
+    def agrees(self, config: Any) -> bool:
+        given = {**self.keywords, **self.options}
+        return all(
+            given[name] == value for name, value in config.all_kwargs().items() if name in given
+        )
+
+    def with_config(self, config: Any, *, caller_wins: bool) -> _Branch:
+        values, options = dict(self.values), dict(self.options)
+        for name, value in config.all_kwargs().items():
+            given = {**self.keywords, **self.options}
+            if caller_wins and name in given:
+                value = given[name]
+            target = options if name in CONFIG_OPTIONS else values
+            target[name] = value
+        keywords = {**self.keywords, **values}
+        hook = None
+        if config.pre_hook is not None:
+            hook = Hook(config.pre_hook, {**keywords, **options})
+        return _Branch(keywords, values, options, hook)
+
+    def apply_heuristics(
+        self, heuristics: Mapping[str, Callable], arguments: Mapping[str, Any], recorder: _Recorder
+    ) -> None:
+        for name, heuristic in heuristics.items():
+            known = {**arguments, **self.options, **self.keywords}
+            value = heuristic(recorder.watch(known))
+            if name in CONFIG_OPTIONS:
+                self.options[name] = value
+            else:
+                self.values[name] = value
+                self.keywords[name] = value
+
+    def config(self) -> Config:
+        options = {n: self.options[n] for n in CONFIG_OPTIONS if n in self.options}
+        return Config(pack_values(self.values), **options)
+
+
+class _Recorder:
+    """Collects the names that callables read from the dictionaries they are given."""
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+
+    def watch(self, values: Mapping[str, Any]) -> WatchedDict:
+        return WatchedDict(values, self.read)
+
+
+class WatchedDict(dict):
+    """A dictionary that notes which keys are read, in `read`. Taking all counts as reading all."""
+
+    def __init__(self, values: Mapping[str, Any], read: set[str]):
+        super().__init__(values)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        self._read.update(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        self._read.update(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        self._read.update(super().keys())
+        return super().items()
+
+    def __iter__(self) -> Any:
+        self._read.update(super().keys())
+        return super().__iter__()
+
+
+def _refuse_hooks(name: str, tuner: Any) -> None:
+    """Hooks of `@triton.autotune` itself run around Triton's own timing, which Triax replaces."""
+    hooks = [f"@triton.autotune({hook}=…)" for hook in triton_private.autotuner_hooks(tuner)]
+    if hooks:
+        raise UnsupportedError(
+            f"Kernel {name!r} has host hooks, which have no place inside a compiled program: "
+            f"{', '.join(hooks)}. To have operands put back between the timed runs of its configs, "
+            "use `restore_value` or `reset_to_zero`; to zero an output in the program, "
+            "`zeroed_outputs` or a `pre_hook` of its configs."
+        )
+
+
+def _prune(
+    tuner: Any, configs: Sequence[Any], arguments: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> list[Any]:
+    """`prune_configs_by`, as `@triton.autotune` documents it, on a list of ours."""
+    configs = list(configs)
+    if tuner.early_config_prune is not None:
+        # Triton names what was positional and hands on what was a keyword; which of the two a
+        # runtime argument was is not known here.
+        named = {**arguments, **keywords}
+        configs = list(tuner.early_config_prune(configs, dict(named), **named))
+    if tuner.perf_model is not None and configs:
+        top_k = tuner.configs_top_k
+        if isinstance(top_k, float) and top_k <= 1.0:
+            top_k = max(1, int(len(configs) * top_k))
+        if len(configs) > top_k:
+            times = {
+                id(config): tuner.perf_model(**{**arguments, **keywords, **config.all_kwargs()})
+                for config in configs
+            }
+            configs = sorted(configs, key=lambda config: times[id(config)])[:top_k]
+    return configs

@@ -1,0 +1,323 @@
+"""What a kernel launch is, as plain frozen data.
+
+`triton_call` binds a user's call into a `Call`: the kernel, which buffer each
+parameter takes, and the candidate configs with the grid of each. Lowering
+resolves one candidate against concrete array types into a `Launch`, which the
+compiler, the custom call and the interpreter read. Everything here is hashable,
+compares by exact value, and knows nothing of JAX or of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from triax.binding.kernel import Kernel
+from triax.binding.values import Config, Static, Values, unpack_values
+
+Grid: TypeAlias = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """Shape and dtype of a buffer, row-major and dense."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, array: Any) -> ArrayType:
+        """The type of anything with `shape` and `dtype`."""
+        return cls(tuple(map(int, array.shape)), np.dtype(array.dtype))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A parameter that takes the `index`-th array operand."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A parameter that takes the `index`-th output buffer."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A parameter that takes a Python bool, int, float or None."""
+
+    static: Static
+
+    @property
+    def value(self) -> bool | int | float | None:
+        return self.static.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Descriptor:
+    """A parameter that takes a host-side TMA descriptor of the `index`-th array operand.
+
+    Shapes and strides count elements. `block_shape` is empty where candidates decide it.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any
+    padding: str
+    round_f32_to_tf32: bool
+
+
+Argument: TypeAlias = "Operand | Result | Scalar | Descriptor | tuple[Argument, ...]"
+
+
+def leaves(argument: Argument) -> Iterator[Operand | Result | Scalar | Descriptor]:
+    """The leaves of one argument, tuples flattened in order."""
+    if isinstance(argument, tuple):
+        for part in argument:
+            yield from leaves(part)
+    else:
+        yield argument
+
+
+def rebuild(argument: tuple, parts: list[Any]) -> tuple:
+    """A tuple of the same kind with other parts; a named tuple keeps its names."""
+    return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+
+
+def _with_block_shapes(argument: Argument, block_shapes: dict[int, tuple[int, ...]]) -> Argument:
+    if isinstance(argument, tuple):
+        return rebuild(argument, [_with_block_shapes(part, block_shapes) for part in argument])
+    if isinstance(argument, Descriptor) and argument.index in block_shapes:
+        return dataclasses.replace(argument, block_shape=block_shapes[argument.index])
+    return argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """Output `result` shares its buffer with array operand `operand`."""
+
+    operand: int
+    result: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A config with everything that follows from it.
+
+    `constants` are all constexpr parameters of the kernel, `options` all compiler
+    options, `zeroed` the outputs to be zeroed before the launch, `block_shapes` pairs
+    descriptors' operands with the block shapes that they have in this config.
+    """
+
+    config: Config
+    constants: Values
+    options: Values
+    grid: Grid
+    zeroed: tuple[int, ...] = ()
+    block_shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the grid has no program in it."""
+        return 0 in self.grid
+
+    def __str__(self) -> str:
+        parts = {**unpack_values(self.constants), **unpack_values(self.options)}
+        return ", ".join(f"{name}={value}" for name, value in parts.items()) or "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A user's call, bound: all that is known before devices and shapes are.
+
+    `arguments` gives the runtime parameters in the kernel's order; `aliases`
+    count array operands and flattened outputs; `tuning` is the tuning mode and
+    `implementation` one of None, "triton", "interpret". `fallback` stands in for all
+    candidates where none is chosen; None means the first of them. `checked` is for the
+    interpreter.
+    """
+
+    kernel: Kernel
+    arguments: tuple[tuple[str, Argument], ...]
+    candidates: tuple[Candidate, ...]
+    aliases: tuple[Alias, ...] = ()
+    name: str = ""
+    tuning: str = "auto"
+    implementation: str | None = None
+    compute_capability: int | None = None
+    cost_estimate: Values = ()
+    has_side_effect: bool = False
+    serialized_metadata: bytes = b""
+    debug: bool = False
+    # Not compared: two calls that differ in nothing else are the same call.
+    tuning_inputs: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
+    fallback: Candidate | None = None
+    checked: bool = False
+
+    @property
+    def display_name(self) -> str:
+        """The name to show in logs, errors and profiles."""
+        return self.name or self.kernel.name
+
+    def launch(
+        self, candidate: Candidate, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
+    ) -> Launch:
+        """The launch of one candidate on arrays of the given types."""
+        block_shapes = dict(candidate.block_shapes)
+        return Launch(
+            self.kernel,
+            tuple((name, _with_block_shapes(a, block_shapes)) for name, a in self.arguments),
+            candidate,
+            operands,
+            results,
+            self.aliases,
+            self.display_name,
+        )
+
+    def launches(
+        self, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
+    ) -> list[Launch]:
+        """The launches of those candidates that launch anything."""
+        return [self.launch(c, operands, results) for c in self.candidates if not c.is_empty]
+
+    def __repr__(self) -> str:
+        return f"Call({self.display_name}, {len(self.candidates)} candidate(s))"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel, one config, one grid, and the types of its buffers."""
+
+    kernel: Kernel
+    arguments: tuple[tuple[str, Argument], ...]
+    candidate: Candidate
+    operands: tuple[ArrayType, ...]
+    results: tuple[ArrayType, ...]
+    aliases: tuple[Alias, ...]
+    name: str
+
+    @property
+    def grid(self) -> Grid:
+        return self.candidate.grid
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return unpack_values(self.candidate.constants)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return unpack_values(self.candidate.options)
+
+    @property
+    def operand_of_result(self) -> dict[int, int]:
+        """For each aliased output, the operand whose buffer it is."""
+        return {alias.result: alias.operand for alias in self.aliases}
+
+    def array_type(self, leaf: Operand | Result | Descriptor) -> ArrayType:
+        """The type of the buffer that a leaf stands for."""
+        return self.results[leaf.index] if isinstance(leaf, Result) else self.operands[leaf.index]
+
+    def buffer_index(self, leaf: Operand | Result | Descriptor) -> int:
+        """The buffer a leaf stands for, counted over operands, then outputs not aliased to one."""
+        if not isinstance(leaf, Result):
+            return leaf.index
+        aliased = self.operand_of_result
+        if leaf.index in aliased:
+            return aliased[leaf.index]
+        fresh = [index for index in range(len(self.results)) if index not in aliased]
+        return len(self.operands) + fresh.index(leaf.index)
+
+    def zeroed_bytes(self) -> dict[Operand | Result, int]:
+        """How many bytes are zeroed before the launch, by the leaf that takes the buffer."""
+        operand_of = self.operand_of_result
+        zeroed: dict[Operand | Result, int] = {}
+        for index in self.candidate.zeroed:
+            zeroed[Result(index)] = self.results[index].nbytes
+            if index in operand_of:
+                zeroed[Operand(operand_of[index])] = self.results[index].nbytes
+        return zeroed
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Operand | Result | Scalar | Descriptor, ...]:
+        """The leaves of all runtime parameters, in the kernel's order."""
+        return tuple(leaf for _, leaf in self.named_leaves)
+
+    @functools.cached_property
+    def named_leaves(self) -> tuple[tuple[str, Operand | Result | Scalar | Descriptor], ...]:
+        """The leaves with their names: the parameter's, and in a tuple the position too."""
+        found: list[tuple[str, Any]] = []
+
+        def visit(name: str, argument: Argument) -> None:
+            if isinstance(argument, tuple):
+                for position, part in enumerate(argument):
+                    visit(f"{name}[{position}]", part)
+            else:
+                found.append((name, argument))
+
+        for name, argument in self.arguments:
+            visit(name, argument)
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorMap:
+    """What the compiler decided about one host TMA descriptor, in the driver's terms."""
+
+    block_shape: tuple[int, ...]
+    element_type: int
+    swizzle: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchParameter:
+    """A parameter of a compiled kernel: the one that stands for the `leaf`-th of `Launch.leaves`.
+
+    `divisible_by_16` says whether the code relies on that. `scalar_type` is Triton's type of a
+    scalar, else None; `tensor_map` is there for descriptors, on GPUs with TMA.
+    """
+
+    leaf: int
+    divisible_by_16: bool
+    scalar_type: str | None
+    tensor_map: TensorMap | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """Triton's output for one launch, in the form XLA's custom call wants it.
+
+    `name` is the PTX entry, unique to what was compiled. `cubin` is the machine code of
+    `ptx`, made only where it is asked for: XLA makes its own. Sizes in bytes.
+    """
+
+    name: str
+    ptx: str
+    compute_capability: int
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    global_scratch_bytes: int
+    global_scratch_align: int
+    parameters: tuple[LaunchParameter, ...]
+    """In the kernel's order. Triton folds None and integers it specialised on 1 into the code."""
+    writes: tuple[tuple[int, ...], ...] = ()
+    """For each write whose pointer can be followed: the leaves that it may reach."""
+    cubin: bytes | None = None

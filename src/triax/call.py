@@ -1,0 +1,335 @@
+"""`triton_call`: validates a user's call, binds it to the kernel, hands it to JAX."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from triax import settings
+from triax.binding import arguments, candidates, dtypes
+from triax.binding.grid import GridLike
+from triax.binding.kernel import Kernel
+from triax.binding.launch import Alias, Argument, ArrayType, Call, Result, Scalar, rebuild
+from triax.binding.values import pack_values
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.interpreting import frames
+from triax.primitive import VMAP_METHODS, triton_call_p
+
+IMPLEMENTATIONS = (None, "triton", "interpret")
+_COSTS = ("flops", "bytes_accessed", "transcendentals")
+_NEVER_THE_KERNELS = ("kernel", "grid", "out_type")
+_ALSO_OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
+_KERNELS_OWN = "the kernel's own"  # no identifier, so that it is nobody's keyword
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def _kernels_names_first(
+    function: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """Gives the kernel the keywords that name both its parameter and an argument of `function`.
+
+    They come under `_KERNELS_OWN`, and stay arguments only where they are the compiler's.
+    """
+    kinds = inspect.signature(function).parameters.items()
+    names = {name for name, p in kinds if p.kind is p.KEYWORD_ONLY} - set(_NEVER_THE_KERNELS)
+
+    @functools.wraps(function)
+    def wrapper(*operands: _Parameters.args, **given: _Parameters.kwargs) -> _Result:
+        if not names.isdisjoint(given) and "kernel" in given:
+            parameters = Kernel.of(given["kernel"]).parameter_names
+            own = {n: given[n] for n in parameters if n in names and n in given}
+            rest = {n: v for n, v in given.items() if n not in own or n in _ALSO_OPTIONS}
+            given = {**rest, _KERNELS_OWN: own}  # type: ignore[assignment]
+        try:
+            return function(*operands, **given)
+        except Exception as error:
+            if trace := frames.of_kernels(error.__traceback__):
+                raise error.with_traceback(trace)  # noqa: B904  # the same error
+            raise
+
+    return wrapper
+
+
+@_kernels_names_first
+def triton_call(
+    *operands: Any,
+    kernel: Any,
+    out_type: Any = None,
+    grid: GridLike,
+    input_output_aliases: Mapping[int | str, int] | None = None,
+    zeroed_outputs: candidates.ZeroedOutputs = (),
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    num_ctas: int | None = None,
+    debug: bool = False,
+    backend_options: Mapping[str, Any] | None = None,
+    name: str = "",
+    compute_capability: int | None = None,
+    cost_estimate: Mapping[str, int] | None = None,
+    has_side_effect: bool = False,
+    serialized_metadata: bytes = b"",
+    vmap_method: str | None = None,
+    implementation: str | None = None,
+    tuning: str | None = None,
+    tuning_inputs: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Calls a Triton kernel on JAX arrays.
+
+        @triton.jit
+        def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+            offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + offsets, mask=offsets < n)
+            y = tl.load(y_ptr + offsets, mask=offsets < n)
+            tl.store(out_ptr + offsets, x + y, mask=offsets < n)
+
+        def add(x, y):
+            return triax.triton_call(
+                x, y, n=x.size, BLOCK=1024, kernel=add_kernel, out_type=jax.typeof(x),
+                grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),))
+
+    Positional operands and keywords bind to the kernel's parameters as in Python. The
+    parameters that are not supplied and have no default are the outputs, in order. Where
+    there are more outputs than that, the parameters with a default of None that are not
+    supplied take one each too: all of them, so give None for those that are no outputs.
+
+    A keyword that names both a parameter of the kernel and one of the arguments below
+    (`num_stages`, say) is the kernel's; `num_warps`, `num_stages`, `num_ctas` and `debug`
+    reach the compiler too, as in Triton. Only `kernel`, `grid` and `out_type` are never
+    the kernel's.
+
+    Args:
+      *operands: arrays, Python and NumPy scalars (bool, int, float), None, nested tuples of
+        these, `jax.Ref`s (read before the call and written after it, which XLA turns into
+        an update in place), `TensorDescriptor`s. Arrays are passed as
+        pointers to dense row-major buffers aligned to 16 bytes; scalars are compiled for,
+        with Triton's usual specialisation.
+      kernel: a function decorated with `@triton.jit` or Gluon's jit, with
+        `@triton.autotune` and `@triton.heuristics` around it in any nesting or not.
+      out_type: a pytree of anything with `shape` and `dtype`; the result has its structure.
+      grid: how many programs: an int, a tuple or list of one to three ints, or a callable from the
+        meta-parameters (all arguments, constexprs and options by name, arrays as
+        `jax.ShapeDtypeStruct`) to one of those, evaluated for each config on the values
+        that config is compiled with. With a zero in it nothing runs, and the outputs are
+        zeros (an aliased output is its operand).
+      input_output_aliases: operands to flattened outputs that share memory. An operand is
+        named by its parameter, or counted among the flattened operands, scalars included,
+        in the kernel's parameter order. An aliased output has no parameter of its own.
+        Whether the caller donates the array or not, the result is the same.
+      zeroed_outputs: flattened outputs to be zeroed before the launch, or a callable from
+        the meta-parameters to them.
+      num_warps, num_stages, num_ctas: Triton's options. With `@triton.autotune`, only the
+        configs that agree are tried.
+      debug: compiles device assertions in.
+      backend_options: other options of Triton's CUDA compiler.
+      name: shown in profiles, logs and errors; the kernel's name by default.
+      compute_capability: to compile for, 90 for an H100 or H200. By default that of the
+        GPUs the program is lowered for; without a GPU, ``TRIAX_CUDA_ARCH``.
+      cost_estimate: "flops", "bytes_accessed", "transcendentals" of one call, kept in the
+        program for profilers.
+      has_side_effect: keeps the call in the program although nobody uses its outputs.
+      serialized_metadata: bytes kept in the call, for other tools.
+      vmap_method: how the call batches under `jax.vmap`, as in `jax.ffi.ffi_call`:
+        "sequential", "sequential_unrolled", "expand_dims", "broadcast_all".
+      implementation: None picks by platform: CUDA compiles the kernel, the CPU runs it in
+        Triton's interpreter with every access checked. "triton" insists on the first,
+        "interpret" on the second.
+      tuning: the tuning mode of this call; by default the one in force (see `tuning_mode`).
+      tuning_inputs: a callable from the operands' shapes (`jax.ShapeDtypeStruct`s) to
+        arrays to measure configs on. Kernels that compute addresses from data need it.
+      **kwargs: more operands, constexprs and meta-parameters by name. A name that no
+        parameter has, and no callable grid or heuristic reads, is an error.
+
+    Returns:
+      The outputs, in the structure of `out_type`.
+
+    Raises:
+      ArgumentTypeError, ArgumentValueError: a mistake in the call; the message names the
+        argument, its value and the remedy.
+      UnsupportedError: the kernel or the platform is not one Triax can serve.
+      CompilationError: when the program is lowered, if Triton refuses the kernel.
+    """
+    if "out_shape" in kwargs and out_type is None:
+        warnings.warn("`out_shape` is called `out_type` now.", DeprecationWarning, stacklevel=3)
+        out_type = kwargs.pop("out_shape")
+    kwargs |= kwargs.pop(_KERNELS_OWN, {})
+    view = Kernel.of(kernel)
+    _check_type("name", name, str, "a string")
+    _check_type("serialized_metadata", serialized_metadata, bytes, "bytes")
+    for argument, value in (("backend_options", backend_options), ("cost_estimate", cost_estimate)):
+        _check_type(argument, {} if value is None else value, Mapping, "a mapping")
+    _check_choice("implementation", implementation, IMPLEMENTATIONS)
+    _check_choice("vmap_method", vmap_method, (None, *VMAP_METHODS))
+    mode = (
+        settings.mode_in_force() if tuning is None else settings.check_tuning_mode(tuning, "tuning")
+    )
+    capability = _check_capability(compute_capability)
+    results, out_tree = _flatten_out_type(out_type)
+    bound = arguments.bind(view, operands, kwargs)
+    flat = arguments.Flattened(view.name)
+    supplied = {name: flat.add(name, value) for name, value in bound.runtime.items()}
+    aliases = arguments.resolve_aliases(
+        {} if input_output_aliases is None else input_output_aliases, flat, results
+    )
+    types = flat.types()
+    placed = arguments.place_outputs(view, bound, supplied, results, aliases)
+    options = {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "num_ctas": num_ctas,
+        "debug": debug or None,
+    }
+    # The value of each Ref is an operand with an output of its own.
+    aliases += tuple(Alias(i, len(results) + k) for k, i in enumerate(flat.refs))
+    request = candidates.Request(
+        kernel=view,
+        parameters=placed,
+        arguments=_seen_by_callables(placed, types, results),
+        keywords=bound.keywords,
+        options=_merge_options(options, backend_options or {}),
+        grid=grid,
+        num_results=len(results),
+        aliases=aliases,
+        zeroed_outputs=zeroed_outputs,
+        block_shapes=flat.block_shapes,
+    )
+    call = Call(
+        kernel=view,
+        arguments=placed,
+        candidates=candidates.build(request),
+        aliases=aliases,
+        name=name,
+        tuning=mode,
+        implementation=implementation,
+        compute_capability=capability,
+        cost_estimate=_check_costs(cost_estimate or {}),
+        has_side_effect=has_side_effect,
+        serialized_metadata=serialized_metadata,
+        debug=debug,
+        tuning_inputs=tuning_inputs,
+        checked=settings.checked(),
+    )
+    outputs = triton_call_p.bind(
+        *jax_private.insert_varying_casts(flat.arrays),
+        call=call,
+        result_avals=tuple(
+            jax.core.ShapedArray(t.shape, t.dtype)
+            for t in (*results, *(types[index] for index in flat.refs))
+        ),
+        vmap_method=vmap_method,
+    )
+    for ref, value in zip(flat.refs.values(), outputs[len(results) :], strict=True):
+        ref[...] = value
+    return jax.tree_util.tree_unflatten(out_tree, outputs[: len(results)])
+
+
+def _check_type(argument: str, value: Any, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentTypeError(
+            f"Argument `{argument}` must be {what}; got {value!r} of type {type(value).__name__}."
+        )
+
+
+def _check_choice(argument: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        raise ArgumentValueError(
+            f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got {value!r}."
+        )
+
+
+def _check_capability(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 50 <= value < 200:
+        raise ArgumentValueError(
+            "Argument `compute_capability` must be an int such as 90 (for 9.0); got "
+            f"{value!r} of type {type(value).__name__}."
+        )
+    return int(value)
+
+
+def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
+    if out_type is None:
+        raise ArgumentTypeError(
+            "Argument `out_type` is missing: give a pytree of jax.ShapeDtypeStruct, one for each "
+            "output; () if the kernel only updates Refs."
+        )
+    leaves, tree = jax.tree_util.tree_flatten(out_type)
+    results = []
+    for index, leaf in enumerate(leaves):
+        label = f"out_type[{index}]" if len(leaves) > 1 else "out_type"
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ArgumentTypeError(
+                f"Argument `{label}` must have `shape` and `dtype`; got {leaf!r} of type "
+                f"{type(leaf).__name__}. Use jax.ShapeDtypeStruct(shape, dtype)."
+            )
+        dtypes.check(leaf.dtype, label)
+        canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if canonical != leaf.dtype:
+            raise ArgumentTypeError(
+                f"Argument `{label}` has dtype {leaf.dtype}, which JAX does not use now. Enable it "
+                f"(jax.config.update('jax_enable_x64', True)), or ask for {canonical}."
+            )
+        shape = []
+        for size in leaf.shape:
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
+                raise ArgumentTypeError(
+                    f"Argument `{label}` must have a shape of non-negative ints; got {leaf.shape}."
+                )
+            shape.append(int(size))
+        results.append(ArrayType(tuple(shape), np.dtype(leaf.dtype)))
+    return results, tree
+
+
+def _seen_by_callables(
+    placed: Sequence[tuple[str, Argument]],
+    operands: Sequence[ArrayType],
+    results: Sequence[ArrayType],
+) -> dict[str, Any]:
+    """The runtime arguments as grids, heuristics and pruning see them."""
+
+    def seen(argument: Argument) -> Any:
+        if isinstance(argument, tuple):
+            return rebuild(argument, [seen(part) for part in argument])
+        if isinstance(argument, Scalar):
+            return argument.value
+        array = (
+            results[argument.index] if isinstance(argument, Result) else operands[argument.index]
+        )
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    return {name: seen(argument) for name, argument in placed}
+
+
+def _merge_options(
+    explicit: Mapping[str, Any], backend_options: Mapping[str, Any]
+) -> dict[str, Any]:
+    twice = [n for n, v in explicit.items() if v is not None and n in backend_options]
+    if twice:
+        raise ArgumentValueError(
+            f"Argument `{twice[0]}` is also in `backend_options` "
+            f"({backend_options[twice[0]]!r}); give it once."
+        )
+    return {**{n: v for n, v in explicit.items() if v is not None}, **backend_options}
+
+
+def _check_costs(costs: Mapping[str, int]) -> Any:
+    for name, value in costs.items():
+        if name not in _COSTS:
+            raise ArgumentValueError(
+                f"Argument `cost_estimate` has {name!r}; it takes {', '.join(_COSTS)}."
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+            raise ArgumentTypeError(
+                f"Argument `cost_estimate` must have non-negative ints; got {name}={value!r}."
+            )
+    return pack_values({name: int(value) for name, value in costs.items()}) if costs else ()

@@ -1,0 +1,337 @@
+"""What Triax takes from the insides of JAX and jaxlib.
+
+Each function is a thin, named door to a private symbol, with the versions' differences
+folded away by probing for the symbol itself. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src import distributed as _distributed
+from jax._src import ffi as _ffi
+from jax._src import xla_bridge as _xla_bridge
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
+
+from triax.compat import versions
+from triax.errors import MissingDependencyError
+
+# --- jaxlib's Triton module ---------------------------------------------------
+
+
+@functools.cache
+def gpu_triton() -> ModuleType:
+    """jaxlib's `gpu_triton` module with the CUDA plugin's constructors in it.
+
+    Importing it registers the custom-call targets with XLA.
+
+    Raises:
+      MissingDependencyError: no CUDA plugin is installed.
+      VersionError: the plugin is of another version than jaxlib, or too old.
+    """
+    jaxlib = versions.installed("jaxlib") or "unknown"
+    plugin = versions.cuda_plugin()
+    versions.check_plugin(plugin, jaxlib)
+    versions.check_dispatch(versions.gated_version())
+    module = importlib.import_module("jaxlib.gpu_triton")
+    if not hasattr(module, "TritonKernel"):
+        raise MissingDependencyError(
+            "Lowering a Triton kernel for CUDA needs JAX's CUDA plugin, which is not installed. "
+            f"Install `jax[cuda13]=={jaxlib}`; where there is no GPU, "
+            f"`pip install --no-deps jax-cuda13-plugin=={jaxlib}` is enough to lower."
+        )
+    return module
+
+
+def make_triton_kernel(
+    *,
+    name: str,
+    num_warps: int,
+    num_ctas: int,
+    shared_bytes: int,
+    ptx: str,
+    compute_capability: int,
+) -> Any:
+    """jaxlib's TritonKernel, whatever this version's argument list is."""
+    module = gpu_triton()
+    ttir = ""  # Only ever logged; leaving it out keeps the bytes small and free of paths.
+    if not versions.KERNEL_NUM_CTAS.passes(versions.gated_version()):
+        cluster = (num_ctas, 1, 1)
+        return module.TritonKernel(
+            name, num_warps, shared_bytes, ptx, ttir, compute_capability, *cluster
+        )
+    return module.TritonKernel(
+        name, num_warps, num_ctas, shared_bytes, ptx, ttir, compute_capability
+    )
+
+
+def supports_tensor_maps() -> bool:
+    """Whether jaxlib encodes host TMA descriptors."""
+    return hasattr(gpu_triton(), "create_tma_descriptor_parameter")
+
+
+# --- tracing ------------------------------------------------------------------
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array: JAX's, traced or not, NumPy's, or a constant in a trace."""
+    constant = getattr(sys.modules.get("jax._src.literals"), "TypedNdArray", np.ndarray)
+    return isinstance(value, (jax.Array, np.ndarray, constant))
+
+
+def side_effect() -> Any:
+    """The effect JAX gives foreign calls with `has_side_effect`, which keeps them alive."""
+    return _ffi._FfiEffect
+
+
+def insert_varying_casts(args: Sequence[Any]) -> list[Any]:
+    """Casts arrays to common varying axes and shardings inside `shard_map`."""
+    cast = getattr(_core, "auto_insert_reshard", None) or _core.standard_insert_pvary
+    return list(cast(*args)) if args else []
+
+
+def result_aval(name: str, in_avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """An output's abstract value: varying over all mesh axes that any input varies over."""
+    varying = _core.standard_vma_rule(name, *in_avals)
+    sharding = _core.get_cur_mesh_sharding(PartitionSpec(*[None] * len(shape)))
+    if hasattr(_core, "ManualAxisType"):
+        axes = _core.ManualAxisType(varying=varying)
+        return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
+    return jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
+
+
+def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> Any:
+    """JAX's own batching of foreign calls, by `vmap_method` and `result_avals`."""
+    return _ffi.ffi_batching_rule(primitive, args, dims, **params)
+
+
+# --- lowering -----------------------------------------------------------------
+
+
+def lowering_platforms(ctx: Any) -> tuple[str, ...]:
+    """The platforms a rule is being lowered for; several only while exporting."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def is_exporting(ctx: Any) -> bool:
+    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def lowering_devices(ctx: Any) -> tuple[Any, ...]:
+    """The devices the program is lowered for, as far as the lowering context knows them."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is not None:
+        try:
+            return tuple(np.asarray(mesh.devices).flat)
+        except (AttributeError, ValueError):  # an abstract mesh has no devices
+            return ()
+    return tuple(getattr(context, "device_assignment", None) or ())
+
+
+def with_avals(ctx: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> Any:
+    """The same lowering context for a call with other operands and results."""
+    return ctx.replace(avals_in=list(avals_in), avals_out=list(avals_out))
+
+
+def emit_callback(
+    ctx: Any,
+    callback: Callable[..., Any],
+    operands: Sequence[Any],
+    avals_in: Sequence[Any],
+    avals_out: Sequence[Any],
+    *,
+    has_side_effect: bool,
+) -> Sequence[Any]:
+    """Emits a host callback.
+
+    `jax.pure_callback` hangs with a collective over several CPU devices and large
+    arrays, because it turns its operands into JAX arrays; this does not.
+    """
+    results, _, _ = mlir.emit_python_callback(
+        ctx, callback, None, operands, avals_in, avals_out, has_side_effect=has_side_effect
+    )
+    return results
+
+
+def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:
+    """Adds frontend attributes to the operation that produced `results`.
+
+    XLA carries them along and prints them in its dumps; they change nothing.
+    """
+    if not results:
+        return
+    operation = results[0].owner
+    values = {name: ir.StringAttr.get(text) for name, text in sorted(attributes.items())}
+    operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomCallOp:
+    """A custom call found in a lowered module; `attributes` are its frontend attributes."""
+
+    target: str
+    opaque: bytes | None
+    attributes: dict[str, str]
+    aliases: tuple[tuple[int, int], ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+def custom_calls(module: Any) -> list[CustomCallOp]:
+    """All StableHLO custom calls of an MLIR module."""
+    found = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            found.append(_custom_call_op(operation))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def _custom_call_op(operation: Any) -> CustomCallOp:
+    attributes = operation.attributes
+    opaque = None
+    if "mhlo.backend_config" in attributes:  # the typed FFI keeps a dictionary
+        config = ir.DictAttr(attributes["mhlo.backend_config"])
+        if "opaque" in config:
+            opaque = ir.StringAttr(config["opaque"]).value_bytes
+    elif "backend_config" in attributes:
+        opaque = ir.StringAttr(attributes["backend_config"]).value_bytes
+    frontend: dict[str, str] = {}
+    if "mhlo.frontend_attributes" in attributes:
+        for item in ir.DictAttr(attributes["mhlo.frontend_attributes"]):
+            frontend[item.name] = ir.StringAttr(item.attr).value
+    pairs = []
+    if "output_operand_aliases" in attributes:
+        count = len(operation.results)
+        for alias in map(stablehlo.OutputOperandAlias, attributes["output_operand_aliases"]):
+            # A single result is not a tuple, and has no index.
+            index = alias.output_tuple_indices[0] if count > 1 else 0
+            pairs.append((alias.operand_index, index))
+    return CustomCallOp(
+        target=ir.StringAttr(attributes["call_target_name"]).value,
+        opaque=opaque,
+        attributes=frontend,
+        aliases=tuple(sorted(pairs)),
+        operands=tuple(str(o.type) for o in operation.operands),
+        results=tuple(str(r.type) for r in operation.results),
+    )
+
+
+# --- distributed ----------------------------------------------------------------
+
+
+class KeyValueClient:
+    """The key-value service of a `jax.distributed` job.
+
+    `process` is this process's number in the job, of `num_processes`. JAX's public functions for
+    these wait for the backends of all processes.
+    """
+
+    def __init__(self, client: Any, process: int = 0, num_processes: int = 1):
+        self._client = client
+        self.process, self.num_processes = process, num_processes
+
+    def find(self, key: str) -> str | None:
+        """The value of a key, or None; never waits."""
+        try:
+            return self._client.key_value_try_get(key)
+        except Exception as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(key)
+
+    def count(self, folder: str) -> int:
+        """How many keys stand below `folder`."""
+        return len(self._client.key_value_dir_get(folder))
+
+    def claim(self, key: str, value: str) -> str | None:
+        """Sets a key if nobody has; its value then, None if it was deleted just now."""
+        try:
+            self._client.key_value_set(key, value)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return self.find(key)
+        return value
+
+    def set_first(self, key: str, value: str, timeout_ms: int) -> str:
+        """Sets a key if nobody has; returns the value it has then."""
+        try:
+            self._client.key_value_set(key, value)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            return self._client.blocking_key_value_get(key, timeout_ms)
+        return value
+
+
+def key_value_client() -> KeyValueClient | None:
+    """The job's key-value service, or None in a job of one process."""
+    state = _distributed.global_state
+    if state.client is None:
+        return None
+    return KeyValueClient(state.client, state.process_id, state.num_processes)
+
+
+# --- devices ----------------------------------------------------------------------
+
+
+def default_platform() -> str | None:
+    """The platform that programs run on by default: "cpu", "gpu", …
+
+    None as long as no backend is started: to ask must not start one.
+    """
+    if not _xla_bridge.backends_are_initialized():
+        return None
+    device = jax.config.jax_default_device
+    return str(getattr(device, "platform", device) or jax.default_backend())
+
+
+def local_index(device: Any) -> int | None:
+    """The driver's ordinal of a GPU of this process; None for another process's."""
+    if device.process_index != jax.process_index():
+        return None
+    index = device.local_hardware_id
+    return None if index is None else int(index)
+
+
+def drain(index: int) -> None:
+    """Waits until a GPU has done all that this process has given it."""
+    from cuda.bindings import driver
+
+    def call(function: Any, *arguments: Any) -> Any:
+        status, *results = function(*arguments)
+        if int(status):
+            raise RuntimeError(f"{function.__name__}: {status.name}")
+        return results[0] if results else None
+
+    call(driver.cuInit, 0)
+    device = call(driver.cuDeviceGet, index)
+    context = call(driver.cuDevicePrimaryCtxRetain, device)
+    try:
+        call(driver.cuCtxPushCurrent, context)
+        try:
+            call(driver.cuCtxSynchronize)
+        finally:
+            call(driver.cuCtxPopCurrent)
+    finally:
+        call(driver.cuDevicePrimaryCtxRelease, device)

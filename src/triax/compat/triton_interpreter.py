@@ -1,0 +1,175 @@
+"""What Triax takes from the insides of Triton's interpreter.
+
+Triton's interpreter replaces functions of `triton.language` by ones that compute
+with NumPy. Stock, it needs torch and an environment variable, leaves names in
+the user's module, and in some versions never undoes its replacements. This file
+hands out its parts under plain names: the builder that carries out operations,
+the replacements in a form that can always be undone, and the AST
+transformation of kernels. The interpreter proper is `triax.interpreting`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import JITFunction
+from triton.runtime import interpreter as _stock
+
+from triax.compat import replaced
+from triax.compat.replaced import Change
+
+InterpreterBuilder = _stock.InterpreterBuilder
+TensorHandle = _stock.TensorHandle
+TensorDescHandle = _stock.TensorDescHandle
+
+SUM_COMBINE: JITFunction = tl.standard._sum_combine
+PROD_COMBINE: JITFunction = tl.standard._prod_combine
+MAX_COMBINE: JITFunction = tl.standard._elementwise_max
+MIN_COMBINE: JITFunction = tl.standard._elementwise_min
+ARGMAX_COMBINES: tuple[JITFunction, ...] = (
+    tl.standard._argmax_combine_tie_break_left,
+    tl.standard._argmax_combine_tie_break_fast,
+)
+ARGMIN_COMBINES: tuple[JITFunction, ...] = (
+    tl.standard._argmin_combine_tie_break_left,
+    tl.standard._argmin_combine_tie_break_fast,
+)
+
+_NUMPY_DTYPES = {
+    "int1": np.dtype(bool),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype(np.int16),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+    "uint64": np.dtype(np.uint64),
+    "fp16": np.dtype(np.float16),
+    # Stock Triton computes on the bit patterns of bfloat16 as if they were integers.
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+    # Float8 is held as bytes: Triton allows no arithmetic on it without a cast.
+    "fp8e4nv": np.dtype(np.uint8),
+    "fp8e5": np.dtype(np.uint8),
+    "fp8e4b8": np.dtype(np.uint8),
+    "fp8e5b16": np.dtype(np.uint8),
+    "fp8e4b15": np.dtype(np.uint8),
+}
+_ADDRESS = np.dtype(np.uint64)
+
+
+def numpy_dtype(dtype: tl.dtype) -> np.dtype:
+    """The NumPy dtype that holds a Triton type, a block's being its element's."""
+    scalar = dtype.scalar
+    return _ADDRESS if scalar.is_ptr() else _NUMPY_DTYPES[scalar.name]
+
+
+def type_from_name(name: str) -> tl.dtype:
+    """Triton's type for one of its mangled names, such as ``i64`` or ``*fp32``."""
+    return tl.str_to_ty(name, None)
+
+
+def tensor(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
+    """An array as the interpreter's tensor; an array of rank 0 becomes a scalar."""
+    if array.ndim == 0:
+        return tl.tensor(TensorHandle(array.reshape(1), dtype), dtype)
+    return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
+
+
+def make_semantic(builder: Any) -> TritonSemantic:
+    """Triton's rules for types, shapes and promotion, over `builder`."""
+    return TritonSemantic(builder)
+
+
+def debug_options(options: Any) -> Any:
+    """Builder options under which `tl.device_assert` asserts, and integers may wrap."""
+    return dataclasses.replace(options, debug=True, sanitize_overflow=False)
+
+
+def transform(tree: ast.Module) -> ast.Module:
+    """Rewrites a kernel's AST: what is assigned to a variable becomes a tensor.
+
+    The code refers to the name ``interpreter_semantic``, in newer Triton also to
+    the names of `TRANSFORM_NAMES`.
+    """
+    return ast.fix_missing_locations(_stock.FunctionRewriter.ast_transformer.visit(tree))
+
+
+TRANSFORM_NAMES: dict[str, Any] = {
+    name: getattr(_stock, name) for name in ("_InterpreterComparison",) if hasattr(_stock, name)
+}
+CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
+"""Whether this Triton knows what ``a < b < c`` means."""
+
+
+def elementwise_reduce(
+    tensors: tuple[tl.tensor, ...], axis: int | None, combine: Callable, keep_dims: bool
+) -> tuple[tl.tensor, ...]:
+    """Triton's own reduction, one element at a time."""
+    function = types.SimpleNamespace(fn=combine)
+    return _stock.ReduceOps(axis, function, keep_dims).apply(tensors)
+
+
+def elementwise_scan(
+    tensors: tuple[tl.tensor, ...], axis: int, combine: Callable, reverse: bool
+) -> tuple[tl.tensor, ...]:
+    """Triton's own scan, one element at a time."""
+    function = types.SimpleNamespace(fn=combine)
+    return _stock.ScanOps(axis, function, reverse).apply(tensors)
+
+
+_CORE_HOLDERS = (
+    tl,
+    tl.core,
+    tl.math,
+    tl.core.tensor,
+    tl.core.dtype,
+    tl.core.tensor_descriptor_base,
+    tl.core.condition,
+    tl.core.constexpr,
+    tl.core.tuple,
+)
+
+
+class LanguagePatch:
+    """All replacements that interpreting needs, found once and applied per launch.
+
+    Only under `TRITON.alone`, which undoes them.
+
+    Triton's own patching inspects every module anew; applying a recorded list of
+    assignments is some ten times faster.
+    """
+
+    def __init__(self, builder: Any, semantic: TritonSemantic, more: Iterable[Change]):
+        self._changes = [
+            Change(_stock, "interpreter_builder", builder),
+            Change(_stock, "interpreter_semantic", semantic),
+            Change(_stock, "_get_np_dtype", numpy_dtype),
+        ]
+        replaced.replace(self._changes)
+        replaced.watch(_CORE_HOLDERS)
+        _stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        self._changes += replaced.watched_changes()
+        replaced.undo()
+        self._changes += more
+        self.replaced: dict[int, tuple[Any, Any]] = {}
+        """By identity: each replaced function of the language and its replacement, for
+        kernels whose module imported the function itself."""
+        for change in self._changes:
+            if isinstance(change.holder, types.ModuleType) and change.holder is not _stock:
+                original = vars(change.holder).get(change.name)
+                self.replaced[id(original)] = (original, change.value)
+
+    def apply(self) -> None:
+        """Puts the replacements in place, until `replaced.undo`."""
+        replaced.replace(self._changes)

@@ -1,0 +1,104 @@
+"""What Triax replaces in Triton while it compiles."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import pathlib
+import warnings
+from types import ModuleType
+from typing import Any
+
+from triax.compat import replaced
+from triax.compat.replaced import Change
+from triax.compat.triton_private import STOPS_AT, front_end_lock, jit_module, triton
+
+
+def prepare() -> None:
+    """Replaces what Triax compiles with: no line info, and quick keys for Triton's disk cache.
+
+    Source paths and lines differ between machines. To tell its versions apart, Triton hashes
+    all its files, hundreds of megabytes, and asks ptxas for its version, in every process; what
+    was installed, and when, says the same. Triton keeps all this per process, so it must stay
+    replaced during every compilation that runs at the same time, until `replaced.undo`.
+    """
+    cache = importlib.import_module("triton.runtime.cache")
+    nvidia = importlib.import_module("triton.backends.nvidia.compiler")
+    make_cubin = nvidia.CUDABackend.make_cubin
+
+    def make_cubin_if_needed(self: Any, src: str, metadata: Any, *rest: Any) -> bytes:
+        if STOPS_AT in metadata:
+            return b""
+        return bytes(make_cubin(self, src, metadata, *rest))
+
+    code_generator = importlib.import_module("triton.compiler.code_generator")
+    # Not by Triton's own `scope`, which writes environment variables, and takes back what the
+    # rest of the program has set in the meantime.
+    settings = vars(triton().knobs.compilation)
+    replaced.replace(
+        Change(*change)
+        for change in [
+            (settings, "disable_line_info", True),
+            (settings, "store_binary_only", False),
+            (cache, "triton_key", _installation_key),
+            (nvidia, "get_ptxas_version", _ptxas_key),
+            (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
+            (jit_module(), "ast", _copy(ast, parse=_parse)),
+            # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
+            # that it visits. That changes them for the other threads too, for good where two
+            # threads overlap, and takes time. Only Triton 3.5 has something to turn off: it
+            # makes constants by a name that `ast` deprecates.
+            (code_generator, "ast", _copy(ast, Num=ast.Constant)),
+            (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
+        ]
+    )
+
+
+_NO_FILTERS = {"catch_warnings": contextlib.nullcontext, "simplefilter": lambda *_: None}
+
+
+def _copy(module: ModuleType, **changes: Any) -> ModuleType:
+    """A copy of a module with some of its names changed, to be put in its place somewhere."""
+    copy = ModuleType(module.__name__)
+    vars(copy).update({**vars(module), **changes})
+    return copy
+
+
+def _parse(*args: Any, **kwargs: Any) -> ast.AST:
+    """`ast.parse`, one at a time.
+
+    CPython before 3.13 counts the depth of the tree once for all threads. A garbage collection
+    amid it may switch to another; if that parses too, the count is wrong: a SystemError.
+    """
+    with front_end_lock:
+        with contextlib.suppress(SystemError):  # for what others parse there is no lock
+            return ast.parse(*args, **kwargs)
+        return ast.parse(*args, **kwargs)
+
+
+@functools.cache
+def _installation_key() -> str:
+    """Triton's version and a hash of what tells one installation of it from another."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        record = importlib.metadata.distribution("triton").read_text("RECORD")
+        if record and "libtriton" in record:  # a wheel's list of its files with their hashes
+            return f"triax-{triton().__version__}-{hashlib.sha256(record.encode()).hexdigest()}"
+    root = pathlib.Path(str(triton().__file__)).parent
+    files = sorted(p for p in root.rglob("*") if p.suffix in (".py", ".so", ".bc"))
+    stats = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return f"triax-{triton().__version__}-{hashlib.sha256(repr(stats).encode()).hexdigest()}"
+
+
+def _ptxas_key(arch: int = 0) -> str:
+    """Which ptxas Triton runs: its own, which its installation tells, or another by path."""
+    others = []
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        if path := os.environ.get(name):
+            stat = os.stat(path) if os.path.exists(path) else None
+            others.append((path, stat and (stat.st_size, stat.st_mtime_ns)))
+    return f"triax-ptxas-{others}"

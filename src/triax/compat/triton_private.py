@@ -1,0 +1,374 @@
+"""What Triax takes from Triton's compiler: binding, specialisation, compilation.
+
+Triton's own binder decides how each argument is typed and specialised, so annotations,
+`do_not_specialize`, defaults and nested tuples mean here what they mean in Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from triax.compat import versions
+from triax.errors import CompilationError, MissingDependencyError
+
+_PLACEHOLDER = (
+    "The installed `triton` is the placeholder package that `pytorch-triton` 0.0.1 is, not "
+    "Triton itself. Uninstall it (`pip uninstall pytorch-triton triton`) and install `triton>=3.5`."
+)
+
+
+# Held while Python code of Triton's is at work that a thread of a child process must not find
+# half done, such as the hash of a kernel: so a fork waits for its end.
+front_end_lock = threading.RLock()
+os.register_at_fork(
+    before=front_end_lock.acquire,
+    after_in_parent=front_end_lock.release,
+    after_in_child=front_end_lock.release,
+)
+
+
+@functools.cache
+def triton() -> ModuleType:
+    """The `triton` package.
+
+    Raises:
+      MissingDependencyError: not installed, or the placeholder of PyTorch's index.
+      VersionError: too old.
+    """
+    try:
+        module = importlib.import_module("triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise MissingDependencyError(
+            "Calling a Triton kernel needs `triton`, which is not installed. "
+            "On Linux, `pip install 'triton>=3.5'`; there is no Triton for other systems, "
+            "where `triax.moe` runs through XLA."
+        ) from error
+    except RuntimeError as error:  # the placeholder raises on import
+        raise MissingDependencyError(_PLACEHOLDER) from error
+    version = getattr(module, "__version__", None)
+    if version is None:  # an empty namespace left behind by an uninstalled package
+        raise MissingDependencyError(_PLACEHOLDER)
+    versions.check_triton(version)
+    return module
+
+
+@functools.cache
+def _compiler() -> ModuleType:
+    triton()
+    return importlib.import_module("triton.compiler")
+
+
+@functools.cache
+def jit_module() -> ModuleType:
+    """`triton.runtime.jit`."""
+    triton()
+    return importlib.import_module("triton.runtime.jit")
+
+
+def is_jit_function(value: Any) -> bool:
+    """Whether `value` is a `@triton.jit` function, Gluon's included."""
+    return isinstance(value, jit_module().JITFunction)
+
+
+def is_gluon(function: Any) -> bool:
+    return bool(function.is_gluon())
+
+
+def is_autotuner(value: Any) -> bool:
+    return isinstance(value, triton().runtime.Autotuner)
+
+
+def is_heuristics(value: Any) -> bool:
+    return isinstance(value, triton().runtime.Heuristics)
+
+
+def autotuner_hooks(tuner: Any) -> list[str]:
+    """Names of the host hooks the user gave `@triton.autotune`."""
+    names = ("pre_hook", "post_hook")
+    return [name for name in names if getattr(tuner, f"user_defined_{name}", False)]
+
+
+def annotated_number(parameter: Any) -> str:
+    """Triton's name of the number that a parameter is annotated as, "" for any other one."""
+    name = "" if parameter.is_constexpr else str(parameter.annotation_type)
+    return "" if name.startswith("*") else name
+
+
+def function_name(function: Any) -> str:
+    return str(function.fn.__name__)
+
+
+@functools.cache
+def backend_for(compute_capability: int) -> Any:
+    """Triton's CUDA backend for an architecture."""
+    target = triton().backends.compiler.GPUTarget("cuda", compute_capability, 32)
+    return _compiler().make_backend(target)
+
+
+@functools.cache
+def option_names() -> frozenset[str]:
+    """The compiler options that Triton's CUDA backend knows."""
+    module = importlib.import_module("triton.backends.nvidia.compiler")
+    return frozenset(field.name for field in dataclasses.fields(module.CUDAOptions))
+
+
+class _ElementType(str):
+    """A Triton type name with the two attributes that Triton reads of a torch dtype."""
+
+    __slots__ = ("is_floating_point", "itemsize")
+    is_floating_point: bool
+    itemsize: int
+
+
+class ArrayStub:
+    """Stands for an array where Triton specialises: a dtype and an aligned address."""
+
+    def __init__(self, type_name: str, itemsize: int):
+        self.dtype = _ElementType(type_name)
+        self.dtype.itemsize = itemsize
+        self.dtype.is_floating_point = type_name[:2] in ("fp", "bf")
+
+    def data_ptr(self) -> int:
+        """XLA aligns every buffer to 16 bytes and more."""
+        return 0
+
+
+def descriptor_stub(
+    base: ArrayStub,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block_shape: tuple[int, ...],
+    layout: Any,
+    padding: str,
+    round_f32_to_tf32: bool,
+) -> Any:
+    """Stands for a host TMA descriptor where Triton specialises."""
+    lists = (list(shape), list(strides), list(block_shape))
+    descriptor = _descriptor_class(layout)
+    if layout is not None:
+        return descriptor(base, *lists, layout, padding)
+    extra = {"round_f32_to_tf32": True} if round_f32_to_tf32 else {}
+    return descriptor(base, *lists, padding, **extra)
+
+
+def descriptor_stand_in(layout: Any, **fields: Any) -> Any:
+    """An instance of Triton's own class of host TMA descriptors, its fields as they are given.
+
+    The constructor is left out: it wants an address, and a block shape that is final.
+    """
+    descriptor = _descriptor_class(layout)
+    found = object.__new__(descriptor)
+    vars(found).update(fields if layout is None else {**fields, "layout": layout})
+    return found
+
+
+def _descriptor_class(layout: Any) -> Any:
+    if layout is not None:
+        return importlib.import_module("triton.experimental.gluon.nvidia.hopper").TensorDescriptor
+    return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+
+@dataclasses.dataclass(frozen=True)
+class Specialization:
+    """How Triton would compile a kernel for certain arguments.
+
+    `signature` maps parameters to type names (nested for tuples), `constants` and
+    `attributes` are keyed by path, as Triton's `ASTSource` takes them.
+    """
+
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+
+    def type_name(self, parameter: str, path: tuple[int, ...]) -> str:
+        """The type of one leaf: "*fp32", "i32", "constexpr", …"""
+        found = self.signature[parameter]
+        for index in path:
+            found = found[index]
+        return str(found)
+
+    def is_divisible_by_16(self, path: tuple[int, ...]) -> bool:
+        return ["tt.divisibility", 16] in self.attributes.get(path, [])
+
+
+def specialize(
+    function: Any, backend: Any, values: Mapping[str, Any], folded: frozenset[str]
+) -> Specialization:
+    """Types and specialises the values of all parameters the way Triton's launcher does.
+
+    The parameters named in `folded` are compiled in, although they are not constexpr.
+    """
+    binder = jit_module().create_function_from_signature(
+        function.signature, function.params, backend
+    )
+    with _torch_left_alone():
+        bound, specialization, _ = binder(**values)
+    _, signature, constants, attributes = function._pack_args(
+        backend, {"enable_fp_fusion": True}, bound, specialization, {}
+    )
+    for position, parameter in enumerate(function.params):
+        if parameter.name in folded and not parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            attributes = {p: a for p, a in attributes.items() if p[0] != position}
+            constants = {p: c for p, c in constants.items() if p[0] != position}
+            constants[(position,)] = bound[parameter.name]
+    return Specialization(signature, constants, attributes)
+
+
+_this_thread = threading.local()
+
+
+class _TorchFinder:
+    """An import hook that denies torch to the threads that say so of themselves."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "torch" and getattr(_this_thread, "leaves_torch_alone", False):
+            raise ModuleNotFoundError("torch is not needed here", name="torch")
+
+
+_torch_was_left_alone = False
+
+
+@contextlib.contextmanager
+def _torch_left_alone() -> Iterator[None]:
+    """Keeps Triton from importing torch at its first specialisation, which takes seconds.
+
+    Triton 3.6 imports it to know its tensors; without it they are known by what they can do.
+    A torch that is imported already stays known.
+    """
+    global _torch_was_left_alone
+    if _torch_was_left_alone or "torch" in sys.modules:
+        yield
+        return
+    finder = _TorchFinder()
+    sys.meta_path.insert(0, finder)
+    _this_thread.leaves_torch_alone = True
+    try:
+        yield
+        _torch_was_left_alone = True
+    finally:
+        _this_thread.leaves_torch_alone = False
+        sys.meta_path.remove(finder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What Triton's compiler returned up to PTX, as plain data. Sizes in bytes.
+
+    `ir` is the code its front end made.
+    """
+
+    entry: str
+    ptx: str
+    num_warps: int
+    num_ctas: int
+    shared_bytes: int
+    global_scratch_bytes: int
+    global_scratch_align: int
+    profile_scratch_bytes: int
+    tensor_descriptors: tuple[dict[str, Any], ...]
+    ir: str
+
+
+def compile_specialization(
+    function: Any,
+    backend: Any,
+    specialization: Specialization,
+    options: Mapping[str, Any],
+    on_miss: Callable[[], None] | None = None,
+) -> Compiled:
+    """Compiles up to PTX, through Triton's disk cache; only under `TRITON.shared`.
+
+    `on_miss` is called where that cache has no entry, before the work begins.
+    """
+    source_class = _compiler().ASTSource
+    if is_gluon(function):
+        source_class = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+    source = source_class(
+        function, specialization.signature, specialization.constants, specialization.attributes
+    )
+    if on_miss is not None:
+        make_ir = source.make_ir
+
+        def make_ir_after_miss(*args: Any, **kwargs: Any) -> Any:
+            on_miss()
+            return make_ir(*args, **kwargs)
+
+        source.make_ir = make_ir_after_miss  # a hit needs no IR
+    with front_end_lock:
+        source.hash()
+    environment = _environment_up_to_ptx()
+    kernel = _compiler().compile(
+        source, target=backend.target, options=dict(options), _env_vars=environment
+    )
+    metadata = kernel.metadata
+    return Compiled(
+        entry=metadata.name,
+        ptx=kernel.asm["ptx"],
+        num_warps=metadata.num_warps,
+        num_ctas=metadata.num_ctas,
+        shared_bytes=metadata.shared,
+        global_scratch_bytes=metadata.global_scratch_size or 0,
+        global_scratch_align=metadata.global_scratch_align or 1,
+        profile_scratch_bytes=getattr(metadata, "profile_scratch_size", 0) or 0,
+        tensor_descriptors=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
+        ir=kernel.asm.get("ttir") or kernel.asm.get("ttgir", ""),
+    )
+
+
+STOPS_AT = "TRIAXSTOPS_AT"
+
+
+def _environment_up_to_ptx() -> dict[str, str]:
+    """The environment variables of Triton's cache key, with one more that stops it at PTX.
+
+    XLA makes the machine code for itself. With the variable, an entry without machine code is
+    never found by a compilation that needs it; Triton hands it to its stages too, so whether
+    there is machine code cannot depend on anything but the key.
+    """
+    compiler = importlib.import_module("triton.compiler.compiler")
+    environment = dict(compiler.get_cache_invalidating_env_vars())
+    if triton().knobs.compilation.dump_ir:  # a dump shows the machine code too
+        return environment
+    return {**environment, STOPS_AT: "ptx"}
+
+
+def assemble(backend: Any, ptx: str, options: Mapping[str, Any]) -> bytes:
+    """The machine code that Triton's ptxas makes of PTX; only under `TRITON.shared`."""
+    parsed = backend.parse_options(dict(options))
+    return bytes(backend.make_cubin(ptx, {}, parsed, backend.target.arch))
+
+
+def host_element_type(device_element_type: int, *, tf32: bool) -> int:
+    """The driver's number for a TMA element type, from the compiler's."""
+    module = importlib.import_module("triton.backends.nvidia.driver")
+    if tf32:
+        return int(module.TMA_TF32)
+    return int(module.TMA_DTYPE_DEVICE_TO_HOST[device_element_type])
+
+
+def check_globals(function: Any) -> None:
+    """Raises `CompilationError` if a global that the compiled kernel captured has changed.
+
+    Triton's own launcher makes the same check before every launch.
+    """
+    missing = object()
+    for (name, _), (value, namespace) in function.used_global_vals.items():
+        found = namespace.get(name, missing)
+        if found is not value and found != value:
+            raise CompilationError(
+                f"Global variable {name!r} has changed since kernel {function_name(function)!r} "
+                f"was compiled, from {value} to {'nothing' if found is missing else found}."
+            )

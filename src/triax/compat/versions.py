@@ -1,0 +1,273 @@
+"""Version gates: what Triax may use of the installed JAX, CUDA plugin and Triton.
+
+Each gate is data, with its upstream change and the reason its floor is what it
+is; the decisions are functions of a version string, so that tests walk the table
+without installing anything. `docs/versions.md` is made from `GATES`.
+
+The code behind most gates ships in the CUDA plugin (``jax-cuda12-plugin`` or
+``jax-cuda13-plugin``), so gates read the plugin's version, and jaxlib's where
+there is no plugin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+
+from packaging.version import Version
+
+from triax.errors import VersionError
+
+__version__ = "0.1.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """A feature and the first versions that have it.
+
+    `stable` is the first release, None if no release has it. `nightly` is the first
+    nightly where that differs: a nightly is named after the release to come and
+    ranks below it (0.9.2.dev20260317 < 0.9.2), although it may hold changes that
+    the release, cut from an older commit, does not.
+    """
+
+    feature: str
+    package: str
+    stable: str | None
+    upstream: str
+    why: str
+    below: str
+    nightly: str | None = None
+
+    def passes(self, version: str) -> bool:
+        """Whether `version` has the feature."""
+        if self.stable is None:
+            return False
+        installed = Version(version)
+        if installed.is_devrelease and self.nightly is not None:
+            return installed >= Version(self.nightly)
+        return installed >= Version(self.stable)
+
+
+# jaxlib's launcher fills a kernel's parameters by position. Triton 3.5 appends two
+# hidden pointers (global scratch, profile scratch); jaxlib passes both from 0.8.0 on.
+# With fewer, the kernel reads past its parameters: a segmentation fault, not an error.
+# Nightlies before that release rank below it and are refused alike.
+DISPATCH = Gate(
+    feature="Triton kernels can be launched",
+    package="jaxlib",
+    stable="0.8.0",
+    upstream="jax-ml/jax: jaxlib/gpu/triton_kernels.cc, two scratch parameters",
+    why="kernels of Triton 3.5 take two hidden trailing pointers; earlier jaxlib passes fewer, "
+    "which is a segmentation fault",
+    below="an error that says what to install",
+)
+
+# The compiler's interface and the hidden parameters above, seen from the other side.
+TRITON = Gate(
+    feature="Triton's compiler",
+    package="triton",
+    stable="3.5.0",
+    upstream="triton-lang/triton 3.5: the kernel ABI that jaxlib 0.8.0 launches",
+    why="jaxlib passes two scratch pointers; kernels of an older Triton do not take them",
+    below="an error that says what to install",
+)
+
+# 0.8.2 dropped the three cluster dimensions from TritonKernel's constructor and put
+# num_ctas behind num_warps. No nightly floor: the older argument list fails loudly
+# (a TypeError), and the signature is probed rather than trusted.
+KERNEL_NUM_CTAS = Gate(
+    feature="TritonKernel takes num_ctas",
+    package="jaxlib",
+    stable="0.8.2",
+    upstream="jax-ml/jax: jaxlib/gpu/triton.cc, constructor of TritonKernel",
+    why="the argument list changed",
+    below="the older argument list",
+)
+
+# Up to 0.9.0 jaxlib's cache of loaded modules is keyed by a view into a string it does
+# not own. After the string is gone another kernel of the same name can be handed out.
+OWNED_MODULE_KEYS = Gate(
+    feature="jaxlib's module cache owns its keys",
+    package="jaxlib",
+    stable="0.9.1",
+    upstream="jax-ml/jax: jaxlib/gpu/triton_kernels.cc, cache keyed by owned strings; "
+    "a likely cause of NVIDIA/TransformerEngine #2730",
+    why="a dangling key can hand out another kernel of the same name",
+    below="nothing to do: every entry name is unique to what was compiled",
+)
+
+# jax #35218: after timing, jaxlib restored every declared alias, also those it had saved
+# nothing for (input and output in separate buffers because the input lives on), and copied
+# from a null pointer. Merged after 0.9.2 was cut, so the release 0.9.2 lacks it and 0.9.3 is
+# the first number that can have it (0.9.3 was skipped: the first release is 0.10.0), while
+# the nightlies still called 0.9.2.dev have it from 2026-03-17 on.
+RUNTIME_AUTOTUNING = Gate(
+    feature="run-time autotuned calls restore aliased operands safely",
+    package="jaxlib",
+    stable="0.9.3",
+    nightly="0.9.2.dev20260317",
+    upstream="jax-ml/jax #35218; NVIDIA/TransformerEngine #2814",
+    why="earlier jaxlib copies from a null pointer when an aliased operand outlives the call",
+    below="one fixed config and a UserWarning; an error with TRIAX_ENFORCE_AUTOTUNING=1",
+)
+
+# jax #37094. Merged between the last nightly called 0.10.1.dev and the release, so no
+# nightly of that name has it; as a .dev build ranks below its release, the plain comparison
+# already says so, and 0.10.2.dev nightlies pass.
+FFI_TARGET = Gate(
+    feature="triton_kernel_call_ffi, the target that CUDA graphs can hold",
+    package="jaxlib",
+    stable="0.10.1",
+    upstream="jax-ml/jax #37094",
+    why="the legacy target is not allowed into command buffers and cuts them in two",
+    below="legacy target triton_kernel_call, api_version 2",
+)
+
+# No floor: the FFI handler tunes in its Initialize stage, before the program has computed
+# the kernel's inputs. A kernel that takes addresses from its data (indices, offsets) then
+# uses garbage as addresses: CUDA_ERROR_ILLEGAL_ADDRESS.
+RUNTIME_AUTOTUNING_ON_FFI = Gate(
+    feature="run-time autotuned calls on triton_kernel_call_ffi",
+    package="jaxlib",
+    stable=None,
+    upstream="NVIDIA/TransformerEngine #3077",
+    why="the FFI target tunes before its inputs exist: illegal memory access for index kernels",
+    below="legacy target; if that is gone, an error, never the new FFI",
+)
+
+# XLA reads a custom call's cost from this attribute; an FFI handler that is not prepared for
+# an attribute refuses the whole call, so it is left out where it is not known to be accepted.
+COST_ESTIMATE = Gate(
+    feature="cost estimates on Triton calls",
+    package="jaxlib",
+    stable="0.11.0",
+    upstream="jax-ml/jax-triton 0.4: cost_estimate, requires JAX 0.11.0",
+    why="the attribute cost_estimate_json is new, and only on the FFI target",
+    below="the estimate is not handed on; a log line says so",
+)
+
+GATES = (
+    DISPATCH,
+    TRITON,
+    KERNEL_NUM_CTAS,
+    OWNED_MODULE_KEYS,
+    RUNTIME_AUTOTUNING,
+    FFI_TARGET,
+    RUNTIME_AUTOTUNING_ON_FFI,
+    COST_ESTIMATE,
+)
+
+LEGACY_TARGET = "triton_kernel_call"
+NEW_TARGET = "triton_kernel_call_ffi"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A custom-call target and the version of XLA's custom-call API it speaks."""
+
+    name: str
+    api_version: int
+
+
+def choose_target(version: str, *, autotuned_at_run_time: bool) -> Target:
+    """The custom-call target for one fixed kernel, or for a run-time autotuned call.
+
+    A run-time autotuned call stays off the new FFI target on every version: that
+    target tunes in its Initialize stage, before the inputs exist, which is an illegal
+    memory access for kernels that read indices (see `RUNTIME_AUTOTUNING_ON_FFI`).
+    """
+    if FFI_TARGET.passes(version) and (
+        not autotuned_at_run_time or RUNTIME_AUTOTUNING_ON_FFI.passes(version)
+    ):
+        return Target(NEW_TARGET, api_version=4)
+    return Target(LEGACY_TARGET, api_version=2)
+
+
+# The first PTX ISA that knows an architecture, where 8.6 does not. Triton writes the newest
+# PTX its own ptxas knows (9.4 for Triton 3.9); the ptxas that jaxlib calls may stop at 9.0
+# and refuses it. 8.6 is read by every ptxas since CUDA 12.7 and by every Triton since 3.5.
+_PTX_ISA = {103: 88, 110: 90, 120: 87, 121: 88}
+_PTX_ISA_DEFAULT = 86
+
+
+def ptx_isa_version(compute_capability: int) -> int:
+    """The PTX ISA version to write for an architecture (86 means 8.6)."""
+    return _PTX_ISA.get(compute_capability, _PTX_ISA_DEFAULT)
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def cuda_plugin() -> tuple[str, str] | None:
+    """Name and version of the installed CUDA plugin, the newest CUDA first, or None."""
+    for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
+        if (version := installed(name)) is not None:
+            return name, version
+    return None
+
+
+def gated_version() -> str:
+    """The version that gates are read against: the CUDA plugin's, else jaxlib's."""
+    plugin = cuda_plugin()
+    if plugin is not None:
+        return plugin[1]
+    version = installed("jaxlib")
+    if version is None:
+        raise VersionError("jaxlib is not installed; `pip install jax`.")
+    return version
+
+
+def check_plugin(plugin: tuple[str, str] | None, jaxlib: str) -> None:
+    """Raises `VersionError` if the plugin is of another version than jaxlib.
+
+    Local version labels are ignored.
+    """
+    if plugin is None:
+        return
+    name, version = plugin
+    if Version(version).public != Version(jaxlib).public:
+        raise VersionError(
+            f"{name} is {version} and jaxlib is {jaxlib}; JAX ignores a plugin of another "
+            f"version. Install `{name}=={jaxlib}`."
+        )
+
+
+def check_dispatch(version: str) -> None:
+    """Raises `VersionError` where jaxlib cannot launch Triton's kernels."""
+    if not DISPATCH.passes(version):
+        raise VersionError(
+            f"Calling Triton kernels needs JAX {DISPATCH.stable} or later; {version} is installed. "
+            f"Earlier versions pass kernels fewer parameters than they read. "
+            f"Install `jax>={DISPATCH.stable}` with the CUDA plugin of the same version."
+        )
+
+
+def check_triton(version: str) -> None:
+    """Raises `VersionError` if this Triton is too old. Torch's builds (3.x+git…) count as 3.x."""
+    if not TRITON.passes(version):
+        raise VersionError(
+            f"Triax needs Triton {TRITON.stable} or later; {version} is installed. "
+            f"Install `triton>={TRITON.stable}`."
+        )
+
+
+def versions_table() -> str:
+    """The gates as a Markdown table."""
+    rows = [
+        "| Feature | First release | First nightly | Below it | Upstream |",
+        "|---|---|---|---|---|",
+    ]
+    for gate in GATES:
+        stable = f"{gate.package} {gate.stable}" if gate.stable else "none so far"
+        nightly = gate.nightly or ("as the release" if gate.stable else "none so far")
+        cells = (gate.feature, stable, nightly, f"{gate.below} ({gate.why})", gate.upstream)
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,1 @@
+"""From a launch to PTX, through Triton's compiler and its disk cache."""

@@ -1,0 +1,131 @@
+"""Compiles a program's kernels side by side, though lowering meets them one after the other.
+
+Tracing meets all kernels of a program before lowering meets the first. In: the calls that
+tracing puts into a program. Out: nothing, as long as Triton's disk cache has what lowering
+asks for. Where it has not, threads compile the calls that lowering has yet to meet; it then
+finds them compiled, or waits for the thread that is at it.
+
+Kernels with several configs are left out, because one is still to be chosen; so is
+everything in a process whose programs do not run on a GPU by default, unless
+``TRIAX_CUDA_ARCH`` says that they are compiled for one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from triax import settings
+from triax.binding import hints
+from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
+from triax.compat import jax_private
+from triax.compiling import compiler, threads
+from triax.errors import SettingError
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 256  # calls that are traced need not be lowered, ever
+_MAX_THREADS = 16
+
+_lock = threading.RLock()
+_waiting: dict[Launch, None] = {}  # in the order of tracing, which is that of lowering too
+_threads: list[threading.Thread] = []
+
+
+def expect(call: Call, operands: Sequence[np.dtype], results: Sequence[np.dtype]) -> None:
+    """Notes a call that has been traced; `operands` and `results` are the dtypes of its arrays."""
+    found = [candidate for candidate in call.candidates if not candidate.is_empty]
+    if len(found) != 1 or call.implementation == "interpret" or not _compiles_for_cuda():
+        return
+    launch = _without_shapes(call.launch(found[0], _types(operands), _types(results)))
+    with _lock:
+        _waiting[launch] = None
+        if len(_waiting) > _MAX_WAITING:
+            del _waiting[next(iter(_waiting))]
+
+
+def met(launches: Iterable[Launch]) -> None:
+    """Notes that lowering is there: these launches are not ahead of it any more."""
+    with _lock:
+        for launch in launches if _waiting else ():
+            _waiting.pop(_without_shapes(launch), None)
+
+
+def compile_launch(launch: Launch, compute_capability: int) -> CompiledKernel:
+    """`compiler.compile_launch`; if that takes Triton's compiler, others are begun meanwhile."""
+    on_miss = functools.partial(_start, compute_capability)
+    return compiler.compile_launch(launch, compute_capability, on_miss=on_miss)
+
+
+def _compiles_for_cuda() -> bool:
+    if jax_private.default_platform() in ("gpu", "cuda"):
+        return True
+    try:
+        return settings.cuda_arch() is not None
+    except SettingError:  # for lowering to say, where it needs the setting
+        return False
+
+
+def _types(dtypes: Sequence[np.dtype]) -> tuple[ArrayType, ...]:
+    return tuple(ArrayType((), np.dtype(dtype)) for dtype in dtypes)
+
+
+def _without_shapes(launch: Launch) -> Launch:
+    """A launch that is compiled to the same kernel, for buffers of any shape."""
+    return dataclasses.replace(
+        launch,
+        operands=_types([array.dtype for array in launch.operands]),
+        results=_types([array.dtype for array in launch.results]),
+    )
+
+
+def _start(compute_capability: int) -> None:
+    """Has threads compile what is waiting, for as long as there is something."""
+    with _lock:
+        # As many as there are cores: the thread that asks will mostly wait for one of them.
+        most = min(len(_waiting), os.cpu_count() or 1, _MAX_THREADS)
+        for _ in range(most - len(_threads)):
+            if not threads.start(functools.partial(_work, compute_capability), _threads):
+                return
+
+
+def _work(compute_capability: int) -> None:
+    while True:
+        with _lock:
+            if not _waiting:
+                _threads.remove(threading.current_thread())
+                return
+            launch = next(iter(_waiting))
+            del _waiting[launch]
+        try:
+            compiler.compile_ahead(launch, compute_capability)
+        except Exception as error:  # lowering meets it again, and says it
+            logger.debug("not compiled ahead: %s", hints.failure(launch, error))
+
+
+def finish() -> None:
+    """Drops what is waiting, and waits for the threads to end what they are at."""
+    _drop()
+    threads.join(_threads)
+
+
+def _drop() -> None:
+    with _lock:
+        _waiting.clear()
+
+
+def _after_fork() -> None:  # a child process has none of the threads
+    _waiting.clear()
+    _threads.clear()
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork)
+atexit.register(_drop)

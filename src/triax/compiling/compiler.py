@@ -1,0 +1,308 @@
+"""From a `Launch` to a `CompiledKernel`, through Triton's compiler and its disk cache.
+
+In: a launch and a compute capability. Out: PTX whose entry name is unique to it, and
+what the launcher must know. Bytes depend on the kernel, its specialisation and the
+installed Triton alone: no paths, no line numbers, no dictionary order.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from triax.binding import dtypes, hints
+from triax.binding.launch import Argument, CompiledKernel, Descriptor, Launch, Scalar, rebuild
+from triax.binding.values import Static
+from triax.compat import triton_private, versions
+from triax.compat.exclusion import TRITON
+from triax.compiling import output, threads
+from triax.errors import CompilationError, CompilationTimeout, TriaxError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Specialization:
+    """What this process knows of one specialisation: `kernel`, once `done`, unless it failed."""
+
+    function: Any  # held, so that its id, which is in the key, stays taken
+    counted: bool = False
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    kernel: CompiledKernel | None = None
+
+
+_cache: dict[Any, _Specialization] = {}
+_launched: dict[tuple[Launch, int], CompiledKernel] = {}  # what is asked for again, found at once
+_MOST_LAUNCHED = 1024
+_cache_lock = threading.RLock()
+_compilations = 0
+# A child process has none of the threads that were at something.
+os.register_at_fork(
+    before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache.clear
+)
+os.register_at_fork(after_in_child=_cache_lock.release)
+
+
+def compile_count() -> int:
+    """How many specialisations this process has taken to Triton's compiler (or disk cache).
+
+    One that was compiled ahead counts when it is asked for.
+    """
+    return _compilations
+
+
+def clear_cache() -> None:
+    """Forgets what this process compiled. Triton's disk cache is not touched."""
+    _cache.clear()
+    _launched.clear()
+
+
+def compile_all(
+    launches: Sequence[Launch],
+    compute_capability: int,
+    timeout_s: float | None = None,
+    *,
+    machine_code: bool = False,
+    on_miss: Callable[[], None] | None = None,
+    on_each: Callable[[], None] | None = None,
+) -> list[CompiledKernel | Exception]:
+    """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
+
+    One that is not compiled `timeout_s` after it was begun yields a `CompilationTimeout`, and so do
+    those not begun yet once this has happened too often. A thread cannot be stopped: it ends what
+    it is at in the background, and Python's exit waits for that, not forever. An exception that
+    comes meanwhile, such as Ctrl-C, waits for the threads too, until another comes.
+
+    With `machine_code` the kernels have their `cubin`. `on_miss` is called where Triton's disk
+    cache has no entry, `on_each` after each launch, by the calling thread.
+    """
+    results: dict[int, CompiledKernel | BaseException] = {}
+    pending = collections.deque(range(len(launches)))
+    begun: dict[int, float] = {}
+    finished = queue.SimpleQueue[int]()
+
+    def work() -> None:
+        # Threads suffice: Triton holds the GIL only in its front end.
+        while True:
+            try:
+                index = pending.popleft()
+            except IndexError:
+                return
+            begun[index] = time.monotonic()
+            try:
+                results[index] = _compile_in_turn(
+                    launches[index], compute_capability, machine_code=machine_code, on_miss=on_miss
+                )
+            except BaseException as error:
+                results[index] = error
+            finished.put(index)
+
+    team: list[threading.Thread] = []
+    late: set[int] = set()
+    size = min(len(launches), os.cpu_count() or 1)
+    try:
+        try:
+            for _ in range(size):
+                if not threads.start(work, team):
+                    break
+            if not team:
+                work()
+            left = set(range(len(launches)))
+            # A late thread is replaced, but not without end: each goes on in the background.
+            while left and len(late) <= size:
+                overdue = _wait(finished, left, begun, timeout_s)
+                if overdue is None:
+                    if on_each is not None:
+                        on_each()
+                else:
+                    late.add(overdue)
+                    threads.start(work, team)
+        finally:
+            pending.clear()
+    except BaseException:  # Ctrl-C, mostly
+        threads.join(team)
+        raise
+    return [
+        _result(results[index] if index in results else _timeout(index in late, timeout_s))
+        for index in range(len(launches))
+    ]
+
+
+def _wait(
+    finished: queue.SimpleQueue[int],
+    left: set[int],
+    begun: Mapping[int, float],
+    timeout_s: float | None,
+) -> int | None:
+    """Waits until one of those left is finished, or is late and returned; it is left no more."""
+    while True:
+        now = time.monotonic()
+        ages = {index: now - begun[index] for index in left if index in begun}
+        oldest = max(ages, key=lambda index: ages[index], default=None)
+        if timeout_s is not None and oldest is not None and ages[oldest] >= timeout_s:
+            left.discard(oldest)
+            return oldest
+        patience = timeout_s and timeout_s - (ages[oldest] if oldest is not None else 0.0)
+        with contextlib.suppress(queue.Empty):
+            index = finished.get(timeout=patience)
+            if index in left:
+                left.discard(index)
+                return None
+
+
+def _timeout(late: bool, timeout_s: float | None) -> CompilationTimeout:
+    if late:
+        return CompilationTimeout(f"it was not compiled after {timeout_s} s")
+    return CompilationTimeout("it was not waited for, because others took too long to compile")
+
+
+def _result(result: CompiledKernel | BaseException) -> CompiledKernel | Exception:
+    if isinstance(result, BaseException) and not isinstance(result, Exception):
+        raise result
+    return result
+
+
+def compile_launch(
+    launch: Launch, compute_capability: int, *, on_miss: Callable[[], None] | None = None
+) -> CompiledKernel:
+    """Compiles one launch; `on_miss` is called where Triton's disk cache has no entry.
+
+    Raises:
+      CompilationError: Triton refuses the kernel or it does not fit the GPU.
+    """
+    known = _launched.get((launch, compute_capability))
+    if known is not None:
+        triton_private.check_globals(launch.kernel.function)
+        return known
+    (result,) = compile_all([launch], compute_capability, on_miss=on_miss)
+    if isinstance(result, TriaxError) and not isinstance(result, CompilationError):
+        raise result
+    if isinstance(result, Exception):
+        raise CompilationError(hints.failure(launch, result)) from result
+    if len(_launched) >= _MOST_LAUNCHED:
+        _launched.clear()
+    _launched[launch, compute_capability] = result
+    return result
+
+
+def compile_ahead(launch: Launch, compute_capability: int) -> None:
+    """Compiles one launch that nobody has asked for yet; who asks meanwhile waits for it."""
+    _compile_in_turn(launch, compute_capability, ahead=True)
+
+
+def _compile_in_turn(*args: Any, **kwargs: Any) -> CompiledKernel:
+    return TRITON.shared(functools.partial(_compile, *args, **kwargs))
+
+
+def _compile(
+    launch: Launch,
+    compute_capability: int,
+    *,
+    machine_code: bool = False,
+    ahead: bool = False,
+    on_miss: Callable[[], None] | None = None,
+) -> CompiledKernel:
+    """Compiles one launch, unless this process has done so, or a thread of it is at it.
+
+    The caller holds the shared side of `TRITON`, and so does that thread: waiting for it ends.
+    """
+    function = launch.kernel.function
+    backend = triton_private.backend_for(compute_capability)
+    options = {
+        "enable_fp_fusion": True,
+        "ptx_version": versions.ptx_isa_version(compute_capability),
+        **launch.options,
+    }
+    specialization = triton_private.specialize(
+        function, backend, _values(launch), frozenset(launch.constants)
+    )
+    key = (
+        id(function),
+        compute_capability,
+        repr(specialization.signature),
+        tuple((path, Static(value)) for path, value in specialization.constants.items()),
+        repr(sorted(specialization.attributes.items())),
+        tuple((name, Static(value)) for name, value in sorted(options.items())),
+    )
+    while True:
+        found, is_mine = _find_or_begin(key, function, count=not ahead)
+        if is_mine:
+            try:
+                compiled = triton_private.compile_specialization(
+                    function, backend, specialization, options, on_miss
+                )
+                output.check_fits(compiled, compute_capability)
+                found.kernel = output.finish(launch, compute_capability, specialization, compiled)
+            except BaseException:
+                with _cache_lock:
+                    if _cache.get(key) is found:
+                        del _cache[key]
+                raise
+            finally:
+                found.done.set()
+            logger.debug(
+                "compiled %s [%s] as %s",
+                launch.kernel.name,
+                launch.candidate.config,
+                found.kernel.name,
+            )
+        else:
+            found.done.wait()
+            if found.kernel is None:
+                continue  # the other thread failed: meet the same failure here
+            triton_private.check_globals(function)
+        if machine_code and found.kernel.cubin is None:
+            cubin = triton_private.assemble(backend, found.kernel.ptx, options)
+            found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
+        return found.kernel
+
+
+def _find_or_begin(key: Any, function: Any, *, count: bool) -> tuple[_Specialization, bool]:
+    """What is known of a specialisation, and whether it is for the caller to compile."""
+    global _compilations
+    with _cache_lock:
+        found = _cache.get(key)
+        is_new = found is None
+        if found is None:
+            found = _cache[key] = _Specialization(function)
+        if count and not found.counted:
+            found.counted = True
+            _compilations += 1
+    return found, is_new
+
+
+def _values(launch: Launch) -> dict[str, Any]:
+    """The values of all parameters, arrays as stubs, as Triton's binder takes them."""
+    values = dict(launch.constants)
+    for name, argument in launch.arguments:
+        values[name] = _value(launch, argument)
+    return values
+
+
+def _value(launch: Launch, argument: Argument) -> Any:
+    if isinstance(argument, tuple):
+        return rebuild(argument, [_value(launch, part) for part in argument])
+    if isinstance(argument, Scalar):
+        return argument.value
+    array = launch.array_type(argument)
+    stub = triton_private.ArrayStub(dtypes.triton_name(array.dtype), array.dtype.itemsize)
+    if isinstance(argument, Descriptor):
+        return triton_private.descriptor_stub(
+            stub,
+            argument.shape,
+            argument.strides,
+            argument.block_shape,
+            argument.layout,
+            argument.padding,
+            argument.round_f32_to_tf32,
+        )
+    return stub

@@ -1,0 +1,161 @@
+"""From what Triton's compiler returned to a `CompiledKernel`, or why there can be none."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from triax.binding.launch import (
+    Argument,
+    CompiledKernel,
+    Descriptor,
+    Launch,
+    LaunchParameter,
+    Scalar,
+    TensorMap,
+)
+from triax.compat import triton_private
+from triax.compiling import writes
+from triax.errors import CompilationError
+
+# Shared memory that one block may have, in bytes. Source: CUDA C++ Programming Guide,
+# technical specifications per compute capability ("maximum amount of shared memory per
+# thread block"). An architecture that is not listed is left to the driver to check.
+_SHARED_BYTES = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    103: 227 << 10,
+    120: 99 << 10,
+    121: 99 << 10,
+}
+_MAX_WARPS = 32  # 1024 threads per block on every architecture
+_MAX_CTAS = 8  # a larger cluster is launched only where its kernel is marked, and jaxlib marks none
+
+
+def check_fits(compiled: triton_private.Compiled, compute_capability: int) -> None:
+    """Raises `CompilationError` for a kernel that no GPU of this kind can launch."""
+    limit = _SHARED_BYTES.get(compute_capability)
+    if limit is not None and compiled.shared_bytes > limit:
+        raise CompilationError(
+            f"it needs {compiled.shared_bytes} bytes of shared memory per block, and compute "
+            f"capability {compute_capability} has {limit}; use smaller blocks or fewer stages"
+        )
+    if compiled.num_warps > _MAX_WARPS:
+        raise CompilationError(
+            f"it needs {compiled.num_warps} warps, and a block has at most {_MAX_WARPS}"
+        )
+    clusters = compute_capability >= 90
+    if compiled.num_ctas > (_MAX_CTAS if clusters else 1):
+        limit_text = f"jaxlib launches at most {_MAX_CTAS}" if clusters else "clusters need 90"
+        raise CompilationError(
+            f"it needs clusters of {compiled.num_ctas} blocks (num_ctas) on compute capability "
+            f"{compute_capability}; {limit_text}"
+        )
+    if compiled.profile_scratch_bytes:
+        raise CompilationError(
+            "it was compiled for Triton's profiler, whose scratch memory XLA does not provide; "
+            "turn the instrumentation off"
+        )
+
+
+def finish(
+    launch: Launch,
+    compute_capability: int,
+    specialization: triton_private.Specialization,
+    compiled: triton_private.Compiled,
+) -> CompiledKernel:
+    """The compiled kernel, under a name of its own."""
+    name, ptx = unique_entry(compiled.ptx, compiled.entry)
+    return CompiledKernel(
+        name=name,
+        ptx=ptx,
+        compute_capability=compute_capability,
+        num_warps=compiled.num_warps,
+        num_ctas=compiled.num_ctas,
+        shared_bytes=compiled.shared_bytes,
+        global_scratch_bytes=compiled.global_scratch_bytes,
+        global_scratch_align=compiled.global_scratch_align,
+        parameters=tuple(_parameters(launch, specialization, compiled)),
+        writes=_writes(launch, compiled),
+    )
+
+
+def _parameters(
+    launch: Launch,
+    specialization: triton_private.Specialization,
+    compiled: triton_private.Compiled,
+) -> Iterator[LaunchParameter]:
+    positions = {p.name: i for i, p in enumerate(launch.kernel.parameters)}
+    tensor_maps = map(_tensor_map, compiled.tensor_descriptors)
+    leaves = ((name, *pair) for name, argument in launch.arguments for pair in _paths(argument))
+    for index, (name, path, leaf) in enumerate(leaves):
+        type_name = specialization.type_name(name, path)
+        if type_name == "constexpr":
+            continue
+        yield LaunchParameter(
+            index,
+            specialization.is_divisible_by_16((positions[name], *path)),
+            type_name if isinstance(leaf, Scalar) else None,
+            next(tensor_maps, None) if isinstance(leaf, Descriptor) else None,
+        )
+
+
+def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
+    """The leaves of one argument with their paths inside it, in `launch.leaves` order."""
+    if not isinstance(argument, tuple):
+        return [(path, argument)]
+    return [pair for i, part in enumerate(argument) for pair in _paths(part, (*path, i))]
+
+
+def _writes(launch: Launch, compiled: triton_private.Compiled) -> tuple[tuple[int, ...], ...]:
+    """Which leaves the kernel writes to; nothing where its code cannot be told from them."""
+    pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
+    count, found = writes.origins(compiled.ir)
+    if count != len(pointers):
+        return ()
+    return tuple(tuple(pointers[i] for i in reached) for reached in found)
+
+
+def _tensor_map(meta: dict[str, Any]) -> TensorMap:
+    for unsupported in ("is_im2col", "fp4_padded"):
+        if meta.get(unsupported):
+            raise CompilationError(
+                f"it uses a TMA descriptor of kind {unsupported}, which XLA's Triton call cannot "
+                "encode"
+            )
+    return TensorMap(tuple(meta["block_size"]), int(meta["elem_type"]), int(meta["swizzle"]))
+
+
+def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
+    """Renames the PTX entry to its name plus a hash of the PTX.
+
+    The hash is of the code itself, so two kernels share a name only if they are the
+    same, and the name does not change with a comment, a line number or a folder.
+    Before jaxlib 0.9.1 a kernel of the same name could be handed out in place of
+    another (see `versions.OWNED_MODULE_KEYS`); and profiles become readable.
+
+    Returns:
+      The new name and the PTX with it.
+    """
+    # A kernel may be called `add` or `ld`: replace the name only where PTX has the entry's. The
+    # name comes first in the pattern, and what must stand before it afterwards: that way the
+    # search is for a fixed text, and PTX is long.
+    escaped = re.escape(entry)
+    if re.search(rf"\.entry {escaped}\(", ptx) is None:
+        raise CompilationError(f"Triton's PTX has no entry named {entry!r}")
+    entry_token = re.compile(
+        rf"{escaped}(?:(?<=\.entry {escaped})(?=\()"
+        rf"|(?<=\.globl\t{escaped})\b"
+        rf"|(?<![\w$.%]{escaped})(?=_param_\d))"
+    )
+    digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
+    name = f"{entry}_{digest}"
+    # The comment "// -- Begin function x" keeps the old name; it is a comment.
+    return name, entry_token.sub(name, ptx)

@@ -1,0 +1,77 @@
+"""Which GPUs a program is lowered for, and what is known of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from triax import settings
+from triax.compat import jax_private
+from triax.errors import ArgumentValueError, UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A local GPU that a program is lowered for.
+
+    `index` is the driver's ordinal. Not `measurable` is a GPU whose name serves to look
+    configs up while no time may be taken on it, as when a program is exported.
+    """
+
+    index: int
+    name: str
+    measurable: bool = True
+
+
+def gpus(ctx: Any) -> list[Any]:
+    """The GPUs that the program is lowered for, else those of this process."""
+    return [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
+
+
+def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -> int:
+    """What the caller gave, else that of the GPUs, else ``TRIAX_CUDA_ARCH``."""
+    if given is not None:
+        return given
+    found = {capability_of(device) for device in devices}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
+            f"{', '.join(map(str, sorted(found)))} at once. Give `compute_capability` (the lowest)."
+        )
+    if found:
+        return found.pop()
+    if (arch := settings.cuda_arch()) is not None:
+        return arch
+    raise ArgumentValueError(
+        f"Kernel {kernel!r} is lowered for CUDA and no GPU is here to ask for its "
+        "architecture. Give `compute_capability` (90 for an H100 or H200), or set TRIAX_CUDA_ARCH."
+    )
+
+
+def for_tuning(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Device | None:
+    """The first of the GPUs that belongs to this process, where it may be measured on."""
+    for device in devices:
+        index = jax_private.local_index(device)
+        if index is not None and capability_of(device) == compute_capability:
+            return Device(index, str(device.device_kind), not jax_private.is_exporting(ctx))
+    return None
+
+
+def capability_of(device: Any) -> int:
+    """A GPU's compute capability as an int: 90 for 9.0."""
+    return int(str(device.compute_capability).replace(".", ""))
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether a device is an NVIDIA GPU."""
+    return device.platform in ("gpu", "cuda") and hasattr(device, "compute_capability")
+
+
+def _local_gpus() -> list[Any]:
+    try:
+        return [device for device in jax.local_devices(backend="cuda") if is_cuda(device)]
+    except RuntimeError:  # no CUDA backend in this process
+        return []

@@ -1,0 +1,275 @@
+"""From a compiled launch to the custom call that XLA is given.
+
+In: a call, its launches and compiled kernels. Out: the target, the bytes jaxlib parses,
+and the order in which buffers must be passed. jaxlib walks a kernel's parameters and
+takes one buffer for each that is an array: first the custom call's operands in order,
+then its results. Triton's global scratch is one more result: what jaxlib allocates itself
+at launch, it cannot allocate while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from triax.binding import dtypes
+from triax.binding.launch import (
+    Call,
+    CompiledKernel,
+    Descriptor,
+    Launch,
+    Operand,
+    Result,
+    Scalar,
+    TensorMap,
+)
+from triax.compat import jax_private, triton_private, versions
+from triax.errors import CompilationError, ReadOnlyOperand, UnsupportedError, VersionError
+
+logger = logging.getLogger(__name__)
+
+# Far more than any GPU has: a mistake in the grid, which XLA would report as running out of memory.
+_MAX_SCRATCH_BYTES = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferOrder:
+    """Which buffers the custom call takes, in jaxlib's order.
+
+    `operands` names each operand of the custom call: an `Operand`, or a `Result` for
+    which an uninitialised buffer is passed in. `results` are the flattened outputs in
+    the custom call's order, and None for the kernel's scratch. `aliases` pairs positions
+    in the two.
+    """
+
+    operands: tuple[Operand | Result, ...]
+    results: tuple[int | None, ...]
+    aliases: tuple[tuple[int, int], ...]
+
+
+def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
+    """The buffer order that makes jaxlib's walk meet the kernel's parameter order.
+
+    Outputs that close the parameter list are results of the custom call. An output
+    with an operand behind it cannot be: it goes in as an uninitialised operand, in its
+    place, with the result aliased to it. Scratch is the last parameter of all.
+    """
+    pointers = [
+        Operand(leaf.index) if isinstance(leaf, Descriptor) else leaf
+        for leaf in launch.leaves
+        if not isinstance(leaf, Scalar)
+    ]
+    first_tail = len(pointers)
+    while first_tail and isinstance(pointers[first_tail - 1], Result):
+        first_tail -= 1
+    operands = tuple(pointers[:first_tail])
+    tail = [leaf.index for leaf in pointers[first_tail:]]
+    # Surplus buffers behind the last parameter are ignored, so the rest may stand anywhere.
+    surplus = (i for i in range(len(launch.results)) if i not in tail)
+    results = (*tail, *([None] if scratch else []), *surplus)
+    pairs = [
+        (operands.index(Operand(alias.operand)), results.index(alias.result))
+        for alias in launch.aliases
+    ]
+    pairs += [
+        (position, results.index(leaf.index))
+        for position, leaf in enumerate(operands)
+        if isinstance(leaf, Result)
+    ]
+    return BufferOrder(operands, results, tuple(sorted(pairs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomCall:
+    """A custom call, ready to be emitted."""
+
+    target: versions.Target
+    opaque: bytes
+    buffers: BufferOrder
+    scratch_bytes: int
+    cost_estimate_json: str | None
+    has_side_effect: bool
+
+
+def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKernel]) -> CustomCall:
+    """The custom call of one fixed launch, or of several to be timed at run time.
+
+    Raises:
+      VersionError: jaxlib cannot do what the kernel needs.
+      UnsupportedError: several launches, and no target that can tune them safely.
+      CompilationError: the kernel needs more scratch memory than there can be.
+      ReadOnlyOperand: a kernel writes to an operand that no output is aliased to.
+    """
+    for launch, kernel in zip(launches, kernels, strict=True):
+        _check_writes(launch, kernel)
+    version = versions.gated_version()
+    target = versions.choose_target(version, autotuned_at_run_time=len(launches) > 1)
+    if len(launches) > 1 and target.name != versions.LEGACY_TARGET:
+        raise UnsupportedError(  # the one target that tunes after its inputs exist is gone
+            f"Kernel {call.display_name!r}: tuning mode 'runtime' needs the custom-call target "
+            f"{versions.LEGACY_TARGET}. Use another tuning mode."
+        )
+    scratch_bytes = max(map(_scratch_bytes, launches, kernels))
+    buffers = order_buffers(launches[0], scratch=scratch_bytes > 0)
+    calls = [_kernel_call(launch, kernel) for launch, kernel in zip(launches, kernels, strict=True)]
+    if len(calls) == 1:
+        proto = calls[0]
+    else:
+        proto = jax_private.gpu_triton().TritonAutotunedKernelCall(
+            call.display_name,
+            [(c, str(launch.candidate.config)) for c, launch in zip(calls, launches, strict=True)],
+            _saved_buffers(launches[0], buffers),
+        )
+    opaque = zlib.compress(proto.to_proto(call.display_name, call.serialized_metadata))
+    return CustomCall(
+        target,
+        opaque,
+        buffers,
+        scratch_bytes,
+        _cost_estimate(call, target, version),
+        call.has_side_effect,
+    )
+
+
+def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
+    """Refuses a kernel that writes where XLA does not expect it to."""
+    names = [name for name, _ in launch.named_leaves]
+    aliased = {alias.operand for alias in launch.aliases}
+    read_only = {
+        index
+        for index, leaf in enumerate(launch.leaves)
+        if isinstance(leaf, (Operand, Descriptor)) and leaf.index not in aliased
+    }
+    tuner = launch.kernel.autotuner
+    reset = () if tuner is None else tuner.reset_to_zero
+    writes = [*kernel.writes, *((names.index(name),) for name in reset if name in names)]
+    for reached in writes:
+        if read_only.issuperset(reached):
+            written = " or ".join(f"`{names[index]}`" for index in reached)
+            raise ReadOnlyOperand(
+                f"Kernel {launch.name!r} writes to {written}, an operand that no output is aliased "
+                "to. XLA may share its memory with other values: alias an output to the operand, "
+                "or write to an output of its own. If an argument keeps it from writing, declare "
+                "that one as tl.constexpr. (Outputs are the parameters that are not supplied: "
+                "pass operands that stand behind one by name.)"
+            )
+
+
+def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
+    """The scratch memory of all blocks of a launch."""
+    blocks = math.prod(launch.grid) * kernel.num_ctas
+    needed = blocks * kernel.global_scratch_bytes
+    if needed > _MAX_SCRATCH_BYTES:
+        raise CompilationError(
+            f"Kernel {launch.name!r} needs {kernel.global_scratch_bytes} bytes of scratch memory "
+            f"for each of {blocks} blocks, {needed} bytes in all. Give a smaller `grid`, with "
+            "programs that loop over tiles, or make the descriptors on the host "
+            "(triax.TensorDescriptor)."
+        )
+    return needed
+
+
+def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int, int]]:
+    """The aliases jaxlib saves before it times configs, as (input, n_inputs + output, bytes).
+
+    jaxlib compares ``buffers[input]`` with ``buffers[output]`` where `buffers` is inputs
+    followed by outputs; the bare output index would make it restore nothing. Buffers that
+    go in uninitialised need no saving.
+    """
+    saved = []
+    for operand, result in buffers.aliases:
+        leaf = buffers.operands[operand]
+        if isinstance(leaf, Operand):
+            nbytes = launch.operands[leaf.index].nbytes
+            saved.append((operand, len(buffers.operands) + result, nbytes))
+    return saved
+
+
+def _cost_estimate(call: Call, target: versions.Target, version: str) -> str | None:
+    if not call.cost_estimate:
+        return None
+    if target.name == versions.NEW_TARGET and versions.COST_ESTIMATE.passes(version):
+        return json.dumps({name: static.value for name, static in call.cost_estimate})
+    logger.info(
+        "kernel %s: the cost estimate is not handed to XLA, which reads it from jaxlib %s on (%s)",
+        call.display_name,
+        versions.COST_ESTIMATE.stable,
+        version,
+    )
+    return None
+
+
+def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
+    module = jax_private.gpu_triton()
+    parameters = _parameters(module, launch, kernel)
+    compiled = jax_private.make_triton_kernel(
+        name=kernel.name,
+        num_warps=kernel.num_warps,
+        num_ctas=kernel.num_ctas,
+        shared_bytes=kernel.shared_bytes,
+        ptx=kernel.ptx,
+        compute_capability=kernel.compute_capability,
+    )
+    return module.TritonKernelCall(compiled, *launch.grid, parameters)
+
+
+def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any]:
+    zeroed = launch.zeroed_bytes()
+    leaves = launch.named_leaves
+    parameters = []
+    for parameter in kernel.parameters:
+        name, leaf = leaves[parameter.leaf]
+        if isinstance(leaf, Descriptor):
+            if Operand(leaf.index) in zeroed:
+                raise UnsupportedError(
+                    f"Kernel {launch.name!r} writes a zeroed output through a host TMA descriptor, "
+                    "and jaxlib zeroes only what is behind a pointer. Make the descriptor of an "
+                    "array of zeros instead."
+                )
+            parameters += _tensor_map_parameters(module, launch, leaf, parameter.tensor_map)
+        elif isinstance(leaf, Scalar):
+            assert leaf.value is not None  # None is compiled in
+            assert parameter.scalar_type is not None
+            scalar = dtypes.launch_scalar(name, leaf.value, parameter.scalar_type)
+            parameters.append(module.create_scalar_parameter(*scalar))
+        else:
+            alignment = 16 if parameter.divisible_by_16 else 0
+            parameters.append(module.create_array_parameter(zeroed.get(leaf, 0), alignment))
+    if kernel.global_scratch_bytes:
+        parameters.append(module.create_array_parameter(0, kernel.global_scratch_align))
+    return parameters
+
+
+def _tensor_map_parameters(
+    module: Any, launch: Launch, leaf: Descriptor, tensor_map: TensorMap | None
+) -> list[Any]:
+    """A descriptor, and its shape and strides, which Triton passes as separate parameters."""
+    if not jax_private.supports_tensor_maps():
+        raise VersionError(
+            f"Kernel {launch.name!r} takes a host TMA descriptor, which this jaxlib cannot encode "
+            f"({versions.gated_version()}). Upgrade JAX, or make the descriptor in the kernel with "
+            "tl.make_tensor_descriptor."
+        )
+    if tensor_map is None:
+        raise UnsupportedError(
+            f"Kernel {launch.name!r} takes a host TMA descriptor, which its target has no hardware "
+            "for; TMA needs compute capability 9.0 or later."
+        )
+    descriptor = module.create_tma_descriptor_parameter(
+        elem_type=triton_private.host_element_type(
+            tensor_map.element_type, tf32=leaf.round_f32_to_tf32
+        ),
+        swizzle=tensor_map.swizzle,
+        shape=leaf.shape,
+        strides=leaf.strides,
+        block_shape=tensor_map.block_shape,
+        oob_fill=1 if leaf.padding == "nan" else 0,
+    )
+    sizes = [module.create_scalar_parameter(n, "i32") for n in leaf.shape]
+    strides = [module.create_scalar_parameter(n, "i64") for n in leaf.strides]
+    return [descriptor, *sizes, *strides]

@@ -1,0 +1,93 @@
+"""Puts compiled launches into the program that is being lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from triax.binding.launch import Call, CompiledKernel, Launch, Operand
+from triax.compat import jax_private
+from triax.emitting import custom_call
+
+
+def compiled(
+    ctx: Any,
+    operands: Sequence[Any],
+    call: Call,
+    launches: Sequence[Launch],
+    kernels: Sequence[CompiledKernel],
+    key: str,
+) -> Sequence[Any]:
+    """Emits the custom call of compiled launches.
+
+    `key` is the name under which the config was looked up, "" where there was no choice.
+    """
+    built = custom_call.build(call, launches, kernels)
+    buffers = built.buffers
+    values, avals = [], []
+    for leaf in buffers.operands:
+        if isinstance(leaf, Operand):
+            values.append(operands[leaf.index])
+            avals.append(ctx.avals_in[leaf.index])
+        else:
+            avals.append(ctx.avals_out[leaf.index])
+            values.append(_uninitialised(ctx, avals[-1]))
+    scratch = jax.core.ShapedArray((built.scratch_bytes,), np.dtype(np.uint8))
+    avals_out = [scratch if i is None else ctx.avals_out[i] for i in buffers.results]
+    inner = jax_private.with_avals(ctx, avals, avals_out)
+    options: dict[str, Any] = {
+        "operand_output_aliases": dict(buffers.aliases),
+        "has_side_effect": built.has_side_effect,
+        "api_version": built.target.api_version,
+    }
+    attributes: dict[str, Any] = {}
+    if built.target.api_version >= 4:
+        attributes["opaque"] = built.opaque
+        if built.cost_estimate_json is not None:
+            attributes["cost_estimate_json"] = built.cost_estimate_json
+    else:
+        options["backend_config"] = built.opaque
+    results = jax.ffi.ffi_lowering(built.target.name, **options)(inner, *values, **attributes)
+    jax_private.annotate(results, _frontend_attributes(call, launches, key))
+    by_output = dict(zip(buffers.results, results, strict=True))
+    return [by_output[index] for index in range(len(ctx.avals_out))]
+
+
+def nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
+    """A grid without programs: aliased outputs are their operands, the others are zero."""
+    source = {alias.result: alias.operand for alias in call.aliases}
+
+    def outputs(*arrays: jax.Array) -> list[jax.Array]:
+        return [
+            arrays[source[i]] if i in source else jnp.zeros(aval.shape, aval.dtype)
+            for i, aval in enumerate(ctx.avals_out)
+        ]
+
+    return mlir.lower_fun(outputs, multiple_results=True)(ctx, *operands)
+
+
+def placeholder(ctx: Any, operands: Sequence[Any], target: str) -> Sequence[Any]:
+    """A call of a target that nobody registers: it can be exported, and fails where it is run."""
+    return jax.ffi.ffi_lowering(target, api_version=4)(ctx, *operands)
+
+
+def _frontend_attributes(call: Call, launches: Sequence[Launch], key: str) -> dict[str, str]:
+    """What a reader of the program should know of a call."""
+    return {
+        **({"triax.key": key} if key else {}),
+        "triax.kernel": call.display_name,
+        "triax.config": " | ".join(str(launch.candidate) for launch in launches),
+        "triax.grid": " | ".join("x".join(map(str, launch.grid)) for launch in launches),
+    }
+
+
+def _uninitialised(ctx: Any, aval: Any) -> Any:
+    """A buffer with nothing in it yet, for an output that stands before an operand."""
+    rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=1, skip_ffi_layout_processing=True)
+    (value,) = rule(jax_private.with_avals(ctx, [], [aval]))
+    return value

@@ -1,0 +1,70 @@
+"""What XLA was given: the Triton calls in a lowered program, read back from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from triax.compat import jax_private, versions, wire
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonCall:
+    """One Triton call in a lowered program.
+
+    `config` and `grid` hold one entry per config handed to XLA, one unless tuning mode is
+    "runtime". `key` names what the config was looked up by, "" where there was no choice.
+    `aliases` pairs operands and results of the custom call; `saved` are the
+    buffers jaxlib puts back after timing. `opaque_bytes` is the payload's size.
+    """
+
+    kernel: str
+    target: str
+    config: tuple[str, ...]
+    key: str
+    grid: tuple[tuple[int, int, int], ...]
+    entries: tuple[str, ...]
+    aliases: tuple[tuple[int, int], ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    opaque: bytes = dataclasses.field(repr=False)
+    payload: wire.Opaque = dataclasses.field(repr=False)
+
+    @property
+    def opaque_bytes(self) -> int:
+        return len(self.opaque)
+
+    @property
+    def saved(self) -> tuple[tuple[int, int, int], ...]:
+        return self.payload.saved
+
+
+def triton_calls(lowered: Any) -> list[TritonCall]:
+    """The Triton calls in a `jax.stages.Lowered`, in the order they stand in the program.
+
+    lowered = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
+    for call in triton_calls(lowered):
+        print(call.kernel, call.target, call.config, call.grid)
+    """
+    targets = (versions.LEGACY_TARGET, versions.NEW_TARGET)
+    found = []
+    for op in jax_private.custom_calls(lowered.compiler_ir("stablehlo")):
+        if op.target not in targets or op.opaque is None:
+            continue
+        payload = wire.decode(op.opaque)
+        found.append(
+            TritonCall(
+                kernel=payload.name,
+                target=op.target,
+                config=tuple(op.attributes.get("triax.config", "").split(" | ")),
+                key=op.attributes.get("triax.key", ""),
+                grid=tuple(call.grid for call in payload.calls),
+                entries=tuple(call.entry for call in payload.calls),
+                aliases=op.aliases,
+                operands=op.operands,
+                results=op.results,
+                opaque=op.opaque,
+                payload=payload,
+            )
+        )
+    return found

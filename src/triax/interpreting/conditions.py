@@ -1,0 +1,109 @@
+"""Truth in kernels: `if`, `while`, `and`, `or`, `not`, as the compiler understands them.
+
+Triton's interpreter leaves these to Python, which takes every block for true: ``a and b``
+is then silently ``b``, and ``if`` on a block always taken. Here `and`, `or` and `not`
+work element by element, without short circuit between tensors, as in compiled code;
+a condition must be a scalar.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+from triax.errors import UnsupportedError
+
+
+class AmbiguousTruth(UnsupportedError):
+    """A block of several elements was used as a condition."""
+
+
+def scalar(value: Any) -> Any:
+    """`value`, unless it is a block of several elements."""
+    if isinstance(value, tl.tensor) and value.handle.data.size != 1:
+        raise AmbiguousTruth(
+            f"A block of shape {value.handle.data.shape} cannot be a condition: use `tl.where`, "
+            "or reduce the block to a scalar."
+        )
+    return value
+
+
+def conjunction(*values: Callable[[], Any]) -> Any:
+    """``a and b``."""
+    return _combine(values, False, lambda a, b: a.logical_and(b))
+
+
+def disjunction(*values: Callable[[], Any]) -> Any:
+    """``a or b``."""
+    return _combine(values, True, lambda a, b: a.logical_or(b))
+
+
+def negation(value: Any) -> Any:
+    """``not a``."""
+    return value.__not__() if isinstance(value, tl.tensor) else not value
+
+
+def _combine(values: tuple[Callable[[], Any], ...], deciding: bool, combine: Callable) -> Any:
+    """Folds lazy operands; only a compile-time value equal to `deciding` ends the fold."""
+    result = None
+    for evaluate in values:
+        value = evaluate()
+        if isinstance(value, tl.tensor):
+            result = value if result is None else combine(result, value)
+        elif bool(value) is deciding:
+            return value
+        else:
+            last = value
+    return last if result is None else result
+
+
+NAMES: dict[str, Any] = {
+    "interpreter_scalar": scalar,
+    "interpreter_and": conjunction,
+    "interpreter_or": disjunction,
+    "interpreter_not": negation,
+}
+
+
+class Conditions(ast.NodeTransformer):
+    """Rewrites a kernel so that its conditions go through the functions of `NAMES`."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        name = "interpreter_and" if isinstance(node.op, ast.And) else "interpreter_or"
+        return _call(name, *(_lazy(value) for value in node.values), at=node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        return _call("interpreter_not", node.operand, at=node) if _is_not(node) else node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        return self._with_scalar_test(node)
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        return self._with_scalar_test(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        return self._with_scalar_test(node)
+
+    def _with_scalar_test(self, node: Any) -> ast.AST:
+        self.generic_visit(node)
+        node.test = _call("interpreter_scalar", node.test, at=node.test)
+        return node
+
+
+def _is_not(node: ast.UnaryOp) -> bool:
+    return isinstance(node.op, ast.Not)
+
+
+def _lazy(value: ast.expr) -> ast.expr:
+    empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.copy_location(ast.Lambda(args=empty, body=value), value)
+
+
+def _call(name: str, *arguments: ast.expr, at: ast.expr) -> ast.expr:
+    function = ast.Name(id=name, ctx=ast.Load())
+    return ast.copy_location(ast.Call(func=function, args=list(arguments), keywords=[]), at)

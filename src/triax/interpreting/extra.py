@@ -1,0 +1,81 @@
+"""Stand-ins for `triton.language.extra`: libdevice, and the helpers for CUDA.
+
+The generic libdevice is a list of empty stubs, which the compiler swaps for the target's;
+here they are those of CUDA, which the builder carries out. The rest of the helpers are
+inline assembly or facts about the launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from triax.compat import triton_interpreter as compat
+from triax.compat.triton_interpreter import Change
+from triax.interpreting.builder import missing_function
+
+
+def changes(builder: Any, semantic: Any) -> Iterator[Change]:
+    """What to replace in the modules of `triton.language.extra`."""
+    try:
+        cuda = importlib.import_module("triton.language.extra.cuda")
+    except ImportError:  # a Triton built without NVIDIA's backend
+        return
+    helpers = _helpers(builder)
+    functions = {
+        name: _with_semantic(member, semantic)
+        for name, member in vars(cuda.libdevice).items()
+        if tl.core.is_builtin(member)
+    }
+    # Triton makes the package twice: `tl.extra.cuda` is not what `sys.modules` holds.
+    for module in {id(m): m for m in (cuda, getattr(tl.extra, "cuda", cuda))}.values():
+        for name, member in vars(module).items():
+            if name in helpers:
+                yield Change(module, name, helpers[name])
+            elif tl.core.is_builtin(member):
+                yield Change(module, name, _with_semantic(member, semantic))
+    for name, function in functions.items():
+        yield Change(cuda.libdevice, name, function)
+    generic = importlib.import_module("triton.language.extra.libdevice")
+    for name, member in vars(generic).items():
+        if inspect.isfunction(member):
+            yield Change(generic, name, functions.get(name) or _missing(name))
+
+
+def _helpers(builder: Any) -> dict[str, Callable]:
+    def helper(compute: Callable[[], Any]) -> Callable:
+        return lambda _semantic=None: compute()
+
+    return {
+        "globaltimer": helper(lambda: _scalar(time.time_ns(), tl.int64)),
+        "smid": helper(lambda: _scalar(0, tl.int32)),  # one processor runs everything
+        "num_warps": helper(lambda: tl.constexpr(builder.num_warps)),
+        "num_threads": helper(lambda: tl.constexpr(builder.num_warps * 32)),
+        # Kernels run one after another: there is nothing to wait for, and nobody to launch.
+        "gdc_wait": helper(lambda: None),
+        "gdc_launch_dependents": helper(lambda: None),
+    }
+
+
+def _scalar(value: int, dtype: tl.dtype) -> tl.tensor:
+    return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
+
+
+def _with_semantic(function: Callable, semantic: Any) -> Callable:
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs, _semantic=semantic)
+
+    return call
+
+
+def _missing(name: str) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise missing_function(name, "libdevice")
+
+    return call

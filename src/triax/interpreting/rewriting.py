@@ -1,0 +1,165 @@
+"""Turns jitted functions into Python functions for the interpreter.
+
+A kernel's source is parsed again, transformed as Triton's interpreter wants it,
+and executed in a namespace of its own, so that the user's module and function stay
+as they are. The code is kept for as long as the jitted function lives.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import JITFunction
+
+from triax.compat import triton_interpreter as compat
+from triax.errors import UnsupportedError
+from triax.interpreting import conditions, frames
+
+_codes: weakref.WeakKeyDictionary[Callable, tuple[str, types.CodeType]]
+_codes = weakref.WeakKeyDictionary()
+
+
+class Rewriter:
+    """The Python functions for one launch.
+
+    `replaced` gives the stand-ins for functions of `triton.language` that a module
+    imported by name; see `LanguagePatch`.
+    """
+
+    def __init__(self, semantic: Any, replaced: dict[int, tuple[Any, Any]]):
+        self._semantic = semantic
+        self._replaced = replaced
+        # Keyed by identity: hashing a jitted function hashes its source and dependencies.
+        self._functions: dict[int, tuple[JITFunction, Callable]] = {}
+
+    def function(self, jitted: JITFunction) -> Callable:
+        """A Python function that interprets `jitted`, with its globals as they are now."""
+        known = self._functions.get(id(jitted))
+        if known is None:
+            known = self._functions[id(jitted)] = (jitted, self._make(jitted))
+        return known[1]
+
+    def _make(self, jitted: JITFunction) -> Callable:
+        original = jitted.fn
+        namespace = {
+            "range": tensor_range,
+            "min": _minimum,
+            "max": _maximum,
+            **original.__globals__,
+            **_captured(original),
+            **compat.TRANSFORM_NAMES,
+            **conditions.NAMES,
+            "interpreter_semantic": self._semantic,
+            frames.MARK: True,
+        }
+        code = _code(jitted)
+        for name in _global_names(code):
+            value = namespace.get(name)
+            if id(value) in self._replaced:
+                namespace[name] = self._replaced[id(value)][1]
+        function = types.FunctionType(code, namespace, original.__name__, original.__defaults__)
+        function.__kwdefaults__ = original.__kwdefaults__
+        return function
+
+
+def _code(jitted: JITFunction) -> types.CodeType:
+    source = jitted.src
+    known = _codes.get(jitted.fn)
+    if known is None or known[0] != source:
+        known = _codes[jitted.fn] = (source, _compile(jitted, source))
+    return known[1]
+
+
+def _compile(jitted: JITFunction, source: str) -> types.CodeType:
+    tree = ast.parse(source)
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    # Annotations and defaults were evaluated where the function was defined, and may
+    # name what only exists there.
+    definition.decorator_list, definition.returns = [], None
+    arguments = definition.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        argument.annotation = None
+    arguments.defaults = []
+    arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
+    _check(definition, jitted)
+    conditions.Conditions().visit(tree)
+    tree = compat.transform(tree)
+    # Errors show the line as it stands in its file.
+    lines = (i for i, line in enumerate(jitted.raw_src) if line.lstrip().startswith("def "))
+    first = next(lines, 0)
+    ast.increment_lineno(tree, jitted.starting_line_number + first - 1)
+    indent = len(jitted.raw_src[first]) - len(jitted.raw_src[first].lstrip())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.expr, ast.stmt)):
+            node.col_offset += indent
+            node.end_col_offset = (node.end_col_offset or 0) + indent
+    module = compile(tree, inspect.getfile(jitted.fn), "exec", dont_inherit=True)
+    return next(c for c in module.co_consts if isinstance(c, types.CodeType))
+
+
+def _check(definition: ast.FunctionDef, jitted: JITFunction) -> None:
+    """Refuses what this Triton does not compile and would interpret wrongly."""
+    if compat.CHAINED_COMPARISONS:
+        return
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Compare) and len(node.ops) > 1:
+            raise UnsupportedError(
+                f"`{jitted.fn.__name__}` has the chained comparison `{ast.unparse(node)}`, which "
+                "the installed Triton does not support: write two comparisons and `&`."
+            )
+
+
+def _captured(function: Callable) -> dict[str, Any]:
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    captured = {}
+    for name, cell in zip(names, cells, strict=True):
+        try:
+            captured[name] = cell.cell_contents
+        except ValueError:  # assigned later in the enclosing function
+            continue
+    return captured
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def tensor_range(*bounds: Any, **hints: Any) -> Iterator[tl.tensor]:
+    """`range` and `tl.range` in a kernel: the counter is an integer tensor, as when compiled."""
+    bounds += tuple(hints[n] for n in ("arg1", "arg2", "step") if hints.get(n) is not None)
+    bounds = tuple(b.value if isinstance(b, tl.constexpr) else b for b in bounds if b is not None)
+    counters = builtins.range(*bounds)
+    wide = any(isinstance(b, tl.tensor) and b.dtype.primitive_bitwidth > 32 for b in bounds)
+    wide = wide or not all(-(2**31) <= int(b) < 2**31 for b in bounds)
+    numpy_type, dtype = (np.int64, tl.int64) if wide else (np.int32, tl.int32)
+    for counter in counters:
+        yield compat.tensor(np.array(counter, numpy_type), dtype)
+
+
+def _minimum(*values: Any) -> Any:
+    return _fold(builtins.min, tl.minimum, values)
+
+
+def _maximum(*values: Any) -> Any:
+    return _fold(builtins.max, tl.maximum, values)
+
+
+def _fold(plain: Callable, tensors: Callable, values: tuple[Any, ...]) -> Any:
+    if not any(isinstance(value, tl.tensor) for value in values):
+        return plain(*values)
+    result, *others = values
+    for other in others:
+        result = tensors(result, other)
+    return result

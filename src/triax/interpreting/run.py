@@ -1,0 +1,243 @@
+"""Interprets one launch: arrays in, arrays out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import JITFunction
+
+from triax.binding import dtypes, hints
+from triax.binding.launch import Argument, ArrayType, Descriptor, Launch, Scalar, rebuild
+from triax.compat import triton_interpreter as compat
+from triax.compat.exclusion import TRITON
+from triax.errors import ArgumentValueError, UnsupportedError
+from triax.interpreting import extra, reductions, rewriting
+from triax.interpreting.builder import Builder
+from triax.interpreting.checking import CheckedMemory
+from triax.interpreting.memory import Buffer, Memory
+
+_INTEGER_RANGES = (("i32", -(2**31), 2**31), ("i64", -(2**63), 2**63), ("u64", 0, 2**64))
+
+
+def run(
+    launch: Launch, operands: Sequence[np.ndarray], checked: bool = False
+) -> tuple[np.ndarray, ...]:
+    """What the kernel makes of `operands`, one array per result of the launch.
+
+    Args:
+      launch: the kernel, its arguments and its grid.
+      operands: one array per ``launch.operands``; they are not modified.
+      checked: look for races and for reads of what nobody wrote, too.
+
+    Returns:
+      One array per ``launch.results``. What the kernel does not write is NaN, 0xA5 in every
+      byte of an integer, 0 where the launch says so, or the operand of an alias.
+
+    Raises:
+      OutOfBounds: the kernel accessed memory outside its buffers.
+      ReadOnlyOperand: the kernel wrote to an operand that no output is aliased to.
+      DataRace, UninitializedRead: with `checked`, what it looks for.
+      UnsupportedError: the kernel does what only a GPU can do.
+    """
+    if launch.kernel.is_gluon:
+        raise UnsupportedError(
+            f"Kernel `{launch.name}` is written in Gluon, which only runs on a GPU: Triton "
+            "has no interpreter for it."
+        )
+    buffers, results = _buffers(launch, operands)
+    if math.prod(launch.grid):
+        if checked:
+            held = {*launch.operand_of_result, *launch.candidate.zeroed}
+            fresh = [buffer for index, buffer in enumerate(results) if index not in held]
+            memory: Memory = CheckedMemory(launch.name, buffers, fresh)
+        else:
+            memory = Memory(launch.name, buffers)
+        TRITON.alone(functools.partial(_interpret, launch, memory))
+    return tuple(
+        buffers[index].data.view(type.dtype).reshape(type.shape)
+        for index, type in zip(results, launch.results, strict=True)
+    )
+
+
+def _buffers(
+    launch: Launch, operands: Sequence[np.ndarray]
+) -> tuple[list[Buffer], tuple[int, ...]]:
+    """All buffers, operands first, and for each result the index of its buffer."""
+    if len(operands) != len(launch.operands):
+        raise ArgumentValueError(
+            f"Kernel `{launch.name}` takes {len(launch.operands)} operands, got {len(operands)}."
+        )
+    names = _names(launch)
+    aliased = launch.operand_of_result
+    results = []
+    buffers = []
+    for index, (type, operand) in enumerate(zip(launch.operands, operands, strict=True)):
+        array = np.asarray(operand)
+        if (array.shape, array.dtype) != (type.shape, type.dtype):
+            raise ArgumentValueError(
+                f"Operand {index} of kernel `{launch.name}` must be {type.dtype}{type.shape}, "
+                f"got {array.dtype}{array.shape}."
+            )
+        writable = index in aliased.values()
+        array = np.array(array, order="C") if writable else np.ascontiguousarray(array)
+        data = array.reshape(-1).view(np.uint8)
+        buffers.append(Buffer(names.get(index, f"operand {index}"), type, data, writable))
+    for index, type in enumerate(launch.results):
+        if index in aliased:
+            results.append(aliased[index])
+            continue
+        data = _unwritten(type)
+        results.append(len(buffers))
+        name = names.get(len(buffers), f"result {index}")
+        buffers.append(Buffer(name, type, data, writable=True))
+    for index in launch.candidate.zeroed:
+        buffers[results[index]].data[...] = 0
+    return buffers, tuple(results)
+
+
+def _unwritten(type: ArrayType) -> np.ndarray:
+    """The bytes of an output that nobody has written, unlike those of a result if possible."""
+    if type.dtype.kind in "biu":
+        return np.full(type.nbytes, 1 if type.dtype.kind == "b" else 0xA5, np.uint8)
+    return np.full(type.size, np.nan, type.dtype).view(np.uint8)
+
+
+def _names(launch: Launch) -> dict[int, str]:
+    """For each buffer, the first parameter that takes it."""
+    names: dict[int, str] = {}
+    for name, leaf in launch.named_leaves:
+        if not isinstance(leaf, Scalar):
+            names.setdefault(launch.buffer_index(leaf), name)
+    return names
+
+
+def _interpret(launch: Launch, memory: Memory) -> None:
+    machine = _machine()
+    with np.errstate(all="ignore"), machine.running(memory) as rewriter:
+        function = rewriter.function(launch.kernel.function)
+        annotations = {p.name: p.annotation_type for p in launch.kernel.function.params}
+        convert = functools.partial(_convert, machine, launch, memory)
+        arguments = {
+            name: convert(argument, annotations.get(name, ""))
+            for name, argument in launch.arguments
+        }
+        arguments.update(launch.constants)
+        nx, ny, nz = launch.grid
+        machine.builder.num_warps = launch.options.get("num_warps", 4)
+        machine.builder.set_grid_dim(nx, ny, nz)
+        for z in range(nz):
+            for y in range(ny):
+                for x in range(nx):
+                    memory.enter((x, y, z))
+                    machine.builder.set_grid_idx(x, y, z)
+                    try:
+                        function(**arguments)
+                    except Exception as error:
+                        hint = hints.pointer_as_number(launch, error)
+                        where = f"`{launch.name}`, program {memory.program}"
+                        if hint or where not in str(error):
+                            error.add_note(f"Raised by kernel {where}.{hint}")
+                        raise
+
+
+def _convert(
+    machine: _Machine, launch: Launch, memory: Memory, argument: Argument, annotation: str = ""
+) -> Any:
+    """One argument as the interpreter wants it."""
+    if isinstance(argument, tuple):
+        return rebuild(argument, [_convert(machine, launch, memory, part) for part in argument])
+    if isinstance(argument, Scalar):
+        return _scalar(argument.value, annotation)
+    type_name = dtypes.triton_name(launch.array_type(argument).dtype)
+    address = np.array(memory.address(launch.buffer_index(argument)), np.uint64)
+    pointer = compat.tensor(address, compat.type_from_name("*" + type_name))
+    if not isinstance(argument, Descriptor):
+        return pointer
+    descriptor = machine.semantic.make_tensor_descriptor(
+        base=pointer,
+        shape=list(argument.shape),
+        strides=[*argument.strides[:-1], tl.constexpr(argument.strides[-1])],
+        block_shape=[tl.constexpr(size) for size in argument.block_shape],
+        padding_option=argument.padding,
+    )
+    descriptor.handle.round_f32_to_tf32 = argument.round_f32_to_tf32
+    return descriptor
+
+
+def _scalar(value: bool | int | float | None, annotation: str) -> tl.tensor | None:
+    if value is None:
+        return None
+    if annotation:
+        name = annotation
+    elif isinstance(value, bool):
+        name = "i1"
+    elif isinstance(value, float):
+        name = "fp32"
+    else:
+        name = next(n for n, low, high in _INTEGER_RANGES if low <= value < high)
+    dtype = compat.type_from_name(name)
+    return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
+
+
+class _Machine:
+    """The interpreter of this process: Triton's builder, with our operations."""
+
+    def __init__(self) -> None:
+        self.builder = Builder()
+        self.semantic = compat.make_semantic(self.builder)
+        self._rewriter: rewriting.Rewriter | None = None
+        self._patch = compat.LanguagePatch(self.builder, self.semantic, self._changes())
+
+    @contextlib.contextmanager
+    def running(self, memory: Memory) -> Iterator[rewriting.Rewriter]:
+        """The scope in which `triton.language` computes; under `TRITON.alone`, which undoes it."""
+        self._patch.apply()
+        self.builder.memory = memory
+        self._rewriter = rewriting.Rewriter(self.semantic, self._patch.replaced)
+        try:
+            yield self._rewriter
+        finally:
+            # If a signal has torn the end, this comes when the generator is thrown away, and
+            # another launch may be running.
+            if vars(self.builder).get("memory") is memory:
+                del self.builder.memory
+                self._rewriter = None
+
+    def _changes(self) -> Iterator[compat.Change]:
+        yield from extra.changes(self.builder, self.semantic)
+        for holder in (tl, tl.core):
+            yield compat.Change(holder, "reduce", reductions.reduce)
+            yield compat.Change(holder, "associative_scan", reductions.associative_scan)
+            yield compat.Change(holder, "map_elementwise", reductions.map_elementwise)
+            yield compat.Change(holder, "range", rewriting.tensor_range)
+        tensor = tl.core.tensor
+        yield compat.Change(tensor, "reduce", reductions.reduce)
+        yield compat.Change(tensor, "associative_scan", reductions.associative_scan)
+        yield compat.Change(tensor, "__index__", lambda tensor: tensor.handle.data.item())
+        for name, member in list(vars(tensor).items()):
+            # As an attribute of a class, a jitted function does not bind to the instance.
+            if isinstance(member, JITFunction):
+                yield compat.Change(tensor, name, _method(member))
+
+        def call(jitted: JITFunction, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("_semantic", None)
+            kwargs.pop("_generator", None)
+            assert self._rewriter is not None
+            return self._rewriter.function(jitted)(*args, **kwargs)
+
+        yield compat.Change(JITFunction, "__call__", call)
+
+
+def _method(function: JITFunction) -> Any:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+@functools.cache
+def _machine() -> _Machine:
+    return _Machine()

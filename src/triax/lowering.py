@@ -1,0 +1,217 @@
+"""How a bound call becomes part of an XLA program, per platform.
+
+CUDA: a config is chosen, before XLA sees the kernel, compiled, and emitted as one custom
+call. CPU: a host callback that runs the kernel in Triton's interpreter. Everything else is
+refused with the reason. `triton_call_lowering` is the same road for authors of primitives of
+their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from triax import devices, settings
+from triax.binding import candidates
+from triax.binding.kernel import Kernel
+from triax.binding.launch import ArrayType, Call, Operand, Result
+from triax.compat import jax_private
+from triax.compiling import ahead, compiler
+from triax.emitting import emit, export
+from triax.errors import ArgumentValueError, UnsupportedError
+from triax.interpreting import callback
+from triax.tuning import policy
+
+
+def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    """Emits a call for the platform that the context is lowered for."""
+    platforms = set(jax_private.lowering_platforms(ctx))
+    if len(platforms) > 1:
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} is lowered by one rule for several platforms "
+            f"({', '.join(sorted(platforms))}). Register the rule once per platform."
+        )
+    (platform,) = platforms
+    return lower_for(platform, ctx, *operands, call=call)
+
+
+def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    """Emits a call for one platform: "cuda", "cpu", or an error for any other."""
+    if platform not in ("cuda", "cpu") and jax_private.is_exporting(ctx):
+        # Exporting for several platforms lowers each branch of `jax.lax.platform_dependent` for
+        # all of them: a call that never runs there must not stop the export.
+        return emit.placeholder(ctx, operands, export.NO_CODE)
+    if platform == "rocm":
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} is lowered for ROCm, which Triax does not support yet. "
+            "Run it on an NVIDIA GPU, or on the CPU."
+        )
+    if platform not in ("cuda", "cpu"):
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r} is lowered for {platform!r}; Triton kernels run on CUDA "
+            "GPUs, and on the CPU in Triton's interpreter."
+        )
+    if platform == "cpu" and call.implementation == "triton":
+        raise UnsupportedError(
+            f"Kernel {call.display_name!r}: Argument `implementation` is 'triton', and the program "
+            "is lowered for the CPU. Use None or 'interpret' there."
+        )
+    types = _array_types(ctx)
+    launches = call.launches(*types)
+    ahead.met(launches)
+    if not launches:
+        return emit.nothing(ctx, operands, call)
+    fallback = None
+    if call.fallback is not None and not call.fallback.is_empty:
+        fallback = call.launch(call.fallback, *types)
+    if platform == "cpu" or call.implementation == "interpret":
+        if jax_private.is_exporting(ctx):  # a host callback cannot be serialised
+            return emit.placeholder(ctx, operands, export.INTERPRETED)
+        # One result is as good as another, and the interpreter has no speed to choose by.
+        return callback.emit_callback(ctx, operands, call, fallback or launches[0])
+    gpus = devices.gpus(ctx)
+    capability = devices.compute_capability(call.display_name, call.compute_capability, gpus)
+    device = devices.for_tuning(ctx, gpus, capability)
+    choice = policy.choose(
+        call, launches, capability, compiler.compile_all, device, fallback=fallback
+    )
+    kernels = [ahead.compile_launch(launch, capability) for launch in choice.launches]
+    policy.note(choice, kernels)
+    return emit.compiled(ctx, operands, call, choice.launches, kernels, choice.key)
+
+
+def _array_types(ctx: Any) -> tuple[tuple[ArrayType, ...], tuple[ArrayType, ...]]:
+    """The types of the operands and of the results."""
+    return tuple(map(ArrayType.of, ctx.avals_in)), tuple(map(ArrayType.of, ctx.avals_out))
+
+
+def triton_call_lowering(
+    ctx: Any,
+    kernel: Any,
+    *operands: Any,
+    grid: Any,
+    input_output_aliases: Mapping[int, int] | None = None,
+    constexprs: Mapping[str, Any] | None = None,
+    name: str = "",
+    tuning: str | None = None,
+    compute_capability: int | None = None,
+    tuning_inputs: Callable[..., Any] | None = None,
+) -> Sequence[Any]:
+    """Lowers a Triton kernel inside the lowering rule of your own primitive.
+
+        def rule(ctx, x, y, *, block):
+            return triax.triton_call_lowering(
+                ctx, add_kernel, x, y,
+                grid=lambda meta: (triton.cdiv(x_aval.size, meta["BLOCK"]),),
+                constexprs={"n": x_aval.size, "BLOCK": block})
+
+        mlir.register_lowering(my_primitive, rule, platform="cuda")
+        mlir.register_lowering(my_primitive, rule, platform="cpu")
+
+    The pointer parameters of the kernel are all inputs, then all outputs, in parameter
+    order with the names in `constexprs` left out. Aliased outputs either all have a
+    parameter of their own, which points to the same memory as the operand's, or none has.
+    A pointer named in `constexprs` with value None is not there.
+
+    Where several configs are tried (measured, found in a store, or mode "runtime"), a
+    config's value wins over the one in `constexprs`; where one config stands in for all
+    (mode "off", "cached" where nothing is stored, nothing to measure on), the caller's
+    wins. `grid` sees the merged values.
+
+    Args:
+      ctx: the lowering rule's context.
+      kernel: a Triton kernel, with `@triton.autotune` or `@triton.heuristics` or not.
+      *operands: the rule's operands (MLIR values), as many as `ctx.avals_in`.
+      grid: an int, a tuple of one to three ints, or a callable of the meta-parameters.
+      input_output_aliases: indices of operands to indices of outputs that share memory.
+      constexprs: values of `tl.constexpr` parameters and of scalars, all compiled in.
+      name: what to call it in logs and profiles; the kernel's name by default.
+      tuning: the tuning mode; by default the one in force.
+      compute_capability, tuning_inputs: as in `triton_call`.
+
+    Returns:
+      The custom call's results, one MLIR value per `ctx.avals_out`.
+
+    Raises:
+      ArgumentTypeError, ArgumentValueError: a mistake in the arguments.
+      CompilationError: the kernel does not compile.
+    """
+    view = Kernel.of(kernel)
+    values = dict(constexprs or {})
+    mode = settings.check_tuning_mode(tuning or settings.mode_in_force(), "tuning")
+    operand_types, result_types = _array_types(ctx)
+    pairs = dict(input_output_aliases or {})
+    for operand in pairs:
+        if not 0 <= operand < len(operand_types):
+            raise ArgumentValueError(
+                f"Argument `input_output_aliases` names operand {operand}, and the primitive has "
+                f"{len(operand_types)}."
+            )
+    arguments = _place_pointers(view, values, operand_types, result_types, pairs)
+    names = [name for name, leaf in arguments if isinstance(leaf, Operand)]
+    types = {
+        name: (operand_types if isinstance(leaf, Operand) else result_types)[leaf.index]
+        for name, leaf in arguments
+    }
+    aliases = candidates.check_aliases(pairs, operand_types, result_types, names)
+    request = candidates.Request(
+        kernel=view,
+        parameters=arguments,
+        arguments={
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in types.items()
+        },
+        keywords=values,
+        options={},
+        grid=grid,
+        num_results=len(result_types),
+        aliases=aliases,
+        conflicts="config",
+    )
+    tried = candidates.build(request)
+    fallback = tried[0]
+    if view.autotuner is not None:
+        fallback = candidates.build(dataclasses.replace(request, conflicts="caller"))[0]
+    call = Call(
+        kernel=view,
+        arguments=arguments,
+        candidates=tried if len(tried) > 1 else (fallback,),
+        aliases=aliases,
+        name=name,
+        tuning=mode,
+        compute_capability=compute_capability,
+        tuning_inputs=tuning_inputs,
+        fallback=fallback,
+        checked=settings.checked(),
+    )
+    return lower(ctx, *operands, call=call)
+
+
+def _place_pointers(
+    view: Kernel,
+    constexprs: Mapping[str, Any],
+    operands: Sequence[ArrayType],
+    results: Sequence[ArrayType],
+    aliases: Mapping[int, int],
+) -> tuple[tuple[str, Operand | Result], ...]:
+    """The pointer parameters, in order: all inputs, then all outputs, or those not aliased."""
+    given = {*constexprs, *view.values_set_by_stages()}
+    names = [p.name for p in view.runtime_parameters if p.name not in given]
+    leaves: list[Operand | Result] = [Operand(i) for i in range(len(operands))]
+    outputs = [Result(j) for j in range(len(results))]
+    if aliases and len(names) == len(operands) + len(results) - len(aliases):
+        outputs = [leaf for leaf in outputs if leaf.index not in aliases.values()]
+    leaves += outputs
+    if len(names) != len(leaves):
+        aliased = f", {len(aliases)} of them aliased" if aliases else ""
+        remedy = "Each takes one"
+        if aliases:
+            remedy += ", or each aliased pair takes one together"
+        raise ArgumentValueError(
+            f"Kernel {view.name!r} has {len(names)} parameters besides `constexprs` "
+            f"({', '.join(names)}), and the primitive has {len(operands)} inputs and "
+            f"{len(results)} outputs{aliased}. {remedy}."
+        )
+    return tuple(zip(names, leaves, strict=True))

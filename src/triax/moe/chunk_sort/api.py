@@ -1,0 +1,106 @@
+"""`sort_chunks_by_index`: checks its arguments and hands them to the op."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from triax.compat import jax_private
+from triax.errors import ArgumentValueError
+from triax.moe.chunk_sort import derivatives
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
+
+
+class Sorted(NamedTuple):
+    """What `sort_chunks_by_index` returns.
+
+    Attributes:
+      rows: [tokens, hidden], the rows of `x` in their new order.
+      probs: [tokens], the probs of those rows; None if none were given.
+    """
+
+    rows: jax.Array
+    probs: jax.Array | None
+
+
+def sort_chunks_by_index(
+    x: Any,
+    split_sizes: Any,
+    sorted_indices: Any,
+    probs: Any = None,
+    *,
+    implementation: str | None = None,
+) -> Sorted:
+    """Cuts the rows of `x` into chunks and puts the chunks into another order.
+
+        x = jnp.arange(5.0)[:, None]
+        out = moe.sort_chunks_by_index(x, jnp.array([2, 1, 2]), jnp.array([1, 0, 2]))
+        out.rows[:, 0]  # [2., 0., 1., 3., 4.]
+
+    Chunk i of `x` is the `split_sizes[i]` rows that follow chunk i - 1, and chunk j of the
+    output is chunk `sorted_indices[j]` of `x`. Rows past the last chunk stay where they are.
+    Expert parallelism needs it after an all-to-all, where rows arrive by (rank, expert) and
+    are wanted by (expert, rank), and before the way back.
+
+    Rows and probs are moved bit by bit, and so are their gradients, which go the other way
+    and keep the dtype of `x` and `probs`. Equal inputs give equal outputs in every run.
+
+    Sizes and indices are values on the device, which nobody can check in time. Where they
+    make no sense rows are misplaced, as told here, and memory outside is never touched:
+    a negative size is an empty chunk; chunks end at the last row of `x`; an index outside
+    [0, chunks) is an empty output chunk; output chunks past the last row are cut off. In
+    the gradient, a chunk that several output chunks name takes the gradient of the first,
+    and one that none names takes that of its own rows.
+
+    Args:
+      x: [tokens, hidden], any dtype. At most 2**31 - 1 tokens.
+      split_sizes: integer [chunks].
+      sorted_indices: integer [chunks], a permutation of 0 to chunks - 1.
+      probs: float [tokens], moved along with the rows, or None.
+      implementation: None picks by the platform the program is lowered for: the Triton
+        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
+        Triton's interpreter, on the CPU) and "xla" insist.
+
+    Returns:
+      `Sorted`: rows [tokens, hidden] in the dtype of `x`, and probs [tokens] in theirs.
+
+    Raises:
+      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
+      ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
+    """
+    x = arguments.array("x", x, ("tokens", "hidden"))
+    split_sizes = arguments.array("split_sizes", split_sizes, ("chunks",), jnp.integer)
+    sorted_indices = arguments.array("sorted_indices", sorted_indices, ("chunks",), jnp.integer)
+    num_rows, num_chunks = x.shape[0], split_sizes.shape[0]
+    if num_rows > arguments.MAX_ROWS:
+        raise ArgumentValueError(
+            f"Argument `x` must have at most 2**31 - 1 rows; got {num_rows}. Sort it in parts."
+        )
+    if sorted_indices.shape != split_sizes.shape:
+        raise ArgumentValueError(
+            f"Argument `sorted_indices` must have one index for each of the {num_chunks} chunks "
+            f"of `split_sizes`; got shape {sorted_indices.shape}."
+        )
+    if probs is not None:
+        probs = arguments.array("probs", probs, ("tokens",), jnp.floating)
+        if probs.shape[0] != num_rows:
+            raise ArgumentValueError(
+                f"Argument `probs` must have one value for each of the {num_rows} rows of `x`; "
+                f"got shape {probs.shape}."
+            )
+    implementation = implementations.resolve(implementation, x=x, probs=probs)
+    if num_chunks == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
+        return Sorted(x, probs)
+    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
+    arrays = [x, split_sizes, sorted_indices] + ([] if probs is None else [probs])
+    x, split_sizes, sorted_indices, *rest = jax_private.insert_varying_casts(arrays)
+    maps = derivatives.chunk_maps(
+        arguments.as_int32(split_sizes, num_rows),
+        arguments.as_int32(sorted_indices, num_chunks),
+        num_rows,
+        implementation,
+    )
+    return Sorted(*derivatives.move_chunks(x, rest[0] if rest else None, maps, implementation))

@@ -1,0 +1,50 @@
+"""How the chunk sort's kernels are cut into programs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from triax.moe.shared import blocks
+
+_MAX_ROWS = 1024
+_MAX_WAYS = 128
+_MAX_PROBES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkMoveConfig:
+    """One program moves `block_rows` rows by `block_width` elements, both powers of two.
+
+    To find a row's chunk it compares the row with the ends of `search_ways` chunks at a time.
+    """
+
+    block_rows: int
+    block_width: int
+    num_warps: int
+
+    @classmethod
+    def heuristic(cls, width: int, itemsize: int) -> ChunkMoveConfig:
+        """The config for rows of `width` elements of `itemsize` bytes.
+
+        It depends on nothing else, so that a new number of rows or chunks compiles nothing.
+        """
+        return cls(*blocks.part(width, itemsize, _MAX_ROWS))
+
+    @property
+    def search_ways(self) -> int:
+        return max(2, min(_MAX_WAYS, _MAX_PROBES // self.block_rows))
+
+    def search_steps(self, num_chunks: int) -> int:
+        """The steps of a search among so many chunks, at least one."""
+        steps = 1
+        while (num_chunks := -(-num_chunks // self.search_ways)) > 1:
+            steps += 1
+        return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class MapsConfig:
+    """The one program of the chunk maps walks over the chunks, `block` at a time."""
+
+    block: int = 1024
+    num_warps: int = 4

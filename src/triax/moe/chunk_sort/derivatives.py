@@ -1,0 +1,65 @@
+"""The chunk sort's derivatives: the same move, and the move back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from triax.moe.chunk_sort import launchers, reference
+from triax.moe.chunk_sort.reference import ChunkMaps
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared import linear
+
+
+class Moved(NamedTuple):
+    """Rows [rows, width] and probs [rows], where there are."""
+
+    rows: jax.Array
+    probs: jax.Array | None
+
+
+def chunk_maps(
+    split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int, implementation: str | None
+) -> ChunkMaps:
+    """The maps there and back; integers, without derivative."""
+    return implementations.dispatch(
+        implementation,
+        split_sizes,
+        sorted_indices,
+        kernels=functools.partial(launchers.chunk_maps, num_rows=num_rows),
+        xla=functools.partial(reference.chunk_maps_reference, num_rows=num_rows),
+    )
+
+
+def move_chunks(
+    rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps, implementation: str | None
+) -> Moved:
+    """Rows and probs moved by ``maps.forward``; their gradients move by ``maps.inverse``."""
+
+    def run(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Moved:
+        moved = implementations.dispatch(
+            implementation,
+            rows,
+            probs,
+            maps.forward,
+            kernels=launchers.move_rows,
+            xla=reference.move_rows_reference,
+        )
+        return Moved(*moved)
+
+    def derivative(primals: Any, tangents: Any, like: Any) -> Moved:
+        return linear.call_each(move, move_back, primals[2], Moved(*tangents[:2]), like)
+
+    def move(maps: ChunkMaps, moving: dict[str, jax.Array]) -> dict[str, Any]:
+        if "rows" not in moving:
+            probs = moving["probs"]
+            return {"probs": move_chunks(probs[:, None], None, maps, implementation).rows[:, 0]}
+        moved = move_chunks(moving["rows"], moving.get("probs"), maps, implementation)
+        return {name: getattr(moved, name) for name in moving}
+
+    def move_back(maps: ChunkMaps, gradients: dict[str, jax.Array]) -> dict[str, Any]:
+        return move(ChunkMaps(forward=maps.inverse, inverse=maps.forward), gradients)
+
+    return linear.op(run, derivative, rows, probs, maps)

@@ -1,0 +1,85 @@
+"""The chunk sort's kernel launches: output types, grids, and the call of the bridge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.call import triton_call
+from triax.moe.chunk_sort.configs import ChunkMoveConfig, MapsConfig
+from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+
+def chunk_maps(
+    split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int, *, implementation: str | None
+) -> ChunkMaps:
+    """Both maps, from int32 sizes and indices [chunks], at least one of them."""
+    from triax.moe.chunk_sort.kernels import _chunk_maps_kernel
+
+    config = MapsConfig()
+    num_chunks = split_sizes.shape[0]
+    return triton_call(
+        split_sizes,
+        sorted_indices,
+        num_rows,
+        num_chunks,
+        kernel=_chunk_maps_kernel,
+        out_type=_chunk_maps_type(num_chunks),
+        # One program walks over all chunks. A second would write the same maps again.
+        grid=1,
+        num_warps=config.num_warps,
+        name="chunk_maps",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK=config.block,
+    )
+
+
+def _chunk_maps_type(num_chunks: int) -> ChunkMaps:
+    ints = jax.ShapeDtypeStruct((num_chunks,), jnp.int32)
+    one: ChunkMap = ChunkMap(ints, ints)  # type: ignore[arg-type]
+    return ChunkMaps(one, one)
+
+
+def move_rows(
+    rows: jax.Array, probs: jax.Array | None, chunk_map: ChunkMap, *, implementation: str | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Rows [rows, width] and probs [rows] as the map says."""
+    from triax.moe.chunk_sort.kernels import _move_rows_kernel
+
+    num_rows, width = rows.shape
+    num_chunks = chunk_map.ends.shape[0]
+    config = ChunkMoveConfig.heuristic(width, rows.dtype.itemsize)
+    row_blocks = -(-num_rows // config.block_rows)
+    # At least one: where rows have no elements, probs move all the same.
+    width_blocks = max(1, -(-width // config.block_width))
+    moved = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+    moved_probs = None if probs is None else jax.ShapeDtypeStruct(probs.shape, probs.dtype)
+    # A parameter that is not supplied is an output.
+    no_probs: dict[str, Any] = {"moved_probs_ptr": None} if probs is None else {}
+    return triton_call(
+        rows,
+        probs,
+        *chunk_map,
+        num_rows,
+        num_chunks,
+        config.search_steps(num_chunks),
+        kernel=_move_rows_kernel,
+        out_type=(moved, moved_probs),
+        # Exactly the blocks that hold elements: one program too few leaves rows unwritten, one
+        # too many only costs its launch. All on one axis: the others end at 65535 programs.
+        grid=row_blocks * width_blocks,
+        num_warps=config.num_warps,
+        name="move_rows",
+        vmap_method="sequential",
+        implementation=implementation,
+        WIDTH=width,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_WIDTH=config.block_width,
+        SEARCH_WAYS=config.search_ways,
+        **no_probs,
+    )

@@ -1,0 +1,69 @@
+"""The chunk sort in plain JAX: the path for every platform without Triton.
+
+The same two steps as the kernels, with the same results on every input, wrong ones too.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from triax.moe.shared.arrays import running_sum, take_rows
+
+
+class ChunkMap(NamedTuple):
+    """Which row each row of the output is read from, told by chunk.
+
+    Chunk c of the output is the rows up to `ends[c]`, and its row r is read from
+    row ``r + shifts[c]``. Rows past the last chunk are read from where they are.
+    Both are int32 [chunks].
+    """
+
+    ends: jax.Array
+    shifts: jax.Array
+
+
+class ChunkMaps(NamedTuple):
+    """The map of the sort and the map of its inverse, which is that of its gradient."""
+
+    forward: ChunkMap
+    inverse: ChunkMap
+
+
+def chunk_maps_reference(
+    split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int
+) -> ChunkMaps:
+    """Both maps, from int32 sizes and indices [chunks], at least one of them."""
+    num_chunks = split_sizes.shape[0]
+    ends = running_sum(jnp.clip(split_sizes, 0, num_rows), num_rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    named = (sorted_indices >= 0) & (sorted_indices < num_chunks)
+    index = jnp.where(named, sorted_indices, 0)
+    sorted_starts = jnp.where(named, starts[index], 0)
+    sorted_sizes = jnp.where(named, ends[index] - starts[index], 0)
+    sorted_ends = running_sum(sorted_sizes, num_rows)
+    outputs = jnp.concatenate([jnp.zeros_like(ends[:1]), sorted_ends[:-1]])
+    not_named = jnp.iinfo(jnp.int32).max
+    first = jnp.full_like(ends, not_named).at[index].min(jnp.where(named, outputs, not_named))
+    inverse_shifts = jnp.where(first == not_named, 0, first - starts)
+    return ChunkMaps(ChunkMap(sorted_ends, sorted_starts - outputs), ChunkMap(ends, inverse_shifts))
+
+
+def move_rows_reference(
+    rows: jax.Array, probs: jax.Array | None, chunk_map: ChunkMap
+) -> tuple[jax.Array, jax.Array | None]:
+    """Rows [rows, width] and probs [rows] as the map says."""
+    num_rows = rows.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    chunk = jnp.searchsorted(chunk_map.ends, row, side="right", method="scan_unrolled")
+    shifts = jnp.concatenate([chunk_map.shifts, jnp.zeros_like(chunk_map.shifts[:1])])
+    # Clipped before the sum, which could pass 2**31.
+    shift = shifts[chunk]
+    source = jnp.where(
+        shift < 0, row - jnp.minimum(-shift, row), row + jnp.minimum(shift, num_rows - 1 - row)
+    )
+    take = functools.partial(take_rows, index=source, mode="clip")
+    return take(rows), None if probs is None else take(probs)

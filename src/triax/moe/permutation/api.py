@@ -1,0 +1,205 @@
+"""`permute` and `unpermute`: check their arguments and hand them to the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from triax.binding import dtypes
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.permutation import configs, derivatives
+from triax.moe.permutation.reference import Permuted, Routes
+from triax.moe.plans.api import Plan
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
+
+
+def permute(
+    x: Any,
+    plan: Plan,
+    *,
+    weights: Any = None,
+    scales: Any = None,
+    implementation: str | None = None,
+) -> Any:
+    """Copies every token to its rows, grouped by expert.
+
+        plan = moe.make_plan(selected_experts, num_experts)
+        rows = moe.permute(x, plan)                       # [rows, hidden]
+        y = jax.lax.ragged_dot(rows, w, plan.group_sizes)
+        out = moe.unpermute(y, plan, weights=router_weights)
+
+    ``rows[plan.row_of[t, k]] = x[t]`` for each token t and slot k that has a row. All other
+    rows are exactly zero. Values are moved bit by bit, whatever they are. The gradient of a
+    token is the sum of those of its rows, in float32 or wider, in the dtype of `x`.
+
+    Under `jax.checkpoint` the results carry the names "triax_permuted_rows",
+    "triax_permuted_weights" and "triax_permuted_scales": name them in a policy to keep them.
+
+    Args:
+      x: [tokens, hidden], any dtype.
+      plan: from `make_plan`. One whose arrays hold wrong values misplaces rows; it touches no
+        memory outside.
+      weights: float [tokens, top_k], moved along: each row takes the one of its (token, slot).
+        Their gradient comes back, exactly zero where there is no row.
+      scales: [tokens, scales], any dtype, moved along with the tokens: those of quantised rows.
+      implementation: None picks by the platform the program is lowered for: the Triton
+        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
+        Triton's interpreter, on the CPU) and "xla" insist.
+
+    Returns:
+      rows [rows, hidden] in the dtype of `x`; with weights or scales `Permuted`: rows,
+      weights [rows] or None, scales [rows, scales] or None, in the dtypes given.
+
+    Raises:
+      ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
+      ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
+    """
+    routes = _routes(plan)
+    num_tokens, top_k = routes.row_of.shape
+    x = arguments.array("x", x, ("tokens", "hidden"))
+    _check_tokens("x", x, num_tokens)
+    if weights is not None:
+        weights = _check_weights(weights, routes)
+    scale_dtype: Any = None
+    if scales is not None:
+        scales = arguments.array("scales", scales, ("tokens", "scales"))
+        _check_tokens("scales", scales, num_tokens)
+        scale_dtype = scales.dtype
+        scales = _as_known_words(scales)
+    implementation = implementations.resolve(implementation, x=x, weights=weights, scales=scales)
+    if not (num_tokens and top_k and routes.num_rows) or (
+        x.shape[1] == 0 and weights is None and scales is None
+    ):
+        implementation = "xla"
+    x, weights, scales, routes = _vary_alike(x, weights, scales, routes)
+    rows, row_weights, row_scales = derivatives.permute_rows(
+        x, weights, scales, routes, implementation
+    )
+    rows = checkpoint_name(rows, "triax_permuted_rows")
+    if row_weights is None and row_scales is None:
+        return rows
+    if row_weights is not None:
+        row_weights = checkpoint_name(row_weights, "triax_permuted_weights")
+    if row_scales is not None:
+        if row_scales.dtype != scale_dtype:
+            row_scales = jax.lax.bitcast_convert_type(row_scales, scale_dtype)
+        row_scales = checkpoint_name(row_scales, "triax_permuted_scales")
+    return Permuted(rows, row_weights, row_scales)
+
+
+def unpermute(
+    rows: Any, plan: Plan, weights: Any = None, *, implementation: str | None = None
+) -> jax.Array:
+    """Sums up the rows of every token, times its weights.
+
+        out = moe.unpermute(rows, plan, weights=router_weights)  # [tokens, hidden]
+
+    ``out[t] = sum over k of weights[t, k] * rows[plan.row_of[t, k]]``, over the slots that
+    have a row, in their order. A zero weight is a weight: times NaN it gives NaN. A slot
+    without a row adds nothing, whatever its weight, and a token without any is exactly zero.
+
+    Sums are computed in the widest of float32 and the dtypes of `rows` and `weights`, and
+    rounded once. Gradients are ``weight * gradient`` for each row, exactly zero for those
+    without a token, and ``<row, gradient>`` for each weight, exactly zero for slots without
+    a row; in the dtypes of `rows` and `weights`, and the same bits in every run.
+
+    Under `jax.checkpoint` the result carries the name "triax_unpermuted_tokens".
+
+    Args:
+      rows: float [plan.num_rows, hidden].
+      plan: the one the rows were permuted by.
+      weights: float [tokens, top_k]; None for all one.
+      implementation: as for `permute`.
+
+    Returns:
+      [tokens, hidden] in the dtype of `rows`.
+
+    Raises:
+      ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
+      ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
+    """
+    routes = _routes(plan)
+    rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating)
+    if rows.shape[0] != routes.num_rows:
+        raise ArgumentValueError(
+            f"Argument `rows` must have the {routes.num_rows} rows of the plan; got shape "
+            f"{rows.shape}."
+        )
+    if weights is not None:
+        weights = _check_weights(weights, routes)
+    implementation = implementations.resolve(implementation, rows=rows, weights=weights)
+    if routes.row_of.size == 0 or rows.size == 0:
+        implementation = "xla"
+    rows, weights, routes = _vary_alike(rows, weights, routes)
+    if weights is None or weights.size == 0:
+        tokens = derivatives.gather_rows(rows, None, routes, implementation).x
+    else:
+        tokens = derivatives.weigh_rows(rows, weights, routes, implementation)
+    return checkpoint_name(tokens, "triax_unpermuted_tokens")
+
+
+def _routes(plan: Any) -> Routes:
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"Argument `plan` must be a Plan, from `make_plan`; got {plan!r} of type "
+            f"{type(plan).__name__}."
+        )
+    row_of = plan.row_of
+    groups = plan.group_sizes.shape
+    if row_of.ndim != 2 or groups != (plan.num_experts,) or groups != plan.group_filled.shape:
+        raise ArgumentValueError(
+            f"Argument `plan` must have `row_of` of shape [tokens, top_k], `group_sizes` and "
+            f"`group_filled` of shape [{plan.num_experts}]; got {row_of.shape}, {groups} and "
+            f"{plan.group_filled.shape}. Make one plan of all batches: reshape what it is made of "
+            "to [tokens, ...], and the results back."
+        )
+    num_slots = None
+    if row_of.shape[1] > configs.MAX_UNROLLED_SLOTS:
+        slot = jnp.arange(row_of.shape[1], dtype=jnp.int32)
+        num_slots = jnp.max(jnp.where(row_of >= 0, slot + 1, 0), axis=1)
+    return Routes(
+        row_of=row_of,
+        num_slots=num_slots,
+        group_sizes=plan.group_sizes,
+        group_filled=plan.group_filled,
+        num_rows=plan.num_rows,
+        padded=plan.align_size > 1,
+    )
+
+
+def _check_tokens(name: str, array: jax.Array, num_tokens: int) -> None:
+    if array.shape[0] != num_tokens:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have the {num_tokens} tokens of the plan; got shape "
+            f"{array.shape}."
+        )
+
+
+def _check_weights(weights: Any, routes: Routes) -> jax.Array:
+    weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
+    if weights.shape != routes.row_of.shape:
+        raise ArgumentValueError(
+            f"Argument `weights` must have the shape of the plan's `row_of`, "
+            f"{routes.row_of.shape}; got {weights.shape}."
+        )
+    return weights
+
+
+def _as_known_words(scales: jax.Array) -> jax.Array:
+    """Scales in a small float that Triton lacks, float8_e8m0fnu above all, as integers."""
+    if scales.dtype.name in dtypes.SUPPORTED or not jnp.issubdtype(scales.dtype, jnp.floating):
+        return scales
+    if jnp.finfo(scales.dtype).bits != 8:
+        return scales
+    return jax.lax.bitcast_convert_type(scales, jnp.uint8)
+
+
+def _vary_alike(*operands: Any) -> Any:
+    """Inside shard_map, what the platforms' code returns must vary over the same mesh axes."""
+    leaves, tree = jax.tree.flatten(operands)
+    return jax.tree.unflatten(tree, jax_private.insert_varying_casts(leaves))

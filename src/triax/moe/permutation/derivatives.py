@@ -1,0 +1,160 @@
+"""The derivatives of permute and unpermute, which are each other's.
+
+`permute_rows` copies tokens to rows; its transpose, `gather_rows`, sums the rows up again. Both are
+linear. `weigh_rows` sums them up with weights; `spread_gradient` is its gradient, and closes the
+circle: its own derivatives are made of these four.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.moe.permutation import launchers, reference
+from triax.moe.permutation.reference import Gathered, Permuted, Routes
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared import linear
+
+
+def permute_rows(
+    x: jax.Array,
+    weights: jax.Array | None,
+    scales: jax.Array | None,
+    routes: Routes,
+    implementation: str | None,
+) -> Permuted:
+    """Tokens, weights and scales copied to the rows that `routes` tells."""
+    run = functools.partial(
+        implementations.dispatch,
+        implementation,
+        kernels=launchers.permute,
+        xla=reference.permute_reference,
+    )
+
+    def derivative(primals: Any, tangents: Any, like: Any) -> Permuted:
+        return linear.call_each(copy, gather, primals[3], Permuted(*tangents[:3]), like)
+
+    def copy(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
+        x = moving.get("rows", jnp.zeros((routes.row_of.shape[0], 0), jnp.float32))
+        weights, scales = moving.get("weights"), moving.get("scales")
+        copies = permute_rows(x, weights, scales, routes, implementation)
+        return {name: getattr(copies, name) for name in moving}
+
+    def gather(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
+        rows = gradients.get("rows", jnp.zeros((routes.num_rows, 0), jnp.float32))
+        x, weights = gather_rows(rows, gradients.get("weights"), routes, implementation)
+        gathered = {"rows": x, "weights": weights}
+        if "scales" in gradients:
+            gathered["scales"] = gather_rows(gradients["scales"], None, routes, implementation).x
+        return gathered
+
+    return linear.op(run, derivative, x, weights, scales, routes)
+
+
+def gather_rows(
+    rows: jax.Array, row_weights: jax.Array | None, routes: Routes, implementation: str | None
+) -> Gathered:
+    """Each token's sum over its rows, and each slot's weight of `row_weights`."""
+    run = functools.partial(
+        implementations.dispatch,
+        implementation,
+        kernels=launchers.unpermute,
+        xla=reference.unpermute_reference,
+    )
+
+    def derivative(primals: Any, tangents: Any, like: Any) -> Gathered:
+        moving = Gathered(tangents[0], tangents[2])
+        return linear.call_each(gather, copy, primals[3], moving, like)
+
+    def gather(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
+        rows = moving.get("x", jnp.zeros((routes.num_rows, 0), jnp.float32))
+        sums = gather_rows(rows, moving.get("weights"), routes, implementation)
+        return {name: getattr(sums, name) for name in moving}
+
+    def copy(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
+        x = gradients.get("x", jnp.zeros((routes.row_of.shape[0], 0), jnp.float32))
+        copies = permute_rows(x, gradients.get("weights"), None, routes, implementation)
+        return {"x": copies.rows, "weights": copies.weights}
+
+    return linear.op(run, derivative, rows, None, row_weights, routes)
+
+
+def weigh_rows(
+    rows: jax.Array, weights: jax.Array, routes: Routes, implementation: str | None
+) -> jax.Array:
+    """Each token's sum over its rows times `weights` [tokens, top_k]."""
+
+    def run(rows: jax.Array, weights: jax.Array, routes: Routes) -> jax.Array:
+        return implementations.dispatch(
+            implementation,
+            rows,
+            weights,
+            None,
+            routes,
+            kernels=launchers.unpermute,
+            xla=reference.unpermute_reference,
+        ).x
+
+    def derivative(primals: Any, tangents: Any, like: Any) -> jax.Array:
+        moving = {"rows": tangents[0], "weights": tangents[1]}
+        return linear.call(weigh, spread, primals, moving, like)
+
+    def weigh(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+        rows, weights, routes = primals
+        terms = []
+        if "rows" in moving:
+            terms.append(weigh_rows(moving["rows"], weights, routes, implementation))
+        if "weights" in moving:
+            terms.append(weigh_rows(rows, moving["weights"], routes, implementation))
+        return functools.reduce(jnp.add, terms)
+
+    def spread(primals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
+        rows, weights, routes = primals
+        d_rows, d_weights = spread_gradient(rows, weights, gradient, routes, implementation)
+        return {"rows": d_rows, "weights": d_weights}
+
+    return linear.op(run, derivative, rows, weights, routes)
+
+
+def spread_gradient(
+    rows: jax.Array,
+    weights: jax.Array,
+    gradient: jax.Array,
+    routes: Routes,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of `weigh_rows`: ``weight * gradient`` by row, ``<row, gradient>`` by slot."""
+    run = functools.partial(
+        implementations.dispatch,
+        implementation,
+        kernels=launchers.unpermute_grad,
+        xla=reference.unpermute_grad_reference,
+    )
+
+    def derivative(primals: Any, tangents: Any, like: Any) -> tuple[jax.Array, jax.Array]:
+        moving = dict(zip(("rows", "weights", "gradient"), tangents[:3], strict=True))
+        return linear.call(spread, gather, primals, moving, like)
+
+    def spread(primals: Any, moving: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows, weights, gradient, routes = primals
+        terms = []
+        if "gradient" in moving:
+            terms.append((rows, weights, moving["gradient"]))
+        if "rows" in moving or "weights" in moving:
+            d_rows = moving.get("rows", jnp.zeros_like(rows))
+            terms.append((d_rows, moving.get("weights", jnp.zeros_like(weights)), gradient))
+        spreads = [spread_gradient(*term, routes, implementation) for term in terms]
+        return functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), spreads)
+
+    def gather(primals: Any, seconds: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        rows, weights, gradient, routes = primals
+        a, b = seconds  # like rows, like weights
+        d_rows, d_weights = spread_gradient(a, b, gradient, routes, implementation)
+        d_gradient = weigh_rows(a, weights, routes, implementation)
+        d_gradient += weigh_rows(rows, b, routes, implementation)
+        return {"rows": d_rows, "weights": d_weights, "gradient": d_gradient}
+
+    return linear.op(run, derivative, rows, weights, gradient, routes)

@@ -1,0 +1,209 @@
+"""The launches of permute and unpermute: output types, grids, and the calls of the bridge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.call import triton_call
+from triax.moe.permutation.configs import MoveConfig, ZeroConfig, step_slots
+from triax.moe.permutation.reference import Gathered, Permuted, Routes, sum_dtype
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+# permute touches what it writes once: streaming stores, by which an H200 writes four or eight
+# rows of a token 1.4% faster, and two 0.8% slower.
+_STORES = ".cs"
+
+
+def permute(
+    x: jax.Array,
+    weights: jax.Array | None,
+    scales: jax.Array | None,
+    routes: Routes,
+    *,
+    implementation: str | None,
+) -> Permuted:
+    """Each row's token, weight and scales; zeros in the rows without a token."""
+    from triax.moe.permutation.kernels import _permute_kernel
+
+    num_tokens, width = x.shape
+    top_k = routes.row_of.shape[1]
+    num_rows = routes.num_rows
+    num_scales = 0 if scales is None else scales.shape[1]
+    config = MoveConfig.for_copies(width, x.dtype.itemsize, top_k)
+    width_blocks = max(1, -(-width // config.block_width))
+    num_zeroing = _num_zeroing(routes, config)
+    words = [_words(array) for array in (x, weights, scales)]
+    rows, row_weights, row_scales = triton_call(
+        *words,
+        *_plan_operands(routes, num_zeroing),
+        kernel=_permute_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((num_rows, width), words[0].dtype),
+            None if weights is None else jax.ShapeDtypeStruct((num_rows,), words[1].dtype),
+            None
+            if scales is None
+            else jax.ShapeDtypeStruct((num_rows, num_scales), words[2].dtype),
+        ),
+        # First the programs that move the tokens, each of which writes its rows whatever the
+        # plan says; then those that share the rows without a token, whose number is known on
+        # the device only.
+        grid=-(-num_tokens // config.block_tokens) * width_blocks + num_zeroing,
+        num_warps=config.num_warps,
+        name="permute",
+        vmap_method="sequential",
+        implementation=implementation,
+        TOP_K=top_k,
+        STEP_SLOTS=step_slots(top_k),
+        WIDTH=width,
+        SCALES=num_scales,
+        STORES=_STORES,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_SLOTS=config.block_slots,
+        BLOCK_WIDTH=config.block_width,
+        BLOCK_EXPERTS=ZeroConfig().block_experts,
+        **_absent(row_weights_ptr=weights, row_scales_ptr=scales),
+    )
+    return Permuted(
+        _as_dtype(rows, x), _as_dtype(row_weights, weights), _as_dtype(row_scales, scales)
+    )
+
+
+def unpermute(
+    rows: jax.Array,
+    weights: jax.Array | None,
+    row_weights: jax.Array | None,
+    routes: Routes,
+    *,
+    implementation: str | None,
+) -> Gathered:
+    """Each token's sum over its rows, times `weights` [tokens, top_k] if there are."""
+    from triax.moe.permutation.kernels import _unpermute_kernel
+
+    num_tokens, top_k = routes.row_of.shape
+    width = rows.shape[1]
+    config = MoveConfig.for_parts(width, rows.dtype.itemsize, top_k)
+    width_blocks = max(1, -(-width // config.block_width))
+    x, token_weights = triton_call(
+        rows,
+        weights,
+        row_weights,
+        routes.row_of,
+        routes.num_slots,
+        num_tokens,
+        routes.num_rows,
+        kernel=_unpermute_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((num_tokens, width), _stored(rows.dtype)),
+            None
+            if row_weights is None
+            else jax.ShapeDtypeStruct((num_tokens, top_k), row_weights.dtype),
+        ),
+        # Exactly the blocks that hold elements; at least one in width, for weights come back
+        # also where rows have no elements.
+        grid=-(-num_tokens // config.block_tokens) * width_blocks,
+        num_warps=config.num_warps,
+        name="unpermute",
+        vmap_method="sequential",
+        implementation=implementation,
+        TOP_K=top_k,
+        STEP_SLOTS=step_slots(top_k),
+        WIDTH=width,
+        DOUBLE=sum_dtype(rows, weights) == jnp.float64,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_WIDTH=config.block_width,
+        **_absent(token_weights_ptr=row_weights),
+    )
+    return Gathered(x.astype(rows.dtype), token_weights)
+
+
+def unpermute_grad(
+    rows: jax.Array,
+    weights: jax.Array,
+    gradient: jax.Array,
+    routes: Routes,
+    *,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of the weighted sum: those of rows and weights, in their dtypes."""
+    from triax.moe.permutation.kernels import _unpermute_grad_kernel
+
+    num_tokens, top_k = routes.row_of.shape
+    width = rows.shape[1]
+    config = MoveConfig.for_rows(width, rows.dtype.itemsize)
+    num_zeroing = _num_zeroing(routes, config)
+    d_rows, d_weights = triton_call(
+        rows,
+        weights,
+        gradient,
+        *_plan_operands(routes, num_zeroing),
+        kernel=_unpermute_grad_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct(rows.shape, _stored(rows.dtype)),
+            jax.ShapeDtypeStruct((num_tokens, top_k), _stored(weights.dtype)),
+        ),
+        # A program for whole tokens, which sums up over the width in a fixed order; behind
+        # them those that share the rows without a token.
+        grid=-(-num_tokens // config.block_tokens) + num_zeroing,
+        num_warps=config.num_warps,
+        name="unpermute_grad",
+        vmap_method="sequential",
+        implementation=implementation,
+        TOP_K=top_k,
+        STEP_SLOTS=step_slots(top_k),
+        WIDTH=width,
+        DOUBLE=sum_dtype(rows, weights) == jnp.float64,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_WIDTH=config.block_width,
+        BLOCK_EXPERTS=ZeroConfig().block_experts,
+    )
+    return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype)
+
+
+def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
+    """The plan's arrays and the sizes, as the kernels that write rows take them."""
+    num_experts = routes.group_sizes.shape[0]
+    return (
+        routes.row_of,
+        routes.num_slots,
+        routes.group_sizes,
+        routes.group_filled,
+        routes.row_of.shape[0],
+        routes.num_rows,
+        num_experts,
+        num_experts if routes.padded else 0,
+        num_zeroing,
+    )
+
+
+def _absent(**outputs: jax.Array | None) -> dict[str, Any]:
+    """None for each output whose input is None; the others are the bridge's to supply."""
+    return {name: None for name, source in outputs.items() if source is None}
+
+
+def _num_zeroing(routes: Routes, config: MoveConfig) -> int:
+    """How many programs share the rows without a token."""
+    blocks = -(-routes.num_rows // config.block_tokens)
+    return min(blocks, ZeroConfig().max_programs)
+
+
+def _stored(dtype: Any) -> Any:
+    """What a kernel stores sums as. GPUs saturate in casts to 8 bits; JAX, which casts these
+    afterwards, does not."""
+    return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
+
+
+def _words(array: jax.Array | None) -> Any:
+    """Floats as integers of their size: a move keeps every bit, and dtypes share kernels."""
+    if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+
+def _as_dtype(moved: jax.Array | None, original: jax.Array | None) -> Any:
+    if moved is None or original is None or moved.dtype == original.dtype:
+        return moved
+    return jax.lax.bitcast_convert_type(moved, original.dtype)

@@ -1,0 +1,149 @@
+"""Permute and unpermute in plain JAX: the path for every platform without Triton.
+
+The same results as the kernels' on every input that a plan allows. Rows are gathered by a map
+from row to (token, slot), so nothing is copied `top_k` times on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from triax.moe.shared.arrays import take_rows
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["row_of", "num_slots", "group_sizes", "group_filled"],
+    meta_fields=["num_rows", "padded"],
+)
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """What the moves need of a plan; `padded` is whether a group can have pad rows.
+
+    `num_slots` is None for narrow maps. For a wide one it is int32 [tokens]: how many slots come
+    up to the last that has a row.
+    """
+
+    row_of: jax.Array
+    num_slots: jax.Array | None
+    group_sizes: jax.Array
+    group_filled: jax.Array
+    num_rows: int
+    padded: bool
+
+
+class Permuted(NamedTuple):
+    """What `permute` returns for tokens with weights or scales.
+
+    Attributes:
+      rows: [rows, hidden], the tokens grouped by expert.
+      weights: [rows], the weight of each row's (token, slot); None if none were given.
+      scales: [rows, scales], the scales of each row's token; None if none were given.
+    """
+
+    rows: jax.Array
+    weights: jax.Array | None
+    scales: jax.Array | None
+
+
+class Gathered(NamedTuple):
+    """What comes back of `Permuted`: sums over the rows of each token, and weights by slot.
+
+    x [tokens, hidden], weights [tokens, top_k] or None.
+    """
+
+    x: jax.Array
+    weights: jax.Array | None
+
+
+def permute_reference(
+    x: jax.Array, weights: jax.Array | None, scales: jax.Array | None, routes: Routes
+) -> Permuted:
+    """Each row's token, weight and scales; zeros in the rows without a token."""
+    pair = _pair_of_row(routes)
+    token = _token_of_pair(pair, routes)
+    return Permuted(
+        _take(x, token),
+        None if weights is None else _take(weights.reshape(-1), pair),
+        None if scales is None else _take(scales, token),
+    )
+
+
+def unpermute_reference(
+    rows: jax.Array, weights: jax.Array | None, row_weights: jax.Array | None, routes: Routes
+) -> Gathered:
+    """Each token's sum over its rows, times `weights` [tokens, top_k] if there are."""
+    wider = sum_dtype(rows, weights)
+    row_of = _existing_rows(routes)
+    exists = row_of < routes.num_rows
+
+    def add(slot: Any, total: jax.Array) -> jax.Array:
+        term = _take(rows, row_of[:, slot]).astype(wider)
+        if weights is not None:
+            # Zero where nothing was routed, whatever the weight there is: NaN times 0 is NaN.
+            weight = jnp.where(exists[:, slot], weights[:, slot].astype(wider), 0)
+            term = term * weight[:, None]
+        return total + term
+
+    total = jnp.zeros((row_of.shape[0], rows.shape[1]), wider)
+    if routes.num_slots is None:
+        for slot in range(row_of.shape[1]):
+            total = add(slot, total)
+    else:
+        # The first slot, which every wide map has, outside: inside `shard_map` the sum then varies
+        # over the mesh from the start.
+        most = jnp.max(routes.num_slots, initial=0)
+        total = jax.lax.fori_loop(1, most, add, add(0, total))
+    gathered = None if row_weights is None else _take(row_weights, row_of)
+    return Gathered(total.astype(rows.dtype), gathered)
+
+
+def unpermute_grad_reference(
+    rows: jax.Array, weights: jax.Array, gradient: jax.Array, routes: Routes
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of the weighted sum: those of rows and weights, in their dtypes."""
+    wider = sum_dtype(rows, weights)
+    pair = _pair_of_row(routes)
+    token = _token_of_pair(pair, routes)
+    row_weights = _take(weights.reshape(-1), pair).astype(wider)
+    row_gradients = _take(gradient, token).astype(wider)
+    d_rows = row_weights[:, None] * row_gradients
+    products = jnp.sum(rows.astype(wider) * row_gradients, axis=1, dtype=wider)
+    d_weights = _take(products, _existing_rows(routes))
+    return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype)
+
+
+def sum_dtype(rows: jax.Array, weights: jax.Array | None) -> jnp.dtype:
+    """What sums are computed in: float32, or float64 where an operand is."""
+    doubles = [array for array in (rows, weights) if array is not None and array.dtype == "float64"]
+    return jnp.dtype(jnp.float64 if doubles else jnp.float32)
+
+
+def _existing_rows(routes: Routes) -> jax.Array:
+    """`row_of`, and `num_rows` where there is no such row, which JAX drops or fills."""
+    exists = (routes.row_of >= 0) & (routes.row_of < routes.num_rows)
+    return jnp.where(exists, routes.row_of, routes.num_rows)
+
+
+def _pair_of_row(routes: Routes) -> jax.Array:
+    """The (token, slot) of each row as token * top_k + slot, and one past the last for none."""
+    row_of = _existing_rows(routes).reshape(-1)
+    none = jnp.full(routes.num_rows, row_of.size, jnp.int32)
+    return none.at[row_of].set(jnp.arange(row_of.size, dtype=jnp.int32), mode="drop")
+
+
+def _token_of_pair(pair: jax.Array, routes: Routes) -> jax.Array:
+    num_tokens, top_k = routes.row_of.shape
+    return pair // top_k if top_k else jnp.full_like(pair, num_tokens)
+
+
+def _take(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of an array, bit by bit; zeros where `index` is not below their number."""
+    if array.shape[0] == 0:  # JAX refuses to take from nothing
+        return jnp.zeros((*index.shape, *array.shape[1:]), array.dtype)
+    return take_rows(array, index, mode="fill", fill_value=0)

@@ -1,0 +1,246 @@
+"""`make_plan` and `make_plan_from_mask`: check their arguments and make the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.plans import launchers, reference
+from triax.moe.plans.configs import MAX_SORTED_EXPERTS
+from triax.moe.plans.reference import Placement
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "row_of",
+        "expert_of",
+        "group_sizes",
+        "group_counts",
+        "group_filled",
+        "num_dropped",
+    ],
+    meta_fields=["num_rows", "num_experts", "align_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which row every (token, slot) goes to; made by `make_plan`.
+
+    Rows are grouped by expert in ascending order. Inside a group stand the tokens in their
+    original order, and a token that names the expert twice in the order of its slots. Then
+    come the group's pad rows, which fill it up to a multiple of `align_size`; after the last
+    group come the rows that are left. Pad rows and rows past the groups hold zeros.
+
+    A plan is a pytree: its arrays are leaves, its sizes are static. Under `jax.checkpoint`
+    the arrays carry the name "triax_plan".
+
+    Attributes:
+      row_of: int32 [tokens, top_k], the row; -1 where not routed, or dropped.
+      expert_of: int32 [tokens, top_k], the expert; -1 where not routed. Where a pair was
+        dropped it is the expert that had no room.
+      group_sizes: int32 [experts], the rows of each group, pad rows included and clipped to
+        the rows there are: what `jax.lax.ragged_dot` wants.
+      group_counts: int32 [experts], the pairs routed to each expert, before capacity,
+        alignment and dropping. They sum up to the rows filled and `num_dropped`.
+      group_filled: int32 [experts], the rows of each group that hold a token.
+      num_dropped: int32 [], the pairs that were routed and got no row.
+      num_rows: all rows.
+      num_experts: the groups.
+      align_size: what group sizes and `num_rows` are multiples of.
+    """
+
+    row_of: jax.Array
+    expert_of: jax.Array
+    group_sizes: jax.Array
+    group_counts: jax.Array
+    group_filled: jax.Array
+    num_dropped: jax.Array
+    num_rows: int
+    num_experts: int
+    align_size: int
+
+
+def make_plan(
+    selected_experts: Any,
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    align_size: int = 1,
+    implementation: str | None = None,
+) -> Plan:
+    """Gives every (token, slot) its row, sorted by expert.
+
+        plan = moe.make_plan(jnp.array([[1, 0], [2, 1]]), num_experts=3)
+        plan.row_of       # [[1, 0], [3, 2]]
+        plan.group_sizes  # [1, 2, 1]
+
+    A stable counting sort: equal inputs give equal plans in every run, on every path.
+
+    An id outside [0, num_experts) means "not routed": it gets no row and is not counted. A
+    token may name an expert twice and gets two rows. An expert keeps its first `capacity`
+    pairs. Groups are laid out one after the other, each filled up to a multiple of
+    `align_size`, and what does not fit into `num_rows` is dropped: `capacity` bounds each
+    expert, so that overflow does not starve the last ones; `num_rows` is the backstop.
+
+    Args:
+      selected_experts: integer [tokens, top_k].
+      num_experts: at least 1.
+      capacity: the most pairs an expert keeps; None for no bound.
+      num_rows: a multiple of `align_size`; by default what the worst case needs,
+        ``(tokens * top_k + num_experts * (align_size - 1)) // align_size * align_size``.
+      align_size: what each group's size is a multiple of: 8, 16 or 128 for most matmuls.
+      implementation: None picks by the platform the program is lowered for: the Triton
+        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
+        Triton's interpreter, on the CPU) and "xla" insist.
+
+    Returns:
+      The `Plan`, for `permute` and `unpermute`.
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: `selected_experts` has the wrong shape or more than 2**31 - 1 pairs,
+        a size is out of its range, or `implementation` is unknown.
+    """
+    selected = arguments.array(
+        "selected_experts", selected_experts, ("tokens", "top_k"), jnp.integer
+    )
+    num_experts = arguments.integer("num_experts", num_experts, 1)
+    selected = arguments.as_int32(selected, num_experts)
+    sizes = _sizes(selected.shape, num_experts, capacity, num_rows, align_size)
+    implementation = implementations.resolve(implementation)
+    placement = _place_pairs(selected, num_experts, sizes, implementation)
+    return _plan(placement, num_experts, sizes)
+
+
+def make_plan_from_mask(
+    routing_map: Any,
+    top_k: int,
+    *,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    align_size: int = 1,
+    implementation: str | None = None,
+) -> Plan:
+    """Gives every token that a mask routes its rows, sorted by expert.
+
+        plan = moe.make_plan_from_mask(jnp.array([[1, 1, 0], [0, 1, 1]]), top_k=2)
+        plan.row_of     # [[0, 1], [2, 3]]
+        plan.expert_of  # [[0, 1], [1, 2]]
+
+    A token's slots are its experts in ascending order. It keeps the first `top_k`; further
+    ones are dropped, and counted in `group_counts` and `num_dropped`. Slots that its experts
+    do not fill are not routed. The mask is as wide as there are experts: where expert ids are
+    at hand, `make_plan` reads far less.
+
+    Args:
+      routing_map: bool or integer [tokens, experts]; not zero where a token is routed.
+      top_k: the most experts a token keeps, which is the slots it has.
+      capacity, num_rows, align_size, implementation: as for `make_plan`.
+
+    Returns:
+      The `Plan`, for `permute` and `unpermute`.
+
+    Raises:
+      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentValueError: an argument has the wrong shape or is out of its range.
+    """
+    mask = arguments.array("routing_map", routing_map, ("tokens", "experts"))
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise ArgumentTypeError(
+            f"Argument `routing_map` must have a boolean or integer dtype; got {mask.dtype}. Use "
+            "`routing_map != 0`."
+        )
+    if mask.shape[1] == 0:
+        raise ArgumentValueError(
+            f"Argument `routing_map` must have at least one expert; got shape {mask.shape}."
+        )
+    top_k = arguments.integer("top_k", top_k, 0)
+    implementation = implementations.resolve(implementation, routing_map=mask)
+    num_tokens, num_experts = mask.shape
+    sizes = _sizes((num_tokens, top_k), num_experts, capacity, num_rows, align_size)
+    if top_k >= num_experts and num_experts > MAX_SORTED_EXPERTS:
+        placement = implementations.dispatch(
+            implementation if num_tokens else "xla",
+            mask,
+            kernels=functools.partial(launchers.place_mask, top_k=top_k, **sizes),
+            xla=functools.partial(reference.place_mask_reference, top_k=top_k, **sizes),
+        )
+        return _plan(placement, num_experts, sizes)
+    selected = select_experts(mask, top_k, implementation)
+    placement = _place_pairs(selected, num_experts, sizes, implementation)
+    counts = jnp.sum(mask != 0, axis=0, dtype=jnp.int32)
+    surplus = jnp.sum(counts - placement.group_counts, dtype=jnp.int32)
+    placement = placement._replace(group_counts=counts, num_dropped=placement.num_dropped + surplus)
+    return _plan(placement, num_experts, sizes)
+
+
+def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> jax.Array:
+    """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
+    return implementations.dispatch(
+        implementation if mask.shape[0] * top_k else "xla",
+        mask,
+        kernels=functools.partial(launchers.select_experts, top_k=top_k),
+        xla=functools.partial(reference.select_experts_reference, top_k=top_k),
+    )
+
+
+def _sizes(
+    shape: tuple[int, ...], num_experts: int, capacity: Any, num_rows: Any, align_size: Any
+) -> dict[str, Any]:
+    """The checked sizes of a plan for pairs [tokens, top_k]."""
+    num_pairs = math.prod(shape)
+    if num_pairs > arguments.MAX_ROWS:
+        raise ArgumentValueError(
+            f"There must be at most 2**31 - 1 pairs of token and slot; got shape {shape}. "
+            "Route the tokens in parts."
+        )
+    align_size = arguments.integer("align_size", align_size, 1)
+    if capacity is not None:
+        capacity = arguments.integer("capacity", capacity, 0)
+    if num_rows is None:
+        num_rows = (num_pairs + num_experts * (align_size - 1)) // align_size * align_size
+    num_rows = arguments.integer("num_rows", num_rows, 0)
+    if num_rows % align_size:
+        raise ArgumentValueError(
+            f"Argument `num_rows` must be a multiple of `align_size`, {align_size}; got "
+            f"{num_rows}. Use {-(-num_rows // align_size) * align_size}."
+        )
+    return {
+        "num_rows": num_rows,
+        "capacity": num_pairs if capacity is None else min(capacity, num_pairs),
+        "align_size": align_size,
+    }
+
+
+def _place_pairs(
+    selected: jax.Array, num_experts: int, sizes: dict[str, Any], implementation: str | None
+) -> Placement:
+    sizes = {"num_experts": num_experts, **sizes}
+    return implementations.dispatch(
+        implementation if selected.size else "xla",
+        selected,
+        kernels=functools.partial(launchers.place_pairs, **sizes),
+        xla=functools.partial(reference.place_pairs_reference, **sizes),
+    )
+
+
+def _plan(placement: Placement, num_experts: int, sizes: dict[str, Any]) -> Plan:
+    named = {
+        name: checkpoint_name(array, "triax_plan") for name, array in placement._asdict().items()
+    }
+    return Plan(
+        **named,
+        num_rows=sizes["num_rows"],
+        num_experts=num_experts,
+        align_size=sizes["align_size"],
+    )

@@ -1,0 +1,98 @@
+"""How the plan's kernels are cut into programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from triax.moe.shared.blocks import power_of_two
+
+_MIN_BINS = 32  # what Triton's histogram needs: a bin for each thread of a warp
+_MAX_BINS = 512
+# A mask that keeps every expert of up to so many becomes expert ids, which are sorted. More of
+# them would be sorted as pairs that most tokens are not routed to.
+MAX_SORTED_EXPERTS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class FewPairsConfig:
+    """One program places `block_pairs` pairs and looks at all, `block_others` at a time.
+
+    The work grows with the square of the pairs: up to `max_pairs` it takes less time than
+    the launches it saves. `block_experts` is the bins of a histogram.
+    """
+
+    block_experts: int
+    block_pairs: int = 16
+    block_others: int = 1024
+    num_warps: int = 8
+    max_pairs: ClassVar[int] = 2048
+
+    @classmethod
+    def heuristic(cls, num_experts: int) -> FewPairsConfig:
+        return cls(_bins(num_experts))
+
+
+@dataclasses.dataclass(frozen=True)
+class SortConfig:
+    """Pairs are counted and ranked in parts of `part`, and parts in at most `max_blocks` blocks.
+
+    Pairs are ranked by comparing each with each of its part, so parts are small. The scan
+    over blocks is sequential, so there are few: one program counts a block, part by part.
+    """
+
+    block_experts: int
+    part: int = 128
+    max_blocks: ClassVar[int] = 256
+    count_warps: int = 4
+    place_warps: int = 2
+
+    @classmethod
+    def heuristic(cls, num_experts: int) -> SortConfig:
+        """Depends on the experts alone, so that a new number of tokens compiles nothing."""
+        return cls(_bins(num_experts))
+
+    def parts_per_block(self, num_pairs: int) -> int:
+        """The parts of a block, so that there are no more than `max_blocks` blocks."""
+        return max(1, -(-num_pairs // (self.part * self.max_blocks)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanConfig:
+    """One program sums up the blocks of `block_experts` experts, `block_blocks` at a time."""
+
+    block_blocks: int = 256
+    block_experts: int = 4
+    num_warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectConfig:
+    """One program reads the masks of `block_tokens` tokens, `block_experts` at a time."""
+
+    block_tokens: int
+    block_experts: int
+    num_warps: int
+
+    @classmethod
+    def heuristic(cls, num_experts: int) -> SelectConfig:
+        block_experts = min(power_of_two(num_experts), 256)
+        return cls(2048 // block_experts, block_experts, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskConfig:
+    """One program counts or places `block_tokens` tokens of a mask, `block_experts` at a time."""
+
+    block_tokens: int
+    block_experts: int
+    num_warps: int
+
+    @classmethod
+    def heuristic(cls, num_experts: int) -> MaskConfig:
+        block_experts = min(power_of_two(num_experts), 256)
+        return cls(8192 // block_experts, block_experts, 8)
+
+
+def _bins(num_experts: int) -> int:
+    return max(_MIN_BINS, min(power_of_two(num_experts), _MAX_BINS))

@@ -1,0 +1,255 @@
+"""The plan's kernel launches: output types, grids, and the calls of the bridge."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from triax.call import triton_call
+from triax.moe.plans.configs import (
+    FewPairsConfig,
+    MaskConfig,
+    ScanConfig,
+    SelectConfig,
+    SortConfig,
+)
+from triax.moe.plans.reference import Placement
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+
+def select_experts(routing_map: jax.Array, *, top_k: int, implementation: str | None) -> jax.Array:
+    """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
+    from triax.moe.plans.kernels import _select_experts_kernel
+
+    num_tokens, num_experts = routing_map.shape
+    config = SelectConfig.heuristic(num_experts)
+    return triton_call(
+        routing_map,
+        num_tokens,
+        num_experts,
+        top_k,
+        kernel=_select_experts_kernel,
+        out_type=_ints(num_tokens, top_k),
+        # Every token once: a program walks over all experts, for slots are counted along them.
+        grid=-(-num_tokens // config.block_tokens),
+        num_warps=config.num_warps,
+        name="select_experts",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+
+
+def place_mask(
+    routing_map: jax.Array,
+    *,
+    top_k: int,
+    num_rows: int,
+    capacity: int,
+    align_size: int,
+    implementation: str | None,
+) -> Placement:
+    """The rows of all tokens of a mask by slots, of which there are as many as experts, or more."""
+    from triax.moe.plans.kernels import _place_mask_kernel
+
+    num_tokens, num_experts = routing_map.shape
+    config = MaskConfig.heuristic(num_experts)
+    block_counts, group_counts = _scan_counts(
+        _count_mask(routing_map, config, implementation), implementation
+    )
+    ids, groups = _ints(num_tokens, top_k), _ints(num_experts)
+    row_of, expert_of, group_sizes, group_filled, num_dropped = triton_call(
+        routing_map,
+        block_counts,
+        group_counts,
+        num_tokens,
+        num_experts,
+        top_k,
+        num_rows,
+        capacity,
+        align_size,
+        kernel=_place_mask_kernel,
+        out_type=(ids, ids, groups, groups, _ints()),
+        # The blocks that were counted, no others; the first program writes the groups.
+        grid=block_counts.shape[0],
+        num_warps=config.num_warps,
+        name="place_mask",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+
+
+def _count_mask(
+    routing_map: jax.Array, config: MaskConfig, implementation: str | None
+) -> jax.Array:
+    """The tokens of each block of tokens that a mask routes to each expert."""
+    from triax.moe.plans.kernels import _count_mask_kernel
+
+    num_tokens, num_experts = routing_map.shape
+    num_blocks = -(-num_tokens // config.block_tokens)
+    return triton_call(
+        routing_map,
+        num_tokens,
+        num_experts,
+        kernel=_count_mask_kernel,
+        out_type=_ints(num_blocks, num_experts),
+        # A program for each block of tokens, so that no two write the same counts.
+        grid=num_blocks,
+        num_warps=config.num_warps,
+        name="count_mask",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+
+
+def place_pairs(
+    selected: jax.Array,
+    *,
+    num_experts: int,
+    num_rows: int,
+    capacity: int,
+    align_size: int,
+    implementation: str | None,
+) -> Placement:
+    """The rows of all pairs, from int32 expert ids [tokens, top_k], at least one of them."""
+    bounds = (num_rows, capacity, align_size)
+    if selected.size <= FewPairsConfig.max_pairs:
+        return _place_few_pairs(selected, num_experts, bounds, implementation)
+    part_counts, block_counts = _count_pairs(selected, num_experts, implementation)
+    block_counts, group_counts = _scan_counts(block_counts, implementation)
+    return _place_pairs(selected, part_counts, block_counts, group_counts, bounds, implementation)
+
+
+def _place_few_pairs(
+    selected: jax.Array,
+    num_experts: int,
+    bounds: tuple[int, int, int],
+    implementation: str | None,
+) -> Placement:
+    from triax.moe.plans.kernels import _place_few_pairs_kernel
+
+    config = FewPairsConfig.heuristic(num_experts)
+    ids, groups = _ints(*selected.shape), _ints(num_experts)
+    row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped = triton_call(
+        selected,
+        selected.size,
+        num_experts,
+        *bounds,
+        kernel=_place_few_pairs_kernel,
+        out_type=(ids, ids, groups, groups, groups, _ints()),
+        # Every program looks at all pairs and places its own; the first writes the groups.
+        grid=-(-selected.size // config.block_pairs),
+        num_warps=config.num_warps,
+        name="place_few_pairs",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK_PAIRS=config.block_pairs,
+        BLOCK_OTHERS=config.block_others,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+
+
+def _count_pairs(
+    selected: jax.Array, num_experts: int, implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """By expert, the pairs before each part in its block, and those of each block.
+
+    The first, int32 [parts, experts], is the counting sort's workspace.
+    """
+    from triax.moe.plans.kernels import _count_pairs_kernel
+
+    config = SortConfig.heuristic(num_experts)
+    num_parts = -(-selected.size // config.part)
+    parts_per_block = config.parts_per_block(selected.size)
+    num_blocks = -(-num_parts // parts_per_block)
+    part_counts, block_counts = triton_call(
+        selected,
+        selected.size,
+        num_experts,
+        parts_per_block * config.part,
+        kernel=_count_pairs_kernel,
+        out_type=(_ints(num_parts, num_experts), _ints(num_blocks, num_experts)),
+        # A program for each block of pairs, so that no two write the same counts.
+        grid=num_blocks,
+        num_warps=config.count_warps,
+        name="count_pairs",
+        vmap_method="sequential",
+        implementation=implementation,
+        PART=config.part,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+    return part_counts, block_counts
+
+
+def _scan_counts(counts: jax.Array, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    """The pairs of earlier blocks, in place of `counts`, and those of all blocks [experts]."""
+    from triax.moe.plans.kernels import _scan_counts_kernel
+
+    config = ScanConfig()
+    num_blocks, num_experts = counts.shape
+    earlier, group_counts = triton_call(
+        counts,
+        num_blocks,
+        num_experts,
+        kernel=_scan_counts_kernel,
+        out_type=(_ints(num_blocks, num_experts), _ints(num_experts)),
+        input_output_aliases={"counts_ptr": 0},
+        # Over experts only: along the blocks the sum is sequential.
+        grid=-(-num_experts // config.block_experts),
+        num_warps=config.num_warps,
+        name="scan_counts",
+        vmap_method="sequential",
+        implementation=implementation,
+        BLOCK_BLOCKS=config.block_blocks,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+    return earlier, group_counts
+
+
+def _place_pairs(
+    selected: jax.Array,
+    part_counts: jax.Array,
+    block_counts: jax.Array,
+    group_counts: jax.Array,
+    bounds: tuple[int, int, int],
+    implementation: str | None,
+) -> Placement:
+    """Row and expert of each pair, -1 for none; the groups' sizes, and what was dropped."""
+    from triax.moe.plans.kernels import _place_pairs_kernel
+
+    num_parts, num_experts = part_counts.shape
+    config = SortConfig.heuristic(num_experts)
+    ids, groups = _ints(*selected.shape), _ints(num_experts)
+    row_of, expert_of, group_sizes, group_filled, num_dropped = triton_call(
+        selected,
+        part_counts,
+        block_counts,
+        group_counts,
+        selected.size,
+        num_experts,
+        config.parts_per_block(selected.size),
+        *bounds,
+        kernel=_place_pairs_kernel,
+        out_type=(ids, ids, groups, groups, _ints()),
+        # The parts that were counted, no others; the first program writes the groups.
+        grid=num_parts,
+        num_warps=config.place_warps,
+        name="place_pairs",
+        vmap_method="sequential",
+        implementation=implementation,
+        PART=config.part,
+        BLOCK_EXPERTS=config.block_experts,
+    )
+    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

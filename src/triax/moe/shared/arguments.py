@@ -1,0 +1,55 @@
+"""Checks of what users pass to the MoE ops, in one wording."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax.errors import ArgumentTypeError, ArgumentValueError
+
+MAX_ROWS = 2**31 - 1
+
+
+def array(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax.Array:
+    """Returns `value` as a JAX array if its rank is that of `axes` and its dtype is of `kind`."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be an array of shape [{', '.join(axes)}]; got {value!r} of "
+            f"type {type(value).__name__}. Use jnp.asarray."
+        )
+    if value.ndim != len(axes):
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape [{', '.join(axes)}]; got {value.shape}. Reshape "
+            f"leading batch dimensions to [{', '.join(axes)}], and the results back."
+        )
+    if kind is not None and not jnp.issubdtype(value.dtype, kind):
+        wanted = "an integer" if kind is jnp.integer else "a floating-point"
+        raise ArgumentTypeError(
+            f"Argument `{name}` must have {wanted} dtype; got {value.dtype}. Cast it with "
+            f"`{name}.astype(jnp.{'int32' if kind is jnp.integer else 'float32'})`."
+        )
+    return jnp.asarray(value)
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """Returns `value` as a Python int if it is one, known now, from `least` to 2**31 - 1."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be an int, for shapes depend on it; got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+    if not least <= value <= MAX_ROWS:
+        raise ArgumentValueError(
+            f"Argument `{name}` must be at least {least} and at most 2**31 - 1; got {value}."
+        )
+    return int(value)
+
+
+def as_int32(values: jax.Array, limit: int) -> jax.Array:
+    """Integers as int32; what int32 does not hold becomes -1 or `limit`, and stays out of range."""
+    if values.dtype.itemsize < 4 or values.dtype == jnp.int32:
+        return values.astype(jnp.int32)
+    return jnp.clip(values, -1 if values.dtype.kind == "i" else 0, limit).astype(jnp.int32)

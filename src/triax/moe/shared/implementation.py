@@ -1,0 +1,90 @@
+"""Which code an op runs: the kernels compiled, the kernels interpreted, or plain JAX.
+
+By default the platform decides, and it is known only when a program is lowered: an op
+puts both into the program, and lowering keeps one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.binding import dtypes
+from triax.compat import triton_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
+
+IMPLEMENTATIONS = (None, "triton", "interpret", "xla")
+
+
+def resolve(implementation: Any, **arrays: jax.Array | None) -> str | None:
+    """Returns a valid `implementation`, narrowed to "xla" where no kernel could be launched.
+
+    Raises:
+      ArgumentValueError: it is none of `IMPLEMENTATIONS`.
+      ArgumentTypeError: a kernel was asked for, and Triton has no element type for one of `arrays`,
+        which are named as the op's caller knows them.
+      MissingDependencyError: a kernel was asked for, and Triton is not installed.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        choices = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ArgumentValueError(
+            f"Argument `implementation` must be one of {choices}; got {implementation!r}."
+        )
+    if implementation == "xla":
+        return implementation
+    try:
+        for name, array in arrays.items():
+            if array is not None:
+                dtypes.check(array.dtype, name)
+    except ArgumentTypeError:
+        if implementation is None:
+            return "xla"
+        raise
+    if implementation is not None:
+        triton_private.triton()
+    # Systems other than Linux have no Triton, and no CUDA either.
+    elif importlib.util.find_spec("triton") is None:
+        return "xla"
+    return implementation
+
+
+def choose_for_floats(implementation: Any, **arrays: Any) -> str | None:
+    """As `choose`, for kernels that compute in float32: other types than floats up to that take
+    plain JAX, or are an ArgumentTypeError where kernels were asked for."""
+    implementation = resolve(implementation, **arrays)
+    for name, array in arrays.items():
+        if array is None or (
+            jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize <= 4
+        ):
+            continue
+        if implementation is None:
+            return "xla"
+        if implementation != "xla":
+            raise ArgumentTypeError(
+                f"Argument `{name}` must be a float of at most 32 bits for the kernels; got "
+                f"{array.dtype}. Cast it, or let `implementation` be None or 'xla'."
+            )
+    return implementation
+
+
+def dispatch(
+    implementation: str | None,
+    *operands: Any,
+    kernels: Callable[..., Any],
+    xla: Callable[..., Any],
+) -> Any:
+    """Runs `kernels(*operands, implementation=…)` or `xla(*operands)`, which give the same."""
+    if implementation == "xla":
+        return xla(*operands)
+    if implementation is not None:
+        return kernels(*operands, implementation=implementation)
+    # None, not "triton": a program exported for several platforms lowers every branch for
+    # each of them, the dead ones too.
+    return jax.lax.platform_dependent(
+        *operands, cuda=functools.partial(kernels, implementation=None), default=xla
+    )

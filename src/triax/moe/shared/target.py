@@ -1,0 +1,128 @@
+"""Code that depends on the GPU it is compiled for, which is known only when a program is lowered.
+
+`for_target` puts a place into the program and fills it in lowering: there it calls the caller's
+function with the `Target`, and what that returns is traced and lowered in the place. A kernel's
+blocks, its grid, and whether it loads through TMA can follow from the GPU that way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from triax import devices
+from triax.compat import jax_private
+from triax.errors import DifferentiationError
+
+# Of GPUs that are not here to be asked: A100, L40, H100 SXM and H200, B200.
+_MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
+_HAS_TMA = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The GPU that a program is lowered for.
+
+    Attributes:
+      compute_capability: 90 for an H100 or H200.
+      multiprocessors: how many it has.
+      tensor_maps: whether kernels can take a `TensorDescriptor`: the GPU has TMA, and jaxlib
+        encodes descriptors for it.
+    """
+
+    compute_capability: int
+    multiprocessors: int
+    tensor_maps: bool
+
+
+INTERPRETER = Target(compute_capability=90, multiprocessors=3, tensor_maps=True)
+"""What kernels are interpreted as: few programs, so that each loops."""
+
+
+def for_target(write: Callable[..., Any], *operands: Any, out_type: Any) -> Any:
+    """Runs ``write(target, *operands)``, with the GPU that the program is lowered for.
+
+    Args:
+      write: returns arrays of `out_type`; hashable by value, so that equal calls share programs.
+      *operands: pytrees of arrays.
+      out_type: a pytree of anything with `shape` and `dtype`.
+    """
+    leaves, in_tree = jax.tree.flatten(operands)
+    types, out_tree = jax.tree.flatten(out_type)
+    outputs = for_target_p.bind(
+        *jax_private.insert_varying_casts(leaves),
+        write=write,
+        in_tree=in_tree,
+        result_avals=tuple(jax.core.ShapedArray(t.shape, t.dtype) for t in types),
+        vmap_method="sequential",
+    )
+    return jax.tree.unflatten(out_tree, outputs)
+
+
+for_target_p = Primitive("for_target")
+for_target_p.multiple_results = True
+
+
+@for_target_p.def_impl
+def _impl(*args: Any, **params: Any) -> list[Any]:
+    with jax.disable_jit(False):  # the target is known in lowering alone
+        return list(_compiled(*args, **params))
+
+
+@functools.partial(jax.jit, static_argnames=("write", "in_tree", "result_avals", "vmap_method"))
+def _compiled(*args: Any, **params: Any) -> Any:
+    return for_target_p.bind(*args, **params)
+
+
+@for_target_p.def_abstract_eval
+def _abstract_eval(*avals: Any, result_avals: Any, **_: Any) -> Any:
+    return [jax_private.result_aval("for_target", avals, a.shape, a.dtype) for a in result_avals]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    return jax_private.ffi_batching_rule(for_target_p, args, dims, **params)
+
+
+batching.primitive_batchers[for_target_p] = _batch
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    raise DifferentiationError(
+        "A part of a program that depends on its target was differentiated. Give the function "
+        "around it a derivative with jax.custom_vjp."
+    )
+
+
+ad.primitive_jvps[for_target_p] = _jvp
+
+
+def _lower(ctx: Any, *operands: Any, write: Any, in_tree: Any, **_: Any) -> Any:
+    target = _target(ctx, getattr(write, "name", type(write).__name__))
+
+    def function(*leaves: Any) -> Any:
+        return jax.tree.leaves(write(target, *jax.tree.unflatten(in_tree, leaves)))
+
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _target(ctx: Any, name: str) -> Target:
+    if "cuda" not in jax_private.lowering_platforms(ctx):
+        # A program exported for several platforms lowers the dead branches of each.
+        return INTERPRETER
+    gpus = devices.gpus(ctx)
+    capability = devices.compute_capability(name, None, gpus)
+    counts = [count for d in gpus if (count := getattr(d, "core_count", None))]
+    return Target(
+        compute_capability=capability,
+        multiprocessors=min(counts) if counts else _MULTIPROCESSORS.get(capability, 132),
+        tensor_maps=capability >= _HAS_TMA and jax_private.supports_tensor_maps(),
+    )
+
+
+mlir.register_lowering(for_target_p, _lower)

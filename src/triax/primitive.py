@@ -1,0 +1,182 @@
+"""The JAX primitive behind `triton_call`, in reading order: running it eagerly, abstract
+evaluation and effects, vmap, differentiation, lowering.
+
+Parameters of the primitive: `call` (a `launch.Call`), `result_avals` (the outputs' shapes
+and dtypes) and `vmap_method`; the last two are named as JAX's own batching of foreign
+calls expects them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from triax import lowering
+from triax.binding.launch import ArrayType, Call
+from triax.compat import jax_private
+from triax.compiling import ahead
+from triax.errors import ArgumentValueError, DifferentiationError
+
+triton_call_p = Primitive("triton_call")
+triton_call_p.multiple_results = True
+
+
+# --- eager --------------------------------------------------------------------
+
+
+eager_listener: contextvars.ContextVar[Callable[[Call, Sequence[Any], Any], None] | None] = (
+    contextvars.ContextVar("triax_eager_listener", default=None)
+)
+"""Called with every call that is run eagerly, its operands and outputs' types, before it runs."""
+
+
+def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) -> list[Any]:
+    params = {"call": call, "result_avals": result_avals, "vmap_method": vmap_method}
+    if (listener := eager_listener.get()) is not None:
+        listener(call, args, result_avals)
+    # Without operands, the call runs where JAX puts new arrays.
+    device = _cpu_device(args or (jnp.zeros(()),))
+    if device is None or call.implementation == "triton":
+        with jax.disable_jit(False):  # a call is compiled, whatever becomes of the code around it
+            return list(_triton_call(*args, **params))
+    return _interpret(args, call, result_avals, device)
+
+
+@functools.partial(jax.jit, static_argnames=("call", "result_avals", "vmap_method"))
+def _triton_call(*args: Any, **params: Any) -> Any:
+    return triton_call_p.bind(*args, **params)
+
+
+def _cpu_device(args: Sequence[Any]) -> Any | None:
+    """The one CPU device that all arrays are on, or None."""
+    devices = {d for arg in args if isinstance(arg, jax.Array) for d in arg.devices()}
+    if len(devices) != 1:
+        return None
+    (device,) = devices
+    return device if device.platform == "cpu" else None
+
+
+def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) -> list[Any]:
+    """Runs the interpreter here and now, so that its exceptions arrive as they are.
+
+    Inside a compiled program JAX can only hand on their text.
+    """
+    from triax.interpreting.run import run  # here: it imports triton
+
+    candidate = call.candidates[0]
+    results = tuple(map(ArrayType.of, result_avals))
+    arrays = [np.asarray(arg) for arg in args]
+    operands = tuple(map(ArrayType.of, arrays))
+    if candidate.is_empty:
+        source = {alias.result: alias.operand for alias in call.aliases}
+        outputs = [
+            arrays[source[i]] if i in source else np.zeros(r.shape, r.dtype)
+            for i, r in enumerate(results)
+        ]
+    else:
+        launch = call.launch(candidate, operands, results)
+        outputs = list(run(launch, arrays, call.checked))
+    if any(isinstance(arg, jax.Array) and arg.committed for arg in args):
+        return [jax.device_put(output, device) for output in outputs]
+    return [jnp.asarray(output) for output in outputs]
+
+
+triton_call_p.def_impl(_impl)
+
+
+# --- abstract evaluation and effects -------------------------------------------
+
+
+@triton_call_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str | None) -> Any:
+    del vmap_method
+    # Here the call enters a program, under whatever transformation.
+    ahead.expect(call, [a.dtype for a in avals], [a.dtype for a in result_avals])
+    outputs = [
+        jax_private.result_aval("triton_call", avals, a.shape, a.dtype) for a in result_avals
+    ]
+    return outputs, {jax_private.side_effect()} if call.has_side_effect else set()
+
+
+# --- vmap -------------------------------------------------------------------------
+
+VMAP_METHODS = ("sequential", "sequential_unrolled", "expand_dims", "broadcast_all")
+
+
+def _batch(
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    call: Call,
+    result_avals: Any,
+    vmap_method: str | None,
+) -> Any:
+    if vmap_method is None:
+        raise ArgumentValueError(
+            f"Kernel {call.display_name!r} is under jax.vmap and does not say how it batches. Give "
+            f"`vmap_method` to triton_call: one of {', '.join(map(repr, VMAP_METHODS))}. The first "
+            "two call it once per element; the others call it once on arrays with a leading batch "
+            "dimension, which the kernel and its grid must then expect."
+        )
+    if vmap_method == "expand_dims":
+        args, dims = _broadcast_aliased(args, dims, call)
+    return jax_private.ffi_batching_rule(
+        triton_call_p, args, dims, call=call, result_avals=result_avals, vmap_method=vmap_method
+    )
+
+
+batching.primitive_batchers[triton_call_p] = _batch
+
+
+def _broadcast_aliased(
+    args: Sequence[Any], dims: Sequence[Any], call: Call
+) -> tuple[list[Any], list[Any]]:
+    """Gives each element of the batch its own copy of the operands that outputs are aliased to."""
+    args, dims = list(args), list(dims)
+    (size, *_) = (a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    for index in {alias.operand for alias in call.aliases}:
+        if dims[index] is None:
+            args[index] = jnp.broadcast_to(args[index], (size, *args[index].shape))
+            dims[index] = 0
+    return args, dims
+
+
+# --- differentiation ----------------------------------------------------------------
+
+
+def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> Any:
+    raise DifferentiationError(
+        f"Kernel {call.display_name!r} was differentiated, and a Triton kernel has no derivative "
+        "of its own. Give the function that calls it one with jax.custom_vjp (or jax.custom_jvp). "
+        "If no gradient is wanted, apply jax.lax.stop_gradient to the kernel's inputs; on its "
+        "outputs is too late."
+    )
+
+
+ad.primitive_jvps[triton_call_p] = _jvp
+
+
+# --- lowering -----------------------------------------------------------------------
+
+
+def _lower_for(platform: str | None) -> Any:
+    def rule(ctx: Any, *operands: Any, call: Call, result_avals: Any, vmap_method: Any) -> Any:
+        del result_avals, vmap_method
+        if platform is None:
+            return lowering.lower(ctx, *operands, call=call)
+        return lowering.lower_for(platform, ctx, *operands, call=call)
+
+    return rule
+
+
+for _platform in ("cuda", "cpu", "rocm"):
+    mlir.register_lowering(triton_call_p, _lower_for(_platform), platform=_platform)
+mlir.register_lowering(triton_call_p, _lower_for(None))

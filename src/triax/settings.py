@@ -1,0 +1,161 @@
+"""What the environment may say to Triax, validated in one place.
+
+Each setting is read when it is needed, so that a test or a program may set it
+late. A value that cannot be is a `SettingError` that lists what can; an empty one
+is as good as none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from triax.errors import ArgumentValueError, SettingError
+
+_MOST_SECONDS = 3600
+TUNING_MODES = ("auto", "cached", "strict", "off", "runtime")
+
+_tuning_mode = jax.make_user_context(None)  # part of the key under which `jax.jit` keeps a trace
+
+_checked = jax.make_user_context(False)
+
+
+def mode_in_force() -> str:
+    """The mode of the innermost `tuning_mode` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
+    if (mode := _tuning_mode.value) is not None:
+        return str(mode)
+    mode = _read("TRIAX_AUTOTUNE") or "auto"
+    if mode not in TUNING_MODES:
+        raise SettingError(
+            f"TRIAX_AUTOTUNE must be one of {', '.join(TUNING_MODES)}; got {mode!r}."
+        )
+    return mode
+
+
+def check_tuning_mode(mode: object, argument: str = "mode") -> str:
+    """Returns `mode` if it is one, else raises `ArgumentValueError`."""
+    if mode not in TUNING_MODES:
+        raise ArgumentValueError(
+            f"Argument `{argument}` must be one of {', '.join(TUNING_MODES)}; got {mode!r}."
+        )
+    return str(mode)
+
+
+@contextlib.contextmanager
+def tuning_mode(mode: str) -> Iterator[None]:
+    """Sets the tuning mode for the calls inside the block.
+
+    The mode is read when a function is traced, and is part of what `jax.jit` keeps a trace
+    by: a function that was traced under another mode is traced again. ``TRIAX_AUTOTUNE``
+    is no part of it: a function traced outside of any block keeps what it said then.
+
+    Args:
+      mode: "auto", "cached", "strict", "off" or "runtime".
+
+    Raises:
+      ArgumentValueError: `mode` is none of these.
+    """
+    with _tuning_mode(check_tuning_mode(mode)):
+        yield
+
+
+def checked() -> bool:
+    """Whether interpreted kernels are checked for races and for reads of what nobody wrote."""
+    return bool(_checked.value)
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+    """Kernels traced or run in the block are checked."""
+    with _checked(True):
+        yield
+
+
+def enforce_autotuning() -> bool:
+    """``TRIAX_ENFORCE_AUTOTUNING``: fail rather than fall back to one fixed config."""
+    value = _read("TRIAX_ENFORCE_AUTOTUNING") or "0"
+    if value not in ("0", "1"):
+        raise SettingError(f"TRIAX_ENFORCE_AUTOTUNING must be 0 or 1; got {value!r}.")
+    return value == "1"
+
+
+def cuda_arch() -> int | None:
+    """``TRIAX_CUDA_ARCH`` as a compute capability (90 for "90", "9.0", "sm_90"), or None."""
+    if not (value := _read("TRIAX_CUDA_ARCH")):
+        return None
+    # Triton has no target below 7.0, and LLVM takes a number that is none without an error.
+    match = re.fullmatch(r"(?:sm_?)?([7-9]|1[0-9])\.?([0-9])a?", value)
+    if match is None:
+        raise SettingError(
+            "TRIAX_CUDA_ARCH must be a CUDA compute capability such as 90, 9.0 or sm_90; "
+            f"got {value!r}."
+        )
+    return int(match.group(1)) * 10 + int(match.group(2))
+
+
+def cache_folder() -> Path | None:
+    """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
+
+    None for a user without a home, as a container may run a program under any number.
+    """
+    if folder := os.environ.get("TRIAX_CACHE_DIR"):
+        return _absolute("TRIAX_CACHE_DIR", folder)
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # to be ignored, by the rules of XDG
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return base / "triax"
+
+
+def cache_path() -> list[Path]:
+    """Read-only stores of tuned configs: ``TRIAX_CACHE_PATH``, separated as in PATH."""
+    folders = os.environ.get("TRIAX_CACHE_PATH", "").split(os.pathsep)
+    return [_absolute("TRIAX_CACHE_PATH", folder) for folder in folders if folder]
+
+
+def tuning_bytes() -> int | None:
+    """``TRIAX_TUNING_BYTES``: the most GPU memory that measuring may take, or None."""
+    text = _read("TRIAX_TUNING_BYTES")
+    if not text:
+        return None
+    if not re.fullmatch("[0-9]{1,18}", text) or not int(text):
+        raise SettingError(
+            "TRIAX_TUNING_BYTES must be a whole number of bytes above 0, such as 1000000000; "
+            f"got {text!r}."
+        )
+    return int(text)
+
+
+def tuning_timeout_s() -> float:
+    """``TRIAX_TUNING_TIMEOUT``: seconds for a run of a config; six times that for compiling it."""
+    text = _read("TRIAX_TUNING_TIMEOUT")
+    if not text:
+        return 10.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MOST_SECONDS:  # false for a NaN, too
+        raise SettingError(
+            f"TRIAX_TUNING_TIMEOUT must be a number of seconds above 0 and up to {_MOST_SECONDS}; "
+            f"got {text!r}."
+        )
+    return seconds
+
+
+def _read(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _absolute(name: str, folder: str) -> Path:
+    """A folder that means the same wherever the program goes."""
+    if not os.path.isabs(folder):
+        raise SettingError(f"{name} must hold absolute paths; got {folder!r}.")
+    return Path(folder)

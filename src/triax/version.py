@@ -1,3 +1,0 @@
-"""The version of Triax."""
-
-__version__ = "0.1.0"

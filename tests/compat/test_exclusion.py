@@ -1,0 +1,180 @@
+"""The lock between compiling and interpreting."""
+
+import threading
+import time
+
+import pytest
+
+from tests.interrupts import run_program
+from triax.compat.exclusion import Exclusion
+
+
+def exclusion(prepare=lambda: None, undo=lambda: None):
+    return Exclusion(prepare, undo)
+
+
+def test_shared_threads_run_together_and_alone_means_alone():
+    lock = exclusion()
+    inside, worst, alone = [], [0], []
+    guard = threading.Lock()
+
+    def share():
+        with guard:
+            inside.append(1)
+            worst[0] = max(worst[0], len(inside))
+        time.sleep(0.02)
+        with guard:
+            inside.pop()
+
+    def exclude():
+        alone.append(not inside)
+        time.sleep(0.01)
+        alone.append(not inside)
+
+    shared = threading.Thread, lambda: lock.shared(share)
+    excluding = threading.Thread, lambda: lock.alone(exclude)
+    threads = [make(target=f) for make, f in [shared] * 6 + [excluding] * 3 + [shared] * 6]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert worst[0] > 1
+    assert alone == [True] * 6
+
+
+def test_what_is_shared_is_prepared_once_and_undone_when_all_have_left():
+    events = []
+    lock = exclusion(lambda: events.append("prepare"), lambda: events.append("undo"))
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        inside.set()
+        assert leave.wait(10)
+
+    worker = threading.Thread(target=lambda: lock.shared(work))
+
+    def share():
+        worker.start()
+        assert inside.wait(10)
+
+    lock.shared(share)
+    assert events == ["undo", "prepare"]  # the worker still shares
+    leave.set()
+    worker.join(10)
+    assert events == ["undo", "prepare", "undo"]
+
+
+def test_first_come_first_served():
+    lock = exclusion()
+    order, begun, leave = [], threading.Event(), threading.Event()
+
+    def work(name):
+        order.append(name)
+        if name == "first":
+            begun.set()
+            assert leave.wait(10)
+
+    def start(run, name):
+        thread = threading.Thread(target=lambda: run(lambda: work(name)))
+        thread.start()
+        time.sleep(0.05)
+        return thread
+
+    threads = [start(lock.shared, "first")]
+    assert begun.wait(10)
+    threads += [start(lock.alone, "alone"), start(lock.shared, "shared")]
+    assert order == ["first"]  # the third could share with the first, but would pass the second
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["first", "alone", "shared"]
+
+
+def test_results_and_exceptions_are_those_of_the_work():
+    lock = exclusion()
+    assert lock.alone(lambda: 1) == 1
+    assert lock.shared(lambda: 2) == 2
+    for run in (lock.alone, lock.shared):
+        with pytest.raises(RuntimeError, match="mine"):
+            run(raise_mine)
+    assert lock.alone(lambda: 3) == 3
+
+
+def raise_mine():
+    raise RuntimeError("mine")
+
+
+def test_what_cannot_be_prepared_is_undone():
+    undone = []
+    lock = exclusion(raise_mine, lambda: undone.append(1))
+    with pytest.raises(RuntimeError, match="mine"):
+        lock.shared(lambda: None)
+    assert len(undone) == 2  # before and after
+    assert lock.alone(lambda: 1) == 1
+
+
+INTERRUPTED = """
+import threading, sys
+from tests.interrupts import Storm
+from triax.compat.exclusion import Exclusion
+
+value = None                       # what is replaced; None where nothing is
+originals = []
+
+def put(new):
+    global value
+    originals.append(value)
+    value = new
+
+def undo():
+    global value
+    while originals:
+        value = originals[-1]
+        originals.pop()
+
+lock = Exclusion(lambda: put("shared"), undo)
+
+def share():
+    assert value == "shared", value
+
+def exclude():
+    assert value is None, value
+    put("alone")
+    assert value == "alone", value
+
+def both():
+    lock.shared(share)
+    lock.alone(exclude)
+
+stop = threading.Event()
+failures = []
+
+def work():
+    try:
+        while not stop.is_set():
+            both()
+    except BaseException as error:
+        failures.append(error)
+
+threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+for thread in threads:
+    thread.start()
+storm = Storm(seed=1)
+for count in range(600):
+    storm.hit(both, within_s=2e-3, burst=1 + count % 3)
+stop.set()
+for thread in threads:
+    thread.join(30)
+    assert not thread.is_alive()
+assert not failures, failures
+both()
+assert value is None and not originals
+print("held")
+"""
+
+
+def test_interrupts_at_any_instruction_leave_nothing_taken():
+    """The main thread and two others take turns, and the main thread is hit again and again."""
+    done = run_program(INTERRUPTED)
+    assert done.stdout == "held\n", done.stderr

@@ -1,0 +1,102 @@
+"""What is replaced comes back, also where replacing or undoing was torn."""
+
+import types
+
+import pytest
+
+from triax.compat import replaced
+from triax.compat.replaced import ABSENT, Change
+
+
+class Torn(Exception):
+    """Raised where a signal might be."""
+
+
+class Holder:
+    """Attributes that can refuse to be set a few times."""
+
+    refusals = 0
+
+    def __setattr__(self, name, value):
+        if Holder.refusals:
+            Holder.refusals -= 1
+            raise Torn
+        super().__setattr__(name, value)
+
+
+@pytest.fixture
+def holder():
+    holder = Holder()
+    holder.a, holder.b = 1, 2
+    yield holder
+    Holder.refusals = 0
+    replaced.undo()
+
+
+def test_attributes_and_items_come_back(holder):
+    class Class:
+        x = 1
+
+    settings = {"on": False}
+    module = types.ModuleType("module")
+    changes = [
+        Change(holder, "a", 10),
+        Change(holder, "new", 11),
+        Change(Class, "x", 12),
+        Change(Class, "y", 13),
+        Change(settings, "on", True),
+        Change(settings, "more", True),
+        Change(module, "z", 14),
+        Change(holder, "a", 15),
+        Change(holder, "b", ABSENT),
+    ]
+    replaced.replace(changes)
+    assert vars(holder) == {"a": 15, "new": 11}
+    assert (Class.x, Class.y, settings, module.z) == (12, 13, {"on": True, "more": True}, 14)
+    replaced.undo()
+    assert vars(holder) == {"a": 1, "b": 2}
+    assert (Class.x, hasattr(Class, "y"), settings) == (1, False, {"on": False})
+    assert not hasattr(module, "z")
+    holder.a = 5
+    replaced.undo()  # nothing is left to undo
+    assert holder.a == 5
+
+
+def test_what_others_change_in_a_watched_holder_comes_back(holder):
+    replaced.watch([holder])
+    holder.a = 10
+    holder.new = 11
+    del holder.b
+    found = {(change.name, change.value) for change in replaced.watched_changes()}
+    assert found == {("a", 10), ("new", 11), ("b", ABSENT)}
+    replaced.undo()
+    assert vars(holder) == {"a": 1, "b": 2}
+    assert replaced.watched_changes() == []
+
+
+def test_a_torn_replacement_is_undone(holder):
+    def changes():
+        yield Change(holder, "a", 10)
+        Holder.refusals = 1
+        yield Change(holder, "b", 20)
+
+    with pytest.raises(Torn):
+        replaced.replace(changes())
+    assert vars(holder) == {"a": 10, "b": 2}
+    replaced.undo()
+    assert vars(holder) == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_torn_undoing_goes_on_where_it_stopped(holder, watched):
+    if watched:
+        replaced.watch([holder])
+        holder.a, holder.b = 10, 20
+    else:
+        replaced.replace([Change(holder, "a", 10), Change(holder, "b", 20)])
+    Holder.refusals = 2
+    for _ in range(2):
+        with pytest.raises(Torn):
+            replaced.undo()
+    replaced.undo()
+    assert vars(holder) == {"a": 1, "b": 2}

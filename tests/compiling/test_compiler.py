@@ -1,0 +1,416 @@
+"""Compiling: unique names, bytes that are the same everywhere, caches, what does not fit."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.backends.nvidia.compiler as nvidia
+import triton.compiler.code_generator as code_generator
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import triax
+from tests import kernels
+from tests.same_name import first, second
+from triax.compat import triton_private
+from triax.compat.exclusion import TRITON
+from triax.compiling import compiler, output
+from triax.emitting.reading import triton_calls
+from triax.errors import CompilationError, CompilationTimeout
+
+pytestmark = pytest.mark.cuda_plugin
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def architecture(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+
+
+def lower(function, *inputs):
+    return triton_calls(jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)))
+
+
+def copy(x, **options):
+    options = {"BLOCK": 64, "kernel": kernels.copy_kernel, **options}
+    return triax.triton_call(x, n=x.size, out_type=x, grid=5, **options)
+
+
+X = np.zeros(300, np.float32)
+
+
+def test_kernels_of_the_same_name_have_different_entries():
+    def f(x):
+        return copy(copy(x, kernel=first.scale_kernel), kernel=second.scale_kernel)
+
+    one, two = lower(f, X)
+    assert one.kernel == two.kernel == "scale_kernel"
+    assert one.entries != two.entries
+    for call in (one, two):
+        assert call.entries[0].startswith("scale_kernel_")
+        assert f".visible .entry {call.entries[0]}(" in call.payload.calls[0].ptx
+
+
+def test_every_specialisation_has_its_own_entry():
+    def f(x):
+        a = copy(x, BLOCK=64)
+        b = copy(a, BLOCK=128)
+        c = copy(b, num_warps=8)
+        return copy(c.astype(jnp.bfloat16)).astype(x.dtype) + copy(c, BLOCK=64)
+
+    entries = [call.entries[0] for call in lower(f, X)]
+    assert len(entries) == 5
+    assert len(set(entries)) == 4  # the first and the last are the same
+
+
+def test_a_kernel_named_like_an_instruction():
+    (call,) = lower(lambda x: copy(x, kernel=first.add), X)
+    ptx = call.payload.calls[0].ptx
+    assert f".visible .entry {call.entries[0]}(" in ptx
+    assert "add.s" in ptx  # the instructions kept their names
+    assert f"{call.entries[0]}_param_0" in ptx
+
+
+def test_nothing_of_the_source_file_is_in_the_bytes():
+    (call,) = lower(copy, X)
+    ptx = call.payload.calls[0].ptx
+    assert ".loc" not in ptx
+    assert ".file" not in ptx
+    assert "kernels.py" not in ptx
+    assert b"kernels.py" not in call.opaque
+
+
+@pytest.mark.parametrize("size", [2, 17, 4096, 4097])
+def test_sizes_that_are_not_specialised_compile_once(size):
+    def f(x):
+        return triax.triton_call(
+            x, n=x.size, BLOCK=64, kernel=first.unspecialised_kernel, out_type=x, grid=5
+        )
+
+    (one,) = lower(f, np.zeros(1, np.float32))
+    before = compiler.compile_count()
+    (other,) = lower(f, np.zeros(size, np.float32))
+    assert compiler.compile_count() == before
+    assert one.entries == other.entries
+
+
+PROGRAM = """
+import json, sys
+import jax, numpy as np
+from tests.cases import CASES
+from triax.emitting.reading import triton_calls
+names = ("matmul", "tuple_of_arrays", "outputs_first", "autotuned_accumulate", "heuristics")
+out = {}
+for case in CASES:
+    if case.name in names:
+        inputs = case.inputs(np.random.default_rng(7))
+        lowered = jax.jit(case.function).trace(*inputs).lower(lowering_platforms=("cuda",))
+        out[case.name] = [(c.opaque.hex(), c.entries) for c in triton_calls(lowered)]
+print(json.dumps(out))
+"""
+
+
+def test_bytes_are_the_same_in_every_process(tmp_path):
+    """Other folder, other hash seed, other Triton cache: the same bytes for XLA."""
+    results = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        (folder / "program.py").write_text(PROGRAM)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "PYTHONHASHSEED": seed,
+            "TRITON_CACHE_DIR": str(folder / "cache"),
+            "JAX_PLATFORMS": "cpu",
+        }
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        results.append(json.loads(done.stdout))
+    assert len(results[0]) == 5
+    assert results[0] == results[1]
+
+
+def test_disk_cache_serves_the_second_process(tmp_path):
+    program = (
+        "import jax, numpy as np, triton\n"
+        "from tests.cases import CASES\n"
+        "triton.knobs.compilation.listener = lambda **what: print(what['cache_hit'])\n"
+        "case = next(c for c in CASES if c.name == 'matmul')\n"
+        "x = case.inputs(np.random.default_rng(7))\n"
+        "jax.jit(case.function).trace(*x).lower(lowering_platforms=('cuda',))\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    for expected in ("False\n", "True\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == expected
+
+
+class TestMachineCode:
+    """XLA makes its own of the PTX; Triton is asked for it only where kernels are measured."""
+
+    @pytest.fixture
+    def launch(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        compiler.clear_cache()
+        found = []
+        original = compiler.compile_launch
+
+        def compile_launch(launch, *args, **kwargs):
+            found.append(launch)
+            return original(launch, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(compiler, "compile_launch", compile_launch)
+            lower(lambda x: copy(x, num_warps=2), X)
+        (launch,) = found
+        return launch
+
+    def test_only_where_it_is_asked_for(self, launch, tmp_path):
+        plain = compiler.compile_launch(launch, 90)
+        assert plain.cubin is None
+        (found,) = compiler.compile_all([launch], 90, machine_code=True)
+        assert found.cubin.startswith(b"\x7fELF")
+        assert found.name.encode() in found.cubin
+        assert compiler.compile_launch(launch, 90).ptx == plain.ptx == found.ptx
+        assert {path.stat().st_size for path in tmp_path.rglob("*.cubin")} == {0}
+
+    def test_storing_only_binaries_keeps_the_ptx(self, launch, monkeypatch, tmp_path):
+        expected = compiler.compile_launch(launch, 90).name
+        monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "1")
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "fresh"))
+        for _ in range(2):  # compiled, and from disk
+            compiler.clear_cache()
+            assert compiler.compile_launch(launch, 90).name == expected
+
+    def test_what_others_compile_meanwhile_has_it(self, launch):
+        """Threads outside Triax share Triton's disk cache, and need the machine code."""
+        signature = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+        options = {"num_warps": 2, "ptx_version": 86, "enable_fp_fusion": True}
+
+        def compile_both():
+            source = ASTSource(kernels.copy_kernel, signature, {(3,): 64})
+            mine = triton_private.compile_specialization(
+                kernels.copy_kernel,
+                triton_private.backend_for(90),
+                triton_private.Specialization(signature, {(3,): 64}, {}),
+                options,
+            )
+            return mine, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+        mine, theirs = TRITON.shared(compile_both)
+        assert theirs.asm["ptx"] == mine.ptx
+        assert theirs.asm["cubin"].startswith(b"\x7fELF")
+
+    def test_a_dump_has_it(self, launch, monkeypatch, tmp_path):
+        monkeypatch.setenv("TRITON_KERNEL_DUMP", "1")
+        monkeypatch.setenv("TRITON_DUMP_DIR", str(tmp_path / "dump"))
+        monkeypatch.setattr("triton.compiler.compiler.get_sass", lambda cubin: str(len(cubin)))
+        compiler.clear_cache()
+        compiler.compile_launch(launch, 90)
+        (cubin,) = (tmp_path / "dump").rglob("*.cubin")
+        assert cubin.stat().st_size > 0
+
+
+def test_triton_is_left_as_it_was(monkeypatch):
+    """Settings and functions of Triton are other ones while Triax compiles."""
+    monkeypatch.setattr(triton.knobs.compilation, "disable_line_info", False)
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
+    watched = [
+        (triton.knobs.compilation, ("disable_line_info", "store_binary_only")),
+        (nvidia, ("get_ptxas_version",)),
+        (nvidia.CUDABackend, ("make_cubin",)),
+        (code_generator, ("ast", "warnings")),
+        (triton.runtime.jit, ("ast",)),
+    ]
+
+    def state():
+        return [getattr(owner, name, None) for owner, names in watched for name in names]
+
+    before = state(), dict(vars(triton.knobs.compilation)), dict(os.environ)
+
+    def compiling():
+        assert triton.knobs.compilation.disable_line_info
+        assert state() != before[0]
+        assert dict(os.environ) == before[2]
+        return True
+
+    assert TRITON.shared(lambda: TRITON.shared(compiling) and compiling())
+    assert (state(), dict(vars(triton.knobs.compilation)), dict(os.environ)) == before
+
+
+def test_a_changed_global_is_noticed():
+    namespace = first
+    original = namespace.FACTOR
+    try:
+        lower(lambda x: copy(x, kernel=first.global_kernel), X)
+        namespace.FACTOR = tl.constexpr(99)
+        with pytest.raises(CompilationError, match="Global variable 'FACTOR' has changed"):
+            lower(lambda x: copy(x, kernel=first.global_kernel), X)
+    finally:
+        namespace.FACTOR = original
+
+
+def test_too_much_shared_memory_is_said_before_the_launch():
+    def f(a, b):
+        return triax.triton_call(
+            a,
+            b,
+            m=512,
+            n=512,
+            k=512,
+            BM=128,
+            BN=128,
+            BK=64,
+            num_stages=9,  # eight pairs of 16 KiB tiles in flight
+            kernel=kernels.matmul_kernel,
+            out_type=jax.ShapeDtypeStruct((512, 512), a.dtype),
+            grid=(4, 4),
+        )
+
+    a = np.zeros((512, 512), jnp.bfloat16)
+    with pytest.raises(
+        CompilationError, match=r"bytes of shared memory per block.*capability 90 has 232448"
+    ):
+        lower(f, a, a)
+
+
+class TestConfigsThatFail:
+    @staticmethod
+    def call(x, configs, **options):
+        @triton.jit
+        def picky_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+            tl.static_assert(BLOCK != 32, "thirty-two is not for us")
+            offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(x_ptr + offsets, mask=offsets < n)
+            tl.store(out_ptr + offsets, values, mask=offsets < n)
+
+        kernel = triton.autotune([triton.Config({"BLOCK": b}) for b in configs], key=[])(
+            picky_kernel
+        )
+        return triax.triton_call(
+            x,
+            n=x.size,
+            kernel=kernel,
+            out_type=x,
+            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
+            **options,
+        )
+
+    @pytest.mark.parametrize("mode", ["off", "auto", "cached", "runtime"])
+    @pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")
+    def test_are_dropped_with_a_log_line(self, mode, caplog):
+        (call,) = lower(lambda x: self.call(x, (32, 64), tuning=mode), X)
+        assert [c.grid[0] for c in call.payload.calls] == [5]
+        assert any(
+            "config dropped" in r.message and "BLOCK=32" in r.message for r in caplog.records
+        )
+
+    def test_all_failing_lists_each_reason(self):
+        with pytest.raises(
+            CompilationError, match=r"(?s)None of the 2 configs.*BLOCK=32.*BLOCK=33"
+        ):
+            lower(lambda x: self.call(x, (32, 33), tuning="off"), X)
+
+
+def test_unique_entry_needs_an_entry():
+    with pytest.raises(CompilationError, match="has no entry named 'missing'"):
+        output.unique_entry(".visible .entry other(\n)", "missing")
+
+
+def test_torch_is_not_imported(tmp_path):
+    """Importing torch takes seconds; Triton would, where it is installed."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    program = (
+        "import sys, jax, numpy as np\n"
+        "from tests.cases import vector_add\n"
+        "x = np.zeros(300, np.float32)\n"
+        "jax.jit(vector_add).trace(x, x).lower(lowering_platforms=('cuda',))\n"
+        "jax.jit(vector_add)(x, x)\n"
+        "assert 'torch' not in sys.modules\n"
+        "try:\n"
+        "    import torch\n"
+        "except SystemExit:\n"
+        "    print('and can be imported')\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT, tmp_path))),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "and can be imported\n", done.stderr
+
+
+class TestTimeLimits:
+    """Two of six candidates take too long, whatever the number of cores."""
+
+    @pytest.fixture
+    def compile_all(self, monkeypatch):
+        release = threading.Event()
+
+        def compile_in_turn(launch, capability, **options):
+            if launch in slow:
+                release.wait(30)
+            time.sleep(0.05)
+            return launch
+
+        slow = set()
+        monkeypatch.setattr(compiler, "_compile_in_turn", compile_in_turn)
+
+        def run(launches, late, timeout_s=0.3):
+            slow.update(late)
+            steps = []
+            found = compiler.compile_all(launches, 90, timeout_s, on_each=lambda: steps.append(1))
+            return found, len(steps)
+
+        yield run
+        release.set()
+
+    def test_the_others_are_compiled(self, compile_all, monkeypatch):
+        monkeypatch.setattr("os.cpu_count", lambda: 2)
+        found, steps = compile_all("abcdef", "ab")
+        assert found[2:] == list("cdef")
+        assert steps == 4
+        assert all("not compiled after 0.3 s" in str(error) for error in found[:2])
+
+    def test_not_for_ever(self, compile_all, monkeypatch):
+        monkeypatch.setattr("os.cpu_count", lambda: 1)
+        found, _ = compile_all("abcdef", "abcdef")
+        assert [str(error)[:15] for error in found] == [
+            *["it was not comp"] * 2,
+            *["it was not wait"] * 4,
+        ]
+        assert all(isinstance(error, CompilationTimeout) for error in found)
+
+    def test_without_a_limit(self, compile_all):
+        assert compile_all("abc", "", None) == (list("abc"), 3)

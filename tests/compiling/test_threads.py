@@ -1,0 +1,190 @@
+"""Threads that compile: how a program ends, and a fork, while they are at it."""
+
+import json
+
+import pytest
+
+from tests.interrupts import run_program
+
+pytestmark = pytest.mark.cuda_plugin
+
+LAUNCHES = """
+import os
+import numpy as np
+from tests import kernels
+from tests.interpreting.conftest import make_launch
+from triax.compiling import compiler; from triax.compiling import threads as workers
+from triax.binding.launch import Result
+
+def launch_of(block, kernel=kernels.copy_kernel):
+    arguments = {"x_ptr": np.zeros(300, np.float32), "out_ptr": Result(0), "n": 300}
+    outputs = [((300,), np.float32)]
+    return make_launch(kernel, arguments, outputs, grid=(10, 1, 1), BLOCK=block)
+"""
+
+STUCK = (
+    LAUNCHES
+    + """
+import atexit, itertools, sys
+from triax.compat import triton_private
+
+atexit.register(print, "others end too")
+workers._EXIT_TIMEOUT_S = 0.2
+os.cpu_count = lambda: 4
+os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+compile_once = triton_private.compile_specialization
+
+def compile_specialization(*args):
+    while True:
+        compile_once(*args)
+
+triton_private.compile_specialization = compile_specialization
+launches = [launch_of(block)[0] for block in (32, 64, 128, 256)]
+for result in compiler.compile_all(launches, 90, timeout_s=1):
+    print(result)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("sys.exit(3)", 3), ("raise SystemExit('so')", 1), ("1 / 0", 1), ("", 0)]
+)
+def test_a_compilation_that_never_ends_leaves_the_programs_end_alone(tmp_path, end, status):
+    """A daemon thread in the middle of C++ would abort the process."""
+    done = run_program(STUCK + end, TRITON_CACHE_DIR=str(tmp_path), timeout=60)
+    assert done.returncode == status, done.stderr
+    late = "it was not compiled after 1 s\n"
+    assert done.stdout == 4 * late + "others end too\n"
+    assert "terminate" not in done.stderr
+    assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
+
+
+FORKS = (
+    LAUNCHES
+    + """
+import random, signal, sys, threading, time, warnings
+from triax.interpreting.run import run
+
+warnings.simplefilter("ignore")  # of JAX and Python: the process has threads
+os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+stop = threading.Event()
+failures = []
+
+def again_and_again(work):
+    try:
+        while not stop.is_set():
+            work()
+    except BaseException as error:
+        failures.append(error)
+
+def compile_some():
+    compiler.clear_cache()
+    results = compiler.compile_all([launch_of(block)[0] for block in (16, 32, 64)], 90)
+    names = {result.name for result in results}
+    assert len(names) == 3, results
+
+def interpret():
+    launch, operands = launch_of(64)
+    operands[0][...] = 7
+    (out,) = run(launch, operands)
+    assert (out == 7).all()
+
+def child():
+    signal.alarm(60)  # for one that waits for ever
+    try:
+        first, second = random.sample([compile_some, interpret], 2)
+        first()
+        second()
+        status = 0
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        status = 1
+    os._exit(status)
+
+interpret()
+compile_some()
+threads = [
+    threading.Thread(target=again_and_again, args=(work,))
+    for work in (compile_some, interpret, interpret)
+]
+for thread in threads:
+    thread.start()
+random.seed(int(sys.argv[1]))
+statuses = []
+for _ in range(int(sys.argv[2])):
+    time.sleep(random.uniform(0, 0.1))
+    pid = os.fork()
+    if pid == 0:
+        child()
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+stop.set()
+for thread in threads:
+    thread.join(60)
+print(statuses.count(0), statuses, failures)
+"""
+)
+
+
+def test_a_forked_child_compiles_and_interprets_whatever_other_threads_are_at(tmp_path):
+    done = run_program(FORKS, 1, 20, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout == f"20 {[0] * 20} []\n", done.stderr
+
+
+CANDIDATES = (
+    LAUNCHES
+    + """
+import sys
+import triton
+from tests.interpreting import test_isolation
+from tests.interrupts import Storm
+from triax.interpreting.run import run
+
+def compile_candidates():
+    kernel = triton.jit(kernels.copy_kernel.fn)  # one that Triton has not hashed yet
+    compiler.clear_cache()
+    launches = [launch_of(block, kernel)[0] for block in (32, 64, 128, 256)]
+    results = compiler.compile_all(launches, 90, machine_code=True)
+    assert all(result.cubin for result in results), results
+
+def interpret():
+    launch, operands = launch_of(64)
+    operands[0][...] = 7
+    (out,) = run(launch, operands)
+    assert (out == 7).all()
+
+interpret()
+compile_candidates()
+before = test_isolation.snapshot()
+os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+storm = Storm(seed=3)
+for count in range(int(sys.argv[1])):
+    burst = 1 + count % 3
+    storm.hit(compile_candidates, within_s=0.2, burst=burst)
+    if burst == 1:  # the second of two is for those who do not want to wait
+        assert not [thread for thread in workers._all if thread.is_alive()]
+        test_isolation.assert_same(before, test_isolation.snapshot())
+    interpret()
+    test_isolation.assert_same(before, test_isolation.snapshot())
+compile_candidates()
+"""
+)
+
+
+def entries(folder):
+    """For each key of a disk cache that a later process would find, what it would find."""
+    found = {}
+    for group in folder.glob("*/__grp__*.json"):
+        paths = json.loads(group.read_text())["child_paths"].values()
+        found[group.parent.name] = {
+            path.name: path.read_bytes() for path in map(folder.joinpath, paths)
+        }
+    return found
+
+
+def test_interrupted_candidates_leave_triton_and_its_disk_cache_as_they_should_be(tmp_path):
+    for name, count in (("calm", 0), ("stormy", 60)):
+        done = run_program(CANDIDATES, count, TRITON_CACHE_DIR=str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+    calm, stormy = entries(tmp_path / "calm"), entries(tmp_path / "stormy")
+    assert len(calm) == 4
+    assert stormy == calm

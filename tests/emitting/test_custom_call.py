@@ -1,0 +1,215 @@
+"""The order in which buffers are passed, and what jaxlib is told of them."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+import triax
+from tests import descriptors
+from triax import testing
+from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
+from triax.binding.values import Static
+from triax.compat import versions
+from triax.emitting.custom_call import order_buffers
+from triax.emitting.reading import triton_calls
+from triax.errors import CompilationError
+
+A = ArrayType((4,), np.dtype(np.float32))
+
+
+def launch(leaves, aliases=(), results=0):
+    """As much of a Launch as the order of buffers depends on."""
+    return types.SimpleNamespace(leaves=tuple(leaves), aliases=aliases, results=(A,) * results)
+
+
+I, O, S = Operand, Result, Scalar(Static(3))  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("leaves", "aliases", "results", "expected"),
+    [
+        ([I(0), I(1), S, O(0)], (), 1, ((I(0), I(1)), (0,), ())),
+        # Keywords may bind operands in another order than they were flattened in.
+        ([I(1), S, I(0), O(1), O(0)], (), 2, ((I(1), I(0)), (1, 0), ())),
+        # An aliased output has no parameter; it must not take the place of one that has.
+        ([I(0), I(1), O(1)], (Alias(1, 0),), 2, ((I(0), I(1)), (1, 0), ((1, 1),))),
+        # Outputs before operands go in as uninitialised operands.
+        ([O(0), I(0), O(1)], (), 2, ((O(0), I(0)), (1, 0), ((0, 1),))),
+        ([O(0), I(0), O(1), I(1)], (), 2, ((O(0), I(0), O(1), I(1)), (0, 1), ((0, 0), (2, 1)))),
+        ([O(0)], (), 1, ((), (0,), ())),
+        # triton_call_lowering: the aliased output keeps a parameter of its own.
+        ([I(0), I(1), O(0), O(1)], (Alias(1, 1),), 2, ((I(0), I(1)), (0, 1), ((1, 1),))),
+    ],
+)
+def test_order(leaves, aliases, results, expected):
+    order = order_buffers(launch(leaves, aliases, results))
+    assert (order.operands, order.results, order.aliases) == expected
+
+
+@pytest.mark.parametrize(
+    ("leaves", "aliases", "results", "expected"),
+    [
+        # Right behind the outputs that are parameters, before those that are not.
+        ([I(0), S, O(0)], (), 1, (0, None)),
+        ([I(0), I(1), O(1)], (Alias(1, 0),), 2, (1, None, 0)),
+        ([O(0), I(0)], (), 1, (None, 0)),
+        ([I(0)], (Alias(0, 0),), 1, (None, 0)),
+    ],
+)
+def test_order_with_scratch(leaves, aliases, results, expected):
+    order = order_buffers(launch(leaves, aliases, results), scratch=True)
+    assert order.results == expected
+    plain = order_buffers(launch(leaves, aliases, results))
+    assert order.operands == plain.operands
+    assert [(i, order.results[o]) for i, o in order.aliases] == [
+        (i, plain.results[o]) for i, o in plain.aliases
+    ]
+
+
+@triton.jit
+def mixed_kernel(first_ptr, x_ptr, y_ptr, last_ptr, n, BLOCK: tl.constexpr):
+    """first = x + y; last = x - y; y += 1"""
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask)
+    y = tl.load(y_ptr + offsets, mask=mask)
+    tl.store(first_ptr + offsets, x + y, mask=mask)
+    tl.store(last_ptr + offsets, x - y, mask=mask)
+    tl.store(y_ptr + offsets, y + 1, mask=mask)
+
+
+def mixed(x, y):
+    """The aliased output stands between the two others in out_type."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return triax.triton_call(
+        y_ptr=y,
+        x_ptr=x,
+        n=x.size,
+        BLOCK=64,
+        kernel=mixed_kernel,
+        out_type=(like, like, like),
+        input_output_aliases={"y_ptr": 1},
+        grid=1,
+    )
+
+
+def check_mixed():
+    x, y = np.arange(50, dtype=np.float32), np.arange(50, dtype=np.float32) ** 2
+    first, updated, last = jax.jit(mixed)(x, y)
+    testing.assert_same_bits(first, x + y)
+    testing.assert_same_bits(last, x - y)
+    testing.assert_same_bits(updated, y + 1)
+
+
+def test_outputs_aliases_and_keywords_in_any_order():
+    check_mixed()
+
+
+def lowered_for_cuda(function, *args):
+    (call,) = triton_calls(jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)))
+    return call
+
+
+@pytest.fixture
+def architecture(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.usefixtures("architecture")
+class TestScratch:
+    """Descriptors that are made in the kernel need memory, which XLA gives."""
+
+    X = np.zeros((35, 48), np.float32)
+
+    def test_is_one_more_result(self):
+        call = lowered_for_cuda(functools.partial(descriptors.call, "device"), self.X)
+        # Two descriptors of 128 bytes in each of 3 x 2 programs.
+        assert call.results == ("tensor<35x48xf32>", "tensor<1536xui8>")
+        assert call.operands == ("tensor<35x48xf32>",)
+        assert call.aliases == ()
+        assert len(call.payload.calls[0].zeroed_bytes) == 3
+
+    @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
+    def test_under_vmap(self, method):
+        function = functools.partial(descriptors.call, "device", vmap_method=method)
+        lowered = (
+            jax.jit(jax.vmap(function))
+            .trace(np.stack([self.X] * 2))
+            .lower(lowering_platforms=("cuda",))
+        )
+        for call in triton_calls(lowered):
+            assert call.results == ("tensor<35x48xf32>", "tensor<1536xui8>")
+
+    def test_counts_the_blocks_of_a_cluster(self):
+        call = lowered_for_cuda(functools.partial(descriptors.call, "device", num_ctas=2), self.X)
+        assert call.results[1] == "tensor<3072xui8>"
+
+    def test_the_largest_of_several_configs(self):
+        if not versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
+            pytest.skip("configs are not handed to XLA on this jaxlib")
+        configs = [triton.Config({"BM": bm, "BN": 16}) for bm in (8, 16, 32)]
+        kernel = triton.autotune(configs, key=[])(descriptors.device_kernel)
+
+        def call(x):
+            return triax.triton_call(
+                x,
+                m=35,
+                n=48,
+                kernel=kernel,
+                out_type=x,
+                grid=lambda meta: (triton.cdiv(35, meta["BM"]), triton.cdiv(48, meta["BN"])),
+                tuning="runtime",
+            )
+
+        found = lowered_for_cuda(call, self.X)
+        assert found.grid == ((5, 3, 1), (3, 3, 1), (2, 3, 1))
+        assert found.results == ("tensor<35x48xf32>", f"tensor<{5 * 3 * 256}xui8>")
+
+    def test_more_than_there_can_be(self):
+        def call(x):
+            return triax.triton_call(
+                x,
+                m=35,
+                n=48,
+                BM=16,
+                BN=16,
+                kernel=descriptors.device_kernel,
+                out_type=x,
+                grid=(2**31 - 1, 65535),
+            )
+
+        with pytest.raises(
+            CompilationError,
+            match=r"'device_kernel' needs 256 bytes of scratch memory for each of 140735340806145",
+        ):
+            lowered_for_cuda(call, self.X)
+
+
+@pytest.mark.cuda_plugin
+def test_zeroed_bytes_reach_the_right_parameter(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    like = jax.ShapeDtypeStruct((50,), jnp.float32)
+
+    def f(x, y):
+        return triax.triton_call(
+            y_ptr=y,
+            x_ptr=x,
+            n=50,
+            BLOCK=64,
+            kernel=mixed_kernel,
+            out_type=(like, like, like),
+            input_output_aliases={"y_ptr": 1},
+            zeroed_outputs=(1, 2),
+            grid=1,
+        )
+
+    x = np.zeros(50, np.float32)
+    (call,) = triton_calls(jax.jit(f).trace(x, x).lower(lowering_platforms=("cuda",)))
+    assert call.payload.calls[0].zeroed_bytes == (0, 0, 200, 200)

@@ -1,0 +1,47 @@
+"""Which code the ops run where Triton is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+OPS = {
+    "sort_chunks_by_index": "(jnp.ones((3, 1)), jnp.array([1, 2]), jnp.array([1, 0])",
+    "make_plan": "(jnp.array([[1], [0]]), 2",
+    "make_plan_from_mask": "(jnp.ones((2, 3), bool), 2",
+    "permute": "(jnp.ones((2, 1)), plan",
+    "unpermute": "(jnp.ones((2, 1)), plan",
+    "route": "(jnp.ones((2, 3)), 1",
+    "ragged_dot": "(jnp.ones((2, 1)), jnp.ones((1, 1, 1)), jnp.array([2])",
+    "feed_forward": "(jnp.ones((3, 1)), *map(jnp.ones, [(3, 2), (2, 1, 2), (2, 1, 1)]), top_k=1",
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_works_without_triton(op):
+    """As on systems that have none: plain JAX, and an error where a kernel is insisted on."""
+    program = f"""
+import sys
+sys.modules["triton"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+import jax.numpy as jnp
+from triax import moe
+from triax.errors import MissingDependencyError
+plan = moe.make_plan(jnp.array([[1], [0]]), 2)
+moe.{op}{OPS[op]})
+for implementation in ("interpret", "triton"):
+    try:
+        moe.{op}{OPS[op]}, implementation=implementation)
+    except MissingDependencyError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "`triton`, which is not installed" in line

@@ -1,0 +1,71 @@
+"""`for_target`: code that is written once the GPU is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from triax.compat import jax_private
+from triax.errors import DifferentiationError
+from triax.moe.shared.target import INTERPRETER, for_target
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Multiplies by the compute capability, and says what it was written for."""
+
+    seen: list = dataclasses.field(default_factory=list, compare=False)
+
+    def __call__(self, target, x, pair):
+        self.seen.append(target)
+        return {"scaled": x * target.compute_capability, "sum": pair[0] + pair[1]}
+
+
+def call(x, write=None):
+    out_type = {"scaled": x, "sum": x}
+    return for_target(write or Scale(), x, (x, x), out_type=out_type)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_operands_and_results_are_trees(jit):
+    x = jnp.arange(3.0)
+    out = (jax.jit(call) if jit else call)(x)
+    np.testing.assert_array_equal(out["scaled"], x * INTERPRETER.compute_capability)
+    np.testing.assert_array_equal(out["sum"], 2 * x)
+
+
+def test_vmap_is_the_loop():
+    x = jnp.arange(6.0).reshape(2, 3)
+    out = jax.vmap(call, in_axes=1, out_axes=1)(x)
+    np.testing.assert_array_equal(out["sum"], 2 * x)
+
+
+def test_equal_code_is_written_once():
+    first, second = Scale(), Scale()
+    x = jnp.ones(5)
+    call(x, first)
+    call(x, second)
+    assert len(first.seen) == 1
+    assert not second.seen
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize(("arch", "multiprocessors"), [(80, 108), (90, 132), (100, 148)])
+def test_target_is_the_gpu_lowered_for(monkeypatch, arch, multiprocessors):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
+    write = Scale()
+    traced = jax.jit(lambda x: call(x, write)).trace(jax.ShapeDtypeStruct((3,), jnp.float32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (target,) = write.seen
+    assert (target.compute_capability, target.multiprocessors) == (arch, multiprocessors)
+    assert target.tensor_maps == (arch >= 90 and jax_private.supports_tensor_maps())
+    assert f"{arch:.6e}".replace("e+0", "E+0").split("E")[0] in text
+
+
+def test_a_derivative_is_refused():
+    with pytest.raises(DifferentiationError, match=r"jax\.custom_vjp"):
+        jax.grad(lambda x: jnp.sum(call(x)["sum"]))(jnp.ones(3))

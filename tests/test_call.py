@@ -1,0 +1,880 @@
+"""Mistakes in a call, each with an error of its own; and how arguments bind."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+import triax
+from tests import kernels
+from triax import testing
+from triax.binding import candidates
+from triax.emitting.reading import triton_calls
+from triax.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CompilationError,
+    TriaxError,
+    UnsupportedError,
+)
+
+X = jnp.arange(100, dtype=jnp.float32)
+OUT = jax.ShapeDtypeStruct((100,), jnp.float32)
+
+
+def add(*operands, **changes):
+    arguments = {"n": 100, "BLOCK": 64, "kernel": kernels.add_kernel, "out_type": OUT, "grid": 2}
+    return triax.triton_call(*(operands or (X, X)), **{**arguments, **changes})
+
+
+def without(name):
+    arguments = {"n": 100, "BLOCK": 64, "kernel": kernels.add_kernel, "out_type": OUT, "grid": 2}
+    del arguments[name]
+    return triax.triton_call(X, X, **arguments)
+
+
+@triton.jit
+def renamed_kernel(x_ptr, out_ptr, n: tl.int64, flag=True, BLOCK: tl.constexpr = 64):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    if flag:
+        x = -x
+    tl.store(out_ptr + offsets, x, mask=offsets < n)
+
+
+@triton.jit
+def pair_kernel(pair, out_ptr):
+    tl.store(out_ptr, tl.load(pair[0]))
+
+
+@triton.jit
+def reductions_kernel(x_ptr, out_ptr, max_ptr=None, sum_ptr=None, SIZE: tl.constexpr = 128):
+    offsets = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + offsets, mask=offsets < 100, other=0)
+    tl.store(out_ptr + offsets, -x, mask=offsets < 100)
+    if max_ptr is not None:
+        tl.store(max_ptr, tl.max(x))
+    if sum_ptr is not None:
+        tl.store(sum_ptr, tl.sum(x))
+
+
+def optional_outputs(out_type, **keywords):
+    return triax.triton_call(X, kernel=reductions_kernel, out_type=out_type, grid=1, **keywords)
+
+
+def hooked(**arguments):
+    return triton.autotune(configs=[triton.Config({"BLOCK": 64}, **arguments)], key=["n"])(
+        kernels.add_kernel
+    )
+
+
+GRID = r"Argument `grid` must be an int, a tuple or a callable but received: "
+
+MISTAKES = {
+    "grid_float": (lambda: add(grid=1.5), TypeError, GRID + r"type=float, value=1\.5\."),
+    "grid_bool": (lambda: add(grid=True), TypeError, GRID + r"type=bool, value=True\."),
+    "grid_none": (lambda: add(grid=None), TypeError, GRID + r"type=NoneType, value=None\."),
+    "grid_dict": (lambda: add(grid={1: 2}), TypeError, GRID + r"type=dict, value=\{1: 2\}\."),
+    "grid_list_of_bools": (
+        lambda: add(grid=[2, True]),
+        TypeError,
+        GRID + r"type=list, value=\[2, True\]\.",
+    ),
+    "grid_of_floats": (
+        lambda: add(grid=(1, 2.0)),
+        TypeError,
+        GRID + r"type=tuple, value=\(1, 2\.0\)",
+    ),
+    "grid_callable_result": (
+        lambda: add(grid=lambda meta: True),
+        TypeError,
+        GRID + r"type=bool, value=True from its callable",
+    ),
+    "grid_callable_string": (
+        lambda: add(grid=lambda meta: "4"),
+        TypeError,
+        GRID + r"type=str, value='4' from its callable",
+    ),
+    "grid_four_dimensions": (
+        lambda: add(grid=(1, 2, 3, 4)),
+        ValueError,
+        r"`grid` must have one to three dimensions; got 4: \(1, 2, 3, 4\)",
+    ),
+    "grid_no_dimension": (lambda: add(grid=()), ValueError, r"one to three dimensions; got 0"),
+    "grid_negative": (lambda: add(grid=(-1,)), ValueError, r"must not be negative; got \(-1,\)"),
+    "grid_y_too_large": (
+        lambda: add(grid=(1, 65536)),
+        ValueError,
+        r"`grid` has 65536 programs along y, and CUDA allows 65535.*Put the long dimension first",
+    ),
+    "grid_z_too_large": (lambda: add(grid=(1, 1, 65536)), ValueError, r"65536 programs along z"),
+    "grid_x_too_large": (
+        lambda: add(grid=2**31),
+        ValueError,
+        r"along x, and CUDA allows 2147483647",
+    ),
+    "grid_traced": (
+        lambda: jax.jit(lambda n: add(grid=(n,)))(2),
+        TypeError,
+        r"`grid` must be known when the function is traced",
+    ),
+    "grid_missing": (lambda: without("grid"), TypeError, r"grid"),
+    "unknown_keyword": (
+        lambda: add(BLOK=64),
+        TypeError,
+        r"Kernel 'add_kernel' has no parameter `BLOK`.*Did you mean `BLOCK`",
+    ),
+    "option_as_keyword": (
+        lambda: add(enable_fp_fusion=False),
+        TypeError,
+        r"no parameter `enable_fp_fusion`.*compiler option: give it in `backend_options`",
+    ),
+    "missing_constexpr": (
+        lambda: without("BLOCK"),
+        TypeError,
+        r"Kernel 'add_kernel' needs a value for its constexpr `BLOCK`: give it as a keyword",
+    ),
+    "missing_operand": (
+        lambda: without("n"),
+        TypeError,
+        r"`out_type` has 1 outputs that are not aliased.*2 parameters that were not supplied "
+        r"\(out_ptr, n\)",
+    ),
+    "misspelt_operand": (
+        lambda: add(X, y_prt=X),
+        TypeError,
+        r"2 parameters that were not supplied \(y_ptr, out_ptr\).*no parameter `y_prt`.*`y_ptr`",
+    ),
+    "operand_twice": (lambda: add(X, X, x_ptr=X), TypeError, r"got `x_ptr` both as a positional"),
+    "too_many_operands": (
+        lambda: add(X, X, X, 1, 2, 3),
+        TypeError,
+        r"has 5 parameters .*and 6 positional operands",
+    ),
+    "out_type_missing": (lambda: without("out_type"), TypeError, r"Argument `out_type` is missing"),
+    "out_type_too_many": (
+        lambda: add(out_type=(OUT, OUT)),
+        TypeError,
+        r"`out_type` has 2 outputs.*1 parameters that were not supplied \(out_ptr\)",
+    ),
+    "out_type_not_a_type": (
+        lambda: add(out_type=3),
+        TypeError,
+        r"Argument `out_type` must have `shape` and `dtype`; got 3 of type int",
+    ),
+    "out_type_complex": (
+        lambda: add(out_type=jax.ShapeDtypeStruct((100,), jnp.complex64)),
+        TypeError,
+        r"Argument `out_type` has dtype complex64, which Triton kernels cannot take",
+    ),
+    "out_type_x64": (
+        lambda: add(out_type=jax.ShapeDtypeStruct((100,), np.float64)),
+        TypeError,
+        r"dtype float64, which JAX does not use now.*jax_enable_x64",
+    ),
+    "operand_complex": (
+        lambda: add(X.astype(jnp.complex64), X),
+        TypeError,
+        r"Argument `x_ptr` has dtype complex64, which Triton kernels cannot take. Cast it to",
+    ),
+    "operand_int4": (
+        lambda: add(np.zeros(100, ml_dtypes.int4), X),
+        TypeError,
+        r"Argument `x_ptr` has dtype int4",
+    ),
+    "operand_key": (
+        lambda: add(jax.random.key(0), X),
+        TypeError,
+        r"Argument `x_ptr` has dtype key",
+    ),
+    "operand_string": (
+        lambda: add("x", X),
+        TypeError,
+        r"Argument `x_ptr` of kernel 'add_kernel' must be an array.*got 'x' of type str",
+    ),
+    "operand_list": (lambda: add([1.0], X), TypeError, r"`x_ptr`.*got \[1\.0\] of type list"),
+    "operand_too_large": (lambda: add(n=2**64), ValueError, r"Argument `n` must fit 64 bits"),
+    "alias_no_such_operand": (
+        lambda: add(input_output_aliases={7: 0}),
+        ValueError,
+        r"names operand 7, and there are 3, scalars included \(x_ptr, y_ptr, n\)",
+    ),
+    "alias_no_such_name": (
+        lambda: add(input_output_aliases={"y": 0}),
+        ValueError,
+        r"names operand 'y', which was not given. Known: n, x_ptr, y_ptr",
+    ),
+    "alias_scalar": (
+        lambda: add(input_output_aliases={2: 0}),
+        ValueError,
+        r"names operand 2, which is the scalar `n`",
+    ),
+    "alias_list": (
+        lambda: add(input_output_aliases=[(0, 0)]),
+        TypeError,
+        r"must be a mapping from operands.*such as \{0: 0\}; got \[\(0, 0\)\] of type list",
+    ),
+    "alias_key_tuple": (
+        lambda: add(input_output_aliases={(0, 1): 0}),
+        TypeError,
+        r"must name operands by parameter or by index; got \(0, 1\) of type tuple",
+    ),
+    "alias_key_float": (
+        lambda: add(input_output_aliases={0.0: 0}),
+        TypeError,
+        r"must name operands by parameter or by index; got 0\.0 of type float",
+    ),
+    "alias_to_a_tuple": (
+        lambda: add(input_output_aliases={0: (0,)}),
+        TypeError,
+        r"must map to the index of an output; got \(0,\) for operand 0",
+    ),
+    "alias_to_a_bool": (
+        lambda: add(input_output_aliases={0: False}),
+        TypeError,
+        r"must map to the index of an output; got False",
+    ),
+    "alias_of_a_whole_tuple": (
+        lambda: triax.triton_call(
+            (X, X), kernel=pair_kernel, out_type=OUT, grid=1, input_output_aliases={"pair": 0}
+        ),
+        ValueError,
+        r"names operand 'pair', which is a tuple. Name one of its parts: pair\[0\], pair\[1\]",
+    ),
+    "alias_twice": (
+        lambda: add(input_output_aliases={0: 0, "x_ptr": 0}),
+        ValueError,
+        r"names operand `x_ptr` twice, by its name and by its index",
+    ),
+    "alias_no_such_output": (
+        lambda: add(input_output_aliases={0: 1}),
+        ValueError,
+        r"names output 1, and there are 1 outputs",
+    ),
+    "alias_other_size": (
+        lambda: add(X[:50], input_output_aliases={0: 0}),
+        ValueError,
+        r"operand `x_ptr` \(float32\[50\]\) the buffer of output 0 \(float32\[100\]\)",
+    ),
+    "alias_other_dtype": (
+        lambda: add(X.astype(jnp.int32), X, input_output_aliases={0: 0}),
+        ValueError,
+        r"`x_ptr` \(int32\[100\]\).*\(float32\[100\]\); they must have the same shape and dtype",
+    ),
+    "alias_output_twice": (
+        lambda: add(input_output_aliases={0: 0, 1: 0}),
+        ValueError,
+        r"gives output 0 to two operands, `x_ptr` and `y_ptr`",
+    ),
+    "traced_constexpr": (
+        lambda: jax.jit(lambda b: add(BLOCK=b))(64),
+        TypeError,
+        r"Argument `BLOCK` must be known when the function is traced.*static_argnames",
+    ),
+    "array_constexpr": (
+        lambda: add(BLOCK=jnp.int32(64)),
+        TypeError,
+        r"Argument `BLOCK` must be known.*got an array: 64",
+    ),
+    "unhashable_constexpr": (
+        lambda: add(BLOCK={"a": 1}),
+        TypeError,
+        r"Argument `BLOCK` must be hashable.*got \{'a': 1\} of type dict",
+    ),
+    "kernel_not_jitted": (
+        lambda: add(kernel=lambda x_ptr: None),
+        TypeError,
+        r"Argument `kernel` must be a function decorated with @triton.jit.*type function. Decorate",
+    ),
+    "kernel_none": (
+        lambda: add(kernel=None),
+        TypeError,
+        r"Argument `kernel`.*got None of type NoneType",
+    ),
+    "pre_hook": (
+        lambda: add(kernel=hooked(pre_hook=lambda args: args["x_ptr"].cpu())),
+        NotImplementedError,
+        r"The `pre_hook` of config .*of kernel 'add_kernel' uses `x_ptr\.cpu`",
+    ),
+    "zeroed_no_such_output": (
+        lambda: add(zeroed_outputs=(1,)),
+        ValueError,
+        r"`zeroed_outputs` has index 1, and there are 1 outputs",
+    ),
+    "zeroed_int": (
+        lambda: add(zeroed_outputs=0),
+        TypeError,
+        r"`zeroed_outputs` must be a sequence of output indices.*got 0 of type int",
+    ),
+    "zeroed_callable_result": (
+        lambda: add(zeroed_outputs=lambda meta: None),
+        TypeError,
+        r"`zeroed_outputs` must be.*got None of type NoneType",
+    ),
+    "zeroed_bool": (
+        lambda: add(zeroed_outputs=(False,)),
+        TypeError,
+        r"`zeroed_outputs` must be.*got \(False,\)",
+    ),
+    "name": (
+        lambda: add(name=3),
+        TypeError,
+        r"`name` must be a string; got 3 of type int",
+    ),
+    "serialized_metadata": (
+        lambda: add(serialized_metadata="x"),
+        TypeError,
+        r"Argument `serialized_metadata` must be bytes; got 'x' of type str",
+    ),
+    "backend_options": (
+        lambda: add(backend_options=["maxnreg"]),
+        TypeError,
+        r"Argument `backend_options` must be a mapping; got \['maxnreg'\] of type list",
+    ),
+    "cost_estimate": (
+        lambda: add(cost_estimate=3),
+        TypeError,
+        r"Argument `cost_estimate` must be a mapping; got 3 of type int",
+    ),
+    "optional_outputs": (
+        lambda: optional_outputs((OUT, OUT)),
+        TypeError,
+        r"`out_type` has 2 outputs.*1 parameters that were not supplied \(out_ptr\).*with a "
+        r"default of None \(max_ptr, sum_ptr\) can take outputs too, all of them or none: give",
+    ),
+    "num_warps": (
+        lambda: add(num_warps=3),
+        ValueError,
+        r"`num_warps` must be a power of two; got 3",
+    ),
+    "num_warps_bool": (lambda: add(num_warps=True), ValueError, r"`num_warps`.*got True"),
+    "num_stages": (lambda: add(num_stages=-1), ValueError, r"`num_stages` must be a positive int"),
+    "unknown_option": (
+        lambda: add(backend_options={"max_nreg": 3}),
+        ValueError,
+        r"`backend_options` has 'max_nreg', which Triton.*Did you mean `maxnreg`",
+    ),
+    "option_twice": (
+        lambda: add(num_warps=4, backend_options={"num_warps": 4}),
+        ValueError,
+        r"Argument `num_warps` is also in `backend_options` \(4\); give it once",
+    ),
+    "implementation": (
+        lambda: add(implementation="cuda"),
+        ValueError,
+        r"`implementation` must be one of None, 'triton', 'interpret'; got 'cuda'",
+    ),
+    "vmap_method": (lambda: add(vmap_method="loop"), ValueError, r"`vmap_method` must be one of"),
+    "tuning": (lambda: add(tuning="fast"), ValueError, r"`tuning` must be one of auto, cached"),
+    "compute_capability": (
+        lambda: add(compute_capability="sm_90"),
+        ValueError,
+        r"`compute_capability` must be an int such as 90.*got 'sm_90'",
+    ),
+    "cost_estimate_name": (
+        lambda: add(cost_estimate={"time": 1}),
+        ValueError,
+        r"has 'time'; it takes",
+    ),
+    "cost_estimate_value": (
+        lambda: add(cost_estimate={"flops": 1.5}),
+        TypeError,
+        r"non-negative ints; got flops=1\.5",
+    ),
+    "triton_on_cpu": (
+        lambda: jax.jit(lambda: add(implementation="triton"))(),
+        NotImplementedError,
+        r"`implementation` is 'triton', and the program is lowered for the CPU",
+    ),
+    "ref_view": (
+        lambda: jax.jit(lambda: add(jax.new_ref(X).at[:10], X))(),
+        TypeError,
+        r"`x_ptr` of kernel 'add_kernel' is a view of a Ref. Pass the whole Ref",
+    ),
+    "ref_aliased": (
+        lambda: jax.jit(lambda: add(jax.new_ref(X), X, input_output_aliases={0: 0}))(),
+        ValueError,
+        r"names `x_ptr`, a Ref, which is updated in place without it",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    call, kind, message = MISTAKES[mistake]
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    if mistake != "grid_missing":  # Python's own message for a missing keyword says it well
+        assert isinstance(caught.value, TriaxError)
+
+
+def test_rocm_is_refused():
+    traced = jax.jit(lambda: add()).trace()
+    with pytest.raises(UnsupportedError, match="is lowered for ROCm, which Triax does not support"):
+        traced.lower(lowering_platforms=("rocm",))
+
+
+def test_tpu_is_refused():
+    traced = jax.jit(lambda: add()).trace()
+    with pytest.raises(UnsupportedError, match="is lowered for 'tpu'; Triton kernels run on CUDA"):
+        traced.lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.cuda_plugin
+def test_no_gpu_and_no_architecture():
+    with pytest.raises(
+        ArgumentValueError, match=r"Give `compute_capability`.*or set TRIAX_CUDA_ARCH"
+    ):
+        jax.jit(lambda: add()).trace().lower(lowering_platforms=("cuda",))
+
+
+@triton.jit
+def _is_inside(offsets, n):
+    return offsets < n
+
+
+class TestScalarsComputedByJax:
+    """They are arrays, and the kernel gets pointers."""
+
+    @staticmethod
+    def kernels():
+        @triton.jit
+        def compares_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            mask = offsets < n
+            tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask), mask=mask)
+
+        @triton.jit
+        def compares_in_a_helper_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            mask = _is_inside(offsets, n)
+            tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask), mask=mask)
+
+        @triton.jit
+        def loops_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            for _ in range(n):
+                offsets += 1
+            tl.store(out_ptr + offsets, tl.load(x_ptr + offsets))
+
+        return compares_kernel, compares_in_a_helper_kernel, loops_kernel
+
+    MESSAGE = r"(?s)gets a pointer for `n`, `scale_ptr`,.*pass a Python int or float, or.*tl\.load"
+
+    @staticmethod
+    def call(kernel):
+        def f(x, n, scale):
+            return triax.triton_call(
+                x, n, scale, BLOCK=64, kernel=kernel, out_type=x, grid=1, compute_capability=90
+            )
+
+        return f, (X, jnp.int32(64), jnp.ones(1))
+
+    @pytest.mark.cuda_plugin
+    @pytest.mark.parametrize("index", range(3))
+    def test_in_the_compiler(self, index):
+        function, operands = self.call(self.kernels()[index])
+        with pytest.raises(CompilationError, match=self.MESSAGE):
+            jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+
+    @pytest.mark.parametrize("index", range(3))
+    def test_in_the_interpreter(self, index):
+        function, operands = self.call(self.kernels()[index])
+        with pytest.raises(Exception, match="pointer") as caught:
+            function(*operands)
+        assert re.search(self.MESSAGE, "\n".join(caught.value.__notes__))
+
+    @pytest.mark.cuda_plugin
+    def test_other_errors_are_left_alone(self):
+        @triton.jit
+        def broken_kernel(x_ptr, n, scale_ptr, out_ptr, BLOCK: tl.constexpr):
+            tl.store(out_ptr, tl.load(x_ptr) + no_such_name)  # noqa: F821
+
+        function, operands = self.call(broken_kernel)
+        with pytest.raises(CompilationError, match="no_such_name") as caught:
+            jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+        assert "gets a pointer" not in str(caught.value)
+
+
+@pytest.mark.cuda_plugin
+def test_kernel_that_does_not_compile():
+    @triton.jit
+    def broken_kernel(x_ptr, out_ptr):
+        tl.store(out_ptr, tl.load(x_ptr) + no_such_name)  # noqa: F821
+
+    def f():
+        return triax.triton_call(
+            X, kernel=broken_kernel, out_type=OUT, grid=1, compute_capability=90
+        )
+
+    with pytest.raises(
+        triax.TriaxError, match=r"(?s)'broken_kernel' does not compile.*no_such_name"
+    ):
+        jax.jit(f).trace().lower(lowering_platforms=("cuda",))
+
+
+def test_unknown_keyword_is_fine_where_the_grid_reads_it():
+    out = add(programs=2, grid=lambda meta: (meta["programs"],))
+    testing.assert_same_bits(out, 2 * np.asarray(X))
+
+
+def test_out_type_takes_anything_with_shape_and_dtype():
+    for out_type in (X, OUT, np.empty(100, np.float32)):
+        testing.assert_same_bits(add(out_type=out_type), 2 * np.asarray(X))
+    assert add(out_type={"a": [OUT]})["a"][0].shape == (100,)
+
+
+def test_out_shape_still_works_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="`out_shape` is called `out_type` now"):
+        out = add(out_type=None, out_shape=OUT)
+    testing.assert_same_bits(out, 2 * np.asarray(X))
+
+
+def test_positional_scalars_and_constexprs():
+    out = triax.triton_call(
+        X, X, n=np.int64(100), BLOCK=np.int32(64), kernel=kernels.add_kernel, out_type=OUT, grid=2
+    )
+    testing.assert_same_bits(out, 2 * np.asarray(X))
+
+
+def test_defaults_and_annotations():
+    x = np.asarray(X) + 1  # without a zero: Triton before 3.7 negates it to 0.0
+
+    def call(**keywords):
+        return triax.triton_call(x, n=100, kernel=renamed_kernel, out_type=OUT, grid=2, **keywords)
+
+    testing.assert_same_bits(call(), -x)
+    testing.assert_same_bits(call(flag=False), x)
+    testing.assert_same_bits(call(BLOCK=128), -x)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def named_tuples():
+    @triton.jit
+    def kernel(pair, out_ptr, n, SHAPE: tl.constexpr):
+        offsets = tl.arange(0, SHAPE.left)
+        total = tl.load(pair.left + offsets, mask=offsets < n) * pair.right.left
+        tl.store(out_ptr + offsets, total + SHAPE.right[0], mask=offsets < n)
+
+    def f(x):
+        return triax.triton_call(
+            Pair(x, Pair(3.0, None)),
+            n=100,
+            SHAPE=Pair(128, (7,)),
+            kernel=kernel,
+            out_type=OUT,
+            grid=1,
+            compute_capability=90,
+        )
+
+    return f
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_named_tuples_keep_their_names(wrap):
+    testing.assert_same_bits(wrap(named_tuples())(X), 3 * np.asarray(X) + 7)
+
+
+@pytest.mark.cuda_plugin
+def test_named_tuples_keep_their_names_in_the_compiler():
+    (call,) = triton_calls(jax.jit(named_tuples()).trace(X).lower(lowering_platforms=("cuda",)))
+    assert call.kernel == "kernel"
+
+
+def test_grid_as_a_list():
+    for grid in ([2], [2, 1, 1], lambda meta: [triton.cdiv(meta["n"], meta["BLOCK"])]):
+        testing.assert_same_bits(add(grid=grid), 2 * np.asarray(X))
+
+
+def test_values_that_compare_equal_are_not_confused():
+    """1 == 1.0 == True and 0.0 == -0.0 for Python; kernels compiled for them differ."""
+
+    @triton.jit
+    def fill_kernel(out_ptr, value):
+        tl.store(out_ptr, value)
+
+    def fill(value):
+        out_type = jax.ShapeDtypeStruct((1,), jnp.float32)
+        return triax.triton_call(value=value, kernel=fill_kernel, out_type=out_type, grid=1)[0]
+
+    assert not np.signbit(jax.jit(lambda: fill(0.0))())
+    assert np.signbit(jax.jit(lambda: fill(-0.0))())
+    assert fill(1) == fill(1.0) == 1.0
+
+
+def test_parameters_with_a_default_of_none_as_outputs():
+    one = jax.ShapeDtypeStruct((), jnp.float32)
+    x = np.asarray(X) + 1  # without a zero: Triton before 3.7 negates it to 0.0
+
+    def call(out_type, **keywords):
+        return triax.triton_call(x, kernel=reductions_kernel, out_type=out_type, grid=1, **keywords)
+
+    testing.assert_same_bits(call(OUT), -x)
+    out, largest, total = call((OUT, one, one))
+    testing.assert_same_bits(out, -x)
+    assert (largest, total) == (100, 5050)
+    out, total = call((OUT, one), max_ptr=None)
+    assert total == 5050
+    out, largest = call((OUT, one), sum_ptr=None)
+    assert largest == 100
+    # An operand there is none of them; an alias of it takes no parameter.
+    out, total, largest = call(
+        (OUT, one, one), max_ptr=jnp.float32(3), input_output_aliases={"max_ptr": 2}
+    )
+    assert (largest, total) == (100, 5050)
+
+
+class TestNamesThatAreTheKernels:
+    """Parameters of a kernel that are named like arguments of `triton_call`."""
+
+    @staticmethod
+    def rows(*operands, **keywords):
+        """Softmax with programs that take several rows each, pipelined over them."""
+
+        @triton.jit
+        def softmax_rows_kernel(
+            out_ptr, x_ptr, stride, rows, columns, BLOCK: tl.constexpr, num_stages: tl.constexpr
+        ):
+            step = tl.num_programs(0)
+            for row in tl.range(tl.program_id(0), rows, step, num_stages=num_stages):
+                offsets = tl.arange(0, BLOCK)
+                mask = offsets < columns
+                x = tl.load(x_ptr + row * stride + offsets, mask=mask, other=float("-inf"))
+                e = tl.exp(x - tl.max(x))
+                tl.store(out_ptr + row * stride + offsets, e / tl.sum(e), mask=mask)
+
+        x = np.random.default_rng(0).standard_normal((9, 50)).astype(np.float32)
+        seen = []
+
+        def grid(meta):
+            seen.append({n: meta[n] for n in ("num_stages", "num_warps") if n in meta})
+            return 4
+
+        arguments = {"x_ptr": x, "stride": 50, "rows": 9, "columns": 50, "BLOCK": 64}
+        kernel = keywords.pop("decorate", lambda kernel: kernel)(softmax_rows_kernel)
+        run = keywords.pop("run", lambda function: function())
+        out = run(
+            lambda: triax.triton_call(kernel=kernel, out_type=x, grid=grid, **arguments, **keywords)
+        )
+        if out is not None:
+            testing.assert_close(out, jax.nn.softmax(x), terms=50)
+        return seen
+
+    def test_an_option_reaches_kernel_and_compiler(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(
+            candidates,
+            "build",
+            lambda request, build=candidates.build: calls.append(request) or build(request),
+        )
+        assert self.rows(num_stages=2, num_warps=8) == [{"num_stages": 2, "num_warps": 8}]
+        assert calls[0].keywords["num_stages"] == calls[0].options["num_stages"] == 2
+        assert "num_warps" not in calls[0].keywords
+
+    def test_a_configs_option_reaches_the_kernel(self):
+        def tuned(kernel):
+            configs = [triton.Config({}, num_stages=n, num_warps=2) for n in (2, 3)]
+            return triton.autotune(configs, key=[])(kernel)
+
+        assert [seen["num_stages"] for seen in self.rows(decorate=tuned)] == [2, 3]
+        assert [seen["num_stages"] for seen in self.rows(decorate=tuned, num_stages=3)] == [3]
+
+    @pytest.mark.cuda_plugin
+    def test_in_the_compiler(self, monkeypatch):
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        lowered = []
+
+        def lower(function):
+            lowered.extend(
+                triton_calls(jax.jit(function).trace().lower(lowering_platforms=("cuda",)))
+            )
+
+        self.rows(run=lower, num_stages=4, num_warps=8)
+        assert [c.config for c in lowered] == [("BLOCK=64, num_stages=4, num_warps=8",)]
+
+    def test_without_a_value_it_is_missing(self):
+        with pytest.raises(ArgumentTypeError, match="needs a value for its constexpr `num_stages`"):
+            self.rows()
+
+    def test_other_arguments(self):
+        """Also where the value is the default of the argument, or none that it could take."""
+
+        @triton.jit
+        def kernel(x_ptr, out_ptr, name, debug: tl.constexpr, tuning: tl.constexpr = 5):
+            tl.static_assert(not debug)
+            tl.store(out_ptr, tl.load(x_ptr) + name + tuning)
+
+        def call(**keywords):
+            return triax.triton_call(
+                jnp.float32(1), kernel=kernel, out_type=jnp.float32(0), grid=1, **keywords
+            )
+
+        assert call(name=10, debug=False) == 16
+        assert call(name=10, debug=False, tuning=0) == 11
+
+    def test_given_in_place_and_by_name(self):
+        @triton.jit
+        def kernel(x_ptr, name, out_ptr):
+            tl.store(out_ptr, tl.load(x_ptr) + name)
+
+        with pytest.raises(ArgumentTypeError, match="got `name` both as a positional operand"):
+            triax.triton_call(X, 3, name=3, kernel=kernel, out_type=OUT, grid=1)
+
+
+def test_alias_by_index_counts_scalars():
+    out = triax.triton_call(
+        X,
+        X,
+        100,
+        BLOCK=64,
+        kernel=kernels.accumulate_kernel,
+        out_type=OUT,
+        grid=2,
+        input_output_aliases={1: 0},
+    )
+    testing.assert_same_bits(out, 2 * np.asarray(X))
+
+
+def test_zeroed_outputs_as_a_callable():
+    @triton.jit
+    def half_kernel(out_ptr, BLOCK: tl.constexpr):
+        tl.store(out_ptr + tl.arange(0, BLOCK), 1.0)
+
+    out = triax.triton_call(
+        BLOCK=32,
+        kernel=half_kernel,
+        out_type=OUT,
+        grid=1,
+        zeroed_outputs=lambda meta: (0,) if meta["BLOCK"] == 32 else (),
+    )
+    testing.assert_same_bits(out, (np.arange(100) < 32).astype(np.float32))
+
+
+def test_config_filter_by_keyword_and_option():
+    def blocks(**keywords):
+        seen = []
+
+        def grid(meta):
+            seen.append((meta["BLOCK"], meta["num_warps"]))
+            return (triton.cdiv(meta["n"], meta["BLOCK"]),)
+
+        out = triax.triton_call(
+            X, X, n=100, kernel=kernels.autotuned_add_kernel, out_type=OUT, grid=grid, **keywords
+        )
+        testing.assert_same_bits(out, 2 * np.asarray(X))
+        return seen
+
+    assert blocks() == [(64, 1), (256, 2), (1024, 4)]
+    assert blocks(BLOCK=256) == [(256, 2)]
+    assert blocks(num_warps=4) == [(1024, 4)]
+    with pytest.raises(
+        ArgumentValueError, match=r"No config of kernel 'add_kernel' agrees.*`BLOCK`=32"
+    ):
+        blocks(BLOCK=32)
+
+
+def test_pruning_and_perf_model():
+    times = {64: 3.0, 256: 1.0, 1024: 2.0}
+    seen = []
+
+    def early(configs, named_args, **keywords):
+        # Triton names what was positional and hands on keywords; `n` is one or the other.
+        for arguments in (named_args, keywords):
+            assert arguments["x_ptr"].shape == (100,)
+            assert arguments["n"] == 100
+        return [c for c in configs if c.kwargs["BLOCK"] != 64]
+
+    kernel = triton.autotune(
+        configs=[triton.Config({"BLOCK": b}) for b in (64, 256, 1024)],
+        key=["n"],
+        prune_configs_by={
+            "early_config_prune": early,
+            "perf_model": lambda BLOCK, **_: times[BLOCK],
+            "top_k": 1,
+        },
+    )(kernels.add_kernel)
+
+    def grid(meta):
+        seen.append(meta["BLOCK"])
+        return (triton.cdiv(meta["n"], meta["BLOCK"]),)
+
+    triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid)
+    assert seen == [256]
+
+
+def test_heuristics_outside_and_inside_autotune():
+    order = []
+
+    def outer(args):
+        order.append(("outer", "BLOCK" in dict(args)))
+        return 7
+
+    def inner(args):
+        order.append(("inner", args["BLOCK"]))
+        return args["BLOCK"] * 2
+
+    @triton.jit
+    def kernel(x_ptr, out_ptr, A: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
+        tl.store(out_ptr, tl.load(x_ptr) + A + B)
+
+    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
+    wrapped = triton.heuristics({"A": outer})(
+        triton.autotune(configs, key=[])(triton.heuristics({"B": inner})(kernel))
+    )
+    out = triax.triton_call(
+        jnp.zeros(1), kernel=wrapped, out_type=jax.ShapeDtypeStruct((1,), jnp.float32), grid=1
+    )
+    assert out[0] == 7 + 32
+    assert order == [("outer", False), ("inner", 16), ("inner", 32)]
+
+
+def test_the_users_kernel_is_not_modified():
+    kernel = kernels.autotuned_add_kernel
+    before = {k: v for k, v in vars(kernel).items() if k != "configs"}, list(kernel.configs)
+    triax.triton_call(
+        X, X, n=100, kernel=kernel, out_type=OUT, grid=lambda m: (triton.cdiv(m["n"], m["BLOCK"]),)
+    )
+    assert (
+        {k: v for k, v in vars(kernel).items() if k != "configs"},
+        list(kernel.configs),
+    ) == before
+
+
+def test_strides_from_shape():
+    assert triax.strides_from_shape((2, 3, 4)) == (12, 4, 1)
+    assert triax.strides_from_shape((5, 0, 4)) == (0, 4, 1)
+    assert triax.strides_from_shape(()) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"block_shape": (16,)}, r"must have the same length, one to five"),
+        ({"block_shape": (16, 16), "padding": "one"}, r"`padding`.*'zero' or 'nan'; got 'one'"),
+        (
+            {"block_shape": (16, 16), "round_f32_to_tf32": True},
+            r"needs a float32 array; got bfloat16",
+        ),
+    ],
+)
+def test_descriptor_mistakes(arguments, message):
+    with pytest.raises(TriaxError, match=message):
+        triax.TensorDescriptor.from_array(jnp.zeros((32, 32), jnp.bfloat16), **arguments)
+
+
+def test_descriptor_rows_must_be_aligned():
+    with pytest.raises(ArgumentValueError, match=r"multiples of 16 bytes.*Pad the rows"):
+        triax.TensorDescriptor.from_array(jnp.zeros((32, 33), jnp.bfloat16), (16, 16))
+
+
+def test_type_errors_are_type_errors():
+    assert issubclass(ArgumentTypeError, TypeError)
+    assert issubclass(ArgumentValueError, ValueError)

@@ -1,0 +1,111 @@
+"""A user's primitive: on the CPU, and lowered for CUDA."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import triax
+from tests import kernels
+from tests.primitives import accumulate, add_in_blocks, sum_and_accumulate
+from triax import testing
+from triax.compat import versions
+from triax.emitting.reading import triton_calls
+from triax.errors import ArgumentValueError
+
+
+@pytest.fixture
+def arrays():
+    rng = np.random.default_rng(3)
+    return [rng.standard_normal(1003).astype(np.float32) for _ in range(2)]
+
+
+@pytest.mark.parametrize("grid_kind", ["int", "tuple", "callable"])
+def test_runs_on_cpu(arrays, grid_kind):
+    x, y = arrays
+    total, updated = jax.jit(functools.partial(sum_and_accumulate, grid_kind=grid_kind))(x, y)
+    testing.assert_same_bits(total, x + y)
+    testing.assert_close(updated, y.astype(float) + 2.0 * x, terms=2)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("grid_kind", ["int", "tuple", "callable"])
+@pytest.mark.parametrize("tuning", ["off", "runtime"])
+@pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")
+def test_lowers(arrays, grid_kind, tuning, monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    function = functools.partial(sum_and_accumulate, grid_kind=grid_kind, tuning=tuning)
+    (call,) = triton_calls(jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)))
+    blocks = (64, 256, 1024)
+    if tuning == "off" or not versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
+        blocks = blocks[:1]
+    sizes = [64 if grid_kind != "callable" else block for block in blocks]
+    assert call.grid == tuple((-(-1003 // size), 1, 1) for size in sizes)
+    assert call.aliases == ((1, 1),)
+    assert call.saved == (((1, 3, 4012),) if len(blocks) > 1 else ())
+    assert len(call.operands) == len(call.results) == 2
+
+
+@pytest.mark.cuda_plugin
+def test_who_wins_where_caller_and_config_disagree(arrays, monkeypatch):
+    """A config's value wins where several are tried; the caller's where one stands for all."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+
+    def grids(mode):
+        traced = jax.jit(functools.partial(add_in_blocks, tuning=mode)).trace(*arrays)
+        (call,) = triton_calls(traced.lower(lowering_platforms=("cuda",)))
+        return [grid[0] for grid in call.grid]
+
+    assert grids("off") == [512]
+    assert grids("cached") == [512]
+    assert grids("auto") == [512]  # lowered without a GPU: nothing to measure on
+    if versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
+        assert grids("runtime") == [64, 256, 1024]
+
+
+def test_one_pointer_for_an_aliased_pair(arrays):
+    x, y = arrays
+    testing.assert_same_bits(jax.jit(accumulate)(x, y), y + x)
+
+
+@pytest.mark.cuda_plugin
+def test_one_pointer_for_an_aliased_pair_lowers(arrays, monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    (call,) = triton_calls(jax.jit(accumulate).trace(*arrays).lower(lowering_platforms=("cuda",)))
+    assert call.aliases == ((1, 0),)
+    assert (call.operands, call.results) == (("tensor<1003xf32>",) * 2, ("tensor<1003xf32>",))
+    assert len(call.payload.calls[0].zeroed_bytes) == 2
+
+
+@pytest.mark.parametrize(
+    ("aliases", "inputs", "message"),
+    [
+        ({}, 2, r"2 inputs and 2 outputs\. Each takes one\."),
+        # With one of two aliased there are four, or three.
+        ({1: 1}, 2, r"2 outputs, 1 of them aliased\. Each takes one, or each aliased pair takes"),
+        # Neither a pointer for each nor one for each pair: some aliased outputs have one.
+        ({0: 0, 1: 1, 2: 2}, 3, r"3 inputs and 3 outputs, 3 of them aliased\."),
+    ],
+)
+def test_pointer_count_is_checked(arrays, aliases, inputs, message):
+    def wrong(ctx, *operands):
+        return triax.triton_call_lowering(
+            ctx,
+            kernels.sum_and_accumulate_kernel,
+            *operands,
+            grid=1,
+            input_output_aliases=aliases,
+            constexprs={"SCALE": 1.0},
+        )
+
+    primitive = Primitive("wrong_count")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *avals: list(avals))
+    mlir.register_lowering(primitive, wrong, platform="cpu")
+    with pytest.raises(
+        ArgumentValueError, match=rf"has 5 parameters besides `constexprs` .*{message}"
+    ):
+        jax.jit(primitive.bind)(*[*arrays, arrays[0]][:inputs])

@@ -1,0 +1,550 @@
+"""The primitive under JAX's transformations, on the CPU and on eight virtual devices."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import triax
+from tests import kernels
+from tests.cases import accumulate_by_alias, gather, vector_add
+from triax import testing
+from triax.compiling import compiler
+from triax.emitting.reading import triton_calls
+from triax.errors import ArgumentValueError, DifferentiationError, OutOfBounds, ReadOnlyOperand
+
+X = np.arange(300, dtype=np.float32)
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()), ("d",))
+
+
+def shard_map(function, mesh, in_specs, out_specs):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def accumulate(x, y, **changes):
+    """Adds `x` to a Ref."""
+    arguments = {"n": 300, "BLOCK": 64, "kernel": kernels.accumulate_kernel, "grid": 5}
+    return triax.triton_call(x, y, out_type=(), **{**arguments, **changes})
+
+
+class TestEagerly:
+    def test_results_stay_on_their_device(self):
+        device = jax.devices()[3]
+        out = vector_add(jax.device_put(X, device), jax.device_put(X, device))
+        assert out.devices() == {device}
+        assert out.committed
+
+    def test_numpy_operands(self):
+        testing.assert_same_bits(vector_add(X, X), 2 * X)
+
+    def test_sharded_operands(self, mesh):
+        x = jax.device_put(np.arange(320, dtype=np.float32), NamedSharding(mesh, P("d")))
+        testing.assert_same_bits(vector_add(x, x), 2 * np.asarray(x))
+
+    def test_under_disable_jit(self, mesh):
+        with jax.disable_jit():
+            testing.assert_same_bits(vector_add(X, X), 2 * X)
+            ref = jax.new_ref(jnp.asarray(X))
+            accumulate(X, ref)
+            testing.assert_same_bits(ref[...], 2 * X)
+            x = jax.device_put(np.arange(320, dtype=np.float32), NamedSharding(mesh, P("d")))
+            testing.assert_same_bits(vector_add(x, x), 2 * np.asarray(x))
+
+    def test_new_lambdas_do_not_compile_again(self):
+        """The grid is evaluated when a call is bound, so a fresh callable is no fresh program."""
+        before = compiler.compile_count()
+        for _ in range(3):
+            vector_add(X, X)
+        assert compiler.compile_count() == before
+
+
+class TestMemoryErrors:
+    @staticmethod
+    def overrun(x, **options):
+        @triton.jit
+        def overrun_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            tl.store(out_ptr + offsets, tl.load(x_ptr + offsets))
+
+        out_type = jax.ShapeDtypeStruct((512,), jnp.float32)
+        return triax.triton_call(
+            x, BLOCK=512, kernel=overrun_kernel, out_type=out_type, grid=1, **options
+        )
+
+    def test_eager_load(self):
+        with pytest.raises(OutOfBounds, match=r"overrun_kernel.*x_ptr") as caught:
+            self.overrun(X)
+        assert "300" in str(caught.value)
+
+    def test_without_operands(self):
+        @triton.jit
+        def fill_kernel(out_ptr, SIZE: tl.constexpr):
+            tl.store(out_ptr + tl.arange(0, SIZE), 1)
+
+        def fill(size):
+            out_type = jax.ShapeDtypeStruct((16,), jnp.float32)
+            return triax.triton_call(SIZE=size, kernel=fill_kernel, out_type=out_type, grid=1)
+
+        with pytest.raises(OutOfBounds, match=r"fill_kernel.*out_ptr"):
+            fill(32)
+        with jax.default_device(jax.devices()[3]):
+            out = fill(16)
+        testing.assert_same_bits(out, np.ones(16, np.float32))
+        assert out.devices() == {jax.devices()[3]}
+
+    def test_text_survives_jit(self):
+        with pytest.raises(Exception, match=r"(?s)OutOfBounds.*overrun_kernel.*x_ptr"):
+            jax.block_until_ready(jax.jit(self.overrun)(X))
+
+    def test_write_to_an_operand_nobody_aliased(self):
+        def wrong(x, y):
+            return triax.triton_call(
+                x, y, n=300, BLOCK=64, kernel=kernels.accumulate_kernel, out_type=(), grid=5
+            )
+
+        with pytest.raises(ReadOnlyOperand, match="y_ptr"):
+            wrong(X, X)
+
+    def test_everything_works_after_an_error(self):
+        with pytest.raises(OutOfBounds):
+            self.overrun(X)
+        testing.assert_same_bits(jax.jit(vector_add)(X, X), 2 * X)
+
+
+class TestRefs:
+    def test_in_scan(self):
+        def f(x):
+            ref = jax.new_ref(jnp.zeros_like(x))
+
+            def step(carry, _):
+                accumulate(x, ref)
+                return carry, None
+
+            jax.lax.scan(step, 0, None, length=4)
+            return ref[...]
+
+        testing.assert_same_bits(jax.jit(f)(X), 4 * X)
+
+    def test_as_argument_of_jit(self):
+        ref = jax.new_ref(jnp.asarray(X))
+
+        @jax.jit
+        def f(ref):
+            accumulate(X, ref)
+
+        f(ref)
+        testing.assert_same_bits(ref[...], 2 * X)
+
+    def test_with_outputs_beside_it(self):
+        def f(x, y):
+            ref = jax.new_ref(y)
+            total = triax.triton_call(
+                x,
+                ref,
+                n=300,
+                BLOCK=64,
+                kernel=kernels.add_kernel,
+                out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+                grid=5,
+            )
+            return total, ref[...]
+
+        total, y = jax.jit(f)(X, X + 1)
+        testing.assert_same_bits(total, 2 * X + 1)
+        testing.assert_same_bits(y, X + 1)
+
+    def test_in_fori_loop_eagerly(self):
+        """Outside of `jit` too the body is traced, and the Ref is one from outside of it."""
+        ref = jax.new_ref(jnp.zeros_like(X))
+
+        def body(_, carry):
+            accumulate(X, ref)
+            return carry
+
+        jax.lax.fori_loop(0, 3, body, 0)
+        testing.assert_same_bits(ref[...], 3 * X)
+
+    def test_errors_arrive_as_they_are_when_run_eagerly(self):
+        with pytest.raises(OutOfBounds, match=r"accumulate_kernel.*y_ptr"):
+            accumulate(X, jax.new_ref(jnp.zeros(10)))
+
+    @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
+    def test_vmap(self, method):
+        def f(x):
+            ref = jax.new_ref(x)
+            accumulate(x, ref, vmap_method=method)
+            return ref[...]
+
+        xs = np.stack([X, X + 1])
+        testing.assert_same_bits(jax.jit(jax.vmap(f))(xs), 2 * xs)
+
+    def test_vmap_over_a_ref_from_outside(self):
+        ref = jax.new_ref(jnp.stack([X, X + 1]))
+        jax.vmap(functools.partial(accumulate, vmap_method="sequential"))(np.stack([X, X]), ref)
+        testing.assert_same_bits(ref[...], np.stack([2 * X, 2 * X + 1]))
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+    def test_given_twice(self, wrap):
+        """Of two values written back to one Ref the later would win, and an update be lost."""
+        ref = jax.new_ref(jnp.asarray(X))
+        message = r"`y_ptr` of kernel 'accumulate_kernel' is the same Ref as `x_ptr`.*`ref\[...\]`"
+        with pytest.raises(ArgumentValueError, match=message):
+            wrap(lambda: accumulate(ref, ref))()
+        wrap(lambda: accumulate(ref[...], ref))()
+        testing.assert_same_bits(ref[...], 2 * X)
+
+    def test_inside_a_tuple_and_beside_aliases(self):
+        @triton.jit
+        def kernel(pair, y_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            tl.store(pair[0] + offsets, tl.load(pair[0] + offsets) + tl.load(pair[1] + offsets))
+            tl.store(y_ptr + offsets, 7.0)
+
+        def f(x, y):
+            ref = jax.new_ref(x)
+            out = triax.triton_call(
+                (ref, x),
+                y,
+                BLOCK=256,
+                kernel=kernel,
+                out_type=y,
+                grid=1,
+                input_output_aliases={"y_ptr": 0},
+            )
+            return ref[...], out
+
+        x, y = X[:256], X[:256]
+        total, out = jax.jit(f)(x, y)
+        testing.assert_same_bits(total, 2 * x)
+        testing.assert_same_bits(out, np.full_like(y, 7))
+
+    def test_grid_without_programs_leaves_it_alone(self):
+        ref = jax.new_ref(jnp.asarray(X))
+        accumulate(X, ref, grid=0)
+        testing.assert_same_bits(ref[...], X)
+
+    def test_in_shard_map(self, mesh):
+        def local(x):
+            ref = jax.new_ref(x)
+            accumulate(x, ref, n=40)
+            return ref[...]
+
+        x = np.arange(320, dtype=np.float32)
+        testing.assert_same_bits(shard_map(local, mesh, P("d"), P("d"))(x), 2 * x)
+
+
+class TestVmap:
+    @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
+    @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)])
+    def test_sequential_equals_the_loop(self, method, axes):
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((9, 5)).astype(np.float32)
+        index = rng.permutation(9).astype(np.int32)
+        xs = x if axes[0] is None else np.stack([x, x + 1, -x], axis=axes[0])
+        indices = index if axes[1] is None else np.stack([index, index[::-1], index])
+
+        def f(x, index):
+            return triax.triton_call(
+                x,
+                index,
+                n_cols=5,
+                BLOCK=16,
+                kernel=kernels.gather_kernel,
+                out_type=x,
+                grid=9,
+                vmap_method=method,
+            )
+
+        actual = jax.jit(jax.vmap(f, in_axes=axes))(xs, indices)
+        expected = np.stack(
+            [
+                (x if axes[0] is None else np.take(xs, i, axes[0]))[
+                    index if axes[1] is None else indices[i]
+                ]
+                for i in range(3)
+            ]
+        )
+        testing.assert_same_bits(actual, expected)
+
+    def test_nested(self):
+        xs = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 3, 8)
+
+        def f(x):
+            return triax.triton_call(
+                x,
+                n=8,
+                BLOCK=8,
+                kernel=kernels.copy_kernel,
+                out_type=x,
+                grid=1,
+                vmap_method="sequential",
+            )
+
+        testing.assert_same_bits(jax.vmap(jax.vmap(f))(xs), xs)
+
+    @pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
+    def test_batched_in_one_call(self, method):
+        @triton.jit
+        def scale_rows_kernel(
+            x_ptr, factor_ptr, out_ptr, BLOCK: tl.constexpr, SHARED: tl.constexpr
+        ):
+            offsets = tl.arange(0, BLOCK)
+            for row in range(3):  # the kernel knows of the batch; the grid does not
+                source = factor_ptr if SHARED else factor_ptr + row
+                value = tl.load(x_ptr + row * BLOCK + offsets) * tl.load(source)
+                tl.store(out_ptr + row * BLOCK + offsets, value)
+
+        def f(x, factor):
+            return triax.triton_call(
+                x,
+                factor,
+                BLOCK=16,
+                SHARED=method == "expand_dims",
+                kernel=scale_rows_kernel,
+                out_type=x,
+                grid=1,
+                vmap_method=method,
+            )
+
+        xs = np.arange(48, dtype=np.float32).reshape(3, 16)
+        actual = jax.vmap(f, in_axes=(0, None))(xs, np.float32([3.0]))
+        testing.assert_same_bits(actual, xs * 3)
+
+    @pytest.mark.parametrize("method", ["expand_dims", "broadcast_all", "sequential"])
+    @pytest.mark.parametrize("axes", [(1, None), (None, 1), (1, 1)])
+    def test_aliased_operands(self, method, axes):
+        """The batch's elements do not update one buffer: each has its own."""
+
+        @triton.jit
+        def add_rows_kernel(
+            x_ptr, y_ptr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
+        ):
+            offsets = tl.arange(0, BLOCK)
+            for row in range(ROWS):
+                y = y_ptr + row * BLOCK + offsets
+                tl.store(y, tl.load(x_ptr + row * STEP + offsets) + tl.load(y))
+
+        def f(x, y):
+            return triax.triton_call(
+                x,
+                y,
+                BLOCK=16,
+                ROWS=1 if method == "sequential" else 3,
+                STEP=0 if method == "expand_dims" and axes[0] is None else 16,
+                kernel=add_rows_kernel,
+                out_type=y,
+                grid=1,
+                input_output_aliases={"y_ptr": 0},
+                vmap_method=method,
+            )
+
+        rows = np.arange(48, dtype=np.float32).reshape(3, 16)
+        x, y = (rows[1] if axis is None else rows.T for axis in axes)
+        actual = jax.jit(jax.vmap(f, in_axes=axes))(x, y)
+        expected = sum(rows[1] if axis is None else rows for axis in axes)
+        testing.assert_same_bits(actual, np.broadcast_to(expected, (3, 16)))
+
+    def test_without_a_method(self):
+        with pytest.raises(ArgumentValueError, match=r"Give `vmap_method` to triton_call: one of"):
+            jax.vmap(vector_add)(np.stack([X, X]), np.stack([X, X]))
+
+
+class TestDifferentiation:
+    def test_error_points_to_custom_vjp(self):
+        with pytest.raises(DifferentiationError, match=r"jax\.custom_vjp.*stop_gradient"):
+            jax.grad(lambda x: vector_add(x, x).sum())(X)
+
+    def test_stop_gradient_on_inputs(self):
+        def loss(x):
+            return (vector_add(jax.lax.stop_gradient(x), X) * x).sum()
+
+        testing.assert_same_bits(jax.grad(loss)(X), 2 * X)
+
+    def test_custom_vjp_and_remat(self):
+        @jax.custom_vjp
+        def double(x):
+            return vector_add(x, x)
+
+        double.defvjp(lambda x: (double(x), None), lambda _, g: (vector_add(g, g),))
+        loss = jax.checkpoint(lambda x: jnp.sum(double(double(x))))
+        testing.assert_same_bits(jax.jit(jax.grad(loss))(X), np.full_like(X, 4))
+
+
+class TestControlFlow:
+    def test_scan_while_cond(self):
+        def f(x):
+            x, _ = jax.lax.scan(lambda c, _: (vector_add(c, X), None), x, None, length=3)
+            x = jax.lax.while_loop(lambda c: c[1] < 1500, lambda c: vector_add(c, c), x)
+            return jax.lax.cond(x[0] == 0, lambda c: vector_add(c, X), lambda c: c, x)
+
+        expected = X * 4
+        while not expected[1] >= 1500:
+            expected = expected * 2
+        testing.assert_same_bits(jax.jit(f)(X), expected + X)
+
+    def test_unused_calls_vanish_unless_they_have_effects(self):
+        def program(effect):
+            def f(x):
+                triax.triton_call(
+                    x,
+                    n=300,
+                    BLOCK=64,
+                    kernel=kernels.copy_kernel,
+                    out_type=x,
+                    grid=5,
+                    has_side_effect=effect,
+                    compute_capability=90,
+                )
+                return x
+
+            return jax.jit(f).trace(X).lower(lowering_platforms=("cpu",)).as_text()
+
+        assert "custom_call" not in program(False)
+        assert "custom_call" in program(True)
+
+    def test_donation_changes_nothing(self):
+        for donate in ((), (1,)):
+            y = jnp.asarray(X)
+            out = jax.jit(accumulate_by_alias, donate_argnums=donate)(X, y)
+            testing.assert_same_bits(out, 2 * X)
+
+
+class TestSharding:
+    def test_shard_map_keeps_varying_axes(self, mesh):
+        x = np.arange(320, dtype=np.float32)
+        actual = shard_map(vector_add, mesh, (P("d"), P("d")), P("d"))(x, x)
+        testing.assert_same_bits(actual, 2 * x)
+        with pytest.raises(Exception, match=r"(?s)out_specs|replicat|varying"):
+            shard_map(vector_add, mesh, (P("d"), P("d")), P())(x, x)
+
+    def test_operands_that_vary_differently(self, mesh):
+        x, y = np.arange(320, dtype=np.float32), np.arange(40, dtype=np.float32)
+        actual = shard_map(vector_add, mesh, (P("d"), P()), P("d"))(x, y)
+        testing.assert_same_bits(actual, x + np.tile(y, 8))
+
+    def test_plain_jit_over_sharded_operands(self, mesh):
+        x = jax.device_put(np.arange(320, dtype=np.float32), NamedSharding(mesh, P("d")))
+        testing.assert_same_bits(jax.jit(vector_add)(x, x), 2 * np.asarray(x))
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_pmap(self):
+        x = np.arange(320, dtype=np.float32).reshape(8, 40)
+        testing.assert_same_bits(jax.pmap(vector_add)(x, x), 2 * x)
+
+    def test_eight_devices_with_collectives_while_another_thread_compiles(self, mesh, monkeypatch):
+        """Callbacks of eight devices and a compiler share a lock; none waits on JAX with it."""
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        rng = np.random.default_rng(0)
+        x = rng.standard_normal((8 * 16, 257)).astype(np.float32)
+        index = np.tile(rng.permutation(16), 8).astype(np.int32)
+
+        def local(x, index):
+            rows = gather(x, index)
+            return jax.lax.psum(gather(jax.lax.psum(rows, "d"), index), "d")
+
+        function = shard_map(local, mesh, (P("d"), P("d")), P())
+        rows = x.reshape(8, 16, 257)[:, index[:16]]
+        expected = 8 * rows.sum(0, dtype=np.float64)[index[:16]]
+        stop = threading.Event()
+        failures = []
+
+        def compile_forever():
+            block = 16
+            while not stop.is_set():
+                block = 16 if block > 1 << 14 else block * 2
+                compiler.clear_cache()
+                try:
+                    traced = jax.jit(functools.partial(_copy, block)).trace(X)
+                    assert len(triton_calls(traced.lower(lowering_platforms=("cuda",)))) == 1
+                except Exception as error:
+                    failures.append(error)
+                    return
+
+        thread = threading.Thread(target=compile_forever)
+        if compiler_is_usable():
+            thread.start()
+        try:
+            for _ in range(5):
+                testing.assert_close(function(x, index), expected, terms=8)
+        finally:
+            stop.set()
+            if thread.ident:
+                thread.join(60)
+        assert not failures
+        assert not thread.is_alive()
+
+
+def _copy(block, x):
+    return triax.triton_call(
+        x, n=300, BLOCK=block, kernel=kernels.copy_kernel, out_type=x, grid=300
+    )
+
+
+def compiler_is_usable():
+    from triax.compat import versions
+
+    return versions.cuda_plugin() is not None
+
+
+@pytest.mark.cuda_plugin
+class TestExport:
+    def test_cuda(self, monkeypatch):
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        exported = jax.export.export(
+            jax.jit(vector_add), platforms=["cuda"], disabled_checks=triax.export_checks()
+        )(X, X)
+        assert "triton_kernel_call" in exported.mlir_module()
+
+    def test_cpu_too_exports_and_says_why_it_cannot_run(self, monkeypatch):
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        exported = jax.export.export(
+            jax.jit(vector_add), platforms=["cuda", "cpu"], disabled_checks=triax.export_checks()
+        )(X, X)
+        with pytest.raises(Exception, match="triax_interpreted_kernel_cannot_be_exported_for_cpu"):
+            exported.call(X, X)
+
+    def test_an_op_with_an_xla_path_exports_for_all_platforms(self, monkeypatch):
+        """Exporting lowers the CUDA branch for the other platforms too, where it never runs."""
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        x = np.arange(12, dtype=np.float32).reshape(6, 2)
+        sizes, order = np.array([2, 4], np.int32), np.array([1, 0], np.int32)
+        exported = jax.export.export(
+            jax.jit(lambda x: triax.moe.sort_chunks_by_index(x, sizes, order).rows),
+            platforms=["cuda", "cpu", "tpu"],
+            disabled_checks=triax.export_checks(),
+        )(x)
+        testing.assert_same_bits(exported.call(x), np.concatenate([x[2:], x[:2]]))
+
+    def test_without_the_checks_jax_refuses(self, monkeypatch):
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+        with pytest.raises(ValueError, match="triton_kernel_call"):
+            jax.export.export(jax.jit(vector_add), platforms=["cuda"])(X, X)
+
+
+def test_a_trace_keeps_its_mode():
+    """The tuning mode is read when a function is traced; the compiled function keeps it."""
+    from triax.primitive import triton_call_p
+
+    def mode_of(function):
+        (equation,) = [
+            e for e in jax.make_jaxpr(function)(X, X).eqns if e.primitive is triton_call_p
+        ]
+        return equation.params["call"].tuning
+
+    assert mode_of(vector_add) == "auto"
+    with triax.tuning_mode("off"):
+        assert mode_of(lambda x, y: vector_add(x, y)) == "off"
+        with triax.tuning_mode("runtime"):
+            assert mode_of(lambda x, y: vector_add(x, y)) == "runtime"
+    assert mode_of(lambda x, y: vector_add(x, y)) == "auto"
