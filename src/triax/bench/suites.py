@@ -24,7 +24,7 @@ LAYERS = {
     "deepseek-v3": (8192, 7168, 32, 8, 2048),
     "qwen3-235b": (8192, 4096, 16, 8, 1536),
     "gpt-oss-120b": (16384, 2880, 16, 4, 2880),
-    "fine-grained": (8192, 2560, 64, 8, 1280),
+    "fine-grained": (16384, 2560, 64, 4, 1280),
 }
 NAMES = tuple(dict.fromkeys((*PRESETS, *LAYERS)))
 # Rows of a large all-to-all, 8.6 GB to read and as much to write: tokens, hidden size, chunks.
