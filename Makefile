@@ -7,6 +7,7 @@
 #   make matrix        the tests on every supported JAX and Triton (ARGS="--only 0.8.0,0.12")
 #   make docs wheel    the documentation in site/, the wheel in dist/
 #   make clean         removes what these made
+#   make help          this list
 #
 # PYTHON=python3.12 picks the interpreter, VENV=… the folder, CUDA=cuda12 the CUDA packages.
 
@@ -28,7 +29,7 @@ EXTRAS := dev$(if $(HAS_GPU),$(comma)$(CUDA))
 # out NVIDIA's libraries, and with them the backend, so JAX goes on using the CPU.
 LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 
-.PHONY: demo test gpu-test lint format matrix docs wheel clean
+.PHONY: demo test gpu-test lint format matrix docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -63,6 +64,9 @@ wheel: $(STAMP)
 clean:
 	rm -rf $(VENV) .venv-312 .matrix build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Triax needs Python 3.11 or later; PYTHON=$(PYTHON) is %d.%d" % sys.version_info[:2])'
