@@ -21,7 +21,7 @@ from typing import Any
 from triax.bench.report import is_of_device
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/performance-notes.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/performance-notes.md", "docs/router.md")
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 NAMES = {
@@ -43,6 +43,7 @@ PRESETS = {
     "gpt-oss-120b": "gpt-oss-120b",
     "mixtral-8x7b": "Mixtral 8x7B",
     "llama4-maverick": "Llama 4 Maverick",
+    "fine-grained": "64 small experts",
 }
 MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad")
 
@@ -52,10 +53,12 @@ def record(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
 
 
-def find(implementation: str = "triax", **what: Any) -> list[dict[str, Any]]:
+def find(
+    implementation: str = "triax", source: str = "h200", **what: Any
+) -> list[dict[str, Any]]:
     """The results of the benchmark that agree with `what`; wrong ones are none."""
     what = {"implementation": implementation, "error": None} | what
-    results = record("h200")["results"]
+    results = record(source)["results"]
     return [r for r in results if all(r[name] == value for name, value in what.items())]
 
 
@@ -86,9 +89,9 @@ def _share(result: dict[str, Any]) -> str:
     return "–" if share is None else f"{share:.1%}"
 
 
-def where() -> str:
+def where(source: str = "h200") -> str:
     """On what and when the benchmark ran."""
-    run = record("h200")
+    run = record(source)
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("jax", "triton"))
     return f"One {run['machine']['device']}, {versions}, {run['written'][:10]}.\n"
 
@@ -140,7 +143,7 @@ def models() -> str:
     """The least share of the stream, over token counts and routings, by model and op."""
     rows = []
     for preset, name in PRESETS.items():
-        for tokens in (8192, 32768):
+        for tokens in (8192, 32768) if find(preset=preset) else ():
             cells = []
             for op in MOVES:
                 found = find(preset=preset, tokens=tokens, op=op)
@@ -160,6 +163,58 @@ def small() -> str:
         found = [find(tokens=tokens, op=op, **shape) for op in ops]
         rows.append([f"{tokens:,}", *(_inside_us(one[0]) if one else "–" for one in found)])
     return table(["tokens", *(f"`{op}`" for op in ops)], rows)
+
+
+def router() -> str:
+    """Choosing experts, alone and with the gradient."""
+    rows = []
+    for own in find(source="router", op="router+grad"):
+        shape = {name: own[name] for name in ("preset", "tokens")}
+        (alone,) = find(source="router", op="router", **shape)
+        plain = find("top_k", source="router", op="router", **shape)
+        ratio = f"{plain[0]['median_us'] / alone['median_us']:.1f}×" if plain else "–"
+        name = f"{PRESETS[own['preset']]}, {own['top_k']} of {own['experts']}"
+        rows.append(
+            [name, f"{own['tokens']:,}", _us(alone["median_us"]), _inside_us(own), ratio]
+        )
+    return table(["", "tokens", "`route`", "with its gradient", "against `lax.top_k`"], rows)
+
+
+def matmuls() -> str:
+    """Each product's TFLOP/s, of the dense matmul beside it, even groups and uneven."""
+    ops = ("ragged_dot", "ragged_dot_grad_rows", "ragged_dot_grad_weights")
+    rows = []
+    for first in find(source="layer", op=ops[0], routing="even"):
+        cells = []
+        for op in ops:
+            both = [
+                find(source="layer", op=op, preset=first["preset"], routing=routing)[0]
+                for routing in ("even", "uneven")
+            ]
+            cells.append(
+                f"{both[0]['teraflops_per_second']:.0f}, "
+                + " / ".join(f"{r['fraction_of_dense']:.2f}" for r in both)
+            )
+        count = first["tokens"] * first["top_k"]
+        shape = f"{count:,} × {first['hidden']} × {first['width']}, {first['experts']}"
+        rows.append([PRESETS[first["preset"]], shape, *cells])
+    head = ["", "rows × depth × columns, groups", "forward", "rows' gradient", "weights' gradient"]
+    return table(head, rows)
+
+
+def layers() -> str:
+    """The whole layer, forward and backward, against its matmuls as dense ones."""
+    rows = [
+        [
+            f"{PRESETS[r['preset']]}: {r['tokens']:,} tokens, {r['top_k']} of {r['experts']}",
+            f"{r['hidden']} / {r['width']}",
+            f"{r['median_us'] / 1e3:.1f} ms",
+            f"{r['teraflops_per_second']:.0f}",
+            f"{r['fraction_of_dense']:.2f}",
+        ]
+        for r in find(source="layer", op="layer")
+    ]
+    return table(["", "hidden / width", "time", "TFLOP/s", "of dense matmuls"], rows)
 
 
 def first_call() -> str:
@@ -218,7 +273,12 @@ def _shape(config: dict[str, int]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "where": where,
+    "where/layer": lambda: where("layer"),
+    "where/router": lambda: where("router"),
     "ops": ops,
+    "router": router,
+    "matmuls": matmuls,
+    "layers": layers,
     "against": against,
     "single_ops": single_ops,
     "models": models,
