@@ -53,9 +53,7 @@ def record(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
 
 
-def find(
-    implementation: str = "triax", source: str = "h200", **what: Any
-) -> list[dict[str, Any]]:
+def find(implementation: str = "triax", source: str = "h200", **what: Any) -> list[dict[str, Any]]:
     """The results of the benchmark that agree with `what`; wrong ones are none."""
     what = {"implementation": implementation, "error": None} | what
     results = record(source)["results"]
@@ -174,9 +172,7 @@ def router() -> str:
         plain = find("top_k", source="router", op="router", **shape)
         ratio = f"{plain[0]['median_us'] / alone['median_us']:.1f}×" if plain else "–"
         name = f"{PRESETS[own['preset']]}, {own['top_k']} of {own['experts']}"
-        rows.append(
-            [name, f"{own['tokens']:,}", _us(alone["median_us"]), _inside_us(own), ratio]
-        )
+        rows.append([name, f"{own['tokens']:,}", _us(alone["median_us"]), _inside_us(own), ratio])
     return table(["", "tokens", "`route`", "with its gradient", "against `lax.top_k`"], rows)
 
 
