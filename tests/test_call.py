@@ -111,13 +111,13 @@ MISTAKES = {
     "grid_y_too_large": (
         lambda: add(grid=(1, 65536)),
         ValueError,
-        r"`grid` has 65536 programs along y, and CUDA allows 65535.*Put the long dimension first",
+        r"`grid` has 65536 programs along y, but CUDA allows 65535.*Put the long dimension first",
     ),
     "grid_z_too_large": (lambda: add(grid=(1, 1, 65536)), ValueError, r"65536 programs along z"),
     "grid_x_too_large": (
         lambda: add(grid=2**31),
         ValueError,
-        r"along x, and CUDA allows 2147483647",
+        r"along x, but CUDA allows 2147483647",
     ),
     "grid_traced": (
         lambda: jax.jit(lambda n: add(grid=(n,)))(2),
@@ -133,12 +133,12 @@ MISTAKES = {
     "option_as_keyword": (
         lambda: add(enable_fp_fusion=False),
         TypeError,
-        r"no parameter `enable_fp_fusion`.*compiler option: give it in `backend_options`",
+        r"no parameter `enable_fp_fusion`.*compiler option: pass it in `backend_options`",
     ),
     "missing_constexpr": (
         lambda: without("BLOCK"),
         TypeError,
-        r"Kernel 'add_kernel' needs a value for its constexpr `BLOCK`: give it as a keyword",
+        r"Kernel 'add_kernel' needs a value for its constexpr `BLOCK`: pass it as a keyword",
     ),
     "missing_operand": (
         lambda: without("n"),
@@ -176,7 +176,7 @@ MISTAKES = {
     "out_type_x64": (
         lambda: add(out_type=jax.ShapeDtypeStruct((100,), np.float64)),
         TypeError,
-        r"dtype float64, which JAX does not use now.*jax_enable_x64",
+        r"dtype float64, which JAX has disabled.*jax_enable_x64",
     ),
     "operand_complex": (
         lambda: add(X.astype(jnp.complex64), X),
@@ -203,7 +203,7 @@ MISTAKES = {
     "alias_no_such_operand": (
         lambda: add(input_output_aliases={7: 0}),
         ValueError,
-        r"names operand 7, and there are 3, scalars included \(x_ptr, y_ptr, n\)",
+        r"names operand 7, but there are 3, scalars included \(x_ptr, y_ptr, n\)",
     ),
     "alias_no_such_name": (
         lambda: add(input_output_aliases={"y": 0}),
@@ -255,7 +255,7 @@ MISTAKES = {
     "alias_no_such_output": (
         lambda: add(input_output_aliases={0: 1}),
         ValueError,
-        r"names output 1, and there are 1 outputs",
+        r"names output 1, but there are 1 outputs",
     ),
     "alias_other_size": (
         lambda: add(X[:50], input_output_aliases={0: 0}),
@@ -305,7 +305,7 @@ MISTAKES = {
     "zeroed_no_such_output": (
         lambda: add(zeroed_outputs=(1,)),
         ValueError,
-        r"`zeroed_outputs` has index 1, and there are 1 outputs",
+        r"`zeroed_outputs` has index 1, but there are 1 outputs",
     ),
     "zeroed_int": (
         lambda: add(zeroed_outputs=0),
@@ -346,7 +346,7 @@ MISTAKES = {
         lambda: optional_outputs((OUT, OUT)),
         TypeError,
         r"`out_type` has 2 outputs.*1 parameters that were not supplied \(out_ptr\).*with a "
-        r"default of None \(max_ptr, sum_ptr\) can take outputs too, all of them or none: give",
+        r"default of None \(max_ptr, sum_ptr\) can take outputs too, but only all of them: pass",
     ),
     "num_warps": (
         lambda: add(num_warps=3),
@@ -380,7 +380,7 @@ MISTAKES = {
     "cost_estimate_name": (
         lambda: add(cost_estimate={"time": 1}),
         ValueError,
-        r"has 'time'; it takes",
+        r"must only have flops, .*; got 'time'",
     ),
     "cost_estimate_value": (
         lambda: add(cost_estimate={"flops": 1.5}),
@@ -400,7 +400,7 @@ MISTAKES = {
     "ref_aliased": (
         lambda: jax.jit(lambda: add(jax.new_ref(X), X, input_output_aliases={0: 0}))(),
         ValueError,
-        r"names `x_ptr`, a Ref, which is updated in place without it",
+        r"names `x_ptr`, a Ref, which is updated in place anyway",
     ),
 }
 

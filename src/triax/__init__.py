@@ -1,7 +1,7 @@
 """Triax calls Triton kernels from JAX, and routes MoE tokens with them.
 
-The names below are the whole public surface; `triax.moe` holds the MoE ops, `triax.errors` what
-Triax raises, and `triax.testing` helpers for the tests of your kernels.
+The names below are the whole public surface: `triax.moe` has the MoE ops, `triax.errors` the
+exceptions, and `triax.testing` helpers for testing your kernels.
 """
 
 from triax import errors as errors

@@ -26,7 +26,7 @@ IMPLEMENTATIONS = (None, "triton", "interpret")
 _COSTS = ("flops", "bytes_accessed", "transcendentals")
 _NEVER_THE_KERNELS = ("kernel", "grid", "out_type")
 _ALSO_OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
-_KERNELS_OWN = "the kernel's own"  # no identifier, so that it is nobody's keyword
+_KERNELS_OWN = "the kernel's own"  # not an identifier, so nobody's keyword
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -37,7 +37,7 @@ def _kernels_names_first(
 ) -> Callable[_Parameters, _Result]:
     """Gives the kernel the keywords that name both its parameter and an argument of `function`.
 
-    They come under `_KERNELS_OWN`, and stay arguments only where they are the compiler's.
+    They are passed under `_KERNELS_OWN`; compiler options stay arguments of `function` as well.
     """
     kinds = inspect.signature(function).parameters.items()
     names = {name for name, p in kinds if p.kind is p.KEYWORD_ONLY} - set(_NEVER_THE_KERNELS)
@@ -97,57 +97,55 @@ def triton_call(
                 x, y, n=x.size, BLOCK=1024, kernel=add_kernel, out_type=jax.typeof(x),
                 grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),))
 
-    Positional operands and keywords bind to the kernel's parameters as in Python. The
-    parameters that are not supplied and have no default are the outputs, in order. Where
-    there are more outputs than that, the parameters with a default of None that are not
-    supplied take one each too: all of them, so give None for those that are no outputs.
+    Positional operands and keywords bind to the kernel's parameters as in Python. Parameters that
+    are not supplied and have no default are the outputs, in order. If there are more outputs than
+    that, every parameter with a default of None that is not supplied takes one too, so pass None
+    for those that are not outputs.
 
-    A keyword that names both a parameter of the kernel and one of the arguments below
-    (`num_stages`, say) is the kernel's; `num_warps`, `num_stages`, `num_ctas` and `debug`
-    reach the compiler too, as in Triton. Only `kernel`, `grid` and `out_type` are never
-    the kernel's.
+    A keyword that names both a kernel parameter and one of the arguments below (`num_stages`, say)
+    goes to the kernel; `num_warps`, `num_stages`, `num_ctas` and `debug` also reach the compiler,
+    as in Triton. `kernel`, `grid` and `out_type` never go to the kernel.
 
     Args:
       *operands: arrays, Python and NumPy scalars (bool, int, float), None, nested tuples of
-        these, `jax.Ref`s (read before the call and written after it, which XLA turns into
-        an update in place), `TensorDescriptor`s. Arrays are passed as
-        pointers to dense row-major buffers aligned to 16 bytes; scalars are compiled for,
-        with Triton's usual specialisation.
-      kernel: a function decorated with `@triton.jit` or Gluon's jit, with
-        `@triton.autotune` and `@triton.heuristics` around it in any nesting or not.
-      out_type: a pytree of anything with `shape` and `dtype`; the result has its structure.
-      grid: how many programs: an int, a tuple or list of one to three ints, or a callable from the
-        meta-parameters (all arguments, constexprs and options by name, arrays as
-        `jax.ShapeDtypeStruct`) to one of those, evaluated for each config on the values
-        that config is compiled with. With a zero in it nothing runs, and the outputs are
-        zeros (an aliased output is its operand).
-      input_output_aliases: operands to flattened outputs that share memory. An operand is
-        named by its parameter, or counted among the flattened operands, scalars included,
-        in the kernel's parameter order. An aliased output has no parameter of its own.
-        Whether the caller donates the array or not, the result is the same.
-      zeroed_outputs: flattened outputs to be zeroed before the launch, or a callable from
-        the meta-parameters to them.
+        these, `jax.Ref`s (read before the call and written after it, which XLA turns into an update
+        in place), `TensorDescriptor`s. Arrays are passed as pointers to dense row-major buffers
+        aligned to 16 bytes; scalars are specialised on, as in Triton.
+      kernel: a function decorated with `@triton.jit` or Gluon's jit, optionally with
+        `@triton.autotune` and `@triton.heuristics` around it, in any order.
+      out_type: a pytree of objects with `shape` and `dtype`; the result has its structure.
+      grid: how many programs: an int, a tuple or list of one to three ints, or a callable that
+        returns one of those given the meta-parameters (all arguments, constexprs and options by
+        name, arrays as `jax.ShapeDtypeStruct`). It is called once per config, with the values that
+        config is compiled with. If a size is zero, nothing runs and the outputs are zeros (an
+        aliased output is its operand).
+      input_output_aliases: maps operands to the flattened outputs that share their memory. An
+        operand is given by parameter name, or by index among the flattened operands, scalars
+        included, in the kernel's parameter order. An aliased output has no parameter of its own.
+        The result is the same whether or not the caller donates the array.
+      zeroed_outputs: indices of flattened outputs to zero before the launch, or a callable that
+        returns them given the meta-parameters.
       num_warps, num_stages, num_ctas: Triton's options. With `@triton.autotune`, only the
         configs that agree are tried.
-      debug: compiles device assertions in.
+      debug: turns device assertions on.
       backend_options: other options of Triton's CUDA compiler.
       name: shown in profiles, logs and errors; the kernel's name by default.
-      compute_capability: to compile for, 90 for an H100 or H200. By default that of the
-        GPUs the program is lowered for; without a GPU, ``TRIAX_CUDA_ARCH``.
+      compute_capability: what to compile for: 90 for an H100 or H200. By default that of the GPUs
+        the program is lowered for; without a GPU, ``TRIAX_CUDA_ARCH``.
       cost_estimate: "flops", "bytes_accessed", "transcendentals" of one call, kept in the
         program for profilers.
-      has_side_effect: keeps the call in the program although nobody uses its outputs.
-      serialized_metadata: bytes kept in the call, for other tools.
+      has_side_effect: keeps the call in the program even if its outputs are unused.
+      serialized_metadata: bytes stored in the call, for other tools.
       vmap_method: how the call batches under `jax.vmap`, as in `jax.ffi.ffi_call`:
         "sequential", "sequential_unrolled", "expand_dims", "broadcast_all".
       implementation: None picks by platform: CUDA compiles the kernel, the CPU runs it in
         Triton's interpreter with every access checked. "triton" insists on the first,
         "interpret" on the second.
       tuning: the tuning mode of this call; by default the one in force (see `tuning_mode`).
-      tuning_inputs: a callable from the operands' shapes (`jax.ShapeDtypeStruct`s) to
-        arrays to measure configs on. Kernels that compute addresses from data need it.
-      **kwargs: more operands, constexprs and meta-parameters by name. A name that no
-        parameter has, and no callable grid or heuristic reads, is an error.
+      tuning_inputs: a callable that takes the operands' shapes (`jax.ShapeDtypeStruct`s) and
+        returns arrays to measure configs on. Kernels that compute addresses from data need it.
+      **kwargs: more operands, constexprs and meta-parameters by name. A name that is not a
+        parameter, and that no callable grid or heuristic reads, is an error.
 
     Returns:
       The outputs, in the structure of `out_type`.
@@ -155,7 +153,7 @@ def triton_call(
     Raises:
       ArgumentTypeError, ArgumentValueError: a mistake in the call; the message names the
         argument, its value and the remedy.
-      UnsupportedError: the kernel or the platform is not one Triax can serve.
+      UnsupportedError: Triax does not support the kernel or the platform.
       CompilationError: when the program is lowered, if Triton refuses the kernel.
     """
     if "out_shape" in kwargs and out_type is None:
@@ -276,7 +274,7 @@ def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
         canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if canonical != leaf.dtype:
             raise ArgumentTypeError(
-                f"Argument `{label}` has dtype {leaf.dtype}, which JAX does not use now. Enable it "
+                f"Argument `{label}` has dtype {leaf.dtype}, which JAX has disabled. Enable it "
                 f"(jax.config.update('jax_enable_x64', True)), or ask for {canonical}."
             )
         shape = []
@@ -326,7 +324,7 @@ def _check_costs(costs: Mapping[str, int]) -> Any:
     for name, value in costs.items():
         if name not in _COSTS:
             raise ArgumentValueError(
-                f"Argument `cost_estimate` has {name!r}; it takes {', '.join(_COSTS)}."
+                f"Argument `cost_estimate` must only have {', '.join(_COSTS)}; got {name!r}."
             )
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
             raise ArgumentTypeError(

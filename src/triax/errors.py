@@ -1,8 +1,8 @@
 """The exceptions Triax raises.
 
-Every one derives from `TriaxError` and from the built-in type a caller would
-expect, so ``except TypeError`` and ``except triax.TriaxError`` both work. A
-message names the argument in backticks, what it was, and what to do about it.
+Each derives from `TriaxError` and from the built-in type a caller would expect, so ``except
+TypeError`` and ``except triax.TriaxError`` both work. A message names the argument in backticks,
+says what it was, and what to do about it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ class ArgumentTypeError(TriaxError, TypeError):
 
 
 class ArgumentValueError(TriaxError, ValueError):
-    """An argument has the right type and an impossible value."""
+    """An argument has the right type but a value that is not allowed."""
 
 
 class SettingError(TriaxError, ValueError):
-    """An environment variable or setting has a value it cannot have."""
+    """An environment variable or setting has a value that is not allowed."""
 
 
 class UnsupportedError(TriaxError, NotImplementedError):
-    """A request that is well formed and that Triax cannot carry out."""
+    """A valid request that Triax does not support."""
 
 
 class DifferentiationError(UnsupportedError):
-    """A Triton kernel was differentiated without a rule of its own."""
+    """A Triton kernel without a derivative was differentiated."""
 
 
 class VersionError(TriaxError, RuntimeError):
@@ -37,15 +37,15 @@ class VersionError(TriaxError, RuntimeError):
 
 
 class MissingDependencyError(TriaxError, ImportError):
-    """A package that the request needs is not installed or not usable."""
+    """A package that is needed is not installed, or does not work."""
 
 
 class CompilationError(TriaxError, RuntimeError):
-    """Triton could not compile a kernel, or none of its configs."""
+    """Triton could not compile a kernel, or any of its configs."""
 
 
 class CompilationTimeout(CompilationError):
-    """A kernel was not compiled in the time it was given; nothing is known against it."""
+    """Compiling a kernel took too long. The kernel itself may be fine."""
 
 
 class TuningError(TriaxError, RuntimeError):
@@ -57,7 +57,7 @@ class OutOfBounds(TriaxError, IndexError):
 
 
 class DataRace(TriaxError, RuntimeError):
-    """What a kernel computes depends on which of its programs is first (checked runs only)."""
+    """A kernel's result depends on the order its programs run in (checked runs only)."""
 
 
 class UninitializedRead(TriaxError, ValueError):

@@ -1,9 +1,8 @@
 """How a bound call becomes part of an XLA program, per platform.
 
-CUDA: a config is chosen, before XLA sees the kernel, compiled, and emitted as one custom
-call. CPU: a host callback that runs the kernel in Triton's interpreter. Everything else is
-refused with the reason. `triton_call_lowering` is the same road for authors of primitives of
-their own.
+On CUDA one config is chosen, compiled and emitted as one custom call. On the CPU a host callback
+runs the kernel in Triton's interpreter. Other platforms are refused with the reason.
+`triton_call_lowering` does the same inside other people's primitives.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from triax.tuning import policy
 
 
 def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
-    """Emits a call for the platform that the context is lowered for."""
+    """Emits a call for the platform being lowered for."""
     platforms = set(jax_private.lowering_platforms(ctx))
     if len(platforms) > 1:
         raise UnsupportedError(
@@ -41,8 +40,8 @@ def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
 def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
     """Emits a call for one platform: "cuda", "cpu", or an error for any other."""
     if platform not in ("cuda", "cpu") and jax_private.is_exporting(ctx):
-        # Exporting for several platforms lowers each branch of `jax.lax.platform_dependent` for
-        # all of them: a call that never runs there must not stop the export.
+        # Exporting for several platforms lowers every branch of `jax.lax.platform_dependent` for
+        # all of them, so a call that will never run must not stop the export.
         return emit.placeholder(ctx, operands, export.NO_CODE)
     if platform == "rocm":
         raise UnsupportedError(
@@ -70,7 +69,7 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     if platform == "cpu" or call.implementation == "interpret":
         if jax_private.is_exporting(ctx):  # a host callback cannot be serialised
             return emit.placeholder(ctx, operands, export.INTERPRETED)
-        # One result is as good as another, and the interpreter has no speed to choose by.
+        # Every config gives a valid result, and speed does not matter in the interpreter.
         return callback.emit_callback(ctx, operands, call, fallback or launches[0])
     gpus = devices.gpus(ctx)
     capability = devices.compute_capability(call.display_name, call.compute_capability, gpus)
@@ -111,24 +110,24 @@ def triton_call_lowering(
         mlir.register_lowering(my_primitive, rule, platform="cuda")
         mlir.register_lowering(my_primitive, rule, platform="cpu")
 
-    The pointer parameters of the kernel are all inputs, then all outputs, in parameter
-    order with the names in `constexprs` left out. Aliased outputs either all have a
-    parameter of their own, which points to the same memory as the operand's, or none has.
-    A pointer named in `constexprs` with value None is not there.
+    The kernel's pointer parameters, leaving out those named in `constexprs`, are all inputs and
+    then all outputs, in parameter order. Either every aliased output has a parameter of its own,
+    which points to the same memory as the operand's, or none has. To leave a pointer out, set it to
+    None in `constexprs`.
 
-    Where several configs are tried (measured, found in a store, or mode "runtime"), a
-    config's value wins over the one in `constexprs`; where one config stands in for all
-    (mode "off", "cached" where nothing is stored, nothing to measure on), the caller's
-    wins. `grid` sees the merged values.
+    If configs are tried (measured, found in a store, or in mode "runtime"), a config's value wins
+    over the one in `constexprs`. If none is chosen and one stands in for all (mode "off", mode
+    "cached" with nothing stored, or no GPU to measure on), the caller's value wins. `grid` sees the
+    merged values.
 
     Args:
       ctx: the lowering rule's context.
-      kernel: a Triton kernel, with `@triton.autotune` or `@triton.heuristics` or not.
+      kernel: a Triton kernel, optionally with `@triton.autotune` or `@triton.heuristics`.
       *operands: the rule's operands (MLIR values), as many as `ctx.avals_in`.
       grid: an int, a tuple of one to three ints, or a callable of the meta-parameters.
-      input_output_aliases: indices of operands to indices of outputs that share memory.
+      input_output_aliases: maps indices of operands to those of the outputs that share memory.
       constexprs: values of `tl.constexpr` parameters and of scalars, all compiled in.
-      name: what to call it in logs and profiles; the kernel's name by default.
+      name: shown in logs and profiles; the kernel's name by default.
       tuning: the tuning mode; by default the one in force.
       compute_capability, tuning_inputs: as in `triton_call`.
 
@@ -147,8 +146,8 @@ def triton_call_lowering(
     for operand in pairs:
         if not 0 <= operand < len(operand_types):
             raise ArgumentValueError(
-                f"Argument `input_output_aliases` names operand {operand}, and the primitive has "
-                f"{len(operand_types)}."
+                f"Argument `input_output_aliases` must name operands by index; got {operand}, and "
+                f"the primitive has {len(operand_types)} operands."
             )
     arguments = _place_pointers(view, values, operand_types, result_types, pairs)
     names = [name for name, leaf in arguments if isinstance(leaf, Operand)]
@@ -196,7 +195,7 @@ def _place_pointers(
     results: Sequence[ArrayType],
     aliases: Mapping[int, int],
 ) -> tuple[tuple[str, Operand | Result], ...]:
-    """The pointer parameters, in order: all inputs, then all outputs, or those not aliased."""
+    """The pointer parameters in order: all inputs, then all outputs or only the unaliased."""
     given = {*constexprs, *view.values_set_by_stages()}
     names = [p.name for p in view.runtime_parameters if p.name not in given]
     leaves: list[Operand | Result] = [Operand(i) for i in range(len(operands))]

@@ -35,7 +35,7 @@ triton_call_p.multiple_results = True
 eager_listener: contextvars.ContextVar[Callable[[Call, Sequence[Any], Any], None] | None] = (
     contextvars.ContextVar("triax_eager_listener", default=None)
 )
-"""Called with every call that is run eagerly, its operands and outputs' types, before it runs."""
+"""Called before each eager call, with the call, its operands and the types of its outputs."""
 
 
 def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) -> list[Any]:
@@ -45,7 +45,7 @@ def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) ->
     # Without operands, the call runs where JAX puts new arrays.
     device = _cpu_device(args or (jnp.zeros(()),))
     if device is None or call.implementation == "triton":
-        with jax.disable_jit(False):  # a call is compiled, whatever becomes of the code around it
+        with jax.disable_jit(False):  # the call itself is compiled even under `disable_jit`
             return list(_triton_call(*args, **params))
     return _interpret(args, call, result_avals, device)
 
@@ -65,9 +65,9 @@ def _cpu_device(args: Sequence[Any]) -> Any | None:
 
 
 def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) -> list[Any]:
-    """Runs the interpreter here and now, so that its exceptions arrive as they are.
+    """Runs the interpreter directly, so that its exceptions reach the caller unchanged.
 
-    Inside a compiled program JAX can only hand on their text.
+    From inside a compiled program, JAX can only pass on their text.
     """
     from triax.interpreting.run import run  # here: it imports triton
 
@@ -98,7 +98,7 @@ triton_call_p.def_impl(_impl)
 @triton_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str | None) -> Any:
     del vmap_method
-    # Here the call enters a program, under whatever transformation.
+    # Every call is traced through here, whatever transformations are in force.
     ahead.expect(call, [a.dtype for a in avals], [a.dtype for a in result_avals])
     outputs = [
         jax_private.result_aval("triton_call", avals, a.shape, a.dtype) for a in result_avals
@@ -121,7 +121,7 @@ def _batch(
 ) -> Any:
     if vmap_method is None:
         raise ArgumentValueError(
-            f"Kernel {call.display_name!r} is under jax.vmap and does not say how it batches. Give "
+            f"Kernel {call.display_name!r} is under jax.vmap and does not say how it batches. Pass "
             f"`vmap_method` to triton_call: one of {', '.join(map(repr, VMAP_METHODS))}. The first "
             "two call it once per element; the others call it once on arrays with a leading batch "
             "dimension, which the kernel and its grid must then expect."
@@ -156,8 +156,8 @@ def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> Any:
     raise DifferentiationError(
         f"Kernel {call.display_name!r} was differentiated, and a Triton kernel has no derivative "
         "of its own. Give the function that calls it one with jax.custom_vjp (or jax.custom_jvp). "
-        "If no gradient is wanted, apply jax.lax.stop_gradient to the kernel's inputs; on its "
-        "outputs is too late."
+        "If you need no gradient, apply jax.lax.stop_gradient to the kernel's inputs; applying it "
+        "to the outputs is too late."
     )
 
 

@@ -1,8 +1,7 @@
-"""What the environment may say to Triax, validated in one place.
+"""The environment variables and modes that configure Triax, validated in one place.
 
-Each setting is read when it is needed, so that a test or a program may set it
-late. A value that cannot be is a `SettingError` that lists what can; an empty one
-is as good as none.
+Each variable is read when it is needed, so a program or a test may set it late. A value that is not
+allowed is a `SettingError` that lists those that are; an empty one counts as unset.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from triax.errors import ArgumentValueError, SettingError
 _MOST_SECONDS = 3600
 TUNING_MODES = ("auto", "cached", "strict", "off", "runtime")
 
-_tuning_mode = jax.make_user_context(None)  # part of the key under which `jax.jit` keeps a trace
+_tuning_mode = jax.make_user_context(None)  # part of `jax.jit`'s cache key
 
 _checked = jax.make_user_context(False)
 
@@ -38,7 +37,7 @@ def mode_in_force() -> str:
 
 
 def check_tuning_mode(mode: object, argument: str = "mode") -> str:
-    """Returns `mode` if it is one, else raises `ArgumentValueError`."""
+    """Returns `mode`, or raises `ArgumentValueError` if there is no such mode."""
     if mode not in TUNING_MODES:
         raise ArgumentValueError(
             f"Argument `{argument}` must be one of {', '.join(TUNING_MODES)}; got {mode!r}."
@@ -50,9 +49,9 @@ def check_tuning_mode(mode: object, argument: str = "mode") -> str:
 def tuning_mode(mode: str) -> Iterator[None]:
     """Sets the tuning mode for the calls inside the block.
 
-    The mode is read when a function is traced, and is part of what `jax.jit` keeps a trace
-    by: a function that was traced under another mode is traced again. ``TRIAX_AUTOTUNE``
-    is no part of it: a function traced outside of any block keeps what it said then.
+    The mode is read when a function is traced, and is part of `jax.jit`'s cache key: a function
+    called under another mode is traced again. ``TRIAX_AUTOTUNE`` is not part of the key: a function
+    traced outside any block keeps the value it had then.
 
     Args:
       mode: "auto", "cached", "strict", "off" or "runtime".
@@ -65,13 +64,13 @@ def tuning_mode(mode: str) -> Iterator[None]:
 
 
 def checked() -> bool:
-    """Whether interpreted kernels are checked for races and for reads of what nobody wrote."""
+    """Whether interpreted kernels are checked for races and for uninitialised reads."""
     return bool(_checked.value)
 
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """Kernels traced or run in the block are checked."""
+    """Checks the kernels that are traced or run in the block."""
     with _checked(True):
         yield
 
@@ -88,7 +87,7 @@ def cuda_arch() -> int | None:
     """``TRIAX_CUDA_ARCH`` as a compute capability (90 for "90", "9.0", "sm_90"), or None."""
     if not (value := _read("TRIAX_CUDA_ARCH")):
         return None
-    # Triton has no target below 7.0, and LLVM takes a number that is none without an error.
+    # Triton has no target below 7.0, and LLVM accepts numbers that are no target without an error.
     match = re.fullmatch(r"(?:sm_?)?([7-9]|1[0-9])\.?([0-9])a?", value)
     if match is None:
         raise SettingError(
@@ -101,12 +100,12 @@ def cuda_arch() -> int | None:
 def cache_folder() -> Path | None:
     """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
 
-    None for a user without a home, as a container may run a program under any number.
+    None if the user has no home folder, as in a container that runs under an arbitrary user id.
     """
     if folder := os.environ.get("TRIAX_CACHE_DIR"):
         return _absolute("TRIAX_CACHE_DIR", folder)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # to be ignored, by the rules of XDG
+    if not base.is_absolute():  # XDG says to ignore it
         try:
             base = Path.home() / ".cache"
         except RuntimeError:
@@ -121,7 +120,7 @@ def cache_path() -> list[Path]:
 
 
 def tuning_bytes() -> int | None:
-    """``TRIAX_TUNING_BYTES``: the most GPU memory that measuring may take, or None."""
+    """``TRIAX_TUNING_BYTES``: how much GPU memory measuring may take, or None."""
     text = _read("TRIAX_TUNING_BYTES")
     if not text:
         return None
@@ -134,7 +133,7 @@ def tuning_bytes() -> int | None:
 
 
 def tuning_timeout_s() -> float:
-    """``TRIAX_TUNING_TIMEOUT``: seconds for a run of a config; six times that for compiling it."""
+    """``TRIAX_TUNING_TIMEOUT``: seconds for one run of a config; compiling gets six times that."""
     text = _read("TRIAX_TUNING_TIMEOUT")
     if not text:
         return 10.0
@@ -155,7 +154,7 @@ def _read(name: str) -> str:
 
 
 def _absolute(name: str, folder: str) -> Path:
-    """A folder that means the same wherever the program goes."""
+    """The folder, which must not depend on the working directory."""
     if not os.path.isabs(folder):
         raise SettingError(f"{name} must hold absolute paths; got {folder!r}.")
     return Path(folder)

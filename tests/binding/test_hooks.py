@@ -310,7 +310,7 @@ def suppressed(nargs):
 REFUSED = {
     "zeroes an operand": (
         lambda nargs: nargs["x_ptr"].zero_(),
-        r"zeroes `x_ptr`, which is no output, nor aliased to one",
+        r"zeroes `x_ptr`, which is not an output, nor aliased to one",
     ),
     "another method": (lambda nargs: nargs["out_ptr"].fill_(1), r"uses `out_ptr\.fill_`"),
     "another attribute": (lambda nargs: nargs["x_ptr"].device, r"uses `x_ptr\.device`"),
@@ -345,7 +345,7 @@ def test_refused(what):
     [
         (lambda nargs: setattr(nargs["desc"], "shape", [1, 1]), r"changes `desc\.shape`"),
         (lambda nargs: setattr(nargs["desc"], "other", 3), r"changes `desc\.other`"),
-        (lambda nargs: nargs["desc"].base.zero_(), r"zeroes `desc\.base`, which is no output"),
+        (lambda nargs: nargs["desc"].base.zero_(), r"zeroes `desc\.base`, which is not an output"),
     ],
 )
 def test_refused_of_a_descriptor(hook, message):
@@ -363,4 +363,4 @@ def test_hooks_of_the_autotuner_are_refused(name):
     text = str(caught.value)
     assert "'column_sums_kernel' has host hooks" in text
     assert f"@triton.autotune({name}=…)" in text
-    assert "to zero an output in the program, `zeroed_outputs`" in text
+    assert "to zero an output in the program, use `zeroed_outputs`" in text

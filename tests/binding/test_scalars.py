@@ -202,8 +202,8 @@ def bounded(x_ptr, out_ptr, n: tl.int32, BLOCK: tl.constexpr):
         (np.int32(7) + np.zeros((), np.int32), None, None),
         (jnp.int32(7), ArgumentTypeError, r"`n` .* must be a number.*declares it as i32.*tl\.load"),
         (np.zeros(1, np.int32), ArgumentTypeError, r"`n` .* must be a number"),
-        (2.7, ArgumentTypeError, r"`n` is 2\.7, which its type in the kernel, i32, cannot be"),
-        (2**31, ArgumentValueError, "i32, cannot be"),
+        (2.7, ArgumentTypeError, r"`n` is 2\.7, which its type in the kernel, i32, cannot hold"),
+        (2**31, ArgumentValueError, "i32, cannot hold"),
     ],
     ids=str,
 )

@@ -1,1 +1,1 @@
-"""A call as plain, frozen data: bound arguments, candidates with their grids, launches."""
+"""A call as plain frozen data: bound arguments, candidates with their grids, launches."""

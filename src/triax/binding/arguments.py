@@ -1,4 +1,4 @@
-"""From what the user passes to the leaves of a call: which parameter takes which value.
+"""Binds what the user passes to the kernel's parameters.
 
 In: a kernel view, positional operands and keywords. Out: the runtime parameters in the
 kernel's order, each with an array operand, an output, a scalar or a tuple of these; the
@@ -35,11 +35,11 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What the caller gave, by the name of who takes it.
+    """What the caller gave, by parameter name.
 
-    `runtime` are the runtime parameters that have a value, in the kernel's order, those
-    with a default included; `absent` are those of them whose value is a default of None.
-    `keywords` are constexprs and names that only grids and heuristics read.
+    `runtime` has the runtime parameters with a value, given or by default, in the kernel's order;
+    `absent` names those whose value is a default of None. `keywords` are constexprs and names that
+    only grids and heuristics read.
     """
 
     runtime: dict[str, Any]
@@ -51,7 +51,7 @@ def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bo
     """Binds operands and keywords to a kernel's parameters, as Python would.
 
     Raises:
-      ArgumentTypeError: too many operands, or a parameter that is given twice.
+      ArgumentTypeError: there are too many operands, or a parameter is given twice.
     """
     parameters = view.parameters
     if len(operands) > len(parameters):
@@ -84,10 +84,9 @@ def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bo
 class Flattened:
     """Collects array operands in order while arguments are turned into leaves.
 
-    `leaves` are the flattened operands as aliases count them: an array's index, or None
-    for a scalar; with their names. `names` are those of the arrays. `refs` are the Refs
-    whose values stand among the arrays, by their index there, and `block_shapes` the block
-    shapes of descriptors that are callables.
+    `leaves` are the flattened operands as aliases count them: a name, and an array's index or None
+    for a scalar. `names` are the arrays' names. `refs` are the Refs whose values are among the
+    arrays, by index, and `block_shapes` the descriptors' block shapes that are callables.
     """
 
     kernel: str
@@ -103,7 +102,7 @@ class Flattened:
         if isinstance(value, TensorDescriptor):
             return self._add_descriptor(name, value)
         if value is None:
-            return Scalar(Static(None))  # a pytree without leaves: aliases do not count it
+            return Scalar(Static(None))  # a pytree without leaves, so aliases do not count it
         if isinstance(getattr(value, "ref", None), jax.Ref):
             raise ArgumentTypeError(
                 f"Argument `{name}` of kernel {self.kernel!r} is a view of a Ref. Pass the whole "
@@ -133,12 +132,12 @@ class Flattened:
         return index
 
     def _read(self, name: str, index: int, ref: jax.Ref) -> jax.Array:
-        """The value of a Ref. The call updates it, and it is written back to the Ref."""
+        """The value of a Ref. The call updates it and writes it back to the Ref."""
         for other, known in self.refs.items():
             if known is ref:
                 raise ArgumentValueError(
                     f"Argument `{name}` of kernel {self.kernel!r} is the same Ref as "
-                    f"`{self.names[other]}`, and a call updates a Ref in one place. Give it once; "
+                    f"`{self.names[other]}`, and a call can update a Ref only once. Pass it once; "
                     "where the kernel only reads it, pass its value, `ref[...]`."
                 )
         self.refs[index] = ref
@@ -165,7 +164,7 @@ class Flattened:
 
 
 def _scalar(name: str, value: Any) -> Scalar | None:
-    """A scalar as the plain Python number that Triton types; None if it is none."""
+    """A scalar as a plain Python number, which Triton gives a type; None if it is not a scalar."""
     if isinstance(value, (bool, np.bool_)):
         return Scalar(Static(bool(value)))
     if isinstance(value, (int, np.integer)):
@@ -197,7 +196,7 @@ def resolve_aliases(
         if index in flat.refs:
             raise ArgumentValueError(
                 f"Argument `input_output_aliases` names `{name}`, a Ref, which is updated in place "
-                "without it. Leave it out, and its output too."
+                "anyway. Leave it out, and its output too."
             )
         if not grid.is_int(result):
             raise ArgumentTypeError(
@@ -207,7 +206,7 @@ def resolve_aliases(
         if index in pairs:
             raise ArgumentValueError(
                 f"Argument `input_output_aliases` names operand `{name}` twice, by its name and by "
-                "its index."
+                "its index. Name it once."
             )
         pairs[index] = int(result)
     return candidates.check_aliases(pairs, flat.types(), results, flat.names) if pairs else ()
@@ -219,7 +218,7 @@ def _find_leaf(key: Any, leaves: Sequence[tuple[str, int | None]]) -> tuple[str,
         if 0 <= key < len(leaves):
             return leaves[key]
         raise ArgumentValueError(
-            f"Argument `input_output_aliases` names operand {key}, and there are {len(leaves)}, "
+            f"Argument `input_output_aliases` names operand {key}, but there are {len(leaves)}, "
             f"scalars included ({', '.join(name for name, _ in leaves)})."
         )
     if not isinstance(key, str):
@@ -248,10 +247,10 @@ def place_outputs(
     results: Sequence[ArrayType],
     aliases: Sequence[Alias],
 ) -> tuple[tuple[str, Argument], ...]:
-    """All runtime arguments in the kernel's order, outputs in the places left free.
+    """All runtime arguments in the kernel's order, with outputs in the places left free.
 
-    Those are the parameters without a value; if there are more outputs, also all whose
-    value is a default of None. Which of several of those the caller means is never guessed.
+    Those are the parameters without a value and, if there are more outputs than that, all with a
+    default of None. If only some of these are needed, we do not guess which.
     """
     settable = view.values_set_by_stages()
     runtime = [p.name for p in view.runtime_parameters]
@@ -276,13 +275,13 @@ def _wrong_number_of_outputs(
     if bound.absent and outputs > len(free):
         hint = (
             f" Those with a default of None ({', '.join(sorted(bound.absent))}) can take outputs "
-            "too, all of them or none: give None for those that shall not."
+            "too, but only all of them: pass None for those that are not outputs."
         )
     if extra := sorted(set(bound.keywords) - set(view.parameter_names)):
         misses = candidates.near_misses(extra[0], view.parameter_names)
         hint += f" There is no parameter `{extra[0]}`.{misses}"
     return ArgumentTypeError(
         f"Argument `out_type` has {outputs} outputs that are not aliased to an operand, "
-        f"and kernel {view.name!r} has {len(free)} parameters that were not supplied{listed}. "
+        f"but kernel {view.name!r} has {len(free)} parameters that were not supplied{listed}. "
         f"Each such parameter takes one output; supply the others as operands.{hint}"
     )

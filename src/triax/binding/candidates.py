@@ -1,8 +1,8 @@
-"""From a kernel and the caller's values to the candidate configs, each with its grid.
+"""Resolves a kernel and the caller's values to candidate configs, each with its grid.
 
-In: a kernel view, its runtime arguments as heuristics and grids see them, keywords and
-compiler options. Out: one `Candidate` per config, with every constexpr resolved and the
-grid evaluated on the very values that config is compiled with.
+In: a kernel view, its runtime arguments as heuristics and grids see them, keywords and compiler
+options. Out: one `Candidate` per config, with every constexpr resolved and the grid evaluated on
+the values that config is compiled with.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, unpack_val
 from triax.compat import jax_private, triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
-# Options of Triton's launcher, which jaxlib's takes the place of, with the value that asks for
-# nothing, and what to do instead.
+# Options of Triton's launcher that jaxlib's launcher lacks: the value that means "off", and what to
+# do instead.
 _LAUNCH_OPTIONS: dict[str, tuple[Any, str]] = {
     "launch_cooperative_grid": (
         False,
-        "Split the kernel where its programs wait for each other.",
+        "Split the kernel at the points where its programs wait for each other.",
     ),
     "launch_pdl": (False, "XLA decides when a kernel starts; leave the option out."),
     "cluster_dims": ((1, 1, 1), "Use `num_ctas`."),
@@ -50,10 +50,10 @@ ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequenc
 class Request:
     """What the caller asked for.
 
-    `parameters` is what each runtime parameter takes, `arguments` the same as callables see
-    it: arrays as `jax.ShapeDtypeStruct`, scalars as they are. `keywords` are constexprs and
-    meta-parameters, `options` the compiler's. `block_shapes` are those of descriptors that
-    are callables of the meta-parameters, by operand. For `conflicts` see `Kernel.expand`.
+    `parameters` is what each runtime parameter takes, `arguments` the same as callables see it:
+    arrays as `jax.ShapeDtypeStruct`, scalars as they are. `keywords` are constexprs and
+    meta-parameters, `options` the compiler's. `block_shapes` has the descriptors' block shapes that
+    are callables, by operand. For `conflicts` see `Kernel.expand`.
     """
 
     kernel: Kernel
@@ -72,7 +72,7 @@ class Request:
 
 
 def build(request: Request) -> tuple[Candidate, ...]:
-    """All candidates, in the order of the kernel's configs; equal ones are one.
+    """All candidates, in the order of the kernel's configs, without duplicates.
 
     Raises:
       ArgumentTypeError, ArgumentValueError: a constexpr is missing or not static, a
@@ -91,7 +91,7 @@ def build(request: Request) -> tuple[Candidate, ...]:
         _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
     ]
     _check_keywords(kernel, keywords, [config for config, _ in expanded], used)
-    # Configs that differ only in what the caller decides come to the same.
+    # Configs that differ only in values the caller sets are duplicates.
     distinct: dict[Candidate, Candidate] = {}
     for candidate in found:
         distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
@@ -99,9 +99,9 @@ def build(request: Request) -> tuple[Candidate, ...]:
 
 
 def _check_numbers(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
-    """Refuses what a parameter that is annotated as a number cannot be.
+    """Refuses arguments that do not fit a parameter annotated as a number.
 
-    Triton goes by the annotation: of an array it would take the address for the number.
+    Triton trusts the annotation: it would use an array's address as the number.
     """
     for parameter in kernel.parameters:
         value = arguments.get(parameter.name)
@@ -113,7 +113,7 @@ def _check_numbers(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
             raise ArgumentTypeError(
                 f"Argument `{parameter.name}` of kernel {kernel.name!r} must be a number, because "
                 f"the kernel declares it as {parameter.number}; got {value}. Pass a Python int or "
-                "float; or drop the annotation, and read the array in the kernel with tl.load."
+                "float, or drop the annotation and read the array in the kernel with tl.load."
             )
 
 
@@ -136,7 +136,7 @@ def _candidate(
     if missing:
         raise ArgumentTypeError(
             f"Kernel {kernel.name!r} needs a value for its constexpr "
-            f"{', '.join(f'`{n}`' for n in missing)}: give it as a keyword."
+            f"{', '.join(f'`{n}`' for n in missing)}: pass it as a keyword."
         )
     compiler_options = {
         **options,
@@ -202,7 +202,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Compiler options without the None ones.
 
     Raises:
-      ArgumentValueError: Triton has no such option, or it cannot have this value.
+      ArgumentValueError: Triton has no such option, or does not allow this value.
     """
     known = triton_private.option_names()
     for name, value in options.items():
@@ -217,12 +217,12 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_launch_options(kernel: str, options: Mapping[str, Any]) -> None:
-    """Refuses what Triton's launcher would do and jaxlib's does not, rather than leave it out."""
+    """Refuses options that Triton's launcher honours and jaxlib's would silently ignore."""
     for name, (nothing, remedy) in _LAUNCH_OPTIONS.items():
         if (value := options.get(name, nothing)) not in (nothing, None):
             raise UnsupportedError(
-                f"Kernel {kernel!r} has the option `{name}`={value!r}, and a kernel in a JAX "
-                f"program is launched without it. {remedy}"
+                f"Kernel {kernel!r} has the option `{name}`={value!r}, which kernels in a JAX "
+                f"program are launched without. {remedy}"
             )
 
 
@@ -246,14 +246,14 @@ def near_misses(name: str, known: Any) -> str:
 def _check_keywords(
     kernel: Kernel, keywords: Mapping[str, Any], configs: Sequence[Config], used: set[str]
 ) -> None:
-    """Refuses names that nobody reads: a misspelt parameter must not vanish silently."""
+    """Refuses names that nothing reads, so that a misspelt parameter is not silently ignored."""
     known = {*kernel.parameter_names, *used}
     for name in keywords:
         if name in known:
             continue
         hint = near_misses(name, kernel.parameter_names)
         if name in triton_private.option_names():
-            hint = " It is a compiler option: give it in `backend_options`."
+            hint = " It is a compiler option: pass it in `backend_options`."
         raise ArgumentTypeError(
             f"Kernel {kernel.name!r} has no parameter `{name}`, and no grid or heuristic reads "
             f"it.{hint}"
@@ -262,8 +262,8 @@ def _check_keywords(
         for name, _ in config.values:
             if name not in known and name not in triton_private.option_names():
                 raise ArgumentTypeError(
-                    f"A config of kernel {kernel.name!r} sets `{name}`, which is no parameter of "
-                    "it, no compiler option, and not read by the grid."
+                    f"A config of kernel {kernel.name!r} sets `{name}`, which is not one of its "
+                    "parameters, not a compiler option, and not read by the grid."
                     f"{near_misses(name, kernel.parameter_names)}"
                 )
 
@@ -278,7 +278,7 @@ def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
     for index in indices:
         if not 0 <= index < num_results:
             raise ArgumentValueError(
-                f"Argument `zeroed_outputs` has index {index}, and there are {num_results} outputs."
+                f"Argument `zeroed_outputs` has index {index}, but there are {num_results} outputs."
             )
     return indices
 
@@ -289,7 +289,7 @@ def _check_block_shapes(
     """The block shapes that every descriptor has in one config, checked.
 
     Raises:
-      ArgumentTypeError, ArgumentValueError: not as many sizes as the descriptor has dimensions.
+      ArgumentTypeError, ArgumentValueError: not one positive int per dimension of the descriptor.
     """
     found = []
     for name, argument in parameters if block_shapes else ():
@@ -299,8 +299,8 @@ def _check_block_shapes(
                 rank = len(leaf.shape)
                 if not isinstance(given, (tuple, list)) or len(given) != rank:
                     raise ArgumentValueError(
-                        f"Argument `block_shape` of descriptor `{name}` must have {rank} sizes, as "
-                        f"its shape {leaf.shape}; got {given!r}."
+                        f"Argument `block_shape` of descriptor `{name}` must have {rank} sizes, "
+                        f"like its shape {leaf.shape}; got {given!r}."
                     )
                 sizes = tuple(static_value("block_shape", size) for size in given)
                 if not all(grids.is_int(n) and n > 0 for n in sizes):
@@ -321,15 +321,15 @@ def check_aliases(
     """Aliases from array operands to outputs; `names` are the operands' names for messages.
 
     Raises:
-      ArgumentValueError: an index that is not there, one output twice, or a buffer of
-        another shape or dtype.
+      ArgumentValueError: an index is out of range, an output is named twice, or the buffers differ
+        in shape or dtype.
     """
     aliases = []
     taken: dict[int, int] = {}
     for operand, result in pairs.items():
         if not 0 <= result < len(results):
             raise ArgumentValueError(
-                f"Argument `input_output_aliases` names output {result}, and there are "
+                f"Argument `input_output_aliases` names output {result}, but there are "
                 f"{len(results)} outputs."
             )
         if result in taken:

@@ -35,18 +35,18 @@ class TensorDescriptor:
     GPU with TMA (compute capability 9.0 or later).
 
     Args:
-      base: the array, its address aligned to 16 bytes as all of XLA's are.
+      base: the array. Its address is aligned to 16 bytes, as all of XLA's are.
       shape: the shape the descriptor shows, one to five dimensions.
       strides: element strides; the last is 1, the others multiples of 16 bytes.
-      block_shape: the shape of the blocks it loads and stores, or a callable from the
-        meta-parameters to it, evaluated for each config as a grid is:
-        ``lambda meta: (meta["BM"], meta["BK"])``. A config's `pre_hook` may set it too.
+      block_shape: the shape of the blocks it loads and stores, or a callable that returns it given
+        the meta-parameters, called once per config as a grid is: ``lambda meta: (meta["BM"],
+        meta["BK"])``. A config's `pre_hook` may set it too.
       layout: the shared-memory layout, for Gluon kernels.
-      padding: what lies outside, "zero" or "nan".
+      padding: what a load outside the array reads, "zero" or "nan".
       round_f32_to_tf32: rounds float32 to tf32 on the way in.
 
     Raises:
-      ArgumentValueError: the ranks differ, or TMA cannot address the array so.
+      ArgumentValueError: the ranks differ, or TMA cannot address the array this way.
     """
 
     base: Any

@@ -54,10 +54,10 @@ def check(dtype: object, argument: str) -> None:
 
 
 def launch_scalar(name: str, value: bool | int | float, type_name: str) -> tuple[float, str]:
-    """A scalar argument as launchers take it, which know bools and numbers of 32 and 64 bits.
+    """A scalar argument as launchers take it: they know only bools and 32 and 64-bit numbers.
 
-    A kernel reads as many bytes as its parameter has, so a narrower number is the low bytes of
-    a wider one.
+    A kernel reads only as many bytes as its parameter has, so a narrower number is passed in the
+    low bytes of a wider one.
 
     Args:
       name: the parameter, for messages.
@@ -68,14 +68,14 @@ def launch_scalar(name: str, value: bool | int | float, type_name: str) -> tuple
       The value and its type: "i1", "i32", "u32", "i64", "u64", "fp32" or "fp64".
 
     Raises:
-      ArgumentTypeError, ArgumentValueError: the type does not have this value.
+      ArgumentTypeError, ArgumentValueError: the type cannot hold this value.
     """
     if type_name in ("i1", "u1"):
         return bool(value), "i1"
     if type_name in ("fp32", "fp64"):
         return float(value), type_name
     refused = (
-        f"Argument `{name}` is {value!r}, which its type in the kernel, {type_name}, cannot be."
+        f"Argument `{name}` is {value!r}, which its type in the kernel, {type_name}, cannot hold."
     )
     if type_name in ("fp16", "bf16"):
         dtype = np.float16 if type_name == "fp16" else ml_dtypes.bfloat16

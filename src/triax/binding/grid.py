@@ -24,7 +24,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
     Raises:
       ArgumentTypeError: neither an int, nor a tuple or list of ints, nor a callable that
         returns one.
-      ArgumentValueError: not one to three dimensions, negative, or past CUDA's limits.
+      ArgumentValueError: not one to three dimensions, a negative size, or one above CUDA's limits.
     """
     source = ""
     if callable(grid):
@@ -42,8 +42,8 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
     for axis, size, limit in zip("xyz", sizes, _LIMITS, strict=False):
         if isinstance(size, jax.core.Tracer):
             raise ArgumentTypeError(
-                f"Argument `grid` must be known when the function is traced, and its {axis} is the "
-                f"traced value {size}{source}. Compute it from shapes, or from static arguments."
+                f"Argument `grid` must be known when the function is traced, but its {axis} is the "
+                f"traced value {size}{source}. Compute it from shapes or static arguments."
             )
         if not is_int(size):
             raise _not_a_grid(grid, source)
@@ -52,7 +52,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
         if size > limit:
             remedy = "" if axis == "x" else " Put the long dimension first: x may have 2**31 - 1."
             raise ArgumentValueError(
-                f"Argument `grid` has {size} programs along {axis}, and CUDA allows {limit}; "
+                f"Argument `grid` has {size} programs along {axis}, but CUDA allows {limit}; "
                 f"got {grid!r}{source}.{remedy}"
             )
     x, y, z = (*map(int, sizes), 1, 1)[:3]
@@ -60,7 +60,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an int of Python's or NumPy's, and no bool."""
+    """Whether a value is a Python or NumPy int, and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 

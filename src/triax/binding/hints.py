@@ -1,4 +1,4 @@
-"""What is said of a launch that fails."""
+"""Messages about launches that fail to compile."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from triax.binding.launch import Launch, Operand
 
 
 def pointer_as_number(launch: Launch, error: BaseException) -> str:
-    """A sentence on arrays of one element, if the error is about a pointer; else nothing.
+    """A hint about arrays of one element, if the error is about a pointer; else "".
 
-    A scalar that JAX computes is an array, of which the kernel gets a pointer. Triton says what
-    is wrong with that deep inside an expression, and not which parameter it was.
+    A scalar that JAX computes is an array, so the kernel gets a pointer to it. Triton's error comes
+    from deep inside an expression and does not name the parameter.
     """
     names = [
         f"`{name}`"
@@ -22,8 +22,8 @@ def pointer_as_number(launch: Launch, error: BaseException) -> str:
     if not names or reason is None:
         return ""
     return (
-        f" The kernel gets a pointer for {', '.join(names)}, as for every array. Where it needs "
-        "the number: pass a Python int or float, or read the array in the kernel with tl.load."
+        f" The kernel gets a pointer for {', '.join(names)}, as for every array. If it needs the "
+        "number, pass a Python int or float, or read the array in the kernel with tl.load."
     )
 
 

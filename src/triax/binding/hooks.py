@@ -1,9 +1,9 @@
-"""What a config's `pre_hook` does to a launch, found out before there is one.
+"""Finds out ahead of time what a config's `pre_hook` does to a launch.
 
-Triton runs such a hook before every launch, on the kernel's arguments. Inside a compiled
-program no Python runs, so it is run once here, on stand-ins. In: the hook, the values it may
-read, and what the kernel's parameters stand for. Out: the outputs that it zeroes and the block
-shapes that it gives to descriptors; whatever else it does is an error.
+Triton runs such a hook before every launch, on the kernel's arguments. No Python runs inside a
+compiled program, so it is run once here, on stand-ins. In: the hook, the values it may read, and
+what each parameter of the kernel takes. Out: the outputs that it zeroes and the block shapes that
+it sets; anything else it does is an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def find_effects(
       aliases: which operands are outputs.
 
     Raises:
-      UnsupportedError: it fails, or does what cannot be honoured.
+      UnsupportedError: it raises, or does something that cannot be honoured.
     """
     log = _Log(where, {alias.operand: alias.result for alias in aliases})
     arguments = {name: log.stand_in(name, leaf, seen[name]) for name, leaf in parameters}
@@ -66,7 +66,7 @@ def find_effects(
 
 
 class _Log:
-    """Makes the stand-ins of one run, and notes what becomes of them."""
+    """Makes the stand-ins for one run, and records what is done to them."""
 
     def __init__(self, where: str, result_of_operand: Mapping[int, int]):
         self.where = where
@@ -82,7 +82,7 @@ class _Log:
     def zero(self, name: str, leaf: Operand | Result) -> None:
         index = leaf.index if isinstance(leaf, Result) else self._result_of.get(leaf.index)
         if index is None:
-            raise self.refuse(f"zeroes `{name}`, which is no output, nor aliased to one")
+            raise self.refuse(f"zeroes `{name}`, which is not an output, nor aliased to one")
         self.zeroed.add(index)
 
     def stand_in(self, name: str, leaf: Argument, seen: Any) -> Any:
@@ -109,7 +109,7 @@ class _Log:
         return _Array(self, name, leaf, seen)
 
     def block_shapes(self) -> dict[int, Any]:
-        """The block shapes that have changed; nothing else of a descriptor may."""
+        """The block shapes that were changed. Changing anything else of a descriptor is refused."""
         changed = {}
         for name, leaf, found, before in self._descriptors:
             after = vars(found)
@@ -153,7 +153,7 @@ class _Array:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        # How Python and libraries find out what an object is, and hooks what a descriptor is.
+        # Probes: Python and libraries ask what an object is, hooks whether it is a descriptor.
         if name.startswith("__") or name in ("base", "block_shape", "padding", "strides"):
             raise AttributeError(name)
         raise self._log.refuse(f"uses `{self._name}.{name}`")

@@ -21,7 +21,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 class Parameter:
     """One parameter of a kernel. `default` is None where `has_default` is false.
 
-    `number` is Triton's name of the number that an annotation makes of it ("i32"), else "".
+    `number` is Triton's name of the number type it is annotated with ("i32"), else "".
     """
 
     name: str
@@ -33,7 +33,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """A config's `pre_hook`, and the values that it is given beside the runtime arguments."""
+    """A config's `pre_hook`, and the values it gets besides the runtime arguments."""
 
     function: Callable[[dict[str, Any]], Any]
     values: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Kernel:
 
         Raises:
           ArgumentTypeError: `source` is not a jitted function, alone or decorated.
-          UnsupportedError: `@triton.autotune` has host hooks, or there are several of it.
+          UnsupportedError: `@triton.autotune` has host hooks, or is used more than once.
         """
         view = _views.get(id(source))
         if view is None or view.source is not source:
@@ -81,7 +81,7 @@ class Kernel:
             hint = " Decorate it with @triton.jit." if callable(function) else ""
             raise ArgumentTypeError(
                 "Argument `kernel` must be a function decorated with @triton.jit (or Gluon's jit), "
-                "with @triton.autotune or @triton.heuristics around it or not; "
+                "optionally with @triton.autotune or @triton.heuristics around it; "
                 f"got {function!r} of type {type(function).__name__}.{hint}"
             )
         name = triton_private.function_name(function)
@@ -150,18 +150,18 @@ class Kernel:
         *,
         conflicts: str = "filter",
     ) -> tuple[list[tuple[Config, Hook | None]], list[str]]:
-        """The configs to choose from, each with all values that configs and heuristics set.
+        """The configs to choose from, each with all the values that configs and heuristics set.
 
         Args:
           arguments: runtime arguments by parameter, as heuristics see them.
           keywords: constexprs and other meta-parameters the caller gave.
           options: `num_warps` and the like that the caller gave.
-          conflicts: what becomes of a name that both the caller and a config set:
-            "filter" keeps the configs that agree with the caller, "config" lets the
-            config's value win, "caller" the caller's.
+          conflicts: what to do with a name that both the caller and a config set: "filter" keeps
+            the configs that agree with the caller, "config" takes the config's value, "caller" the
+            caller's.
 
         Returns:
-          The configs, in the order the user listed them, each with its `pre_hook`; and the names
+          The configs in the order the user listed them, each with its `pre_hook`, and the names
           that heuristics read.
 
         Raises:
@@ -174,7 +174,7 @@ class Kernel:
                 for branch in branches:
                     branch.apply_heuristics(stage.values, arguments, recorder)
             else:
-                (branch,) = branches  # Kernel.of admits one autotuner
+                (branch,) = branches  # Kernel.of allows one autotuner
                 branches = self._branches(stage, branch, arguments, conflicts)
         return [(branch.config(), branch.hook) for branch in branches], sorted(recorder.read)
 
@@ -208,7 +208,7 @@ _MOST_VIEWS = 1024
 
 @dataclasses.dataclass
 class _Branch:
-    """One way through the decorators: the values so far, and those the kernel's stages set."""
+    """One path through the decorators: all values so far, and those set by stages."""
 
     keywords: dict[str, Any]
     values: dict[str, Any]
@@ -263,7 +263,7 @@ class _Recorder:
 
 
 class WatchedDict(dict):
-    """A dictionary that notes which keys are read, in `read`. Taking all counts as reading all."""
+    """A dictionary that adds the keys that are read to `read`; iterating reads them all."""
 
     def __init__(self, values: Mapping[str, Any], read: set[str]):
         super().__init__(values)
@@ -303,9 +303,9 @@ def _refuse_hooks(name: str, tuner: Any) -> None:
     hooks = [f"@triton.autotune({hook}=…)" for hook in triton_private.autotuner_hooks(tuner)]
     if hooks:
         raise UnsupportedError(
-            f"Kernel {name!r} has host hooks, which have no place inside a compiled program: "
-            f"{', '.join(hooks)}. To have operands put back between the timed runs of its configs, "
-            "use `restore_value` or `reset_to_zero`; to zero an output in the program, "
+            f"Kernel {name!r} has host hooks, which cannot run inside a compiled program: "
+            f"{', '.join(hooks)}. To restore operands between the timed runs of its configs, use "
+            "`restore_value` or `reset_to_zero`; to zero an output in the program, use "
             "`zeroed_outputs` or a `pre_hook` of its configs."
         )
 
@@ -313,11 +313,11 @@ def _refuse_hooks(name: str, tuner: Any) -> None:
 def _prune(
     tuner: Any, configs: Sequence[Any], arguments: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> list[Any]:
-    """`prune_configs_by`, as `@triton.autotune` documents it, on a list of ours."""
+    """Applies `prune_configs_by` to a list of configs, as `@triton.autotune` documents it."""
     configs = list(configs)
     if tuner.early_config_prune is not None:
-        # Triton names what was positional and hands on what was a keyword; which of the two a
-        # runtime argument was is not known here.
+        # Triton passes positional arguments as a dictionary and keywords as keywords; which of the
+        # two a runtime argument was is not known here, so it is passed as both.
         named = {**arguments, **keywords}
         configs = list(tuner.early_config_prune(configs, dict(named), **named))
     if tuner.perf_model is not None and configs:

@@ -1,4 +1,4 @@
-"""What a kernel launch is, as plain frozen data.
+"""A kernel launch as plain frozen data.
 
 `triton_call` binds a user's call into a `Call`: the kernel, which buffer each
 parameter takes, and the candidate configs with the grid of each. Lowering
@@ -73,7 +73,7 @@ class Scalar:
 class Descriptor:
     """A parameter that takes a host-side TMA descriptor of the `index`-th array operand.
 
-    Shapes and strides count elements. `block_shape` is empty where candidates decide it.
+    Shapes and strides count elements. `block_shape` is empty if the candidates set it.
     """
 
     index: int
@@ -98,7 +98,7 @@ def leaves(argument: Argument) -> Iterator[Operand | Result | Scalar | Descripto
 
 
 def rebuild(argument: tuple, parts: list[Any]) -> tuple:
-    """A tuple of the same kind with other parts; a named tuple keeps its names."""
+    """A tuple of the same type with other parts; a named tuple keeps its names."""
     return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
 
 
@@ -122,9 +122,9 @@ class Alias:
 class Candidate:
     """A config with everything that follows from it.
 
-    `constants` are all constexpr parameters of the kernel, `options` all compiler
-    options, `zeroed` the outputs to be zeroed before the launch, `block_shapes` pairs
-    descriptors' operands with the block shapes that they have in this config.
+    `constants` are all constexpr parameters of the kernel, `options` all compiler options, `zeroed`
+    the outputs to zero before the launch; `block_shapes` pairs descriptors' operands with their
+    block shapes in this config.
     """
 
     config: Config
@@ -146,13 +146,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A user's call, bound: all that is known before devices and shapes are.
+    """A user's call, bound: all that is known before devices and shapes are known.
 
     `arguments` gives the runtime parameters in the kernel's order; `aliases`
     count array operands and flattened outputs; `tuning` is the tuning mode and
-    `implementation` one of None, "triton", "interpret". `fallback` stands in for all
-    candidates where none is chosen; None means the first of them. `checked` is for the
-    interpreter.
+    `implementation` one of None, "triton", "interpret". `fallback` is used if no candidate is
+    chosen; None means the first of them. `checked` is for the interpreter.
     """
 
     kernel: Kernel
@@ -167,7 +166,7 @@ class Call:
     has_side_effect: bool = False
     serialized_metadata: bytes = b""
     debug: bool = False
-    # Not compared: two calls that differ in nothing else are the same call.
+    # Not compared: two calls that differ only in this are the same call.
     tuning_inputs: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     fallback: Candidate | None = None
     checked: bool = False
@@ -195,7 +194,7 @@ class Call:
     def launches(
         self, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
     ) -> list[Launch]:
-        """The launches of those candidates that launch anything."""
+        """The launches of all candidates whose grid is not empty."""
         return [self.launch(c, operands, results) for c in self.candidates if not c.is_empty]
 
     def __repr__(self) -> str:
@@ -232,11 +231,11 @@ class Launch:
         return {alias.result: alias.operand for alias in self.aliases}
 
     def array_type(self, leaf: Operand | Result | Descriptor) -> ArrayType:
-        """The type of the buffer that a leaf stands for."""
+        """The type of a leaf's buffer."""
         return self.results[leaf.index] if isinstance(leaf, Result) else self.operands[leaf.index]
 
     def buffer_index(self, leaf: Operand | Result | Descriptor) -> int:
-        """The buffer a leaf stands for, counted over operands, then outputs not aliased to one."""
+        """The index of a leaf's buffer: operands first, then the outputs that are not aliased."""
         if not isinstance(leaf, Result):
             return leaf.index
         aliased = self.operand_of_result
@@ -246,7 +245,7 @@ class Launch:
         return len(self.operands) + fresh.index(leaf.index)
 
     def zeroed_bytes(self) -> dict[Operand | Result, int]:
-        """How many bytes are zeroed before the launch, by the leaf that takes the buffer."""
+        """How many bytes to zero before the launch, by the leaf that takes the buffer."""
         operand_of = self.operand_of_result
         zeroed: dict[Operand | Result, int] = {}
         for index in self.candidate.zeroed:
@@ -262,7 +261,7 @@ class Launch:
 
     @functools.cached_property
     def named_leaves(self) -> tuple[tuple[str, Operand | Result | Scalar | Descriptor], ...]:
-        """The leaves with their names: the parameter's, and in a tuple the position too."""
+        """The leaves with their names: the parameter's, plus the position in a tuple."""
         found: list[tuple[str, Any]] = []
 
         def visit(name: str, argument: Argument) -> None:
@@ -288,10 +287,10 @@ class TensorMap:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchParameter:
-    """A parameter of a compiled kernel: the one that stands for the `leaf`-th of `Launch.leaves`.
+    """A parameter of a compiled kernel, for leaf number `leaf` of `Launch.leaves`.
 
     `divisible_by_16` says whether the code relies on that. `scalar_type` is Triton's type of a
-    scalar, else None; `tensor_map` is there for descriptors, on GPUs with TMA.
+    scalar, else None; `tensor_map` is set for descriptors on GPUs with TMA.
     """
 
     leaf: int
@@ -304,8 +303,8 @@ class LaunchParameter:
 class CompiledKernel:
     """Triton's output for one launch, in the form XLA's custom call wants it.
 
-    `name` is the PTX entry, unique to what was compiled. `cubin` is the machine code of
-    `ptx`, made only where it is asked for: XLA makes its own. Sizes in bytes.
+    `name` is the PTX entry, unique to the code. `cubin` is the machine code of `ptx`, made only on
+    request because XLA makes its own.
     """
 
     name: str
@@ -319,5 +318,5 @@ class CompiledKernel:
     parameters: tuple[LaunchParameter, ...]
     """In the kernel's order. Triton folds None and integers it specialised on 1 into the code."""
     writes: tuple[tuple[int, ...], ...] = ()
-    """For each write whose pointer can be followed: the leaves that it may reach."""
+    """For each write whose pointer can be followed, the leaves it may reach."""
     cubin: bytes | None = None

@@ -1,4 +1,4 @@
-"""Compile-time values: hashable, compared exactly, and one way to compile a kernel made of them."""
+"""Compile-time values, hashable and compared exactly, and the configs made of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any, TypeAlias
 
 CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
-"""The compiler options that a config of Triton's can set."""
+"""The compiler options that a Triton config can set."""
 
 
 class Static:
     """A compile-time value that equals only itself.
 
-    Python says ``1 == 1.0 == True``, ``0.0 == -0.0`` and ``nan != nan``; a
-    kernel compiled for one of those must not be handed out for another.
+    In Python ``1 == 1.0 == True``, ``0.0 == -0.0`` and ``nan != nan``, but a kernel compiled for
+    one of these must not be used for another.
     """
 
     __slots__ = ("_key", "value")
@@ -37,7 +37,7 @@ def _identity(value: Any) -> Any:
         return (float, value.hex())
     if isinstance(value, tuple):
         return (type(value), tuple(_identity(v) for v in value))
-    if hasattr(type(value), "cache_key"):  # a jitted function: its own hash parses its source
+    if hasattr(type(value), "cache_key"):  # a jitted function, whose own hash parses its source
         return (type(value), id(value))
     return (type(value), value)
 
