@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target makes its virtual environment first, where there is none.
 #
 #   make demo          what Triax does, on whatever machine this is
-#   make test          all tests that need no GPU
+#   make test          all tests that need no GPU, on as many cores as there are (up to 8)
 #   make gpu-test      the tests that need one
 #   make lint          style, types and the project's own rules
 #   make matrix        the tests on every supported JAX and Triton (ARGS="--only 0.8.0,0.12")
@@ -15,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= cuda13
 ARGS ?=
+PARALLEL ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
@@ -36,7 +37,7 @@ demo: $(STAMP)
 	$(PY) examples/demo.py $(ARGS)
 
 test: $(STAMP)
-	JAX_PLATFORMS=cpu $(PY) -m pytest -m "not gpu" $(ARGS)
+	JAX_PLATFORMS=cpu $(PY) -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
 
 gpu-test: $(STAMP)
 	$(PY) -c "import jax; print(jax.devices('gpu'))"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import glob
 import importlib
+import importlib.metadata
 import itertools
 import os
 import shutil
@@ -18,11 +19,21 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings as hypothesis_settings
+from packaging.version import Version
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 CPU_DEVICES = 8
 _ids = itertools.count()
-_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# For CPU programs that are compiled once and run once on a few numbers: what XLA does to make them
+# fast takes most of the time. A flag that XLA_FLAGS names already stays as it is there.
+_XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": CPU_DEVICES,
+    "--xla_backend_optimization_level": 1,
+    "--xla_llvm_disable_expensive_passes": "true",
+    "--xla_cpu_parallel_codegen_split_count": 1,
+}
+if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):  # unknown to later ones
+    _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 
 
 def _has_nvidia_device() -> bool:
@@ -32,13 +43,17 @@ def _has_nvidia_device() -> bool:
 if not _has_nvidia_device():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ.get("JAX_PLATFORMS") == "cpu":
-    _flags = os.environ.get("XLA_FLAGS", "")
-    if _DEVICE_COUNT_FLAG not in _flags:
-        os.environ["XLA_FLAGS"] = f"{_flags} {_DEVICE_COUNT_FLAG}={CPU_DEVICES}".strip()
+    _given = os.environ.get("XLA_FLAGS", "")
+    _added = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in _given]
+    os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
-hypothesis_settings.register_profile("developer", deadline=None)
-hypothesis_settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# An example may compile several programs, so there are few; --hypothesis-profile=thorough has more.
+hypothesis_settings.register_profile("thorough", deadline=None, max_examples=50)
+hypothesis_settings.register_profile("developer", deadline=None, max_examples=5)
+hypothesis_settings.register_profile(
+    "ci", deadline=None, max_examples=5, derandomize=True, print_blob=True
+)
 hypothesis_settings.load_profile("ci" if IN_CI else "developer")
 
 

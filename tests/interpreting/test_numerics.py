@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triax.binding.launch import Result
@@ -115,6 +115,7 @@ def test_conversion_from_bfloat16(interpret, rng, target):
 
 
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=16))
+@settings(max_examples=100)
 def test_conversion_to_bfloat16_of_any_float(interpret, values):
     x = np.array(values, np.float32)
     arguments = {"x_ptr": x, "o_ptr": Result(0), "n": x.size}

@@ -15,7 +15,9 @@ class OnlyWrites:
         pass
 
 
-@pytest.mark.parametrize("stderr", [None, OnlyWrites(), io.StringIO()], ids=str)
+@pytest.mark.parametrize(
+    "stderr", [None, OnlyWrites(), io.StringIO()], ids=["none", "only-writes", "closed"]
+)
 def test_whatever_stands_for_standard_error(monkeypatch, caplog, stderr):
     monkeypatch.setattr(progress, "_QUIET_S", 0.0)
     if isinstance(stderr, io.StringIO):

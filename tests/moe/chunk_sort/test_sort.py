@@ -57,7 +57,6 @@ def test_example(implementation):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(seed=st.integers(0, 2**32 - 1), fill=st.sampled_from([0.0, 0.5, 1.0]))
-@settings(max_examples=5)
 def test_equals_definition(oracle, shape, seed, fill):
     case = oracle.make_case(seed, *shape, fill=fill)
     for implementation in ("xla", "interpret"):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.moe import oracle
@@ -150,7 +150,6 @@ def test_example(implementation):
     capacity=st.sampled_from([None, None, 0, 1, 4]),
     hostile=st.booleans(),
 )
-@settings(max_examples=25)
 def test_equals_definition(shape, seed, routing, capacity, hostile):
     case = make_case(np.random.default_rng(seed), shape, routing, capacity, hostile)
     for implementation in ("xla", "interpret"):

@@ -56,8 +56,11 @@ def check_equal(actual, expected):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("batched", [(0, 0, 0), (0, None, None), (None, 0, 0)], ids=str)
-@pytest.mark.parametrize("axis_name", [None, "d"])
+@pytest.mark.parametrize(
+    ("batched", "axis_name"),
+    [((0, 0, 0), None), ((0, 0, 0), "d"), ((0, None, None), None), ((None, 0, 0), "d")],
+    ids=str,
+)
 def test_vmap_is_the_loop(implementation, batched, axis_name):
     args = batches(3)
     op = jax.jit(functools.partial(route, implementation=implementation))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.moe import oracle
@@ -101,7 +101,6 @@ def test_example(implementation):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(seed=st.integers(0, 2**32 - 1), routing=st.sampled_from(oracle.ROUTINGS), options=sizes)
-@settings(max_examples=40)
 def test_equals_definition(shape, seed, routing, options):
     ids = oracle.draw_ids(np.random.default_rng(seed), *shape, routing)
     keywords, num_rows = resolve(options, *shape)
@@ -119,7 +118,6 @@ MASKS += [(0, 20, 20), (70, 64, 64), (130, 40, 33), (7, 300, 300)]
 
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 @given(seed=st.integers(0, 2**32 - 1), fill=st.sampled_from([0.0, 0.01, 0.3, 1.0]), options=sizes)
-@settings(max_examples=25)
 def test_mask_equals_definition(shape, seed, fill, options):
     num_tokens, top_k, num_experts = shape
     rng = np.random.default_rng(seed)
