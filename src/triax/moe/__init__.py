@@ -1,4 +1,4 @@
-"""MoE layers: experts chosen, tokens sent there and back, matmuls by expert, with gradients."""
+"""MoE layers: routing, moving tokens to their experts and back, grouped matmuls, with gradients."""
 
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index

@@ -1,7 +1,7 @@
-"""The whole layer as one function: a composition of the package's ops, with no kernels of its own.
+"""The whole layer as one function, composed of the package's ops without kernels of its own.
 
-Tokens, their router logits and the experts' weights come in; what the experts made of each token
-comes out, with the counts that losses and logs need. Gradients are those of the ops.
+In: tokens, their router logits and the experts' weights. Out: the experts' output for each token,
+and the counts that losses and logs need. Gradients are those of the ops.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class FeedForward(NamedTuple):
 
     Attributes:
       tokens: [tokens, hidden], in the dtype of `x`.
-      group_counts: int32 [experts], the pairs routed to each expert, those dropped included: what
-        `load_balancing_loss` wants.
-      num_dropped: int32 [], the pairs that found their expert full.
+      group_counts: int32 [experts], the pairs routed to each expert, including those dropped, as
+        `load_balancing_loss` expects.
+      num_dropped: int32 [], the pairs dropped because their expert was full.
     """
 
     tokens: jax.Array
@@ -49,50 +49,50 @@ def feed_forward(
     implementation: str | None = None,
     **router: Any,
 ) -> FeedForward:
-    """Sends each token through its best experts, gated feed-forward networks, and sums them up.
+    """Runs each token through its best experts, gated feed-forward networks, and sums their
+    outputs.
 
         out = moe.feed_forward(x, x @ w_router, w_gate_up, w_down, top_k=8, normalize=True)
         out.tokens  # [tokens, hidden]
         loss = task_loss + 0.01 * moe.load_balancing_loss(logits, out.group_counts)
 
-    ``tokens[t] = sum over k of weights[t, k] * ffn[experts[t, k]](x[t])``, where `route` gives
-    weights and experts, and expert e is
+    ``tokens[t] = sum over k of weights[t, k] * ffn[experts[t, k]](x[t])``, with the weights and
+    experts that `route` returns, where expert e is
 
         ffn[e](x) = (activation(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
 
-    This is `route`, `make_plan`, `permute`, `ragged_dot`, `glu`, `ragged_dot` and `unpermute`, one
-    after the other: for anything else between them, call them yourself.
+    This calls `route`, `make_plan`, `permute`, `ragged_dot`, `glu`, `ragged_dot` and `unpermute` in
+    turn. If you need anything else in between, call them yourself.
 
-    Routing is in float32. Matmuls sum in float32 and their results are rounded to the dtype of
-    `x`; where the weights' is wider, both are multiplied in that. The activation, its product and
-    the router's weight are computed in float32 and rounded once, and so is the sum over a token's
-    experts. Each gradient has the dtype of what it belongs to.
+    Routing is in float32. Matmuls sum in float32 and round their results to the dtype of `x`, or to
+    that of the weights if it is wider. The activation, its product and the router's weight are
+    computed in float32 and rounded once, and so is the sum over a token's experts. Each gradient
+    has the dtype of its argument.
 
-    For its gradient it keeps the permuted rows, the results of the first matmul and what the
-    activation makes of them, and the routing, all under their ops' names for `jax.checkpoint`; not
-    the rows that come out of the experts.
+    The residuals are the routing, the permuted rows, the results of the first matmul and the
+    activation's, all with their ops' names for `jax.checkpoint`. The experts' outputs are not kept.
 
     Args:
-      x: float [tokens, hidden], of 16 bits or more, as the weights.
-      logits: float [tokens, experts]. Their matmul is usually in float32.
-      w_gate_up: float [experts, hidden, 2 * width], the gate's columns first.
+      x: float [tokens, hidden], 16 bits or more, like the weights.
+      logits: float [tokens, experts], usually from a matmul in float32.
+      w_gate_up: float [experts, hidden, 2 * width], with the gate's columns first.
       w_down: float [experts, width, hidden].
       top_k: experts per token.
       activation: "swiglu", or "geglu" with the tanh form of GELU.
-      capacity: the most pairs an expert takes, its first ones; None for no bound. What is over
-        adds nothing to its token. With a capacity, no more rows are made than all experts take.
-      align_size: what each group of rows is filled up to a multiple of; `ragged_dot` needs none.
+      capacity: the most pairs an expert takes, first come first served; None for no limit. A pair
+        that is dropped contributes nothing to its token. A capacity also bounds the rows made.
+      align_size: each group of rows is padded to a multiple of this; `ragged_dot` needs no padding.
       implementation: None picks by the platform the program is lowered for: the Triton
         kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
         Triton's interpreter, on the CPU) and "xla" insist.
-      **router: further keywords of `route`: score, bias, num_groups, top_groups, normalize, scale.
+      **router: other keywords of `route`: score, bias, num_groups, top_groups, normalize, scale.
 
     Returns:
       `FeedForward`: the tokens, group_counts and num_dropped.
 
     Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
+      ArgumentTypeError: an argument has the wrong type.
+      ArgumentValueError: an argument has the wrong shape or is out of range.
     """
     x = _float_array("x", x, ("tokens", "hidden"))
     logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
@@ -129,7 +129,7 @@ def feed_forward(
 def _num_rows(
     num_pairs: int, num_experts: int, capacity: int | None, align_size: int
 ) -> int | None:
-    """The rows that full experts take, where that is fewer than `make_plan` would make."""
+    """The rows of full experts, if those are fewer than `make_plan` would make by default."""
     if capacity is None:
         return None
     align_size = arguments.integer("align_size", align_size, 1)
@@ -142,8 +142,8 @@ def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
     value = arguments.array(name, value, axes, jnp.floating)
     if value.dtype.itemsize < 2:
         raise ArgumentTypeError(
-            f"Argument `{name}` must be a float of 16 bits or more; got {value.dtype}. For 8 bits, "
-            "call `ragged_dot` with scales."
+            f"Argument `{name}` must be a float of 16 bits or more; got {value.dtype}. For 8-bit "
+            "floats, call `ragged_dot` with scales."
         )
     return value
 

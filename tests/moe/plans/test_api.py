@@ -42,9 +42,9 @@ REFUSED = {
     "traced experts": (
         {"num_experts": jnp.int32(3)},
         ArgumentTypeError,
-        "`num_experts` must be an int, for shapes depend on it; got",
+        "`num_experts` must be a Python int, because array shapes depend on it; got",
     ),
-    "bool capacity": ({"capacity": True}, ArgumentTypeError, "`capacity` must be an int"),
+    "bool capacity": ({"capacity": True}, ArgumentTypeError, "`capacity` must be a Python int"),
     "negative capacity": (
         {"capacity": -1},
         ArgumentValueError,

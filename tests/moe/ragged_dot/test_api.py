@@ -30,7 +30,7 @@ MISTAKES = {
     "one of 8 bits": (
         (X.astype("float8_e5m2"), W, SIZES),
         {},
-        "must both be floats of 8 bits, or neither; got float8_e5m2 and float32",
+        "must both be 8-bit floats, or neither; got float8_e5m2 and float32",
     ),
     "result": (
         (X, W, SIZES),

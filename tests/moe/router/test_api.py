@@ -22,7 +22,7 @@ WRONG = [
         ArgumentValueError,
         "must be at most the 12 experts of `logits`; got 13",
     ),
-    ({"top_k": 2.0}, ArgumentTypeError, "`top_k` must be an int"),
+    ({"top_k": 2.0}, ArgumentTypeError, "`top_k` must be a Python int"),
     (
         {"score": "relu"},
         ArgumentValueError,
@@ -38,7 +38,7 @@ WRONG = [
     ({"num_groups": 5, "top_groups": 1}, ArgumentValueError, "must divide the 12 experts"),
     ({"num_groups": 4, "top_groups": 5}, ArgumentValueError, "at most `num_groups`, 4; got 5"),
     ({"num_groups": 4, "top_groups": 0}, ArgumentValueError, "`top_groups` must be at least 1"),
-    ({"num_groups": 12, "top_groups": 3}, ArgumentValueError, "must leave each group two"),
+    ({"num_groups": 12, "top_groups": 3}, ArgumentValueError, "must leave each group at least two"),
     (
         {"num_groups": 4, "top_groups": 1, "top_k": 4},
         ArgumentValueError,

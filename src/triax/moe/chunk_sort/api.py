@@ -1,4 +1,4 @@
-"""`sort_chunks_by_index`: checks its arguments and hands them to the op."""
+"""`sort_chunks_by_index`: checks its arguments and calls the op."""
 
 from __future__ import annotations
 
@@ -34,32 +34,31 @@ def sort_chunks_by_index(
     *,
     implementation: str | None = None,
 ) -> Sorted:
-    """Cuts the rows of `x` into chunks and puts the chunks into another order.
+    """Cuts the rows of `x` into chunks and reorders the chunks.
 
         x = jnp.arange(5.0)[:, None]
         out = moe.sort_chunks_by_index(x, jnp.array([2, 1, 2]), jnp.array([1, 0, 2]))
         out.rows[:, 0]  # [2., 0., 1., 3., 4.]
 
-    Chunk i of `x` is the `split_sizes[i]` rows that follow chunk i - 1, and chunk j of the
-    output is chunk `sorted_indices[j]` of `x`. Rows past the last chunk stay where they are.
-    Expert parallelism needs it after an all-to-all, where rows arrive by (rank, expert) and
-    are wanted by (expert, rank), and before the way back.
+    Chunk i of `x` is the `split_sizes[i]` rows after chunk i - 1, and chunk j of the output is
+    chunk `sorted_indices[j]` of `x`. Rows past the last chunk stay where they are. Expert
+    parallelism needs this after an all-to-all, which delivers rows by (rank, expert) when they are
+    needed by (expert, rank), and again before the all-to-all back.
 
-    Rows and probs are moved bit by bit, and so are their gradients, which go the other way
-    and keep the dtype of `x` and `probs`. Equal inputs give equal outputs in every run.
+    Rows and probs are copied bit for bit. So are their gradients, which move the other way and keep
+    the dtypes of `x` and `probs`. Equal inputs give equal outputs in every run.
 
-    Sizes and indices are values on the device, which nobody can check in time. Where they
-    make no sense rows are misplaced, as told here, and memory outside is never touched:
-    a negative size is an empty chunk; chunks end at the last row of `x`; an index outside
-    [0, chunks) is an empty output chunk; output chunks past the last row are cut off. In
-    the gradient, a chunk that several output chunks name takes the gradient of the first,
-    and one that none names takes that of its own rows.
+    Sizes and indices are values on the device and cannot be checked. If they are wrong, rows are
+    misplaced, but memory outside is never touched: a negative size is an empty chunk; chunks end at
+    the last row of `x`; an index outside [0, chunks) is an empty output chunk; output chunks past
+    the last row are cut off. In the gradient, a chunk named by several output chunks gets the
+    gradient of the first, and a chunk named by none gets that of its own rows.
 
     Args:
       x: [tokens, hidden], any dtype. At most 2**31 - 1 tokens.
       split_sizes: integer [chunks].
       sorted_indices: integer [chunks], a permutation of 0 to chunks - 1.
-      probs: float [tokens], moved along with the rows, or None.
+      probs: float [tokens], moved with the rows, or None.
       implementation: None picks by the platform the program is lowered for: the Triton
         kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
         Triton's interpreter, on the CPU) and "xla" insist.

@@ -1,4 +1,4 @@
-"""`glu`: checks its arguments and hands them to the op."""
+"""`glu`: checks its arguments and calls the op."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def glu(
     activation: str = "swiglu",
     implementation: str | None = None,
 ) -> jax.Array:
-    """The activation of gated linear units, times the router's weight of each row.
+    """Applies a gated activation, and multiplies each row by its router weight.
 
         rows = moe.permute(x, plan, weights=routed.weights)
         gate_up = moe.ragged_dot(rows.rows, w_gate_up, plan.group_sizes)
@@ -33,14 +33,14 @@ def glu(
     ``out[r] = row_weights[r] * activation(gate_up[r, :width]) * gate_up[r, width:]``, in float32,
     rounded once.
 
-    Experts' outputs are linear in what this returns, so the weights may as well be applied here as
-    by `unpermute`. The rows that come out of the experts, which are wider, need then not be kept
-    for a gradient, and moving their gradient back needs not read them.
+    Experts' outputs are linear in this result, so the weights can be applied here instead of in
+    `unpermute`. Then the experts' outputs, which are wider, need not be kept as residuals, and the
+    gradient of `unpermute` need not read them.
 
     Under `jax.checkpoint` the result carries the name "triax_glu".
 
     Args:
-      gate_up: [rows, 2 * width], a float of 16 bits or more, the gate's columns first.
+      gate_up: [rows, 2 * width], floats of 16 bits or more, with the gate's columns first.
       row_weights: float [rows], or None for ones.
       activation: "swiglu" (SiLU), or "geglu" (GELU in its tanh form); Shazeer,
         https://arxiv.org/abs/2002.05202.
@@ -59,13 +59,13 @@ def glu(
     gate_up = arguments.array("gate_up", gate_up, ("rows", "2 * width"), jnp.floating)
     if gate_up.dtype.itemsize == 1:
         raise ArgumentTypeError(
-            f"Argument `gate_up` must be a float of 16 bits or more; got {gate_up.dtype}. Have "
-            "`ragged_dot` return one, by `preferred_element_type`."
+            f"Argument `gate_up` must be a float of 16 bits or more; got {gate_up.dtype}. Make "
+            "`ragged_dot` return one with `preferred_element_type`."
         )
     if gate_up.shape[1] % 2:
         raise ArgumentValueError(
-            "Argument `gate_up` must have an even number of columns, the gate's and as many more; "
-            f"got shape {gate_up.shape}."
+            "Argument `gate_up` must have an even number of columns, half of them the gate's; got "
+            f"shape {gate_up.shape}."
         )
     num_rows = gate_up.shape[0]
     if row_weights is not None:

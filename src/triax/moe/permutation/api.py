@@ -1,4 +1,4 @@
-"""`permute` and `unpermute`: check their arguments and hand them to the ops."""
+"""`permute` and `unpermute`: check their arguments and call the ops."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def permute(
         y = jax.lax.ragged_dot(rows, w, plan.group_sizes)
         out = moe.unpermute(y, plan, weights=router_weights)
 
-    ``rows[plan.row_of[t, k]] = x[t]`` for each token t and slot k that has a row. All other
-    rows are exactly zero. Values are moved bit by bit, whatever they are. The gradient of a
-    token is the sum of those of its rows, in float32 or wider, in the dtype of `x`.
+    ``rows[plan.row_of[t, k]] = x[t]`` for each token t and slot k that has a row. All other rows
+    are exactly zero. Values are copied bit for bit, NaNs included. The gradient of a token is the
+    sum of its rows' gradients, computed in float32 or wider and returned in the dtype of `x`.
 
     Under `jax.checkpoint` the results carry the names "triax_permuted_rows",
     "triax_permuted_weights" and "triax_permuted_scales": name them in a policy to keep them.
 
     Args:
       x: [tokens, hidden], any dtype.
-      plan: from `make_plan`. One whose arrays hold wrong values misplaces rows; it touches no
-        memory outside.
-      weights: float [tokens, top_k], moved along: each row takes the one of its (token, slot).
-        Their gradient comes back, exactly zero where there is no row.
-      scales: [tokens, scales], any dtype, moved along with the tokens: those of quantised rows.
+      plan: from `make_plan`. Wrong values in its arrays misplace rows, but never touch memory
+        outside.
+      weights: float [tokens, top_k], moved along: each row gets that of its (token, slot). Their
+        gradient is exactly zero where there is no row.
+      scales: [tokens, scales], any dtype, moved with the tokens: the scales of quantised rows.
       implementation: None picks by the platform the program is lowered for: the Triton
         kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
         Triton's interpreter, on the CPU) and "xla" insist.
@@ -95,25 +95,25 @@ def permute(
 def unpermute(
     rows: Any, plan: Plan, weights: Any = None, *, implementation: str | None = None
 ) -> jax.Array:
-    """Sums up the rows of every token, times its weights.
+    """Sums every token's rows, multiplied by its weights.
 
         out = moe.unpermute(rows, plan, weights=router_weights)  # [tokens, hidden]
 
-    ``out[t] = sum over k of weights[t, k] * rows[plan.row_of[t, k]]``, over the slots that
-    have a row, in their order. A zero weight is a weight: times NaN it gives NaN. A slot
-    without a row adds nothing, whatever its weight, and a token without any is exactly zero.
+    ``out[t] = sum over k of weights[t, k] * rows[plan.row_of[t, k]]``, over the slots that have a
+    row, in order. A zero weight still counts: times NaN it gives NaN. A slot without a row adds
+    nothing, whatever its weight, and a token without rows is exactly zero.
 
-    Sums are computed in the widest of float32 and the dtypes of `rows` and `weights`, and
-    rounded once. Gradients are ``weight * gradient`` for each row, exactly zero for those
-    without a token, and ``<row, gradient>`` for each weight, exactly zero for slots without
-    a row; in the dtypes of `rows` and `weights`, and the same bits in every run.
+    Sums are computed in the widest of float32 and the dtypes of `rows` and `weights`, and rounded
+    once. Gradients have the dtypes of `rows` and `weights` and are the same bits in every run:
+    ``weight * gradient`` for each row, exactly zero for rows without a token, and
+    ``<row, gradient>`` for each weight, exactly zero for slots without a row.
 
     Under `jax.checkpoint` the result carries the name "triax_unpermuted_tokens".
 
     Args:
       rows: float [plan.num_rows, hidden].
       plan: the one the rows were permuted by.
-      weights: float [tokens, top_k]; None for all one.
+      weights: float [tokens, top_k]; None means ones.
       implementation: as for `permute`.
 
     Returns:
@@ -155,8 +155,8 @@ def _routes(plan: Any) -> Routes:
         raise ArgumentValueError(
             f"Argument `plan` must have `row_of` of shape [tokens, top_k], `group_sizes` and "
             f"`group_filled` of shape [{plan.num_experts}]; got {row_of.shape}, {groups} and "
-            f"{plan.group_filled.shape}. Make one plan of all batches: reshape what it is made of "
-            "to [tokens, ...], and the results back."
+            f"{plan.group_filled.shape}. Make one plan for all batches: reshape its inputs to "
+            "[tokens, ...], and the results back."
         )
     num_slots = None
     if row_of.shape[1] > configs.MAX_UNROLLED_SLOTS:
@@ -191,7 +191,7 @@ def _check_weights(weights: Any, routes: Routes) -> jax.Array:
 
 
 def _as_known_words(scales: jax.Array) -> jax.Array:
-    """Scales in a small float that Triton lacks, float8_e8m0fnu above all, as integers."""
+    """Reinterprets scales in a small float Triton lacks, such as float8_e8m0fnu, as integers."""
     if scales.dtype.name in dtypes.SUPPORTED or not jnp.issubdtype(scales.dtype, jnp.floating):
         return scales
     if jnp.finfo(scales.dtype).bits != 8:

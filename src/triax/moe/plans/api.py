@@ -35,27 +35,27 @@ from triax.moe.shared import implementation as implementations
 class Plan:
     """Which row every (token, slot) goes to; made by `make_plan`.
 
-    Rows are grouped by expert in ascending order. Inside a group stand the tokens in their
-    original order, and a token that names the expert twice in the order of its slots. Then
-    come the group's pad rows, which fill it up to a multiple of `align_size`; after the last
-    group come the rows that are left. Pad rows and rows past the groups hold zeros.
+    Rows are grouped by expert in ascending order. Within a group, tokens keep their original order;
+    a token that names the expert twice keeps the order of its slots. Pad rows then fill the group
+    up to a multiple of `align_size`, and the remaining rows follow the last group. Pad rows and
+    rows past the groups are zero.
 
     A plan is a pytree: its arrays are leaves, its sizes are static. Under `jax.checkpoint`
     the arrays carry the name "triax_plan".
 
     Attributes:
-      row_of: int32 [tokens, top_k], the row; -1 where not routed, or dropped.
-      expert_of: int32 [tokens, top_k], the expert; -1 where not routed. Where a pair was
-        dropped it is the expert that had no room.
-      group_sizes: int32 [experts], the rows of each group, pad rows included and clipped to
-        the rows there are: what `jax.lax.ragged_dot` wants.
-      group_counts: int32 [experts], the pairs routed to each expert, before capacity,
-        alignment and dropping. They sum up to the rows filled and `num_dropped`.
+      row_of: int32 [tokens, top_k], the row; -1 if not routed or dropped.
+      expert_of: int32 [tokens, top_k], the expert; -1 if not routed. A dropped pair still has the
+        expert that was full.
+      group_sizes: int32 [experts], the rows of each group, pad rows included, clipped to
+        `num_rows`: what `jax.lax.ragged_dot` expects.
+      group_counts: int32 [experts], the pairs routed to each expert, before capacity, alignment and
+        dropping. Their sum is the number of filled rows plus `num_dropped`.
       group_filled: int32 [experts], the rows of each group that hold a token.
-      num_dropped: int32 [], the pairs that were routed and got no row.
-      num_rows: all rows.
-      num_experts: the groups.
-      align_size: what group sizes and `num_rows` are multiples of.
+      num_dropped: int32 [], the routed pairs that got no row.
+      num_rows: the number of rows.
+      num_experts: the number of groups.
+      align_size: group sizes and `num_rows` are multiples of this.
     """
 
     row_of: jax.Array
@@ -86,19 +86,19 @@ def make_plan(
 
     A stable counting sort: equal inputs give equal plans in every run, on every path.
 
-    An id outside [0, num_experts) means "not routed": it gets no row and is not counted. A
-    token may name an expert twice and gets two rows. An expert keeps its first `capacity`
-    pairs. Groups are laid out one after the other, each filled up to a multiple of
-    `align_size`, and what does not fit into `num_rows` is dropped: `capacity` bounds each
-    expert, so that overflow does not starve the last ones; `num_rows` is the backstop.
+    An id outside [0, num_experts) means "not routed": it gets no row and is not counted. A token
+    that names an expert twice gets two rows. An expert keeps its first `capacity` pairs. Groups
+    follow one another, each padded to a multiple of `align_size`, and pairs that do not fit in
+    `num_rows` are dropped. `capacity` limits each expert, so that overflow does not starve the last
+    ones; `num_rows` is the backstop.
 
     Args:
       selected_experts: integer [tokens, top_k].
       num_experts: at least 1.
-      capacity: the most pairs an expert keeps; None for no bound.
-      num_rows: a multiple of `align_size`; by default what the worst case needs,
+      capacity: the most pairs an expert keeps; None for no limit.
+      num_rows: a multiple of `align_size`; by default enough for the worst case,
         ``(tokens * top_k + num_experts * (align_size - 1)) // align_size * align_size``.
-      align_size: what each group's size is a multiple of: 8, 16 or 128 for most matmuls.
+      align_size: each group's size is a multiple of this: 8, 16 or 128 for most matmuls.
       implementation: None picks by the platform the program is lowered for: the Triton
         kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
         Triton's interpreter, on the CPU) and "xla" insist.
@@ -131,20 +131,19 @@ def make_plan_from_mask(
     align_size: int = 1,
     implementation: str | None = None,
 ) -> Plan:
-    """Gives every token that a mask routes its rows, sorted by expert.
+    """Gives every token its rows from a routing mask, sorted by expert.
 
         plan = moe.make_plan_from_mask(jnp.array([[1, 1, 0], [0, 1, 1]]), top_k=2)
         plan.row_of     # [[0, 1], [2, 3]]
         plan.expert_of  # [[0, 1], [1, 2]]
 
-    A token's slots are its experts in ascending order. It keeps the first `top_k`; further
-    ones are dropped, and counted in `group_counts` and `num_dropped`. Slots that its experts
-    do not fill are not routed. The mask is as wide as there are experts: where expert ids are
-    at hand, `make_plan` reads far less.
+    A token's slots are its experts in ascending order. It keeps the first `top_k`; the others are
+    dropped, and counted in `group_counts` and `num_dropped`. Unused slots are not routed. A mask
+    has a column per expert: if you have expert ids, `make_plan` reads far less.
 
     Args:
-      routing_map: bool or integer [tokens, experts]; not zero where a token is routed.
-      top_k: the most experts a token keeps, which is the slots it has.
+      routing_map: bool or integer [tokens, experts]; nonzero where a token is routed.
+      top_k: the number of slots, and so the most experts a token keeps.
       capacity, num_rows, align_size, implementation: as for `make_plan`.
 
     Returns:
@@ -185,7 +184,7 @@ def make_plan_from_mask(
 
 
 def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> jax.Array:
-    """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
+    """The first `top_k` experts in each token's mask, int32 [tokens, top_k], -1 past the last."""
     return implementations.dispatch(
         implementation if mask.shape[0] * top_k else "xla",
         mask,

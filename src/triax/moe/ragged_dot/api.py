@@ -1,4 +1,4 @@
-"""`ragged_dot`: checks its arguments and hands them to the op."""
+"""`ragged_dot`: checks its arguments and calls the op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triax.moe.ragged_dot.launchers import Options
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 
-# Of JAX's names for matmul precisions, those that allow tensor cores to multiply float32.
+# JAX's names for the matmul precisions that allow tensor cores to multiply float32.
 _TF32 = {"default", "fastest", "tensorfloat32", "TF32_TF32_F32"}
 _TF32X3 = {"high", "TF32_TF32_F32_X3"}
 
@@ -35,28 +35,27 @@ def ragged_dot(
         rows = moe.permute(x, plan)                          # [rows, depth]
         y = moe.ragged_dot(rows, weights, plan.group_sizes)  # [rows, columns]
 
-    As `jax.lax.ragged_dot`: the first ``group_sizes[0]`` rows are multiplied by ``weights[0]``,
-    the next ``group_sizes[1]`` by ``weights[1]``, and so on. Rows past the groups are exactly
-    zero, and so are their gradients.
+    Like `jax.lax.ragged_dot`: the first ``group_sizes[0]`` rows are multiplied by ``weights[0]``,
+    the next ``group_sizes[1]`` by ``weights[1]``, and so on. Rows past the groups are exactly zero,
+    and so are their gradients.
 
     Sums are in float32 and rounded once. float32 is multiplied exactly, unless JAX's matmul
     precision (`jax.default_matmul_precision`) asks for TF32. Gradients have the dtypes of `rows`
     and `weights`, and the incoming gradient is rounded to them before it is multiplied. Results
     are the same bits in every run.
 
-    Group sizes are values on the device. A negative one is an empty group, and groups end at the
-    last row; memory outside is never touched. NaNs and infinities in one group's rows or weights
-    do not reach another group's results (on the path "xla", that is as `jax.lax.ragged_dot` has
-    it).
+    Group sizes are values on the device. A negative size is an empty group, and groups end at the
+    last row; memory outside is never touched. NaNs and infinities in one group's rows or weights do
+    not reach another group's results (with "xla", only if `jax.lax.ragged_dot` ensures that).
 
     Under `jax.checkpoint` the result carries the name "triax_ragged_dot".
 
     Args:
-      rows: [rows, depth], float32, bfloat16, float16 or a float of 8 bits.
-      weights: [groups, depth, columns], of the same dtype, or one of 8 bits as well.
+      rows: [rows, depth], float32, bfloat16, float16 or an 8-bit float.
+      weights: [groups, depth, columns], of the same dtype, or any 8-bit float if `rows` is one.
       group_sizes: integer [groups].
-      row_scales: float [rows]: the result's rows are multiplied by it before they are rounded.
-      group_scales: float [groups], likewise for the rows of each group. With scales there is no
+      row_scales: float [rows], multiplied with the result's rows before they are rounded.
+      group_scales: float [groups], likewise for the rows of each group. Results with scales have no
         gradient.
       preferred_element_type: the dtype of the result; by default that of `rows`.
       implementation: None picks by the platform the program is lowered for: the Triton
@@ -100,7 +99,7 @@ def ragged_dot(
     )
     if not (num_rows and depth and num_groups and weights.shape[2]):
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
-        # Zero, and still a function of the operands, so that they have gradients.
+        # Zero, but still a function of the operands, so that they have gradients.
         return empty + (jnp.sum(rows) + jnp.sum(weights)).astype(result) * 0
     sizes = arguments.as_int32(group_sizes, num_rows)
     sizes = arguments.as_int32(group_sizes, num_rows)
@@ -120,13 +119,13 @@ def ragged_dot(
 
 
 def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in one dtype; two of 8 bits as they are, for kernels multiply any two of those."""
+    """Both in one dtype. 8-bit floats stay as they are: kernels multiply any two of them."""
     small = [_is_small_float(a) for a in (rows, weights)]
     if all(small) or rows.dtype == weights.dtype:
         return rows, weights
     if any(small):
         raise ArgumentTypeError(
-            "Arguments `rows` and `weights` must both be floats of 8 bits, or neither; got "
+            "Arguments `rows` and `weights` must both be 8-bit floats, or neither; got "
             f"{rows.dtype} and {weights.dtype}. Cast one."
         )
     dtype = jnp.promote_types(rows.dtype, weights.dtype)
@@ -150,7 +149,7 @@ def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | 
 
 
 def _precision() -> str:
-    """How float32 is multiplied, in Triton's words."""
+    """Triton's name for how to multiply float32."""
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if asked in _TF32:
         return "tf32"

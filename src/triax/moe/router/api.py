@@ -1,4 +1,4 @@
-"""`route`: checks its arguments and hands them to the op."""
+"""`route`: checks its arguments and calls the op."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def route(
         plan = moe.make_plan(experts, num_experts)
 
     A token's scores are the softmax or the sigmoid of its logits. It goes to the `top_k` experts
-    with the best scores, or with the best ``score + bias``; a bias takes part in the choice and
-    not in the weight. Among equals the lowest number is first, as `jax.lax.top_k` has it; without
-    a bias the logits are compared, so that no two scores become equal by rounding.
+    with the best scores, or with the best ``score + bias``: a bias affects the choice but not the
+    weights. Ties go to the lowest expert number, as in `jax.lax.top_k`. Without a bias the logits
+    are compared, so that rounding does not make two scores equal.
 
-    The weight of a chosen expert is its score, with `normalize` divided by the sum over those
-    chosen, times `scale`. The softmax of the chosen logits alone (top-k first, then softmax) is
-    the same as the softmax of all, normalised: ``normalize=True`` is both.
+    The weight of a chosen expert is its score times `scale`; with `normalize` the scores are first
+    divided by the sum of those chosen. The softmax of only the chosen logits (top-k first, then
+    softmax) equals the normalised softmax of all: ``normalize=True`` gives both.
 
-    With groups, experts are cut into `num_groups` equal ones, and chosen only from a token's
-    `top_groups` best. A group's score is the sum of its two best scores, biases included.
+    With groups, the experts are split into `num_groups` equal groups, and a token chooses only from
+    its `top_groups` best. A group's score is the sum of its two best scores, bias included.
 
-    All is computed in float32. The gradient goes from the weights to the logits, the same bits in
-    every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest
-    logit; it makes those weights NaN that depend on it, and no other token's.
+    Everything is computed in float32. The weights have a gradient to the logits, the same bits in
+    every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest logit;
+    weights that depend on it are NaN, and other tokens are not affected.
 
     Under `jax.checkpoint` both results carry the name "triax_routing".
 
@@ -61,11 +61,11 @@ def route(
       top_k: experts per token, from 1 to all.
       score: "softmax" or "sigmoid".
       bias: float [experts], or None.
-      num_groups, top_groups: both or none. `num_groups` divides the experts into groups of at
-        least two, and `top_groups` of them have at least `top_k` experts.
-      normalize: whether a token's weights sum up to `scale`. For sigmoids 1e-20 is added to the
-        sum, as DeepSeek-V3 does.
-      scale: what weights are multiplied by, a Python number.
+      num_groups, top_groups: both or neither. Groups must have at least two experts each, and
+        `top_groups` of them at least `top_k` together.
+      normalize: whether a token's weights sum to `scale`. For sigmoids 1e-20 is added to the sum,
+        as in DeepSeek-V3.
+      scale: a Python number that the weights are multiplied by.
       implementation: None picks by the platform the program is lowered for: the Triton
         kernel on CUDA, plain JAX elsewhere, and for more than 1,024 experts. "triton",
         "interpret" (the kernel in Triton's interpreter, on the CPU) and "xla" insist.
@@ -74,8 +74,8 @@ def route(
       `Routed`: weights float32 [tokens, top_k] and experts int32 [tokens, top_k].
 
     Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
+      ArgumentTypeError: an argument has the wrong type.
+      ArgumentValueError: an argument has the wrong shape or is out of range.
     """
     logits = check_logits(logits)
     num_experts = logits.shape[1]
@@ -102,7 +102,7 @@ def route(
 def route_by_spec(
     logits: jax.Array, bias: jax.Array | None, spec: RouterSpec, implementation: str | None
 ) -> Routed:
-    """`route`, its arguments checked but for `implementation`."""
+    """`route` with checked arguments, except `implementation`."""
     num_tokens, num_experts = logits.shape
     implementation = implementations.resolve(implementation, logits=logits, bias=bias)
     if num_experts > MAX_EXPERTS:
@@ -122,7 +122,7 @@ def route_by_spec(
 
 
 def check_logits(logits: Any) -> jax.Array:
-    """Returns float logits [tokens, experts] of at least one expert."""
+    """Returns float logits [tokens, experts] with at least one expert."""
     logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
     if logits.shape[1] == 0:
         raise ArgumentValueError(
@@ -148,11 +148,11 @@ def check_groups(
     top_groups: int | None,
     names: tuple[str, str] = ("num_groups", "top_groups"),
 ) -> tuple[int, int]:
-    """Returns how many groups there are and are chosen from; 1 and 1 where all are."""
+    """Returns how many groups there are and how many are chosen from; 1, 1 means no groups."""
     if (num_groups is None) != (top_groups is None):
         given, missing = names[:: 1 if top_groups is None else -1]
         raise ArgumentValueError(
-            f"Argument `{given}` is given and `{missing}` is not. Give both, or none for a choice "
+            f"Argument `{given}` is given and `{missing}` is not. Give both, or neither to choose "
             "from all experts."
         )
     if num_groups is None:
@@ -172,14 +172,14 @@ def check_groups(
         return 1, 1
     if num_experts // num_groups < 2:
         raise ArgumentValueError(
-            f"Argument `{names[0]}` must leave each group two of the {num_experts} experts of "
-            f"`logits` at least, whose scores are the group's; got {num_groups}."
+            f"Argument `{names[0]}` must leave each group at least two of the {num_experts} "
+            f"experts of `logits`, whose scores make the group's; got {num_groups}."
         )
     return num_groups, top_groups
 
 
 def check_top_k(name: str, top_k: Any, most: int, grouped: bool = False) -> int:
-    """Returns a number of choices, of which there are `most`."""
+    """Returns a number of choices from 1 to `most`."""
     top_k = arguments.integer(name, top_k, 1)
     if top_k > most:
         there_are = f"{most} experts of the chosen groups" if grouped else f"{most} experts"

@@ -13,22 +13,22 @@ from triax.moe.shared import arguments
 
 
 def load_balancing_loss(logits: Any, group_counts: Any, *, score: str = "softmax") -> jax.Array:
-    """How unevenly experts are used: 1 where all get the same share, and more the less they do.
+    """How unevenly experts are used: 1 if all get the same share, more if they do not.
 
         plan = moe.make_plan(experts, num_experts)
         loss = task_loss + 0.01 * moe.load_balancing_loss(logits, plan.group_counts)
 
-    ``experts * sum over e of share[e] * mean[e]``: the share of all (token, choice) pairs that
-    went to expert e, and the mean over the tokens of its score. Scores of a token sum up to 1:
-    the softmax, or the sigmoids divided by their sum. Only they have a gradient.
+    ``experts * sum over e of share[e] * mean[e]``: the share of all (token, choice) pairs that went
+    to expert e, and its mean score over the tokens. A token's scores sum to 1: the softmax, or the
+    sigmoids divided by their sum. Only the scores have a gradient.
 
     Equations 4 to 6 of "Switch Transformers" (arXiv:2101.03961), for any number of choices; with
-    "sigmoid", equations 17 to 20 of "DeepSeek-V3 Technical Report" (arXiv:2412.19437) for the
-    tokens given, less the factor alpha. Mixtral in Hugging Face's `transformers` counts the
-    pairs by token and so has `top_k` times this.
+    "sigmoid", equations 17 to 20 of "DeepSeek-V3 Technical Report" (arXiv:2412.19437) for the given
+    tokens, without the factor alpha. Mixtral in Hugging Face's `transformers` counts pairs per
+    token, so its loss is `top_k` times this one.
 
-    Where tokens are spread over devices, the mean over them of losses is not the loss of all:
-    pass in the counts of all, by `jax.lax.psum`, and average the results with `jax.lax.pmean`.
+    If tokens are spread over devices, the mean of the devices' losses is not the loss of all
+    tokens: pass the `jax.lax.psum` of the counts, and average the results with `jax.lax.pmean`.
 
     Args:
       logits: float [tokens, experts].
@@ -83,7 +83,7 @@ def router_z_loss(logits: Any) -> jax.Array:
 
 
 def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
-    """Scores of all experts that sum up to 1 for each token."""
+    """Scores of all experts, which sum to 1 for each token."""
     if score == "softmax":
         return jax.nn.softmax(logits, axis=1)
     scores = jax.nn.sigmoid(logits)

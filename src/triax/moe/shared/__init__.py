@@ -1,1 +1,1 @@
-"""What several ops share."""
+"""Code shared by several ops."""

@@ -1,4 +1,4 @@
-"""Checks of what users pass to the MoE ops, in one wording."""
+"""Checks of the arguments of the MoE ops, with the same messages for all."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def array(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """Returns `value` as a Python int if it is one, known now, from `least` to 2**31 - 1."""
+    """Returns `value` as a Python int from `least` to 2**31 - 1, or raises."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ArgumentTypeError(
-            f"Argument `{name}` must be an int, for shapes depend on it; got {value!r} of type "
-            f"{type(value).__name__}."
+            f"Argument `{name}` must be a Python int, because array shapes depend on it; got "
+            f"{value!r} of type {type(value).__name__}."
         )
     if not least <= value <= MAX_ROWS:
         raise ArgumentValueError(
@@ -49,7 +49,7 @@ def integer(name: str, value: Any, least: int) -> int:
 
 
 def as_int32(values: jax.Array, limit: int) -> jax.Array:
-    """Integers as int32; what int32 does not hold becomes -1 or `limit`, and stays out of range."""
+    """Integers as int32; those too large become -1 or `limit`, which are out of range as well."""
     if values.dtype.itemsize < 4 or values.dtype == jnp.int32:
         return values.astype(jnp.int32)
     return jnp.clip(values, -1 if values.dtype.kind == "i" else 0, limit).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What the plain JAX paths of several ops do with arrays."""
+"""Array functions that the plain JAX paths of several ops share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 
 def take_rows(array: jax.Array, index: jax.Array, **mode: Any) -> jax.Array:
-    """Rows of an array, bit by bit; `mode` says what becomes of others, as in `jnp.take`."""
-    # Floats move as integers: where a platform has no small floats XLA computes with larger ones,
-    # also to gather, and the way there and back changes NaNs.
+    """Rows of an array, bit for bit; `mode` handles indices out of range, as in `jnp.take`."""
+    # Floats move as integers: on platforms without small floats XLA converts them to larger ones
+    # even to gather, and converting there and back changes NaNs.
     bits = jnp.finfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.floating) else 0
     if bits not in (8, 16, 32, 64):
         return jnp.take(array, index, axis=0, **mode)
@@ -20,6 +20,6 @@ def take_rows(array: jax.Array, index: jax.Array, **mode: Any) -> jax.Array:
 
 
 def running_sum(sizes: jax.Array, limit: int) -> jax.Array:
-    """Inclusive sums of sizes in [0, limit], held at `limit` so that they cannot wrap around."""
+    """Inclusive sums of sizes in [0, limit], clamped to `limit` so that they cannot wrap around."""
     add = lambda a, b: a + jnp.minimum(b, limit - a)
     return jax.lax.associative_scan(add, sizes)

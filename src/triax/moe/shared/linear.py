@@ -1,10 +1,10 @@
-"""Ops with derivatives of their own that JAX can run forward, transpose, and differentiate again.
+"""Ops with custom derivatives that JAX can run forward, transpose, and differentiate again.
 
-A kernel has no derivative. `jax.custom_vjp` gives it the backward one alone; `jax.custom_jvp` is
-dropped where JAX splits a loop into a forward and a backward part, before that is differentiated
-once more; and `jax.custom_derivatives.linear_call` has no `vmap`. So there are two primitives.
-`op` runs a function and knows the rule for its tangents. Such a rule uses `call`: a function that
-is linear in some arguments, with its transpose. Forward mode runs it, reverse mode transposes it.
+A kernel has no derivative. `jax.custom_vjp` would only give it a backward one; `jax.custom_jvp` is
+lost where JAX splits a loop into forward and backward parts and these are differentiated again; and
+`jax.custom_derivatives.linear_call` has no `vmap`. So there are two primitives. `op` runs a
+function and knows the rule for its tangents. Such a rule uses `call`: a function that is linear in
+some arguments, with its transpose. Forward mode runs it, reverse mode transposes it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Function = Callable[..., Any]
 
 
 def op(function: Function, derivative: Function, *arguments: Any) -> Any:
-    """Returns ``function(*arguments)``, differentiated as told.
+    """Returns ``function(*arguments)``, with a custom derivative.
 
     Args:
       function: of pytrees of arrays.
-      derivative: ``derivative(arguments, tangents, results)`` returns the tangents of the results.
-        Tangents have the structure of what they belong to, with None for those that are zero.
+      derivative: ``derivative(arguments, tangents, results)`` returns the results' tangents.
+        Tangents have the structure of the arguments or results, with None for those that are zero.
     """
 
     def rule(arguments: Any, tangents: Any) -> tuple[Any, Any]:
@@ -69,7 +69,7 @@ def _bind(function: Function, rule: Function, *arguments: Any) -> Any:
         results, moved = rule(tree.unflatten(primals), tree.unflatten(tangents))
         return out_tree.flatten_up_to(results), out_tree.flatten_up_to(moved)
 
-    # As a function, so that JAX does not take its jaxpr for a part of the program to look into.
+    # As a function, so that JAX does not treat its jaxpr as a part of the program.
     outputs = _op_p.bind(
         *leaves,
         function=jaxpr_as_fun(jaxpr),
@@ -128,10 +128,10 @@ def call_each(
     tangents: Any,
     like: Any,
 ) -> Any:
-    """`call` for a function that moves each of its arguments to the output of the same name.
+    """`call` for a function that maps each of its arguments to the output of the same name.
 
-    `tangents` and `like` are named tuples of one type, and so is what is returned. The function
-    returns a tangent for each one that it is given, and its transpose a cotangent.
+    `tangents`, `like` and the result are named tuples of one type. The function returns a tangent
+    for each one that it gets, and its transpose a cotangent.
     """
     named = tangents._asdict()
     moving = {name: getattr(like, name) for name in named if named[name] is not None}
@@ -232,8 +232,8 @@ def _linear_batch(
     types: Sequence[Any],
 ) -> Any:
     size = _batch_size(args, axes)
-    # All tangents have the batch in front, so that all cotangents have: JAX transposes what puts it
-    # there, by a sum where it was not.
+    # Put the batch in front of all tangents, so that all cotangents have it there. JAX transposes
+    # that too: a tangent without a batch gets the sum over it.
     tangents = [
         jnp.broadcast_to(arg, (size, *arg.shape)) if axis is None else jnp.moveaxis(arg, axis, 0)
         for arg, axis in zip(args[num_residuals:], axes[num_residuals:], strict=True)

@@ -1,8 +1,8 @@
 """Code that depends on the GPU it is compiled for, which is known only when a program is lowered.
 
-`for_target` puts a place into the program and fills it in lowering: there it calls the caller's
-function with the `Target`, and what that returns is traced and lowered in the place. A kernel's
-blocks, its grid, and whether it loads through TMA can follow from the GPU that way.
+`for_target` puts a placeholder into the program. Lowering calls the caller's function with the
+`Target`, and traces and lowers the result in its place. That way a kernel's blocks, its grid, and
+whether it loads through TMA can depend on the GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triax import devices
 from triax.compat import jax_private
 from triax.errors import DifferentiationError
 
-# Of GPUs that are not here to be asked: A100, L40, H100 SXM and H200, B200.
+# For GPUs that are not here to ask: A100, L40, H100 SXM and H200, B200.
 _MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
 _HAS_TMA = 90
 
@@ -42,14 +42,14 @@ class Target:
 
 
 INTERPRETER = Target(compute_capability=90, multiprocessors=3, tensor_maps=True)
-"""What kernels are interpreted as: few programs, so that each loops."""
+"""The target that interpreted kernels see: few programs, so that each one loops."""
 
 
 def for_target(write: Callable[..., Any], *operands: Any, out_type: Any) -> Any:
-    """Runs ``write(target, *operands)``, with the GPU that the program is lowered for.
+    """Runs ``write(target, *operands)`` with the GPU that the program is lowered for.
 
     Args:
-      write: returns arrays of `out_type`; hashable by value, so that equal calls share programs.
+      write: returns arrays of `out_type`; must hash by value, so that equal calls share programs.
       *operands: pytrees of arrays.
       out_type: a pytree of anything with `shape` and `dtype`.
     """
@@ -71,7 +71,7 @@ for_target_p.multiple_results = True
 
 @for_target_p.def_impl
 def _impl(*args: Any, **params: Any) -> list[Any]:
-    with jax.disable_jit(False):  # the target is known in lowering alone
+    with jax.disable_jit(False):  # the target is known only in lowering
         return list(_compiled(*args, **params))
 
 
@@ -113,7 +113,7 @@ def _lower(ctx: Any, *operands: Any, write: Any, in_tree: Any, **_: Any) -> Any:
 
 def _target(ctx: Any, name: str) -> Target:
     if "cuda" not in jax_private.lowering_platforms(ctx):
-        # A program exported for several platforms lowers the dead branches of each.
+        # A program exported for several platforms is lowered with every branch for each of them.
         return INTERPRETER
     gpus = devices.gpus(ctx)
     capability = devices.compute_capability(name, None, gpus)
