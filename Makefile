@@ -15,6 +15,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= cuda13
 ARGS ?=
+TESTS ?= not gpu
 PARALLEL ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 PY := $(VENV)/bin/python
@@ -37,7 +38,7 @@ demo: $(STAMP)
 	$(PY) examples/demo.py $(ARGS)
 
 test: $(STAMP)
-	JAX_PLATFORMS=cpu $(PY) -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
+	JAX_PLATFORMS=cpu $(PY) -m pytest -m "$(TESTS)" $(PARALLEL) $(ARGS)
 
 gpu-test: $(STAMP)
 	$(PY) -c "import jax; print(jax.devices('gpu'))"

@@ -46,9 +46,7 @@ for result in compiler.compile_all(launches, 90, timeout_s=1):
 )
 
 
-@pytest.mark.parametrize(
-    ("end", "status"), [("sys.exit(3)", 3), ("raise SystemExit('so')", 1), ("1 / 0", 1), ("", 0)]
-)
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("1 / 0", 1)])
 def test_a_compilation_that_never_ends_leaves_the_programs_end_alone(tmp_path, end, status):
     """A daemon thread in the middle of C++ would abort the process."""
     done = run_program(STUCK + end, TRITON_CACHE_DIR=str(tmp_path), timeout=60)
@@ -125,6 +123,7 @@ print(statuses.count(0), statuses, failures)
 )
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_a_forked_child_compiles_and_interprets_whatever_other_threads_are_at(tmp_path):
     done = run_program(FORKS, 1, 20, TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout == f"20 {[0] * 20} []\n", done.stderr
@@ -181,8 +180,9 @@ def entries(folder):
     return found
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_interrupted_candidates_leave_triton_and_its_disk_cache_as_they_should_be(tmp_path):
-    for name, count in (("calm", 0), ("stormy", 60)):
+    for name, count in (("calm", 0), ("stormy", 30)):
         done = run_program(CANDIDATES, count, TRITON_CACHE_DIR=str(tmp_path / name))
         assert done.returncode == 0, done.stderr
     calm, stormy = entries(tmp_path / "calm"), entries(tmp_path / "stormy")

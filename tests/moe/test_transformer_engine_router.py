@@ -47,12 +47,21 @@ def dense(
 
 
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("topk", [1, 4])
-@pytest.mark.parametrize("grouped", [{}, {"num_groups": 4, "group_topk": 2}], ids=["all", "groups"])
-@pytest.mark.parametrize("kind", ["softmax", "pre", "sigmoid", "bias"])
-def test_probs_and_map(kind, grouped, topk, implementation):
-    if grouped:
-        topk *= 2  # a group's score is that of its topk // group_topk best: one, or four
+@pytest.mark.parametrize(
+    ("kind", "topk", "groups"),  # a group's score is that of its topk // group_topk best
+    [
+        ("softmax", 1, None),
+        ("softmax", 8, (4, 2)),
+        ("pre", 4, None),
+        ("pre", 2, (4, 2)),
+        ("sigmoid", 1, None),
+        ("sigmoid", 8, (4, 2)),
+        ("bias", 4, None),
+        ("bias", 2, (4, 2)),
+    ],
+)
+def test_probs_and_map(kind, topk, groups, implementation):
+    grouped = dict(zip(("num_groups", "group_topk"), groups or (), strict=False))
     logits = draw(0, TOKENS, EXPERTS)
     bias = draw(1, EXPERTS) * 0.1 if kind == "bias" else None
     pre, score = kind == "pre", "sigmoid" if kind in ("sigmoid", "bias") else "softmax"
@@ -65,8 +74,7 @@ def test_probs_and_map(kind, grouped, topk, implementation):
         )  # fmt: skip
 
     def theirs(logits):
-        groups = (grouped["num_groups"], grouped["group_topk"]) if grouped else (-1, -1)
-        return dense(logits, topk, pre, *groups, 1.2, score, bias)
+        return dense(logits, topk, pre, *(groups or (-1, -1)), 1.2, score, bias)
 
     results = []
     for function in (ours, theirs):

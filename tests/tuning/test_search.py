@@ -70,6 +70,7 @@ def test_all_fault(gpu):
     assert str(caught.value).count("CUDA_ERROR_ILLEGAL_ADDRESS") == 3
 
 
+@pytest.mark.slow("waits for 24 seconds of what is no JAX")
 def test_kernels_that_only_take_long_still_run(gpu, monkeypatch, caplog):
     """Two of twelve seconds where a run may take ten: the fallback, with a log line."""
     monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.3")

@@ -143,6 +143,7 @@ def test_example(implementation):
     assert y.tolist() == [[1, 2], [6, 8]]
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -163,12 +164,11 @@ def test_many_experts_with_pad_rows(align_size, implementation):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
-@pytest.mark.parametrize("hostile", [False, True])
-def test_floats(dtype, hostile, implementation):
+def test_floats(dtype, implementation):
     with jax.enable_x64(dtype == "float64"):
         shape = (17, 3, 5, 33, 8, None)
         rng = np.random.default_rng(1)
-        check(make_case(rng, shape, hostile=hostile, dtype=jnp.dtype(dtype)), implementation)
+        check(make_case(rng, shape, hostile=True, dtype=jnp.dtype(dtype)), implementation)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS])
@@ -186,8 +186,15 @@ def test_moves_keep_every_bit(dtype, implementation):
     assert_same_bits(np.asarray(out.scales).view(np.uint8), expected)
 
 
-@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "weights_dtype"),
+    [
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
 def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
     case = list(make_case(np.random.default_rng(3), (9, 2, 5, 16, 8, None), dtype=jnp.dtype(dtype)))
     case[1] = case[1].astype(jnp.dtype(weights_dtype))
@@ -197,16 +204,24 @@ def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
     check(tuple(case), implementation)
 
 
-@pytest.mark.parametrize("width", [1, 64, 1024, 4097, 9000])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        (1, "bfloat16"),
+        (64, "float32"),
+        (1024, "bfloat16"),
+        (4097, "float32"),
+        (9000, "float32"),
+        (9000, "bfloat16"),
+    ],
+)
 def test_widths(width, dtype, implementation):
     """Narrow rows, rows of several blocks, rows too wide to be held at once."""
     case = make_case(np.random.default_rng(4), (5, 2, 3, width, 4, None), dtype=jnp.dtype(dtype))
     check(case, implementation)
 
 
-@pytest.mark.parametrize("top_k", [1, 4, 5])
-@pytest.mark.parametrize("num_tokens", [0, 11])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 4), (11, 1), (11, 4), (11, 5)])
 def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     """From four choices on, two rows of a token are written at once; the last may be alone."""
     width = 521

@@ -99,6 +99,7 @@ def test_example(implementation):
     assert plan.expert_of.tolist() == [[0, 1], [1, 2]]
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(seed=st.integers(0, 2**32 - 1), routing=st.sampled_from(oracle.ROUTINGS), options=sizes)
 def test_equals_definition(shape, seed, routing, options):
@@ -116,6 +117,7 @@ MASKS = [(0, 2, 5), (17, 2, 1), (33, 3, 8), (9, 4, 384)]
 MASKS += [(0, 20, 20), (70, 64, 64), (130, 40, 33), (7, 300, 300)]
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 @given(seed=st.integers(0, 2**32 - 1), fill=st.sampled_from([0.0, 0.01, 0.3, 1.0]), options=sizes)
 def test_mask_equals_definition(shape, seed, fill, options):

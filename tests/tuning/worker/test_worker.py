@@ -68,6 +68,7 @@ def test_each_has_its_time(driver):
     assert best(found) == 2
 
 
+@pytest.mark.slow("waits for 20 seconds of what is no JAX")
 def test_thirty_configs_of_a_second(driver, caplog):
     """The best of those tried, in little more than the budget, and nobody is blamed for time."""
     driver(ms={str(grid): 1000 + 10 * ((7 * grid) % 30) for grid in range(1, 31)})
