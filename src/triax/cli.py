@@ -58,7 +58,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO if options.verbose else "WARNING")
-    return options.run(options)
+    status: int = options.run(options)
+    return status
 
 
 def _flush() -> None:

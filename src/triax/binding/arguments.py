@@ -141,7 +141,8 @@ class Flattened:
                     "where the kernel only reads it, pass its value, `ref[...]`."
                 )
         self.refs[index] = ref
-        return ref[...]
+        value: jax.Array = ref[...]
+        return value
 
     def _add_descriptor(self, name: str, value: TensorDescriptor) -> Descriptor:
         index = self._add_array(name, value.base)
@@ -216,7 +217,7 @@ def _find_leaf(key: Any, leaves: Sequence[tuple[str, int | None]]) -> tuple[str,
     """The flattened operand that a key of `input_output_aliases` names."""
     if grid.is_int(key):
         if 0 <= key < len(leaves):
-            return leaves[key]
+            return leaves[int(key)]
         raise ArgumentValueError(
             f"Argument `input_output_aliases` names operand {key}, but there are {len(leaves)}, "
             f"scalars included ({', '.join(name for name, _ in leaves)})."

@@ -236,7 +236,10 @@ class _Branch:
         return _Branch(keywords, values, options, hook)
 
     def apply_heuristics(
-        self, heuristics: Mapping[str, Callable], arguments: Mapping[str, Any], recorder: _Recorder
+        self,
+        heuristics: Mapping[str, Callable[..., Any]],
+        arguments: Mapping[str, Any],
+        recorder: _Recorder,
     ) -> None:
         for name, heuristic in heuristics.items():
             known = {**arguments, **self.options, **self.keywords}
@@ -262,7 +265,7 @@ class _Recorder:
         return WatchedDict(values, self.read)
 
 
-class WatchedDict(dict):
+class WatchedDict(dict[str, Any]):
     """A dictionary that adds the keys that are read to `read`; iterating reads them all."""
 
     def __init__(self, values: Mapping[str, Any], read: set[str]):

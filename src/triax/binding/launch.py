@@ -66,7 +66,8 @@ class Scalar:
 
     @property
     def value(self) -> bool | int | float | None:
-        return self.static.value
+        value: bool | int | float | None = self.static.value
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ def leaves(argument: Argument) -> Iterator[Operand | Result | Scalar | Descripto
         yield argument
 
 
-def rebuild(argument: tuple, parts: list[Any]) -> tuple:
+def rebuild(argument: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
     """A tuple of the same type with other parts; a named tuple keeps its names."""
     return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
 

@@ -250,7 +250,8 @@ class KeyValueClient:
     def find(self, key: str) -> str | None:
         """The value of a key, or None; never waits."""
         try:
-            return self._client.key_value_try_get(key)
+            value: str = self._client.key_value_try_get(key)
+            return value
         except Exception as error:
             if "NOT_FOUND" not in str(error):
                 raise
@@ -280,7 +281,7 @@ class KeyValueClient:
         except Exception as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            return self._client.blocking_key_value_get(key, timeout_ms)
+            value = self._client.blocking_key_value_get(key, timeout_ms)
         return value
 
 

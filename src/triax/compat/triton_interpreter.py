@@ -24,7 +24,7 @@ from triton.runtime import JITFunction
 from triton.runtime import interpreter as _stock
 
 from triax.compat import replaced
-from triax.compat.replaced import Change
+from triax.compat.replaced import Change as Change
 
 InterpreterBuilder = _stock.InterpreterBuilder
 TensorHandle = _stock.TensorHandle
@@ -102,7 +102,8 @@ def transform(tree: ast.Module) -> ast.Module:
     The code refers to the name ``interpreter_semantic``, in newer Triton also to
     the names of `TRANSFORM_NAMES`.
     """
-    return ast.fix_missing_locations(_stock.FunctionRewriter.ast_transformer.visit(tree))
+    transformed: ast.Module = _stock.FunctionRewriter.ast_transformer.visit(tree)
+    return ast.fix_missing_locations(transformed)
 
 
 TRANSFORM_NAMES: dict[str, Any] = {
@@ -113,19 +114,21 @@ CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
 
 
 def elementwise_reduce(
-    tensors: tuple[tl.tensor, ...], axis: int | None, combine: Callable, keep_dims: bool
+    tensors: tuple[tl.tensor, ...], axis: int | None, combine: Callable[..., Any], keep_dims: bool
 ) -> tuple[tl.tensor, ...]:
     """Triton's own reduction, one element at a time."""
     function = types.SimpleNamespace(fn=combine)
-    return _stock.ReduceOps(axis, function, keep_dims).apply(tensors)
+    reduced: tuple[tl.tensor, ...] = _stock.ReduceOps(axis, function, keep_dims).apply(tensors)
+    return reduced
 
 
 def elementwise_scan(
-    tensors: tuple[tl.tensor, ...], axis: int, combine: Callable, reverse: bool
+    tensors: tuple[tl.tensor, ...], axis: int, combine: Callable[..., Any], reverse: bool
 ) -> tuple[tl.tensor, ...]:
     """Triton's own scan, one element at a time."""
     function = types.SimpleNamespace(fn=combine)
-    return _stock.ScanOps(axis, function, reverse).apply(tensors)
+    scanned: tuple[tl.tensor, ...] = _stock.ScanOps(axis, function, reverse).apply(tensors)
+    return scanned
 
 
 _CORE_HOLDERS = (

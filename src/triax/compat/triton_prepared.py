@@ -69,7 +69,7 @@ def _copy(module: ModuleType, **changes: Any) -> ModuleType:
     return copy
 
 
-def _parse(*args: Any, **kwargs: Any) -> ast.AST:
+def _parse(*args: Any, **kwargs: Any) -> Any:
     """`ast.parse`, one at a time.
 
     CPython before 3.13 counts the depth of the tree once for all threads. A garbage collection

@@ -68,7 +68,8 @@ def nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
             for i, aval in enumerate(ctx.avals_out)
         ]
 
-    return mlir.lower_fun(outputs, multiple_results=True)(ctx, *operands)
+    results: Sequence[Any] = mlir.lower_fun(outputs, multiple_results=True)(ctx, *operands)
+    return results
 
 
 def placeholder(ctx: Any, operands: Sequence[Any], target: str) -> Sequence[Any]:

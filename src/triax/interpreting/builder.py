@@ -33,7 +33,7 @@ class MissingOperation(UnsupportedError, AttributeError):
     """An operation that the interpreter does not have; also answers `hasattr`."""
 
 
-class Builder(compat.InterpreterBuilder):
+class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no types
     """The operations. `memory` and `num_warps` are those of the launch being interpreted."""
 
     memory: Memory

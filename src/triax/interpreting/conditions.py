@@ -46,7 +46,9 @@ def negation(value: Any) -> Any:
     return value.__not__() if isinstance(value, tl.tensor) else not value
 
 
-def _combine(values: tuple[Callable[[], Any], ...], deciding: bool, combine: Callable) -> Any:
+def _combine(
+    values: tuple[Callable[[], Any], ...], deciding: bool, combine: Callable[..., Any]
+) -> Any:
     """Folds lazy operands; only a compile-time value equal to `deciding` ends the fold."""
     result = None
     for evaluate in values:
@@ -89,7 +91,7 @@ class Conditions(ast.NodeTransformer):
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         return self._with_scalar_test(node)
 
-    def _with_scalar_test(self, node: Any) -> ast.AST:
+    def _with_scalar_test(self, node: Any) -> Any:
         self.generic_visit(node)
         node.test = _call("interpreter_scalar", node.test, at=node.test)
         return node

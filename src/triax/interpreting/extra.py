@@ -48,8 +48,8 @@ def changes(builder: Any, semantic: Any) -> Iterator[Change]:
             yield Change(generic, name, functions.get(name) or _missing(name))
 
 
-def _helpers(builder: Any) -> dict[str, Callable]:
-    def helper(compute: Callable[[], Any]) -> Callable:
+def _helpers(builder: Any) -> dict[str, Callable[..., Any]]:
+    def helper(compute: Callable[[], Any]) -> Callable[..., Any]:
         return lambda _semantic=None: compute()
 
     return {
@@ -67,14 +67,14 @@ def _scalar(value: int, dtype: tl.dtype) -> tl.tensor:
     return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
 
 
-def _with_semantic(function: Callable, semantic: Any) -> Callable:
+def _with_semantic(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
         return function(*args, **kwargs, _semantic=semantic)
 
     return call
 
 
-def _missing(name: str) -> Callable:
+def _missing(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         raise missing_function(name, "libdevice")
 

@@ -29,7 +29,7 @@ def _unsigned(array: np.ndarray) -> np.ndarray:
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def _on_unsigned(function: Callable) -> Callable:
+def _on_unsigned(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda old, new: function(_unsigned(old), _unsigned(new)).view(old.dtype)
 
 
@@ -277,7 +277,7 @@ def preposition(access: str) -> str:
 
 
 def _sequentially(
-    combine: Callable, elements: np.ndarray, index: np.ndarray, values: np.ndarray
+    combine: Callable[..., Any], elements: np.ndarray, index: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
     """``elements[i] = combine(elements[i], value)`` one by one; returns the old elements."""
     if np.unique(index).size == index.size:

@@ -24,7 +24,9 @@ Combine = Callable[[Arrays, Arrays], Arrays]
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def reduce(input: Any, axis: Any, combine_fn: Callable, keep_dims: Any = False, **_: Any) -> Any:
+def reduce(
+    input: Any, axis: Any, combine_fn: Callable[..., Any], keep_dims: Any = False, **_: Any
+) -> Any:
     """`tl.reduce`."""
     tensors, axis = _tensors(input), _unwrap(axis)
     keep_dims = bool(_unwrap(keep_dims))
@@ -54,7 +56,7 @@ def reduce(input: Any, axis: Any, combine_fn: Callable, keep_dims: Any = False, 
 
 
 def associative_scan(
-    input: Any, axis: Any, combine_fn: Callable, reverse: Any = False, **_: Any
+    input: Any, axis: Any, combine_fn: Callable[..., Any], reverse: Any = False, **_: Any
 ) -> Any:
     """`tl.associative_scan`."""
     tensors, axis, reverse = _tensors(input), _unwrap(axis), bool(_unwrap(reverse))
@@ -89,7 +91,7 @@ def associative_scan(
     )
 
 
-def map_elementwise(scalar_fn: Callable, *args: Any, pack: Any = 1, **_: Any) -> Any:
+def map_elementwise(scalar_fn: Callable[..., Any], *args: Any, pack: Any = 1, **_: Any) -> Any:
     """`tl.map_elementwise`, with one element a call where the function has control flow."""
     if _unwrap(pack) != 1:
         raise UnsupportedError(
@@ -125,7 +127,7 @@ def _like(input: Any, outputs: Sequence[tl.tensor]) -> Any:
     return outputs[0] if isinstance(input, tl.tensor) else tuple(outputs)
 
 
-def _on_blocks(combine_fn: Callable, types: Sequence[tl.dtype]) -> Combine:
+def _on_blocks(combine_fn: Callable[..., Any], types: Sequence[tl.dtype]) -> Combine:
     """A combine function on arrays of one shape."""
 
     def combine(left: Arrays, right: Arrays) -> Arrays:
@@ -172,7 +174,7 @@ def _scan_tree(combine: Combine, rows: Arrays) -> Arrays:
     return scanned
 
 
-def _fast_reduction(combine_fn: Callable, arrays: Arrays, axis: int) -> Arrays | None:
+def _fast_reduction(combine_fn: Callable[..., Any], arrays: Arrays, axis: int) -> Arrays | None:
     """NumPy's answer, where NumPy has the same function."""
     array = arrays[0]
     floating = array.dtype == _BFLOAT16 or np.issubdtype(array.dtype, np.floating)

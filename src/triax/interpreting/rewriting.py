@@ -23,7 +23,7 @@ from triax.compat import triton_interpreter as compat
 from triax.errors import UnsupportedError
 from triax.interpreting import conditions, frames
 
-_codes: weakref.WeakKeyDictionary[Callable, tuple[str, types.CodeType]]
+_codes: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, types.CodeType]]
 _codes = weakref.WeakKeyDictionary()
 
 
@@ -38,16 +38,16 @@ class Rewriter:
         self._semantic = semantic
         self._replaced = replaced
         # Keyed by identity: hashing a jitted function hashes its source and dependencies.
-        self._functions: dict[int, tuple[JITFunction, Callable]] = {}
+        self._functions: dict[int, tuple[JITFunction, Callable[..., Any]]] = {}
 
-    def function(self, jitted: JITFunction) -> Callable:
+    def function(self, jitted: JITFunction) -> Callable[..., Any]:
         """A Python function that interprets `jitted`, with its globals as they are now."""
         known = self._functions.get(id(jitted))
         if known is None:
             known = self._functions[id(jitted)] = (jitted, self._make(jitted))
         return known[1]
 
-    def _make(self, jitted: JITFunction) -> Callable:
+    def _make(self, jitted: JITFunction) -> Callable[..., Any]:
         original = jitted.fn
         namespace = {
             "range": tensor_range,
@@ -118,7 +118,7 @@ def _check(definition: ast.FunctionDef, jitted: JITFunction) -> None:
             )
 
 
-def _captured(function: Callable) -> dict[str, Any]:
+def _captured(function: Callable[..., Any]) -> dict[str, Any]:
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
     captured = {}
     for name, cell in zip(names, cells, strict=True):
@@ -156,7 +156,7 @@ def _maximum(*values: Any) -> Any:
     return _fold(builtins.max, tl.maximum, values)
 
 
-def _fold(plain: Callable, tensors: Callable, values: tuple[Any, ...]) -> Any:
+def _fold(plain: Callable[..., Any], tensors: Callable[..., Any], values: tuple[Any, ...]) -> Any:
     if not any(isinstance(value, tl.tensor) for value in values):
         return plain(*values)
     result, *others = values

@@ -67,7 +67,7 @@ class Context:
         return bool(int(status))
 
     def free_bytes(self) -> int:
-        return call(self.cu.cuMemGetInfo)[0]
+        return int(call(self.cu.cuMemGetInfo)[0])
 
     def allocate(self, nbytes: int) -> int:
         return int(call(self.cu.cuMemAlloc, max(nbytes, 1)))
@@ -122,7 +122,7 @@ class Bench:
 
     def __init__(self, device: Context, job: messages.Job):
         self.device, self.cu, self.job = device, device.cu, job
-        self.flush_bytes = 2 * device.l2_bytes
+        self.flush_bytes: int = 2 * device.l2_bytes
         self.addresses: list[int] = []
         self.originals: dict[int, int] = {}
         self.modules: list[Any] = []
@@ -176,7 +176,9 @@ class Bench:
             )
         return function
 
-    def parameters(self, candidate: messages.CompiledCandidate) -> tuple[tuple, tuple]:
+    def parameters(
+        self, candidate: messages.CompiledCandidate
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         values: list[Any] = []
         types: list[Any] = []
         for parameter in candidate.parameters:
@@ -236,7 +238,7 @@ class Bench:
         self.launch(candidate, function, parameters)
         call(cu.cuEventRecord, self.end, stream)
         self.device.wait(self.end, self.job.timeout_s)
-        return call(cu.cuEventElapsedTime, self.start, self.end)
+        return float(call(cu.cuEventElapsedTime, self.start, self.end))
 
     def launch(self, candidate: messages.CompiledCandidate, function: Any, parameters: Any) -> None:
         cu = self.cu
