@@ -64,7 +64,7 @@ def test_list_and_show(filled, capsys):
 def test_show_of_files_that_are_no_records(filled, capsys):
     os.mkfifo(filled.folder / "pipe.json")
     (filled.folder / "bytes.json").write_bytes(b"\xff\xfe")
-    for name, reason in (("pipe", "it is no regular file"), ("bytes", "can't decode byte 0xff")):
+    for name, reason in (("pipe", "it is not a regular file"), ("bytes", "can't decode byte 0xff")):
         assert cli.main(["cache", "show", name]) == 1
         assert reason in one_line(capsys)
 
@@ -242,7 +242,7 @@ class TestImport:
     def test_files_that_are_none(self, tmp_path, capsys):
         os.mkfifo(tmp_path / "pipe")
         for name, reason in (
-            ("pipe", "it is no regular file"),
+            ("pipe", "it is not a regular file"),
             ("nothing", "No such file"),
             ("", "Is a directory"),
         ):

@@ -42,7 +42,7 @@ def test_waits_for_another_process_and_says_so(elsewhere, caplog):
     threading.Timer(0.5, elsewhere.stdin.close).start()
     with gpu_lock.one_at_a_time("one-gpu"):
         assert time.monotonic() - start > 0.4
-    assert "another process measures on this GPU" in caplog.text
+    assert "another process that measures on this GPU" in caplog.text
 
 
 def test_waiting_is_bounded_and_logged(elsewhere, caplog, monkeypatch):
@@ -54,7 +54,7 @@ def test_waiting_is_bounded_and_logged(elsewhere, caplog, monkeypatch):
     ):
         pytest.fail("it is held")
     assert time.monotonic() - start < 2
-    assert "another process measures on this GPU" in caplog.text
+    assert "another process that measures on this GPU" in caplog.text
 
 
 def test_a_process_that_dies_lets_go(elsewhere):

@@ -92,8 +92,8 @@ def test_the_type_of_every_field_is_checked():
         (lambda d: d["key"].update(compute_capability=True), "compute_capability must be an int"),
         (lambda d: d["key"].update(dtypes=[["x", "y"]]), "dtypes must be an object; got list"),
         (lambda d: d["key"]["dtypes"].update(x=1), r"dtypes\['x'\] must be a string; got int"),
-        (lambda d: d["key"].update(kernel="../../x"), "its kernel '../../x' is no name"),
-        (lambda d: d["key"].update(kernel=""), "its kernel '' is no name"),
+        (lambda d: d["key"].update(kernel="../../x"), "its kernel '../../x' is not the name"),
+        (lambda d: d["key"].update(kernel=""), "its kernel '' is not the name"),
         (lambda d: d["timings"][3].update(median_ms=10**400), "median_ms is inf"),
         (lambda d: d["timings"][3].update(runs=None), "runs must be an int; got NoneType"),
         (lambda d: d["timings"].append([]), r"timings\[40\] must be an object; got list"),
@@ -125,7 +125,7 @@ def test_a_pipe_is_a_miss(place, caplog):
     place.folder.mkdir()
     os.mkfifo(place.path(key(0)))
     assert place.find(key(0)) is None
-    assert "it is no regular file" in caplog.text
+    assert "it is not a regular file" in caplog.text
     assert [found for _, found in place.records()] == [None]
 
 

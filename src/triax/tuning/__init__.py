@@ -1,1 +1,1 @@
-"""Which config a kernel runs with: from the candidates of a call to one, found or measured."""
+"""Chooses a kernel's config from the candidates of a call, by looking it up or measuring."""

@@ -1,10 +1,10 @@
-"""The processes of one job use one config per key, and one of them finds it.
+"""Makes the processes of one job use the same config per key, found by one of them.
 
 Every config is published in JAX's key-value service before it is used; the first to publish
-decides, the others take what stands there. Who is about to measure claims the key first, so
-that nobody else does, and so that a process that cannot measure waits for the result
-instead of publishing its fallback. There is no leader and no barrier: all waiting is
-bounded, and a process that dies blocks nobody for good.
+decides, and the others take its config. A process that is about to measure claims the key first, so
+that no other measures, and those that cannot measure wait for the result instead of publishing
+their fallback. There is no leader and no barrier: all waits have a time limit, so a process that
+dies blocks nobody for good.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from triax.compat import jax_private
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_MS = 60_000
-# For a claimed key: compiling, waiting for the GPU and measuring may all take their time.
+# For a claimed key: compiling, waiting for the GPU and measuring can all be slow.
 _CLAIMED_S = 180.0
-# For a claim: how far behind another process may be that can measure where this one cannot.
+# For a claim: how far behind a process that can measure may be, if this one cannot.
 _UNCLAIMED_S = 10.0
 
 
 def published(name: str) -> str | None:
-    """What another process has decided for a key, if one has."""
+    """The config that another process has published for a key, or None."""
     client = jax_private.key_value_client()
     return None if client is None else client.find(_path("config", name))
 
@@ -35,7 +35,7 @@ def is_job() -> bool:
 
 
 def agree(name: str, config: str) -> str:
-    """Publishes a config for a key; returns the one that the job uses."""
+    """Publishes a config for a key; returns the config that the job uses."""
     client = jax_private.key_value_client()
     if client is None:
         return config
@@ -43,11 +43,11 @@ def agree(name: str, config: str) -> str:
 
 
 def settle(name: str, *, able: bool) -> str | None:
-    """What another process decides for a key, or None: then it is for this process to decide.
+    """Waits for another process's config for a key; None means that this process must decide.
 
-    A process that is `able` to measure is told None if it is the first to come here, or if the
-    one that came first gave up (`release`) or has been silent for too long. One that is not is
-    told None once no other is likely to.
+    A process that is `able` to measure gets None if it is the first here, or if the first has given
+    up (`release`) or has taken too long. A process that is not able gets None once no other is
+    likely to decide.
     """
     client = jax_private.key_value_client()
     if client is None:
@@ -85,21 +85,21 @@ def settle(name: str, *, able: bool) -> str | None:
                 return None
             if now - start > 10 and not said:
                 said = True
-                logger.warning("waiting for process %s, which measures %s", claimed_by, name)
+                logger.warning("waiting for process %s, which is measuring %s", claimed_by, name)
         time.sleep(pause)
         pause = min(1.5 * pause, 0.25)
 
 
 def release(name: str) -> None:
-    """Takes this process's claim on a key back, for another to try."""
+    """Withdraws this process's claim on a key, so that another can try."""
     client = jax_private.key_value_client()
     if client is None:
         return
     try:
         if client.find(_path("claim", name)) == str(client.process):
             client.delete(_path("claim", name))
-    except Exception as error:  # on the way out of another error, which is the one to see
-        logger.warning("the claim on %s could not be taken back: %s", name, error)
+    except Exception as error:  # another error is being raised, and must not be hidden
+        logger.warning("the claim on %s could not be withdrawn: %s", name, error)
 
 
 def _path(kind: str, *parts: str) -> str:

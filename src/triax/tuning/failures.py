@@ -1,4 +1,4 @@
-"""What tuning asks of the compiler, and what is said of candidates that do not compile or run."""
+"""The compiler interface of tuning, and messages about candidates that do not compile or run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class CompileAll(Protocol):
     """Compiles launches in parallel; one that cannot be compiled yields its exception.
 
-    That is a `CompilationTimeout` where it took longer than `timeout_s`. With `machine_code` the
+    That is a `CompilationTimeout` if it took longer than `timeout_s`. With `machine_code` the
     kernels have their `cubin`; `on_each` is called after each launch.
     """
 
@@ -32,14 +32,14 @@ class CompileAll(Protocol):
 
 
 def dropped(launch: Launch, error: Exception) -> str:
-    """Why a candidate that does not compile is left out; logged."""
+    """Logs and returns why a candidate that does not compile is left out."""
     reason = hints.failure(launch, error)
     logger.warning("config dropped: %s", reason)
     return reason
 
 
 def none_left(call: Call, reasons: Sequence[str]) -> CompilationError:
-    """The error that none of a call's candidates compiles and runs."""
+    """The error for a call none of whose candidates compiles and runs."""
     listed = "\n  ".join(reasons)
     return CompilationError(
         f"None of the {len(reasons)} configs of kernel {call.display_name!r} compiles and runs:\n"

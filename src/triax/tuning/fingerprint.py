@@ -1,4 +1,4 @@
-"""Whether two kernels are the same code, in whatever file they stand."""
+"""Identifies a kernel by its code, wherever in its file that is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triax.compat import triton_private
 def fingerprint(function: Any) -> str:
     """A hash of a kernel's source and of all jitted functions and constants it can reach.
 
-    Unlike Triton's own it does not depend on where in its file the kernel stands.
+    Unlike Triton's own hash, it does not depend on the kernel's position in its file.
     """
     texts: dict[str, str] = {}
     pending = [function]
@@ -34,7 +34,7 @@ def fingerprint(function: Any) -> str:
 
 
 def _names_reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals and closure variables a function names, and what it may take from modules."""
+    """The globals and closure variables a function names, and attributes of modules it may use."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     namespace = {**function.__globals__, **{n: c.cell_contents for n, c in cells}}

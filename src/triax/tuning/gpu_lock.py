@@ -1,4 +1,4 @@
-"""One measurement at a time per GPU, over all processes of this user."""
+"""Allows one measurement at a time per GPU among all processes of this user."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _TIMEOUT_S = 120.0
 
 @contextlib.contextmanager
 def one_at_a_time(uuid: str) -> Iterator[None]:
-    """Holds a GPU against other measuring processes of this user, however they see it.
+    """Keeps this user's other processes from measuring on a GPU meanwhile.
 
-    The file to lock is in the cache folder, by which processes find each other; where none can
-    be locked there, in a folder of this user's in the temporary folder.
+    The lock file is in the cache folder, which the processes share; if nothing can be locked there,
+    in this user's folder inside the temporary folder.
 
     Raises:
       TuningError: another process holds it for too long, or nothing can be locked.
     """
-    # By the GPU's own number: CUDA_VISIBLE_DEVICES may give it another index in each process.
+    # By UUID, because CUDA_VISIBLE_DEVICES can give the GPU another index in each process.
     with contextlib.ExitStack() as stack:
         reasons = []
         for folder in (settings.cache_folder(), _temporary_folder()):
@@ -44,7 +44,7 @@ def one_at_a_time(uuid: str) -> Iterator[None]:
                 "no file can be locked that keeps processes from measuring at the same time "
                 f"({'; '.join(reasons)}); set TRIAX_CACHE_DIR to a folder where that is possible"
             )
-        yield  # closing the file lets go of it, also when the process dies
+        yield  # closing the file releases the lock, even if the process dies
 
 
 def _temporary_folder() -> Path:
@@ -58,7 +58,7 @@ def _lock(stack: contextlib.ExitStack, path: Path) -> None:
     flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | os.O_RDWR, 0o644)
-    except PermissionError:  # another user's, in a store that is shared: reading is enough
+    except PermissionError:  # another user's file in a shared store: reading is enough
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     stack.callback(os.close, descriptor)
     deadline = time.monotonic() + _TIMEOUT_S
@@ -70,7 +70,7 @@ def _lock(stack: contextlib.ExitStack, path: Path) -> None:
             pass
         if not said:
             said = True
-            logger.warning("another process measures on this GPU; waiting for it (%s)", path)
+            logger.warning("waiting for another process that measures on this GPU (%s)", path)
         if time.monotonic() > deadline:
             raise TuningError(f"other processes have measured on this GPU for {_TIMEOUT_S:g} s")
         time.sleep(0.05)

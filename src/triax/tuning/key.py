@@ -1,4 +1,4 @@
-"""What a tuned config depends on.
+"""The key of a tuned config: everything that it depends on.
 
 Two calls with equal keys share a config, in this process, in the stores, and between the
 processes of a job.
@@ -19,18 +19,18 @@ from triax.tuning.fingerprint import fingerprint
 
 FORMAT = 2
 SIZE_FACTOR = 4
-"""A config is taken for calls that move up to so many times more or fewer bytes."""
+"""A config is also used for calls that move up to this many times more or fewer bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Everything a choice of config depends on, readable.
+    """Everything a choice of config depends on, in readable form.
 
-    `arguments` are the values of the parameters in `@triton.autotune`'s `key`, `dtypes` those
-    of all arrays, as Triton's own autotuner has it; `candidates` are the configs left after
-    pruning, `source` is a hash of the kernel's source and that of all it calls. `moved_bytes`
-    are those of all operands and outputs; keys that differ in them alone, and by no more than
-    a factor of `SIZE_FACTOR`, may share a config (`is_near`).
+    `arguments` are the values of the parameters in `@triton.autotune`'s `key`, and `dtypes` are
+    those of all arrays, as in Triton's own autotuner; `candidates` are the configs left after
+    pruning, and `source` is a hash of the source of the kernel and all it calls. `moved_bytes`
+    counts all operands and outputs; keys that differ only in it, by at most a factor of
+    `SIZE_FACTOR`, may share a config (`is_near`).
     """
 
     format: int
@@ -47,7 +47,7 @@ class Key:
 
     @property
     def family(self) -> str:
-        """The kernel and a short hash of all but the size, equal on all machines."""
+        """The kernel's name and a short hash of all but the size, equal on all machines."""
         fields = dataclasses.asdict(self)
         del fields["moved_bytes"]
         text = json.dumps(fields, sort_keys=True)
@@ -59,11 +59,11 @@ class Key:
         return f"{self.family}-{self.moved_bytes}"
 
     def is_near(self, other: Key) -> bool:
-        """Whether what is best for the other may be taken for this one."""
+        """Whether the best config for the other may be used for this one."""
         return self.family == other.family and self.ratio(other.moved_bytes) <= SIZE_FACTOR
 
     def ratio(self, moved_bytes: int) -> float:
-        """By what factor this size and another differ, 1 or more."""
+        """The factor between this size and another, 1 or more."""
         small, large = sorted((self.moved_bytes, moved_bytes))
         return large / max(small, 1)
 

@@ -1,8 +1,8 @@
 """Measures candidates in a worker process.
 
-In: compiled launches, a device, and what to fill the operands with. Out: for every
-candidate a time or the reason it has none. A candidate that takes the worker with it costs
-itself: what was timed before counts, and a new worker goes on with those not tried yet.
+In: compiled launches, a device, and what to fill the operands with. Out: for every candidate a time
+or the reason it has none. If a candidate kills the worker, only that candidate is lost: earlier
+timings count, and a new worker continues with those not tried yet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _PATTERN_BYTES = 1 << 20
 _BUDGET_S = 20.0
-# What a worker may take between two answers beside one run: for memory, and for code to load.
+# What a worker may take before its first answer, to allocate memory and load code.
 _PREPARING_S = 60.0
 _GRACE_S = 10.0
 
@@ -57,7 +57,7 @@ class TooLargeError(TuningError):
 
 
 def unavailable() -> str | None:
-    """Why nothing can be measured in this installation, or None."""
+    """Why this installation cannot measure, or None."""
     if (
         importlib.util.find_spec("cuda") is None
         or importlib.util.find_spec("cuda.bindings") is None
@@ -66,7 +66,7 @@ def unavailable() -> str | None:
     return None
 
 
-# --- what the worker is asked ----------------------------------------------------
+# --- the worker's job ----------------------------------------------------
 
 
 def make_job(
@@ -74,7 +74,7 @@ def make_job(
     compiled: Sequence[tuple[Launch, CompiledKernel]],
     inputs: Sequence[str | None],
 ) -> messages.Job:
-    """The job of timing `compiled`; `inputs` are files with operands' contents, or None."""
+    """The job to time `compiled`; `inputs` are files with operands' contents, or None."""
     first = compiled[0][0]
     changed = _changed_operands(call, first)
     buffers = [
@@ -101,7 +101,7 @@ def make_job(
 
 
 def _changed_operands(call: Call, launch: Launch) -> set[int]:
-    """Operands that a run changes, and that must be as they were for the next."""
+    """The operands that a run changes, and that must be restored before the next."""
     changed = {alias.operand for alias in launch.aliases}
     for option in ("restore_value", "reset_to_zero"):
         changed |= {
@@ -120,7 +120,7 @@ def _named(call: Call, launch: Launch, option: str) -> set[Any]:
 def _pattern(array: ArrayType) -> bytes:
     """Bytes to fill an operand with: random floats; zeros for everything else.
 
-    Zeros, because an integer may be an index, and zero is one that is always in range.
+    Zeros, because an integer may be an index, and zero is always in range.
     """
     if array.dtype.kind not in "fV" or not array.nbytes:
         return b"\0"
@@ -181,16 +181,16 @@ def _tensor_map(
 
 
 def start_worker(device: Device) -> None:
-    """Has a worker start, which takes a moment; not necessary before `measure`."""
+    """Starts a worker early, because it takes a moment; `measure` starts one if needed."""
     client.start(device.index)
 
 
 def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timing]:
-    """Times the candidates of a job, as many as can be in its budget.
+    """Times as many candidates of a job as fit in its time budget.
 
     Raises:
       TooLargeError: the job needs more memory than it may take.
-      TuningError: the worker does not work on this machine, or other processes keep the GPU.
+      TuningError: the worker fails on this machine, or other processes hold the GPU too long.
     """
     measurement = _Measurement(job, progress)
     try:
@@ -199,12 +199,12 @@ def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timin
             return measurement.run(device.index)
     except BaseException as error:
         if not isinstance(error, (TuningError, OSError)):
-            client.stop_all()  # an interrupt: the worker may be in the middle of anything
+            client.stop_all()  # an interrupt, so the worker may be in the middle of anything
         raise
 
 
 class _Measurement:
-    """The candidates of a job and what has become of them."""
+    """The candidates of a job and their timings so far."""
 
     def __init__(self, job: messages.Job, progress: Progress):
         self.job, self.progress, self.name = job, progress, progress.name
@@ -228,13 +228,13 @@ class _Measurement:
                     break
                 in_vain = False
             except (TuningError, OSError) as error:
-                # It may have ended for want of work just now: no candidate is to blame.
+                # The worker may just have ended because it had no work; no candidate is to blame.
                 if isinstance(error, client.Ended) and not in_vain:
                     in_vain = True
                     continue
                 if not any(timing.error is None for timing in self.found.values()):
                     raise
-                logger.warning("kernel %s: measuring ends early: %s", self.name, error)
+                logger.warning("kernel %s: measuring ended early: %s", self.name, error)
                 break
         if left := [index for index in range(count) if index not in self.found]:
             names = "; ".join(f"[{self._label(index)}]" for index in left)
@@ -249,7 +249,7 @@ class _Measurement:
         return [self.found.get(index) or self._not_tried(index) for index in range(count)]
 
     def _listen(self, worker: client.Worker, part: messages.Job, left: Sequence[int]) -> bool:
-        """One job of one worker; False if a candidate took the worker with it.
+        """Runs one job on one worker; False if a candidate killed the worker.
 
         Raises:
           Ended: the worker ended before it came to any candidate.
@@ -308,7 +308,7 @@ class _Measurement:
 
 @contextlib.contextmanager
 def operand_files(arrays: Sequence[np.ndarray | None]) -> Iterator[list[str | None]]:
-    """Arrays as files in memory, under paths by which the worker can read them."""
+    """Arrays as in-memory files with paths that the worker can read."""
     with contextlib.ExitStack() as files:
         paths: list[str | None] = []
         for array in arrays:

@@ -1,8 +1,8 @@
-"""Which config a kernel runs with.
+"""Decides which config a kernel runs with.
 
-In: a bound call, the launches of its candidates, and the compiler. Out: the launches to hand to
-XLA: one, or in mode "runtime" all of them. A kernel with several configs gets one before XLA sees
-it: from this process, from a store, or by measuring.
+In: a bound call, the launches of its candidates, and the compiler. Out: the launches for XLA: one,
+or in mode "runtime" all of them. A kernel with several configs gets one before XLA sees it: known
+to this process, found in a store, or measured.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A config, where it came from, and what is known of the others.
+    """A config, where it came from, and the timings of all candidates.
 
-    `source` is "only config", "first config", "user store", "measured now", … ; `timings`
-    are empty unless the config was measured, now or when it was stored, on a call that moved
+    `source` is "only config", "first config", "user store", "measured now", … `timings` is empty
+    unless the config was measured, now or before it was stored, on a call that moved
     `measured_bytes`.
     """
 
@@ -46,9 +46,9 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What XLA is given: launches that compile, and how they were chosen.
+    """The launches for XLA, which compile, and how they were chosen.
 
-    `key` is the name under which a decision was looked up, "" where there was none to make.
+    `key` is the name under which the decision was looked up, "" if there was nothing to decide.
     """
 
     launches: list[Launch]
@@ -64,7 +64,7 @@ _noted: dict[str, Decision] = {}
 
 
 def _renew_lock() -> None:
-    """In a forked child nobody is left to let go of it."""
+    """In a forked child no thread is left to release it."""
     global _lock
     _lock = threading.RLock()
 
@@ -85,7 +85,7 @@ def decision(name: str) -> Decision | None:
 
 
 def tries_all_configs(mode: str) -> bool:
-    """Whether a kernel with several configs is handed to XLA with all of them."""
+    """Whether XLA gets all configs of a kernel that has several."""
     return mode == "runtime" and versions.RUNTIME_AUTOTUNING.passes(versions.gated_version())
 
 
@@ -105,14 +105,14 @@ def choose(
       launches: one per candidate, at least one.
       compute_capability: to compile for.
       compile_all: the compiler.
-      device: the GPU to measure on, None where measuring is out of the question.
-      inputs: the real operands, to measure on copies of them whatever is known already.
-      fallback: what stands in for all of them where none is chosen; by default the first.
+      device: the GPU to measure on, or None to measure nothing.
+      inputs: the real operands; if given, measure on copies of them, even if a config is known.
+      fallback: the launch to use if none is chosen; by default the first.
 
     Raises:
-      CompilationError: of several candidates none compiles and runs; the message has every reason.
-      TuningError: mode "strict", and no tuned config is known.
-      VersionError: mode "runtime" below its version with ``TRIAX_ENFORCE_AUTOTUNING=1``.
+      CompilationError: none of several candidates compiles and runs; the message has every reason.
+      TuningError: in mode "strict", no tuned config is known.
+      VersionError: jaxlib is too old for mode "runtime", with ``TRIAX_ENFORCE_AUTOTUNING=1``.
     """
     if len(launches) == 1:
         return Choice([launches[0]], Decision(label(launches[0]), "only config"))
@@ -142,7 +142,7 @@ def choose(
 
 
 def note(choice: Choice, kernels: Sequence[CompiledKernel]) -> None:
-    """Has `decision` know a choice without a key by the compiled kernels."""
+    """Lets `decision` find a choice without a key, by the names of the compiled kernels."""
     if not choice.key:
         _noted.update((kernel.name, choice.decision) for kernel in kernels)
 
@@ -156,7 +156,7 @@ def _first_config(mode: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Why no config is chosen; which are known not to run, and which at least to be slow."""
+    """Why no config is chosen; which configs are known to fail, and which to be slow."""
 
     reason: str
     failed: Collection[str] = ()
@@ -165,10 +165,10 @@ class Fallback:
 
 @dataclasses.dataclass(frozen=True)
 class _Lookup:
-    """A call whose config is to be found: in a store, by another process, or by measuring.
+    """A call whose config must be found: in a store, by another process, or by measuring.
 
-    `stand_ins` are what is used where none is found, in this order; the launches of all
-    candidates are among them.
+    `stand_ins` are the launches to try, in this order, if none is found; they include all
+    candidates.
     """
 
     call: Call
@@ -183,8 +183,8 @@ class _Lookup:
     def choice(self) -> Choice:
         """Looks the key up, else measures it, else falls back.
 
-        Whatever it comes to is published to the job's other processes before it is used, and
-        what they have published first is used instead.
+        The result is published to the job's other processes before it is used; if one of them
+        published first, its config is used instead.
         """
         labels = [label(launch) for launch in self.stand_ins]
         known = _resolved.get(self.key.name)
@@ -208,7 +208,7 @@ class _Lookup:
         return Choice([launch], decision, self.key.name)
 
     def _fall_back(self, fallback: Fallback) -> Choice:
-        """The first config that compiles, of those not known to fail the first that is not slow."""
+        """The first config that compiles and is not known to fail, if possible not a slow one."""
         left = [s for s in self.stand_ins if label(s) not in fallback.failed]
         left.sort(key=lambda launch: label(launch) in fallback.slow)
         source = _first_config(self.call.tuning)
@@ -236,8 +236,8 @@ class _Lookup:
         if self.call.tuning == "strict":
             raise TuningError(
                 f"Kernel {self.call.display_name!r} has {len(self.launches)} configs and none is "
-                f"known to be tuned for {name}, which tuning mode 'strict' asks for. Tune it with "
-                "`triax tune FILE:FUNCTION`, or once under TRIAX_AUTOTUNE=auto."
+                f"known to be tuned for {name}, but tuning mode 'strict' requires it. Tune it with "
+                "`triax tune FILE:FUNCTION`, or run once with TRIAX_AUTOTUNE=auto."
             )
         problem = self._why_not()
         config = agree.settle(name, able=problem is None)
@@ -246,7 +246,7 @@ class _Lookup:
         return self._measure() if problem is None else problem
 
     def _near(self, labels: Collection[str]) -> Decision | None:
-        """What this process knows to be best for a call of about this size, the nearest first."""
+        """The best config this process knows for a call of about this size, the nearest in size."""
         ratios = [
             (self.key.ratio(decision.measured_bytes or 0), index, decision)
             for index, decision in enumerate(_measured.get(self.key.family, ()))
@@ -256,15 +256,15 @@ class _Lookup:
         return decision if ratio <= SIZE_FACTOR else None
 
     def _agreed(self, found: Decision) -> Decision:
-        """Publishes a decision; the one that the job uses."""
+        """Publishes a decision; returns the one that the job uses."""
         config = agree.agree(self.key.name, found.config)
         if config == found.config:
             return found
         if config not in map(label, self.stand_ins):
             raise TuningError(
                 f"Another process of this job uses config [{config}] for {self.key.name}, which "
-                f"is not among this process's: {'; '.join(self.key.candidates)}. Do all run the "
-                "same program?"
+                f"is not among this process's: {'; '.join(self.key.candidates)}. Run the same "
+                "program in all of them."
             )
         return Decision(config, _ELSEWHERE, found.timings)
 
@@ -287,7 +287,7 @@ class _Lookup:
             return _unmeasurable.setdefault(self.key.name, fallback)
 
     def _measured_for_real(self) -> Decision:
-        """On the real operands, because the caller asks for nothing but this."""
+        """Measures on the real operands; the caller asked for that, so there is no fallback."""
         if (problem := _unavailable(self.device)) is not None:
             raise TuningError(f"Kernel {self.call.display_name!r} cannot be tuned: {problem}.")
         return self._search()
@@ -336,10 +336,10 @@ def _log_fallback(name: str, key: str, config: str, reason: str) -> None:
 
 
 def _report_old_version(call: Call) -> None:
-    """Says that run-time tuning is not safe here.
+    """Warns or raises because run-time tuning is not safe here.
 
-    Timing configs on the program's own buffers needs aliased operands to be put back;
-    jaxlib before this floor can crash doing so (see `versions.RUNTIME_AUTOTUNING`).
+    Timing configs on the program's own buffers needs aliased operands to be restored; older
+    versions of jaxlib can crash doing so (see `versions.RUNTIME_AUTOTUNING`).
     """
     gate = versions.RUNTIME_AUTOTUNING
     text = (
@@ -348,7 +348,7 @@ def _report_old_version(call: Call) -> None:
     )
     if settings.enforce_autotuning():
         raise VersionError(
-            text + "TRIAX_ENFORCE_AUTOTUNING=1 forbids to fall back to one config. "
+            text + "TRIAX_ENFORCE_AUTOTUNING=1 forbids falling back to one config. "
             "Upgrade JAX, unset it, or use tuning mode 'auto', which tunes ahead of time."
         )
     warnings.warn(text + "its first config is used.", UserWarning, stacklevel=2)

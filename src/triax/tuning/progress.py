@@ -1,4 +1,4 @@
-"""How far a tuning is: a bar where tqdm is installed and somebody looks, else log lines."""
+"""Shows the progress of tuning: a bar with tqdm on a terminal, else log lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINE_EVERY_S = 5.0
 class Progress:
     """Shows the steps of a tuning that takes longer than two seconds.
 
-    Every config is two: it is compiled, and it is timed.
+    Every config takes two steps: compiling and timing.
     """
 
     def __init__(self, name: str, configs: int):
@@ -26,12 +26,12 @@ class Progress:
         self._bar: Any = None
 
     def step(self) -> None:
-        """One more is done."""
+        """Counts one more step as done."""
         self._done += 1
         now = time.monotonic()
         if now - self._start < _QUIET_S:
             return
-        # Whatever stands for standard error in this program, it is no reason not to tune.
+        # Tuning must not fail because of what the program uses as standard error.
         with contextlib.suppress(Exception):
             if self._bar is None and sys.stderr.isatty():
                 from tqdm import tqdm
@@ -43,7 +43,7 @@ class Progress:
             return
         if now - self._shown > _LINE_EVERY_S or self._shown == self._start:
             self._shown = now
-            # A warning, because it is to be seen where nobody has set up logging.
+            # A warning, so that it is shown even if logging is not set up.
             logger.warning(
                 "tuning %s: %d of %d steps after %.0f s",
                 self.name,

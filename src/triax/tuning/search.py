@@ -1,4 +1,4 @@
-"""Finds the best of a call's candidates: compiles them, has them timed, stores what was found."""
+"""Finds the best of a call's candidates: compiles and times them, and stores the result."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def search(
     key: Key,
     inputs: Sequence[Any] | None,
 ) -> Record:
-    """Compiles and times the candidates of a call; returns what was found, stored already.
+    """Compiles and times the candidates of a call; stores the result and returns it.
 
     Raises:
       CompilationError: every candidate fails to compile or to run.
-      Undecided: none could be timed, for want of time or of something on this machine.
+      Undecided: none could be timed, for lack of time or of something on this machine.
     """
     progress = Progress(call.display_name, len(launches))
     try:
@@ -88,7 +88,7 @@ def _compile_and_time(
     inputs: Sequence[Any] | None,
     progress: Progress,
 ) -> dict[str, Timing]:
-    with contextlib.suppress(TuningError):  # `measure` will meet it again
+    with contextlib.suppress(TuningError):  # `measure` will raise it again
         measure.start_worker(device)  # it starts while the candidates compile
     results = compile_all(
         launches,
@@ -122,21 +122,21 @@ def _compile_and_time(
 def _best(call: Call, timings: Sequence[Timing]) -> Timing:
     timed = [timing for timing in timings if timing.error is None]
     if timed:
-        # Of equal times the config listed first wins, as with min() in Triton.
+        # The config listed first wins ties, as with min() in Triton.
         return min(timed, key=lambda timing: timing.median_ms or 0.0)
     failed = [timing for timing in timings if not timing.out_of_time]
     if len(failed) == len(timings):
-        # No fall-back to the first: what faults in the worker would fault in the program.
+        # No fallback to the first: a config that fails in the worker would fail in the program.
         raise failures.none_left(call, [f"[{timing.config}] {timing.error}" for timing in timings])
     reasons = "; ".join(f"[{timing.config}] {timing.error}" for timing in timings)
     raise Undecided(
-        f"no config could be timed ({reasons}); TRIAX_TUNING_TIMEOUT gives one run more time",
+        f"no config could be timed ({reasons}); set TRIAX_TUNING_TIMEOUT to give a run more time",
         timings,
     )
 
 
 def _drain(device: Device) -> None:
-    """Waits for the program's own work on the GPU, which would be timed too."""
+    """Waits for the program's own work on the GPU, which would distort the timings."""
     try:
         jax_private.drain(device.index)
     except RuntimeError as error:
@@ -146,7 +146,7 @@ def _drain(device: Device) -> None:
 def _tuning_arrays(
     call: Call, launch: Launch, inputs: Sequence[Any] | None
 ) -> list[np.ndarray | None]:
-    """The contents to measure on: given ones, or None for a filling by dtype."""
+    """The given contents to measure on, or None for operands to be filled by dtype."""
     if inputs is None:
         if call.tuning_inputs is None:
             return [None] * len(launch.operands)

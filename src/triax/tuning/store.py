@@ -1,9 +1,9 @@
 """Tuned configs on disk: one JSON file per key.
 
-A file is written whole beside its place and renamed into it, so a reader sees the old one
-or the new one. A file that is no record, or is about another key, is ignored and logged.
-Stores are looked up in order: the user's, the read-only ones of
-``TRIAX_CACHE_PATH``, the one shipped with the package.
+A file is written under another name and renamed into place, so a reader sees either the old or the
+new one. A file that is not a valid record, or is about another key, is ignored and logged. Stores
+are looked up in order: the user's, the read-only ones in ``TRIAX_CACHE_PATH``, the one shipped with
+the package.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from triax.tuning.key import FORMAT, Key
 logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "shipped"
-MAX_BYTES = 4 << 20  # of a file; a record of a hundred candidates has some ten thousand
+MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about ten thousand
 _PART_PREFIX = ".triax-"
 _PART_AGE_S = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What became of one candidate: its median in milliseconds, or why it has none.
+    """The result of one candidate: its median in milliseconds, or why it has none.
 
-    `out_of_time` is one that did not end, or was not tried, in time: nothing is known against it.
+    `out_of_time` means that it did not end or was not tried in time; it may still be fine.
     """
 
     config: str
@@ -60,7 +60,7 @@ class Record:
 
     @classmethod
     def now(cls, key: Key, config: str, timings: Sequence[Timing], inputs: str) -> Record:
-        """A record of today, by the installed versions."""
+        """A record with today's date and the installed versions."""
         names = ("jax", "jaxlib", "triax", "triton")
         found = tuple((name, versions.installed(name) or "") for name in names)
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -71,14 +71,14 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Raises ValueError where the text is no record."""
+        """Raises ValueError if the text is not a valid record."""
         data = typed_json.parse(text)
         match data:
             case {"key": {"format": int(found)}} if found != FORMAT:
                 raise ValueError(f"format {found} is not {FORMAT}")
         record: Record = typed_json.build(cls, data)
         if not record.key.kernel.isidentifier():  # it becomes a part of a file's name
-            raise ValueError(f"its kernel {record.key.kernel!r:.80} is no name of a function")
+            raise ValueError(f"its kernel {record.key.kernel!r:.80} is not the name of a function")
         if record.config not in record.key.candidates:
             raise ValueError(f"its config {record.config!r:.80} is not one of its candidates")
         return record
@@ -89,22 +89,22 @@ def read(path: Path) -> Record:
 
     Raises:
       OSError: the file cannot be opened or read.
-      ValueError: what is there is no record, or not even a file of a sensible size.
+      ValueError: it is not a valid record, not a regular file, or too large.
     """
     return Record.from_json(contents(path, MAX_BYTES).decode())
 
 
 def contents(path: Path, max_bytes: int) -> bytes:
-    """What is in a file of anybody.
+    """The contents of a file from any source.
 
     Raises:
       OSError: the file cannot be opened or read.
-      ValueError: it is larger than that, or no regular file.
+      ValueError: it is larger than that, or not a regular file.
     """
     # Opening a pipe that nobody writes to would wait forever without O_NONBLOCK.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it is larger than {max_bytes} bytes")
@@ -122,7 +122,7 @@ class Store:
         return self.folder / f"{key.name}.json"
 
     def find(self, key: Key) -> Record | None:
-        """The record of a key or of one near it, the nearest; None if there is none."""
+        """The record of a key, or of the nearest one that may share its config, or None."""
         try:
             paths = self._files()
         except OSError as error:
@@ -149,11 +149,11 @@ class Store:
         return record
 
     def put(self, record: Record) -> Path:
-        """Writes a record, whole or not at all."""
+        """Writes a record, completely or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(record.key)
         temporary = self.folder / f"{_PART_PREFIX}{secrets.token_hex(8)}.part"
-        # Others may read it, if the umask lets them: a store can be shared.
+        # Readable by others, if the umask allows, because a store can be shared.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -168,11 +168,11 @@ class Store:
         return path
 
     def paths(self) -> list[Path]:
-        """The files of all records, by name; none where there is no such folder yet."""
+        """The files of all records, sorted by name; none if there is no such folder yet."""
         return [p for p in self._files() if p.suffix == ".json" and not p.name.startswith(".")]
 
     def records(self) -> Iterator[tuple[Path, Record | None]]:
-        """All files with what is in them; None where it is not usable."""
+        """All files with their records, None for those that are not usable."""
         for path in self.paths():
             try:
                 yield path, read(path)
@@ -180,7 +180,7 @@ class Store:
                 yield path, None
 
     def leftovers(self) -> list[Path]:
-        """What writers that were killed have left behind: a living one takes no minute."""
+        """Files left behind by killed writers: those older than a minute."""
         now = time.time()
         found = []
         for path in self._files():
@@ -201,7 +201,7 @@ def user_store() -> Store:
     """The store that tuning writes to.
 
     Raises:
-      FileNotFoundError: there is no place for one.
+      FileNotFoundError: the user has no home folder.
     """
     if (folder := settings.cache_folder()) is None:
         raise FileNotFoundError(

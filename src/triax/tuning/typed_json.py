@@ -1,8 +1,8 @@
-"""Dataclasses as JSON that people can read, and back with every type checked.
+"""Dataclasses as readable JSON, and back with every type checked.
 
-The types of the fields say how. Strings, ints, floats and None are themselves, a tuple of any
-length is a list, and a tuple of (name, value) pairs is an object, sorted by name. What is read
-may come from anywhere, so whatever is wrong with it is a `ValueError`.
+The types of the fields decide the format. Strings, ints, floats and None stay as they are, a tuple
+of any length is a list, and a tuple of (name, value) pairs is an object, sorted by name. Input may
+come from anywhere, so anything wrong with it is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def dumps(value: Any) -> str:
 
 
 def parse(text: str) -> Any:
-    """`json.loads`, where a nest that is too deep is a `ValueError` like other mistakes."""
+    """`json.loads`, but nesting that is too deep is a `ValueError` like other mistakes."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -58,7 +58,7 @@ def build(kind: Any, value: Any, name: str = "it") -> Any:
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{name} is {value}")
     if kind is str:
-        value.encode()  # half a surrogate pair is no text: it could not be printed
+        value.encode()  # half a surrogate pair could not be printed
     return value
 
 

@@ -130,7 +130,7 @@ def test_what_was_timed_counts_where_nothing_can_go_on(driver, caplog):
     assert found[1] is not None
     assert sorted(reasons) == [2, 3]
     assert reasons[3] == measure.NOT_TRIED
-    assert "measuring ends early: measuring needs" in caplog.text
+    assert "measuring ended early: measuring needs" in caplog.text
 
 
 def test_killing_does_not_wait_for_who_holds_the_pipe(driver):

@@ -1,1 +1,1 @@
-"""The tuning worker: `process` times kernels by means of `driver`; `client` is who it answers."""
+"""The tuning worker: `process` times kernels through `driver`; `client` runs in the program."""

@@ -1,7 +1,7 @@
 """The program's side of the tuning worker: starts it, talks to it, ends it.
 
-One worker per GPU serves the whole process. It ends by itself after a minute without work
-and is started anew when there is some; it is killed only when it hangs. It goes with its parent.
+One worker per GPU serves the whole process. It ends after a minute without work, or with its
+parent, and is started again when needed; it is killed only if it hangs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IDLE_S = 60.0
 
 
 class Ended(TuningError):
-    """The worker is gone, or does not answer any more."""
+    """The worker has ended, or no longer answers."""
 
 
 class Worker:
@@ -43,11 +43,11 @@ class Worker:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *command, str(_IDLE_S)],
-                bufsize=0,  # no locks: closing a pipe must not wait for who reads it
+                bufsize=0,  # no locks: closing a pipe must not wait for its reader
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the program; it ends the worker itself
+                start_new_session=True,  # Ctrl-C goes to the program, which ends the worker
             )
         except OSError as error:
             raise TuningError(f"the tuning worker cannot be started: {error}") from error
@@ -76,10 +76,9 @@ class Worker:
         return self._process.poll() is None
 
     def ready(self) -> messages.Ready:
-        """What the worker says first: that its GPU answers, and which it is.
+        """The worker's first message: its GPU answers, and this is its UUID.
 
-        Raises:
-          Ended: it ended, or says nothing, instead.
+        Raises: Ended: it ended or sent nothing instead.
         """
         if self._ready is None:
             found = self.answer(_START_TIMEOUT_S)
@@ -91,7 +90,7 @@ class Worker:
         data = pickle.dumps(job)
         rest = memoryview(struct.pack("<q", len(data)) + data)
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # its end shows in the answers
+        with contextlib.suppress(OSError):  # `answer` reports that the worker ended
             while rest:
                 rest = rest[self._process.stdin.write(rest) :]
 
@@ -99,7 +98,7 @@ class Worker:
         """The next answer.
 
         Raises:
-          Ended: the worker ended, or said nothing for so long; it is killed then.
+          Ended: the worker ended, or sent nothing in that time and was killed.
         """
         try:
             found = self._answers.get(timeout=timeout_s)
@@ -107,7 +106,7 @@ class Worker:
             self.kill()
             raise Ended(f"the tuning worker said nothing for {timeout_s:g} s") from None
         if found is None:
-            self.kill()  # it is gone, but its pipes are still open
+            self.kill()  # it has ended, but its pipes are still open
             last = b"".join(self._errors[-3:]).decode(errors="replace").strip()
             raise Ended(f"the tuning worker ended{': ' * bool(last)}{last}")
         return found
@@ -120,7 +119,7 @@ class Worker:
 
     def leave_to_parent(self) -> None:
         """In a forked child: the worker is the parent's, and these pipes are copies."""
-        self._process.returncode = 0  # or its end would be waited for here
+        self._process.returncode = 0  # or Python would wait for it here
         self._close()
 
     def _close(self) -> None:
@@ -131,7 +130,7 @@ class Worker:
 
 
 def _read(stream: Any, size: int) -> bytes:
-    """So many bytes of an unbuffered stream, fewer at its end."""
+    """Reads `size` bytes from an unbuffered stream, or fewer at its end."""
     parts = []
     while size and (part := stream.read(size)):
         parts.append(part)

@@ -1,4 +1,4 @@
-"""The tuning worker's GPU: one context, the buffers of a job, and runs of a candidate on them.
+"""The tuning worker's GPU: a context, the buffers of a job, and runs of candidates on them.
 
 Imported by the worker, which runs without JAX and without the rest of Triax.
 """
@@ -32,7 +32,7 @@ class DriverError(Exception):
 
 
 class HungError(Exception):
-    """A kernel did not end in its time."""
+    """A kernel did not end in time."""
 
 
 def call(function: Any, *arguments: Any) -> Any:
@@ -57,12 +57,13 @@ class Context:
         self.stream = call(driver.cuStreamCreate, 1)
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
-        # In CUDA 12 only the second version knows the parts of a split GPU; later there is one.
+        # In CUDA 12 only the second version handles the parts of a split GPU; later there is only
+        # one.
         get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
         self.uuid = bytes(call(get_uuid, self.device).bytes).hex()
 
     def is_broken(self) -> bool:
-        """Whether the context is lost: any later call repeats an error such as a bad access."""
+        """Whether the context is lost: after a bad access, say, every call repeats the error."""
         (status,) = self.cu.cuCtxSynchronize()
         return bool(int(status))
 
@@ -100,7 +101,7 @@ class Context:
         call(self.cu.cuCtxSynchronize)
 
     def wait(self, event: Any, timeout_s: float) -> None:
-        """Waits for an event, and not forever."""
+        """Waits for an event, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         not_ready = self.cu.CUresult.CUDA_ERROR_NOT_READY
         pause = 0.0
@@ -118,7 +119,7 @@ class Context:
 
 
 class Bench:
-    """The buffers of one job, and one candidate after another on them."""
+    """The buffers of one job, on which its candidates run one after another."""
 
     def __init__(self, device: Context, job: messages.Job):
         self.device, self.cu, self.job = device, device.cu, job
@@ -222,7 +223,7 @@ class Bench:
         )
 
     def run(self, candidate: messages.CompiledCandidate, function: Any, parameters: Any) -> float:
-        """One cold run, in milliseconds; buffers put back and caches flushed before it."""
+        """One cold run, in milliseconds, after restoring buffers and flushing caches."""
         cu, stream = self.cu, self.device.stream
         for index, original in self.originals.items():
             nbytes = self.job.buffers[index].nbytes
@@ -230,7 +231,7 @@ class Bench:
                 call(cu.cuMemcpyDtoDAsync, self.addresses[index], original, nbytes, stream)
         call(cu.cuMemsetD8Async, self.flush, 0, self.flush_bytes, stream)
         call(cu.cuEventRecord, self.start, stream)
-        # Zeroing is part of what XLA runs for this config, so it is timed with it.
+        # XLA also zeroes these for this config, so that is timed too.
         for parameter in candidate.parameters:
             if isinstance(parameter, messages.Pointer) and parameter.zeroed:
                 address = self.addresses[parameter.index]

@@ -1,4 +1,4 @@
-"""What a tuning worker is asked and what it answers, as plain data.
+"""Requests to and answers of a tuning worker, as plain data.
 
 Imported by the worker, which runs without JAX and without the rest of Triax: only the
 standard library may be imported here.
@@ -42,7 +42,7 @@ class Number:
 class TensorMapParameter:
     """A kernel parameter: a TMA descriptor of buffer `index`, in the driver's terms.
 
-    The kernel takes shape (32-bit) and strides (64-bit) behind it; sizes count elements.
+    The kernel takes the shape (32-bit) and strides (64-bit) after it; sizes count elements.
     """
 
     index: int
@@ -74,9 +74,8 @@ class CompiledCandidate:
 class Job:
     """Candidates to time on the same buffers.
 
-    `limit_bytes` bounds the memory taken, besides half of what the driver reports free.
-    `timeout_s` is what one run of one candidate may take. Once `budget_s` are spent, no
-    further candidate is begun.
+    Memory is limited by `limit_bytes` and by half of what the driver reports free. `timeout_s`
+    limits one run of one candidate. Once `budget_s` are spent, no further candidate is started.
     """
 
     buffers: tuple[BufferSpec, ...]
@@ -88,7 +87,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """The worker's first word: the device answers. `uuid` tells it from all other GPUs."""
+    """The worker's first message: the device answers. `uuid` identifies the GPU."""
 
     uuid: str
 
@@ -103,21 +102,21 @@ class TooLarge:
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """The job was not done, for a reason that no candidate is to blame for."""
+    """The job was not done, for a reason unrelated to its candidates."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """What happens from here on is candidate `index`'s doing."""
+    """Candidate `index` is responsible for what happens from here on."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """Candidate `index` took `median_ms` in the median of `runs` so far; the last word counts."""
+    """The median of `runs` of candidate `index` so far; the last message counts."""
 
     index: int
     median_ms: float
@@ -126,9 +125,9 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """Candidate `index` has no time: it failed, or a run was `late`, that is, did not end.
+    """Candidate `index` has no time: it failed, or a run was `late` (did not end in time).
 
-    After a `fatal` failure the worker is gone.
+    After a `fatal` failure the worker ends.
     """
 
     index: int
@@ -139,4 +138,4 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Nothing more will be said of this job. Candidates not spoken of were not tried."""
+    """The job is done. Candidates without a message were not tried."""

@@ -1,11 +1,10 @@
 """The tuning worker: a process with a CUDA context of its own that times kernels.
 
-Run as a file, not as a module, so that neither JAX nor the rest of Triax is imported.
-It reads pickled jobs from standard input and writes pickled answers to standard
-output, as it goes: who waits always knows which candidate is running, and keeps what was
-timed before it. A candidate that faults poisons this process's context, one that never
-ends blocks its device queue; both end this process, not the program it works for. It ends
-with its parent, and after some time without work.
+Run as a file, not as a module, so that neither JAX nor the rest of Triax is imported. It reads
+pickled jobs from standard input and writes pickled answers to standard output as it goes, so that
+the program always knows which candidate is running, and keeps earlier timings. A candidate that
+faults breaks this process's context, and one that never ends blocks its device queue; both end this
+process, not the program. It also ends with its parent, and after some time without work.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 
 def _load(file: str) -> Any:
-    """A file beside this one under its real name, which pickles carry, without its packages."""
+    """Loads a file in this folder under its real name, which pickles need, without its packages."""
     for package in ("triax", "triax.tuning", "triax.tuning.worker"):
         sys.modules.setdefault(package, types.ModuleType(package))
     name = f"triax.tuning.worker.{file}"
@@ -47,17 +46,17 @@ _FIRST_RUNS = 15
 _FINAL_RUNS = 60
 _FINALISTS = 3
 _FINAL_MARGIN = 1.15
-# Slow kernels need fewer runs, because their times differ less: seconds for all runs of one, and
-# for the final round.
+# Slow kernels need fewer runs, because their times vary less. Seconds for all runs of one kernel,
+# and for the final round.
 _FIRST_S = 1.0
 _FINAL_S = 2.0
-# A first run loads code, in a few milliseconds at the most: past this it is as good as any other.
+# A first run loads code, which takes a few milliseconds; a run slower than this counts anyway.
 _SLOW_MS = 50.0
 _REPORT_EVERY_S = 0.25
 
 
 class Rounds:
-    """Times the candidates of a job: all of them once, then the best again, in turns."""
+    """Times the candidates of a job: all of them once, then the best again in turns."""
 
     def __init__(self, bench: driver.Bench, answer: Callable[[Any], None]):
         self.bench, self.job, self.answer = bench, bench.job, answer
@@ -66,7 +65,7 @@ class Rounds:
         self.samples: dict[int, list[float]] = {}
 
     def first(self) -> None:
-        """Each candidate in turn, the slow ones with fewer runs, as long as there is time."""
+        """Runs each candidate, slow ones fewer times, as long as there is time."""
         count = len(self.job.candidates)
         for index in range(count):
             now = time.monotonic()
@@ -76,7 +75,7 @@ class Rounds:
             self.time(index, _FIRST_RUNS, until=now + min(share, _FIRST_S))
 
     def final(self) -> None:
-        """Close calls are run again, in turns, so that a drifting clock favours none."""
+        """Runs close candidates again in turns, so that a drifting clock favours none."""
         ranked = sorted(self.samples, key=self.median)
         margin = _FINAL_MARGIN * self.median(ranked[0]) if ranked else 0.0
         close = [index for index in ranked[:_FINALISTS] if self.median(index) <= margin]
@@ -89,7 +88,7 @@ class Rounds:
                     self.time(index, 5, until=until)
 
     def time(self, index: int, runs: int, *, until: float) -> None:
-        """Runs a candidate at most so many times more, and answers what it has taken so far."""
+        """Runs a candidate up to `runs` more times, and reports its median so far."""
         bench, candidate = self.bench, self.job.candidates[index]
         self.answer(messages.Started(index))
         reported = time.monotonic()
@@ -119,7 +118,7 @@ class Rounds:
             self.report(index)
 
     def is_slow(self, index: int) -> bool:
-        """Whether a candidate is so far behind another that more runs tell nothing."""
+        """Whether a candidate is so much slower than another that more runs are pointless."""
         samples = self.samples[index]
         others = [statistics.median(s) for i, s in self.samples.items() if i != index and s]
         sure = len(samples) >= 3 or samples[0] > _SLOW_MS
@@ -133,7 +132,7 @@ class Rounds:
 
 
 def work(device: driver.Context, job: messages.Job, answer: Callable[[Any], None]) -> None:
-    """Times the candidates of a job and answers for each as it goes."""
+    """Times the candidates of a job and reports each as it goes."""
     bench = driver.Bench(device, job)
     allowed = device.free_bytes() // 2
     if job.limit_bytes is not None:
@@ -157,7 +156,7 @@ def leave(status: int) -> NoReturn:
 
 
 def follow_parent(parent: int) -> None:
-    """Ends this process when its parent is gone, also while a kernel runs."""
+    """Ends this process when its parent has ended, even while a kernel runs."""
     while os.getppid() == parent:
         time.sleep(0.25)
     leave(5)
@@ -170,9 +169,9 @@ def send(stream: BinaryIO, message: Any) -> None:
 
 
 def receive(stream: BinaryIO, idle_s: float) -> Any:
-    """The next job; None after so long without one, or when no more can come.
+    """The next job; None after `idle_s` without one, or at the end of the stream.
 
-    `stream` is unbuffered, so that what has come can be told from what is yet to come.
+    `stream` is unbuffered, so that `select` sees everything that has arrived.
     """
     if not select.select([stream], [], [], idle_s)[0]:
         return None
@@ -195,13 +194,13 @@ def main() -> None:
     parent, index, idle_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
     requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print is no answer
+    os.dup2(2, 1)  # so that nothing that libraries print is taken for an answer
     device = driver.Context(index)
     send(answers, messages.Ready(device.uuid))
     while (job := receive(requests, idle_s)) is not None:
         try:
             work(device, job, lambda message: send(answers, message))
-        except (driver.DriverError, OSError) as error:  # outside any candidate: memory, mostly
+        except (driver.DriverError, OSError) as error:  # not about a candidate, mostly memory
             send(answers, messages.Refused(str(error)))
             if device.is_broken():
                 leave(6)
