@@ -429,7 +429,7 @@ def test_tpu_is_refused():
 @pytest.mark.cuda_plugin
 def test_no_gpu_and_no_architecture():
     with pytest.raises(
-        ArgumentValueError, match=r"Give `compute_capability`.*or set TRIAX_CUDA_ARCH"
+        ArgumentValueError, match=r"Pass `compute_capability`.*or set TRIAX_CUDA_ARCH"
     ):
         jax.jit(lambda: add()).trace().lower(lowering_platforms=("cuda",))
 

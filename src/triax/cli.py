@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a kernel's or a file's name is no error
+        sys.stdout.reconfigure(errors="backslashreplace")  # odd names must not fail
     try:
         try:
             return _run(arguments)
         finally:
             _flush()
-    except BrokenPipeError:  # who reads has enough, as `head` has
+    except BrokenPipeError:  # the reader has stopped, as `head` does
         return 128 + signal.SIGPIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
@@ -63,7 +63,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _flush() -> None:
-    """Flushes the output while a failure can still be answered: at Python's end it cannot."""
+    """Flushes the output while a failure can still be handled; at Python's exit it cannot."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -139,7 +139,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _load(path: str) -> ModuleType:
-    """A user's file as a module, whatever it ends in."""
+    """Loads a user's file as a module, whatever its suffix."""
     sys.path.insert(0, os.path.dirname(path))
     loader = SourceFileLoader(Path(path).stem, path)
     spec = importlib.util.spec_from_loader(loader.name, loader)
@@ -151,7 +151,7 @@ def _load(path: str) -> ModuleType:
 
 
 def _said(error: Exception, path: str) -> str:
-    """An exception from a user's program, with the last line of the user's file that led to it."""
+    """The message of an exception in a user's program, with the user's last line that led to it."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == path]
     where = f"{path}:{lines[-1]}: " if lines else ""

@@ -1,4 +1,4 @@
-"""Which GPUs a program is lowered for, and what is known of them."""
+"""The GPUs that a program is lowered for, and their properties."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from triax.errors import ArgumentValueError, UnsupportedError
 class Device:
     """A local GPU that a program is lowered for.
 
-    `index` is the driver's ordinal. Not `measurable` is a GPU whose name serves to look
-    configs up while no time may be taken on it, as when a program is exported.
+    `index` is the driver's ordinal. If not `measurable`, as when a program is exported, the GPU's
+    name is used to look configs up, but nothing is timed on it.
     """
 
     index: int
@@ -39,20 +39,20 @@ def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -
     if len(found) > 1:
         raise UnsupportedError(
             f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
-            f"{', '.join(map(str, sorted(found)))} at once. Give `compute_capability` (the lowest)."
+            f"{', '.join(map(str, sorted(found)))} at once. Pass `compute_capability` (the lowest)."
         )
     if found:
         return found.pop()
     if (arch := settings.cuda_arch()) is not None:
         return arch
     raise ArgumentValueError(
-        f"Kernel {kernel!r} is lowered for CUDA and no GPU is here to ask for its "
-        "architecture. Give `compute_capability` (90 for an H100 or H200), or set TRIAX_CUDA_ARCH."
+        f"Kernel {kernel!r} is lowered for CUDA, and there is no GPU here to tell the "
+        "architecture. Pass `compute_capability` (90 for an H100 or H200), or set TRIAX_CUDA_ARCH."
     )
 
 
 def for_tuning(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Device | None:
-    """The first of the GPUs that belongs to this process, where it may be measured on."""
+    """The first of the GPUs that belongs to this process and has this compute capability."""
     for device in devices:
         index = jax_private.local_index(device)
         if index is not None and capability_of(device) == compute_capability:

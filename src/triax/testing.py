@@ -2,9 +2,9 @@
 
 Moves are compared bit for bit with `assert_same_bits`; sums against a float64 reference
 with `assert_close`, whose tolerance follows from the dtype and the number of terms.
-`hostile_values` gives inputs with NaN, infinities and signed zeros, and `poison` fills
-freed device memory with NaN, so that what a kernel forgets to write shows. `checked` has
-the interpreter look for races between programs, and for reads of what nobody wrote.
+`hostile_values` gives inputs with NaN, infinities and signed zeros, and `poison` fills freed device
+memory with NaN, which reveals elements that a kernel forgets to write. `checked` makes the
+interpreter look for races between programs, and for uninitialised reads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
     "poison",
 ]
 
-# Unit roundoff of the output's dtype times a small constant: what one rounding of a float32
-# accumulator, plus a few operations of the kernel, may cost. The one table for all tests.
+# Unit roundoff of the output's dtype times a small constant, which allows for one rounding of a
+# float32 accumulator and a few operations of the kernel. The one table for all tests.
 TOLERANCES: dict[str, float] = {
     "float64": 1e-14,
     "float32": 2e-6,
@@ -101,26 +101,25 @@ def hostile_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any)
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Interpreted kernels called in the block are checked for what only a GPU would show.
+    """Checks interpreted kernels in the block for errors that otherwise show only on a GPU.
 
         with triax.testing.checked():
             y = op(x, implementation="interpret")
 
-    The interpreter runs programs one after another, and a GPU at the same time. In the block
-    an error tells of every pair of programs whose order matters and is left open (a race),
-    and of every load from an output, or atomic on it, that nobody has written before.
+    The interpreter runs programs one after another, but a GPU runs them at the same time. In the
+    block it is an error if the order of two programs matters but is not determined (a race), or if
+    an output is loaded, or updated with an atomic, before it is written.
 
-    A race is two programs at one element, one of which changes it with a plain store while
-    the other loads, stores or updates it with an atomic. Stores of the bits that are there
-    already change nothing, so that programs may store equal values. Atomics do not race with
-    each other, nor with plain loads, and they order programs: with the semantics "acquire" and
-    "release" (Triton's default is both), a lock or a counter makes what it guards no race. Two
-    lanes of one store that write different values to one element are a race, too. What one
-    program does to one element is taken to happen in its order.
+    A race is two programs that access one element, one with a plain store that changes it, the
+    other with a load, a store or an atomic. A store of the bits that are already there changes
+    nothing, so programs may store equal values. Atomics do not race with each other, nor with plain
+    loads, and they order programs: with the semantics "acquire" and "release" (Triton's default is
+    both), accesses guarded by a lock or a counter are not a race. Two lanes of one store that write
+    different values to one element are also a race. Accesses of one program to one element count as
+    ordered.
 
-    A function that was traced outside the block is traced again inside, and the other way
-    around. For each element that a kernel may write, 24 bytes are kept. What runs on a GPU is
-    not checked.
+    A function that was traced outside the block is traced again inside, and vice versa. Checking
+    takes 24 bytes for each element that a kernel may write. Kernels on a GPU are not checked.
 
     Raises:
       DataRace, UninitializedRead: (of `triax.errors`) from the call of the kernel; under
@@ -133,8 +132,8 @@ def checked() -> Iterator[None]:
 def poison(num_bytes: int, device: Any | None = None) -> None:
     """Fills `num_bytes` of device memory with NaN and frees it again.
 
-    Buffers that XLA allocates next are likely to hold it, so an element a kernel does not
-    write is NaN (0x7FC00000 repeated) rather than a leftover that happens to be right.
+    Buffers that XLA allocates next are likely to reuse it, so an element that a kernel does not
+    write is NaN (0x7FC00000 repeated) instead of a leftover that happens to be right.
     """
     block = jnp.full((num_bytes // 4,), jnp.nan, jnp.float32)
     if device is not None:

@@ -193,7 +193,7 @@ def test_an_operand_in_the_place_of_an_output():
         lower(function, X)
     text = str(caught.value)
     assert text.startswith("Kernel 'forgotten_kernel' writes to `y_ptr`, an operand that no output")
-    assert "pass operands that stand behind one by name" in text
+    assert "pass operands that follow one by name" in text
 
     def right(x):
         return triax.triton_call(

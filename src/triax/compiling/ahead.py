@@ -1,13 +1,13 @@
-"""Compiles a program's kernels side by side, though lowering meets them one after the other.
+"""Compiles a program's kernels in parallel, although lowering meets them one by one.
 
-Tracing meets all kernels of a program before lowering meets the first. In: the calls that
-tracing puts into a program. Out: nothing, as long as Triton's disk cache has what lowering
-asks for. Where it has not, threads compile the calls that lowering has yet to meet; it then
-finds them compiled, or waits for the thread that is at it.
+All kernels of a program are traced before the first is lowered. In: the calls that are traced. Out:
+nothing, as long as Triton's disk cache has what lowering asks for. If it does not, threads compile
+the calls that have not been lowered yet; lowering then finds them compiled, or waits for the thread
+that is compiling them.
 
-Kernels with several configs are left out, because one is still to be chosen; so is
-everything in a process whose programs do not run on a GPU by default, unless
-``TRIAX_CUDA_ARCH`` says that they are compiled for one.
+Kernels with several configs are left out, because none is chosen yet. So are all kernels in a
+process whose programs do not run on a GPU by default, unless ``TRIAX_CUDA_ARCH`` says what they are
+compiled for.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from triax.errors import SettingError
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAITING = 256  # calls that are traced need not be lowered, ever
+_MAX_WAITING = 256  # traced calls may never be lowered
 _MAX_THREADS = 16
 
 _lock = threading.RLock()
-_waiting: dict[Launch, None] = {}  # in the order of tracing, which is that of lowering too
+_waiting: dict[Launch, None] = {}  # in the order of tracing, which is also that of lowering
 _threads: list[threading.Thread] = []
 
 
 def expect(call: Call, operands: Sequence[np.dtype], results: Sequence[np.dtype]) -> None:
-    """Notes a call that has been traced; `operands` and `results` are the dtypes of its arrays."""
+    """Records a traced call; `operands` and `results` are the dtypes of its arrays."""
     found = [candidate for candidate in call.candidates if not candidate.is_empty]
     if len(found) != 1 or call.implementation == "interpret" or not _compiles_for_cuda():
         return
@@ -52,14 +52,14 @@ def expect(call: Call, operands: Sequence[np.dtype], results: Sequence[np.dtype]
 
 
 def met(launches: Iterable[Launch]) -> None:
-    """Notes that lowering is there: these launches are not ahead of it any more."""
+    """Records that lowering has reached these launches, which need no compiling ahead."""
     with _lock:
         for launch in launches if _waiting else ():
             _waiting.pop(_without_shapes(launch), None)
 
 
 def compile_launch(launch: Launch, compute_capability: int) -> CompiledKernel:
-    """`compiler.compile_launch`; if that takes Triton's compiler, others are begun meanwhile."""
+    """`compiler.compile_launch`; if that needs Triton's compiler, starts compiling others too."""
     on_miss = functools.partial(_start, compute_capability)
     return compiler.compile_launch(launch, compute_capability, on_miss=on_miss)
 
@@ -69,7 +69,7 @@ def _compiles_for_cuda() -> bool:
         return True
     try:
         return settings.cuda_arch() is not None
-    except SettingError:  # for lowering to say, where it needs the setting
+    except SettingError:  # lowering raises it if it needs the setting
         return False
 
 
@@ -87,9 +87,9 @@ def _without_shapes(launch: Launch) -> Launch:
 
 
 def _start(compute_capability: int) -> None:
-    """Has threads compile what is waiting, for as long as there is something."""
+    """Starts threads that compile what is waiting."""
     with _lock:
-        # As many as there are cores: the thread that asks will mostly wait for one of them.
+        # As many as there are cores: the calling thread will mostly wait for one of them.
         most = min(len(_waiting), os.cpu_count() or 1, _MAX_THREADS)
         for _ in range(most - len(_threads)):
             if not threads.start(functools.partial(_work, compute_capability), _threads):
@@ -106,12 +106,12 @@ def _work(compute_capability: int) -> None:
             del _waiting[launch]
         try:
             compiler.compile_ahead(launch, compute_capability)
-        except Exception as error:  # lowering meets it again, and says it
+        except Exception as error:  # lowering will raise it
             logger.debug("not compiled ahead: %s", hints.failure(launch, error))
 
 
 def finish() -> None:
-    """Drops what is waiting, and waits for the threads to end what they are at."""
+    """Drops what is waiting, and waits for the threads to finish."""
     _drop()
     threads.join(_threads)
 

@@ -1,8 +1,8 @@
-"""From a `Launch` to a `CompiledKernel`, through Triton's compiler and its disk cache.
+"""Compiles a `Launch` to a `CompiledKernel`, through Triton's compiler and its disk cache.
 
-In: a launch and a compute capability. Out: PTX whose entry name is unique to it, and
-what the launcher must know. Bytes depend on the kernel, its specialisation and the
-installed Triton alone: no paths, no line numbers, no dictionary order.
+In: a launch and a compute capability. Out: PTX whose entry name is unique to it, and what the
+launcher must know. The bytes depend only on the kernel, its specialisation and the installed
+Triton: no paths, no line numbers, no dictionary order.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _Specialization:
-    """What this process knows of one specialisation: `kernel`, once `done`, unless it failed."""
+    """One specialisation in this process: `kernel` is set once `done`, unless it failed."""
 
-    function: Any  # held, so that its id, which is in the key, stays taken
+    function: Any  # kept alive, so that its id, which is in the key, is not reused
     counted: bool = False
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     kernel: CompiledKernel | None = None
 
 
 _cache: dict[Any, _Specialization] = {}
-_launched: dict[tuple[Launch, int], CompiledKernel] = {}  # what is asked for again, found at once
+_launched: dict[tuple[Launch, int], CompiledKernel] = {}  # finds repeated requests at once
 _MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
 _compilations = 0
-# A child process has none of the threads that were at something.
+# A child process has none of the threads that were compiling.
 os.register_at_fork(
     before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache.clear
 )
@@ -55,7 +55,7 @@ os.register_at_fork(after_in_child=_cache_lock.release)
 def compile_count() -> int:
     """How many specialisations this process has taken to Triton's compiler (or disk cache).
 
-    One that was compiled ahead counts when it is asked for.
+    One that was compiled ahead counts when it is requested.
     """
     return _compilations
 
@@ -77,13 +77,13 @@ def compile_all(
 ) -> list[CompiledKernel | Exception]:
     """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
 
-    One that is not compiled `timeout_s` after it was begun yields a `CompilationTimeout`, and so do
-    those not begun yet once this has happened too often. A thread cannot be stopped: it ends what
-    it is at in the background, and Python's exit waits for that, not forever. An exception that
-    comes meanwhile, such as Ctrl-C, waits for the threads too, until another comes.
+    One that takes longer than `timeout_s` yields a `CompilationTimeout`, and so do those not
+    started yet once this has happened too often. A thread cannot be stopped: it finishes in the
+    background, and Python's exit waits for it for a while. An exception such as Ctrl-C waits for
+    the threads too, unless another follows.
 
-    With `machine_code` the kernels have their `cubin`. `on_miss` is called where Triton's disk
-    cache has no entry, `on_each` after each launch, by the calling thread.
+    With `machine_code` the kernels have their `cubin`. `on_miss` is called if Triton's disk cache
+    has no entry, `on_each` by the calling thread after each launch.
     """
     results: dict[int, CompiledKernel | BaseException] = {}
     pending = collections.deque(range(len(launches)))
@@ -117,7 +117,7 @@ def compile_all(
             if not team:
                 work()
             left = set(range(len(launches)))
-            # A late thread is replaced, but not without end: each goes on in the background.
+            # A late thread is replaced, but only so often: each goes on in the background.
             while left and len(late) <= size:
                 overdue = _wait(finished, left, begun, timeout_s)
                 if overdue is None:
@@ -143,7 +143,7 @@ def _wait(
     begun: Mapping[int, float],
     timeout_s: float | None,
 ) -> int | None:
-    """Waits until one of those left is finished, or is late and returned; it is left no more."""
+    """Removes from `left` the next that finishes (returns None) or is late (returns its index)."""
     while True:
         now = time.monotonic()
         ages = {index: now - begun[index] for index in left if index in begun}
@@ -195,7 +195,7 @@ def compile_launch(
 
 
 def compile_ahead(launch: Launch, compute_capability: int) -> None:
-    """Compiles one launch that nobody has asked for yet; who asks meanwhile waits for it."""
+    """Compiles a launch before it is requested; requests made meanwhile wait for it."""
     _compile_in_turn(launch, compute_capability, ahead=True)
 
 
@@ -211,9 +211,9 @@ def _compile(
     ahead: bool = False,
     on_miss: Callable[[], None] | None = None,
 ) -> CompiledKernel:
-    """Compiles one launch, unless this process has done so, or a thread of it is at it.
+    """Compiles one launch, unless this process has done so or another thread is doing so.
 
-    The caller holds the shared side of `TRITON`, and so does that thread: waiting for it ends.
+    The caller holds the shared side of `TRITON`, and so does that thread, so they cannot deadlock.
     """
     function = launch.kernel.function
     backend = triton_private.backend_for(compute_capability)
@@ -267,7 +267,7 @@ def _compile(
 
 
 def _find_or_begin(key: Any, function: Any, *, count: bool) -> tuple[_Specialization, bool]:
-    """What is known of a specialisation, and whether it is for the caller to compile."""
+    """The entry of a specialisation, and whether the caller must compile it."""
     global _compilations
     with _cache_lock:
         found = _cache.get(key)

@@ -1,4 +1,4 @@
-"""From what Triton's compiler returned to a `CompiledKernel`, or why there can be none."""
+"""Turns the output of Triton's compiler into a `CompiledKernel`, or says why it cannot run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from triax.errors import CompilationError
 
 # Shared memory that one block may have, in bytes. Source: CUDA C++ Programming Guide,
 # technical specifications per compute capability ("maximum amount of shared memory per
-# thread block"). An architecture that is not listed is left to the driver to check.
+# thread block"). For architectures that are not listed, the driver checks.
 _SHARED_BYTES = {
     75: 64 << 10,
     80: 163 << 10,
@@ -71,7 +71,7 @@ def finish(
     specialization: triton_private.Specialization,
     compiled: triton_private.Compiled,
 ) -> CompiledKernel:
-    """The compiled kernel, under a name of its own."""
+    """The compiled kernel, under a unique name."""
     name, ptx = unique_entry(compiled.ptx, compiled.entry)
     return CompiledKernel(
         name=name,
@@ -115,7 +115,7 @@ def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[i
 
 
 def _writes(launch: Launch, compiled: triton_private.Compiled) -> tuple[tuple[int, ...], ...]:
-    """Which leaves the kernel writes to; nothing where its code cannot be told from them."""
+    """Which leaves the kernel writes to; nothing if its pointers cannot be matched to them."""
     pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
     count, found = writes.origins(compiled.ir)
     if count != len(pointers):
@@ -144,9 +144,9 @@ def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
     Returns:
       The new name and the PTX with it.
     """
-    # A kernel may be called `add` or `ld`: replace the name only where PTX has the entry's. The
-    # name comes first in the pattern, and what must stand before it afterwards: that way the
-    # search is for a fixed text, and PTX is long.
+    # A kernel may be called `add` or `ld`, so replace the name only where it is the entry's. The
+    # pattern starts with the name and looks behind it, because searching a fixed text is faster and
+    # PTX is long.
     escaped = re.escape(entry)
     if re.search(rf"\.entry {escaped}\(", ptx) is None:
         raise CompilationError(f"Triton's PTX has no entry named {entry!r}")

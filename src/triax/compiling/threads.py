@@ -1,13 +1,12 @@
 """Threads that run Triton's compiler.
 
-The thread that asks for a kernel does not run the compiler: a signal may end what the main
-thread does at any instruction, and Triton would keep what is half done. The hash of a
-kernel is one such thing; it is part of the key in the disk cache.
+The calling thread does not run the compiler itself: a signal can interrupt the main thread at any
+instruction, and would leave Triton with half-done state, such as the hash of a kernel, which is
+part of the key in the disk cache.
 
-These threads are daemons, because a thread cannot be stopped, and a program that is done
-must not wait for long. Python ends a daemon where it next asks for the interpreter's
-lock. In the middle of Triton's C++ that aborts the process: so its end waits a while, and then
-leaves them where they are.
+These threads are daemons, because a thread cannot be stopped, and a finished program must not wait
+for long. Python ends a daemon when it next takes the interpreter's lock; inside Triton's C++ that
+aborts the process. So the exit waits a while, and then leaves the threads running.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _all: list[threading.Thread] = []
 
 
 def start(work: Callable[[], None], team: list[threading.Thread]) -> bool:
-    """Has a new thread, one more of `team`, do `work`; False where there can be no more."""
+    """Starts a thread of `team` that does `work`; False if no thread can be started."""
     thread = threading.Thread(target=work, name="triax-compiler", daemon=True)
     _all[:] = [other for other in _all if other.is_alive()]
     _all.append(thread)
@@ -43,7 +42,7 @@ def start(work: Callable[[], None], team: list[threading.Thread]) -> bool:
 
 
 def join(team: Iterable[threading.Thread], timeout_s: float | None = None) -> None:
-    """Waits until the threads have ended, and no longer than `timeout_s`."""
+    """Waits until the threads have ended, at most `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for thread in list(team):
         if thread.is_alive():
@@ -59,16 +58,16 @@ def _finish() -> None:
 
 
 def _leave_running() -> None:
-    """Has the process end with the exit status of the program, whatever the threads do.
+    """Lets the process end with the program's exit status while threads still run.
 
-    Not by `os._exit`: nobody tells what the status is, and others may have something to do still.
+    Not by `os._exit`: the status is not known here, and other exit handlers may still have to run.
     """
     libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
-    # Until Python 3.14 a daemon thread ends by `pthread_exit`, which unwinds the stack, and where
-    # C++ allows no exception that ends in `std::terminate`. Now it stops there instead.
+    # Until Python 3.14 a daemon thread ends by `pthread_exit`, which unwinds the stack; where C++
+    # allows no exceptions, that calls `std::terminate`. Make it pause there instead.
     libstdcpp["_ZSt13set_terminatePFvvE"](_pointer(libc.pause))  # std::set_terminate
-    # When all of Python's own end is done. The last that is registered comes first, so that no
-    # destructor takes from the threads what they use; files are closed before that.
+    # These run after Python's own exit, the last one registered first: files are closed, then the
+    # process ends before destructors can take away what the threads use.
     libc.on_exit(_pointer(libc._exit), None)
     libc.on_exit(_pointer(libc.fcloseall), None)
 

@@ -1,9 +1,9 @@
-"""Which operands a compiled kernel writes to, read off Triton's intermediate code.
+"""Finds the operands that a compiled kernel writes to, in Triton's intermediate code.
 
 In: the text of the module that Triton's front end made. Out: for every store and atomic, the
 pointer parameters whose memory it may reach. A pointer is followed back through arithmetic,
-choices, loops, branches and calls. One that comes from anywhere else (from memory, from an
-integer) is of unknown origin, and what is written through it is left out.
+choices, loops, branches and calls. One from anywhere else (memory, an integer) has an unknown
+origin, and writes through it are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-# The first operand is what is written through.
+# These write through their first operand.
 _WRITES = {
     "tt.store",
     "tt.atomic_rmw",
@@ -24,7 +24,7 @@ _WRITES = {
     "ttng.async_tma_reduce",
     "ttng.async_tma_scatter",
 }
-# The result points where the first operand does.
+# The result points to the same memory as the first operand.
 _FOLLOWS = {
     "tt.addptr",
     "tt.splat",
@@ -64,10 +64,10 @@ def origins(code: str) -> tuple[int, list[tuple[int, ...]]]:
 
 @dataclasses.dataclass
 class _Region:
-    """What stands between two braces.
+    """The code between two braces.
 
-    `names` are the values it defines and `blocks` the arguments of its blocks, by label.
-    `carried` and `results` are what its terminator hands values on to.
+    `names` are the values it defines and `blocks` the arguments of its blocks, by label. Its
+    terminator passes values on to `carried` and `results`.
     """
 
     operation: str = ""
@@ -80,8 +80,8 @@ class _Region:
 class _Flow:
     """Where pointers come from: for each value the values that it may be.
 
-    A name is looked up from the inside out. One that is not known here is no pointer, or one of
-    unknown origin; so is a value that nothing leads to.
+    Names are looked up from the inside out. An unknown name is not a pointer, or has an unknown
+    origin; so has a value without sources.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _Flow:
         return reached
 
     def _operation(self, line: str) -> _Region:
-        """Notes what an operation does with pointers; the region that it may open."""
+        """Records what an operation does with pointers; returns the region that it may open."""
         match = _OPERATION.match(line)
         if match is None:
             return _Region()
@@ -229,7 +229,7 @@ class _Flow:
         return [self._value(name) for name in _NAME.findall(text)]
 
     def _hand_on(self, values: Sequence[int], targets: Sequence[int]) -> None:
-        """Values become others, one by one; if their numbers differ, nothing is known of those."""
+        """Makes values the sources of targets, one by one; unknown ones if the counts differ."""
         if len(values) != len(targets):
             values = [_UNKNOWN] * len(targets)
         for value, target in zip(values, targets, strict=True):

@@ -1,10 +1,10 @@
-"""From a compiled launch to the custom call that XLA is given.
+"""Builds XLA's custom call from a compiled launch.
 
 In: a call, its launches and compiled kernels. Out: the target, the bytes jaxlib parses,
 and the order in which buffers must be passed. jaxlib walks a kernel's parameters and
 takes one buffer for each that is an array: first the custom call's operands in order,
-then its results. Triton's global scratch is one more result: what jaxlib allocates itself
-at launch, it cannot allocate while a CUDA graph is captured.
+then its results. Triton's global scratch is one more result, because jaxlib's own allocation at
+launch fails while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from triax.errors import CompilationError, ReadOnlyOperand, UnsupportedError, Ve
 
 logger = logging.getLogger(__name__)
 
-# Far more than any GPU has: a mistake in the grid, which XLA would report as running out of memory.
+# Far more than any GPU has, so the grid is wrong; XLA would only report running out of memory.
 _MAX_SCRATCH_BYTES = 1 << 40
 
 
@@ -53,11 +53,11 @@ class BufferOrder:
 
 
 def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
-    """The buffer order that makes jaxlib's walk meet the kernel's parameter order.
+    """The buffer order for which jaxlib's walk matches the kernel's parameter order.
 
-    Outputs that close the parameter list are results of the custom call. An output
-    with an operand behind it cannot be: it goes in as an uninitialised operand, in its
-    place, with the result aliased to it. Scratch is the last parameter of all.
+    Outputs at the end of the parameter list are results of the custom call. An output before an
+    operand cannot be: an uninitialised operand takes its place, with the result aliased to it.
+    Scratch is the last parameter.
     """
     pointers = [
         Operand(leaf.index) if isinstance(leaf, Descriptor) else leaf
@@ -69,7 +69,7 @@ def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
         first_tail -= 1
     operands = tuple(pointers[:first_tail])
     tail = [leaf.index for leaf in pointers[first_tail:]]
-    # Surplus buffers behind the last parameter are ignored, so the rest may stand anywhere.
+    # Buffers after the last parameter are ignored, so the rest may be in any order.
     surplus = (i for i in range(len(launch.results)) if i not in tail)
     results = (*tail, *([None] if scratch else []), *surplus)
     pairs = [
@@ -101,8 +101,8 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
 
     Raises:
       VersionError: jaxlib cannot do what the kernel needs.
-      UnsupportedError: several launches, and no target that can tune them safely.
-      CompilationError: the kernel needs more scratch memory than there can be.
+      UnsupportedError: there are several launches, but no target that can tune them safely.
+      CompilationError: the kernel needs more scratch memory than any GPU has.
       ReadOnlyOperand: a kernel writes to an operand that no output is aliased to.
     """
     for launch, kernel in zip(launches, kernels, strict=True):
@@ -156,7 +156,7 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
                 "to. XLA may share its memory with other values: alias an output to the operand, "
                 "or write to an output of its own. If an argument keeps it from writing, declare "
                 "that one as tl.constexpr. (Outputs are the parameters that are not supplied: "
-                "pass operands that stand behind one by name.)"
+                "pass operands that follow one by name.)"
             )
 
 
@@ -177,9 +177,9 @@ def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
 def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int, int]]:
     """The aliases jaxlib saves before it times configs, as (input, n_inputs + output, bytes).
 
-    jaxlib compares ``buffers[input]`` with ``buffers[output]`` where `buffers` is inputs
-    followed by outputs; the bare output index would make it restore nothing. Buffers that
-    go in uninitialised need no saving.
+    jaxlib compares ``buffers[input]`` with ``buffers[output]`` where `buffers` is inputs followed
+    by outputs; with the plain output index it would restore nothing. Uninitialised buffers need no
+    saving.
     """
     saved = []
     for operand, result in buffers.aliases:
@@ -228,7 +228,7 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
             if Operand(leaf.index) in zeroed:
                 raise UnsupportedError(
                     f"Kernel {launch.name!r} writes a zeroed output through a host TMA descriptor, "
-                    "and jaxlib zeroes only what is behind a pointer. Make the descriptor of an "
+                    "but jaxlib only zeroes arrays passed as pointers. Make the descriptor of an "
                     "array of zeros instead."
                 )
             parameters += _tensor_map_parameters(module, launch, leaf, parameter.tensor_map)

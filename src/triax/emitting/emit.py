@@ -25,7 +25,7 @@ def compiled(
 ) -> Sequence[Any]:
     """Emits the custom call of compiled launches.
 
-    `key` is the name under which the config was looked up, "" where there was no choice.
+    `key` is the name under which the config was looked up, "" if there was no choice.
     """
     built = custom_call.build(call, launches, kernels)
     buffers = built.buffers
@@ -73,12 +73,12 @@ def nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
 
 
 def placeholder(ctx: Any, operands: Sequence[Any], target: str) -> Sequence[Any]:
-    """A call of a target that nobody registers: it can be exported, and fails where it is run."""
+    """A call of a target that does not exist: it can be exported, but fails when it runs."""
     return jax.ffi.ffi_lowering(target, api_version=4)(ctx, *operands)
 
 
 def _frontend_attributes(call: Call, launches: Sequence[Launch], key: str) -> dict[str, str]:
-    """What a reader of the program should know of a call."""
+    """Information about a call for people who read the program."""
     return {
         **({"triax.key": key} if key else {}),
         "triax.kernel": call.display_name,
@@ -88,7 +88,7 @@ def _frontend_attributes(call: Call, launches: Sequence[Launch], key: str) -> di
 
 
 def _uninitialised(ctx: Any, aval: Any) -> Any:
-    """A buffer with nothing in it yet, for an output that stands before an operand."""
+    """An uninitialised buffer, for an output that precedes an operand."""
     rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=1, skip_ffi_layout_processing=True)
     (value,) = rule(jax_private.with_avals(ctx, [], [aval]))
     return value

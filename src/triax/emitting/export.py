@@ -1,4 +1,4 @@
-"""What `jax.export` must be told about Triton calls."""
+"""The settings `jax.export` needs for Triton calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
         jax.export.export(jax.jit(f), platforms=["cuda"],
                           disabled_checks=triax.export_checks())
 
-    JAX only exports custom calls whose targets it promises to keep; Triton's are not
-    among them. The exported program needs a JAX that still has the target. For the CPU
-    an interpreted kernel is a host callback, which no program file can hold: exporting
-    for "cpu" too succeeds, and running it there fails with a target named
-    `triax_interpreted_kernel_cannot_be_exported_for_cpu`. Ops with a pure XLA rule for
-    the CPU, as those of `triax.moe`, export and run on both.
+    JAX only exports custom calls whose targets it promises to keep, and Triton's are not among
+    them. The exported program needs a JAX that still has the target. On the CPU an interpreted
+    kernel is a host callback, which cannot be exported: exporting for "cpu" too succeeds, but
+    running there fails with a target named `triax_interpreted_kernel_cannot_be_exported_for_cpu`.
+    Ops with a pure XLA rule for the CPU, like those of `triax.moe`, export and run on both.
     """
     targets = (
         versions.LEGACY_TARGET,

@@ -1,4 +1,4 @@
-"""What XLA was given: the Triton calls in a lowered program, read back from it."""
+"""Reads the Triton calls back from a lowered program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triax.compat import jax_private, versions, wire
 class TritonCall:
     """One Triton call in a lowered program.
 
-    `config` and `grid` hold one entry per config handed to XLA, one unless tuning mode is
-    "runtime". `key` names what the config was looked up by, "" where there was no choice.
-    `aliases` pairs operands and results of the custom call; `saved` are the
-    buffers jaxlib puts back after timing. `opaque_bytes` is the payload's size.
+    `config` and `grid` hold one entry per config passed to XLA: one, unless the tuning mode is
+    "runtime". `key` is what the config was looked up by, "" if there was no choice. `aliases` pairs
+    operands and results of the custom call; `saved` are the buffers that jaxlib restores after
+    timing. `opaque_bytes` is the payload's size.
     """
 
     kernel: str

@@ -1,11 +1,10 @@
-"""Memory that also finds races between programs, and reads of what nobody wrote.
+"""Memory that also finds races between programs, and uninitialised reads.
 
-Programs run one after another here and at the same time on a GPU, so a kernel can be right here
-and wrong there: where two programs access one element, one of them with a plain store that
-changes it, and nothing orders the two. Who touched what last is kept per element, as the
-number of a segment: a stretch of a program between two of its atomics. Atomics order programs
-as they do on a GPU: what came before a release is before what comes after an acquire of the
-same address by a later program.
+Programs run one after another here but at the same time on a GPU, so a kernel can be right here and
+wrong there: if two programs access one element, one with a plain store that changes it, and nothing
+orders the two. The last access to each element is kept as the number of a segment, the part of a
+program between two of its atomics. Atomics order programs as on a GPU: everything before a release
+comes before everything after an acquire of the same address by a later program.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class _Shadow:
     def at(self, index: np.ndarray, itemsize: int) -> np.ndarray:
         """Positions here of elements of `itemsize` bytes, a row for each."""
         if itemsize < self.itemsize:
-            # A pointer to something narrower: from now on every part is looked at by itself.
+            # A pointer to a narrower type: from now on every part is tracked separately.
             for trace in (self.stored, self.loaded, self.updated):
                 trace.split(self.itemsize // itemsize)
             self.itemsize = itemsize
@@ -68,7 +67,7 @@ class _Shadow:
 class CheckedMemory(Memory):
     """`Memory` that raises `DataRace` and `UninitializedRead`.
 
-    `fresh` are the indices of the buffers that nobody has written yet.
+    `fresh` are the indices of the buffers that are not written yet.
     """
 
     def __init__(self, kernel: str, buffers: Sequence[Buffer], fresh: Sequence[int]):
@@ -110,7 +109,7 @@ class CheckedMemory(Memory):
         shadow = self._shadows[id(buffer)]
         self._expect_one_value(buffer, elements, index, values)
         at = shadow.at(index, elements.itemsize)
-        # A store that changes nothing is in no one's way.
+        # A store that changes nothing does not race.
         changed = (_bits(elements[index]) != _bits(values))[:, None]
         for trace, what in (
             (shadow.stored, "where program {} stored another value: either may stay"),
@@ -196,9 +195,9 @@ class CheckedMemory(Memory):
         what: str,
         itself: bool = False,
     ) -> None:
-        """Raises if a segment of another program is not before what is done now.
+        """Raises if a segment of another program is not ordered before the current access.
 
-        With `itself`, those of the program itself may be among them, and are in order.
+        With `itself`, segments of the program itself may be among them; they are in order.
         """
         if itself:
             segments = np.where(segments < self._first, segments, 0)

@@ -1,9 +1,8 @@
-"""Truth in kernels: `if`, `while`, `and`, `or`, `not`, as the compiler understands them.
+"""Conditions in kernels: `if`, `while`, `and`, `or`, `not`, as the compiler understands them.
 
-Triton's interpreter leaves these to Python, which takes every block for true: ``a and b``
-is then silently ``b``, and ``if`` on a block always taken. Here `and`, `or` and `not`
-work element by element, without short circuit between tensors, as in compiled code;
-a condition must be a scalar.
+Triton's interpreter leaves these to Python, for which every block is true: ``a and b`` is then
+silently ``b``, and ``if`` on a block always taken. Here `and`, `or` and `not` work element by
+element, without short circuit between tensors, as in compiled code; a condition must be a scalar.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whose line was it: what an error in an interpreted kernel shows of the stack.
+"""Reduces the traceback of an error in an interpreted kernel to the kernel's own lines.
 
-Between the call of a kernel and the line in it that failed lie frames of JAX, Triax and
-Triton, and more of Triton's and NumPy's behind that line. Only the kernel's are of use.
+Between the call of a kernel and its failing line there are frames of JAX, Triax and Triton, and
+after that line more of Triton's and NumPy's. Only the kernel's are useful.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARK = "__triax_kernel__"
 
 
 def of_kernels(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The part of a traceback that is a kernel's and its helpers'; None if nothing is."""
+    """The frames of a traceback that belong to a kernel and its helpers; None if there are none."""
     kept = list(_kept(trace))
     result = None
     for entry in reversed(kept):
@@ -29,11 +29,10 @@ def of_kernels(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def raise_as_text(error: Exception) -> NoReturn:
-    """Raises `error` for XLA, which keeps of an exception its type's name and its text.
+    """Raises `error` for XLA, which keeps only the name of an exception's type and its text.
 
-    In front of them XLA puts the innermost frame, and all frames that called it. So it is raised
-    first in a thread of its own, where nothing called it, in code that says that it is the
-    kernel's failing line.
+    XLA puts the innermost frame and all its callers in front. So the error is first raised in a new
+    thread, where it has no callers, in code that claims to be the kernel's failing line.
     """
     trace = of_kernels(error.__traceback__)
     lines = [str(error), *getattr(error, "__notes__", ()), *traceback.format_tb(trace)]

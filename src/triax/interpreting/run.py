@@ -28,22 +28,22 @@ _INTEGER_RANGES = (("i32", -(2**31), 2**31), ("i64", -(2**63), 2**63), ("u64", 0
 def run(
     launch: Launch, operands: Sequence[np.ndarray], checked: bool = False
 ) -> tuple[np.ndarray, ...]:
-    """What the kernel makes of `operands`, one array per result of the launch.
+    """Runs the kernel on `operands`; returns one array per result of the launch.
 
     Args:
       launch: the kernel, its arguments and its grid.
       operands: one array per ``launch.operands``; they are not modified.
-      checked: look for races and for reads of what nobody wrote, too.
+      checked: also look for races and uninitialised reads.
 
     Returns:
-      One array per ``launch.results``. What the kernel does not write is NaN, 0xA5 in every
-      byte of an integer, 0 where the launch says so, or the operand of an alias.
+      One array per ``launch.results``. Elements that the kernel does not write are NaN (0xA5 in
+      every byte of an integer), 0 in zeroed outputs, or the operand's in aliased ones.
 
     Raises:
       OutOfBounds: the kernel accessed memory outside its buffers.
       ReadOnlyOperand: the kernel wrote to an operand that no output is aliased to.
       DataRace, UninitializedRead: with `checked`, what it looks for.
-      UnsupportedError: the kernel does what only a GPU can do.
+      UnsupportedError: the kernel does something that only a GPU can do.
     """
     if launch.kernel.is_gluon:
         raise UnsupportedError(
@@ -102,7 +102,7 @@ def _buffers(
 
 
 def _unwritten(type: ArrayType) -> np.ndarray:
-    """The bytes of an output that nobody has written, unlike those of a result if possible."""
+    """The bytes of an unwritten output, chosen so that they do not look like a result."""
     if type.dtype.kind in "biu":
         return np.full(type.nbytes, 1 if type.dtype.kind == "b" else 0xA5, np.uint8)
     return np.full(type.size, np.nan, type.dtype).view(np.uint8)
@@ -149,7 +149,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
 def _convert(
     machine: _Machine, launch: Launch, memory: Memory, argument: Argument, annotation: str = ""
 ) -> Any:
-    """One argument as the interpreter wants it."""
+    """One argument as the interpreter expects it."""
     if isinstance(argument, tuple):
         return rebuild(argument, [_convert(machine, launch, memory, part) for part in argument])
     if isinstance(argument, Scalar):
@@ -196,15 +196,15 @@ class _Machine:
 
     @contextlib.contextmanager
     def running(self, memory: Memory) -> Iterator[rewriting.Rewriter]:
-        """The scope in which `triton.language` computes; under `TRITON.alone`, which undoes it."""
+        """The scope in which `triton.language` computes; `TRITON.alone` undoes the changes."""
         self._patch.apply()
         self.builder.memory = memory
         self._rewriter = rewriting.Rewriter(self.semantic, self._patch.replaced)
         try:
             yield self._rewriter
         finally:
-            # If a signal has torn the end, this comes when the generator is thrown away, and
-            # another launch may be running.
+            # If a signal interrupted the end, this runs when the generator is discarded, and
+            # another launch may be running by then.
             if vars(self.builder).get("memory") is memory:
                 del self.builder.memory
                 self._rewriter = None

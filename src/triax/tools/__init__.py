@@ -1,1 +1,1 @@
-"""What users do with whole programs: tune them, and see what was chosen."""
+"""Tools for whole programs: tuning, and explaining which configs were chosen."""

@@ -1,7 +1,7 @@
-"""What `triax cache` does with the stores of tuned configs; every function returns an exit status.
+"""The actions of `triax cache` on the stores of tuned configs; each returns an exit status.
 
-Files are believed only after `store.read` or `Record.from_json` has checked them: what is no
-record is neither deleted nor taken over.
+Files are trusted only after `store.read` or `Record.from_json` has checked them: a file that is not
+a valid record is neither deleted nor imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triax.errors import ArgumentValueError
 from triax.tuning import store
 from triax.tuning.store import Record, Store
 
-MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, and of all that is unpacked from it
+MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, packed and unpacked
 
 
 def list_configs() -> int:
@@ -39,7 +39,7 @@ def list_configs() -> int:
 
 
 def show(name: str) -> int:
-    """Prints the records of a kernel, or of a file by its name without the ending."""
+    """Prints the records of a kernel, or of a file by its name without the suffix."""
     shown, status = 0, 0
     for place in store.stores():
         for path, record in place.records():
@@ -53,7 +53,7 @@ def show(name: str) -> int:
 
 
 def clear(name: str | None, everything: bool) -> int:
-    """Deletes records from the user's store: those of a name, or all, and what else it left."""
+    """Deletes records from the user's store: those of a name, or all and the leftovers too."""
     place = store.user_store()
     found = list(place.records())
     paths = [
@@ -118,7 +118,7 @@ def _entries(file: Path) -> list[tuple[str, bytes]]:
                 if entry.is_dir():
                     continue
                 with archive.open(entry) as opened:
-                    # Read as far as it may go: sizes in the archive's headers may be lies.
+                    # Limit the read, because the sizes in the archive's headers may be wrong.
                     content = opened.read(min(store.MAX_BYTES, left) + 1)
                 left -= len(content)
                 if left < 0 or len(content) > store.MAX_BYTES:
@@ -152,7 +152,7 @@ def _nothing_named(name: str) -> int:
 
 
 def _may_delete(count: int, place: Store) -> bool:
-    """Asks, where somebody can answer."""
+    """Asks for confirmation; an error if there is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise ArgumentValueError(
             "`triax cache clear` without a name deletes everything, and nobody is here to ask. "

@@ -20,7 +20,7 @@ class Explanation:
     `config` and `grid` hold one entry per config handed to XLA: one, unless tuning mode is
     "runtime". `source` says where the choice came from; `timings` have every candidate's
     median in milliseconds, where any were taken, on a call that moved `measured_bytes`. `key`
-    names the record of the choice in the store, and ends in the bytes that this call moves.
+    names the choice's record in the store, and ends in the bytes that this call moves.
     `aliases` pairs operands and results of the custom call named `target`; `entry` is the
     kernel's name in profiles.
     """
@@ -51,25 +51,25 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
-    """What XLA is given for every Triton call in a function's program for CUDA.
+    """Shows what XLA gets for every Triton call in a function's program for CUDA.
 
         for call in triax.explain(train_step, params, batch):
             print(call)
 
-    The function is traced and lowered, not run; in tuning mode "auto" on a GPU that measures
-    what is not known yet. Without a GPU the architecture comes from ``TRIAX_CUDA_ARCH``.
+    The function is traced and lowered, but not run. In tuning mode "auto" on a GPU this measures
+    configs that are not known yet. Without a GPU the architecture comes from ``TRIAX_CUDA_ARCH``.
 
     Args:
       function: to be traced as under `jax.jit`.
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      One `Explanation` per call, in program order. A call in a loop's body stands once.
+      One `Explanation` per call, in program order. A call in a loop's body is listed once.
 
     Raises:
-      TriaxError: lowering the function raised it.
+      TriaxError: the function cannot be lowered.
     """
-    # Wrapped anew: JAX keeps traces by function, and an older one has the mode of its day.
+    # A new wrapper, because JAX caches traces by function, and an old trace may have another mode.
     fresh = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     jitted = function if hasattr(function, "trace") else fresh
     lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))

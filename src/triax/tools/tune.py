@@ -34,17 +34,17 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
         triax.tune(train_step, params, batch)
 
     The function runs once, operation by operation (as under `jax.disable_jit`), on the GPU its
-    arguments are on. Each call with several configs is measured on what it is given there, and
-    the best is kept in the user's store, also where one was known. Programs compiled before keep
-    the config they have. A primitive of your own, lowered with `triton_call_lowering`, is
-    compiled as a whole and measured on random operands.
+    arguments are on. Each call with several configs is measured on its operands there, and the best
+    config is stored in the user's store, even if one was already known. Programs compiled before
+    keep their config. Your own primitives, lowered with `triton_call_lowering`, are compiled as a
+    whole and measured on random operands.
 
     Args:
-      function: what to tune; whatever it returns is dropped.
+      function: what to tune; its result is dropped.
       *args, **kwargs: its arguments.
 
     Returns:
-      What was measured, in the order of first use; a key once.
+      The tuned calls in order of first use, one per key.
 
     Raises:
       UnsupportedError: a call's operands are not on a GPU of this process.
