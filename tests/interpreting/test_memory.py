@@ -311,7 +311,7 @@ def test_atomic_accesses(interpret):
     assert out[0] == 0
     (out,) = interpret(wait_for, {**arguments, "x_ptr": x[4:]}, [((1,), np.int32)], TIMEOUT=None)
     assert out[0] == 1
-    with pytest.raises(UnsupportedError, match="waits for what none of those before has written"):
+    with pytest.raises(UnsupportedError, match="waits for a value that no earlier program wrote"):
         interpret(wait_for, arguments, [((1,), np.int32)], TIMEOUT=None)
 
 

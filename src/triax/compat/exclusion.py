@@ -142,4 +142,4 @@ class Exclusion:
 
 
 TRITON = Exclusion(triton_prepared.prepare, replaced.undo)
-"""Shared by those who compile, in this process; who interprets is alone."""
+"""Shared by the threads that compile in this process; a thread that interprets is alone."""

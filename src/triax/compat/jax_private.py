@@ -1,4 +1,4 @@
-"""What Triax takes from the insides of JAX and jaxlib.
+"""All that Triax uses of the internals of JAX and jaxlib.
 
 Each function is a thin, named door to a private symbol, with the versions' differences
 folded away by probing for the symbol itself. Nothing here decides anything.
@@ -261,11 +261,11 @@ class KeyValueClient:
         self._client.key_value_delete(key)
 
     def count(self, folder: str) -> int:
-        """How many keys stand below `folder`."""
+        """How many keys are below `folder`."""
         return len(self._client.key_value_dir_get(folder))
 
     def claim(self, key: str, value: str) -> str | None:
-        """Sets a key if nobody has; its value then, None if it was deleted just now."""
+        """Sets a key unless it is set; returns its value, None if it was deleted meanwhile."""
         try:
             self._client.key_value_set(key, value)
         except Exception as error:
@@ -275,7 +275,7 @@ class KeyValueClient:
         return value
 
     def set_first(self, key: str, value: str, timeout_ms: int) -> str:
-        """Sets a key if nobody has; returns the value it has then."""
+        """Sets a key unless it is set; returns its value."""
         try:
             self._client.key_value_set(key, value)
         except Exception as error:
@@ -299,7 +299,7 @@ def key_value_client() -> KeyValueClient | None:
 def default_platform() -> str | None:
     """The platform that programs run on by default: "cpu", "gpu", …
 
-    None as long as no backend is started: to ask must not start one.
+    None until a backend is started, because asking must not start one.
     """
     if not _xla_bridge.backends_are_initialized():
         return None
@@ -316,7 +316,7 @@ def local_index(device: Any) -> int | None:
 
 
 def drain(index: int) -> None:
-    """Waits until a GPU has done all that this process has given it."""
+    """Waits until a GPU has finished all work of this process."""
     from cuda.bindings import driver
 
     def call(function: Any, *arguments: Any) -> Any:

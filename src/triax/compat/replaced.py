@@ -1,4 +1,4 @@
-"""What Triax has replaced in Triton, and how to take it back.
+"""Records what Triax replaces in Triton, and undoes it.
 
 Compiling and interpreting both replace attributes of Triton's modules and classes for a
 while. A signal's exception may end either at any instruction, the ones that clean up
@@ -40,7 +40,7 @@ def replace(changes: Iterable[Change]) -> None:
 
 
 def watch(holders: Iterable[Any]) -> None:
-    """Has `undo` take back what others change in `holders` from now on."""
+    """Makes `undo` also revert what others change in `holders` from now on."""
     for holder in holders:
         _snapshots.append((holder, dict(_attributes(holder))))
 
@@ -51,7 +51,7 @@ def watched_changes() -> list[Change]:
 
 
 def undo() -> None:
-    """Puts everything back that was replaced, or changed in a holder that is watched."""
+    """Restores everything that was replaced, or changed in a holder that is watched."""
     while _snapshots:
         holder, old = _snapshots[-1]
         for change in _differences(holder, old):

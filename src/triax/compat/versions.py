@@ -1,8 +1,8 @@
 """Version gates: what Triax may use of the installed JAX, CUDA plugin and Triton.
 
-Each gate is data, with its upstream change and the reason its floor is what it
-is; the decisions are functions of a version string, so that tests walk the table
-without installing anything. `docs/versions.md` is made from `GATES`.
+Each gate is data, with its upstream change and the reason for its version; the decisions are
+functions of a version string, so that tests can check the table without installing anything.
+`docs/versions.md` is made from `GATES`.
 
 The code behind most gates ships in the CUDA plugin (``jax-cuda12-plugin`` or
 ``jax-cuda13-plugin``), so gates read the plugin's version, and jaxlib's where

@@ -81,12 +81,12 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
     ) -> TensorHandle:
         everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
         matched = self._load(ptr, everywhere, None, _order(sem, scope)).data == expected.data
-        # Programs run one after another: what is not there now does not come while this one waits.
+        # Programs run one after another, so nothing can arrive while this one waits.
         if not matched.all() and not isinstance(timeout_ns, TensorHandle):
             raise UnsupportedError(
                 "The interpreter runs programs one after another, in the order of their numbers, "
-                "and `tl.atomic_poll` waits for what none of those before has written. Give "
-                "`timeout_ns`, let programs wait for earlier ones only, or run the kernel on a GPU."
+                "and `tl.atomic_poll` waits for a value that no earlier program wrote. Pass "
+                "`timeout_ns`, let programs wait only for earlier ones, or run the kernel on a GPU."
             )
         return TensorHandle(matched, tl.int1)
 

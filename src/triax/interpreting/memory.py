@@ -22,7 +22,7 @@ _REGION_BITS = 48
 _REGION = np.uint64(_REGION_BITS)
 _REACH = 1 << (_REGION_BITS - 1)
 _FAR = _REACH - 64
-"""Offsets of this size or more stand for any that leave the region."""
+"""Offsets of this size or more represent all that leave the region."""
 
 
 def _unsigned(array: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ class Buffer:
 
 
 class Memory:
-    """The buffers of one launch. `program` is whom to blame for an access.
+    """The buffers of one launch. `program` is the one that accesses them now.
 
     `_loading`, `_storing` and `_updating` are told of every access that is in bounds, before
     it happens, and may refuse it: `triax.interpreting.checking`.
@@ -108,7 +108,7 @@ class Memory:
         dtype: np.dtype,
         order: str | None = None,
     ) -> np.ndarray:
-        """What lies at `addresses`, and `other` (default 0) where the mask is off.
+        """The values at `addresses`, and `other` (default 0) where the mask is off.
 
         An atomic load has an `order`: "relaxed", "acquire", "release" or "acquire_release", in
         which it orders the accesses of programs.
@@ -220,8 +220,8 @@ class Memory:
             if not 0 <= owner < len(self._buffers):
                 raise OutOfBounds(
                     f"{self._where()}: {access} at the address {int(addresses[lanes][0]):#x}, "
-                    "which belongs to no operand. A number that is loaded or computed is no "
-                    "address here, as arrays lie elsewhere than on a GPU: pass the array itself."
+                    "which belongs to no operand. A loaded or computed number is no valid "
+                    "address here, because arrays are not where a GPU has them: pass the array."
                 )
             buffer = self._buffers[owner]
             offsets = (addresses[lanes] - np.uint64(self.address(owner))).view(np.int64)
@@ -258,8 +258,8 @@ class Memory:
         first = offsets[(offsets % dtype.itemsize != 0).argmax()]
         raise OutOfBounds(
             f"{self._where()}: misaligned {access} {preposition(access)} "
-            f"{self._element(buffer, first)}: byte {first} of the array is no multiple of "
-            f"{dtype.itemsize}, the size of what is accessed."
+            f"{self._element(buffer, first)}: byte {first} of the array is not a multiple of "
+            f"{dtype.itemsize}, the size of the element accessed."
         )
 
     def _where(self) -> str:

@@ -23,7 +23,7 @@ class Moved(NamedTuple):
 def chunk_maps(
     split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int, implementation: str | None
 ) -> ChunkMaps:
-    """The maps there and back; integers, without derivative."""
+    """The maps there and back, which are integers and have no derivative."""
     return implementations.dispatch(
         implementation,
         split_sizes,

@@ -1,4 +1,4 @@
-"""The chunk sort's kernel launches: output types, grids, and the call of the bridge."""
+"""The chunk sort's kernel launches: output types, grids, and the `triton_call`s."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def move_rows(
     num_chunks = chunk_map.ends.shape[0]
     config = ChunkMoveConfig.heuristic(width, rows.dtype.itemsize)
     row_blocks = -(-num_rows // config.block_rows)
-    # At least one: where rows have no elements, probs move all the same.
+    # At least one, because probs move even if rows have no elements.
     width_blocks = max(1, -(-width // config.block_width))
     moved = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     moved_probs = None if probs is None else jax.ShapeDtypeStruct(probs.shape, probs.dtype)
@@ -70,8 +70,8 @@ def move_rows(
         config.search_steps(num_chunks),
         kernel=_move_rows_kernel,
         out_type=(moved, moved_probs),
-        # Exactly the blocks that hold elements: one program too few leaves rows unwritten, one
-        # too many only costs its launch. All on one axis: the others end at 65535 programs.
+        # Exactly the blocks that hold elements: one program too few leaves rows unwritten, one too
+        # many only costs time. All on one axis: the others are limited to 65535 programs.
         grid=row_blocks * width_blocks,
         num_warps=config.num_warps,
         name="move_rows",

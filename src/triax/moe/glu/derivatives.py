@@ -60,5 +60,5 @@ def glu_grad(
         kernels=functools.partial(launchers.glu_grad, activation=activation),
         xla=plain,
     )
-    # Second derivatives are rare: plain JAX on all platforms, and as often as anyone likes.
+    # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
     return linear.replaced(run, plain, gate_up, row_weights, gradient)

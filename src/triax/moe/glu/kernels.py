@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
-    """The activation and its derivative, both by one sigmoid."""
+    """The activation and its derivative, computed from one sigmoid."""
     if ACTIVATION == "swiglu":
         s = tl.sigmoid(x)
         slope = s * (1 - s)

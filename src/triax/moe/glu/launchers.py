@@ -1,4 +1,4 @@
-"""The launches of glu: output types, grids, and the calls of the bridge."""
+"""The launches of glu: output types, grids, and the `triton_call`s."""
 
 from __future__ import annotations
 

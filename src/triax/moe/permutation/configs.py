@@ -9,12 +9,12 @@ from triax.moe.shared import blocks
 _MAX_TOKENS = 256
 _MAX_ROW_ELEMENTS = 8 * 1024
 _MAX_ROW_BYTES = 32 * 1024
-# Where rows are no whole number of such pieces of memory, an H200 writes two rows of a token at
-# once faster than one by one; but slower where a token has fewer than four.
+# If rows are not a multiple of such a piece of memory, an H200 writes two rows of a token at once
+# faster than one by one, but slower if a token has fewer than four.
 _PIECE_BYTES = 256
 _LEAST_COPIES = 4
-# Maps of more slots are visited in steps, as far as tokens have rows: unrolled, the slots of a
-# map as wide as the experts compile for minutes. Steps of as many as models choose at most.
+# Maps with more slots are visited in steps, as far as tokens have rows: a map with a slot per
+# expert would compile for minutes if unrolled. A step has as many slots as models choose at most.
 MAX_UNROLLED_SLOTS = 16
 _STEP_SLOTS = 8
 
@@ -42,7 +42,7 @@ class MoveConfig:
     def for_parts(cls, width: int, itemsize: int, top_k: int) -> MoveConfig:
         """A part of each row, as `blocks.part` has it: to sum up `top_k` rows of a token.
 
-        A thread has one access to each of them under way; two where there is one row only.
+        Each thread has one access to each of them in flight, or two if there is only one row.
         """
         return cls(*blocks.part(width, itemsize, _MAX_TOKENS, 2 if top_k == 1 else 1))
 
@@ -50,8 +50,8 @@ class MoveConfig:
     def for_copies(cls, width: int, itemsize: int, top_k: int) -> MoveConfig:
         """A part of each row: to write it to `top_k` rows.
 
-        Two at once, by twice the warps, where rows of more than 2 KiB do not begin at multiples of
-        256 bytes, so that two programs write to one such piece: 4 to 5% faster.
+        Two at once, with twice the warps, if rows of more than 2 KiB do not start at multiples of
+          256 bytes, so that two programs write to one such piece: 4 to 5% faster.
         """
         config = cls.for_parts(width, itemsize, top_k)
         row_bytes = width * itemsize
@@ -64,8 +64,8 @@ class MoveConfig:
     def for_rows(cls, width: int, itemsize: int) -> MoveConfig:
         """Whole rows, so that a program can reduce over them; very wide ones in several steps.
 
-        Two accesses for each thread, or more where 8 warps are too few for that: the fewer warps,
-        the less is there to reduce over.
+        Two accesses per thread, or more if that would take over 8 warps: with fewer warps there is
+          less to reduce over.
         """
         widest = min(_MAX_ROW_ELEMENTS, _MAX_ROW_BYTES // itemsize)
         block_width = min(blocks.power_of_two(width), widest)

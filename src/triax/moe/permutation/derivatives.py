@@ -26,7 +26,7 @@ def permute_rows(
     routes: Routes,
     implementation: str | None,
 ) -> Permuted:
-    """Tokens, weights and scales copied to the rows that `routes` tells."""
+    """Tokens, weights and scales copied to the rows given by `routes`."""
     run = functools.partial(
         implementations.dispatch,
         implementation,

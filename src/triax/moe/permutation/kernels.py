@@ -2,13 +2,13 @@
 
 `_permute_kernel` reads each token once and writes it to its rows. `_unpermute_kernel` sums up
 the rows of each token. `_unpermute_grad_kernel` is the gradient of the weighted sum.
-Every index that comes from a plan is compared with the array it points into before it is
-used: a slot whose row does not exist is one that was dropped. Offsets are 64-bit, for rows
-times width passes 2**31 in ordinary programs.
+Every index from a plan is checked against the bounds of its array before it is used: a slot whose
+row does not exist was dropped. Offsets are 64-bit, because rows times width exceeds 2**31 in
+ordinary programs.
 
-Slots are visited in steps of STEP_SLOTS, each unrolled, so that its loads wait side by side. A
-narrow map is a single step. A wide one, where most slots have no row, comes with `num_slots_ptr`:
-how many of its slots each token has to visit.
+Slots are visited in steps of STEP_SLOTS, each unrolled, so that its loads overlap. A narrow map is
+a single step. A wide one, where most slots have no row, comes with `num_slots_ptr`: how many slots
+each token must visit.
 """
 
 import triton
@@ -307,7 +307,7 @@ def _unpermute_kernel(
             read = rows_ptr + row[:, None] * WIDTH + column[None, :]
             term = tl.load(read, mask=exists[:, None] & wide, other=0.0).to(wider)
             if weights_ptr is not None:
-                # Zero where nothing was routed, whatever the weight there is: NaN times 0 is NaN.
+                # Zero where nothing was routed, whatever the weight is: NaN times 0 is NaN.
                 weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
                 term *= weight.to(wider)[:, None]
             total += term
@@ -381,7 +381,7 @@ def _unpermute_grad_kernel(
                         gradient = tl.load(read + column[None, :], mask=mask, other=0.0).to(wider)
                     at = row[:, None] * WIDTH + column[None, :]
                     values = tl.load(rows_ptr + at, mask=mask, other=0.0).to(wider)
-                    # Where nothing was routed the gradient may be NaN, and 0 times it no zero.
+                    # Where nothing was routed the gradient may be NaN, and 0 times NaN is not 0.
                     products += tl.where(mask, values * gradient, 0.0)
                     d_row = weight.to(wider)[:, None] * gradient
                     tl.store(d_rows_ptr + at, d_row.to(d_rows_ptr.dtype.element_ty), mask=mask)

@@ -9,8 +9,8 @@ from triax.moe.shared.blocks import power_of_two
 
 _MIN_BINS = 32  # what Triton's histogram needs: a bin for each thread of a warp
 _MAX_BINS = 512
-# A mask that keeps every expert of up to so many becomes expert ids, which are sorted. More of
-# them would be sorted as pairs that most tokens are not routed to.
+# If a mask keeps every expert, up to this many it becomes expert ids, which are sorted. With more
+# experts most of the pairs to sort would not be routed.
 MAX_SORTED_EXPERTS = 16
 
 

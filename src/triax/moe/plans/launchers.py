@@ -1,4 +1,4 @@
-"""The plan's kernel launches: output types, grids, and the calls of the bridge."""
+"""The plan's kernel launches: output types, grids, and the `triton_call`s."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class DotConfig:
     ) -> DotConfig:
         """The config for groups of so many rows on average, and elements of `itemsize` bytes.
 
-        `exact` is whether products are in float32, by the cores that are not tensor cores. Rows
-        count by powers of two up to 128: few row counts have a config of their own.
+        `exact` is whether products are in float32, without tensor cores. Row counts are rounded to
+        powers of two up to 128, so that few configs are needed.
         """
         rows = _fit(rows_per_group, 128)
         if exact:
@@ -50,7 +50,7 @@ class DotConfig:
         widest = 256 if itemsize <= 2 else 128
         if tma and rows == 128:
             return cls(128, _fit(columns, widest), _fit(depth, deep), 8, 3, True)
-        if tma:  # few rows: what counts is how much of the weights is on its way
+        if tma:  # few rows: what matters is how much of the weights is in flight
             deep = 2 * deep if itemsize <= 2 else deep
             return cls(rows, _fit(columns, 128), _fit(depth, deep), 8, 4, True)
         return cls(
@@ -92,7 +92,7 @@ class ScheduleConfig:
 
 
 def is_hopper(compute_capability: int) -> bool:
-    """Whether tensor cores read their operands from shared memory, and like large blocks."""
+    """Whether tensor cores read their operands from shared memory, and need large blocks."""
     return compute_capability >= _HOPPER
 
 

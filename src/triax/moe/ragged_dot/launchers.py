@@ -1,4 +1,4 @@
-"""The launches of ragged_dot: output types, grids, and the calls of the bridge."""
+"""The launches of ragged_dot: output types, grids, and the `triton_call`s."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from triax.moe.shared.target import INTERPRETER, Target, for_target
 _GROUP_END = 1 << 30
 _UNBOUNDED = 2**31 - 1
 _ADDRESSES = 1 << 64
-# Tensor cores add products of 8-bit floats in fewer bits than float32 has; after so many the sum
-# goes to float32.
+# Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
+# the sum is added to a float32 one.
 _IMPRECISE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a product is besides its operands: the result's dtype, and how float32 is multiplied."""
+    """Options of a product: the result's dtype, and how float32 is multiplied."""
 
     dtype: Any
     precision: str
@@ -289,8 +289,10 @@ def _suit_tma(*arrays: Any) -> bool:
 
 
 def _stored(dtype: Any) -> Any:
-    """What a kernel stores sums as. GPUs saturate in casts to 8 bits; JAX, which casts these
-    afterwards, does not."""
+    """The dtype in which a kernel stores sums.
+
+    Not an 8-bit float: GPUs saturate in casts to these, and JAX, which casts afterwards, does not.
+    """
     return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
 
 

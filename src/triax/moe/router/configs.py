@@ -31,8 +31,8 @@ class RouterSpec:
 class RouteConfig:
     """One program routes `block_tokens` tokens, whose rows of logits it holds in registers.
 
-    One warp, so that no row is spread over several and maxima need no shared memory. How many
-    tokens, was measured on an H200. Nothing depends on their number, so that a new one compiles
+    One warp, so that a row is not spread over several and maxima need no shared memory. The block
+    size was measured on an H200. Nothing depends on the number of tokens, so a new one compiles
     nothing.
     """
 

@@ -1,4 +1,4 @@
-"""The router's derivative: by the weights alone, for the choice has none."""
+"""The router's derivative, only that of the weights, because the choice has none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def route(
     def derivative(primals: Any, tangents: Any, routed: Routed) -> Any:
         if tangents[0] is None:
             return Routed(None, None)  # type: ignore[arg-type]
-        # By the name of the result, so that a policy that keeps it saves choosing again.
+        # Under the result's name, so that a policy that keeps it also avoids choosing again.
         experts = checkpoint_name(routed.experts, "triax_routing")
         residuals = (primals[0], experts)
         moving = {"logits": tangents[0]}
@@ -61,6 +61,6 @@ def route_grad(
         kernels=functools.partial(launchers.route_grad, spec=spec),
         xla=functools.partial(reference.route_grad_reference, spec=spec),
     )
-    # Second derivatives are rare: plain JAX on all platforms, and as often as anyone likes.
+    # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
     plain = functools.partial(reference.route_grad_reference, spec=spec)
     return linear.replaced(run, plain, logits, experts, gradient)

@@ -31,7 +31,7 @@ def _value(order):
 
 @triton.jit
 def _choosable(values):
-    """Computed scores, whose NaNs have no say in their sign: all are the greatest."""
+    """Computed scores, with all NaNs made positive, so that they rank as the greatest."""
     return tl.where(values == values, values, float("nan"))
 
 

@@ -1,4 +1,4 @@
-"""The router's launches: output types, grids, and the calls of the bridge."""
+"""The router's launches: output types, grids, and the `triton_call`s."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def route(
         spec.scale,
         kernel=_route_kernel,
         out_type=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)),
-        # Whole rows: all that there is to choose from is in one program.
+        # Whole rows, so that each program sees all the experts it chooses from.
         grid=-(-num_tokens // config.block_tokens),
         num_warps=config.num_warps,
         name="route",
@@ -81,7 +81,7 @@ def route_grad(
         spec.scale,
         kernel=_route_grad_kernel,
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        # Whole rows, for a program writes first the rest of a row and then the chosen.
+        # Whole rows, because a program writes first the rest of a row and then the chosen experts.
         grid=-(-num_tokens // config.block_tokens),
         num_warps=config.num_warps,
         name="route_grad",

@@ -1,7 +1,7 @@
 """The router in plain JAX: the path for every platform without Triton.
 
-The choice is that of the kernels wherever the scores are. Scores that are computed, for a bias or
-for groups, may differ in their last bit, and so may the choice between two that are as close.
+The choice is that of the kernels if the scores are the same. Scores computed for a bias or for
+groups may differ in their last bit, and so may the choice between two that are this close.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec
     if bias is not None:
         by_score = choice = _choosable(by_score + bias.astype(jnp.float32))
     if spec.num_groups > 1:
-        # As integers of the same order, so that what is left out is below all that is not.
+        # As integers of the same order, so that excluded experts rank below all others.
         kept = _kept_groups(by_score, spec)
         choice = jnp.where(kept, _order(choice), jnp.iinfo(jnp.int32).min)
     return jax.lax.top_k(choice, spec.top_k)[1].astype(jnp.int32)
@@ -97,5 +97,5 @@ def _order(values: jax.Array) -> jax.Array:
 
 
 def _choosable(values: jax.Array) -> jax.Array:
-    """Computed scores, whose NaNs have no say in their sign: all are the greatest."""
+    """Computed scores, with all NaNs made positive, so that they rank as the greatest."""
     return jnp.where(jnp.isnan(values), jnp.nan, values)

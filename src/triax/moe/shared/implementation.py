@@ -1,7 +1,7 @@
-"""Which code an op runs: the kernels compiled, the kernels interpreted, or plain JAX.
+"""Chooses the code an op runs: compiled kernels, interpreted kernels, or plain JAX.
 
-By default the platform decides, and it is known only when a program is lowered: an op
-puts both into the program, and lowering keeps one.
+By default the platform decides. It is known only when a program is lowered, so an op puts both into
+the program, and lowering keeps one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ IMPLEMENTATIONS = (None, "triton", "interpret", "xla")
 
 
 def resolve(implementation: Any, **arrays: jax.Array | None) -> str | None:
-    """Returns a valid `implementation`, narrowed to "xla" where no kernel could be launched.
+    """Returns a valid `implementation`, or "xla" by default if no kernel can be launched.
 
     Raises:
       ArgumentValueError: it is none of `IMPLEMENTATIONS`.
-      ArgumentTypeError: a kernel was asked for, and Triton has no element type for one of `arrays`,
-        which are named as the op's caller knows them.
-      MissingDependencyError: a kernel was asked for, and Triton is not installed.
+      ArgumentTypeError: a kernel was requested, but Triton has no element type for one of `arrays`,
+        which have the names of the op's arguments.
+      MissingDependencyError: a kernel was requested, but Triton is not installed.
     """
     if implementation not in IMPLEMENTATIONS:
         choices = ", ".join(map(repr, IMPLEMENTATIONS))
@@ -54,8 +54,11 @@ def resolve(implementation: Any, **arrays: jax.Array | None) -> str | None:
 
 
 def choose_for_floats(implementation: Any, **arrays: Any) -> str | None:
-    """As `choose`, for kernels that compute in float32: other types than floats up to that take
-    plain JAX, or are an ArgumentTypeError where kernels were asked for."""
+    """Like `resolve`, for kernels that compute in float32.
+
+    With types other than floats up to float32 it returns "xla", or raises `ArgumentTypeError` if
+    kernels were requested.
+    """
     implementation = resolve(implementation, **arrays)
     for name, array in arrays.items():
         if array is None or (
@@ -83,8 +86,8 @@ def dispatch(
         return xla(*operands)
     if implementation is not None:
         return kernels(*operands, implementation=implementation)
-    # None, not "triton": a program exported for several platforms lowers every branch for
-    # each of them, the dead ones too.
+    # None, not "triton": a program exported for several platforms lowers every branch for each of
+    # them, even dead ones.
     return jax.lax.platform_dependent(
         *operands, cuda=functools.partial(kernels, implementation=None), default=xla
     )
