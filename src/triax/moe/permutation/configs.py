@@ -51,7 +51,7 @@ class MoveConfig:
         """A part of each row: to write it to `top_k` rows.
 
         Two at once, with twice the warps, if rows of more than 2 KiB do not start at multiples of
-          256 bytes, so that two programs write to one such piece: 4 to 5% faster.
+        256 bytes, so that two programs write to one such piece: 4 to 5% faster.
         """
         config = cls.for_parts(width, itemsize, top_k)
         row_bytes = width * itemsize
@@ -65,7 +65,7 @@ class MoveConfig:
         """Whole rows, so that a program can reduce over them; very wide ones in several steps.
 
         Two accesses per thread, or more if that would take over 8 warps: with fewer warps there is
-          less to reduce over.
+        less to reduce over.
         """
         widest = min(_MAX_ROW_ELEMENTS, _MAX_ROW_BYTES // itemsize)
         block_width = min(blocks.power_of_two(width), widest)

@@ -48,8 +48,8 @@ def permute(
             if scales is None
             else jax.ShapeDtypeStruct((num_rows, num_scales), words[2].dtype),
         ),
-        # First the programs that move the tokens, then those that share the rows without a token,
-        # whose number is known only on the device.
+        # First the programs that move the tokens, which write their rows whatever the plan says;
+        # then those that share the rows without a token, whose number only the device knows.
         grid=-(-num_tokens // config.block_tokens) * width_blocks + num_zeroing,
         num_warps=config.num_warps,
         name="permute",

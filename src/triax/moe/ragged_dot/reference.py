@@ -88,12 +88,12 @@ def clipped(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array
 def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         return dtype
-    if dtype.itemsize == 1:  # JAX promotes no floats of 8 bits
+    if dtype.itemsize == 1:  # JAX does not promote 8-bit floats
         return jnp.dtype(jnp.float32)
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def _widened(array: jax.Array) -> jax.Array:
-    """Floats of 8 bits as those of 16 that hold them all: not every platform multiplies them."""
+    """8-bit floats as bfloat16, which holds them all: not every platform multiplies them."""
     small = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1
     return array.astype(jnp.bfloat16) if small else array
