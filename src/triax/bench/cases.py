@@ -128,7 +128,7 @@ PASSES = {
     "unpermute_grad": ("rows tokens pairs pairs groups groups", "rows pairs"),
     "sort_chunks": ("tokens groups groups", "tokens"),
     "router": ("logits", "pairs pairs"),
-    "router_grad": ("logits pairs pairs", "logits"),
+    "router_grad": ("pairs pairs pairs", "logits"),  # normalised: chosen logits alone
 }
 
 

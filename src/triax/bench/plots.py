@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from triax.bench.competitors import DENSE
 from triax.bench.report import is_of_device
 from triax.errors import MissingDependencyError
 
@@ -75,7 +76,8 @@ def speedup(results: Sequence[Result], origin: str) -> Any:
     names = ("op", "preset", "tokens", "hidden", "experts", "top_k", "dtype", "routing")
     case = lambda r: tuple(r[name] for name in names)
     own = {case(r): r["median_us"] for r in results if r["implementation"] == "triax"}
-    others = [r for r in results if r["implementation"] != "triax" and case(r) in own]
+    rivals = [r for r in results if r["implementation"] not in ("triax", DENSE)]  # no limits
+    others = [r for r in rivals if case(r) in own]
     others, setting = _of_one_setting(others)
     panels: dict[str, Bars] = collections.defaultdict(dict)
     for r in others:

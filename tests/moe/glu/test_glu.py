@@ -144,6 +144,11 @@ def test_float64_takes_plain_jax():
             ArgumentValueError,
             r"`row_weights` must have one weight for each of the 3 rows .*; got shape \(4,\)",
         ),
+        (
+            {"row_weights": jnp.ones(3, jnp.float8_e5m2)},
+            ArgumentTypeError,
+            "`row_weights` must be a float of 16 bits or more; got float8_e5m2",
+        ),
         ({"activation": "relu"}, ArgumentValueError, "`activation` must be one of 'swiglu', 'geg"),
         ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
     ],

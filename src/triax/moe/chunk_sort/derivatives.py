@@ -37,7 +37,11 @@ def move_chunks(
     rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps, implementation: str | None
 ) -> Moved:
     """Rows and probs moved by ``maps.forward``; their gradients move by ``maps.inverse``."""
+    return linear.op(*_move_chunks(implementation), rows, probs, maps)
 
+
+@functools.cache
+def _move_chunks(implementation: str | None) -> linear.Rules:
     def run(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Moved:
         moved = implementations.dispatch(
             implementation,
@@ -62,4 +66,4 @@ def move_chunks(
     def move_back(maps: ChunkMaps, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         return move(ChunkMaps(forward=maps.inverse, inverse=maps.forward), gradients)
 
-    return linear.op(run, derivative, rows, probs, maps)
+    return run, derivative

@@ -70,6 +70,11 @@ def glu(
     num_rows = gate_up.shape[0]
     if row_weights is not None:
         row_weights = arguments.array("row_weights", row_weights, ("rows",), jnp.floating)
+        if row_weights.dtype.itemsize == 1:
+            raise ArgumentTypeError(
+                "Argument `row_weights` must be a float of 16 bits or more; got "
+                f"{row_weights.dtype}. Cast it."
+            )
         if row_weights.shape[0] != num_rows:
             raise ArgumentValueError(
                 f"Argument `row_weights` must have one weight for each of the {num_rows} rows of "

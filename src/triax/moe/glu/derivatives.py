@@ -16,6 +16,11 @@ def glu(
     gate_up: jax.Array, row_weights: jax.Array | None, activation: str, implementation: str | None
 ) -> jax.Array:
     """``row_weights * activation(gate) * up``."""
+    return linear.op(*_glu(activation, implementation), gate_up, row_weights)
+
+
+@functools.cache
+def _glu(activation: str, implementation: str | None) -> linear.Rules:
     plain = functools.partial(reference.glu_reference, activation=activation)
     run = functools.partial(
         implementations.dispatch,
@@ -42,7 +47,7 @@ def glu(
             d_row_weights = d_row_weights.astype(row_weights.dtype)
         return {"gate_up": d_gate_up, "row_weights": d_row_weights}
 
-    return linear.op(run, derivative, gate_up, row_weights)
+    return run, derivative
 
 
 def glu_grad(
@@ -53,6 +58,11 @@ def glu_grad(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradients of the operands of `glu`."""
+    return linear.replaced(*_glu_grad(activation, implementation), gate_up, row_weights, gradient)
+
+
+@functools.cache
+def _glu_grad(activation: str, implementation: str | None) -> linear.Rules:
     plain = functools.partial(reference.glu_grad_reference, activation=activation)
     run = functools.partial(
         implementations.dispatch,
@@ -61,4 +71,4 @@ def glu_grad(
         xla=plain,
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
-    return linear.replaced(run, plain, gate_up, row_weights, gradient)
+    return run, plain

@@ -27,6 +27,11 @@ def permute_rows(
     implementation: str | None,
 ) -> Permuted:
     """Tokens, weights and scales copied to the rows given by `routes`."""
+    return linear.op(*_permute_rows(implementation), x, weights, scales, routes)
+
+
+@functools.cache
+def _permute_rows(implementation: str | None) -> linear.Rules:
     run = functools.partial(
         implementations.dispatch,
         implementation,
@@ -51,13 +56,18 @@ def permute_rows(
             gathered["scales"] = gather_rows(gradients["scales"], None, routes, implementation).x
         return gathered
 
-    return linear.op(run, derivative, x, weights, scales, routes)
+    return run, derivative
 
 
 def gather_rows(
     rows: jax.Array, row_weights: jax.Array | None, routes: Routes, implementation: str | None
 ) -> Gathered:
     """Each token's sum over its rows, and each slot's weight of `row_weights`."""
+    return linear.op(*_gather_rows(implementation), rows, None, row_weights, routes)
+
+
+@functools.cache
+def _gather_rows(implementation: str | None) -> linear.Rules:
     run = functools.partial(
         implementations.dispatch,
         implementation,
@@ -79,14 +89,18 @@ def gather_rows(
         copies = permute_rows(x, gradients.get("weights"), None, routes, implementation)
         return {"x": copies.rows, "weights": copies.weights}
 
-    return linear.op(run, derivative, rows, None, row_weights, routes)
+    return run, derivative
 
 
 def weigh_rows(
     rows: jax.Array, weights: jax.Array, routes: Routes, implementation: str | None
 ) -> jax.Array:
     """Each token's sum over its rows times `weights` [tokens, top_k]."""
+    return linear.op(*_weigh_rows(implementation), rows, weights, routes)
 
+
+@functools.cache
+def _weigh_rows(implementation: str | None) -> linear.Rules:
     def run(rows: jax.Array, weights: jax.Array, routes: Routes) -> jax.Array:
         return implementations.dispatch(
             implementation,
@@ -116,7 +130,7 @@ def weigh_rows(
         d_rows, d_weights = spread_gradient(rows, weights, gradient, routes, implementation)
         return {"rows": d_rows, "weights": d_weights}
 
-    return linear.op(run, derivative, rows, weights, routes)
+    return run, derivative
 
 
 def spread_gradient(
@@ -127,6 +141,11 @@ def spread_gradient(
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of `weigh_rows`: ``weight * gradient`` by row, ``<row, gradient>`` by slot."""
+    return linear.op(*_spread_gradient(implementation), rows, weights, gradient, routes)
+
+
+@functools.cache
+def _spread_gradient(implementation: str | None) -> linear.Rules:
     run = functools.partial(
         implementations.dispatch,
         implementation,
@@ -157,4 +176,4 @@ def spread_gradient(
         d_gradient += weigh_rows(rows, b, routes, implementation)
         return {"rows": d_rows, "weights": d_weights, "gradient": d_gradient}
 
-    return linear.op(run, derivative, rows, weights, gradient, routes)
+    return run, derivative

@@ -99,9 +99,8 @@ def ragged_dot(
     )
     if not (num_rows and depth and num_groups and weights.shape[2]):
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
-        # Zero, but still a function of the operands, so that they have gradients.
-        return empty + (jnp.sum(rows) + jnp.sum(weights)).astype(result) * 0
-    sizes = arguments.as_int32(group_sizes, num_rows)
+        # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
+        return empty + (jnp.sum(rows[:0]) + jnp.sum(weights[:0])).astype(result)
     sizes = arguments.as_int32(group_sizes, num_rows)
     present = [a for a in (rows, weights, sizes, row_scales, group_scales) if a is not None]
     # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.

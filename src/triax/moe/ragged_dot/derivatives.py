@@ -32,92 +32,68 @@ def ragged_dot(
     implementation: str | None,
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed."""
+    rules = _ragged_dot(transposed, options, implementation)
+    out: jax.Array = linear.op(*rules, rows, weights, group_sizes, row_scales, group_scales)
+    return out
+
+
+@functools.cache
+def _ragged_dot(transposed: bool, options: Options, implementation: str | None) -> linear.Rules:
+    static: dict[str, Any] = {"transposed": transposed, "options": options}
     run = functools.partial(
         implementations.dispatch,
         implementation,
-        kernels=functools.partial(launchers.ragged_dot, transposed=transposed, options=options),
-        xla=functools.partial(
-            reference.ragged_dot_reference, transposed=transposed, options=options
-        ),
+        kernels=functools.partial(launchers.ragged_dot, **static),
+        xla=functools.partial(reference.ragged_dot_reference, **static),
     )
 
-    scaled = row_scales is not None or group_scales is not None
-
-    def derivative(primals: Any, tangents: Any, out: jax.Array) -> jax.Array:
-        rows, weights, group_sizes, *_ = primals
+    def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
+        rows, weights, group_sizes, *scales = primals
         if rows.dtype.itemsize == 1:
             raise DifferentiationError(
                 f"moe.ragged_dot of {rows.dtype} has no derivative: 8 bits do not hold one. "
                 "Multiply in bfloat16 where you differentiate, or write the gradient with "
                 "jax.custom_vjp."
             )
-        if scaled:
+        if any(scale is not None for scale in scales):
             raise DifferentiationError(
                 "moe.ragged_dot with `row_scales` or `group_scales` has no derivative. Scale the "
                 "rows or the result outside of it where you differentiate."
             )
-        moving = {"rows": tangents[0], "weights": tangents[1]}
-        return ragged_dot_tangent(
-            rows,
-            weights,
-            group_sizes,
-            moving,
-            transposed=transposed,
-            options=options,
-            implementation=implementation,
-        )
+        residuals, moving = _bilinear("rows", rows, tangents[0], "weights", weights, tangents[1])
+        return linear.call(along, back, (residuals, group_sizes), moving, out)
 
-    return linear.op(run, derivative, rows, weights, group_sizes, row_scales, group_scales)
+    multiply: Any = functools.partial(ragged_dot, **static, implementation=implementation)
 
-
-def ragged_dot_tangent(
-    rows: jax.Array,
-    weights: jax.Array,
-    group_sizes: jax.Array,
-    tangents: dict[str, jax.Array | None],
-    *,
-    transposed: bool = False,
-    options: Options,
-    implementation: str | None,
-) -> jax.Array:
-    """The product's tangent, from those of `rows` and `weights` (None for one that is zero)."""
-    multiply = functools.partial(
-        ragged_dot, transposed=transposed, options=options, implementation=implementation
-    )
-
-    def along(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
-        rows, weights, group_sizes = primals
+    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+        fixed, group_sizes = residuals
         terms = []
         if "rows" in moving:
-            terms.append(multiply(moving["rows"], weights, group_sizes))
+            terms.append(multiply(moving["rows"], fixed["weights"], group_sizes))
         if "weights" in moving:
-            terms.append(multiply(rows, moving["weights"], group_sizes))
+            terms.append(multiply(fixed["rows"], moving["weights"], group_sizes))
         return functools.reduce(jnp.add, terms)
 
-    def back(primals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        rows, weights, group_sizes = primals
-        gradient = gradient.astype(rows.dtype)
-        d_rows = ragged_dot(
-            gradient,
-            weights,
-            group_sizes,
-            transposed=not transposed,
-            options=Options(rows.dtype, options.precision),
-            implementation=implementation,
-        )
-        left, right = (gradient, rows) if transposed else (rows, gradient)
-        d_weights = group_outer(
-            left,
-            right,
-            group_sizes,
-            options=Options(weights.dtype, options.precision),
-            implementation=implementation,
-        )
-        return {"rows": d_rows, "weights": d_weights}
+    def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
+        fixed, group_sizes = residuals
+        (dtype,) = {array.dtype for array in fixed.values()}
+        gradient = gradient.astype(dtype)
+        like: dict[str, Any] = {
+            "options": Options(dtype, options.precision),
+            "implementation": implementation,
+        }
+        cotangents = {}
+        if "weights" in fixed:
+            cotangents["rows"] = ragged_dot(
+                gradient, fixed["weights"], group_sizes, transposed=not transposed, **like
+            )
+        if "rows" in fixed:
+            rows = fixed["rows"]
+            left, right = (gradient, rows) if transposed else (rows, gradient)
+            cotangents["weights"] = group_outer(left, right, group_sizes, **like)
+        return cotangents
 
-    columns = weights.shape[1 if transposed else 2]
-    out = jax.ShapeDtypeStruct((rows.shape[0], columns), options.dtype)
-    return linear.call(along, back, (rows, weights, group_sizes), tangents, out)
+    return run, derivative
 
 
 def group_outer(
@@ -129,7 +105,12 @@ def group_outer(
     implementation: str | None,
 ) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
-    multiply = functools.partial(group_outer, options=options, implementation=implementation)
+    out: jax.Array = linear.op(*_group_outer(options, implementation), left, right, group_sizes)
+    return out
+
+
+@functools.cache
+def _group_outer(options: Options, implementation: str | None) -> linear.Rules:
     run = functools.partial(
         implementations.dispatch,
         implementation,
@@ -137,29 +118,52 @@ def group_outer(
         xla=functools.partial(reference.group_outer_reference, options=options),
     )
 
-    def derivative(primals: Any, tangents: Any, out: jax.Array) -> jax.Array:
-        moving = {"left": tangents[0], "right": tangents[1]}
-        return linear.call(along, back, primals, moving, out)
-
-    def along(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+    def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
         left, right, group_sizes = primals
+        residuals, moving = _bilinear("left", left, tangents[0], "right", right, tangents[1])
+        return linear.call(along, back, (residuals, group_sizes), moving, out)
+
+    multiply = functools.partial(group_outer, options=options, implementation=implementation)
+
+    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+        fixed, group_sizes = residuals
         terms = []
         if "left" in moving:
-            terms.append(multiply(moving["left"], right, group_sizes))
+            terms.append(multiply(moving["left"], fixed["right"], group_sizes))
         if "right" in moving:
-            terms.append(multiply(left, moving["right"], group_sizes))
+            terms.append(multiply(fixed["left"], moving["right"], group_sizes))
         return functools.reduce(jnp.add, terms)
 
-    def back(primals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        left, right, group_sizes = primals
-        gradient = gradient.astype(left.dtype)
-        product = functools.partial(
-            ragged_dot,
-            weights=gradient,
-            group_sizes=group_sizes,
-            options=Options(left.dtype, options.precision),
-            implementation=implementation,
-        )
-        return {"left": product(right, transposed=True), "right": product(left)}
+    def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
+        fixed, group_sizes = residuals
+        (dtype,) = {array.dtype for array in fixed.values()}
+        like: dict[str, Any] = {
+            "options": Options(dtype, options.precision),
+            "implementation": implementation,
+        }
+        weights = gradient.astype(dtype)
+        cotangents = {}
+        if "right" in fixed:
+            cotangents["left"] = ragged_dot(
+                fixed["right"], weights, group_sizes, transposed=True, **like
+            )
+        if "left" in fixed:
+            cotangents["right"] = ragged_dot(fixed["left"], weights, group_sizes, **like)
+        return cotangents
 
-    return linear.op(run, derivative, left, right, group_sizes)
+    return run, derivative
+
+
+def _bilinear(
+    name: str, array: Any, tangent: Any, other_name: str, other: Any, other_tangent: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The operands that a product's tangent needs, and the tangents of both.
+
+    An operand is needed, and kept for the gradient, only where the other one has a tangent.
+    """
+    residuals = {}
+    if other_tangent is not None:
+        residuals[name] = array
+    if tangent is not None:
+        residuals[other_name] = other
+    return residuals, {name: tangent, other_name: other_tangent}

@@ -19,6 +19,11 @@ def route(
     logits: jax.Array, bias: jax.Array | None, spec: RouterSpec, implementation: str | None
 ) -> Routed:
     """The weights and experts of each token, best first."""
+    return linear.op(*_route(spec, implementation), logits, bias)
+
+
+@functools.cache
+def _route(spec: RouterSpec, implementation: str | None) -> linear.Rules:
     run = functools.partial(
         implementations.dispatch,
         implementation,
@@ -44,7 +49,7 @@ def route(
         logits, experts = residuals
         return {"logits": route_grad(logits, experts, gradient, spec, implementation)}
 
-    return linear.op(run, derivative, logits, bias)
+    return run, derivative
 
 
 def route_grad(
@@ -55,6 +60,11 @@ def route_grad(
     implementation: str | None,
 ) -> jax.Array:
     """The gradient of the logits, from that of the weights."""
+    return linear.replaced(*_route_grad(spec, implementation), logits, experts, gradient)
+
+
+@functools.cache
+def _route_grad(spec: RouterSpec, implementation: str | None) -> linear.Rules:
     run = functools.partial(
         implementations.dispatch,
         implementation,
@@ -63,4 +73,4 @@ def route_grad(
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
     plain = functools.partial(reference.route_grad_reference, spec=spec)
-    return linear.replaced(run, plain, logits, experts, gradient)
+    return run, plain

@@ -20,6 +20,10 @@ from jax.interpreters import ad, batching, mlir
 from triax.compat import jax_private
 
 Function = Callable[..., Any]
+Rules = tuple[Function, Function]
+"""What `op` and `replaced` take. They should be the same two functions in every call of an op with
+the same options (`functools.cache`): JAX keeps what it traced and compiled by function, and outside
+`jit` would compile every call anew."""
 
 
 def op(function: Function, derivative: Function, *arguments: Any) -> Any:
@@ -160,10 +164,13 @@ def _op_abstract_eval(*avals: Any, types: Sequence[Any], **_: Any) -> list[Any]:
 def _op_jvp(primals: Any, tangents: Any, *, rule: Function, **_: Any) -> Any:
     known = tuple(None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents)
     outputs, results = rule(tuple(primals), known)
-    return outputs, [
-        ad.Zero(jax.typeof(output).to_tangent_aval()) if result is None else result
-        for output, result in zip(outputs, results, strict=True)
-    ]
+    tangents = []
+    for output, result in zip(outputs, results, strict=True):
+        aval = jax.typeof(output).to_tangent_aval()
+        # A result that is rounded to integers has none, whatever its operands have.
+        without = result is None or aval.dtype == jax.dtypes.float0
+        tangents.append(ad.Zero(aval) if without else result)
+    return outputs, tangents
 
 
 def _op_batch(

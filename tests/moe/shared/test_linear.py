@@ -1,0 +1,42 @@
+"""What the ops' primitives ask of JAX, outside `jit`: nothing is compiled twice."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import monitoring
+
+from triax import moe
+
+EVENTS: list[str] = []
+monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))
+
+X, LOGITS = jnp.ones((8, 4)), jnp.arange(32.0).reshape(8, 4)
+W, SIZES = jnp.ones((2, 4, 6)), jnp.array([3, 5])
+PLAN = moe.make_plan(jnp.arange(16).reshape(8, 2) % 4, 4)
+CALLS = {
+    "ragged_dot": lambda x: moe.ragged_dot(x, W, SIZES),
+    "glu": lambda x: moe.glu(x, jnp.ones(8)),
+    "route": lambda x: moe.route(x, 2).weights,
+    "permute": lambda x: moe.permute(x, PLAN),
+    "unpermute": lambda x: moe.unpermute(moe.permute(x, PLAN), PLAN, jnp.ones((8, 2))),
+    "sort_chunks_by_index": lambda x: moe.sort_chunks_by_index(x, SIZES, jnp.array([1, 0])).rows,
+    "feed_forward": lambda x: (
+        moe.feed_forward(x, LOGITS, jnp.ones((4, 4, 6)), jnp.ones((4, 3, 4)), top_k=2).tokens
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_outside_jit_compile_once(name):
+    call = CALLS[name]
+    gradient = jax.grad(lambda x: jnp.sum(call(x) ** 2))
+    for _ in range(2):
+        call(X), gradient(X)
+    EVENTS.clear()
+    for _ in range(3):
+        call(X), gradient(X)
+    assert not [event for event in EVENTS if "backend_compile" in event]
+    jax.jit(lambda x: x * 3)(X)
+    assert [event for event in EVENTS if "backend_compile" in event], "JAX tells it otherwise now"
