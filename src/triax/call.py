@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import jax
 import numpy as np
@@ -15,14 +15,23 @@ from triax import settings
 from triax.binding import arguments, candidates, dtypes
 from triax.binding.grid import GridLike
 from triax.binding.kernel import Kernel
-from triax.binding.launch import Alias, Argument, ArrayType, Call, Result, Scalar, rebuild
+from triax.binding.launch import (
+    Alias,
+    Argument,
+    ArrayType,
+    Call,
+    KernelImplementation,
+    Result,
+    Scalar,
+    rebuild,
+)
 from triax.binding.values import pack_values
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.interpreting import frames
-from triax.primitive import VMAP_METHODS, triton_call_p
+from triax.primitive import VMAP_METHODS, VmapMethod, triton_call_p
 
-IMPLEMENTATIONS = (None, "triton", "interpret")
+IMPLEMENTATIONS = (None, *get_args(KernelImplementation))
 _COSTS = ("flops", "bytes_accessed", "transcendentals")
 _NEVER_THE_KERNELS = ("kernel", "grid", "out_type")
 _ALSO_OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
@@ -59,6 +68,70 @@ def _kernels_names_first(
     return wrapper
 
 
+class _HasShape(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+# How the result follows from `out_type`. Of the other keywords these repeat only the `Literal`s, to
+# stay short.
+@overload
+def triton_call(
+    *operands: Any,
+    kernel: Any,
+    out_type: NamedTuple,
+    grid: GridLike,
+    vmap_method: VmapMethod | None = None,
+    implementation: KernelImplementation | None = None,
+    tuning: settings.TuningMode | None = None,
+    **kwargs: Any,
+) -> Any: ...
+@overload
+def triton_call(
+    *operands: Any,
+    kernel: Any,
+    out_type: _HasShape,
+    grid: GridLike,
+    vmap_method: VmapMethod | None = None,
+    implementation: KernelImplementation | None = None,
+    tuning: settings.TuningMode | None = None,
+    **kwargs: Any,
+) -> jax.Array: ...
+@overload
+def triton_call(
+    *operands: Any,
+    kernel: Any,
+    out_type: tuple[_HasShape, _HasShape],
+    grid: GridLike,
+    vmap_method: VmapMethod | None = None,
+    implementation: KernelImplementation | None = None,
+    tuning: settings.TuningMode | None = None,
+    **kwargs: Any,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def triton_call(
+    *operands: Any,
+    kernel: Any,
+    out_type: tuple[_HasShape, ...],
+    grid: GridLike,
+    vmap_method: VmapMethod | None = None,
+    implementation: KernelImplementation | None = None,
+    tuning: settings.TuningMode | None = None,
+    **kwargs: Any,
+) -> tuple[jax.Array, ...]: ...
+@overload
+def triton_call(
+    *operands: Any,
+    kernel: Any,
+    out_type: Any = None,
+    grid: GridLike,
+    vmap_method: VmapMethod | None = None,
+    implementation: KernelImplementation | None = None,
+    tuning: settings.TuningMode | None = None,
+    **kwargs: Any,
+) -> Any: ...
 @_kernels_names_first
 def triton_call(
     *operands: Any,
@@ -77,9 +150,9 @@ def triton_call(
     cost_estimate: Mapping[str, int] | None = None,
     has_side_effect: bool = False,
     serialized_metadata: bytes = b"",
-    vmap_method: str | None = None,
-    implementation: str | None = None,
-    tuning: str | None = None,
+    vmap_method: VmapMethod | None = None,
+    implementation: KernelImplementation | None = None,
+    tuning: settings.TuningMode | None = None,
     tuning_inputs: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Any:

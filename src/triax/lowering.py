@@ -95,7 +95,7 @@ def triton_call_lowering(
     input_output_aliases: Mapping[int, int] | None = None,
     constexprs: Mapping[str, Any] | None = None,
     name: str = "",
-    tuning: str | None = None,
+    tuning: settings.TuningMode | None = None,
     compute_capability: int | None = None,
     tuning_inputs: Callable[..., Any] | None = None,
 ) -> Sequence[Any]:

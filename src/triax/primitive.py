@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,8 @@ def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str 
 
 # --- vmap -------------------------------------------------------------------------
 
-VMAP_METHODS = ("sequential", "sequential_unrolled", "expand_dims", "broadcast_all")
+VmapMethod = Literal["sequential", "sequential_unrolled", "expand_dims", "broadcast_all"]
+VMAP_METHODS: tuple[VmapMethod, ...] = get_args(VmapMethod)
 
 
 def _batch(

@@ -11,13 +11,15 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args
 
 import jax
 
 from triax.errors import ArgumentValueError, SettingError
 
 _MOST_SECONDS = 3600
-TUNING_MODES = ("auto", "cached", "strict", "off", "runtime")
+TuningMode = Literal["auto", "cached", "strict", "off", "runtime"]
+TUNING_MODES: tuple[TuningMode, ...] = get_args(TuningMode)
 
 _tuning_mode = jax.make_user_context(None)  # part of `jax.jit`'s cache key
 
@@ -46,7 +48,7 @@ def check_tuning_mode(mode: object, argument: str = "mode") -> str:
 
 
 @contextlib.contextmanager
-def tuning_mode(mode: str) -> Iterator[None]:
+def tuning_mode(mode: TuningMode) -> Iterator[None]:
     """Sets the tuning mode for the calls inside the block.
 
     The mode is read when a function is traced, and is part of `jax.jit`'s cache key: a function

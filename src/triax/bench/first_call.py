@@ -97,7 +97,7 @@ def run_program(implementation: str, environment: Mapping[str, str]) -> dict[str
     return found["parts"]
 
 
-def main(implementation: str) -> None:
+def main(implementation: Any) -> None:
     """Routes there and back, with gradients, once, and prints what each part took."""
     keys = jax.random.split(jax.random.key(0), 4)
     selected = jax.random.randint(keys[0], (TOKENS, TOP_K), 0, EXPERTS)

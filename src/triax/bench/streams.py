@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from triax.bench.cases import Case, Stream
 from triax.bench.timing import time_program
+from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 
 _WORD_BYTES = 4
@@ -98,7 +99,10 @@ def find_limit(stream: Stream, target_ms: float) -> dict[str, Any]:
 
 
 def stream_units(
-    source: jax.Array, writes: int, layout: Layout, implementation: str | None = None
+    source: jax.Array,
+    writes: int,
+    layout: Layout,
+    implementation: KernelImplementation | None = None,
 ) -> jax.Array:
     """The xor of all units of `source` [reads, words], int32, in each of `writes` units."""
     from triax.bench.stream_kernels import _stream_kernel

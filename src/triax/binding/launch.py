@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from triax.binding.kernel import Kernel
 from triax.binding.values import Config, Static, Values, unpack_values
 
 Grid: TypeAlias = tuple[int, int, int]
+KernelImplementation = Literal["triton", "interpret"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Call:
     aliases: tuple[Alias, ...] = ()
     name: str = ""
     tuning: str = "auto"
-    implementation: str | None = None
+    implementation: KernelImplementation | None = None
     compute_capability: int | None = None
     cost_estimate: Values = ()
     has_side_effect: bool = False

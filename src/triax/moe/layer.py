@@ -14,11 +14,13 @@ import jax.numpy as jnp
 
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.glu.api import glu
+from triax.moe.glu.reference import Activation
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
 from triax.moe.ragged_dot.api import ragged_dot
 from triax.moe.router.api import route
 from triax.moe.shared import arguments
+from triax.moe.shared.implementation import Implementation
 
 
 class FeedForward(NamedTuple):
@@ -43,10 +45,10 @@ def feed_forward(
     w_down: Any,
     *,
     top_k: int,
-    activation: str = "swiglu",
+    activation: Activation = "swiglu",
     capacity: int | None = None,
     align_size: int = 1,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     **router: Any,
 ) -> FeedForward:
     """Runs each token through its best experts, gated feed-forward networks, and sums their

@@ -12,6 +12,7 @@ from triax.errors import ArgumentValueError
 from triax.moe.chunk_sort import derivatives
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 
 
 class Sorted(NamedTuple):
@@ -32,7 +33,7 @@ def sort_chunks_by_index(
     sorted_indices: Any,
     probs: Any = None,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Sorted:
     """Cuts the rows of `x` into chunks and reorders the chunks.
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.chunk_sort.configs import ChunkMoveConfig, MapsConfig
 from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps
@@ -15,7 +16,11 @@ from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps
 
 
 def chunk_maps(
-    split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int, *, implementation: str | None
+    split_sizes: jax.Array,
+    sorted_indices: jax.Array,
+    num_rows: int,
+    *,
+    implementation: KernelImplementation | None,
 ) -> ChunkMaps:
     """Both maps, from int32 sizes and indices [chunks], at least one of them."""
     from triax.moe.chunk_sort.kernels import _chunk_maps_kernel
@@ -46,7 +51,11 @@ def _chunk_maps_type(num_chunks: int) -> ChunkMaps:
 
 
 def move_rows(
-    rows: jax.Array, probs: jax.Array | None, chunk_map: ChunkMap, *, implementation: str | None
+    rows: jax.Array,
+    probs: jax.Array | None,
+    chunk_map: ChunkMap,
+    *,
+    implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Rows [rows, width] and probs [rows] as the map says."""
     from triax.moe.chunk_sort.kernels import _move_rows_kernel

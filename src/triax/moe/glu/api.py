@@ -11,17 +11,18 @@ from jax.ad_checkpoint import checkpoint_name
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.glu import derivatives
-from triax.moe.glu.reference import ACTIVATIONS
+from triax.moe.glu.reference import ACTIVATIONS, Activation
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 
 
 def glu(
     gate_up: Any,
     row_weights: Any = None,
     *,
-    activation: str = "swiglu",
-    implementation: str | None = None,
+    activation: Activation = "swiglu",
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Applies a gated activation, and multiplies each row by its router weight.
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.shared import blocks
 
@@ -20,7 +21,7 @@ def glu(
     row_weights: jax.Array | None,
     *,
     activation: str,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> jax.Array:
     """``row_weights * activation(gate) * up``."""
     from triax.moe.glu.kernels import _glu_kernel
@@ -51,7 +52,7 @@ def glu_grad(
     gradient: jax.Array,
     *,
     activation: str,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradients of `gate_up` and, in float32, of `row_weights`."""
     from triax.moe.glu.kernels import _glu_grad_kernel

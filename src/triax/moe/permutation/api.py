@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from triax.binding import dtypes
@@ -16,16 +17,44 @@ from triax.moe.permutation.reference import Permuted, Routes
 from triax.moe.plans.api import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 
 
+@overload
+def permute(
+    x: Any,
+    plan: Plan,
+    *,
+    weights: None = None,
+    scales: None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array: ...
+@overload
+def permute(
+    x: Any,
+    plan: Plan,
+    *,
+    weights: jax.Array | np.ndarray,
+    scales: jax.Array | np.ndarray | None = None,
+    implementation: Implementation | None = None,
+) -> Permuted: ...
+@overload
+def permute(
+    x: Any,
+    plan: Plan,
+    *,
+    weights: jax.Array | np.ndarray | None = None,
+    scales: jax.Array | np.ndarray,
+    implementation: Implementation | None = None,
+) -> Permuted: ...
 def permute(
     x: Any,
     plan: Plan,
     *,
     weights: Any = None,
     scales: Any = None,
-    implementation: str | None = None,
-) -> Any:
+    implementation: Implementation | None = None,
+) -> jax.Array | Permuted:
     """Copies every token to its rows, grouped by expert.
 
         plan = moe.make_plan(selected_experts, num_experts)
@@ -93,7 +122,7 @@ def permute(
 
 
 def unpermute(
-    rows: Any, plan: Plan, weights: Any = None, *, implementation: str | None = None
+    rows: Any, plan: Plan, weights: Any = None, *, implementation: Implementation | None = None
 ) -> jax.Array:
     """Sums every token's rows, multiplied by its weights.
 

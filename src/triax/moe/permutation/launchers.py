@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.permutation.configs import MoveConfig, ZeroConfig, step_slots
 from triax.moe.permutation.reference import Gathered, Permuted, Routes, sum_dtype
@@ -24,7 +25,7 @@ def permute(
     scales: jax.Array | None,
     routes: Routes,
     *,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> Permuted:
     """Each row's token, weight and scales; zeros in the rows without a token."""
     from triax.moe.permutation.kernels import _permute_kernel
@@ -77,7 +78,7 @@ def unpermute(
     row_weights: jax.Array | None,
     routes: Routes,
     *,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> Gathered:
     """Each token's sum over its rows, times `weights` [tokens, top_k] if there are."""
     from triax.moe.permutation.kernels import _unpermute_kernel
@@ -125,7 +126,7 @@ def unpermute_grad(
     gradient: jax.Array,
     routes: Routes,
     *,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of the weighted sum: those of rows and weights, in their dtypes."""
     from triax.moe.permutation.kernels import _unpermute_grad_kernel

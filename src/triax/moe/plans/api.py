@@ -17,6 +17,7 @@ from triax.moe.plans.configs import MAX_SORTED_EXPERTS
 from triax.moe.plans.reference import Placement
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 
 
 @functools.partial(
@@ -76,7 +77,7 @@ def make_plan(
     capacity: int | None = None,
     num_rows: int | None = None,
     align_size: int = 1,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Plan:
     """Gives every (token, slot) its row, sorted by expert.
 
@@ -129,7 +130,7 @@ def make_plan_from_mask(
     capacity: int | None = None,
     num_rows: int | None = None,
     align_size: int = 1,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Plan:
     """Gives every token its rows from a routing mask, sorted by expert.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.plans.configs import (
     FewPairsConfig,
@@ -18,7 +19,9 @@ from triax.moe.plans.reference import Placement
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
 
-def select_experts(routing_map: jax.Array, *, top_k: int, implementation: str | None) -> jax.Array:
+def select_experts(
+    routing_map: jax.Array, *, top_k: int, implementation: KernelImplementation | None
+) -> jax.Array:
     """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
     from triax.moe.plans.kernels import _select_experts_kernel
 
@@ -49,7 +52,7 @@ def place_mask(
     num_rows: int,
     capacity: int,
     align_size: int,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> Placement:
     """The rows of all tokens of a mask by slots, of which there are as many as experts, or more."""
     from triax.moe.plans.kernels import _place_mask_kernel
@@ -85,7 +88,7 @@ def place_mask(
 
 
 def _count_mask(
-    routing_map: jax.Array, config: MaskConfig, implementation: str | None
+    routing_map: jax.Array, config: MaskConfig, implementation: KernelImplementation | None
 ) -> jax.Array:
     """The tokens of each block of tokens that a mask routes to each expert."""
     from triax.moe.plans.kernels import _count_mask_kernel
@@ -116,7 +119,7 @@ def place_pairs(
     num_rows: int,
     capacity: int,
     align_size: int,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> Placement:
     """The rows of all pairs, from int32 expert ids [tokens, top_k], at least one of them."""
     bounds = (num_rows, capacity, align_size)
@@ -131,7 +134,7 @@ def _place_few_pairs(
     selected: jax.Array,
     num_experts: int,
     bounds: tuple[int, int, int],
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> Placement:
     from triax.moe.plans.kernels import _place_few_pairs_kernel
 
@@ -158,7 +161,7 @@ def _place_few_pairs(
 
 
 def _count_pairs(
-    selected: jax.Array, num_experts: int, implementation: str | None
+    selected: jax.Array, num_experts: int, implementation: KernelImplementation | None
 ) -> tuple[jax.Array, jax.Array]:
     """By expert, the pairs before each part in its block, and those of each block.
 
@@ -189,7 +192,9 @@ def _count_pairs(
     return part_counts, block_counts
 
 
-def _scan_counts(counts: jax.Array, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+def _scan_counts(
+    counts: jax.Array, implementation: KernelImplementation | None
+) -> tuple[jax.Array, jax.Array]:
     """The pairs of earlier blocks, in place of `counts`, and those of all blocks [experts]."""
     from triax.moe.plans.kernels import _scan_counts_kernel
 
@@ -220,7 +225,7 @@ def _place_pairs(
     block_counts: jax.Array,
     group_counts: jax.Array,
     bounds: tuple[int, int, int],
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> Placement:
     """Row and expert of each pair, -1 for none; the groups' sizes, and what was dropped."""
     from triax.moe.plans.kernels import _place_pairs_kernel

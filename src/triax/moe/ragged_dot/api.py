@@ -14,6 +14,7 @@ from triax.moe.ragged_dot import derivatives
 from triax.moe.ragged_dot.launchers import Options
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 
 # JAX's names for the matmul precisions that allow tensor cores to multiply float32.
 _TF32 = {"default", "fastest", "tensorfloat32", "TF32_TF32_F32"}
@@ -28,7 +29,7 @@ def ragged_dot(
     row_scales: Any = None,
     group_scales: Any = None,
     preferred_element_type: Any = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Multiplies every row by the weights of its group.
 

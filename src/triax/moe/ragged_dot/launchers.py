@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from triax.binding import dtypes
 from triax.binding.descriptor import TensorDescriptor
+from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.ragged_dot.configs import DotConfig, OuterConfig, ScheduleConfig, is_hopper
 from triax.moe.shared.target import INTERPRETER, Target, for_target
@@ -42,7 +43,7 @@ def ragged_dot(
     *,
     transposed: bool,
     options: Options,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed; zeros past the groups."""
     columns = weights.shape[1 if transposed else 2]
@@ -65,7 +66,7 @@ def group_outer(
     group_sizes: jax.Array,
     *,
     options: Options,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
     shape = (group_sizes.shape[0], left.shape[1], right.shape[1])
@@ -79,7 +80,9 @@ def group_outer(
     )
 
 
-def _launch(write: Any, *operands: Any, out_type: Any, implementation: str | None) -> Any:
+def _launch(
+    write: Any, *operands: Any, out_type: Any, implementation: KernelImplementation | None
+) -> Any:
     if implementation == "interpret":
         return write(INTERPRETER, *operands)
     return for_target(write, *operands, out_type=out_type)
@@ -91,7 +94,7 @@ class _RaggedDot:
 
     transposed: bool
     options: Options
-    implementation: str | None
+    implementation: KernelImplementation | None
     name = "ragged_dot"
 
     def __call__(
@@ -174,7 +177,7 @@ class _GroupOuter:
     """The launches of `group_outer` on a target."""
 
     options: Options
-    implementation: str | None
+    implementation: KernelImplementation | None
     name = "group_outer"
 
     def __call__(
@@ -237,7 +240,10 @@ class _GroupOuter:
 
 
 def _schedule(
-    group_sizes: jax.Array, num_rows: int, block_rows: int, implementation: str | None
+    group_sizes: jax.Array,
+    num_rows: int,
+    block_rows: int,
+    implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Row tiles, four numbers each after the first four, and the end of each group.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,23 @@ from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
 from triax.moe.router.reference import Routed
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 
-SCORES = ("softmax", "sigmoid")
+Score = Literal["softmax", "sigmoid"]
+SCORES: tuple[Score, ...] = get_args(Score)
 
 
 def route(
     logits: Any,
     top_k: int,
     *,
-    score: str = "softmax",
+    score: Score = "softmax",
     bias: Any = None,
     num_groups: int | None = None,
     top_groups: int | None = None,
     normalize: bool = False,
     scale: float = 1.0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Routed:
     """Chooses each token's experts and their weights, best first.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.router.configs import RouteConfig, RouterSpec, place_bits
 from triax.moe.router.reference import Routed
@@ -15,7 +16,11 @@ _KEY_BITS = 31
 
 
 def route(
-    logits: jax.Array, bias: jax.Array | None, *, spec: RouterSpec, implementation: str | None
+    logits: jax.Array,
+    bias: jax.Array | None,
+    *,
+    spec: RouterSpec,
+    implementation: KernelImplementation | None,
 ) -> Routed:
     """The weights and experts of each token, best first."""
     from triax.moe.router.kernels import _route_kernel
@@ -65,7 +70,7 @@ def route_grad(
     gradient: jax.Array,
     *,
     spec: RouterSpec,
-    implementation: str | None,
+    implementation: KernelImplementation | None,
 ) -> jax.Array:
     """The gradient of the logits, from that of the weights, float32 [tokens, top_k]."""
     from triax.moe.router.kernels import _route_grad_kernel

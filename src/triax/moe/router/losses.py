@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
-from triax.moe.router.api import SCORES, check_logits
+from triax.moe.router.api import SCORES, Score, check_logits
 from triax.moe.shared import arguments
 
 
-def load_balancing_loss(logits: Any, group_counts: Any, *, score: str = "softmax") -> jax.Array:
+def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softmax") -> jax.Array:
     """How unevenly experts are used: 1 if all get the same share, more if they do not.
 
         plan = moe.make_plan(experts, num_experts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from triax.binding import dtypes
 from triax.compat import triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
-IMPLEMENTATIONS = (None, "triton", "interpret", "xla")
+Implementation = Literal["triton", "interpret", "xla"]
+IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
-def resolve(implementation: Any, **arrays: jax.Array | None) -> str | None:
+def resolve(implementation: Any, **arrays: jax.Array | None) -> Implementation | None:
     """Returns a valid `implementation`, or "xla" by default if no kernel can be launched.
 
     Raises:
@@ -53,7 +54,7 @@ def resolve(implementation: Any, **arrays: jax.Array | None) -> str | None:
     return implementation
 
 
-def choose_for_floats(implementation: Any, **arrays: Any) -> str | None:
+def choose_for_floats(implementation: Any, **arrays: Any) -> Implementation | None:
     """Like `resolve`, for kernels that compute in float32.
 
     With types other than floats up to float32 it returns "xla", or raises `ArgumentTypeError` if

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from triax.moe.chunk_sort import api as chunks
+from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 
 
 def sort_chunks_by_index(
-    inp: Any, split_sizes: Any, sorted_indices: Any, *, implementation: str | None = None
+    inp: Any, split_sizes: Any, sorted_indices: Any, *, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts the rows of `inp` into chunks and puts the chunks into another order.
 

@@ -13,6 +13,7 @@ from triax.moe.permutation import api as moves
 from triax.moe.plans.api import Plan, make_plan, select_experts
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 
 
@@ -27,7 +28,7 @@ class PureJaxPermState(NamedTuple):
 
 
 def routing_map_to_selected_experts(
-    sparse_probs: Any, routing_map: Any, topk: int, *, implementation: str | None = None
+    sparse_probs: Any, routing_map: Any, topk: int, *, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Turns a router's map and probs into expert ids and weights, for `pure_jax_token_dispatch`.
 
@@ -68,7 +69,7 @@ def pure_jax_token_dispatch(
     align_size: int = 0,
     roll_to_expert_id: int | None = None,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, PureJaxPermState, jax.Array]:
     """Copies every token to the rows of its experts, told by their ids.
 
@@ -124,7 +125,7 @@ def pure_jax_token_combine(
     batch_size: int,
     sequence_length: int,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Sums up the rows of every token, times its weights.
 

@@ -12,6 +12,7 @@ from triax.moe.permutation import api as moves
 from triax.moe.permutation.reference import Permuted
 from triax.moe.plans.api import Plan, make_plan_from_mask
 from triax.moe.shared import arguments
+from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 
 
@@ -43,7 +44,7 @@ def token_dispatch(
     align_size: int | None = None,
     *,
     top_k: int | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Dispatched:
     """Copies every token to the rows of its experts.
 
@@ -101,7 +102,7 @@ def token_dispatch(
     )
     weights = None if probs is None else tables.of_slots(probs, plan.expert_of)
     moved = moves.permute(x, plan, weights=weights, implementation=implementation)
-    permuted = Permuted(moved, None, None) if weights is None else moved
+    permuted = moved if isinstance(moved, Permuted) else Permuted(moved, None, None)
 
     pads = plan.group_sizes - plan.group_filled
     pad_offsets = jnp.cumsum(pads, dtype=jnp.int32) - pads
@@ -126,7 +127,7 @@ def token_combine(
     merging_probs: Any = None,
     pad_offsets: Any = None,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Sums up the rows of every token, times its probs: the way back of `token_dispatch`.
 

@@ -13,6 +13,7 @@ from triax.moe.router import api
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.losses import normalized_scores
 from triax.moe.shared import arguments
+from triax.moe.shared.implementation import Implementation
 
 
 class ScoreFunction(enum.IntEnum):
@@ -41,7 +42,7 @@ def fused_topk_with_score_function(
     compute_aux_scores: bool = False,
     routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses each token's experts: their probabilities, zeros elsewhere, and a mask.
 
