@@ -356,7 +356,7 @@ class TestVmap:
         testing.assert_same_bits(actual, np.broadcast_to(expected, (3, 16)))
 
     def test_without_a_method(self):
-        with pytest.raises(ArgumentValueError, match=r"Give `vmap_method` to triton_call: one of"):
+        with pytest.raises(ArgumentValueError, match=r"Pass `vmap_method` to triton_call: one of"):
             jax.vmap(vector_add)(np.stack([X, X]), np.stack([X, X]))
 
 
