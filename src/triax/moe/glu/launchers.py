@@ -35,7 +35,7 @@ def glu(
         width,
         kernel=_glu_kernel,
         out_type=jax.ShapeDtypeStruct((num_rows, width), gate_up.dtype),
-        grid=_cdiv(num_rows, block.rows) * _cdiv(width, block.width),
+        grid=-(-num_rows // block.rows) * -(-width // block.width),
         num_warps=block.num_warps,
         name="glu",
         vmap_method="sequential",
@@ -72,7 +72,7 @@ def glu_grad(
         width,
         kernel=_glu_grad_kernel,
         out_type=out_type,
-        grid=_cdiv(num_rows, block.rows),
+        grid=-(-num_rows // block.rows),
         num_warps=block.num_warps,
         name="glu_grad",
         vmap_method="sequential",
@@ -83,7 +83,3 @@ def glu_grad(
         **absent,
     )
     return d_gate_up, d_row_weights[0] if d_row_weights else None
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)

@@ -60,19 +60,10 @@ def _ragged_dot(transposed: bool, options: Options, implementation: str | None) 
                 "moe.ragged_dot with `row_scales` or `group_scales` has no derivative. Scale the "
                 "rows or the result outside of it where you differentiate."
             )
-        residuals, moving = _bilinear("rows", rows, tangents[0], "weights", weights, tangents[1])
-        return linear.call(along, back, (residuals, group_sizes), moving, out)
+        operands = {"rows": rows, "weights": weights}
+        return _product_rule(multiply, back, operands, tangents, group_sizes, out)
 
     multiply: Any = functools.partial(ragged_dot, **static, implementation=implementation)
-
-    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
-        fixed, group_sizes = residuals
-        terms = []
-        if "rows" in moving:
-            terms.append(multiply(moving["rows"], fixed["weights"], group_sizes))
-        if "weights" in moving:
-            terms.append(multiply(fixed["rows"], moving["weights"], group_sizes))
-        return functools.reduce(jnp.add, terms)
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         fixed, group_sizes = residuals
@@ -120,19 +111,10 @@ def _group_outer(options: Options, implementation: str | None) -> linear.Rules:
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
         left, right, group_sizes = primals
-        residuals, moving = _bilinear("left", left, tangents[0], "right", right, tangents[1])
-        return linear.call(along, back, (residuals, group_sizes), moving, out)
+        operands = {"left": left, "right": right}
+        return _product_rule(multiply, back, operands, tangents, group_sizes, out)
 
     multiply = functools.partial(group_outer, options=options, implementation=implementation)
-
-    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
-        fixed, group_sizes = residuals
-        terms = []
-        if "left" in moving:
-            terms.append(multiply(moving["left"], fixed["right"], group_sizes))
-        if "right" in moving:
-            terms.append(multiply(fixed["left"], moving["right"], group_sizes))
-        return functools.reduce(jnp.add, terms)
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         fixed, group_sizes = residuals
@@ -154,16 +136,26 @@ def _group_outer(options: Options, implementation: str | None) -> linear.Rules:
     return run, derivative
 
 
-def _bilinear(
-    name: str, array: Any, tangent: Any, other_name: str, other: Any, other_tangent: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The operands that a product's tangent needs, and the tangents of both.
+def _product_rule(
+    multiply: Any, back: Any, operands: dict[str, Any], tangents: Any, group_sizes: Any, out: Any
+) -> Any:
+    """The tangent of ``multiply(**operands, group_sizes=group_sizes)``, linear in both operands.
 
     An operand is needed, and kept for the gradient, only where the other one has a tangent.
     """
-    residuals = {}
-    if other_tangent is not None:
-        residuals[name] = array
-    if tangent is not None:
-        residuals[other_name] = other
-    return residuals, {name: tangent, other_name: other_tangent}
+    moving = dict(zip(operands, tangents, strict=False))
+    fixed = {
+        name: array
+        for name, array in operands.items()
+        if any(moving[other] is not None for other in operands if other != name)
+    }
+
+    def along(residuals: Any, moving: dict[str, jax.Array]) -> Any:
+        fixed, group_sizes = residuals
+        terms = [
+            multiply(**fixed | {name: tangent}, group_sizes=group_sizes)
+            for name, tangent in moving.items()
+        ]
+        return functools.reduce(jnp.add, terms)
+
+    return linear.call(along, back, (fixed, group_sizes), moving, out)
