@@ -31,10 +31,11 @@ def test_chunks_and_groups_cover_all_rows():
     assert chunks["split_sizes"].sum() == 1000
     assert len(np.unique(chunks["split_sizes"])) > 8
     assert sorted(chunks["sorted_indices"].tolist()) == list(range(64))
-    even, uneven = (small_case("ragged_dot", routing=r).make_inputs() for r in ("even", "uneven"))
-    assert even["group_sizes"].tolist() == [6] * 8
-    assert uneven["group_sizes"].sum() == 48
-    assert len(np.unique(uneven["group_sizes"])) > 3
+    sizes = lambda routing: small_case("ragged_dot", routing=routing).make_inputs()["group_sizes"]
+    assert sizes("even").tolist() == [6] * 8
+    assert sizes("half").tolist() == [24, 3, 3, 4, 3, 4, 3, 4]
+    assert sizes("uneven").sum() == 48
+    assert len(np.unique(sizes("uneven"))) > 3
 
 
 def test_bytes_streams_and_operations():

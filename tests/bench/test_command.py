@@ -42,7 +42,7 @@ def test_measures_every_op_on_the_cpu(tmp_path, capsys):
         ("permute", "triax", "uniform"),
         ("router+grad", "triax", "uniform"),
         *(("layer", name, "uniform") for name in ("triax", "dense")),
-        *(("ragged_dot", name, kind) for kind in ("even", "uneven") for name in ("triax", "dense")),
+        *(("ragged_dot", name, kind) for kind in ("even", "uneven", "half") for name in ("triax", "dense")),
     ]
     assert all(r["median_us"] > 0 and r["seconds_method"] == "host clock" for r in made["results"])
     assert made["command"] == f"triax bench {words} record.json"

@@ -255,7 +255,7 @@ class Op(NamedTuple):
 LAYER = "x logits w_gate_up w_down"
 _CHUNKS, _DOT = "split_sizes sorted_indices", "rows matrices group_sizes"
 _DOT_GRADS = [functools.partial(_ragged_dot_grad, operand) for operand in ("rows", "matrices")]
-_DRAWN, _GROUPED = ("uniform",), ("even", "uneven")
+_DRAWN, _GROUPED = ("uniform",), ("even", "uneven", "half")
 _ROUTE = "x selected_experts weights"
 _BOTH_WAYS = "permute unpermute unpermute_grad permute_grad"
 _NEXT = _feed("x", "gradient", "weights")
@@ -323,10 +323,12 @@ def _draw_weights(case: Case) -> jax.Array:
 
 
 def _draw_sizes(case: Case) -> jax.Array:
-    """Of groups or chunks, all rows together: uneven ones, unless the routing is even."""
+    """Of groups or chunks, all rows together: even ones, the first with half, or any."""
     rng, rows = np.random.default_rng(0), case.tokens * case.top_k
     cuts = np.arange(1, case.experts) * rows // case.experts
-    if case.routing != "even":
+    if case.routing == "half":
+        cuts = rows // 2 + np.arange(case.experts - 1) * (rows - rows // 2) // (case.experts - 1)
+    elif case.routing != "even":
         cuts = np.sort(rng.integers(0, rows + 1, case.experts - 1))
     return jnp.asarray(np.diff(cuts, prepend=0, append=rows).astype(np.int32))
 

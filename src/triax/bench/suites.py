@@ -29,7 +29,7 @@ LAYERS = {
 NAMES = tuple(dict.fromkeys((*PRESETS, *LAYERS)))
 # Rows of a large all-to-all, 8.6 GB to read and as much to write: tokens, hidden size, chunks.
 CHUNKS = (524288, 4096, 64)
-ROUTINGS = ("uniform", "skewed", "even", "uneven")
+ROUTINGS = ("uniform", "skewed", "even", "uneven", "half")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
