@@ -177,25 +177,57 @@ def router() -> str:
 
 
 def matmuls() -> str:
-    """Each product's TFLOP/s, of the dense matmul beside it, even groups and uneven."""
+    """Each product's TFLOP/s, of the dense matmul beside it, by kind of groups."""
     ops = ("ragged_dot", "ragged_dot_grad_rows", "ragged_dot_grad_weights")
     rows = []
     for first in find(source="layer", op=ops[0], routing="even"):
         cells = []
         for op in ops:
-            both = [
+            found = [
                 find(source="layer", op=op, preset=first["preset"], routing=routing)[0]
-                for routing in ("even", "uneven")
+                for routing in ("even", "uneven", "half")
             ]
             cells.append(
-                f"{both[0]['teraflops_per_second']:.0f}, "
-                + " / ".join(f"{r['fraction_of_dense']:.2f}" for r in both)
+                f"{found[0]['teraflops_per_second']:.0f}, "
+                + " / ".join(f"{r['fraction_of_dense']:.2f}" for r in found)
             )
         count = first["tokens"] * first["top_k"]
         shape = f"{count:,} × {first['hidden']} × {first['width']}, {first['experts']}"
         rows.append([PRESETS[first["preset"]], shape, *cells])
     head = ["", "rows × depth × columns, groups", "forward", "rows' gradient", "weights' gradient"]
     return table(head, rows)
+
+
+def profile() -> str:
+    """What the profiler says of each product's kernel and of cuBLAS's."""
+    kernels = record("matmul_profile")["kernels"]
+    rows = []
+    for preset in dict.fromkeys(kernel["preset"] for kernel in kernels):
+        of_preset = [kernel for kernel in kernels if kernel["preset"] == preset]
+        names = ("forward", "rows' gradient", "weights' gradient")
+        for name, own, dense in zip(names, of_preset[:3], of_preset[3:], strict=True):
+            cells = [f"{PRESETS[preset]}, {name}"]
+            for kernel in (own, dense):
+                cells += [
+                    f"{kernel['duration (ns)'] / 1e6:.2f} ms",
+                    f"{kernel['compute_throughput (%)']:.0f}%",
+                    f"{kernel['sm_frequency (hz)'] / 1e9:.2f} GHz",
+                ]
+            rows.append(cells)
+    head = ["", "Triax", "tensor cores", "clock", "cuBLAS", "tensor cores", "clock"]
+    return table(head, rows)
+
+
+def decode() -> str:
+    """The routing and the matmuls of few tokens."""
+    found = record("decode")
+    rows = [
+        [f"routing, {r['experts']} experts", _us(r["median_us"]), "–"] for r in found["routing"]
+    ]
+    for r in found["matmuls"]:
+        shape = f"`ragged_dot`, {r['rows']} rows × {r['depth']} × {r['columns']}, 32 experts"
+        rows.append([shape, _us(r["median_us"]), f"{r['fraction_of_read']:.2f}"])
+    return table(["", "time", "of a read of the weights"], rows)
 
 
 def layers() -> str:
@@ -274,6 +306,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ops": ops,
     "router": router,
     "matmuls": matmuls,
+    "profile": profile,
+    "decode": decode,
     "layers": layers,
     "against": against,
     "single_ops": single_ops,

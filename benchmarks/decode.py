@@ -1,0 +1,104 @@
+"""What a step of decoding takes: few tokens, on one of eight GPUs that hold DeepSeek-V3's experts.
+
+Times the routing (route, plan, permute, unpermute) as a part of a program, by programs that repeat
+it: launches of a CUDA graph, without what starting a program takes. Times the layer's two matmuls
+alone, and a sequential read of the weights that they need. Prints the figures and writes
+`benchmarks/decode.json`.
+
+    python benchmarks/decode.py [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import gpu_record
+import jax
+import jax.numpy as jnp
+
+from triax import moe
+from triax.bench.cases import Stream
+from triax.bench.streams import find_limit
+from triax.bench.timing import time_program
+
+TOKENS, HIDDEN, WIDTH, LOCAL_EXPERTS, TOP_K = 128, 7168, 2048, 32, 8
+REPEATS = (4, 24)
+
+
+def routing(x, logits):
+    """There and back, without experts between: [tokens, hidden]."""
+    weights, experts = moe.route(logits, TOP_K, normalize=True)
+    plan = moe.make_plan(experts, logits.shape[1])
+    rows = jax.lax.optimization_barrier(moe.permute(x, plan))
+    return moe.unpermute(rows, plan, weights)
+
+
+def once_us(step, first, others, target_ms=50.0):
+    """One `step` of those in a program, each on what the last one made and one of the others."""
+
+    def program(count):
+        def run(operands):
+            value, others = operands
+            for other in others[:count]:
+                value = step(value, other)
+            return value
+
+        return jax.jit(run)
+
+    few, many = (
+        time_program(program(count), (first, others[:count]), target_ms=target_ms)
+        for count in REPEATS
+    )
+    assert {few.method, many.method} == {"events"}, (few, many)
+    return (many.median_us - few.median_us) / (REPEATS[1] - REPEATS[0])
+
+
+def measure_routing(experts):
+    keys = jax.random.split(jax.random.key(0), REPEATS[1])
+    logits = [jax.random.normal(key, (TOKENS, experts)) for key in keys]
+    x = jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN), jnp.bfloat16)
+    compute = jax.jit(lambda x, logits: routing(x, logits))
+    same = jnp.abs(compute(x, logits[0]).astype("float32") - x.astype("float32")).max()
+    assert same < 0.1, f"weights that sum up to 1 give the tokens back, to {same}"
+    return {"experts": experts, "median_us": once_us(routing, x, logits)}
+
+
+def measure_matmuls():
+    """Both matmuls alone, with as many rows for each local expert as it gets on average."""
+    rows_of_expert = TOKENS * TOP_K // 256
+    sizes = jnp.full(LOCAL_EXPERTS, rows_of_expert, jnp.int32)
+    num_bytes = LOCAL_EXPERTS * HIDDEN * WIDTH * 2
+    # 32 bytes are read for each one written: as near to a read alone as a checked stream comes.
+    stream = find_limit(Stream(32, 1, num_bytes // 32), target_ms=20.0)
+    read_us = stream["median_us"] * num_bytes / stream["bytes"]
+    found = []
+    for name, depth, columns in (("up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
+        keys = jax.random.split(jax.random.key(2))
+        rows = jax.random.normal(keys[0], (LOCAL_EXPERTS * rows_of_expert, depth), jnp.bfloat16)
+        weights = jax.random.normal(keys[1], (LOCAL_EXPERTS, depth, columns), jnp.bfloat16)
+        program = jax.jit(lambda operands: moe.ragged_dot(*operands, sizes))
+        timing = time_program(program, (rows, weights), target_ms=50.0)
+        shape = {"rows": rows.shape[0], "depth": depth, "columns": columns}
+        times = {"median_us": timing.median_us, "read_us": read_us}
+        share = {"fraction_of_read": read_us / timing.median_us}
+        found.append({"matmul": name, **shape, "weights_bytes": num_bytes, **times, **share})
+    return {"matmuls": found, "stream": stream}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    options = parser.parse_args()
+    if problem := gpu_record.missing_gpu():
+        sys.exit(problem)
+    routings = [measure_routing(experts) for experts in (LOCAL_EXPERTS, 256)]
+    print(*routings, sep="\n")
+    found = measure_matmuls()
+    print(*found["matmuls"], sep="\n")
+    gpu_record.write(options.output, tokens=TOKENS, routing=routings, **found)
+
+
+if __name__ == "__main__":
+    main()
