@@ -28,7 +28,7 @@ _ids = itertools.count()
 # fast takes most of the time. A flag that XLA_FLAGS names already stays as it is there.
 _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": CPU_DEVICES,
-    "--xla_backend_optimization_level": 1,
+    "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": "true",
     "--xla_cpu_parallel_codegen_split_count": 1,
 }

@@ -1,4 +1,4 @@
-"""What a user's typed code does with Triax: `test_wrappers` has mypy check it.
+"""What a user's typed code does with Triax: `make lint` has mypy check it.
 
 Where an error is ignored, there must be one: `warn_unused_ignores` sees to that.
 """
