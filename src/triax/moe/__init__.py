@@ -8,9 +8,9 @@ from triax.moe.layer import feed_forward as feed_forward
 from triax.moe.permutation.api import permute as permute
 from triax.moe.permutation.api import unpermute as unpermute
 from triax.moe.permutation.reference import Permuted as Permuted
-from triax.moe.plans.api import Plan as Plan
 from triax.moe.plans.api import make_plan as make_plan
 from triax.moe.plans.api import make_plan_from_mask as make_plan_from_mask
+from triax.moe.plans.reference import Plan as Plan
 from triax.moe.ragged_dot.api import ragged_dot as ragged_dot
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentValueError
 from triax.moe.glu.api import glu
 from triax.moe.glu.reference import Activation
 from triax.moe.permutation.api import permute, unpermute
@@ -142,11 +142,7 @@ def _num_rows(
 
 def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
     value = arguments.array(name, value, axes, jnp.floating)
-    if value.dtype.itemsize < 2:
-        raise ArgumentTypeError(
-            f"Argument `{name}` must be a float of 16 bits or more; got {value.dtype}. For 8-bit "
-            "floats, call `ragged_dot` with scales."
-        )
+    arguments.check_wide(name, value, "For 8-bit floats, call `ragged_dot` with scales.")
     return value
 
 

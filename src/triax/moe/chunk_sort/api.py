@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.compat import jax_private
 from triax.errors import ArgumentValueError
 from triax.moe.chunk_sort import derivatives
 from triax.moe.shared import arguments
@@ -79,28 +78,18 @@ def sort_chunks_by_index(
         raise ArgumentValueError(
             f"Argument `x` must have at most 2**31 - 1 rows; got {num_rows}. Sort it in parts."
         )
-    if sorted_indices.shape != split_sizes.shape:
-        raise ArgumentValueError(
-            f"Argument `sorted_indices` must have one index for each of the {num_chunks} chunks "
-            f"of `split_sizes`; got shape {sorted_indices.shape}."
-        )
+    of = "chunks of `split_sizes`"
+    arguments.check_length("sorted_indices", sorted_indices, num_chunks, "index", of)
     if probs is not None:
         probs = arguments.array("probs", probs, ("tokens",), jnp.floating)
-        if probs.shape[0] != num_rows:
-            raise ArgumentValueError(
-                f"Argument `probs` must have one value for each of the {num_rows} rows of `x`; "
-                f"got shape {probs.shape}."
-            )
+        arguments.check_length("probs", probs, num_rows, "value", "rows of `x`")
     implementation = implementations.resolve(implementation, x=x, probs=probs)
     if num_chunks == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
         return Sorted(x, probs)
-    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
-    arrays = [x, split_sizes, sorted_indices] + ([] if probs is None else [probs])
-    x, split_sizes, sorted_indices, *rest = jax_private.insert_varying_casts(arrays)
     maps = derivatives.chunk_maps(
         arguments.as_int32(split_sizes, num_rows),
         arguments.as_int32(sorted_indices, num_chunks),
         num_rows,
         implementation,
     )
-    return Sorted(*derivatives.move_chunks(x, rest[0] if rest else None, maps, implementation))
+    return Sorted(*derivatives.move_chunks(x, probs, maps, implementation))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from triax.compat import jax_private
 from triax.moe.chunk_sort import launchers, reference
 from triax.moe.chunk_sort.reference import ChunkMaps
 from triax.moe.shared import implementation as implementations
@@ -24,13 +25,12 @@ def chunk_maps(
     split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int, implementation: str | None
 ) -> ChunkMaps:
     """The maps there and back, which are integers and have no derivative."""
-    return implementations.dispatch(
-        implementation,
-        split_sizes,
-        sorted_indices,
-        kernels=functools.partial(launchers.chunk_maps, num_rows=num_rows),
-        xla=functools.partial(reference.chunk_maps_reference, num_rows=num_rows),
+    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
+    split_sizes, sorted_indices = jax_private.insert_varying_casts([split_sizes, sorted_indices])
+    run = implementations.choose(
+        implementation, launchers.chunk_maps, reference.chunk_maps_reference, num_rows=num_rows
     )
+    return run(split_sizes, sorted_indices)
 
 
 def move_chunks(
@@ -42,16 +42,12 @@ def move_chunks(
 
 @functools.cache
 def _move_chunks(implementation: str | None) -> linear.Rules:
+    either = implementations.choose(
+        implementation, launchers.move_rows, reference.move_rows_reference
+    )
+
     def run(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Moved:
-        moved = implementations.dispatch(
-            implementation,
-            rows,
-            probs,
-            maps.forward,
-            kernels=launchers.move_rows,
-            xla=reference.move_rows_reference,
-        )
-        return Moved(*moved)
+        return Moved(*either(rows, probs, maps.forward))
 
     def derivative(primals: Any, tangents: Any, like: Any) -> Moved:
         return linear.call_each(move, move_back, primals[2], Moved(*tangents[:2]), like)

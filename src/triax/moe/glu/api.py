@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.compat import jax_private
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentValueError
 from triax.moe.glu import derivatives
 from triax.moe.glu.reference import ACTIVATIONS, Activation
 from triax.moe.shared import arguments
@@ -58,41 +57,24 @@ def glu(
         unknown.
     """
     gate_up = arguments.array("gate_up", gate_up, ("rows", "2 * width"), jnp.floating)
-    if gate_up.dtype.itemsize == 1:
-        raise ArgumentTypeError(
-            f"Argument `gate_up` must be a float of 16 bits or more; got {gate_up.dtype}. Make "
-            "`ragged_dot` return one with `preferred_element_type`."
-        )
+    remedy = "Make `ragged_dot` return one with `preferred_element_type`."
+    arguments.check_wide("gate_up", gate_up, remedy)
     if gate_up.shape[1] % 2:
         raise ArgumentValueError(
             "Argument `gate_up` must have an even number of columns, half of them the gate's; got "
             f"shape {gate_up.shape}."
         )
-    num_rows = gate_up.shape[0]
     if row_weights is not None:
         row_weights = arguments.array("row_weights", row_weights, ("rows",), jnp.floating)
-        if row_weights.dtype.itemsize == 1:
-            raise ArgumentTypeError(
-                "Argument `row_weights` must be a float of 16 bits or more; got "
-                f"{row_weights.dtype}. Cast it."
-            )
-        if row_weights.shape[0] != num_rows:
-            raise ArgumentValueError(
-                f"Argument `row_weights` must have one weight for each of the {num_rows} rows of "
-                f"`gate_up`; got shape {row_weights.shape}."
-            )
-    if activation not in ACTIVATIONS:
-        raise ArgumentValueError(
-            f"Argument `activation` must be one of {', '.join(map(repr, ACTIVATIONS))}; got "
-            f"{activation!r}. Write another in JAX, which fuses it."
-        )
-    implementation = implementations.choose_for_floats(
+        arguments.check_wide("row_weights", row_weights, "Cast it.")
+        of = "rows of `gate_up`"
+        arguments.check_length("row_weights", row_weights, gate_up.shape[0], "weight", of)
+    remedy = " Write another in JAX, which fuses it."
+    arguments.check_choice("activation", activation, ACTIVATIONS, remedy)
+    implementation = implementations.resolve_for_floats(
         implementation, gate_up=gate_up, row_weights=row_weights
     )
     if not gate_up.size:
         implementation = "xla"
-    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
-    present = [gate_up] if row_weights is None else [gate_up, row_weights]
-    gate_up, *weights = jax_private.insert_varying_casts(present)
-    out = derivatives.glu(gate_up, weights[0] if weights else None, activation, implementation)
+    out = derivatives.glu(gate_up, row_weights, activation, implementation)
     return checkpoint_name(out, "triax_glu")

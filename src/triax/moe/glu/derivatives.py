@@ -22,11 +22,8 @@ def glu(
 @functools.cache
 def _glu(activation: str, implementation: str | None) -> linear.Rules:
     plain = functools.partial(reference.glu_reference, activation=activation)
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=functools.partial(launchers.glu, activation=activation),
-        xla=plain,
+    run = implementations.choose(
+        implementation, launchers.glu, reference.glu_reference, activation=activation
     )
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> jax.Array:
@@ -63,12 +60,8 @@ def glu_grad(
 
 @functools.cache
 def _glu_grad(activation: str, implementation: str | None) -> linear.Rules:
-    plain = functools.partial(reference.glu_grad_reference, activation=activation)
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=functools.partial(launchers.glu_grad, activation=activation),
-        xla=plain,
+    run = implementations.choose(
+        implementation, launchers.glu_grad, reference.glu_grad_reference, activation=activation
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
-    return run, plain
+    return run, functools.partial(reference.glu_grad_reference, activation=activation)

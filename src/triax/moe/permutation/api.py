@@ -10,11 +10,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from triax.binding import dtypes
-from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation import configs, derivatives
 from triax.moe.permutation.reference import Permuted, Routes
-from triax.moe.plans.api import Plan
+from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -105,7 +104,6 @@ def permute(
         x.shape[1] == 0 and weights is None and scales is None
     ):
         implementation = "xla"
-    x, weights, scales, routes = _vary_alike(x, weights, scales, routes)
     rows, row_weights, row_scales = derivatives.permute_rows(
         x, weights, scales, routes, implementation
     )
@@ -164,7 +162,6 @@ def unpermute(
     implementation = implementations.resolve(implementation, rows=rows, weights=weights)
     if routes.row_of.size == 0 or rows.size == 0:
         implementation = "xla"
-    rows, weights, routes = _vary_alike(rows, weights, routes)
     if weights is None or weights.size == 0:
         tokens = derivatives.gather_rows(rows, None, routes, implementation).x
     else:
@@ -226,9 +223,3 @@ def _as_known_words(scales: jax.Array) -> jax.Array:
     if jnp.finfo(scales.dtype).bits != 8:
         return scales
     return jax.lax.bitcast_convert_type(scales, jnp.uint8)
-
-
-def _vary_alike(*operands: Any) -> Any:
-    """Inside shard_map, what the platforms' code returns must vary over the same mesh axes."""
-    leaves, tree = jax.tree.flatten(operands)
-    return jax.tree.unflatten(tree, jax_private.insert_varying_casts(leaves))

@@ -32,12 +32,7 @@ def permute_rows(
 
 @functools.cache
 def _permute_rows(implementation: str | None) -> linear.Rules:
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=launchers.permute,
-        xla=reference.permute_reference,
-    )
+    run = implementations.choose(implementation, launchers.permute, reference.permute_reference)
 
     def derivative(primals: Any, tangents: Any, like: Any) -> Permuted:
         return linear.call_each(copy, gather, primals[3], Permuted(*tangents[:3]), like)
@@ -68,12 +63,7 @@ def gather_rows(
 
 @functools.cache
 def _gather_rows(implementation: str | None) -> linear.Rules:
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=launchers.unpermute,
-        xla=reference.unpermute_reference,
-    )
+    run = implementations.choose(implementation, launchers.unpermute, reference.unpermute_reference)
 
     def derivative(primals: Any, tangents: Any, like: Any) -> Gathered:
         moving = Gathered(tangents[0], tangents[2])
@@ -101,16 +91,12 @@ def weigh_rows(
 
 @functools.cache
 def _weigh_rows(implementation: str | None) -> linear.Rules:
+    gather = implementations.choose(
+        implementation, launchers.unpermute, reference.unpermute_reference
+    )
+
     def run(rows: jax.Array, weights: jax.Array, routes: Routes) -> jax.Array:
-        return implementations.dispatch(
-            implementation,
-            rows,
-            weights,
-            None,
-            routes,
-            kernels=launchers.unpermute,
-            xla=reference.unpermute_reference,
-        ).x
+        return gather(rows, weights, None, routes).x
 
     def derivative(primals: Any, tangents: Any, like: Any) -> jax.Array:
         moving = {"rows": tangents[0], "weights": tangents[1]}
@@ -146,11 +132,8 @@ def spread_gradient(
 
 @functools.cache
 def _spread_gradient(implementation: str | None) -> linear.Rules:
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=launchers.unpermute_grad,
-        xla=reference.unpermute_grad_reference,
+    run = implementations.choose(
+        implementation, launchers.unpermute_grad, reference.unpermute_grad_reference
     )
 
     def derivative(primals: Any, tangents: Any, like: Any) -> tuple[jax.Array, jax.Array]:

@@ -14,6 +14,9 @@ each token must visit.
 import triton
 import triton.language as tl
 
+# Triton does not specialise on these, so that a new size compiles nothing.
+_SIZES = ["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
+
 
 @triton.jit
 def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
@@ -141,43 +144,7 @@ def _zero_empty_rows(
     )
 
 
-@triton.jit
-def _copy_to_rows(
-    x_ptr,
-    row_of_ptr,
-    num_rows,
-    rows_ptr,
-    token,
-    num_slots,
-    most_slots,
-    inside,
-    column,
-    TOP_K: tl.constexpr,
-    STEP_SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STORES: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
-    """Reads a part of several tokens once and writes it to all of their rows."""
-    wide = column < WIDTH
-    read = x_ptr + token[:, None] * WIDTH + column[None, :]
-    x = tl.load(read, mask=inside[:, None] & wide[None, :])
-    x = tl.broadcast_to(x[:, None, :], [BLOCK_TOKENS, BLOCK_SLOTS, BLOCK_WIDTH])
-    for first in range(0, most_slots, STEP_SLOTS):
-        for ahead in tl.static_range(0, STEP_SLOTS, BLOCK_SLOTS):
-            slot = (first + ahead + tl.arange(0, BLOCK_SLOTS))[None, :]
-            visits = inside[:, None] & (slot < num_slots[:, None])
-            row, exists = _load_rows(row_of_ptr, token[:, None], slot, visits, num_rows, TOP_K)
-            write = rows_ptr + row[:, :, None] * WIDTH + column[None, None, :]
-            mask = exists[:, :, None] & wide[None, None, :]
-            tl.store(write, x, mask=mask, cache_modifier=STORES)
-
-
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
-)
+@triton.jit(do_not_specialize=_SIZES)
 def _permute_kernel(
     x_ptr,
     weights_ptr,
@@ -214,24 +181,18 @@ def _permute_kernel(
         inside = token < num_tokens
         column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
         num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS)
-        _copy_to_rows(
-            x_ptr,
-            row_of_ptr,
-            num_rows,
-            rows_ptr,
-            token,
-            num_slots,
-            most_slots,
-            inside,
-            column,
-            TOP_K,
-            STEP_SLOTS,
-            WIDTH,
-            STORES,
-            BLOCK_TOKENS,
-            BLOCK_SLOTS,
-            BLOCK_WIDTH,
-        )
+        wide = column < WIDTH
+        read = x_ptr + token[:, None] * WIDTH + column[None, :]
+        x = tl.load(read, mask=inside[:, None] & wide[None, :])
+        x = tl.broadcast_to(x[:, None, :], [BLOCK_TOKENS, BLOCK_SLOTS, BLOCK_WIDTH])
+        for first in range(0, most_slots, STEP_SLOTS):
+            for ahead in tl.static_range(0, STEP_SLOTS, BLOCK_SLOTS):
+                slot = (first + ahead + tl.arange(0, BLOCK_SLOTS))[None, :]
+                visits = inside[:, None] & (slot < num_slots[:, None])
+                row, exists = _load_rows(row_of_ptr, token[:, None], slot, visits, num_rows, TOP_K)
+                write = rows_ptr + row[:, :, None] * WIDTH + column[None, None, :]
+                mask = exists[:, :, None] & wide[None, None, :]
+                tl.store(write, x, mask=mask, cache_modifier=STORES)
         if weights_ptr is not None:
             if width_block == 0:
                 for first in range(0, most_slots, STEP_SLOTS):
@@ -271,7 +232,7 @@ def _permute_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=_SIZES)
 def _unpermute_kernel(
     rows_ptr,
     weights_ptr,
@@ -326,9 +287,7 @@ def _unpermute_kernel(
                 _zero_other_slots(token_weights_ptr, token, num_slots, inside, TOP_K, BLOCK_TOKENS)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
-)
+@triton.jit(do_not_specialize=_SIZES)
 def _unpermute_grad_kernel(
     rows_ptr,
     weights_ptr,

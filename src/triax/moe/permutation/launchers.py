@@ -11,6 +11,7 @@ from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.permutation.configs import MoveConfig, ZeroConfig, step_slots
 from triax.moe.permutation.reference import Gathered, Permuted, Routes, sum_dtype
+from triax.moe.shared.arrays import stored
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -97,7 +98,7 @@ def unpermute(
         routes.num_rows,
         kernel=_unpermute_kernel,
         out_type=(
-            jax.ShapeDtypeStruct((num_tokens, width), _stored(rows.dtype)),
+            jax.ShapeDtypeStruct((num_tokens, width), stored(rows.dtype)),
             None
             if row_weights is None
             else jax.ShapeDtypeStruct((num_tokens, top_k), row_weights.dtype),
@@ -142,8 +143,8 @@ def unpermute_grad(
         *_plan_operands(routes, num_zeroing),
         kernel=_unpermute_grad_kernel,
         out_type=(
-            jax.ShapeDtypeStruct(rows.shape, _stored(rows.dtype)),
-            jax.ShapeDtypeStruct((num_tokens, top_k), _stored(weights.dtype)),
+            jax.ShapeDtypeStruct(rows.shape, stored(rows.dtype)),
+            jax.ShapeDtypeStruct((num_tokens, top_k), stored(weights.dtype)),
         ),
         # First programs for whole tokens, which sum over the width in a fixed order; then those
         # that share the rows without a token.
@@ -188,14 +189,6 @@ def _num_zeroing(routes: Routes, config: MoveConfig) -> int:
     """How many programs share the rows without a token."""
     blocks = -(-routes.num_rows // config.block_tokens)
     return min(blocks, ZeroConfig().max_programs)
-
-
-def _stored(dtype: Any) -> Any:
-    """The dtype in which a kernel stores sums.
-
-    Not an 8-bit float: GPUs saturate in casts to these, and JAX, which casts afterwards, does not.
-    """
-    return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
 
 
 def _words(array: jax.Array | None) -> Any:

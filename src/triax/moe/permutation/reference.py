@@ -7,7 +7,6 @@ from row to (token, slot), so nothing is copied `top_k` times on the way.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,11 +15,7 @@ import jax.numpy as jnp
 from triax.moe.shared.arrays import take_rows
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["row_of", "num_slots", "group_sizes", "group_filled"],
-    meta_fields=["num_rows", "padded"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routes:
     """What the moves need of a plan; `padded` is whether a group can have pad rows.
@@ -33,8 +28,8 @@ class Routes:
     num_slots: jax.Array | None
     group_sizes: jax.Array
     group_filled: jax.Array
-    num_rows: int
-    padded: bool
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    padded: bool = dataclasses.field(metadata={"static": True})
 
 
 class Permuted(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -14,60 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.plans import launchers, reference
 from triax.moe.plans.configs import MAX_SORTED_EXPERTS
-from triax.moe.plans.reference import Placement
+from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "row_of",
-        "expert_of",
-        "group_sizes",
-        "group_counts",
-        "group_filled",
-        "num_dropped",
-    ],
-    meta_fields=["num_rows", "num_experts", "align_size"],
-)
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Which row every (token, slot) goes to; made by `make_plan`.
-
-    Rows are grouped by expert in ascending order. Within a group, tokens keep their original order;
-    a token that names the expert twice keeps the order of its slots. Pad rows then fill the group
-    up to a multiple of `align_size`, and the remaining rows follow the last group. Pad rows and
-    rows past the groups are zero.
-
-    A plan is a pytree: its arrays are leaves, its sizes are static. Under `jax.checkpoint`
-    the arrays carry the name "triax_plan".
-
-    Attributes:
-      row_of: int32 [tokens, top_k], the row; -1 if not routed or dropped.
-      expert_of: int32 [tokens, top_k], the expert; -1 if not routed. A dropped pair still has the
-        expert that was full.
-      group_sizes: int32 [experts], the rows of each group, pad rows included, clipped to
-        `num_rows`: what `jax.lax.ragged_dot` expects.
-      group_counts: int32 [experts], the pairs routed to each expert, before capacity, alignment and
-        dropping. Their sum is the number of filled rows plus `num_dropped`.
-      group_filled: int32 [experts], the rows of each group that hold a token.
-      num_dropped: int32 [], the routed pairs that got no row.
-      num_rows: the number of rows.
-      num_experts: the number of groups.
-      align_size: group sizes and `num_rows` are multiples of this.
-    """
-
-    row_of: jax.Array
-    expert_of: jax.Array
-    group_sizes: jax.Array
-    group_counts: jax.Array
-    group_filled: jax.Array
-    num_dropped: jax.Array
-    num_rows: int
-    num_experts: int
-    align_size: int
 
 
 def make_plan(
@@ -119,8 +68,7 @@ def make_plan(
     selected = arguments.as_int32(selected, num_experts)
     sizes = _sizes(selected.shape, num_experts, capacity, num_rows, align_size)
     implementation = implementations.resolve(implementation)
-    placement = _place_pairs(selected, num_experts, sizes, implementation)
-    return _plan(placement, num_experts, sizes)
+    return _named(_place_pairs(selected, num_experts, sizes, implementation))
 
 
 def make_plan_from_mask(
@@ -169,29 +117,30 @@ def make_plan_from_mask(
     num_tokens, num_experts = mask.shape
     sizes = _sizes((num_tokens, top_k), num_experts, capacity, num_rows, align_size)
     if top_k >= num_experts and num_experts > MAX_SORTED_EXPERTS:
-        placement = implementations.dispatch(
+        place = implementations.choose(
             implementation if num_tokens else "xla",
-            mask,
-            kernels=functools.partial(launchers.place_mask, top_k=top_k, **sizes),
-            xla=functools.partial(reference.place_mask_reference, top_k=top_k, **sizes),
+            launchers.place_mask,
+            reference.place_mask_reference,
+            top_k=top_k,
+            **sizes,
         )
-        return _plan(placement, num_experts, sizes)
+        return _named(place(mask))
     selected = select_experts(mask, top_k, implementation)
-    placement = _place_pairs(selected, num_experts, sizes, implementation)
+    plan = _place_pairs(selected, num_experts, sizes, implementation)
     counts = jnp.sum(mask != 0, axis=0, dtype=jnp.int32)
-    surplus = jnp.sum(counts - placement.group_counts, dtype=jnp.int32)
-    placement = placement._replace(group_counts=counts, num_dropped=placement.num_dropped + surplus)
-    return _plan(placement, num_experts, sizes)
+    num_dropped = plan.num_dropped + jnp.sum(counts - plan.group_counts, dtype=jnp.int32)
+    return _named(dataclasses.replace(plan, group_counts=counts, num_dropped=num_dropped))
 
 
 def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> jax.Array:
     """The first `top_k` experts in each token's mask, int32 [tokens, top_k], -1 past the last."""
-    return implementations.dispatch(
+    select = implementations.choose(
         implementation if mask.shape[0] * top_k else "xla",
-        mask,
-        kernels=functools.partial(launchers.select_experts, top_k=top_k),
-        xla=functools.partial(reference.select_experts_reference, top_k=top_k),
+        launchers.select_experts,
+        reference.select_experts_reference,
+        top_k=top_k,
     )
+    return select(mask)
 
 
 def _sizes(
@@ -224,23 +173,16 @@ def _sizes(
 
 def _place_pairs(
     selected: jax.Array, num_experts: int, sizes: dict[str, Any], implementation: str | None
-) -> Placement:
-    sizes = {"num_experts": num_experts, **sizes}
-    return implementations.dispatch(
+) -> Plan:
+    place = implementations.choose(
         implementation if selected.size else "xla",
-        selected,
-        kernels=functools.partial(launchers.place_pairs, **sizes),
-        xla=functools.partial(reference.place_pairs_reference, **sizes),
-    )
-
-
-def _plan(placement: Placement, num_experts: int, sizes: dict[str, Any]) -> Plan:
-    named = {
-        name: checkpoint_name(array, "triax_plan") for name, array in placement._asdict().items()
-    }
-    return Plan(
-        **named,
-        num_rows=sizes["num_rows"],
+        launchers.place_pairs,
+        reference.place_pairs_reference,
         num_experts=num_experts,
-        align_size=sizes["align_size"],
+        **sizes,
     )
+    return place(selected)
+
+
+def _named(plan: Plan) -> Plan:
+    return jax.tree.map(lambda array: checkpoint_name(array, "triax_plan"), plan)

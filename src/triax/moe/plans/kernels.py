@@ -14,8 +14,14 @@ expert by blocks, and `_place_mask_kernel` gives the experts of a token their ro
 import triton
 import triton.language as tl
 
+# Triton does not specialise on these, so that a new size compiles nothing.
+_SIZES = (
+    "num_tokens num_experts num_pairs num_blocks num_rows top_k capacity align_size "
+    "pairs_per_block parts_per_block"
+).split()
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "top_k"])
+
+@triton.jit(do_not_specialize=_SIZES)
 def _select_experts_kernel(
     mask_ptr,
     num_tokens,
@@ -46,7 +52,7 @@ def _select_experts_kernel(
         tl.store(write, none, mask=inside[:, None] & free)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts"])
+@triton.jit(do_not_specialize=_SIZES)
 def _count_mask_kernel(
     mask_ptr,
     num_tokens,
@@ -90,17 +96,16 @@ def _lay_out_groups(count, end_before, num_rows, capacity, align_size):
 
 @triton.jit
 def _store_rows(
-    row_of_ptr, expert_of_ptr, pair, inside, selected, num_experts, start, rank, num_rows, capacity
+    row_of_ptr, expert_of_ptr, pair, inside, selected, routed, start, rank, num_rows, capacity
 ):
     """The row and the expert of each pair, -1 for none."""
-    routed = (selected >= 0) & (selected < num_experts)
     # Not `start + rank < num_rows`: the sum may pass 2**31.
     placed = routed & (rank < capacity) & (rank < num_rows - start)
     tl.store(row_of_ptr + pair, tl.where(placed, start + rank, -1), mask=inside)
     tl.store(expert_of_ptr + pair, tl.where(routed, selected, -1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "pairs_per_block"])
+@triton.jit(do_not_specialize=_SIZES)
 def _count_pairs_kernel(
     selected_ptr,
     num_pairs,
@@ -131,7 +136,7 @@ def _count_pairs_kernel(
         tl.store(block_counts_ptr + block * num_experts + expert, total, mask=known)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_experts"])
+@triton.jit(do_not_specialize=_SIZES)
 def _scan_counts_kernel(
     counts_ptr,
     num_blocks,
@@ -166,16 +171,7 @@ def _rank_in_part(local, PART: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
     return tl.sum((gap < PART - 1).to(tl.int32), 0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_pairs",
-        "num_experts",
-        "parts_per_block",
-        "num_rows",
-        "capacity",
-        "align_size",
-    ]
-)
+@triton.jit(do_not_specialize=_SIZES)
 def _place_pairs_kernel(
     selected_ptr,
     part_counts_ptr,
@@ -227,20 +223,11 @@ def _place_pairs_kernel(
     if part == 0:
         tl.store(num_dropped_ptr + tl.arange(0, 1), dropped)
     _store_rows(
-        row_of_ptr,
-        expert_of_ptr,
-        pair,
-        inside,
-        selected,
-        num_experts,
-        start,
-        rank,
-        num_rows,
-        capacity,
+        row_of_ptr, expert_of_ptr, pair, inside, selected, routed, start, rank, num_rows, capacity
     )
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_rows", "capacity", "align_size"])
+@triton.jit(do_not_specialize=_SIZES)
 def _place_few_pairs_kernel(
     selected_ptr,
     num_pairs,
@@ -261,6 +248,7 @@ def _place_few_pairs_kernel(
     pair = tl.program_id(0) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     inside = pair < num_pairs
     selected = tl.load(selected_ptr + pair, mask=inside, other=-1)
+    routed = (selected >= 0) & (selected < num_experts)
     start = tl.zeros([BLOCK_PAIRS], tl.int32)
     rank = tl.zeros([BLOCK_PAIRS], tl.int32)
     end_before = tl.zeros([1], tl.int64)
@@ -290,29 +278,11 @@ def _place_few_pairs_kernel(
     if tl.program_id(0) == 0:
         tl.store(num_dropped_ptr + tl.arange(0, 1), dropped)
     _store_rows(
-        row_of_ptr,
-        expert_of_ptr,
-        pair,
-        inside,
-        selected,
-        num_experts,
-        start,
-        rank,
-        num_rows,
-        capacity,
+        row_of_ptr, expert_of_ptr, pair, inside, selected, routed, start, rank, num_rows, capacity
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens",
-        "num_experts",
-        "top_k",
-        "num_rows",
-        "capacity",
-        "align_size",
-    ]
-)
+@triton.jit(do_not_specialize=_SIZES)
 def _place_mask_kernel(
     mask_ptr,
     block_counts_ptr,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -14,7 +17,7 @@ from triax.moe.plans.configs import (
     SelectConfig,
     SortConfig,
 )
-from triax.moe.plans.reference import Placement
+from triax.moe.plans.reference import Plan
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -53,7 +56,7 @@ def place_mask(
     capacity: int,
     align_size: int,
     implementation: KernelImplementation | None,
-) -> Placement:
+) -> Plan:
     """The rows of all tokens of a mask by slots, of which there are as many as experts, or more."""
     from triax.moe.plans.kernels import _place_mask_kernel
 
@@ -62,19 +65,17 @@ def place_mask(
     block_counts, group_counts = _scan_counts(
         _count_mask(routing_map, config, implementation), implementation
     )
-    ids, groups = _ints(num_tokens, top_k), _ints(num_experts)
-    row_of, expert_of, group_sizes, group_filled, num_dropped = triton_call(
+    bounds = (num_rows, capacity, align_size)
+    plan = triton_call(
         routing_map,
         block_counts,
         group_counts,
         num_tokens,
         num_experts,
         top_k,
-        num_rows,
-        capacity,
-        align_size,
+        *bounds,
         kernel=_place_mask_kernel,
-        out_type=(ids, ids, groups, groups, _ints()),
+        out_type=_plan_type((num_tokens, top_k), num_experts, bounds),
         # The blocks that were counted, no others; the first program writes the groups.
         grid=block_counts.shape[0],
         num_warps=config.num_warps,
@@ -84,7 +85,7 @@ def place_mask(
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_EXPERTS=config.block_experts,
     )
-    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+    return dataclasses.replace(plan, group_counts=group_counts)
 
 
 def _count_mask(
@@ -120,7 +121,7 @@ def place_pairs(
     capacity: int,
     align_size: int,
     implementation: KernelImplementation | None,
-) -> Placement:
+) -> Plan:
     """The rows of all pairs, from int32 expert ids [tokens, top_k], at least one of them."""
     bounds = (num_rows, capacity, align_size)
     if selected.size <= FewPairsConfig.max_pairs:
@@ -135,18 +136,17 @@ def _place_few_pairs(
     num_experts: int,
     bounds: tuple[int, int, int],
     implementation: KernelImplementation | None,
-) -> Placement:
+) -> Plan:
     from triax.moe.plans.kernels import _place_few_pairs_kernel
 
     config = FewPairsConfig.heuristic(num_experts)
-    ids, groups = _ints(*selected.shape), _ints(num_experts)
-    row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped = triton_call(
+    return triton_call(
         selected,
         selected.size,
         num_experts,
         *bounds,
         kernel=_place_few_pairs_kernel,
-        out_type=(ids, ids, groups, groups, groups, _ints()),
+        out_type=_plan_type(selected.shape, num_experts, bounds, counts=_ints(num_experts)),
         # Every program looks at all pairs and places its own; the first writes the groups.
         grid=-(-selected.size // config.block_pairs),
         num_warps=config.num_warps,
@@ -157,7 +157,6 @@ def _place_few_pairs(
         BLOCK_OTHERS=config.block_others,
         BLOCK_EXPERTS=config.block_experts,
     )
-    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
 
 
 def _count_pairs(
@@ -173,7 +172,7 @@ def _count_pairs(
     num_parts = -(-selected.size // config.part)
     parts_per_block = config.parts_per_block(selected.size)
     num_blocks = -(-num_parts // parts_per_block)
-    part_counts, block_counts = triton_call(
+    return triton_call(
         selected,
         selected.size,
         num_experts,
@@ -189,7 +188,6 @@ def _count_pairs(
         PART=config.part,
         BLOCK_EXPERTS=config.block_experts,
     )
-    return part_counts, block_counts
 
 
 def _scan_counts(
@@ -200,7 +198,7 @@ def _scan_counts(
 
     config = ScanConfig()
     num_blocks, num_experts = counts.shape
-    earlier, group_counts = triton_call(
+    return triton_call(
         counts,
         num_blocks,
         num_experts,
@@ -216,7 +214,6 @@ def _scan_counts(
         BLOCK_BLOCKS=config.block_blocks,
         BLOCK_EXPERTS=config.block_experts,
     )
-    return earlier, group_counts
 
 
 def _place_pairs(
@@ -226,14 +223,13 @@ def _place_pairs(
     group_counts: jax.Array,
     bounds: tuple[int, int, int],
     implementation: KernelImplementation | None,
-) -> Placement:
+) -> Plan:
     """Row and expert of each pair, -1 for none; the groups' sizes, and what was dropped."""
     from triax.moe.plans.kernels import _place_pairs_kernel
 
     num_parts, num_experts = part_counts.shape
     config = SortConfig.heuristic(num_experts)
-    ids, groups = _ints(*selected.shape), _ints(num_experts)
-    row_of, expert_of, group_sizes, group_filled, num_dropped = triton_call(
+    plan = triton_call(
         selected,
         part_counts,
         block_counts,
@@ -243,7 +239,7 @@ def _place_pairs(
         config.parts_per_block(selected.size),
         *bounds,
         kernel=_place_pairs_kernel,
-        out_type=(ids, ids, groups, groups, _ints()),
+        out_type=_plan_type(selected.shape, num_experts, bounds),
         # The parts that were counted, no others; the first program writes the groups.
         grid=num_parts,
         num_warps=config.place_warps,
@@ -253,8 +249,17 @@ def _place_pairs(
         PART=config.part,
         BLOCK_EXPERTS=config.block_experts,
     )
-    return Placement(row_of, expert_of, group_sizes, group_counts, group_filled, num_dropped)
+    return dataclasses.replace(plan, group_counts=group_counts)
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+def _plan_type(
+    shape: tuple[int, ...], num_experts: int, bounds: tuple[int, int, int], counts: Any = None
+) -> Any:
+    """The type of a plan for pairs of this shape; without `group_counts`, which others count."""
+    ids, groups = _ints(*shape), _ints(num_experts)
+    num_rows, _, align_size = bounds
+    return Plan(ids, ids, groups, counts, groups, _ints(), num_rows, num_experts, align_size)
+
+
+def _ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)

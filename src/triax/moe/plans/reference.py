@@ -5,7 +5,7 @@ The same results as the kernels' on every input, by a stable sort of the pairs' 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,33 @@ import jax.numpy as jnp
 from triax.moe.shared.arrays import running_sum
 
 
-class Placement(NamedTuple):
-    """The arrays of a plan; `triax.moe.Plan` says what they hold."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which row every (token, slot) goes to; made by `make_plan`.
+
+    Rows are grouped by expert in ascending order. Within a group, tokens keep their original order;
+    a token that names the expert twice keeps the order of its slots. Pad rows then fill the group
+    up to a multiple of `align_size`, and the remaining rows follow the last group. Pad rows and
+    rows past the groups are zero.
+
+    A plan is a pytree: its arrays are leaves, its sizes are static. Under `jax.checkpoint`
+    the arrays carry the name "triax_plan".
+
+    Attributes:
+      row_of: int32 [tokens, top_k], the row; -1 if not routed or dropped.
+      expert_of: int32 [tokens, top_k], the expert; -1 if not routed. A dropped pair still has the
+        expert that was full.
+      group_sizes: int32 [experts], the rows of each group, pad rows included, clipped to
+        `num_rows`: what `jax.lax.ragged_dot` expects.
+      group_counts: int32 [experts], the pairs routed to each expert, before capacity, alignment and
+        dropping. Their sum is the number of filled rows plus `num_dropped`.
+      group_filled: int32 [experts], the rows of each group that hold a token.
+      num_dropped: int32 [], the routed pairs that got no row.
+      num_rows: the number of rows.
+      num_experts: the number of groups.
+      align_size: group sizes and `num_rows` are multiples of this.
+    """
 
     row_of: jax.Array
     expert_of: jax.Array
@@ -22,6 +47,9 @@ class Placement(NamedTuple):
     group_counts: jax.Array
     group_filled: jax.Array
     num_dropped: jax.Array
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    num_experts: int = dataclasses.field(metadata={"static": True})
+    align_size: int = dataclasses.field(metadata={"static": True})
 
 
 def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:
@@ -36,7 +64,7 @@ def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:
     return selected.at[token, slot].set(jnp.broadcast_to(expert, slot.shape), mode="drop")
 
 
-def place_mask_reference(routing_map: jax.Array, top_k: int, **sizes: int) -> Placement:
+def place_mask_reference(routing_map: jax.Array, top_k: int, **sizes: int) -> Plan:
     """The rows of all tokens of a mask, by slots."""
     num_experts = routing_map.shape[1]
     return place_pairs_reference(
@@ -46,7 +74,7 @@ def place_mask_reference(routing_map: jax.Array, top_k: int, **sizes: int) -> Pl
 
 def place_pairs_reference(
     selected: jax.Array, num_experts: int, num_rows: int, capacity: int, align_size: int
-) -> Placement:
+) -> Plan:
     """The rows of all pairs, from int32 expert ids [tokens, top_k]."""
     flat = selected.reshape(-1)
     routed = (flat >= 0) & (flat < num_experts)
@@ -68,11 +96,14 @@ def place_pairs_reference(
     start = starts[expert]
     placed = routed & (rank < capacity) & (rank < num_rows - start)
     row_of = jnp.where(placed, start + rank, -1)
-    return Placement(
+    return Plan(
         row_of=row_of.reshape(selected.shape),
         expert_of=jnp.where(routed, flat, -1).reshape(selected.shape),
         group_sizes=sizes,
         group_counts=counts,
         group_filled=filled,
         num_dropped=jnp.sum(counts - filled, dtype=jnp.int32),
+        num_rows=num_rows,
+        num_experts=num_experts,
+        align_size=align_size,
     )

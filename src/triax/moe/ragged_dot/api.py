@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.ragged_dot import derivatives
 from triax.moe.ragged_dot.launchers import Options
@@ -81,18 +80,15 @@ def ragged_dot(
             f"Argument `weights` must have the depth of `rows`, {depth}, as its second size; got "
             f"shape {weights.shape}."
         )
-    if group_sizes.shape[0] != num_groups:
-        raise ArgumentValueError(
-            f"Argument `group_sizes` must have one size for each of the {num_groups} groups of "
-            f"`weights`; got shape {group_sizes.shape}."
-        )
+    of = "groups of `weights`"
+    arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
     row_scales = _check_scales("row_scales", row_scales, num_rows, "rows")
     group_scales = _check_scales("group_scales", group_scales, num_groups, "groups")
     rows, weights = _alike(rows, weights)
     result = rows.dtype
     if preferred_element_type is not None:
         result = jax.dtypes.canonicalize_dtype(preferred_element_type)
-    implementation = implementations.choose_for_floats(
+    implementation = implementations.resolve_for_floats(
         implementation,
         rows=rows,
         weights=weights,
@@ -102,16 +98,12 @@ def ragged_dot(
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + (jnp.sum(rows[:0]) + jnp.sum(weights[:0])).astype(result)
-    sizes = arguments.as_int32(group_sizes, num_rows)
-    present = [a for a in (rows, weights, sizes, row_scales, group_scales) if a is not None]
-    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
-    rows, weights, sizes, *scales = jax_private.insert_varying_casts(present)
     out = derivatives.ragged_dot(
         rows,
         weights,
-        sizes,
-        row_scales=scales[0] if row_scales is not None else None,
-        group_scales=scales[-1] if group_scales is not None else None,
+        arguments.as_int32(group_sizes, num_rows),
+        row_scales=row_scales,
+        group_scales=group_scales,
         options=Options(result, _precision()),
         implementation=implementation,
     )
@@ -140,11 +132,7 @@ def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | 
     if scales is None:
         return None
     scales = arguments.array(name, scales, (axis,), jnp.floating)
-    if scales.shape[0] != count:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have one value for each of the {count} {axis}; got shape "
-            f"{scales.shape}."
-        )
+    arguments.check_length(name, scales, count, "value", axis)
     return scales
 
 

@@ -40,11 +40,8 @@ def ragged_dot(
 @functools.cache
 def _ragged_dot(transposed: bool, options: Options, implementation: str | None) -> linear.Rules:
     static: dict[str, Any] = {"transposed": transposed, "options": options}
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=functools.partial(launchers.ragged_dot, **static),
-        xla=functools.partial(reference.ragged_dot_reference, **static),
+    run = implementations.choose(
+        implementation, launchers.ragged_dot, reference.ragged_dot_reference, **static
     )
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
@@ -102,11 +99,8 @@ def group_outer(
 
 @functools.cache
 def _group_outer(options: Options, implementation: str | None) -> linear.Rules:
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=functools.partial(launchers.group_outer, options=options),
-        xla=functools.partial(reference.group_outer_reference, options=options),
+    run = implementations.choose(
+        implementation, launchers.group_outer, reference.group_outer_reference, options=options
     )
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:

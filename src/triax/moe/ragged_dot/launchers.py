@@ -13,7 +13,8 @@ from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.ragged_dot.configs import DotConfig, OuterConfig, ScheduleConfig, is_hopper
-from triax.moe.shared.target import INTERPRETER, Target, for_target
+from triax.moe.shared.arrays import stored
+from triax.moe.shared.target import Target, for_target
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -47,15 +48,17 @@ def ragged_dot(
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed; zeros past the groups."""
     columns = weights.shape[1 if transposed else 2]
-    stored = _stored(options.dtype)
-    return _launch(
-        _RaggedDot(transposed, dataclasses.replace(options, dtype=stored), implementation),
+    out_dtype = stored(options.dtype)
+    return for_target(
+        _ragged_dot,
         rows,
         weights,
         group_sizes,
         row_scales,
         group_scales,
-        out_type=jax.ShapeDtypeStruct((rows.shape[0], columns), stored),
+        out_type=jax.ShapeDtypeStruct((rows.shape[0], columns), out_dtype),
+        transposed=transposed,
+        options=dataclasses.replace(options, dtype=out_dtype),
         implementation=implementation,
     ).astype(options.dtype)
 
@@ -70,173 +73,154 @@ def group_outer(
 ) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
     shape = (group_sizes.shape[0], left.shape[1], right.shape[1])
-    return _launch(
-        _GroupOuter(options, implementation),
+    return for_target(
+        _group_outer,
         left,
         right,
         group_sizes,
         out_type=jax.ShapeDtypeStruct(shape, options.dtype),
+        options=options,
         implementation=implementation,
     )
 
 
-def _launch(
-    write: Any, *operands: Any, out_type: Any, implementation: KernelImplementation | None
-) -> Any:
-    if implementation == "interpret":
-        return write(INTERPRETER, *operands)
-    return for_target(write, *operands, out_type=out_type)
+def _ragged_dot(
+    target: Target,
+    rows: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    row_scales: jax.Array | None,
+    group_scales: jax.Array | None,
+    *,
+    transposed: bool,
+    options: Options,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    from triax.moe.ragged_dot.kernels import _ragged_dot_kernel
 
-
-@dataclasses.dataclass(frozen=True)
-class _RaggedDot:
-    """The launches of `ragged_dot` on a target."""
-
-    transposed: bool
-    options: Options
-    implementation: KernelImplementation | None
-    name = "ragged_dot"
-
-    def __call__(
-        self,
-        target: Target,
-        rows: jax.Array,
-        weights: jax.Array,
-        group_sizes: jax.Array,
-        row_scales: jax.Array | None,
-        group_scales: jax.Array | None,
-    ) -> jax.Array:
-        from triax.moe.ragged_dot.kernels import _ragged_dot_kernel
-
-        num_rows, depth = rows.shape
-        num_groups = group_sizes.shape[0]
-        columns = weights.shape[1 if self.transposed else 2]
-        out_type = jax.ShapeDtypeStruct((num_rows, columns), self.options.dtype)
-        tma = target.tensor_maps and _suit_tma(rows, weights, out_type)
-        itemsize = rows.dtype.itemsize
-        config = DotConfig.heuristic(
-            num_rows // num_groups,
-            columns,
-            depth,
-            itemsize,
-            exact=itemsize == 4 and self.options.precision == "ieee",
-            hopper=is_hopper(target.compute_capability),
-            tma=tma,
+    num_rows, depth = rows.shape
+    num_groups = group_sizes.shape[0]
+    columns = weights.shape[1 if transposed else 2]
+    out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
+    tma = target.tensor_maps and _suit_tma(rows, weights, out_type)
+    itemsize = rows.dtype.itemsize
+    config = DotConfig.heuristic(
+        num_rows // num_groups,
+        columns,
+        depth,
+        itemsize,
+        exact=itemsize == 4 and options.precision == "ieee",
+        hopper=is_hopper(target.compute_capability),
+        tma=tma,
+    )
+    row_tiles = _cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
+    tiles, _ = _schedule(group_sizes, num_rows, config.block_rows, implementation)
+    num_programs = row_tiles * _cdiv(columns, config.block_columns)
+    if config.persistent:
+        num_programs = min(num_programs, target.multiprocessors)
+    output: dict[str, Any] = {}
+    operands: tuple[Any, ...] = (rows, weights)
+    if tma:
+        block = (config.block_columns, config.block_depth)
+        operands = (
+            TensorDescriptor.from_array(rows, (config.block_rows, config.block_depth)),
+            TensorDescriptor.from_array(weights, (1, *(block if transposed else block[::-1]))),
         )
-        row_tiles = _cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
-        tiles, _ = _schedule(group_sizes, num_rows, config.block_rows, self.implementation)
-        num_programs = row_tiles * _cdiv(columns, config.block_columns)
-        if config.persistent:
-            num_programs = min(num_programs, target.multiprocessors)
-        output: dict[str, Any] = {}
-        operands: tuple[Any, ...] = (rows, weights)
-        if tma:
-            block = (config.block_columns, config.block_depth)
-            operands = (
-                TensorDescriptor.from_array(rows, (config.block_rows, config.block_depth)),
-                TensorDescriptor.from_array(
-                    weights, (1, *(block if self.transposed else block[::-1]))
-                ),
-            )
-            empty = jax.lax.empty(out_type.shape, out_type.dtype)
-            output = {
-                "out": _bounded_by_group(empty, config.block_rows, config.block_columns // 2),
-                "input_output_aliases": {"out": 0},
-            }
-        return triton_call(
-            *operands,
-            tiles,
-            row_scales,
-            group_scales,
-            num_rows,
-            depth,
-            columns,
-            kernel=_ragged_dot_kernel,
-            out_type=out_type,
-            grid=num_programs,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            name="ragged_dot_transposed" if self.transposed else "ragged_dot",
-            vmap_method="sequential",
-            implementation=self.implementation,
-            TRANSPOSED=self.transposed,
-            DTYPE=_triton_dtype(self.options.dtype),
-            PRECISION=self.options.precision,
-            TMA=tma,
-            BLOCK_ROWS=config.block_rows,
-            BLOCK_COLUMNS=config.block_columns,
-            BLOCK_DEPTH=config.block_depth,
-            ROW_TILES=config.row_tiles,
-            IMPRECISE=min(_IMPRECISE, config.block_depth) if itemsize == 1 else None,
-            **output,
+        empty = jax.lax.empty(out_type.shape, out_type.dtype)
+        output = {
+            "out": _bounded_by_group(empty, config.block_rows, config.block_columns // 2),
+            "input_output_aliases": {"out": 0},
+        }
+    return triton_call(
+        *operands,
+        tiles,
+        row_scales,
+        group_scales,
+        num_rows,
+        depth,
+        columns,
+        kernel=_ragged_dot_kernel,
+        out_type=out_type,
+        grid=num_programs,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        name="ragged_dot_transposed" if transposed else "ragged_dot",
+        vmap_method="sequential",
+        implementation=implementation,
+        TRANSPOSED=transposed,
+        DTYPE=_triton_dtype(options.dtype),
+        PRECISION=options.precision,
+        TMA=tma,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_COLUMNS=config.block_columns,
+        BLOCK_DEPTH=config.block_depth,
+        ROW_TILES=config.row_tiles,
+        IMPRECISE=min(_IMPRECISE, config.block_depth) if itemsize == 1 else None,
+        **output,
+    )
+
+
+def _group_outer(
+    target: Target,
+    left: jax.Array,
+    right: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    options: Options,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    from triax.moe.ragged_dot.kernels import _group_outer_kernel
+
+    num_rows, num_left = left.shape
+    num_right = right.shape[1]
+    num_groups = group_sizes.shape[0]
+    out_type = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
+    tma = target.tensor_maps and _suit_tma(left, right, out_type)
+    itemsize = left.dtype.itemsize
+    config = OuterConfig.heuristic(
+        num_left,
+        num_right,
+        itemsize,
+        exact=itemsize == 4 and options.precision == "ieee",
+        hopper=is_hopper(target.compute_capability),
+        tma=tma,
+    )
+    _, ends = _schedule(group_sizes, num_rows, config.block_rows, implementation)
+    output: dict[str, Any] = {}
+    operands: tuple[Any, ...] = (left, right)
+    if tma:
+        operands = (
+            _bounded_by_group(left, config.block_rows, config.block_left),
+            _bounded_by_group(right, config.block_rows, config.block_right),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _GroupOuter:
-    """The launches of `group_outer` on a target."""
-
-    options: Options
-    implementation: KernelImplementation | None
-    name = "group_outer"
-
-    def __call__(
-        self, target: Target, left: jax.Array, right: jax.Array, group_sizes: jax.Array
-    ) -> jax.Array:
-        from triax.moe.ragged_dot.kernels import _group_outer_kernel
-
-        num_rows, num_left = left.shape
-        num_right = right.shape[1]
-        num_groups = group_sizes.shape[0]
-        out_type = jax.ShapeDtypeStruct((num_groups, num_left, num_right), self.options.dtype)
-        tma = target.tensor_maps and _suit_tma(left, right, out_type)
-        itemsize = left.dtype.itemsize
-        config = OuterConfig.heuristic(
-            num_left,
-            num_right,
-            itemsize,
-            exact=itemsize == 4 and self.options.precision == "ieee",
-            hopper=is_hopper(target.compute_capability),
-            tma=tma,
-        )
-        _, ends = _schedule(group_sizes, num_rows, config.block_rows, self.implementation)
-        output: dict[str, Any] = {}
-        operands: tuple[Any, ...] = (left, right)
-        if tma:
-            operands = (
-                _bounded_by_group(left, config.block_rows, config.block_left),
-                _bounded_by_group(right, config.block_rows, config.block_right),
-            )
-            empty = jax.lax.empty(out_type.shape, out_type.dtype)
-            block = (1, config.block_left, config.block_right)
-            output = {
-                "out": TensorDescriptor.from_array(empty, block),
-                "input_output_aliases": {"out": 0},
-            }
-        return triton_call(
-            *operands,
-            ends,
-            num_left,
-            num_right,
-            kernel=_group_outer_kernel,
-            out_type=out_type,
-            grid=num_groups
-            * _cdiv(num_left, config.block_left)
-            * _cdiv(num_right, config.block_right),
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            name="group_outer",
-            vmap_method="sequential",
-            implementation=self.implementation,
-            DTYPE=_triton_dtype(self.options.dtype),
-            PRECISION=self.options.precision,
-            TMA=tma,
-            BLOCK_LEFT=config.block_left,
-            BLOCK_RIGHT=config.block_right,
-            BLOCK_ROWS=config.block_rows,
-            ROW_TILES=config.row_tiles,
-            **output,
-        )
+        empty = jax.lax.empty(out_type.shape, out_type.dtype)
+        block = (1, config.block_left, config.block_right)
+        output = {
+            "out": TensorDescriptor.from_array(empty, block),
+            "input_output_aliases": {"out": 0},
+        }
+    return triton_call(
+        *operands,
+        ends,
+        num_left,
+        num_right,
+        kernel=_group_outer_kernel,
+        out_type=out_type,
+        grid=num_groups * _cdiv(num_left, config.block_left) * _cdiv(num_right, config.block_right),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        name="group_outer",
+        vmap_method="sequential",
+        implementation=implementation,
+        DTYPE=_triton_dtype(options.dtype),
+        PRECISION=options.precision,
+        TMA=tma,
+        BLOCK_LEFT=config.block_left,
+        BLOCK_RIGHT=config.block_right,
+        BLOCK_ROWS=config.block_rows,
+        ROW_TILES=config.row_tiles,
+        **output,
+    )
 
 
 def _schedule(
@@ -292,14 +276,6 @@ def _suit_tma(*arrays: Any) -> bool:
     return all(a.shape[-1] * a.dtype.itemsize % 16 == 0 for a in arrays) and all(
         a.shape[0] <= _GROUP_END for a in arrays
     )
-
-
-def _stored(dtype: Any) -> Any:
-    """The dtype in which a kernel stores sums.
-
-    Not an 8-bit float: GPUs saturate in casts to these, and JAX, which casts afterwards, does not.
-    """
-    return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
 
 
 def _triton_dtype(dtype: Any) -> Any:

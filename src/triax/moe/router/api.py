@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.router import derivatives
 from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
@@ -81,7 +80,7 @@ def route(
     """
     logits = check_logits(logits)
     num_experts = logits.shape[1]
-    _check_choice("score", score, SCORES)
+    arguments.check_choice("score", score, SCORES)
     if not isinstance(normalize, (bool, np.bool_)):
         raise ArgumentTypeError(
             f"Argument `normalize` must be a bool; got {normalize!r} of type "
@@ -116,10 +115,7 @@ def route_by_spec(
         implementation = "xla"
     if num_tokens == 0:
         implementation = "xla"
-    arrays = [logits] if bias is None else [logits, bias]
-    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
-    logits, *rest = jax_private.insert_varying_casts(arrays)
-    routed = derivatives.route(logits, rest[0] if rest else None, spec, implementation)
+    routed = derivatives.route(logits, bias, spec, implementation)
     return Routed(*(checkpoint_name(array, "triax_routing") for array in routed))
 
 
@@ -136,11 +132,7 @@ def check_logits(logits: Any) -> jax.Array:
 def check_bias(name: str, bias: Any, num_experts: int) -> jax.Array:
     """Returns a float bias [experts]."""
     bias = arguments.array(name, bias, ("experts",), jnp.floating)
-    if bias.shape[0] != num_experts:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have one value for each of the {num_experts} experts of "
-            f"`logits`; got shape {bias.shape}."
-        )
+    arguments.check_length(name, bias, num_experts, "value", "experts of `logits`")
     return bias
 
 
@@ -202,10 +194,3 @@ def check_scale(name: str, scale: Any) -> float:
     if not math.isfinite(scale):
         raise ArgumentValueError(f"Argument `{name}` must be finite; got {scale!r}.")
     return float(scale)
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ArgumentValueError(
-            f"Argument `{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}."
-        )

@@ -24,11 +24,8 @@ def route(
 
 @functools.cache
 def _route(spec: RouterSpec, implementation: str | None) -> linear.Rules:
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=functools.partial(launchers.route, spec=spec),
-        xla=functools.partial(reference.route_reference, spec=spec),
+    run = implementations.choose(
+        implementation, launchers.route, reference.route_reference, spec=spec
     )
 
     def derivative(primals: Any, tangents: Any, routed: Routed) -> Any:
@@ -65,12 +62,8 @@ def route_grad(
 
 @functools.cache
 def _route_grad(spec: RouterSpec, implementation: str | None) -> linear.Rules:
-    run = functools.partial(
-        implementations.dispatch,
-        implementation,
-        kernels=functools.partial(launchers.route_grad, spec=spec),
-        xla=functools.partial(reference.route_grad_reference, spec=spec),
+    run = implementations.choose(
+        implementation, launchers.route_grad, reference.route_grad_reference, spec=spec
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
-    plain = functools.partial(reference.route_grad_reference, spec=spec)
-    return run, plain
+    return run, functools.partial(reference.route_grad_reference, spec=spec)

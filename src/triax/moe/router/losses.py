@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.errors import ArgumentValueError
 from triax.moe.router.api import SCORES, Score, check_logits
 from triax.moe.shared import arguments
 
@@ -45,15 +44,8 @@ def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softm
     logits = check_logits(logits)
     num_tokens, num_experts = logits.shape
     counts = arguments.array("group_counts", group_counts, ("experts",), jnp.integer)
-    if counts.shape[0] != num_experts:
-        raise ArgumentValueError(
-            f"Argument `group_counts` must have one count for each of the {num_experts} experts "
-            f"of `logits`; got shape {counts.shape}."
-        )
-    if score not in SCORES:
-        raise ArgumentValueError(
-            f"Argument `score` must be one of {', '.join(map(repr, SCORES))}; got {score!r}."
-        )
+    arguments.check_length("group_counts", counts, num_experts, "count", "experts of `logits`")
+    arguments.check_choice("score", score, SCORES)
     scores = normalized_scores(_wider(logits), score)
     counts = counts.astype(scores.dtype)
     share = counts / jnp.maximum(jnp.sum(counts), 1)

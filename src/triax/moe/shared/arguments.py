@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -32,6 +33,33 @@ def array(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax
             f"`{name}.astype(jnp.{'int32' if kind is jnp.integer else 'float32'})`."
         )
     return jnp.asarray(value)
+
+
+def check_length(name: str, array: jax.Array, length: int, one: str, of: str) -> None:
+    """Raises unless `array` has `one` for each of the `length` things `of` another argument."""
+    if array.shape[0] != length:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have one {one} for each of the {length} {of}; got shape "
+            f"{array.shape}."
+        )
+
+
+def check_wide(name: str, array: jax.Array, remedy: str) -> None:
+    """Raises if `array` has 8-bit floats."""
+    if array.dtype.itemsize < 2:
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be a float of 16 bits or more; got {array.dtype}. {remedy}"
+        )
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any], remedy: str = "") -> None:
+    """Raises unless `value` is one of `choices`."""
+    choices = tuple(choices)
+    if value not in choices:
+        raise ArgumentValueError(
+            f"Argument `{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}."
+            + remedy
+        )
 
 
 def integer(name: str, value: Any, least: int) -> int:

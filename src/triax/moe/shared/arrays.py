@@ -1,4 +1,4 @@
-"""Array functions that the plain JAX paths of several ops share."""
+"""Array functions that several ops share."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def take_rows(array: jax.Array, index: jax.Array, **mode: Any) -> jax.Array:
         return jnp.take(array, index, axis=0, **mode)
     words = jax.lax.bitcast_convert_type(array, f"uint{bits}")
     return jax.lax.bitcast_convert_type(jnp.take(words, index, axis=0, **mode), array.dtype)
+
+
+def stored(dtype: Any) -> Any:
+    """The dtype in which a kernel stores sums.
+
+    Not an 8-bit float: GPUs saturate in casts to these, and JAX, which casts afterwards, does not.
+    """
+    return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
 
 
 def running_sum(sizes: jax.Array, limit: int) -> jax.Array:

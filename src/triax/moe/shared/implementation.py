@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from triax.binding import dtypes
 from triax.compat import triton_private
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError
+from triax.moe.shared import arguments
 
 Implementation = Literal["triton", "interpret", "xla"]
 IMPLEMENTATIONS = (None, *get_args(Implementation))
@@ -31,11 +32,7 @@ def resolve(implementation: Any, **arrays: jax.Array | None) -> Implementation |
         which have the names of the op's arguments.
       MissingDependencyError: a kernel was requested, but Triton is not installed.
     """
-    if implementation not in IMPLEMENTATIONS:
-        choices = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ArgumentValueError(
-            f"Argument `implementation` must be one of {choices}; got {implementation!r}."
-        )
+    arguments.check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "xla":
         return implementation
     try:
@@ -54,7 +51,7 @@ def resolve(implementation: Any, **arrays: jax.Array | None) -> Implementation |
     return implementation
 
 
-def choose_for_floats(implementation: Any, **arrays: Any) -> Implementation | None:
+def resolve_for_floats(implementation: Any, **arrays: Any) -> Implementation | None:
     """Like `resolve`, for kernels that compute in float32.
 
     With types other than floats up to float32 it returns "xla", or raises `ArgumentTypeError` if
@@ -76,19 +73,20 @@ def choose_for_floats(implementation: Any, **arrays: Any) -> Implementation | No
     return implementation
 
 
-def dispatch(
-    implementation: str | None,
-    *operands: Any,
-    kernels: Callable[..., Any],
-    xla: Callable[..., Any],
-) -> Any:
-    """Runs `kernels(*operands, implementation=…)` or `xla(*operands)`, which give the same."""
+@functools.cache
+def choose(
+    implementation: str | None, kernels: Callable[..., Any], xla: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
+    """Returns `kernels` or `xla`, which give the same, as a function of arrays alone.
+
+    It is the same function for the same options, so that JAX can tell that it has compiled it.
+    """
+    xla = functools.partial(xla, **options)
     if implementation == "xla":
-        return xla(*operands)
+        return xla
+    # By default None, not "triton": a program exported for several platforms lowers every branch
+    # for each of them, even dead ones.
+    kernels = functools.partial(kernels, implementation=implementation, **options)
     if implementation is not None:
-        return kernels(*operands, implementation=implementation)
-    # None, not "triton": a program exported for several platforms lowers every branch for each of
-    # them, even dead ones.
-    return jax.lax.platform_dependent(
-        *operands, cuda=functools.partial(kernels, implementation=None), default=xla
-    )
+        return kernels
+    return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=xla)

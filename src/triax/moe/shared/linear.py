@@ -50,23 +50,18 @@ def replaced(function: Function, differentiable: Function, *arguments: Any) -> A
 
     def rule(arguments: Any, tangents: Any) -> tuple[Any, Any]:
         primals, tree = _flatten(arguments)
-        given = tree.flatten_up_to(tangents)
-        moving = [i for i, tangent in enumerate(given) if tangent is not None]
-
-        def at(*moved: Any) -> Any:
-            leaves = list(primals)
-            for index, value in zip(moving, moved, strict=True):
-                leaves[index] = value
-            return differentiable(*tree.unflatten(leaves))
-
-        return jax.jvp(at, [primals[i] for i in moving], [given[i] for i in moving])
+        flat = lambda *leaves: differentiable(*tree.unflatten(leaves))
+        return _jvp_where_moving(flat, primals, tree.flatten_up_to(tangents))
 
     return _bind(function, rule, *arguments)
 
 
 def _bind(function: Function, rule: Function, *arguments: Any) -> Any:
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     leaves, tree = _flatten(arguments)
+    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
+    leaves = jax_private.insert_varying_casts(leaves)
+    arguments = tree.unflatten(leaves)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     _, out_tree = _flatten(shapes)
 
     def flat_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -142,28 +137,30 @@ def call_each(
     return tangents._replace(**call(function, transpose, residuals, named, moving))
 
 
+def _primitive(name: str) -> Primitive:
+    """A primitive that runs its parameter `function`, which returns arrays of `types`."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def run(*args: Any, function: Function, **_: Any) -> list[Any]:
+        return function(*args)
+
+    def abstract_eval(*avals: Any, types: Sequence[Any], **_: Any) -> list[Any]:
+        return [jax_private.result_aval(name, avals, a.shape, a.dtype) for a in types]
+
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    return primitive
+
+
 # --- an op -----------------------------------------------------------------------------------
 
-_op_p = Primitive("triax_op")
-_op_p.multiple_results = True
-
-
-def _run_op(*args: Any, function: Function, **_: Any) -> list[Any]:
-    return function(*args)
-
-
-_op_p.def_impl(_run_op)
-mlir.register_lowering(_op_p, mlir.lower_fun(_run_op, multiple_results=True))
-
-
-@_op_p.def_abstract_eval
-def _op_abstract_eval(*avals: Any, types: Sequence[Any], **_: Any) -> list[Any]:
-    return _results(avals, types)
+_op_p = _primitive("triax_op")
 
 
 def _op_jvp(primals: Any, tangents: Any, *, rule: Function, **_: Any) -> Any:
-    known = tuple(None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents)
-    outputs, results = rule(tuple(primals), known)
+    outputs, results = rule(tuple(primals), _not_zero(tangents))
     tangents = []
     for output, result in zip(outputs, results, strict=True):
         aval = jax.typeof(output).to_tangent_aval()
@@ -193,33 +190,11 @@ batching.primitive_batchers[_op_p] = _op_batch
 
 # --- a linear function -----------------------------------------------------------------------
 
-_linear_p = Primitive("triax_linear")
-_linear_p.multiple_results = True
-
-
-def _run_linear(*args: Any, function: Function, **_: Any) -> list[Any]:
-    return function(*args)
-
-
-_linear_p.def_impl(_run_linear)
-mlir.register_lowering(_linear_p, mlir.lower_fun(_run_linear, multiple_results=True))
-
-
-@_linear_p.def_abstract_eval
-def _linear_abstract_eval(*avals: Any, types: Sequence[Any], **_: Any) -> list[Any]:
-    return _results(avals, types)
+_linear_p = _primitive("triax_linear")
 
 
 def _linear_jvp(primals: Any, tangents: Any, *, function: Function, **_: Any) -> Any:
-    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def at(*moved: Any) -> list[Any]:
-        args = list(primals)
-        for index, value in zip(moving, moved, strict=True):
-            args[index] = value
-        return function(*args)
-
-    return jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return _jvp_where_moving(function, primals, _not_zero(tangents))
 
 
 def _linear_transpose(
@@ -270,5 +245,18 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree)
 
 
-def _results(avals: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    return [jax_private.result_aval("triax_op", avals, a.shape, a.dtype) for a in types]
+def _not_zero(tangents: Any) -> tuple[Any, ...]:
+    return tuple(None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents)
+
+
+def _jvp_where_moving(function: Function, primals: Any, tangents: Any) -> Any:
+    """`jax.jvp` in the arguments whose tangent is not None."""
+    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+    def at(*moved: Any) -> Any:
+        args = list(primals)
+        for index, value in zip(moving, moved, strict=True):
+            args[index] = value
+        return function(*args)
+
+    return jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])

@@ -45,19 +45,32 @@ INTERPRETER = Target(compute_capability=90, multiprocessors=3, tensor_maps=True)
 """The target that interpreted kernels see: few programs, so that each one loops."""
 
 
-def for_target(write: Callable[..., Any], *operands: Any, out_type: Any) -> Any:
-    """Runs ``write(target, *operands)`` with the GPU that the program is lowered for.
+def for_target(
+    write: Callable[..., Any],
+    *operands: Any,
+    out_type: Any,
+    implementation: str | None,
+    **options: Any,
+) -> Any:
+    """Runs `write` with the GPU that the program is lowered for.
 
     Args:
-      write: returns arrays of `out_type`; must hash by value, so that equal calls share programs.
+      write: ``write(target, *operands, implementation=…, **options)`` returns arrays of `out_type`.
+        Calls of one function with equal options share programs.
       *operands: pytrees of arrays.
       out_type: a pytree of anything with `shape` and `dtype`.
+      implementation: with "interpret" the target is `INTERPRETER`.
+      **options: hashable.
     """
+    options["implementation"] = implementation
+    if implementation == "interpret":
+        return write(INTERPRETER, *operands, **options)
     leaves, in_tree = jax.tree.flatten(operands)
     types, out_tree = jax.tree.flatten(out_type)
     outputs = for_target_p.bind(
         *jax_private.insert_varying_casts(leaves),
         write=write,
+        options=tuple(options.items()),
         in_tree=in_tree,
         result_avals=tuple(jax.core.ShapedArray(t.shape, t.dtype) for t in types),
         vmap_method="sequential",
@@ -75,7 +88,10 @@ def _impl(*args: Any, **params: Any) -> list[Any]:
         return list(_compiled(*args, **params))
 
 
-@functools.partial(jax.jit, static_argnames=("write", "in_tree", "result_avals", "vmap_method"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("write", "options", "in_tree", "result_avals", "vmap_method"),
+)
 def _compiled(*args: Any, **params: Any) -> Any:
     return for_target_p.bind(*args, **params)
 
@@ -102,11 +118,11 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 ad.primitive_jvps[for_target_p] = _jvp
 
 
-def _lower(ctx: Any, *operands: Any, write: Any, in_tree: Any, **_: Any) -> Any:
-    target = _target(ctx, getattr(write, "name", type(write).__name__))
+def _lower(ctx: Any, *operands: Any, write: Any, options: Any, in_tree: Any, **_: Any) -> Any:
+    target = _target(ctx, write.__name__.strip("_"))
 
     def function(*leaves: Any) -> Any:
-        return jax.tree.leaves(write(target, *jax.tree.unflatten(in_tree, leaves)))
+        return jax.tree.leaves(write(target, *in_tree.unflatten(leaves), **dict(options)))
 
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 

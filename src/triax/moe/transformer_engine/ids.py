@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation import api as moves
-from triax.moe.plans.api import Plan, make_plan, select_experts
+from triax.moe.plans.api import make_plan, select_experts
+from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation

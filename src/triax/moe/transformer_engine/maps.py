@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from triax.errors import ArgumentValueError
 from triax.moe.permutation import api as moves
 from triax.moe.permutation.reference import Permuted
-from triax.moe.plans.api import Plan, make_plan_from_mask
+from triax.moe.plans.api import make_plan_from_mask
+from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables

@@ -154,11 +154,8 @@ def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: flo
     num_tokens, num_experts = probs.shape
     kind = jnp.integer
     counts = arguments.array("tokens_per_expert", tokens_per_expert, ("experts",), kind)
-    if counts.shape[0] != num_experts:
-        raise ArgumentValueError(
-            f"Argument `tokens_per_expert` must have one count for each of the {num_experts} "
-            f"experts of `probs`; got shape {counts.shape}."
-        )
+    of = "experts of `probs`"
+    arguments.check_length("tokens_per_expert", counts, num_experts, "count", of)
     topk = arguments.integer("topk", topk, 1)
     coeff = api.check_scale("coeff", coeff)
     wider = jnp.promote_types(probs.dtype, jnp.float32)
