@@ -23,8 +23,8 @@ import triax
 from tests import kernels
 from tests.same_name import first, second
 from triax.compat import triton_private
-from triax.compat.exclusion import TRITON
-from triax.compiling import compiler, output
+from triax.compat.triton_lock import TRITON
+from triax.compiling import compiled_kernel, compiler
 from triax.emitting.reading import triton_calls
 from triax.errors import CompilationError, CompilationTimeout
 
@@ -341,7 +341,7 @@ class TestConfigsThatFail:
 
 def test_unique_entry_needs_an_entry():
     with pytest.raises(CompilationError, match="has no entry named 'missing'"):
-        output.unique_entry(".visible .entry other(\n)", "missing")
+        compiled_kernel.unique_entry(".visible .entry other(\n)", "missing")
 
 
 def test_torch_is_not_imported(tmp_path):

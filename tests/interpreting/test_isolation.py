@@ -16,7 +16,7 @@ from triton.runtime import JITFunction
 from triton.runtime import interpreter as stock
 
 from triax.binding.launch import Result
-from triax.compat.exclusion import TRITON
+from triax.compat.triton_lock import TRITON
 from triax.compiling import compiler
 from triax.interpreting.run import run
 

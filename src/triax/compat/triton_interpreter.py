@@ -23,8 +23,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import JITFunction
 from triton.runtime import interpreter as _stock
 
-from triax.compat import replaced
-from triax.compat.replaced import Change as Change
+from triax.compat import patching
+from triax.compat.patching import Change as Change
 
 InterpreterBuilder = _stock.InterpreterBuilder
 TensorHandle = _stock.TensorHandle
@@ -159,11 +159,11 @@ class LanguagePatch:
             Change(_stock, "interpreter_semantic", semantic),
             Change(_stock, "_get_np_dtype", numpy_dtype),
         ]
-        replaced.replace(self._changes)
-        replaced.watch(_CORE_HOLDERS)
+        patching.replace(self._changes)
+        patching.watch(_CORE_HOLDERS)
         _stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        self._changes += replaced.watched_changes()
-        replaced.undo()
+        self._changes += patching.watched_changes()
+        patching.undo()
         self._changes += more
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """By identity: each replaced function of the language and its replacement, for
@@ -174,5 +174,5 @@ class LanguagePatch:
                 self.replaced[id(original)] = (original, change.value)
 
     def apply(self) -> None:
-        """Puts the replacements in place, until `replaced.undo`."""
-        replaced.replace(self._changes)
+        """Puts the replacements in place, until `patching.undo`."""
+        patching.replace(self._changes)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from triax import settings
-from triax.binding import hints
+from triax.binding import diagnostics
 from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
 from triax.compat import jax_private
 from triax.compiling import compiler, threads
@@ -107,7 +107,7 @@ def _work(compute_capability: int) -> None:
         try:
             compiler.compile_ahead(launch, compute_capability)
         except Exception as error:  # lowering will raise it
-            logger.debug("not compiled ahead: %s", hints.failure(launch, error))
+            logger.debug("not compiled ahead: %s", diagnostics.failure(launch, error))
 
 
 def finish() -> None:

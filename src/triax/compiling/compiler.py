@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from triax.binding import dtypes, hints
+from triax.binding import diagnostics, dtypes
 from triax.binding.launch import Argument, CompiledKernel, Descriptor, Launch, Scalar, rebuild
 from triax.binding.values import Static
 from triax.compat import triton_private, versions
-from triax.compat.exclusion import TRITON
-from triax.compiling import output, threads
+from triax.compat.triton_lock import TRITON
+from triax.compiling import compiled_kernel, threads
 from triax.errors import CompilationError, CompilationTimeout, TriaxError
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def compile_launch(
     if isinstance(result, TriaxError) and not isinstance(result, CompilationError):
         raise result
     if isinstance(result, Exception):
-        raise CompilationError(hints.failure(launch, result)) from result
+        raise CompilationError(diagnostics.failure(launch, result)) from result
     if len(_launched) >= _MOST_LAUNCHED:
         _launched.clear()
     _launched[launch, compute_capability] = result
@@ -240,8 +240,10 @@ def _compile(
                 compiled = triton_private.compile_specialization(
                     function, backend, specialization, options, on_miss
                 )
-                output.check_fits(compiled, compute_capability)
-                found.kernel = output.finish(launch, compute_capability, specialization, compiled)
+                compiled_kernel.check_fits(compiled, compute_capability)
+                found.kernel = compiled_kernel.finish(
+                    launch, compute_capability, specialization, compiled
+                )
             except BaseException:
                 with _cache_lock:
                     if _cache.get(key) is found:

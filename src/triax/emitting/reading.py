@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from triax.compat import jax_private, versions, wire
+from triax.compat import jax_private, triton_proto, versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TritonCall:
     operands: tuple[str, ...]
     results: tuple[str, ...]
     opaque: bytes = dataclasses.field(repr=False)
-    payload: wire.Opaque = dataclasses.field(repr=False)
+    payload: triton_proto.Opaque = dataclasses.field(repr=False)
 
     @property
     def opaque_bytes(self) -> int:
@@ -51,7 +51,7 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
     for op in jax_private.custom_calls(lowered.compiler_ir("stablehlo")):
         if op.target not in targets or op.opaque is None:
             continue
-        payload = wire.decode(op.opaque)
+        payload = triton_proto.decode(op.opaque)
         found.append(
             TritonCall(
                 kernel=payload.name,

@@ -12,12 +12,12 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import JITFunction
 
-from triax.binding import dtypes, hints
+from triax.binding import diagnostics, dtypes
 from triax.binding.launch import Argument, ArrayType, Descriptor, Launch, Scalar, rebuild
 from triax.compat import triton_interpreter as compat
-from triax.compat.exclusion import TRITON
+from triax.compat.triton_lock import TRITON
 from triax.errors import ArgumentValueError, UnsupportedError
-from triax.interpreting import extra, reductions, rewriting
+from triax.interpreting import language_extra, reductions, rewriting
 from triax.interpreting.builder import Builder
 from triax.interpreting.checking import CheckedMemory
 from triax.interpreting.memory import Buffer, Memory
@@ -139,7 +139,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
                     try:
                         function(**arguments)
                     except Exception as error:
-                        hint = hints.pointer_as_number(launch, error)
+                        hint = diagnostics.pointer_as_number(launch, error)
                         where = f"`{launch.name}`, program {memory.program}"
                         if hint or where not in str(error):
                             error.add_note(f"Raised by kernel {where}.{hint}")
@@ -210,7 +210,7 @@ class _Machine:
                 self._rewriter = None
 
     def _changes(self) -> Iterator[compat.Change]:
-        yield from extra.changes(self.builder, self.semantic)
+        yield from language_extra.changes(self.builder, self.semantic)
         for holder in (tl, tl.core):
             yield compat.Change(holder, "reduce", reductions.reduce)
             yield compat.Change(holder, "associative_scan", reductions.associative_scan)

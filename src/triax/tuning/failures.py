@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from triax.binding import hints
+from triax.binding import diagnostics
 from triax.binding.launch import Call, CompiledKernel, Launch
 from triax.errors import CompilationError
 
@@ -33,7 +33,7 @@ class CompileAll(Protocol):
 
 def dropped(launch: Launch, error: Exception) -> str:
     """Logs and returns why a candidate that does not compile is left out."""
-    reason = hints.failure(launch, error)
+    reason = diagnostics.failure(launch, error)
     logger.warning("config dropped: %s", reason)
     return reason
 

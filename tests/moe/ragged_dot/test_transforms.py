@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 import triax
 from tests.moe.ragged_dot import oracle
 from triax import moe
-from triax.compat import jax_private, wire
+from triax.compat import jax_private, triton_proto
 from triax.emitting import reading
 
 PATHS = ["interpret", "xla", None]
@@ -195,7 +195,7 @@ def test_descriptors_where_the_gpu_and_jaxlib_have_them(monkeypatch):
     for arch in (80, 90):
         monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
         calls = reading.triton_calls(lowered("cuda", 4000))
-        ptx[arch] = [wire.decode(call.opaque).calls[0].ptx for call in calls]
+        ptx[arch] = [triton_proto.decode(call.opaque).calls[0].ptx for call in calls]
     assert not any("cp.async.bulk.tensor" in text for text in ptx[80])
     uses = sum("cp.async.bulk.tensor" in text for text in ptx[90])
     assert uses == (3 if jax_private.supports_tensor_maps() else 0)

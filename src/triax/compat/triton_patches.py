@@ -14,8 +14,8 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from triax.compat import replaced
-from triax.compat.replaced import Change
+from triax.compat import patching
+from triax.compat.patching import Change
 from triax.compat.triton_private import STOPS_AT, front_end_lock, jit_module, triton
 
 
@@ -25,7 +25,7 @@ def prepare() -> None:
     Source paths and lines differ between machines. To tell its versions apart, Triton hashes
     all its files, hundreds of megabytes, and asks ptxas for its version, in every process; what
     was installed, and when, says the same. Triton keeps all this per process, so it must stay
-    replaced during every compilation that runs at the same time, until `replaced.undo`.
+    replaced during every compilation that runs at the same time, until `patching.undo`.
     """
     cache = importlib.import_module("triton.runtime.cache")
     nvidia = importlib.import_module("triton.backends.nvidia.compiler")
@@ -40,7 +40,7 @@ def prepare() -> None:
     # Not by Triton's own `scope`, which writes environment variables, and takes back what the
     # rest of the program has set in the meantime.
     settings = vars(triton().knobs.compilation)
-    replaced.replace(
+    patching.replace(
         Change(*change)
         for change in [
             (settings, "disable_line_info", True),

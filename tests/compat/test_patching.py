@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from triax.compat import replaced
-from triax.compat.replaced import ABSENT, Change
+from triax.compat import patching
+from triax.compat.patching import ABSENT, Change
 
 
 class Torn(Exception):
@@ -30,7 +30,7 @@ def holder():
     holder.a, holder.b = 1, 2
     yield holder
     Holder.refusals = 0
-    replaced.undo()
+    patching.undo()
 
 
 def test_attributes_and_items_come_back(holder):
@@ -50,28 +50,28 @@ def test_attributes_and_items_come_back(holder):
         Change(holder, "a", 15),
         Change(holder, "b", ABSENT),
     ]
-    replaced.replace(changes)
+    patching.replace(changes)
     assert vars(holder) == {"a": 15, "new": 11}
     assert (Class.x, Class.y, settings, module.z) == (12, 13, {"on": True, "more": True}, 14)
-    replaced.undo()
+    patching.undo()
     assert vars(holder) == {"a": 1, "b": 2}
     assert (Class.x, hasattr(Class, "y"), settings) == (1, False, {"on": False})
     assert not hasattr(module, "z")
     holder.a = 5
-    replaced.undo()  # nothing is left to undo
+    patching.undo()  # nothing is left to undo
     assert holder.a == 5
 
 
 def test_what_others_change_in_a_watched_holder_comes_back(holder):
-    replaced.watch([holder])
+    patching.watch([holder])
     holder.a = 10
     holder.new = 11
     del holder.b
-    found = {(change.name, change.value) for change in replaced.watched_changes()}
+    found = {(change.name, change.value) for change in patching.watched_changes()}
     assert found == {("a", 10), ("new", 11), ("b", ABSENT)}
-    replaced.undo()
+    patching.undo()
     assert vars(holder) == {"a": 1, "b": 2}
-    assert replaced.watched_changes() == []
+    assert patching.watched_changes() == []
 
 
 def test_a_torn_replacement_is_undone(holder):
@@ -81,22 +81,22 @@ def test_a_torn_replacement_is_undone(holder):
         yield Change(holder, "b", 20)
 
     with pytest.raises(Torn):
-        replaced.replace(changes())
+        patching.replace(changes())
     assert vars(holder) == {"a": 10, "b": 2}
-    replaced.undo()
+    patching.undo()
     assert vars(holder) == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_torn_undoing_goes_on_where_it_stopped(holder, watched):
     if watched:
-        replaced.watch([holder])
+        patching.watch([holder])
         holder.a, holder.b = 10, 20
     else:
-        replaced.replace([Change(holder, "a", 10), Change(holder, "b", 20)])
+        patching.replace([Change(holder, "a", 10), Change(holder, "b", 20)])
     Holder.refusals = 2
     for _ in range(2):
         with pytest.raises(Torn):
-            replaced.undo()
-    replaced.undo()
+            patching.undo()
+    patching.undo()
     assert vars(holder) == {"a": 1, "b": 2}

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from triax.compat import replaced, triton_prepared
+from triax.compat import patching, triton_patches
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class _Line:
         return bool(self._turns)
 
 
-class Exclusion:
+class SharedLock:
     """Work that is shared by threads, and work that a thread does alone; first come, first served.
 
     `prepare` is called before the first of those who share begins; `undo` before anyone begins
@@ -141,5 +141,5 @@ class Exclusion:
             self._undo()
 
 
-TRITON = Exclusion(triton_prepared.prepare, replaced.undo)
+TRITON = SharedLock(triton_patches.prepare, patching.undo)
 """Shared by the threads that compile in this process; a thread that interprets is alone."""

@@ -6,15 +6,15 @@ import time
 import pytest
 
 from tests.interrupts import run_program
-from triax.compat.exclusion import Exclusion
+from triax.compat.triton_lock import SharedLock
 
 
-def exclusion(prepare=lambda: None, undo=lambda: None):
-    return Exclusion(prepare, undo)
+def make_lock(prepare=lambda: None, undo=lambda: None):
+    return SharedLock(prepare, undo)
 
 
 def test_shared_threads_run_together_and_alone_means_alone():
-    lock = exclusion()
+    lock = make_lock()
     inside, worst, alone = [], [0], []
     guard = threading.Lock()
 
@@ -45,7 +45,7 @@ def test_shared_threads_run_together_and_alone_means_alone():
 
 def test_what_is_shared_is_prepared_once_and_undone_when_all_have_left():
     events = []
-    lock = exclusion(lambda: events.append("prepare"), lambda: events.append("undo"))
+    lock = make_lock(lambda: events.append("prepare"), lambda: events.append("undo"))
     inside, leave = threading.Event(), threading.Event()
 
     def work():
@@ -66,7 +66,7 @@ def test_what_is_shared_is_prepared_once_and_undone_when_all_have_left():
 
 
 def test_first_come_first_served():
-    lock = exclusion()
+    lock = make_lock()
     order, begun, leave = [], threading.Event(), threading.Event()
 
     def work(name):
@@ -92,7 +92,7 @@ def test_first_come_first_served():
 
 
 def test_results_and_exceptions_are_those_of_the_work():
-    lock = exclusion()
+    lock = make_lock()
     assert lock.alone(lambda: 1) == 1
     assert lock.shared(lambda: 2) == 2
     for run in (lock.alone, lock.shared):
@@ -107,7 +107,7 @@ def raise_mine():
 
 def test_what_cannot_be_prepared_is_undone():
     undone = []
-    lock = exclusion(raise_mine, lambda: undone.append(1))
+    lock = make_lock(raise_mine, lambda: undone.append(1))
     with pytest.raises(RuntimeError, match="mine"):
         lock.shared(lambda: None)
     assert len(undone) == 2  # before and after
@@ -117,7 +117,7 @@ def test_what_cannot_be_prepared_is_undone():
 INTERRUPTED = """
 import threading, sys
 from tests.interrupts import Storm
-from triax.compat.exclusion import Exclusion
+from triax.compat.triton_lock import SharedLock
 
 value = None                       # what is replaced; None where nothing is
 originals = []
@@ -133,7 +133,7 @@ def undo():
         value = originals[-1]
         originals.pop()
 
-lock = Exclusion(lambda: put("shared"), undo)
+lock = SharedLock(lambda: put("shared"), undo)
 
 def share():
     assert value == "shared", value

@@ -5,7 +5,7 @@ while. A signal's exception may end either at any instruction, the ones that cle
 included, so nothing is changed before it is noted here what was there. `undo` can itself
 be torn: whoever calls it next goes on where it stopped.
 
-One list for the process. Who replaces and who undoes is alone: see `triax.compat.exclusion`.
+One list for the process. Who replaces and who undoes is alone: see `triax.compat.triton_lock`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""Reads the bytes of jaxlib's Triton calls.
+
+jaxlib writes protocol buffers and offers no reader. The field numbers below are those of its
+`triton.proto`, the same from 0.8.0 to 0.12.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """One launch: entry name, PTX, grid, and bytes zeroed for each array parameter."""
+
+    entry: str
+    ptx: str
+    grid: tuple[int, int, int]
+    zeroed_bytes: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """A custom call's payload: its launches, and for run-time tuning what is saved.
+
+    `saved` are triples of input buffer, other buffer and bytes, buffers counted over inputs
+    followed by outputs.
+    """
+
+    name: str
+    calls: tuple[KernelCall, ...]
+    saved: tuple[tuple[int, int, int], ...]
+
+
+def decode(opaque: bytes) -> Opaque:
+    """Reads the compressed bytes of one custom call."""
+    message = _fields(zlib.decompress(opaque))
+    name = message[4][0].decode() if message[4] else ""
+    if message[1]:
+        return Opaque(name, (_kernel_call(message[1][0]),), ())
+    tuned = _fields(message[2][0])
+    configs = tuple(_kernel_call(_fields(config)[1][0]) for config in tuned[2])
+    return Opaque(name, configs, tuple(_numbers(saved, 1, 2, 3) for saved in tuned[3]))
+
+
+def _kernel_call(data: bytes) -> KernelCall:
+    call = _fields(data)
+    kernel = _fields(call[1][0])
+    arrays = [array for parameter in call[5] for array in _fields(parameter)[1]]
+    return KernelCall(
+        entry=kernel[1][0].decode(),
+        ptx=kernel[4][0].decode(),
+        grid=_numbers(data, 2, 3, 4),
+        zeroed_bytes=tuple(_numbers(array, 1)[0] for array in arrays),
+    )
+
+
+def _numbers(data: bytes, *fields: int) -> Any:
+    """The values of some fields, which are left out of the bytes if they are 0."""
+    found = _fields(data)
+    return tuple(found[field][0] if found[field] else 0 for field in fields)
+
+
+def _fields(data: bytes) -> Mapping[int, list[Any]]:
+    """The values of a message's fields, by number: ints, and bytes."""
+    found: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        shift = value = 0
+        while True:
+            byte = data[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while position < len(data):
+        field, kind = divmod(varint(), 8)
+        if kind == 0:
+            found[field].append(varint())
+            continue
+        # Fixed 64 (1) or 32 (5) bits are floating-point scalars.
+        size = varint() if kind == 2 else 8 if kind == 1 else 4
+        found[field].append(data[position : position + size])
+        position += size
+    return found
