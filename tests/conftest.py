@@ -2,8 +2,8 @@
 
 Without an NVIDIA GPU JAX is put on eight virtual CPU devices, which must happen
 before JAX is imported. Tests marked `gpu` are skipped where JAX finds none; tests
-marked `cuda_plugin` (or asking for the fixture of that name) lower for CUDA, which
-needs JAX's CUDA plugin and no GPU, and are skipped without it, except in CI.
+marked `cuda_plugin` lower for CUDA (for compute capability 9.0 where there is no
+GPU), which needs JAX's CUDA plugin, and are skipped without it, except in CI.
 """
 
 from __future__ import annotations
@@ -83,26 +83,13 @@ def cuda_plugin_problem() -> str | None:
     return f"no JAX CUDA plugin with Triton support: {'; '.join(reasons)}"
 
 
-def require_cuda_plugin() -> None:
-    """Skips where the CUDA plugin is missing; fails there in CI."""
-    if (problem := cuda_plugin_problem()) is None:
-        return
-    if IN_CI:
-        pytest.fail(f"{problem} (a failure because CI is set)", pytrace=False)
-    pytest.skip(problem)
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and (problem := gpu_problem()) is not None:
         pytest.skip(problem)
-    if item.get_closest_marker("cuda_plugin") is not None:
-        require_cuda_plugin()
-
-
-@pytest.fixture
-def cuda_plugin() -> None:
-    """Asks for JAX's CUDA plugin, as the marker of the same name does."""
-    require_cuda_plugin()
+    if item.get_closest_marker("cuda_plugin") is not None and (problem := cuda_plugin_problem()):
+        if IN_CI:
+            pytest.fail(f"{problem} (a failure because CI is set)", pytrace=False)
+        pytest.skip(problem)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -113,10 +100,14 @@ def _own_triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def _clean_triax_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _clean_triax_settings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TRIAX_")]:
             patch.delenv(name)
+        if request.node.get_closest_marker("cuda_plugin") is not None:
+            patch.setenv("TRIAX_CUDA_ARCH", "90")
         # A store of its own for every test: no test depends on what another, or the user, tuned.
         patch.setenv(
             "TRIAX_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triax" / str(next(_ids)))

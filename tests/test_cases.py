@@ -41,8 +41,7 @@ def lower(case, mode):
 
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("case", PARAMETERS)
-def test_lowers_for_cuda(case, monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+def test_lowers_for_cuda(case):
     calls = lower(case, "off")
     assert len(calls) == case.calls
     for call in calls:
@@ -59,8 +58,7 @@ def test_lowers_for_cuda(case, monkeypatch):
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name in ("heuristics", "autotuned_accumulate")]
 )
-def test_runtime_mode_hands_over_all_configs(case, monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+def test_runtime_mode_hands_over_all_configs(case):
     if not versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
         with pytest.warns(UserWarning, match="tuning at run time needs jaxlib 0.9.3"):
             (call,) = lower(case, "runtime")

@@ -35,8 +35,7 @@ def test_runs_on_cpu(arrays, grid_kind):
 @pytest.mark.parametrize("grid_kind", ["int", "tuple", "callable"])
 @pytest.mark.parametrize("tuning", ["off", "runtime"])
 @pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")
-def test_lowers(arrays, grid_kind, tuning, monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+def test_lowers(arrays, grid_kind, tuning):
     function = functools.partial(sum_and_accumulate, grid_kind=grid_kind, tuning=tuning)
     (call,) = triton_calls(jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)))
     blocks = (64, 256, 1024)
@@ -50,9 +49,8 @@ def test_lowers(arrays, grid_kind, tuning, monkeypatch):
 
 
 @pytest.mark.cuda_plugin
-def test_who_wins_where_caller_and_config_disagree(arrays, monkeypatch):
+def test_who_wins_where_caller_and_config_disagree(arrays):
     """A config's value wins where several are tried; the caller's where one stands for all."""
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
 
     def grids(mode):
         traced = jax.jit(functools.partial(add_in_blocks, tuning=mode)).trace(*arrays)
@@ -72,8 +70,7 @@ def test_one_pointer_for_an_aliased_pair(arrays):
 
 
 @pytest.mark.cuda_plugin
-def test_one_pointer_for_an_aliased_pair_lowers(arrays, monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+def test_one_pointer_for_an_aliased_pair_lowers(arrays):
     (call,) = triton_calls(jax.jit(accumulate).trace(*arrays).lower(lowering_platforms=("cuda",)))
     assert call.aliases == ((1, 0),)
     assert (call.operands, call.results) == (("tensor<1003xf32>",) * 2, ("tensor<1003xf32>",))

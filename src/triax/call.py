@@ -13,7 +13,7 @@ import numpy as np
 
 from triax import settings
 from triax.binding import arguments, candidates, dtypes
-from triax.binding.grid import GridLike
+from triax.binding.grid import GridLike, is_int
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
     Alias,
@@ -21,9 +21,10 @@ from triax.binding.launch import (
     ArrayType,
     Call,
     KernelImplementation,
+    Leaf,
     Result,
     Scalar,
-    rebuild,
+    map_leaves,
 )
 from triax.binding.values import pack_values
 from triax.compat import jax_private
@@ -320,7 +321,7 @@ def _check_choice(argument: str, value: Any, choices: Sequence[Any]) -> None:
 def _check_capability(value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 50 <= value < 200:
+    if not is_int(value) or not 50 <= value < 200:
         raise ArgumentValueError(
             "Argument `compute_capability` must be an int such as 90 (for 9.0); got "
             f"{value!r} of type {type(value).__name__}."
@@ -352,7 +353,7 @@ def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
             )
         shape = []
         for size in leaf.shape:
-            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
+            if not is_int(size) or size < 0:
                 raise ArgumentTypeError(
                     f"Argument `{label}` must have a shape of non-negative ints; got {leaf.shape}."
                 )
@@ -368,17 +369,13 @@ def _seen_by_callables(
 ) -> dict[str, Any]:
     """The runtime arguments as grids, heuristics and pruning see them."""
 
-    def seen(argument: Argument) -> Any:
-        if isinstance(argument, tuple):
-            return rebuild(argument, [seen(part) for part in argument])
-        if isinstance(argument, Scalar):
-            return argument.value
-        array = (
-            results[argument.index] if isinstance(argument, Result) else operands[argument.index]
-        )
+    def seen(leaf: Leaf) -> Any:
+        if isinstance(leaf, Scalar):
+            return leaf.value
+        array = results[leaf.index] if isinstance(leaf, Result) else operands[leaf.index]
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
-    return {name: seen(argument) for name, argument in placed}
+    return {name: map_leaves(seen, argument) for name, argument in placed}
 
 
 def _merge_options(
@@ -399,7 +396,7 @@ def _check_costs(costs: Mapping[str, int]) -> Any:
             raise ArgumentValueError(
                 f"Argument `cost_estimate` must only have {', '.join(_COSTS)}; got {name!r}."
             )
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        if not is_int(value) or value < 0:
             raise ArgumentTypeError(
                 f"Argument `cost_estimate` must have non-negative ints; got {name}={value!r}."
             )

@@ -71,19 +71,9 @@ def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) 
     """
     from triax.interpreting.run import run  # here: it imports triton
 
-    candidate = call.candidates[0]
-    results = tuple(map(ArrayType.of, result_avals))
     arrays = [np.asarray(arg) for arg in args]
-    operands = tuple(map(ArrayType.of, arrays))
-    if candidate.is_empty:
-        source = {alias.result: alias.operand for alias in call.aliases}
-        outputs = [
-            arrays[source[i]] if i in source else np.zeros(r.shape, r.dtype)
-            for i, r in enumerate(results)
-        ]
-    else:
-        launch = call.launch(candidate, operands, results)
-        outputs = list(run(launch, arrays, call.checked))
+    operands, results = tuple(map(ArrayType.of, arrays)), tuple(map(ArrayType.of, result_avals))
+    outputs = run(call.launch(call.candidates[0], operands, results), arrays, call.checked)
     if any(isinstance(arg, jax.Array) and arg.committed for arg in args):
         return [jax.device_put(output, device) for output in outputs]
     return [jnp.asarray(output) for output in outputs]

@@ -21,9 +21,9 @@ _MOST_SECONDS = 3600
 TuningMode = Literal["auto", "cached", "strict", "off", "runtime"]
 TUNING_MODES: tuple[TuningMode, ...] = get_args(TuningMode)
 
-_tuning_mode = jax.make_user_context(None)  # part of `jax.jit`'s cache key
-
-_checked = jax.make_user_context(False)
+# Both are part of `jax.jit`'s cache key.
+_tuning_mode = jax.make_user_context(None)
+checked_runs = jax.make_user_context(False)
 
 
 def mode_in_force() -> str:
@@ -67,14 +67,7 @@ def tuning_mode(mode: TuningMode) -> Iterator[None]:
 
 def checked() -> bool:
     """Whether interpreted kernels are checked for races and for uninitialised reads."""
-    return bool(_checked.value)
-
-
-@contextlib.contextmanager
-def checking() -> Iterator[None]:
-    """Checks the kernels that are traced or run in the block."""
-    with _checked(True):
-        yield
+    return bool(checked_runs.value)
 
 
 def enforce_autotuning() -> bool:

@@ -125,7 +125,7 @@ def checked() -> Iterator[None]:
       DataRace, UninitializedRead: (of `triax.errors`) from the call of the kernel; under
         `jit` JAX raises its own exception with the same text.
     """
-    with settings.checking():
+    with settings.checked_runs(True):
         yield
 
 

@@ -24,11 +24,6 @@ X = np.random.default_rng(2).standard_normal((48, 64)).astype(np.float32)
 OUT = jax.ShapeDtypeStruct((64,), jnp.float32)
 
 
-@pytest.fixture
-def architecture(cuda_plugin, monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-
-
 def bound(function, *args):
     """The one call that a function makes."""
     (call,) = [
@@ -108,7 +103,8 @@ def test_each_config_has_its_own_hook():
     assert (several.zeroed, one.zeroed) == ((0,), ())
 
 
-def test_zeroed_bytes_are_those_of_the_config(architecture):
+@pytest.mark.cuda_plugin
+def test_zeroed_bytes_are_those_of_the_config():
     assert lowered(functools.partial(column_sums, rows=(16,)), X).payload.calls[0].zeroed_bytes == (
         0,
         256,
@@ -148,7 +144,8 @@ def test_zeroes_beside_zeroed_outputs():
     assert bound(call, X[0]).candidates[0].zeroed == (0, 1)
 
 
-def test_zeroes_an_operand_that_an_output_is_aliased_to(architecture):
+@pytest.mark.cuda_plugin
+def test_zeroes_an_operand_that_an_output_is_aliased_to():
     kernel = triton.autotune(
         [triton.Config({"BLOCK": 64}, pre_hook=lambda nargs: nargs["y_ptr"].zero_())], key=[]
     )(kernels.accumulate_kernel)
@@ -171,7 +168,8 @@ def test_zeroes_a_ref():
     testing.assert_same_bits(ref[...], X[0])
 
 
-def test_zeroes_in_a_primitive_of_ones_own(architecture):
+@pytest.mark.cuda_plugin
+def test_zeroes_in_a_primitive_of_ones_own():
     def rule(ctx, x):
         configs = [triton.Config({"ROWS": 16}, pre_hook=zero_where_programs_add_up)]
         return triax.triton_call_lowering(
@@ -276,7 +274,8 @@ def test_a_block_shape_is_checked(block_shape, kind, message):
         doubled(X, block_shape)
 
 
-def test_a_zeroed_output_behind_a_descriptor_is_refused(architecture):
+@pytest.mark.cuda_plugin
+def test_a_zeroed_output_behind_a_descriptor_is_refused():
     @triton.jit
     def store_kernel(desc, BM: tl.constexpr, BN: tl.constexpr):
         desc.store([0, 0], tl.zeros((BM, BN), tl.float32))

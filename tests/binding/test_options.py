@@ -56,10 +56,6 @@ def test_an_option_that_is_off_asks_for_nothing(name):
 
 @pytest.mark.cuda_plugin
 class TestClusters:
-    @pytest.fixture(autouse=True)
-    def architecture(self, monkeypatch):
-        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-
     @pytest.mark.parametrize("num_ctas", [1, 2, 8])
     def test_as_large_as_the_target_has_them(self, num_ctas):
         assert f"num_ctas={num_ctas}" in lower(num_ctas=num_ctas).config[0]

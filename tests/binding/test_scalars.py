@@ -1,5 +1,8 @@
 """Scalars whose type the kernel's annotation decides, not the value's."""
 
+import contextlib
+import types
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,7 +19,6 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 CONFIGS = [triton.Config({"BLOCK": block}) for block in (16, 32)]
 
 
-@triton.jit
 def fill(before_ptr, out_ptr, value, after, BLOCK: tl.constexpr):
     """`value`, and what stands around it, in case it takes more room than it should."""
     offsets = tl.arange(0, BLOCK)
@@ -24,71 +26,24 @@ def fill(before_ptr, out_ptr, value, after, BLOCK: tl.constexpr):
     tl.store(out_ptr + offsets, total + value.to(tl.float32))
 
 
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def float16(x_ptr, out_ptr, value: tl.float16, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def bfloat16(x_ptr, out_ptr, value: tl.bfloat16, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def float32(x_ptr, out_ptr, value: tl.float32, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def float64(x_ptr, out_ptr, value: tl.float64, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def int8(x_ptr, out_ptr, value: tl.int8, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def uint8(x_ptr, out_ptr, value: tl.uint8, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def int16(x_ptr, out_ptr, value: tl.int16, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def uint16(x_ptr, out_ptr, value: tl.uint16, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
-
-
-@triton.autotune(CONFIGS, key=[])
-@triton.jit
-def int64(x_ptr, out_ptr, value: tl.int64, after, BLOCK: tl.constexpr):
-    fill(x_ptr, out_ptr, value, after, BLOCK)
+def annotated(dtype):
+    """`fill` for a `value: dtype`."""
+    function = types.FunctionType(fill.__code__, globals(), dtype.name)
+    function.__annotations__ = {"value": dtype, "BLOCK": tl.constexpr}
+    return triton.autotune(CONFIGS, key=[])(triton.jit(function))
 
 
 # With values that are exact in float32 and use their type's whole width.
 KERNELS = {
-    float16: [-3.140625, 7, True, 2.0**-14, 65504.0],
-    bfloat16: [-3.140625, 7, True, 2.0**-100],
-    float32: [2.5, 3, True, 1],
-    float64: [2.5, 3, True],
-    int8: [-128, 127, True, 3],
-    uint8: [0, 255, True],
-    int16: [-32768, 32767, 7],
-    uint16: [0, 65535, True],
-    int64: [-(2**40), 7, True],
+    annotated(tl.float16): [-3.140625, 7, True, 2.0**-14, 65504.0],
+    annotated(tl.bfloat16): [-3.140625, 7, True, 2.0**-100],
+    annotated(tl.float32): [2.5, 3, True, 1],
+    annotated(tl.float64): [2.5, 3, True],
+    annotated(tl.int8): [-128, 127, True, 3],
+    annotated(tl.uint8): [0, 255, True],
+    annotated(tl.int16): [-32768, 32767, 7],
+    annotated(tl.uint16): [0, 65535, True],
+    annotated(tl.int64): [-(2**40), 7, True],
 }
 
 
@@ -123,8 +78,7 @@ def test_on_the_cpu(kernel):
 
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("kernel", KERNELS, ids=name)
-def test_lowers_for_cuda(kernel, monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+def test_lowers_for_cuda(kernel):
     for value in KERNELS[kernel]:
         traced = jax.jit(lambda x: call(kernel, x, value)).trace(jnp.zeros(32))  # noqa: B023
         assert len(triton_calls(traced.lower(lowering_platforms=("cuda",)))) == 1
@@ -207,31 +161,25 @@ def bounded(x_ptr, out_ptr, n: tl.int32, BLOCK: tl.constexpr):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["eager", "jit", "cuda"])
-def test_what_an_annotated_number_cannot_be(n, kind, message, way, request, monkeypatch):
+@pytest.mark.parametrize(
+    "way", ["eager", "jit", pytest.param("cuda", marks=pytest.mark.cuda_plugin)]
+)
+def test_what_an_annotated_number_cannot_be(n, kind, message, way):
     """Of an array the kernel would take the address for the number, and write anywhere."""
 
     def f(x, n):
         return triax.triton_call(x, n=n, kernel=bounded, out_type=x, grid=1, BLOCK=16)
 
     x = jnp.arange(16, dtype=jnp.float32)
-
-    def run():
+    jitted = jax.jit(f) if isinstance(n, jax.Array) else jax.jit(lambda x, _: f(x, n))
+    arguments = (x, n if isinstance(n, jax.Array) else 0)
+    with pytest.raises(kind, match=message) if kind else contextlib.nullcontext():
         if way == "eager":
-            return f(x, n)
-        jitted = jax.jit(f) if isinstance(n, jax.Array) else jax.jit(lambda x, _: f(x, n))
-        arguments = (x, n if isinstance(n, jax.Array) else 0)
-        if way == "jit":
-            return jitted(*arguments)
-        request.getfixturevalue("cuda_plugin")
-        monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-        return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
-
-    if kind is None:
-        run()
-    else:
-        with pytest.raises(kind, match=message):
-            run()
+            f(x, n)
+        elif way == "jit":
+            jitted(*arguments)
+        else:
+            jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
 def test_an_output_is_no_number_either():

@@ -161,7 +161,7 @@ threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
 for thread in threads:
     thread.start()
 storm = Storm(seed=1)
-for count in range(600):
+for count in range(300):
     storm.hit(both, within_s=2e-3, burst=1 + count % 3)
 stop.set()
 for thread in threads:

@@ -61,7 +61,6 @@ def entries(traced):
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch, tmp_path):
     """As if the process had just started, with four cores and nothing cached."""
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     ahead.finish()

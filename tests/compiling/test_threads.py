@@ -125,8 +125,8 @@ print(statuses.count(0), statuses, failures)
 
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_a_forked_child_compiles_and_interprets_whatever_other_threads_are_at(tmp_path):
-    done = run_program(FORKS, 1, 20, TRITON_CACHE_DIR=str(tmp_path))
-    assert done.stdout == f"20 {[0] * 20} []\n", done.stderr
+    done = run_program(FORKS, 1, 8, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout == f"8 {[0] * 8} []\n", done.stderr
 
 
 CANDIDATES = (
@@ -182,7 +182,7 @@ def entries(folder):
 
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_interrupted_candidates_leave_triton_and_its_disk_cache_as_they_should_be(tmp_path):
-    for name, count in (("calm", 0), ("stormy", 30)):
+    for name, count in (("calm", 0), ("stormy", 12)):
         done = run_program(CANDIDATES, count, TRITON_CACHE_DIR=str(tmp_path / name))
         assert done.returncode == 0, done.stderr
     calm, stormy = entries(tmp_path / "calm"), entries(tmp_path / "stormy")

@@ -14,21 +14,15 @@ from triton.experimental.gluon import language as gl
 
 import triax
 from tests import kernels
-from tests.conftest import require_cuda_plugin
 from triax.binding.launch import ArrayType
 from triax.compiling import compiler, writes
 from triax.errors import ReadOnlyOperand
 
+pytestmark = pytest.mark.cuda_plugin
 X = np.zeros((16, 32), np.float32)
 
 
-@pytest.fixture(autouse=True)
-def architecture(monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-
-
 def lower(function, *args):
-    require_cuda_plugin()
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
 
 

@@ -116,13 +116,7 @@ def lowered_for_cuda(function, *args):
     return call
 
 
-@pytest.fixture
-def architecture(monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-
-
 @pytest.mark.cuda_plugin
-@pytest.mark.usefixtures("architecture")
 class TestScratch:
     """Descriptors that are made in the kernel need memory, which XLA gives."""
 
@@ -193,8 +187,7 @@ class TestScratch:
 
 
 @pytest.mark.cuda_plugin
-def test_zeroed_bytes_reach_the_right_parameter(monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+def test_zeroed_bytes_reach_the_right_parameter():
     like = jax.ShapeDtypeStruct((50,), jnp.float32)
 
     def f(x, y):

@@ -231,7 +231,7 @@ def interpret():
 here.compile_by_triax(launch)  # fills some of Triton's own caches
 before = here.snapshot()
 storm = Storm(seed=2)
-for count in range(200):
+for count in range(60):
     began = time.monotonic()
     interpret()
     burst = 1 + count % 3

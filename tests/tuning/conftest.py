@@ -69,9 +69,8 @@ def driver(monkeypatch, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def fresh_process(monkeypatch):
+def fresh_process():
     """As if the process had just started."""
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     policy.forget()
     policy._log_fallback.cache_clear()
     yield

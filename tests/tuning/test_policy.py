@@ -18,8 +18,7 @@ CASE = next(case for case in CASES if case.name == "autotuned_accumulate")
 
 
 @pytest.fixture(autouse=True)
-def architecture(monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+def fresh_process():
     policy._log_fallback.cache_clear()
     policy.forget()
 

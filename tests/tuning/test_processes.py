@@ -5,12 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.tuning.records import key
+from tests.tuning.programs import one_kernel
 from triax.tuning.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -34,30 +33,13 @@ def start(program, *arguments, **environment):
 
 
 @pytest.mark.slow("the store is files and the standard library")
-def test_four_processes_write_the_same_keys(tmp_path):
-    writers = [start("writers.py", tmp_path, seed, 20) for seed in range(4)]
-    for writer in writers:
-        _, errors = writer.communicate(timeout=120)
-        assert writer.returncode == 0, errors
-    store = Store(tmp_path, "test")
-    records = list(store.records())
-    assert len(records) == 5
-    assert all(r is not None for _, r in records)
-    for index in range(5):
-        found = store.find(key(index))
-        assert found is not None
-        assert found.config == "BLOCK=64"
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p, _ in records)
-
-
-@pytest.mark.slow("the store is files and the standard library")
-def test_killed_in_the_middle_of_writing(tmp_path):
-    """100 times kill -9: every file there is parses, and what was there before is not lost."""
-    process = start("killed.py", tmp_path, 100)
+def test_many_write_the_same_keys_and_some_are_killed(tmp_path):
+    """Every file there is parses, and what was there before is not lost."""
+    process = start("writers.py", tmp_path, 40)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert output == "100 killed\n"
-    assert len(Store(tmp_path, "test").paths()) == 5
+    assert output == "40 killed\n"
+    assert [r is not None for _, r in Store(tmp_path, "test").records()] == [True] * 5
 
 
 def free_address():
@@ -92,10 +74,9 @@ def run_job(count, seed, tmp_path, *, dies=-1, shared=()):
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize(("count", "seed"), [(2, 1), (4, 3)])
-def test_a_job_agrees_on_every_config(count, seed, tmp_path):
-    results = run_job(count, seed, tmp_path)
-    assert len(results) == count
+def test_a_job_agrees_on_every_config(tmp_path):
+    results = run_job(3, 3, tmp_path)
+    assert len(results) == 3
     assert len(results[0]) == 6
     assert all(result == results[0] for result in results)
 
@@ -103,29 +84,26 @@ def test_a_job_agrees_on_every_config(count, seed, tmp_path):
 @pytest.mark.cuda_plugin
 @pytest.mark.slow("others agree through the same service")
 def test_different_stores_to_begin_with(tmp_path):
-    """Half of the processes know configs of another day; the job still uses one for each key."""
+    """One process knows configs of another day; the job still uses one for each key."""
     run_job(1, 7, tmp_path)
     (tmp_path / "store-0").rename(tmp_path / "before")
-    results = run_job(4, 8, tmp_path, shared=(1, 3))
+    results = run_job(2, 8, tmp_path, shared=(1,))
     assert all(result == results[0] for result in results)
 
 
 @pytest.mark.cuda_plugin
 @pytest.mark.slow("others agree through the same service")
 def test_a_process_that_dies_before_publishing_blocks_nobody(tmp_path):
-    start_time = time.monotonic()
-    results = run_job(4, 5, tmp_path, dies=2)
-    assert len(results) == 3
-    assert all(result == results[0] for result in results)
-    assert time.monotonic() - start_time < 60
+    results = run_job(3, 5, tmp_path, dies=2)
+    assert len(results) == 2
+    assert results[0] == results[1]
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize("delays", [(2, 0), (0, 2)])
-def test_one_that_cannot_measure_runs_what_the_other_measured(tmp_path, driver, delays):
-    """Whoever comes first. The second has no cuda-bindings."""
+def test_one_that_cannot_measure_runs_what_the_other_measured(tmp_path, driver):
+    """The second, which comes first, has no cuda-bindings."""
     driver(ms={"16": 30, "4": 3, "1": 30})
-    results = run_kernel(tmp_path, delays, [with_driver(tmp_path), {}])
+    results = run_kernel(tmp_path, (2, 0), [with_driver(tmp_path), {}])
     assert [r["source"] for r in results] == ["measured now", "another process of this job"]
     assert [r["grid"] for r in results] == [4, 4]
 
@@ -133,22 +111,19 @@ def test_one_that_cannot_measure_runs_what_the_other_measured(tmp_path, driver, 
 @pytest.mark.cuda_plugin
 def test_processes_that_can_all_measure_do_it_once(tmp_path, driver):
     driver(ms={"16": 30, "4": 3, "1": 30})
-    results = run_kernel(tmp_path, (0, 0, 0), [with_driver(tmp_path)] * 3)
-    assert sorted(r["source"] for r in results) == [
-        *["another process of this job"] * 2,
-        "measured now",
-    ]
+    results = run_kernel(tmp_path, (0, 0), [with_driver(tmp_path)] * 2)
+    assert sorted(r["source"] for r in results) == ["another process of this job", "measured now"]
     assert {r["grid"] for r in results} == {4}
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize("delays", [(0, 2), (2, 0)])
-def test_cached_with_stores_that_differ(tmp_path, driver, delays):
-    """What one process knows, all use, also where one that knows nothing comes first."""
-    driver(ms={"16": 30, "4": 3, "1": 30})
-    run_kernel(tmp_path, (0,), [with_driver(tmp_path)])
+def test_cached_with_stores_that_differ(tmp_path, measurer, monkeypatch):
+    """What one process knows, all use, although one that knows nothing comes first."""
+    monkeypatch.setenv("TRIAX_CACHE_DIR", str(tmp_path / "store-0"))
+    measurer.times = lambda label: 3.0 if "BLOCK=256" in label else 30.0
+    one_kernel.explain()
     cached = {"TRIAX_AUTOTUNE": "cached"}
-    results = run_kernel(tmp_path, delays, [cached, cached])
+    results = run_kernel(tmp_path, (2, 0), [cached, cached])
     assert [r["source"] for r in results] == ["user store", "another process of this job"]
     assert [r["grid"] for r in results] == [4, 4]
 

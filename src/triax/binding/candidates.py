@@ -83,10 +83,9 @@ def build(request: Request) -> tuple[Candidate, ...]:
     _check_numbers(kernel, request.arguments)
     keywords = {name: static_value(name, value) for name, value in request.keywords.items()}
     options = check_options(request.options)
-    expanded, read = kernel.expand(
+    expanded, used = kernel.expand(
         request.arguments, keywords, options, conflicts=request.conflicts
     )
-    used = set(read)
     found = [
         _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
     ]

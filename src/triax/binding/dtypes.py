@@ -9,27 +9,21 @@ import numpy as np
 
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
+FLOAT8 = {
+    np.dtype(ml_dtypes.float8_e4m3fn): "fp8e4nv",
+    np.dtype(ml_dtypes.float8_e5m2): "fp8e5",
+    np.dtype(ml_dtypes.float8_e4m3fnuz): "fp8e4b8",
+    np.dtype(ml_dtypes.float8_e5m2fnuz): "fp8e5b16",
+}
 _TRITON_NAMES: dict[np.dtype, str] = {
-    np.dtype(dtype): name
-    for dtype, name in {
-        np.bool_: "i1",
-        np.int8: "i8",
-        np.int16: "i16",
-        np.int32: "i32",
-        np.int64: "i64",
-        np.uint8: "u8",
-        np.uint16: "u16",
-        np.uint32: "u32",
-        np.uint64: "u64",
-        np.float16: "fp16",
-        ml_dtypes.bfloat16: "bf16",
-        np.float32: "fp32",
-        np.float64: "fp64",
-        ml_dtypes.float8_e4m3fn: "fp8e4nv",
-        ml_dtypes.float8_e5m2: "fp8e5",
-        ml_dtypes.float8_e4m3fnuz: "fp8e4b8",
-        ml_dtypes.float8_e5m2fnuz: "fp8e5b16",
-    }.items()
+    np.dtype(np.bool_): "i1",
+    **{np.dtype(f"int{bits}"): f"i{bits}" for bits in (8, 16, 32, 64)},
+    **{np.dtype(f"uint{bits}"): f"u{bits}" for bits in (8, 16, 32, 64)},
+    np.dtype(np.float16): "fp16",
+    np.dtype(ml_dtypes.bfloat16): "bf16",
+    np.dtype(np.float32): "fp32",
+    np.dtype(np.float64): "fp64",
+    **FLOAT8,
 }
 
 SUPPORTED = tuple(dtype.name for dtype in _TRITON_NAMES)

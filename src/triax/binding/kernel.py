@@ -7,6 +7,7 @@ with every value a config or heuristic sets. The user's objects are never modifi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,7 @@ class Kernel:
                 "optionally with @triton.autotune or @triton.heuristics around it; "
                 f"got {function!r} of type {type(function).__name__}.{hint}"
             )
-        name = triton_private.function_name(function)
+        name = str(function.fn.__name__)
         tuners = [stage for stage in stages if triton_private.is_autotuner(stage)]
         if len(tuners) > 1:
             raise UnsupportedError(
@@ -108,7 +109,7 @@ class Kernel:
                 )
                 for p in function.params
             ),
-            is_gluon=triton_private.is_gluon(function),
+            is_gluon=bool(function.is_gluon()),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -149,7 +150,7 @@ class Kernel:
         options: Mapping[str, Any],
         *,
         conflicts: str = "filter",
-    ) -> tuple[list[tuple[Config, Hook | None]], list[str]]:
+    ) -> tuple[list[tuple[Config, Hook | None]], set[str]]:
         """The configs to choose from, each with all the values that configs and heuristics set.
 
         Args:
@@ -168,15 +169,15 @@ class Kernel:
           ArgumentValueError: no config is left.
         """
         branches = [_Branch(dict(keywords), {}, dict(options))]
-        recorder = _Recorder()
+        read: set[str] = set()
         for stage in self.stages:
             if triton_private.is_heuristics(stage):
                 for branch in branches:
-                    branch.apply_heuristics(stage.values, arguments, recorder)
+                    branch.apply_heuristics(stage.values, arguments, read)
             else:
                 (branch,) = branches  # Kernel.of allows one autotuner
                 branches = self._branches(stage, branch, arguments, conflicts)
-        return [(branch.config(), branch.hook) for branch in branches], sorted(recorder.read)
+        return [(branch.config(), branch.hook) for branch in branches], read
 
     def _branches(
         self, tuner: Any, branch: _Branch, arguments: Mapping[str, Any], conflicts: str
@@ -239,11 +240,11 @@ class _Branch:
         self,
         heuristics: Mapping[str, Callable[..., Any]],
         arguments: Mapping[str, Any],
-        recorder: _Recorder,
+        read: set[str],
     ) -> None:
         for name, heuristic in heuristics.items():
             known = {**arguments, **self.options, **self.keywords}
-            value = heuristic(recorder.watch(known))
+            value = heuristic(WatchedDict(known, read))
             if name in CONFIG_OPTIONS:
                 self.options[name] = value
             else:
@@ -255,59 +256,33 @@ class _Branch:
         return Config(pack_values(self.values), **options)
 
 
-class _Recorder:
-    """Collects the names that callables read from the dictionaries they are given."""
-
-    def __init__(self) -> None:
-        self.read: set[str] = set()
-
-    def watch(self, values: Mapping[str, Any]) -> WatchedDict:
-        return WatchedDict(values, self.read)
-
-
-class WatchedDict(dict[str, Any]):
+class WatchedDict(collections.UserDict[str, Any]):
     """A dictionary that adds the keys that are read to `read`; iterating reads them all."""
 
-    def __init__(self, values: Mapping[str, Any], read: set[str]):
-        super().__init__(values)
-        self._read = read
+    def __init__(self, values: dict[str, Any], read: set[str]):
+        self.data, self._read = values, read
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
         return super().__getitem__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
-        return super().get(key, default)
-
     def __contains__(self, key: object) -> bool:
         self._read.add(str(key))
         return super().__contains__(key)
 
-    def keys(self) -> Any:
-        self._read.update(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        self._read.update(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        self._read.update(super().keys())
-        return super().items()
-
     def __iter__(self) -> Any:
-        self._read.update(super().keys())
+        self._read.update(self.data)
         return super().__iter__()
 
 
 def _refuse_hooks(name: str, tuner: Any) -> None:
     """Hooks of `@triton.autotune` itself run around Triton's own timing, which Triax replaces."""
-    hooks = [f"@triton.autotune({hook}=…)" for hook in triton_private.autotuner_hooks(tuner)]
-    if hooks:
+    names = [n for n in ("pre_hook", "post_hook") if getattr(tuner, f"user_defined_{n}", False)]
+    if names:
+        given = ", ".join(f"@triton.autotune({name}=…)" for name in names)
         raise UnsupportedError(
             f"Kernel {name!r} has host hooks, which cannot run inside a compiled program: "
-            f"{', '.join(hooks)}. To restore operands between the timed runs of its configs, use "
+            f"{given}. To restore operands between the timed runs of its configs, use "
             "`restore_value` or `reset_to_zero`; to zero an output in the program, use "
             "`zeroed_outputs` or a `pre_hook` of its configs."
         )

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from triax.binding.kernel import Kernel
-from triax.binding.values import Config, Static, Values, unpack_values
+from triax.binding.values import Config, Static, Values, describe, unpack_values
 
 Grid: TypeAlias = tuple[int, int, int]
 KernelImplementation = Literal["triton", "interpret"]
@@ -90,13 +90,20 @@ class Descriptor:
 Argument: TypeAlias = "Operand | Result | Scalar | Descriptor | tuple[Argument, ...]"
 
 
-def leaves(argument: Argument) -> Iterator[Operand | Result | Scalar | Descriptor]:
+Leaf: TypeAlias = Operand | Result | Scalar | Descriptor
+Path: TypeAlias = tuple[int, ...]
+
+
+def leaves(argument: Argument) -> list[Leaf]:
     """The leaves of one argument, tuples flattened in order."""
-    if isinstance(argument, tuple):
-        for part in argument:
-            yield from leaves(part)
-    else:
-        yield argument
+    return [leaf for _, leaf in leaves_with_paths(argument)]
+
+
+def leaves_with_paths(argument: Argument, path: Path = ()) -> list[tuple[Path, Leaf]]:
+    """The leaves of one argument, each with its indices in the tuples that it is in."""
+    if not isinstance(argument, tuple):
+        return [(path, argument)]
+    return [pair for i, part in enumerate(argument) for pair in leaves_with_paths(part, (*path, i))]
 
 
 def rebuild(argument: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
@@ -104,12 +111,11 @@ def rebuild(argument: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
     return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
 
 
-def _with_block_shapes(argument: Argument, block_shapes: dict[int, tuple[int, ...]]) -> Argument:
+def map_leaves(function: Callable[[Leaf], Any], argument: Argument) -> Any:
+    """An argument with other leaves, tuples as they are."""
     if isinstance(argument, tuple):
-        return rebuild(argument, [_with_block_shapes(part, block_shapes) for part in argument])
-    if isinstance(argument, Descriptor) and argument.index in block_shapes:
-        return dataclasses.replace(argument, block_shape=block_shapes[argument.index])
-    return argument
+        return rebuild(argument, [map_leaves(function, part) for part in argument])
+    return function(argument)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +148,7 @@ class Candidate:
         return 0 in self.grid
 
     def __str__(self) -> str:
-        parts = {**unpack_values(self.constants), **unpack_values(self.options)}
-        return ", ".join(f"{name}={value}" for name, value in parts.items()) or "default"
+        return describe({**unpack_values(self.constants), **unpack_values(self.options)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +188,15 @@ class Call:
     ) -> Launch:
         """The launch of one candidate on arrays of the given types."""
         block_shapes = dict(candidate.block_shapes)
+
+        def complete(leaf: Leaf) -> Leaf:
+            if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
+                return dataclasses.replace(leaf, block_shape=block_shapes[leaf.index])
+            return leaf
+
         return Launch(
             self.kernel,
-            tuple((name, _with_block_shapes(a, block_shapes)) for name, a in self.arguments),
+            tuple((name, map_leaves(complete, argument)) for name, argument in self.arguments),
             candidate,
             operands,
             results,
@@ -257,25 +268,18 @@ class Launch:
         return zeroed
 
     @functools.cached_property
-    def leaves(self) -> tuple[Operand | Result | Scalar | Descriptor, ...]:
+    def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of all runtime parameters, in the kernel's order."""
         return tuple(leaf for _, leaf in self.named_leaves)
 
     @functools.cached_property
-    def named_leaves(self) -> tuple[tuple[str, Operand | Result | Scalar | Descriptor], ...]:
+    def named_leaves(self) -> tuple[tuple[str, Leaf], ...]:
         """The leaves with their names: the parameter's, plus the position in a tuple."""
-        found: list[tuple[str, Any]] = []
-
-        def visit(name: str, argument: Argument) -> None:
-            if isinstance(argument, tuple):
-                for position, part in enumerate(argument):
-                    visit(f"{name}[{position}]", part)
-            else:
-                found.append((name, argument))
-
-        for name, argument in self.arguments:
-            visit(name, argument)
-        return tuple(found)
+        return tuple(
+            (name + "".join(f"[{index}]" for index in path), leaf)
+            for name, argument in self.arguments
+            for path, leaf in leaves_with_paths(argument)
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,11 @@ def unpack_values(values: Values) -> dict[str, Any]:
     return {name: static.value for name, static in values}
 
 
+def describe(values: dict[str, Any]) -> str:
+    """Values as people read them: "BLOCK=64, num_warps=4"."""
+    return ", ".join(f"{name}={value}" for name, value in values.items()) or "default"
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One way to compile a kernel: its meta-parameters and the compiler's options.
@@ -74,5 +79,4 @@ class Config:
         return {n: v for n in CONFIG_OPTIONS if (v := getattr(self, n)) is not None}
 
     def __str__(self) -> str:
-        parts = {**unpack_values(self.values), **self.options()}
-        return ", ".join(f"{name}={value}" for name, value in parts.items()) or "default"
+        return describe({**unpack_values(self.values), **self.options()})

@@ -26,7 +26,7 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from triax.compat import versions
-from triax.errors import MissingDependencyError
+from triax.errors import MissingDependencyError, TuningError
 
 # --- jaxlib's Triton module ---------------------------------------------------
 
@@ -266,23 +266,23 @@ class KeyValueClient:
 
     def claim(self, key: str, value: str) -> str | None:
         """Sets a key unless it is set; returns its value, None if it was deleted meanwhile."""
-        try:
-            self._client.key_value_set(key, value)
-        except Exception as error:
-            if "ALREADY_EXISTS" not in str(error):
-                raise
-            return self.find(key)
-        return value
+        return value if self._set(key, value) else self.find(key)
 
     def set_first(self, key: str, value: str, timeout_ms: int) -> str:
         """Sets a key unless it is set; returns its value."""
+        if not self._set(key, value):
+            value = self._client.blocking_key_value_get(key, timeout_ms)
+        return value
+
+    def _set(self, key: str, value: str) -> bool:
+        """Sets a key; False if it is set already."""
         try:
             self._client.key_value_set(key, value)
         except Exception as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            value = self._client.blocking_key_value_get(key, timeout_ms)
-        return value
+            return False
+        return True
 
 
 def key_value_client() -> KeyValueClient | None:
@@ -316,13 +316,17 @@ def local_index(device: Any) -> int | None:
 
 
 def drain(index: int) -> None:
-    """Waits until a GPU has finished all work of this process."""
+    """Waits until a GPU has finished all work of this process.
+
+    Raises:
+      TuningError: the driver refuses.
+    """
     from cuda.bindings import driver
 
     def call(function: Any, *arguments: Any) -> Any:
         status, *results = function(*arguments)
         if int(status):
-            raise RuntimeError(f"{function.__name__}: {status.name}")
+            raise TuningError(f"the GPU cannot be waited for: {function.__name__}: {status.name}")
         return results[0] if results else None
 
     call(driver.cuInit, 0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -45,25 +45,12 @@ ARGMIN_COMBINES: tuple[JITFunction, ...] = (
 
 _NUMPY_DTYPES = {
     "int1": np.dtype(bool),
-    "int8": np.dtype(np.int8),
-    "int16": np.dtype(np.int16),
-    "int32": np.dtype(np.int32),
-    "int64": np.dtype(np.int64),
-    "uint8": np.dtype(np.uint8),
-    "uint16": np.dtype(np.uint16),
-    "uint32": np.dtype(np.uint32),
-    "uint64": np.dtype(np.uint64),
-    "fp16": np.dtype(np.float16),
+    **{f"{u}int{n}": np.dtype(f"{u}int{n}") for n in (8, 16, 32, 64) for u in ("", "u")},
+    **{f"fp{n}": np.dtype(f"float{n}") for n in (16, 32, 64)},
     # Stock Triton computes on the bit patterns of bfloat16 as if they were integers.
     "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp32": np.dtype(np.float32),
-    "fp64": np.dtype(np.float64),
     # Float8 is held as bytes: Triton allows no arithmetic on it without a cast.
-    "fp8e4nv": np.dtype(np.uint8),
-    "fp8e5": np.dtype(np.uint8),
-    "fp8e4b8": np.dtype(np.uint8),
-    "fp8e5b16": np.dtype(np.uint8),
-    "fp8e4b15": np.dtype(np.uint8),
+    **{f"fp8{name}": np.dtype(np.uint8) for name in ("e4nv", "e5", "e4b8", "e5b16", "e4b15")},
 }
 _ADDRESS = np.dtype(np.uint64)
 
@@ -111,24 +98,6 @@ TRANSFORM_NAMES: dict[str, Any] = {
 }
 CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
 """Whether this Triton knows what ``a < b < c`` means."""
-
-
-def elementwise_reduce(
-    tensors: tuple[tl.tensor, ...], axis: int | None, combine: Callable[..., Any], keep_dims: bool
-) -> tuple[tl.tensor, ...]:
-    """Triton's own reduction, one element at a time."""
-    function = types.SimpleNamespace(fn=combine)
-    reduced: tuple[tl.tensor, ...] = _stock.ReduceOps(axis, function, keep_dims).apply(tensors)
-    return reduced
-
-
-def elementwise_scan(
-    tensors: tuple[tl.tensor, ...], axis: int, combine: Callable[..., Any], reverse: bool
-) -> tuple[tl.tensor, ...]:
-    """Triton's own scan, one element at a time."""
-    function = types.SimpleNamespace(fn=combine)
-    scanned: tuple[tl.tensor, ...] = _stock.ScanOps(axis, function, reverse).apply(tensors)
-    return scanned
 
 
 _CORE_HOLDERS = (

@@ -16,7 +16,7 @@ from typing import Any
 
 from triax.compat import patching
 from triax.compat.patching import Change
-from triax.compat.triton_private import STOPS_AT, front_end_lock, jit_module, triton
+from triax.compat.triton_private import STOPS_AT, front_end_lock, triton
 
 
 def prepare() -> None:
@@ -48,7 +48,7 @@ def prepare() -> None:
             (cache, "triton_key", _installation_key),
             (nvidia, "get_ptxas_version", _ptxas_key),
             (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
-            (jit_module(), "ast", _copy(ast, parse=_parse)),
+            (triton().runtime.jit, "ast", _copy(ast, parse=_parse)),
             # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
             # that it visits. That changes them for the other threads too, for good where two
             # threads overlap, and takes time. Only Triton 3.5 has something to turn off: it

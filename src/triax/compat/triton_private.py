@@ -64,26 +64,9 @@ def triton() -> ModuleType:
     return module
 
 
-@functools.cache
-def _compiler() -> ModuleType:
-    triton()
-    return importlib.import_module("triton.compiler")
-
-
-@functools.cache
-def jit_module() -> ModuleType:
-    """`triton.runtime.jit`."""
-    triton()
-    return importlib.import_module("triton.runtime.jit")
-
-
 def is_jit_function(value: Any) -> bool:
     """Whether `value` is a `@triton.jit` function, Gluon's included."""
-    return isinstance(value, jit_module().JITFunction)
-
-
-def is_gluon(function: Any) -> bool:
-    return bool(function.is_gluon())
+    return isinstance(value, triton().JITFunction)
 
 
 def is_autotuner(value: Any) -> bool:
@@ -94,27 +77,17 @@ def is_heuristics(value: Any) -> bool:
     return isinstance(value, triton().runtime.Heuristics)
 
 
-def autotuner_hooks(tuner: Any) -> list[str]:
-    """Names of the host hooks the user gave `@triton.autotune`."""
-    names = ("pre_hook", "post_hook")
-    return [name for name in names if getattr(tuner, f"user_defined_{name}", False)]
-
-
 def annotated_number(parameter: Any) -> str:
     """Triton's name of the number that a parameter is annotated as, "" for any other one."""
     name = "" if parameter.is_constexpr else str(parameter.annotation_type)
     return "" if name.startswith("*") else name
 
 
-def function_name(function: Any) -> str:
-    return str(function.fn.__name__)
-
-
 @functools.cache
 def backend_for(compute_capability: int) -> Any:
     """Triton's CUDA backend for an architecture."""
     target = triton().backends.compiler.GPUTarget("cuda", compute_capability, 32)
-    return _compiler().make_backend(target)
+    return triton().compiler.make_backend(target)
 
 
 @functools.cache
@@ -210,7 +183,7 @@ def specialize(
 
     The parameters named in `folded` are compiled in, although they are not constexpr.
     """
-    binder = jit_module().create_function_from_signature(
+    binder = triton().runtime.jit.create_function_from_signature(
         function.signature, function.params, backend
     )
     with _torch_left_alone():
@@ -227,14 +200,14 @@ def specialize(
     return Specialization(signature, constants, attributes)
 
 
-_this_thread = threading.local()
-
-
 class _TorchFinder:
-    """An import hook that denies torch to the threads that say so of themselves."""
+    """An import hook that denies torch to the thread that makes it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "torch" and getattr(_this_thread, "leaves_torch_alone", False):
+        if name == "torch" and threading.get_ident() == self._thread:
             raise ModuleNotFoundError("torch is not needed here", name="torch")
 
 
@@ -254,12 +227,10 @@ def _torch_left_alone() -> Iterator[None]:
         return
     finder = _TorchFinder()
     sys.meta_path.insert(0, finder)
-    _this_thread.leaves_torch_alone = True
     try:
         yield
         _torch_was_left_alone = True
     finally:
-        _this_thread.leaves_torch_alone = False
         sys.meta_path.remove(finder)
 
 
@@ -293,8 +264,8 @@ def compile_specialization(
 
     `on_miss` is called where that cache has no entry, before the work begins.
     """
-    source_class = _compiler().ASTSource
-    if is_gluon(function):
+    source_class = triton().compiler.ASTSource
+    if function.is_gluon():
         source_class = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
     source = source_class(
         function, specialization.signature, specialization.constants, specialization.attributes
@@ -310,7 +281,7 @@ def compile_specialization(
     with front_end_lock:
         source.hash()
     environment = _environment_up_to_ptx()
-    kernel = _compiler().compile(
+    kernel = triton().compile(
         source, target=backend.target, options=dict(options), _env_vars=environment
     )
     metadata = kernel.metadata
@@ -369,6 +340,6 @@ def check_globals(function: Any) -> None:
         found = namespace.get(name, missing)
         if found is not value and found != value:
             raise CompilationError(
-                f"Global variable {name!r} has changed since kernel {function_name(function)!r} "
+                f"Global variable {name!r} has changed since kernel {function.fn.__name__!r} "
                 f"was compiled, from {value} to {'nothing' if found is missing else found}."
             )

@@ -50,10 +50,7 @@ class Gate:
         return installed >= Version(self.stable)
 
 
-# jaxlib's launcher fills a kernel's parameters by position. Triton 3.5 appends two
-# hidden pointers (global scratch, profile scratch); jaxlib passes both from 0.8.0 on.
-# With fewer, the kernel reads past its parameters: a segmentation fault, not an error.
-# Nightlies before that release rank below it and are refused alike.
+# The hidden pointers are the global scratch and the profile scratch.
 DISPATCH = Gate(
     feature="Triton kernels can be launched",
     package="jaxlib",
@@ -64,7 +61,6 @@ DISPATCH = Gate(
     below="an error that says what to install",
 )
 
-# The compiler's interface and the hidden parameters above, seen from the other side.
 TRITON = Gate(
     feature="Triton's compiler",
     package="triton",
@@ -74,9 +70,8 @@ TRITON = Gate(
     below="an error that says what to install",
 )
 
-# 0.8.2 dropped the three cluster dimensions from TritonKernel's constructor and put
-# num_ctas behind num_warps. No nightly floor: the older argument list fails loudly
-# (a TypeError), and the signature is probed rather than trusted.
+# 0.8.2 dropped the three cluster dimensions and put num_ctas behind num_warps. No nightly floor: a
+# wrong argument list is a TypeError.
 KERNEL_NUM_CTAS = Gate(
     feature="TritonKernel takes num_ctas",
     package="jaxlib",
@@ -86,8 +81,6 @@ KERNEL_NUM_CTAS = Gate(
     below="the older argument list",
 )
 
-# Up to 0.9.0 jaxlib's cache of loaded modules is keyed by a view into a string it does
-# not own. After the string is gone another kernel of the same name can be handed out.
 OWNED_MODULE_KEYS = Gate(
     feature="jaxlib's module cache owns its keys",
     package="jaxlib",
@@ -98,11 +91,9 @@ OWNED_MODULE_KEYS = Gate(
     below="nothing to do: every entry name is unique to what was compiled",
 )
 
-# jax #35218: after timing, jaxlib restored every declared alias, also those it had saved
-# nothing for (input and output in separate buffers because the input lives on), and copied
-# from a null pointer. Merged after 0.9.2 was cut, so the release 0.9.2 lacks it and 0.9.3 is
-# the first number that can have it (0.9.3 was skipped: the first release is 0.10.0), while
-# the nightlies still called 0.9.2.dev have it from 2026-03-17 on.
+# Before, jaxlib restored every declared alias after timing, also those it had saved nothing for.
+# Merged after 0.9.2 was cut, so 0.9.3 is the first number that can have it (the first release is
+# 0.10.0), while the nightlies still called 0.9.2.dev have it from 2026-03-17 on.
 RUNTIME_AUTOTUNING = Gate(
     feature="run-time autotuned calls restore aliased operands safely",
     package="jaxlib",
@@ -113,9 +104,7 @@ RUNTIME_AUTOTUNING = Gate(
     below="one fixed config and a UserWarning; an error with TRIAX_ENFORCE_AUTOTUNING=1",
 )
 
-# jax #37094. Merged between the last nightly called 0.10.1.dev and the release, so no
-# nightly of that name has it; as a .dev build ranks below its release, the plain comparison
-# already says so, and 0.10.2.dev nightlies pass.
+# Merged after the last nightly called 0.10.1.dev, which ranks below the release.
 FFI_TARGET = Gate(
     feature="triton_kernel_call_ffi, the target that CUDA graphs can hold",
     package="jaxlib",
@@ -125,9 +114,6 @@ FFI_TARGET = Gate(
     below="legacy target triton_kernel_call, api_version 2",
 )
 
-# No floor: the FFI handler tunes in its Initialize stage, before the program has computed
-# the kernel's inputs. A kernel that takes addresses from its data (indices, offsets) then
-# uses garbage as addresses: CUDA_ERROR_ILLEGAL_ADDRESS.
 RUNTIME_AUTOTUNING_ON_FFI = Gate(
     feature="run-time autotuned calls on triton_kernel_call_ffi",
     package="jaxlib",
@@ -174,9 +160,8 @@ class Target:
 def choose_target(version: str, *, autotuned_at_run_time: bool) -> Target:
     """The custom-call target for one fixed kernel, or for a run-time autotuned call.
 
-    A run-time autotuned call stays off the new FFI target on every version: that
-    target tunes in its Initialize stage, before the inputs exist, which is an illegal
-    memory access for kernels that read indices (see `RUNTIME_AUTOTUNING_ON_FFI`).
+    A run-time autotuned call stays off the FFI target on every version, because that tunes in its
+    Initialize stage, before the inputs exist (see `RUNTIME_AUTOTUNING_ON_FFI`).
     """
     if FFI_TARGET.passes(version) and (
         not autotuned_at_run_time or RUNTIME_AUTOTUNING_ON_FFI.passes(version)

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from triax.binding.launch import (
-    Argument,
     CompiledKernel,
     Descriptor,
     Launch,
     LaunchParameter,
     Scalar,
     TensorMap,
+    leaves_with_paths,
 )
 from triax.compat import triton_private
 from triax.compiling import writes
@@ -94,7 +94,9 @@ def _parameters(
 ) -> Iterator[LaunchParameter]:
     positions = {p.name: i for i, p in enumerate(launch.kernel.parameters)}
     tensor_maps = map(_tensor_map, compiled.tensor_descriptors)
-    leaves = ((name, *pair) for name, argument in launch.arguments for pair in _paths(argument))
+    leaves = (
+        (name, *pair) for name, argument in launch.arguments for pair in leaves_with_paths(argument)
+    )
     for index, (name, path, leaf) in enumerate(leaves):
         type_name = specialization.type_name(name, path)
         if type_name == "constexpr":
@@ -105,13 +107,6 @@ def _parameters(
             type_name if isinstance(leaf, Scalar) else None,
             next(tensor_maps, None) if isinstance(leaf, Descriptor) else None,
         )
-
-
-def _paths(argument: Argument, path: tuple[int, ...] = ()) -> list[tuple[tuple[int, ...], Any]]:
-    """The leaves of one argument with their paths inside it, in `launch.leaves` order."""
-    if not isinstance(argument, tuple):
-        return [(path, argument)]
-    return [pair for i, part in enumerate(argument) for pair in _paths(part, (*path, i))]
 
 
 def _writes(launch: Launch, compiled: triton_private.Compiled) -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triax.binding import diagnostics, dtypes
-from triax.binding.launch import Argument, CompiledKernel, Descriptor, Launch, Scalar, rebuild
+from triax.binding.launch import CompiledKernel, Descriptor, Launch, Leaf, Scalar, map_leaves
 from triax.binding.values import Static
 from triax.compat import triton_private, versions
 from triax.compat.triton_lock import TRITON
@@ -284,27 +284,22 @@ def _find_or_begin(key: Any, function: Any, *, count: bool) -> tuple[_Specializa
 
 def _values(launch: Launch) -> dict[str, Any]:
     """The values of all parameters, arrays as stubs, as Triton's binder takes them."""
-    values = dict(launch.constants)
-    for name, argument in launch.arguments:
-        values[name] = _value(launch, argument)
-    return values
 
+    def value(leaf: Leaf) -> Any:
+        if isinstance(leaf, Scalar):
+            return leaf.value
+        array = launch.array_type(leaf)
+        stub = triton_private.ArrayStub(dtypes.triton_name(array.dtype), array.dtype.itemsize)
+        if isinstance(leaf, Descriptor):
+            return triton_private.descriptor_stub(
+                stub,
+                leaf.shape,
+                leaf.strides,
+                leaf.block_shape,
+                leaf.layout,
+                leaf.padding,
+                leaf.round_f32_to_tf32,
+            )
+        return stub
 
-def _value(launch: Launch, argument: Argument) -> Any:
-    if isinstance(argument, tuple):
-        return rebuild(argument, [_value(launch, part) for part in argument])
-    if isinstance(argument, Scalar):
-        return argument.value
-    array = launch.array_type(argument)
-    stub = triton_private.ArrayStub(dtypes.triton_name(array.dtype), array.dtype.itemsize)
-    if isinstance(argument, Descriptor):
-        return triton_private.descriptor_stub(
-            stub,
-            argument.shape,
-            argument.strides,
-            argument.block_shape,
-            argument.layout,
-            argument.padding,
-            argument.round_f32_to_tf32,
-        )
-    return stub
+    return launch.constants | {name: map_leaves(value, part) for name, part in launch.arguments}

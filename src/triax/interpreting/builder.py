@@ -14,17 +14,13 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from triax.binding import dtypes
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_interpreter import TensorHandle, numpy_dtype
 from triax.errors import UnsupportedError
 from triax.interpreting.memory import Memory
 
-_FLOAT8 = {
-    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
-    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
-    "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
-}
+_FLOAT8 = {name: dtype for dtype, name in dtypes.FLOAT8.items()}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT1_ARITHMETIC = (np.add, np.subtract, np.multiply)
 

@@ -79,25 +79,16 @@ class Conditions(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
-        return _call("interpreter_not", node.operand, at=node) if _is_not(node) else node
+        if not isinstance(node.op, ast.Not):
+            return node
+        return _call("interpreter_not", node.operand, at=node)
 
-    def visit_If(self, node: ast.If) -> ast.AST:
-        return self._with_scalar_test(node)
-
-    def visit_While(self, node: ast.While) -> ast.AST:
-        return self._with_scalar_test(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        return self._with_scalar_test(node)
-
-    def _with_scalar_test(self, node: Any) -> Any:
+    def _visit_test(self, node: Any) -> ast.AST:
         self.generic_visit(node)
         node.test = _call("interpreter_scalar", node.test, at=node.test)
         return node
 
-
-def _is_not(node: ast.UnaryOp) -> bool:
-    return isinstance(node.op, ast.Not)
+    visit_If = visit_While = visit_IfExp = _visit_test
 
 
 def _lazy(value: ast.expr) -> ast.expr:

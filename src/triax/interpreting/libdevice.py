@@ -9,6 +9,7 @@ place. What must round in a given direction (`add_rd`) is missing, and said to b
 from __future__ import annotations
 
 import fractions
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -107,90 +108,46 @@ def _remainder(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _norm(*parts: np.ndarray) -> np.ndarray:
-    norm = parts[0]
-    for part in parts[1:]:
-        norm = np.hypot(norm, part)
-    return np.abs(norm)
+    return functools.reduce(np.hypot, parts)
 
 
-def _exponent(x: np.ndarray) -> np.ndarray:
-    return np.frexp(x)[1] - 1
+def _exponent(x: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+    """The exponent of the power of two below `x`; `otherwise` for 0, infinities and NaN."""
+    return np.where(np.isfinite(x) & (x != 0), np.frexp(x)[1] - 1, otherwise)
 
 
-def _logb(x: np.ndarray) -> np.ndarray:
-    special_case = np.where(x == 0, -np.inf, np.abs(x))
-    return np.where(np.isfinite(x) & (x != 0), _exponent(x), special_case)
-
-
-def _ilogb(x: np.ndarray) -> np.ndarray:
-    special_case = np.where(np.isinf(x), 2**31 - 1, -(2**31))
-    return np.where(np.isfinite(x) & (x != 0), _exponent(x), special_case)
-
-
-def _fdim(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.where(x <= y, 0.0, x - y)
-
-
+_SAME_IN_NUMPY = "exp exp2 expm1 log log2 log10 log1p cbrt hypot sin cos tan sinh cosh tanh fmod"
+_SAME_IN_SCIPY = "exp10 erf erfc erfcx erfinv erfcinv j0 j1 y0 y1"
 _FLOAT: dict[str, Function] = {
+    **{name: getattr(np, name) for name in (*_SAME_IN_NUMPY.split(), "ldexp")},
+    **{name: getattr(special, name) for name in _SAME_IN_SCIPY.split()},
+    **{f"a{n}": getattr(np, f"arc{n}") for n in ("sin", "cos", "tan", "tan2")},
+    **{f"a{n}h": getattr(np, f"arc{n}h") for n in ("sin", "cos", "tan")},
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "frsqrt_rn": lambda x: 1 / np.sqrt(x),
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "exp10": special.exp10,
-    "expm1": np.expm1,
-    "log": np.log,
-    "log2": np.log2,
-    "log10": np.log10,
-    "log1p": np.log1p,
     "pow": np.power,
     "powi": lambda x, n: np.power(x, n.astype(np.float64)),
-    "cbrt": np.cbrt,
     "rcbrt": lambda x: 1 / np.cbrt(x),
-    "hypot": np.hypot,
     "rhypot": lambda x, y: 1 / np.hypot(x, y),
     "norm3d": _norm,
     "norm4d": _norm,
     "rnorm3d": lambda *x: 1 / _norm(*x),
     "rnorm4d": lambda *x: 1 / _norm(*x),
-    "sin": np.sin,
-    "cos": np.cos,
-    "tan": np.tan,
     "sinpi": _sinpi,
     "cospi": _cospi,
-    "asin": np.arcsin,
-    "acos": np.arccos,
-    "atan": np.arctan,
-    "atan2": np.arctan2,
-    "sinh": np.sinh,
-    "cosh": np.cosh,
-    "tanh": np.tanh,
-    "asinh": np.arcsinh,
-    "acosh": np.arccosh,
-    "atanh": np.arctanh,
-    "erf": special.erf,
-    "erfc": special.erfc,
-    "erfcx": special.erfcx,
-    "erfinv": special.erfinv,
-    "erfcinv": special.erfcinv,
     "normcdf": special.ndtr,
     "normcdfinv": special.ndtri,
     "lgamma": special.gammaln,
     "tgamma": special.gamma,
-    "j0": special.j0,
-    "j1": special.j1,
     "jn": special.jv,
-    "y0": special.y0,
-    "y1": special.y1,
     "yn": special.yn,
     "cyl_bessel_i0": special.i0,
     "cyl_bessel_i1": special.i1,
     "fdividef": np.divide,
-    "fdim": _fdim,
-    "fmod": np.fmod,
+    "fdim": lambda x, y: np.where(x <= y, 0.0, x - y),
     "remainder": _remainder,
-    "logb": _logb,
-    "ilogb": _ilogb,
-    "ldexp": np.ldexp,
+    "logb": lambda x: _exponent(x, np.where(x == 0, -np.inf, np.abs(x))),
+    "ilogb": lambda x: _exponent(x, np.where(np.isinf(x), 2**31 - 1, -(2**31))),
     "scalbn": np.ldexp,
     "round": _round_half_away,
 }
@@ -253,27 +210,17 @@ def _permuted_bytes(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.nd
     return result.astype(np.uint32).view(x.dtype)
 
 
+_EXACT_IN_NUMPY = "abs fabs floor ceil trunc rint sqrt copysign nextafter isnan isinf signbit"
 _AS_IS: dict[str, Function] = {
-    "abs": np.abs,
+    **{name: getattr(np, name) for name in _EXACT_IN_NUMPY.split()},
     "llabs": np.abs,
-    "fabs": np.abs,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "trunc": np.trunc,
-    "rint": np.rint,
     "nearbyint": np.rint,
     "llrint": lambda x: to_integer(np.rint(x), np.dtype(np.int64)),
     "llround": lambda x: to_integer(_round_half_away(x), np.dtype(np.int64)),
-    "sqrt": np.sqrt,
-    "copysign": np.copysign,
-    "nextafter": np.nextafter,
     "saturatef": lambda x: np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1)),
     "fma": fma,
-    "isnan": np.isnan,
-    "isinf": np.isinf,
     "finitef": np.isfinite,
     "isfinited": np.isfinite,
-    "signbit": np.signbit,
     "int_as_float": _bits("f4"),
     "uint_as_float": _bits("f4"),
     "float_as_int": _bits("i4"),
@@ -292,19 +239,17 @@ _AS_IS: dict[str, Function] = {
     "byte_perm": _permuted_bytes,
     "mul24": _mul24,
     "umul24": _mul24,
-    "mulhi": _wide(lambda x, y: x * y >> 32),
-    "umulhi": _wide(lambda x, y: x * y >> 32),
-    "mul64hi": _wide(lambda x, y: x * y >> 64),
-    "umul64hi": _wide(lambda x, y: x * y >> 64),
-    "sad": _wide(lambda x, y, z: abs(x - y) + z),
-    "usad": _wide(lambda x, y, z: abs(x - y) + z),
-    "hadd": _wide(lambda x, y: x + y >> 1),
-    "uhadd": _wide(lambda x, y: x + y >> 1),
-    "rhadd": _wide(lambda x, y: x + y + 1 >> 1),
-    "urhadd": _wide(lambda x, y: x + y + 1 >> 1),
 }
 """Functions of the arguments as they come."""
 
+_OF_SIGNED_AND_UNSIGNED: dict[str, Function] = {
+    "mulhi": lambda x, y: x * y >> 32,
+    "mul64hi": lambda x, y: x * y >> 64,
+    "sad": lambda x, y, z: abs(x - y) + z,
+    "hadd": lambda x, y: x + y >> 1,
+    "rhadd": lambda x, y: x + y + 1 >> 1,
+}
+_AS_IS |= {f"{u}{n}": _wide(f) for n, f in _OF_SIGNED_AND_UNSIGNED.items() for u in ("", "u")}
 _ROUNDED_TO_NEAREST: dict[str, Function] = {
     "add_rn": np.add,
     "sub_rn": np.subtract,

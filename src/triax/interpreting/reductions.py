@@ -1,13 +1,13 @@
 """Reductions, scans and maps, for any function.
 
-Triton's interpreter combines one element with the next in Python. Here a combine
-function is applied to whole blocks, in a tree: the logarithm of the length many
-calls, and an order like a GPU's. Sums, maxima and their kin go straight to NumPy.
+Triton's interpreter combines one element with the next in Python, and lets sums of integers grow
+past their type. Here a combine function is applied to whole blocks, in a tree: the logarithm of the
+length many calls, and an order like a GPU's. Sums, maxima and their kin go straight to NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +19,7 @@ from triax.errors import UnsupportedError
 from triax.interpreting.conditions import AmbiguousTruth
 
 Arrays = tuple[np.ndarray, ...]
+Types = Sequence[tl.dtype]
 Combine = Callable[[Arrays, Arrays], Arrays]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -28,46 +29,29 @@ def reduce(
     input: Any, axis: Any, combine_fn: Callable[..., Any], keep_dims: Any = False, **_: Any
 ) -> Any:
     """`tl.reduce`."""
-    tensors, axis = _tensors(input), _unwrap(axis)
-    keep_dims = bool(_unwrap(keep_dims))
-    types = [t.dtype for t in tensors]
-    arrays = tuple(t.handle.data.reshape(t.shape) for t in tensors)
-    rank = arrays[0].ndim
+    arrays, types = _arrays_of(input)
+    axis, rank = _unwrap(axis), arrays[0].ndim
     if axis is None:
         arrays = tuple(a.reshape(-1) for a in arrays)
-    elif not -rank <= axis < rank:
-        raise ValueError(f"`axis` must be in [{-rank}, {rank}), got {axis}.")
-    at = 0 if axis is None else axis % rank
-    fast = _fast_reduction(combine_fn, arrays, at)
-    if fast is not None:
-        reduced = fast
-    else:
-        try:
-            rows = tuple(np.moveaxis(a, at, 0) for a in arrays)
-            reduced = _reduce_tree(_on_blocks(combine_fn, types), rows)
-        except AmbiguousTruth:
-            # A combine function with control flow only makes sense on scalars.
-            return _like(input, compat.elementwise_reduce(tensors, axis, combine_fn, keep_dims))
-    if keep_dims:
-        kept = (1,) * rank if axis is None else None
-        reduced = tuple(r.reshape(kept) if kept else np.expand_dims(r, at) for r in reduced)
-    pairs = zip(reduced, types, strict=True)
-    return _like(input, tuple(compat.tensor(np.asarray(r), t) for r, t in pairs))
+    at = 0 if axis is None else _position(axis, rank)
+    reduced = _fast_reduction(combine_fn, arrays, at)
+    if reduced is None:
+        rows = tuple(np.moveaxis(a, at, 0) for a in arrays)
+        reduced = _reduce_tree(_on_arrays(combine_fn, types), rows)
+    if _unwrap(keep_dims):
+        kept = range(rank) if axis is None else at
+        reduced = tuple(np.expand_dims(r, kept) for r in reduced)
+    return _like(input, reduced, types)
 
 
 def associative_scan(
     input: Any, axis: Any, combine_fn: Callable[..., Any], reverse: Any = False, **_: Any
 ) -> Any:
     """`tl.associative_scan`."""
-    tensors, axis, reverse = _tensors(input), _unwrap(axis), bool(_unwrap(reverse))
-    types = [t.dtype for t in tensors]
-    arrays = tuple(t.handle.data.reshape(t.shape) for t in tensors)
-    rank = arrays[0].ndim
-    if not -rank <= axis < rank:
-        raise ValueError(f"`axis` must be in [{-rank}, {rank}), got {axis}.")
-    rows = tuple(np.moveaxis(a, axis, 0) for a in arrays)
-    if reverse:
-        rows = tuple(r[::-1] for r in rows)
+    arrays, types = _arrays_of(input)
+    at = _position(_unwrap(axis), arrays[0].ndim)
+    order = slice(None, None, -1 if _unwrap(reverse) else 1)
+    rows = tuple(np.moveaxis(a, at, 0)[order] for a in arrays)
     # By identity: hashing a jitted function fills in its cache key.
     cumulate: Any = None
     if combine_fn is compat.SUM_COMBINE:
@@ -77,71 +61,71 @@ def associative_scan(
     if cumulate is not None and rows[0].dtype != _BFLOAT16:
         scanned: Arrays = (cumulate(rows[0], axis=0, dtype=rows[0].dtype),)
     else:
-        try:
-            scanned = _scan_tree(_on_blocks(combine_fn, types), rows)
-        except AmbiguousTruth:
-            parts = compat.elementwise_scan(tensors, axis % rank, combine_fn, reverse)
-            return _like(input, parts)
-    if reverse:
-        scanned = tuple(s[::-1] for s in scanned)
-    pairs = zip(scanned, types, strict=True)
-    return _like(
-        input,
-        tuple(compat.tensor(np.ascontiguousarray(np.moveaxis(s, 0, axis)), t) for s, t in pairs),
-    )
+        scanned = _scan_tree(_on_arrays(combine_fn, types), rows)
+    moved = (np.ascontiguousarray(np.moveaxis(s[order], 0, at)) for s in scanned)
+    return _like(input, moved, types)
 
 
 def map_elementwise(scalar_fn: Callable[..., Any], *args: Any, pack: Any = 1, **_: Any) -> Any:
-    """`tl.map_elementwise`, with one element a call where the function has control flow."""
+    """`tl.map_elementwise`."""
     if _unwrap(pack) != 1:
         raise UnsupportedError(
             "The interpreter has `tl.map_elementwise` for `pack=1` only, got "
             f"`pack={_unwrap(pack)}`."
         )
-    types = [arg.dtype for arg in args]
-    arrays = np.broadcast_arrays(*(arg.handle.data.reshape(arg.shape) for arg in args))
-    shape = arrays[0].shape
+    arrays, types = _arrays_of(args)
+    return _call(scalar_fn, np.broadcast_arrays(*arrays), types)
+
+
+def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Types) -> Any:
+    """A function of scalars on arrays of one shape, at once unless it has control flow."""
     try:
-        return scalar_fn(*map(compat.tensor, arrays, types))
+        return function(*map(compat.tensor, map(np.ascontiguousarray, arrays), types))
     except AmbiguousTruth:
-        rows = zip(*(array.reshape(-1) for array in arrays), strict=True)
-        calls = [scalar_fn(*map(compat.tensor, map(np.asarray, row), types)) for row in rows]
-    single = not isinstance(calls[0], (tuple, tl.core.tuple))
-    outputs = zip(*([(call,) for call in calls] if single else calls), strict=True)
-    mapped = []
-    for lanes in outputs:
-        data = np.concatenate([lane.handle.data for lane in lanes]).reshape(shape)
-        mapped.append(compat.tensor(data, lanes[0].dtype))
-    return mapped[0] if single else tuple(mapped)
+        lanes = zip(*(array.reshape(-1) for array in arrays), strict=True)
+        calls = [function(*map(compat.tensor, map(np.asarray, lane), types)) for lane in lanes]
+
+    def join(values: Sequence[Any]) -> tl.tensor:
+        data = [v.handle.data if isinstance(v, tl.tensor) else np.array([v]) for v in values]
+        dtype = next((v.dtype for v in values if isinstance(v, tl.tensor)), types[0])
+        return compat.tensor(np.concatenate(data).reshape(arrays[0].shape), dtype)
+
+    if isinstance(calls[0], (tuple, tl.core.tuple)):
+        return tuple(map(join, zip(*calls, strict=True)))
+    return join(calls)
 
 
 def _unwrap(value: Any) -> Any:
     return value.value if isinstance(value, tl.constexpr) else value
 
 
-def _tensors(input: Any) -> tuple[tl.tensor, ...]:
-    return (input,) if isinstance(input, tl.tensor) else tuple(input)
+def _arrays_of(input: Any) -> tuple[Arrays, Types]:
+    """The arrays behind a tensor or several, and the types of their elements."""
+    tensors = (input,) if isinstance(input, tl.tensor) else tuple(input)
+    return tuple(t.handle.data.reshape(t.shape) for t in tensors), [t.dtype for t in tensors]
 
 
-def _like(input: Any, outputs: Sequence[tl.tensor]) -> Any:
-    return outputs[0] if isinstance(input, tl.tensor) else tuple(outputs)
+def _like(input: Any, arrays: Iterable[np.ndarray], types: Types) -> Any:
+    """Arrays as one tensor or as several, as the input was."""
+    tensors = tuple(map(compat.tensor, map(np.asarray, arrays), types))
+    return tensors[0] if isinstance(input, tl.tensor) else tensors
 
 
-def _on_blocks(combine_fn: Callable[..., Any], types: Sequence[tl.dtype]) -> Combine:
+def _position(axis: int, rank: int) -> int:
+    if not -rank <= axis < rank:
+        raise ValueError(f"`axis` must be in [{-rank}, {rank}), got {axis}.")
+    return axis % rank
+
+
+def _on_arrays(combine_fn: Callable[..., Any], types: Types) -> Combine:
     """A combine function on arrays of one shape."""
 
     def combine(left: Arrays, right: Arrays) -> Arrays:
-        arguments = [
-            compat.tensor(np.ascontiguousarray(array), dtype)
-            for arrays in (left, right)
-            for array, dtype in zip(arrays, types, strict=True)
-        ]
-        outputs = combine_fn(*arguments)
+        outputs = _call(combine_fn, (*left, *right), [*types, *types])
         outputs = outputs if isinstance(outputs, (tuple, tl.core.tuple)) else (outputs,)
-        shape = left[0].shape
         datas = (o.handle.data if isinstance(o, tl.tensor) else o for o in outputs)
         return tuple(
-            np.broadcast_to(data, shape).astype(compat.numpy_dtype(dtype))
+            np.broadcast_to(data, left[0].shape).astype(compat.numpy_dtype(dtype))
             for data, dtype in zip(datas, types, strict=True)
         )
 

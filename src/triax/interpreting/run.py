@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import triton.language as tl
 from triton.runtime import JITFunction
 
 from triax.binding import diagnostics, dtypes
-from triax.binding.launch import Argument, ArrayType, Descriptor, Launch, Scalar, rebuild
+from triax.binding.launch import ArrayType, Descriptor, Launch, Leaf, Scalar, map_leaves
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_lock import TRITON
 from triax.errors import ArgumentValueError, UnsupportedError
@@ -37,7 +36,8 @@ def run(
 
     Returns:
       One array per ``launch.results``. Elements that the kernel does not write are NaN (0xA5 in
-      every byte of an integer), 0 in zeroed outputs, or the operand's in aliased ones.
+      every byte of an integer), 0 in zeroed outputs, or the operand's in aliased ones. With an
+      empty grid they are 0, or the operand's.
 
     Raises:
       OutOfBounds: the kernel accessed memory outside its buffers.
@@ -45,13 +45,13 @@ def run(
       DataRace, UninitializedRead: with `checked`, what it looks for.
       UnsupportedError: the kernel does something that only a GPU can do.
     """
-    if launch.kernel.is_gluon:
+    if launch.kernel.is_gluon and not launch.candidate.is_empty:
         raise UnsupportedError(
             f"Kernel `{launch.name}` is written in Gluon, which only runs on a GPU: Triton "
             "has no interpreter for it."
         )
     buffers, results = _buffers(launch, operands)
-    if math.prod(launch.grid):
+    if not launch.candidate.is_empty:
         if checked:
             held = {*launch.operand_of_result, *launch.candidate.zeroed}
             fresh = [buffer for index, buffer in enumerate(results) if index not in held]
@@ -92,11 +92,11 @@ def _buffers(
         if index in aliased:
             results.append(aliased[index])
             continue
-        data = _unwritten(type)
+        data = np.zeros(type.nbytes, np.uint8) if launch.candidate.is_empty else _unwritten(type)
         results.append(len(buffers))
         name = names.get(len(buffers), f"result {index}")
         buffers.append(Buffer(name, type, data, writable=True))
-    for index in launch.candidate.zeroed:
+    for index in () if launch.candidate.is_empty else launch.candidate.zeroed:
         buffers[results[index]].data[...] = 0
     return buffers, tuple(results)
 
@@ -122,11 +122,11 @@ def _interpret(launch: Launch, memory: Memory) -> None:
     with np.errstate(all="ignore"), machine.running(memory) as rewriter:
         function = rewriter.function(launch.kernel.function)
         annotations = {p.name: p.annotation_type for p in launch.kernel.function.params}
-        convert = functools.partial(_convert, machine, launch, memory)
-        arguments = {
-            name: convert(argument, annotations.get(name, ""))
-            for name, argument in launch.arguments
-        }
+        arguments = {}
+        for name, argument in launch.arguments:
+            annotation = "" if isinstance(argument, tuple) else annotations.get(name, "")
+            convert = functools.partial(_convert, machine, launch, memory, annotation)
+            arguments[name] = map_leaves(convert, argument)
         arguments.update(launch.constants)
         nx, ny, nz = launch.grid
         machine.builder.num_warps = launch.options.get("num_warps", 4)
@@ -147,11 +147,9 @@ def _interpret(launch: Launch, memory: Memory) -> None:
 
 
 def _convert(
-    machine: _Machine, launch: Launch, memory: Memory, argument: Argument, annotation: str = ""
+    machine: _Machine, launch: Launch, memory: Memory, annotation: str, argument: Leaf
 ) -> Any:
-    """One argument as the interpreter expects it."""
-    if isinstance(argument, tuple):
-        return rebuild(argument, [_convert(machine, launch, memory, part) for part in argument])
+    """A leaf of the arguments as the interpreter expects it."""
     if isinstance(argument, Scalar):
         return _scalar(argument.value, annotation)
     type_name = dtypes.triton_name(launch.array_type(argument).dtype)
@@ -238,6 +236,4 @@ def _method(function: JITFunction) -> Any:
     return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
-@functools.cache
-def _machine() -> _Machine:
-    return _Machine()
+_machine = functools.cache(_Machine)

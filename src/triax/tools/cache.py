@@ -32,9 +32,10 @@ def list_configs() -> int:
             if record is None:
                 print(f"{path.stem:44}  (not usable)  {place.name}")
                 continue
-            about = store.summary(record)
-            time = "" if about["median_ms"] is None else f"{about['median_ms']:.4f} ms"
-            print(f"{path.stem:44}  {time:>12}  {about['config']}  [{about['gpu']}, {place.name}]")
+            best = next((t.median_ms for t in record.timings if t.config == record.config), None)
+            time = "" if best is None else f"{best:.4f} ms"
+            where = f"[{record.key.gpu}, {place.name}]"
+            print(f"{path.stem:44}  {time:>12}  {record.config}  {where}")
     return status
 
 

@@ -1,9 +1,10 @@
-"""The compiler interface of tuning, and messages about candidates that do not compile or run."""
+"""The compiler interface of tuning, and what it says of candidates that cannot be used."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from triax.binding import diagnostics
@@ -29,6 +30,15 @@ class CompileAll(Protocol):
         machine_code: bool = False,
         on_each: Callable[[], None] | None = None,
     ) -> list[CompiledKernel | Exception]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """Why no config is chosen; which configs are known to fail, and which to be slow."""
+
+    reason: str
+    failed: Collection[str] = ()
+    slow: Collection[str] = ()
 
 
 def dropped(launch: Launch, error: Exception) -> str:

@@ -52,10 +52,6 @@ _GRACE_S = 10.0
 NOT_TRIED = "not tried: measuring was over"
 
 
-class TooLargeError(TuningError):
-    """Measuring would take more GPU memory than it may."""
-
-
 def unavailable() -> str | None:
     """Why this installation cannot measure, or None."""
     if (
@@ -189,8 +185,8 @@ def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timin
     """Times as many candidates of a job as fit in its time budget.
 
     Raises:
-      TooLargeError: the job needs more memory than it may take.
-      TuningError: the worker fails on this machine, or other processes hold the GPU too long.
+      TuningError: the job needs too much memory, the worker fails on this machine, or other
+        processes hold the GPU too long.
     """
     measurement = _Measurement(job, progress)
     try:
@@ -280,11 +276,6 @@ class _Measurement:
                 if message.fatal:
                     worker.kill()
                     return False
-            elif isinstance(message, messages.TooLarge):
-                raise TooLargeError(
-                    f"measuring needs {message.needed_bytes} bytes of GPU memory, and may take "
-                    f"{message.allowed_bytes} (half of what is free, or TRIAX_TUNING_BYTES)"
-                )
             else:
                 raise TuningError(f"the tuning worker could not begin: {message.reason}")
 

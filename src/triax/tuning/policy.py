@@ -22,7 +22,7 @@ from triax.compat import versions
 from triax.devices import Device
 from triax.errors import TuningError, VersionError
 from triax.tuning import agree, failures, store
-from triax.tuning.failures import CompileAll
+from triax.tuning.failures import CompileAll, Fallback
 from triax.tuning.key import SIZE_FACTOR, Key, label, make_key
 from triax.tuning.store import Timing
 
@@ -84,11 +84,6 @@ def decision(name: str) -> Decision | None:
     return _noted.get(name)
 
 
-def tries_all_configs(mode: str) -> bool:
-    """Whether XLA gets all configs of a kernel that has several."""
-    return mode == "runtime" and versions.RUNTIME_AUTOTUNING.passes(versions.gated_version())
-
-
 def choose(
     call: Call,
     launches: Sequence[Launch],
@@ -119,12 +114,14 @@ def choose(
     stand_ins = [*([fallback] if fallback else []), *launches]
     mode = call.tuning
     if mode == "runtime" and inputs is None:
-        if tries_all_configs(mode):
-            return _all_that_compile(call, launches, compute_capability, compile_all)
+        if versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
+            source = "tuned by XLA at run time"
+            return _that_compile(call, [launches], compute_capability, compile_all, source)
         _report_old_version(call)
     if mode in ("off", "runtime") and inputs is None:
+        one_by_one = [[launch] for launch in stand_ins]
         source = _first_config(mode)
-        return _first_that_compiles(call, stand_ins, compute_capability, compile_all, source)
+        return _that_compile(call, one_by_one, compute_capability, compile_all, source)
     lookup = _Lookup(
         call,
         launches,
@@ -152,15 +149,6 @@ def _first_config(mode: str) -> str:
 
 
 # --- ahead of time ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Fallback:
-    """Why no config is chosen; which configs are known to fail, and which to be slow."""
-
-    reason: str
-    failed: Collection[str] = ()
-    slow: Collection[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,9 +199,12 @@ class _Lookup:
         """The first config that compiles and is not known to fail, if possible not a slow one."""
         left = [s for s in self.stand_ins if label(s) not in fallback.failed]
         left.sort(key=lambda launch: label(launch) in fallback.slow)
-        source = _first_config(self.call.tuning)
-        choice = _first_that_compiles(
-            self.call, left, self.compute_capability, self.compile_all, source
+        choice = _that_compile(
+            self.call,
+            [[launch] for launch in left],
+            self.compute_capability,
+            self.compile_all,
+            _first_config(self.call.tuning),
         )
         config, name = choice.decision.config, self.key.name
         _log_fallback(self.call.display_name, name, config, fallback.reason)
@@ -243,7 +234,12 @@ class _Lookup:
         config = agree.settle(name, able=problem is None)
         if config is not None:
             return Decision(config, _ELSEWHERE)
-        return self._measure() if problem is None else problem
+        if problem is not None:
+            return problem
+        measured = self._search()
+        if isinstance(measured, Fallback):
+            _unmeasurable[name] = measured
+        return measured
 
     def _near(self, labels: Collection[str]) -> Decision | None:
         """The best config this process knows for a call of about this size, the nearest in size."""
@@ -277,26 +273,20 @@ class _Lookup:
         problem = _unavailable(self.device)
         return None if problem is None else Fallback(problem)
 
-    def _measure(self) -> Decision | Fallback:
-        from triax.tuning.search import Undecided  # only where something is measured: it is slow
-
-        try:
-            return self._search()
-        except Undecided as error:
-            fallback = Fallback(str(error), error.failed, error.slow)
-            return _unmeasurable.setdefault(self.key.name, fallback)
-
     def _measured_for_real(self) -> Decision:
         """Measures on the real operands; the caller asked for that, so there is no fallback."""
         if (problem := _unavailable(self.device)) is not None:
             raise TuningError(f"Kernel {self.call.display_name!r} cannot be tuned: {problem}.")
-        return self._search()
+        found = self._search()
+        if isinstance(found, Fallback):
+            raise TuningError(found.reason)
+        return found
 
-    def _search(self) -> Decision:
+    def _search(self) -> Decision | Fallback:
         from triax.tuning.search import search  # only where something is measured: it is slow
 
         assert self.device is not None
-        record = search(
+        found = search(
             self.call,
             self.launches,
             self.compute_capability,
@@ -305,7 +295,9 @@ class _Lookup:
             self.key,
             self.inputs,
         )
-        return Decision(record.config, "measured now", record.timings, self.key.moved_bytes)
+        if isinstance(found, Fallback):
+            return found
+        return Decision(found.config, "measured now", found.timings, self.key.moved_bytes)
 
 
 _ELSEWHERE = "another process of this job"
@@ -357,32 +349,22 @@ def _report_old_version(call: Call) -> None:
 # --- compiling ----------------------------------------------------------------------------
 
 
-def _first_that_compiles(
+def _that_compile(
     call: Call,
-    launches: Sequence[Launch],
+    batches: Sequence[Sequence[Launch]],
     compute_capability: int,
     compile_all: CompileAll,
     source: str,
 ) -> Choice:
+    """The launches that compile, of the first batch in which any does."""
     reasons = []
-    for launch in launches:
-        (result,) = compile_all([launch], compute_capability)
-        if isinstance(result, CompiledKernel):
-            return Choice([launch], Decision(label(launch), source))
-        reasons.append(failures.dropped(launch, result))
+    for batch in batches:
+        compiled = []
+        for launch, result in zip(batch, compile_all(batch, compute_capability), strict=True):
+            if isinstance(result, CompiledKernel):
+                compiled.append(launch)
+            else:
+                reasons.append(failures.dropped(launch, result))
+        if compiled:
+            return Choice(compiled, Decision(label(compiled[0]), source))
     raise failures.none_left(call, reasons)
-
-
-def _all_that_compile(
-    call: Call, launches: Sequence[Launch], compute_capability: int, compile_all: CompileAll
-) -> Choice:
-    compiled, reasons = [], []
-    results = compile_all(launches, compute_capability)
-    for launch, result in zip(launches, results, strict=True):
-        if isinstance(result, CompiledKernel):
-            compiled.append(launch)
-        else:
-            reasons.append(failures.dropped(launch, result))
-    if not compiled:
-        raise failures.none_left(call, reasons)
-    return Choice(compiled, Decision(label(compiled[0]), "tuned by XLA at run time"))

@@ -16,25 +16,12 @@ from triax.compat import jax_private
 from triax.devices import Device
 from triax.errors import ArgumentTypeError, CompilationTimeout, TuningError
 from triax.tuning import failures, measure, store
-from triax.tuning.failures import CompileAll
+from triax.tuning.failures import CompileAll, Fallback
 from triax.tuning.key import Key, label
 from triax.tuning.progress import Progress
 from triax.tuning.store import Record, Timing
 
 logger = logging.getLogger(__name__)
-
-
-class Undecided(TuningError):
-    """No candidate could be timed.
-
-    Those in `failed` are known not to run; those in `slow` took too long to compile or to run.
-    """
-
-    def __init__(self, message: str, timings: Iterable[Timing]):
-        super().__init__(message)
-        errors = [t for t in timings if t.error is not None and t.error != measure.NOT_TRIED]
-        self.failed = frozenset(t.config for t in errors if not t.out_of_time)
-        self.slow = frozenset(t.config for t in errors if t.out_of_time)
 
 
 def search(
@@ -45,28 +32,56 @@ def search(
     device: Device,
     key: Key,
     inputs: Sequence[Any] | None,
-) -> Record:
+) -> Record | Fallback:
     """Compiles and times the candidates of a call; stores the result and returns it.
+
+    If none could be timed, for lack of time or of something on this machine, that is the answer.
 
     Raises:
       CompilationError: every candidate fails to compile or to run.
-      Undecided: none could be timed, for lack of time or of something on this machine.
     """
-    progress = Progress(call.display_name, len(launches))
-    try:
-        timings = _compile_and_time(
-            call, launches, compute_capability, compile_all, device, inputs, progress
+    with contextlib.closing(Progress(call.display_name, len(launches))) as progress:
+        with contextlib.suppress(TuningError):  # `measure` will raise it again
+            measure.start_worker(device)  # it starts while the candidates compile
+        results = compile_all(
+            launches,
+            compute_capability,
+            timeout_s=6 * settings.tuning_timeout_s(),
+            machine_code=True,
+            on_each=progress.step,
         )
-    finally:
-        progress.close()
+        compiled: list[tuple[Launch, CompiledKernel]] = []
+        timings: dict[str, Timing] = {}
+        for launch, result in zip(launches, results, strict=True):
+            if isinstance(result, CompiledKernel):
+                compiled.append((launch, result))
+            else:
+                late = isinstance(result, CompilationTimeout)
+                reason = failures.dropped(launch, result)
+                timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
+        if compiled:
+            arrays = _tuning_arrays(call, launches[0], inputs)
+            try:
+                # The program's own work on the GPU would distort the timings.
+                jax_private.drain(device.index)
+                with measure.operand_files(arrays) as paths:
+                    job = measure.make_job(call, compiled, paths)
+                    found = measure.measure(job, device, progress)
+            except (TuningError, OSError, MemoryError) as error:
+                return _fallback(str(error) or "no memory", timings.values())
+            timings |= {timing.config: timing for timing in found}
     ordered = [timings[label(launch)] for launch in launches]
-    best = _best(call, ordered)
+    timed = [timing for timing in ordered if timing.error is None]
+    if not timed:
+        return _nothing_timed(call, ordered)
+    # The config listed first wins ties, as with min() in Triton.
+    best = min(timed, key=lambda timing: timing.median_ms or 0.0)
     what = _contents(call, inputs)
     logger.info(
         "kernel %s (%s): measured %d configs on %s; best: [%s] %.4f ms",
         call.display_name,
         key.name,
-        sum(timing.error is None for timing in ordered),
+        len(timed),
         what,
         best.config,
         best.median_ms,
@@ -79,68 +94,21 @@ def search(
     return record
 
 
-def _compile_and_time(
-    call: Call,
-    launches: Sequence[Launch],
-    compute_capability: int,
-    compile_all: CompileAll,
-    device: Device,
-    inputs: Sequence[Any] | None,
-    progress: Progress,
-) -> dict[str, Timing]:
-    with contextlib.suppress(TuningError):  # `measure` will raise it again
-        measure.start_worker(device)  # it starts while the candidates compile
-    results = compile_all(
-        launches,
-        compute_capability,
-        timeout_s=6 * settings.tuning_timeout_s(),
-        machine_code=True,
-        on_each=progress.step,
-    )
-    compiled: list[tuple[Launch, CompiledKernel]] = []
-    timings: dict[str, Timing] = {}
-    for launch, result in zip(launches, results, strict=True):
-        if isinstance(result, CompiledKernel):
-            compiled.append((launch, result))
-        else:
-            late = isinstance(result, CompilationTimeout)
-            reason = failures.dropped(launch, result)
-            timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
-    if compiled:
-        arrays = _tuning_arrays(call, launches[0], inputs)
-        try:
-            _drain(device)
-            with measure.operand_files(arrays) as paths:
-                job = measure.make_job(call, compiled, paths)
-                timed = measure.measure(job, device, progress)
-        except (TuningError, OSError, MemoryError) as error:
-            raise Undecided(str(error) or "no memory", timings.values()) from error
-        timings |= {timing.config: timing for timing in timed}
-    return timings
-
-
-def _best(call: Call, timings: Sequence[Timing]) -> Timing:
-    timed = [timing for timing in timings if timing.error is None]
-    if timed:
-        # The config listed first wins ties, as with min() in Triton.
-        return min(timed, key=lambda timing: timing.median_ms or 0.0)
-    failed = [timing for timing in timings if not timing.out_of_time]
-    if len(failed) == len(timings):
+def _nothing_timed(call: Call, timings: Sequence[Timing]) -> Fallback:
+    if not any(timing.out_of_time for timing in timings):
         # No fallback to the first: a config that fails in the worker would fail in the program.
         raise failures.none_left(call, [f"[{timing.config}] {timing.error}" for timing in timings])
     reasons = "; ".join(f"[{timing.config}] {timing.error}" for timing in timings)
-    raise Undecided(
+    return _fallback(
         f"no config could be timed ({reasons}); set TRIAX_TUNING_TIMEOUT to give a run more time",
         timings,
     )
 
 
-def _drain(device: Device) -> None:
-    """Waits for the program's own work on the GPU, which would distort the timings."""
-    try:
-        jax_private.drain(device.index)
-    except RuntimeError as error:
-        raise TuningError(f"the GPU cannot be waited for: {error}") from error
+def _fallback(reason: str, timings: Iterable[Timing]) -> Fallback:
+    errors = [t for t in timings if t.error is not None and t.error != measure.NOT_TRIED]
+    failed = frozenset(t.config for t in errors if not t.out_of_time)
+    return Fallback(reason, failed, slow=frozenset(t.config for t in errors if t.out_of_time))
 
 
 def _tuning_arrays(

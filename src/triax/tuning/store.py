@@ -18,7 +18,6 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from triax import settings
 from triax.compat import versions
@@ -224,16 +223,3 @@ def find(key: Key) -> tuple[Record, Store] | None:
         if record is not None:
             return record, store
     return None
-
-
-def summary(record: Record) -> dict[str, Any]:
-    """A record as a short dictionary for people."""
-    best = next((t.median_ms for t in record.timings if t.config == record.config), None)
-    return {
-        "kernel": record.key.kernel,
-        "gpu": record.key.gpu,
-        "config": record.config,
-        "median_ms": best,
-        "arguments": dict(record.key.arguments),
-        "date": record.date,
-    }

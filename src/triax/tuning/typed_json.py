@@ -53,7 +53,7 @@ def build(kind: Any, value: Any, name: str = "it") -> Any:
         items = enumerate(_of_type(list, value, name))
         return tuple(build(item_kind, item, f"{name}[{index}]") for index, item in items)
     if kind is float and type(value) is int:
-        value = _as_float(value)
+        value = float(value) if abs(value) < 1 << 1023 else math.inf
     _of_type(kind, value, name)
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{name} is {value}")
@@ -105,10 +105,3 @@ _WORDS = {
     int: "an int",
     float: "a number",
 }
-
-
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

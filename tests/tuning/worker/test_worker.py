@@ -14,7 +14,7 @@ import pytest
 
 from triax.devices import Device
 from triax.errors import TuningError
-from triax.tuning import measure
+from triax.tuning import measure, progress
 from triax.tuning.progress import Progress
 from triax.tuning.worker import client, messages
 
@@ -68,15 +68,15 @@ def test_each_has_its_time(driver):
     assert best(found) == 2
 
 
-@pytest.mark.slow("waits for 20 seconds of what is no JAX")
-def test_thirty_configs_of_a_second(driver, caplog):
+def test_more_configs_than_there_is_time_for(driver, caplog, monkeypatch):
     """The best of those tried, in little more than the budget, and nobody is blamed for time."""
-    driver(ms={str(grid): 1000 + 10 * ((7 * grid) % 30) for grid in range(1, 31)})
+    monkeypatch.setattr(progress, "_QUIET_S", 0.5)
+    driver(ms={str(grid): 100 + 10 * ((7 * grid) % 30) for grid in range(1, 31)})
     start = time.monotonic()
-    found, reasons = times(make_job(*range(1, 31), timeout_s=10))
-    assert time.monotonic() - start < 30
+    found, reasons = times(make_job(*range(1, 31), timeout_s=10, budget_s=2.5))
+    assert time.monotonic() - start < 10
     tried = [grid for grid in found if found[grid] is not None]
-    assert len(tried) >= 15
+    assert 3 < len(tried) < 20
     assert tried == list(range(1, len(tried) + 1))
     assert best(found) == min(tried, key=lambda grid: (7 * grid) % 30)
     assert all("not tried" in reasons[grid] for grid in range(len(tried) + 1, 31))
@@ -130,7 +130,9 @@ def test_what_was_timed_counts_where_nothing_can_go_on(driver, caplog):
     assert found[1] is not None
     assert sorted(reasons) == [2, 3]
     assert reasons[3] == measure.NOT_TRIED
-    assert "measuring ended early: measuring needs" in caplog.text
+    assert (
+        "measuring ended early: the tuning worker could not begin: measuring needs" in caplog.text
+    )
 
 
 def test_killing_does_not_wait_for_who_holds_the_pipe(driver):
@@ -194,9 +196,9 @@ def test_configs_longer_than_one_run_may_take_are_late_not_bad(driver):
 def test_memory(driver):
     log = driver(free_bytes=1 << 20)
     big = messages.BufferSpec(1 << 20)
-    with pytest.raises(measure.TooLargeError, match=r"needs 1\d{6} bytes .* may take 524288 "):
+    with pytest.raises(TuningError, match=r"needs 1\d{6} bytes .* may take 524288 "):
         measure.measure(make_job(1, buffers=[big]), DEVICE, Progress("kernel", 1))
-    with pytest.raises(measure.TooLargeError, match="may take 1000 "):
+    with pytest.raises(TuningError, match="may take 1000 "):
         measure.measure(make_job(1, limit_bytes=1000), DEVICE, Progress("kernel", 1))
     first = client.start(0)
     times(make_job(1, 2, buffers=[messages.BufferSpec(1000, restored=True)]))
@@ -305,7 +307,7 @@ def test_goes_with_its_parent(driver, tmp_path):
     )
     assert program.stdout.readline() == "started\n"
     (pid,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-    time.sleep(1)
+    time.sleep(0.2)
     program.kill()
     program.wait()
     program.stdout.close()

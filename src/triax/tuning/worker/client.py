@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
-import pickle
-import queue
-import struct
 import subprocess
 import sys
 import threading
@@ -30,46 +28,42 @@ class Ended(TuningError):
 
 
 class Worker:
-    """A worker process and the pipes to it.
+    """A worker process and the connection to it.
 
     Raises:
       TuningError: the process cannot be started.
     """
 
     def __init__(self, device: int):
-        command = [str(Path(__file__).with_name("process.py")), *map(str, (os.getpid(), device))]
         if not sys.executable:
             raise TuningError("the tuning worker cannot be started: there is no Python to run")
+        self._connection, theirs = multiprocessing.Pipe()
+        arguments = (Path(__file__).with_name("process.py"), theirs.fileno(), os.getpid(), device)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *command, str(_IDLE_S)],
+                [sys.executable, "-P", *map(str, arguments), str(_IDLE_S)],
                 bufsize=0,  # no locks: closing a pipe must not wait for its reader
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C goes to the program, which ends the worker
             )
         except OSError as error:
+            self._connection.close()
             raise TuningError(f"the tuning worker cannot be started: {error}") from error
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._errors: list[bytes] = []
+        finally:
+            theirs.close()
+        self._printed: list[bytes] = []
         self._ready: messages.Ready | None = None
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._drain_errors, daemon=True).start()
+        self._reader = threading.Thread(target=self._read_printed, daemon=True)
+        self._reader.start()
 
-    def _read(self) -> None:
-        stream = self._process.stdout
-        with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
-            while len(header := _read(stream, 8)) == 8:
-                (size,) = struct.unpack("<q", header)
-                self._answers.put(pickle.loads(_read(stream, size)))
-        self._answers.put(None)
-
-    def _drain_errors(self) -> None:
-        assert self._process.stderr is not None
+    def _read_printed(self) -> None:
+        assert self._process.stdout is not None
         with contextlib.suppress(OSError, ValueError):
-            while line := self._process.stderr.read(4096):
-                self._errors[:] = [*self._errors[-20:], line]
+            while text := self._process.stdout.read(4096):
+                self._printed[:] = [*self._printed[-20:], text]
 
     @property
     def alive(self) -> bool:
@@ -87,12 +81,8 @@ class Worker:
         return self._ready
 
     def send(self, job: messages.Job) -> None:
-        data = pickle.dumps(job)
-        rest = memoryview(struct.pack("<q", len(data)) + data)
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # `answer` reports that the worker ended
-            while rest:
-                rest = rest[self._process.stdin.write(rest) :]
+            self._connection.send(job)
 
     def answer(self, timeout_s: float) -> Any:
         """The next answer.
@@ -101,15 +91,15 @@ class Worker:
           Ended: the worker ended, or sent nothing in that time and was killed.
         """
         try:
-            found = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
+            if self._connection.poll(timeout_s):
+                return self._connection.recv()
+        except (OSError, EOFError):
+            self._reader.join(1.0)  # one of its own children may keep the pipe open
             self.kill()
-            raise Ended(f"the tuning worker said nothing for {timeout_s:g} s") from None
-        if found is None:
-            self.kill()  # it has ended, but its pipes are still open
-            last = b"".join(self._errors[-3:]).decode(errors="replace").strip()
-            raise Ended(f"the tuning worker ended{': ' * bool(last)}{last}")
-        return found
+            last = b"".join(self._printed[-3:]).decode(errors="replace").strip()
+            raise Ended(f"the tuning worker ended{': ' * bool(last)}{last}") from None
+        self.kill()
+        raise Ended(f"the tuning worker said nothing for {timeout_s:g} s")
 
     def kill(self) -> None:
         self._process.kill()
@@ -118,24 +108,15 @@ class Worker:
         self._close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the worker is the parent's, and these pipes are copies."""
+        """In a forked child: the worker is the parent's, and the connection is a copy."""
         self._process.returncode = 0  # or Python would wait for it here
         self._close()
 
     def _close(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-
-
-def _read(stream: Any, size: int) -> bytes:
-    """Reads `size` bytes from an unbuffered stream, or fewer at its end."""
-    parts = []
-    while size and (part := stream.read(size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._connection.close()
+            self._process.stdout.close()
 
 
 _workers: dict[int, Worker] = {}

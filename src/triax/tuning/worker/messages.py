@@ -93,16 +93,8 @@ class Ready:
 
 
 @dataclasses.dataclass(frozen=True)
-class TooLarge:
-    """The job was not done: it needs more memory than it may take."""
-
-    needed_bytes: int
-    allowed_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Refused:
-    """The job was not done, for a reason unrelated to its candidates."""
+    """The job was not done, for a reason unrelated to its candidates, such as its size."""
 
     reason: str
 

@@ -1,8 +1,8 @@
 """The tuning worker: a process with a CUDA context of its own that times kernels.
 
-Run as a file, not as a module, so that neither JAX nor the rest of Triax is imported. It reads
-pickled jobs from standard input and writes pickled answers to standard output as it goes, so that
-the program always knows which candidate is running, and keeps earlier timings. A candidate that
+Run as a file, not as a module, so that neither JAX nor the rest of Triax is imported. It answers
+jobs as it goes, so that the program always knows which candidate is running, and keeps earlier
+timings. A candidate that
 faults breaks this process's context, and one that never ends blocks its device queue; both end this
 process, not the program. It also ends with its parent, and after some time without work.
 """
@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pickle
-import select
 import statistics
-import struct
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NoReturn
 
 
 def _load(file: str) -> Any:
@@ -138,7 +136,12 @@ def work(device: driver.Context, job: messages.Job, answer: Callable[[Any], None
     if job.limit_bytes is not None:
         allowed = min(allowed, job.limit_bytes)
     if bench.needed_bytes() > allowed:
-        answer(messages.TooLarge(bench.needed_bytes(), allowed))
+        answer(
+            messages.Refused(
+                f"measuring needs {bench.needed_bytes()} bytes of GPU memory, and may take "
+                f"{allowed} (half of what is free, or TRIAX_TUNING_BYTES)"
+            )
+        )
         return
     try:
         bench.allocate()
@@ -162,46 +165,25 @@ def follow_parent(parent: int) -> None:
     leave(5)
 
 
-def send(stream: BinaryIO, message: Any) -> None:
-    data = pickle.dumps(message)
-    stream.write(struct.pack("<q", len(data)) + data)
-    stream.flush()
-
-
-def receive(stream: BinaryIO, idle_s: float) -> Any:
-    """The next job; None after `idle_s` without one, or at the end of the stream.
-
-    `stream` is unbuffered, so that `select` sees everything that has arrived.
-    """
-    if not select.select([stream], [], [], idle_s)[0]:
+def receive(connection: Connection[Any, Any], idle_s: float) -> Any:
+    """The next job; None after `idle_s` without one, or if nobody is connected any more."""
+    try:
+        return connection.recv() if connection.poll(idle_s) else None
+    except (OSError, EOFError):
         return None
-    header = _read(stream, 8)
-    if len(header) < 8:
-        return None
-    (size,) = struct.unpack("<q", header)
-    return pickle.loads(_read(stream, size))
-
-
-def _read(stream: BinaryIO, size: int) -> bytes:
-    parts = []
-    while size and (part := stream.read(size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def main() -> None:
-    parent, index, idle_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    descriptor, parent, index = map(int, sys.argv[1:4])
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
-    requests, answers = os.fdopen(0, "rb", buffering=0), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that nothing that libraries print is taken for an answer
+    connection = Connection(descriptor)
     device = driver.Context(index)
-    send(answers, messages.Ready(device.uuid))
-    while (job := receive(requests, idle_s)) is not None:
+    connection.send(messages.Ready(device.uuid))
+    while (job := receive(connection, float(sys.argv[4]))) is not None:
         try:
-            work(device, job, lambda message: send(answers, message))
+            work(device, job, connection.send)
         except (driver.DriverError, OSError) as error:  # not about a candidate, mostly memory
-            send(answers, messages.Refused(str(error)))
+            connection.send(messages.Refused(str(error)))
             if device.is_broken():
                 leave(6)
 
