@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench.record import COMMITTED, PLAN, record, result
+from tests.bench.shared import COMMITTED, PLAN, record, result
 from triax.bench.report import WIDTH, is_right, read, table
 from triax.errors import ArgumentValueError
 
@@ -43,7 +43,7 @@ def test_other_files_are_refused(content, tmp_path):
 
 def test_rows_of_moves_and_of_matmuls():
     move = result(median_us=571.234, terabytes_per_second=1.754, fraction_of_stream=0.951)
-    assert row_of(move).split() == ["571.23", "1.75", "95.1%"]
+    assert row_of(move).split() == ["571.23", "-", "1.75", "95.1%"]
     more = {"teraflops_per_second": 700.04, "fraction_of_dense": 0.913, "seconds_method": "bursts"}
     text = table(record(result(op="ragged_dot", median_us=9.0, **more)))
     assert lines_with(text, " 9.00 ", " 700.0 ", " 91.3%")
@@ -56,7 +56,7 @@ def test_rows_of_moves_and_of_matmuls():
 def test_a_wrong_result_prints_no_speed():
     wrong = {"median_us": None, "error": "wrong: 3 elements differ", "seconds_method": None}
     results = [result(**wrong), result("jnp.take", median_us=250.0)]
-    assert row_of(*results).split() == ["error", "jnp.take", "250.00", "µs"]
+    assert row_of(*results).split() == ["error", "-", "-", "-", "jnp.take", "250.00", "µs"]
     assert row_of(result(), result("jnp.take", **wrong)).endswith("jnp.take: error")
     text = table(record(*results))
     assert lines_with(text, "error: permute mixtral-8x7b T=8192 H=4096 bfloat16 triax: wrong: 3 e")
@@ -74,4 +74,4 @@ def test_a_time_of_the_host_is_compared_with_nothing(side, method, mark):
     results[side]["seconds_method"] = method
     assert row_of(*results).endswith(f"jnp.take {mark * side}100.00 µs")
     if side == 0:
-        assert row_of(*results).split()[:3] == [f"{mark}50.00", "-", "-"]
+        assert row_of(*results).split()[:4] == [f"{mark}50.00", "-", "-", "-"]

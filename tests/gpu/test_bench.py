@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from triax import cli
-from triax.bench.clock import clock_of
+from triax.bench.timing import clock_of
 
 pytestmark = pytest.mark.gpu
 

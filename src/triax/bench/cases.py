@@ -28,6 +28,7 @@ from triax import moe
 
 Inputs = dict[str, Any]
 Program = Callable[[Inputs], Any]
+Run = Callable[["Case", Any, Inputs], Any]
 
 
 class Stream(NamedTuple):
@@ -65,9 +66,23 @@ class Case:
     def program(self, implementation: Any = None) -> Program:
         """Runs the op by `implementation`, as its functions take it.
 
-        For the matmuls it may also be a function that takes the place of `moe.ragged_dot`.
+        It may also be a function to call in their place: `moe.ragged_dot`'s, the router's, that of
+        a move, or one from x, experts and weights for a whole route.
         """
         return _program(self.unnamed, implementation)
+
+    def chain(self, program: Program, inputs: Inputs) -> Callable[[Inputs, Any], Inputs] | None:
+        """Makes the inputs of a next run of inputs and outputs; None where shapes forbid it."""
+        names = OPS[self.op].next.split()
+
+        def chain(i: Inputs, outputs: Any) -> Inputs:
+            made = outputs if isinstance(outputs, tuple) else (outputs,)
+            given = [out.expert_of if isinstance(out, moe.Plan) else out for out in made]
+            return {**i, **dict(zip(names, given, strict=True))}
+
+        types = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+        following = lambda: types(jax.eval_shape(lambda i: chain(i, program(i)), inputs))
+        return chain if names and following() == types(inputs) else None
 
     @property
     def unnamed(self) -> Case:
@@ -75,42 +90,22 @@ class Case:
         return dataclasses.replace(self, preset=None, routing=None)
 
     @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
     def passes(self) -> list[tuple[Stream, int]]:
-        """The passes over memory that the op is made of, each with all of its bytes.
+        """The passes over memory that the op is made of, with every input and output in bytes.
 
-        Those are a little more than the stream's, which stands for all passes of the same ratio.
+        Those are a little more than the stream's, which leaves out indices and weights.
         """
-        rows = self.tokens * self.top_k
-        unit = self.tokens * self.hidden * jnp.dtype(self.dtype).itemsize
-        small = {
-            "pairs": 4 * rows,
-            "groups": 4 * self.experts,
-            "logits": 4 * self.tokens * self.experts,
-        }
-        sizes = {"tokens": unit, "rows": self.top_k * unit, **small}
-        found = []
-        for name in OPS[self.op].passes.split():
-            reads, writes = (
-                names.count("tokens") + self.top_k * names.count("rows") for names in PASSES[name]
-            )
-            num_bytes = sum(sizes[name] for name in " ".join(PASSES[name]).split())
-            found.append((Stream(reads, writes, unit), num_bytes))
-        return found
-
-    @property
-    def num_bytes(self) -> int:
-        """Every input and every output of every pass over the rows, once."""
-        return sum(num_bytes for _, num_bytes in self.passes)
-
-    @property
-    def streams(self) -> list[tuple[Stream, int]]:
-        """The passes that move rows: streams take as long as the op ideally does."""
-        return [(stream, size) for stream, size in self.passes if stream.reads and stream.writes]
+        names = OPS[self.op].passes.split()
+        return [_pass(dataclasses.replace(self.unnamed, op=name)) for name in names]
 
     @property
     def flops(self) -> int:
         """The operations of its matmuls; 0 where it has none."""
-        return 2 * self.tokens * self.top_k * self.hidden * self.width * OPS[self.op].matmuls
+        return 2 * self.rows * self.hidden * self.width * OPS[self.op].matmuls
 
 
 @functools.cache
@@ -118,31 +113,41 @@ def _program(case: Case, implementation: Any) -> Program:
     return functools.partial(OPS[case.op].run, case, implementation)
 
 
-# What a pass over memory reads and writes at least: arrays like the tokens and like the rows,
-# integers or weights by (token, slot), integers by expert or chunk.
-PASSES = {
-    "plan": ("pairs", "pairs pairs groups groups groups"),
-    "permute": ("tokens pairs groups groups", "rows"),
-    "unpermute": ("rows pairs pairs", "tokens"),
-    "permute_grad": ("rows pairs", "tokens"),
-    "unpermute_grad": ("rows tokens pairs pairs groups groups", "rows pairs"),
-    "sort_chunks": ("tokens groups groups", "tokens"),
-    "router": ("logits", "pairs pairs"),
-    "router_grad": ("pairs pairs pairs", "logits"),  # normalised: chosen logits alone
-}
+@functools.cache
+def _pass(case: Case) -> tuple[Stream, int]:
+    """The stream that stands for an op, and the bytes of all its inputs and outputs."""
+    given = jax.eval_shape(case.make_inputs)
+    sides = [jax.tree.leaves(side) for side in (given, jax.eval_shape(case.program("xla"), given))]
+    wide = [[a.shape[0] for a in side if a.shape[1:] == (case.hidden,)] for side in sides]
+    reads, writes = (sum(rows) // case.tokens for rows in wide)
+    unit_bytes = case.tokens * case.hidden * jnp.dtype(case.dtype).itemsize
+    num_bytes = sum(a.size * a.dtype.itemsize for side in sides for a in side)
+    return Stream(reads, writes, unit_bytes), num_bytes
 
 
 # --- the ops: functions of a case, an implementation and the inputs -------------------------
 
 
-def with_gradients(run: Program, i: Inputs, *names: str, upstream: str = "gradient") -> Any:
-    """What `run` makes of the inputs, and the gradients of those named."""
-    at = lambda *values: run({**i, **dict(zip(names, values, strict=True))})
-    y, pull = jax.vjp(at, *(i[name] for name in names))
-    return y, *pull(i[upstream])
+def _with_gradients(run: Run, *names: str, upstream: str = "gradient", alone: bool = False) -> Run:
+    """An op that returns what `run` does, unless `alone`, and the gradients of the inputs named."""
+
+    def op(case: Case, how: Any, i: Inputs) -> Any:
+        # The gradient of a move does not depend on `x`, so XLA drops the forward pass.
+        i = {"x": jnp.zeros((case.tokens, i[upstream].shape[1]), i[upstream].dtype), **i}
+        at = lambda *values: run(case, how, {**i, **dict(zip(names, values, strict=True))})
+        y, pull = jax.vjp(at, *(i[name] for name in names))
+        gradients = pull(i[upstream])
+        return gradients if alone else (y, *gradients)
+
+    return op
 
 
-def _plan(case: Case, how: Any, i: Inputs) -> Any:
+def _call(function: Any, how: Any, *operands: Any) -> Any:
+    """Calls `how` in place of a function of Triax's, or that function by this implementation."""
+    return how(*operands) if callable(how) else function(*operands, implementation=how)
+
+
+def _plan(case: Case, how: Any, i: Inputs) -> moe.Plan:
     return moe.make_plan(i["selected_experts"], case.experts, implementation=how)
 
 
@@ -155,57 +160,34 @@ def _permute_with_plan(case: Case, how: Any, i: Inputs) -> Any:
     return _permute(case, how, {**i, "plan": plan}), plan
 
 
-def _permute_grad(case: Case, how: Any, i: Inputs) -> Any:
-    # The gradient does not depend on the tokens, so that the forward pass falls away.
-    i = {**i, "x": jnp.zeros((case.tokens, i["rows"].shape[1]), i["rows"].dtype)}
-    return with_gradients(functools.partial(_permute, case, how), i, "x", upstream="rows")[1]
-
-
 def _unpermute(case: Case, how: Any, i: Inputs) -> Any:
-    return moe.unpermute(i["rows"], i["plan"], i["weights"], implementation=how)
-
-
-def _unpermute_grad(case: Case, how: Any, i: Inputs) -> Any:
-    return with_gradients(functools.partial(_unpermute, case, how), i, "rows", "weights")[1:]
+    return _call(moe.unpermute, how, i["rows"], i["plan"], i["weights"])
 
 
 def _route(case: Case, how: Any, i: Inputs) -> Any:
+    if callable(how):
+        return how(i["x"], i["selected_experts"], i["weights"])
     rows, plan = _permute_with_plan(case, how, i)
-    # Where the experts would stand. Without it XLA is free to see that both ways cancel out.
+    # In place of the experts. Without it XLA could see that the two moves cancel out.
     rows = jax.lax.optimization_barrier(rows)
     return _unpermute(case, how, {**i, "rows": rows, "plan": plan})
 
 
-def _route_with_gradients(case: Case, how: Any, i: Inputs) -> Any:
-    return with_gradients(functools.partial(_route, case, how), i, "x", "weights")
-
-
 def _sort_chunks(case: Case, how: Any, i: Inputs) -> Any:
-    sizes, indices = i["split_sizes"], i["sorted_indices"]
-    return moe.sort_chunks_by_index(i["x"], sizes, indices, implementation=how).rows
+    sort = lambda *operands, **how: moe.sort_chunks_by_index(*operands, **how).rows
+    return _call(sort, how, i["x"], i["split_sizes"], i["sorted_indices"])
 
 
-def _sort_chunks_grad(case: Case, how: Any, i: Inputs) -> Any:
-    i = {**i, "x": jnp.zeros_like(i["gradient"])}
-    return with_gradients(functools.partial(_sort_chunks, case, how), i, "x")[1]
-
-
-def _router(case: Case, how: Any, i: Inputs) -> Any:
-    return moe.route(i["logits"], case.top_k, normalize=True, implementation=how)
-
-
-def _router_with_gradient(case: Case, how: Any, i: Inputs) -> Any:
-    return with_gradients(lambda i: _router(case, how, i).weights, i, "logits", upstream="weights")
+def _router(case: Case, how: Any, i: Inputs) -> moe.Routed:
+    route = functools.partial(moe.route, normalize=True)
+    return _call(route, how, i["logits"], case.top_k)
 
 
 def _ragged_dot(case: Case, how: Any, i: Inputs) -> Any:
-    dot = how if callable(how) else functools.partial(moe.ragged_dot, implementation=how)
-    return dot(i["rows"], i["matrices"], i["group_sizes"])
+    return _call(moe.ragged_dot, how, i["rows"], i["matrices"], i["group_sizes"])
 
 
-def _ragged_dot_grad(operand: str, case: Case, how: Any, i: Inputs) -> Any:
-    run = functools.partial(_ragged_dot, case, how)
-    return with_gradients(run, i, operand, upstream="d_products")[1]
+LAYER = "x logits w_gate_up w_down"
 
 
 def _feed_forward(case: Case, how: Any, i: Inputs) -> jax.Array:
@@ -220,158 +202,122 @@ def _feed_forward(case: Case, how: Any, i: Inputs) -> jax.Array:
     return moe.unpermute(how(inner, down, plan.group_sizes), plan, weights)
 
 
-def _layer(case: Case, how: Any, i: Inputs) -> Any:
-    return with_gradients(functools.partial(_feed_forward, case, how), i, *LAYER.split())
-
-
-def _feed(*names: str) -> Callable[[Inputs, Any], Inputs]:
-    """The inputs with those named replaced by the outputs, in order."""
-    outputs = lambda made: made if len(names) > 1 else (made,)
-    return lambda i, made: {**i, **dict(zip(names, outputs(made), strict=True))}
-
-
 class Op(NamedTuple):
-    """What a case needs to know of its op.
+    """What a case needs to know of its op; its names stand in strings, with spaces between.
 
     Attributes:
       inputs: names of what it reads.
       run: from case, implementation and inputs to outputs.
-      passes: the passes over memory that it is made of, of `PASSES`.
-      chain: the inputs of a next run from inputs and outputs, where their shapes allow it:
-        something that the run computed last goes into the next, so that both can stand in one
-        program and neither be left out. Values may run away over many runs.
-      routings: those that it is measured with; a chunk sort has none.
+      passes: the ops whose passes over memory it is made of.
+      next: the inputs that its outputs become in a next run, a plan by its experts, so that many
+        runs can stand in one program: the last thing computed is among them, so XLA can drop none.
+        Values may overflow over many runs.
+      routings: the kinds of routing that it is measured with; a chunk sort has none.
       matmuls: how many products of rows × hidden × width. Dense ones are its limit.
     """
 
     inputs: str
-    run: Callable[[Case, Any, Inputs], Any]
+    run: Run
     passes: str = ""
-    chain: Callable[[Inputs, Any], Inputs] | None = None
+    next: str = ""
     routings: tuple[str | None, ...] = ("uniform", "skewed")
     matmuls: int = 0
 
 
-LAYER = "x logits w_gate_up w_down"
-_CHUNKS, _DOT = "split_sizes sorted_indices", "rows matrices group_sizes"
-_DOT_GRADS = [functools.partial(_ragged_dot_grad, operand) for operand in ("rows", "matrices")]
-_DRAWN, _GROUPED = ("uniform",), ("even", "uneven", "half")
-_ROUTE = "x selected_experts weights"
+_gradients = functools.partial(_with_gradients, alone=True)
+_permute_grad = _gradients(_permute, "x", upstream="rows")
+_unpermute_grad = _gradients(_unpermute, "rows", "weights")
+_route_grad = _with_gradients(_route, "x", "weights")
+_router_grad = _with_gradients(lambda *a: _router(*a).weights, "logits", upstream="weights")
+_sort_grad = _gradients(_sort_chunks, "x")
+_dot_grad_rows = _gradients(_ragged_dot, "rows", upstream="d_products")
+_dot_grad_weights = _gradients(_ragged_dot, "matrices", upstream="d_products")
+_layer = _with_gradients(_feed_forward, *LAYER.split())
+
+_ROUTE, _BACK = "x selected_experts weights", "rows plan weights"
 _BOTH_WAYS = "permute unpermute unpermute_grad permute_grad"
-_NEXT = _feed("x", "gradient", "weights")
+_CHUNKS, _DOT = "split_sizes sorted_indices", "rows matrices group_sizes"
+_DRAWN, _GROUPED = ("uniform",), ("even", "uneven", "half")
 
 OPS: dict[str, Op] = {
-    "plan": Op("selected_experts", _plan, "plan", lambda i, p: {"selected_experts": p.expert_of}),
-    "permute": Op("x plan", _permute, "permute", _feed("x")),
-    "permute+plan": Op(
-        "x selected_experts",
-        _permute_with_plan,
-        "permute",
-        lambda i, made: {"x": made[0], "selected_experts": made[1].expert_of},
-    ),
-    "unpermute": Op("rows plan weights", _unpermute, "unpermute", _feed("rows")),
-    "permute_grad": Op("rows plan", _permute_grad, "permute_grad", _feed("rows")),
-    "unpermute_grad": Op(
-        "rows plan weights gradient", _unpermute_grad, "unpermute_grad", _feed("rows", "weights")
-    ),
-    "route": Op(_ROUTE, _route, "permute unpermute", _feed("x")),
-    "route+grad": Op(f"{_ROUTE} gradient", _route_with_gradients, _BOTH_WAYS, _NEXT),
-    "router": Op("logits", _router, "router", None, _DRAWN),
-    "router+grad": Op(
-        "logits weights",
-        _router_with_gradient,
-        "router router_grad",
-        _feed("weights", "logits"),
-        _DRAWN,
-    ),
-    "sort_chunks": Op(f"x {_CHUNKS}", _sort_chunks, "sort_chunks", _feed("x"), (None,)),
-    "sort_chunks_grad": Op(
-        f"gradient {_CHUNKS}", _sort_chunks_grad, "sort_chunks", _feed("gradient"), (None,)
-    ),
-    "ragged_dot": Op(_DOT, _ragged_dot, routings=_GROUPED, matmuls=1),
-    "ragged_dot_grad_rows": Op(f"{_DOT} d_products", _DOT_GRADS[0], "", None, _GROUPED, 1),
-    "ragged_dot_grad_weights": Op(f"{_DOT} d_products", _DOT_GRADS[1], "", None, _GROUPED, 1),
+    "plan": Op("selected_experts", _plan, "plan", "selected_experts"),
+    "permute": Op("x plan", _permute, "permute", "x"),
+    "permute+plan": Op("x selected_experts", _permute_with_plan, "permute", "x selected_experts"),
+    "unpermute": Op(_BACK, _unpermute, "unpermute", "rows"),
+    "permute_grad": Op("rows plan", _permute_grad, "permute_grad", "rows"),
+    "unpermute_grad": Op(f"{_BACK} gradient", _unpermute_grad, "unpermute_grad", "rows weights"),
+    "route": Op(_ROUTE, _route, "permute unpermute", "x"),
+    "route+grad": Op(f"{_ROUTE} gradient", _route_grad, _BOTH_WAYS, "x gradient weights"),
+    "router": Op("logits", _router, "router", "", _DRAWN),
+    "router+grad": Op("logits weights", _router_grad, "router+grad", "weights logits", _DRAWN),
+    "sort_chunks": Op(f"x {_CHUNKS}", _sort_chunks, "sort_chunks", "x", (None,)),
+    "sort_chunks_grad": Op(f"gradient {_CHUNKS}", _sort_grad, "sort_chunks", "gradient", (None,)),
+    "ragged_dot": Op(_DOT, _ragged_dot, "", "", _GROUPED, 1),
+    "ragged_dot_grad_rows": Op(f"{_DOT} d_products", _dot_grad_rows, "", "", _GROUPED, 1),
+    "ragged_dot_grad_weights": Op(f"{_DOT} d_products", _dot_grad_weights, "", "", _GROUPED, 1),
     # Gate, up and down, forward, and two gradients of each.
-    "layer": Op(f"{LAYER} gradient", _layer, routings=_DRAWN, matmuls=9),
+    "layer": Op(f"{LAYER} gradient", _layer, "", "", _DRAWN, 9),
 }
 
 
 # --- what they read -------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1)  # the host takes seconds for many
-def _draw_experts(case: Case) -> np.ndarray:
-    rng = np.random.default_rng([0, case.tokens, case.experts, case.top_k])
-    selected = rng.integers(0, case.experts, (case.tokens, case.top_k), dtype=np.int32)
-    # Experts of a token are distinct, as routers choose them. Drawing again what is not takes a
-    # few rounds; a token that is unlucky in all of them, or asks for too many, names one twice.
-    for _ in range(32):
-        ordered = np.sort(selected, axis=1)
-        again = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
-        if not again.size:
-            break
-        selected[again] = rng.integers(0, case.experts, (again.size, case.top_k), dtype=np.int32)
+def _draw_experts(case: Case) -> jax.Array:
+    """Distinct experts for each token, all equally likely; skewed, half of them become expert 0."""
+    selected = jax.lax.top_k(_draw(0, (case.tokens, case.experts)), case.top_k)[1]
     if case.routing == "skewed":
-        selected[rng.random(selected.shape) < 0.5] = 0
+        selected = jnp.where(_draw(1, selected.shape) < 0, 0, selected)
     return selected
 
 
-def _draw_weights(case: Case) -> jax.Array:
-    rng = np.random.default_rng([1, case.tokens, case.top_k])
-    weights = rng.uniform(0.1, 1.0, (case.tokens, case.top_k)).astype(np.float32)
-    return jnp.asarray(weights / weights.sum(axis=1, keepdims=True))
-
-
 def _draw_sizes(case: Case) -> jax.Array:
-    """Of groups or chunks, all rows together: even ones, the first with half, or any."""
-    rng, rows = np.random.default_rng(0), case.tokens * case.top_k
-    cuts = np.arange(1, case.experts) * rows // case.experts
-    if case.routing == "half":
-        cuts = rows // 2 + np.arange(case.experts - 1) * (rows - rows // 2) // (case.experts - 1)
-    elif case.routing != "even":
-        cuts = np.sort(rng.integers(0, rows + 1, case.experts - 1))
-    return jnp.asarray(np.diff(cuts, prepend=0, append=rows).astype(np.int32))
-
-
-def _draw_values(case: Case, number: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    """Numbers in [-2, 2) times `scale`; those of another `number` are others."""
-    return _hashed(np.uint32((number + 1) * 0x9E3779B9 % 2**32), shape, case.dtype, scale)
+    """Sizes of groups or chunks that cover all rows: even, half of all in the first, or random."""
+    count, rows = case.experts, case.rows
+    if case.routing == "even":
+        bounds = np.linspace(0, rows, count + 1)
+    elif case.routing == "half":
+        bounds = np.append(0, np.linspace(rows // 2, rows, count))
+    else:
+        cuts = np.random.default_rng(0).integers(0, rows + 1, count - 1)
+        bounds = np.sort(np.append(cuts, [0, rows]))
+    return jnp.asarray(np.diff(bounds.astype(np.int32)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _hashed(seed: Any, shape: tuple[int, ...], dtype: str, scale: float) -> jax.Array:
-    """By a hash of their place: less to compile than `jax.random`."""
-    mixed = jnp.full(shape, seed, jnp.uint32)
+def _draw(
+    number: Any, shape: tuple[int, ...], dtype: str = "float32", scale: float = 1.0
+) -> jax.Array:
+    """Values in [-2, 2) times `scale`: a hash of `number` and of their place.
+
+    It compiles faster than `jax.random`.
+    """
+    mixed = jnp.full(shape, jnp.uint32(number + 1) * jnp.uint32(0x9E3779B9))
     for axis in range(len(shape)):
         mixed = (mixed ^ jax.lax.broadcasted_iota(jnp.uint32, shape, axis)) * jnp.uint32(2654435761)
         mixed = mixed ^ (mixed >> 15)
     return (((mixed >> 8).astype(jnp.float32) * 2**-22 - 2) * scale).astype(dtype)
 
 
-def _draw_matrices(case: Case, number: int, depth: int, columns: int) -> jax.Array:
-    """Products of them are about as large as what they are multiplied with."""
-    return _draw_values(case, number, case.experts, depth, columns, scale=depth**-0.5)
-
-
-def _draw_logits(case: Case) -> jax.Array:
-    # Few bits, so that no two scores become equal by rounding where their logits are not.
-    values = _draw_values(case, 3, case.tokens, case.experts)
-    return values.astype("bfloat16").astype("float32")
+def _draw_matrices(number: int, case: Case, depth: int, columns: int) -> jax.Array:
+    """Scaled so that products are about as large as the rows."""
+    return _draw(number, (case.experts, depth, columns), case.dtype, depth**-0.5)
 
 
 MAKERS: dict[str, Callable[[Case], Any]] = {
-    "x": lambda c: _draw_values(c, 0, c.tokens, c.hidden),
-    "gradient": lambda c: _draw_values(c, 1, c.tokens, c.hidden),
-    "rows": lambda c: _draw_values(c, 2, c.tokens * c.top_k, c.hidden),
-    "weights": _draw_weights,
-    "selected_experts": lambda c: jnp.asarray(_draw_experts(c)),
+    "x": lambda c: _draw(2, (c.tokens, c.hidden), c.dtype),
+    "gradient": lambda c: _draw(3, (c.tokens, c.hidden), c.dtype),
+    "rows": lambda c: _draw(4, (c.rows, c.hidden), c.dtype),
+    "weights": lambda c: jax.nn.softmax(_draw(5, (c.tokens, c.top_k))),
+    "selected_experts": _draw_experts,
     "plan": lambda c: moe.make_plan(_draw_experts(c), c.experts, implementation="xla"),
     "split_sizes": _draw_sizes,
     "sorted_indices": lambda c: jax.random.permutation(jax.random.key(0), c.experts),
-    "logits": _draw_logits,
-    "matrices": lambda c: _draw_matrices(c, 4, c.hidden, c.width),
-    "d_products": lambda c: _draw_values(c, 5, c.tokens * c.top_k, c.width),
+    # Few bits, so that no two scores become equal by rounding where their logits are not.
+    "logits": lambda c: _draw(6, (c.tokens, c.experts), "bfloat16").astype("float32"),
+    "matrices": lambda c: _draw_matrices(7, c, c.hidden, c.width),
+    "d_products": lambda c: _draw(8, (c.rows, c.width), c.dtype),
     "group_sizes": _draw_sizes,
-    "w_gate_up": lambda c: _draw_matrices(c, 6, c.hidden, 2 * c.width),
-    "w_down": lambda c: _draw_matrices(c, 7, c.width, c.hidden),
+    "w_gate_up": lambda c: _draw_matrices(9, c, c.hidden, 2 * c.width),
+    "w_down": lambda c: _draw_matrices(10, c, c.width, c.hidden),
 }

@@ -30,12 +30,8 @@ def add_parser(commands: Any) -> None:
         epilog="\n".join(f"{name}: {suite.about}\n" for name, suite in SUITES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="SUITE",
-        help=f"what to measure, quick if left out; {DRAW} FILE: pictures of what --json wrote",
-    )
+    about = f"what to measure, quick if left out; {DRAW} FILE: pictures of what --json wrote"
+    parser.add_argument("words", nargs="*", metavar="SUITE", help=about)
     for name, what, names in (
         ("ops", "ops to measure", OPS),
         ("presets", "models to take shapes from", NAMES),
@@ -43,9 +39,9 @@ def add_parser(commands: Any) -> None:
         ("routing", "how tokens choose their experts, or rows their groups", ROUTINGS),
     ):
         text = f"{what}: {', '.join(names)}"
-        options: Any = {"nargs": "+", "action": "extend", "metavar": "X"}
-        parser.add_argument(f"--{name}", choices=[*names], help=text, **options)
-    parser.add_argument("--tokens", type=_count, help="how many tokens the models get", **options)
+        several: Any = {"nargs": "+", "action": "extend", "metavar": "X"}
+        parser.add_argument(f"--{name}", choices=names, help=text, **several)
+    parser.add_argument("--tokens", type=_count, help="how many tokens the models get", **several)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw pictures")
     parser.add_argument("--no-competitors", action="store_true", help="measure Triax alone")
@@ -66,11 +62,8 @@ def run(options: argparse.Namespace) -> int:
 
     options.suite, *files = options.words or ["quick"]
     draws = options.suite == DRAW
-    if (
-        not (draws or options.suite in SUITES)
-        or len(files) != draws
-        or (draws > bool(options.plots))
-    ):
+    known = options.suite in SUITES and not files
+    if not known and not (draws and len(files) == 1 and options.plots):
         raise ArgumentValueError(
             f"`triax bench` takes one of {', '.join(SUITES)}, or {DRAW} FILE --plots FOLDER; got "
             f"{' '.join(options.words)!r}."

@@ -1,21 +1,12 @@
 """What users would pick instead of Triax, for the ops of the benchmark's cases, in one table.
 
-- "argsort+take": two sorts, `jnp.take` there and back, an einsum, derivatives by autodiff, as in
-  public training code. For a chunk sort, the index made from the sizes, and `jnp.take`.
-- "argsort+take+sum": the same with a sum that XLA can fuse in place of the einsum.
-- "hand-written vjp": takes whose gradient, by hand, is the take by the inverse permutation.
-- "hand-fused vjp": one sort, and all gradients by hand, each one pass over the rows.
-- "jnp.take", "torch.index_select": a single move by an index that was made before.
-- "transformer_engine", "tokamax": their JAX functions, where they are installed.
-- "top_k": `jax.lax.top_k` of the softmax. "jax.lax.ragged_dot": that, also inside the layer.
-- "dense": no other way to do it, but the limit of matmuls: one of as many operations.
+docs/benchmarks.md says what each is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +15,11 @@ import jax.numpy as jnp
 
 from triax import moe
 from triax.bench import plain_moves as plain
-from triax.bench.cases import OPS, Case, Inputs, with_gradients
+from triax.bench.cases import OPS, Case, Inputs
 
 DENSE = "dense"
+# How many ticks the clock of a GPU makes in a microsecond at most.
+_TICKS_PER_US = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +27,17 @@ class Competitor:
     """Another way to compute what a case computes.
 
     What is timed is `program`, on the result of `prepare(inputs)`: what a user has at hand before
-    the op runs. `clock` is that of another library, whose program is not jitted and whose result
-    `finish` makes an array of JAX.
+    the op runs. The program of another library is not jitted: its `hold` keeps the device busy for
+    some microseconds, as `CudaClock.hold` does, and `finish` makes an array of JAX of its result.
     """
 
     program: Callable[[Any], Any]
     prepare: Callable[[Inputs], Any] = lambda inputs: inputs
-    clock: Any = None
+    hold: Callable[[float], Any] | None = None
     finish: Callable[[Any], Any] = lambda outputs: outputs
+
+
+Maker = Callable[[Case], Competitor]
 
 
 def competitors(case: Case) -> dict[str, Competitor | str]:
@@ -50,7 +46,7 @@ def competitors(case: Case) -> dict[str, Competitor | str]:
     for name, make in TABLE.get(case.op, {}).items():
         try:
             found[name] = make(case)
-        except Exception as error:  # what a library's import raises is its own affair
+        except Exception as error:  # importing a library can raise anything
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -73,39 +69,32 @@ def dense(case: Case) -> Competitor:
     return Competitor(program, prepare)
 
 
-def _top_k(case: Case) -> Competitor:
-    def run(i: Inputs) -> moe.Routed:
-        weights, experts = jax.lax.top_k(jax.nn.softmax(i["logits"]), case.top_k)
-        return moe.Routed(weights / jnp.sum(weights, axis=1, keepdims=True), experts)
-
-    if case.op == "router":
-        return Competitor(run)
-    return Competitor(
-        lambda i: with_gradients(lambda i: run(i).weights, i, "logits", upstream="weights")
-    )
+def _by(function: Any) -> Maker:
+    """The op with this function in place of Triax's."""
+    return lambda case: Competitor(case.program(function))
 
 
-def _route_by(route: Callable[..., jax.Array]) -> Callable[[Case], Competitor]:
-    run = lambda i: route(i["x"], i["selected_experts"], i["weights"])
-    grad = lambda i: with_gradients(run, i, "x", "weights")
-    return lambda case: Competitor(run if case.op == "route" else grad)
+def _top_k(logits: jax.Array, top_k: int) -> moe.Routed:
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits), top_k)
+    return moe.Routed(weights / jnp.sum(weights, axis=1, keepdims=True), experts)
 
 
-def _unpermute_by_take(case: Case) -> Competitor:
-    weigh = lambda i: plain.weigh_slots(i["rows"], i["plan"].row_of.reshape(-1), i["weights"])
-    return Competitor(weigh)
+def _unpermute_by_take(rows: jax.Array, plan: moe.Plan, weights: jax.Array) -> jax.Array:
+    return plain.weigh_slots(rows, plan.row_of.reshape(-1), weights)
 
 
-def _source_rows(i: Inputs) -> jax.Array:
-    """What a move's rows are read from."""
-    if "plan" in i:
-        row_of = i["plan"].row_of
-        return plain.invert(row_of.reshape(-1)) // row_of.shape[1]
-    return plain.chunk_index(i["split_sizes"], i["sorted_indices"], i["x"].shape[0])
+def _sort_by_take(x: jax.Array, sizes: jax.Array, indices: jax.Array) -> jax.Array:
+    return plain.take(x, plain.chunk_index(sizes, indices, x.shape[0]), unique=True)
 
 
 def _with_index(i: Inputs) -> Inputs:
-    return {"x": i["x"], "index": _source_rows(i)}
+    """What a move by an index reads: tokens, and which of them each row is."""
+    if "plan" in i:
+        row_of = i["plan"].row_of
+        index = plain.invert(row_of.reshape(-1)) // row_of.shape[1]
+    else:
+        index = plain.chunk_index(i["split_sizes"], i["sorted_indices"], i["x"].shape[0])
+    return {"x": i["x"], "index": index}
 
 
 def _move_by_take(case: Case) -> Competitor:
@@ -113,50 +102,8 @@ def _move_by_take(case: Case) -> Competitor:
     return Competitor(lambda i: plain.take(i["x"], i["index"], unique=unique), _with_index)
 
 
-def _sort_by_take(case: Case) -> Competitor:
-    return Competitor(lambda i: plain.take(i["x"], _source_rows(i), unique=True))
-
-
-def _transformer_engine(case: Case) -> Competitor:
-    """It takes a mask and probs [tokens, experts], which a router made for it would give.
-
-    So they are made before the clock starts. Its row map is its own to make: it is on the clock of
-    a route, and not of a single move.
-    """
-    if case.routing == "skewed" and case.top_k > 1:
-        raise ValueError("a mask cannot name an expert twice, as tokens of a skewed routing do")
-    engine = importlib.import_module("transformer_engine.jax.permutation")
-    num_rows = case.tokens * case.top_k
-
-    def prepare(i: Inputs) -> Inputs:
-        selected = i["plan"].expert_of if "plan" in i else i["selected_experts"]
-        at = lambda array: array.at[jnp.arange(case.tokens)[:, None], selected]
-        empty = jnp.zeros((case.tokens, case.experts), jnp.float32)
-        mask, probs = at(empty.astype(jnp.int32)).set(1), at(empty).set(i["weights"])
-        more = {"mask": mask, "probs": probs, "selected": selected}
-        if case.op == "unpermute":
-            x = jnp.zeros((case.tokens, case.hidden), case.dtype)
-            more["row_id_map"] = engine.token_dispatch(x, mask, num_rows)[2]
-        return {**i, **more}
-
-    def route(i: Inputs) -> jax.Array:
-        rows, _, row_id_map = engine.token_dispatch(i["x"], i["mask"], num_rows)[:3]
-        return engine.token_combine(jax.lax.optimization_barrier(rows), row_id_map, i["probs"])
-
-    def route_with_gradients(i: Inputs) -> Any:
-        y, d_x, d_probs = with_gradients(route, i, "x", "probs")
-        return y, d_x, jnp.take_along_axis(d_probs, i["selected"], axis=1)
-
-    sort = lambda i: engine.sort_chunks_by_index(i["x"], i["split_sizes"], i["sorted_indices"])[0]
-    combine = lambda i: engine.token_combine(i["rows"], i["row_id_map"], i["probs"])
-    if case.op == "sort_chunks":
-        return Competitor(sort)
-    programs = {"route": route, "route+grad": route_with_gradients, "unpermute": combine}
-    return Competitor(programs[case.op], prepare)
-
-
 def _torch(case: Case) -> Competitor:
-    """Arrays go there and back through DLPack, on the device; the time is PyTorch's events'."""
+    """Arrays go there and back through DLPack, on the device."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU")
@@ -170,62 +117,75 @@ def _torch(case: Case) -> Competitor:
         return jnp.from_dlpack(tensor)
 
     select = lambda operands: torch.index_select(operands[0], 0, operands[1])
-    return Competitor(select, prepare, TorchClock(torch), finish)
+    hold = lambda us: torch.cuda._sleep(round(us * _TICKS_PER_US))
+    return Competitor(select, prepare, hold, finish)
 
 
-class TorchClock:
-    """PyTorch's events by number, on its current stream; see `CudaClock`."""
-
-    # What a GPU's clock ticks at most in a microsecond: a busy wait is no shorter than asked for.
-    ticks_per_us = 2000
-
-    def __init__(self, torch: Any):
-        self._torch = torch
-        self._events: dict[int, Any] = {}
-
-    def now_us(self) -> float:
-        return time.perf_counter() * 1e6
-
-    def record(self, index: int, output: Any) -> None:
-        if index not in self._events:
-            self._events[index] = self._torch.cuda.Event(enable_timing=True)
-        self._events[index].record()
-
-    def is_pending(self, index: int) -> bool:
-        return not self._events[index].query()
-
-    def wait(self, index: int) -> None:
-        self._events[index].synchronize()
-
-    def between_us(self, first: int, second: int) -> float:
-        return 1e3 * self._events[first].elapsed_time(self._events[second])
-
-    def hold(self, us: float) -> None:
-        self._torch.cuda._sleep(round(us * self.ticks_per_us))
+def _engine() -> Any:
+    return importlib.import_module("transformer_engine.jax.permutation")
 
 
-_ROUTES: dict[str, Callable[[Case], Competitor]] = {
-    "argsort+take": _route_by(plain.route),
-    "argsort+take+sum": _route_by(plain.route_summed),
-    "hand-written vjp": _route_by(plain.route_by_sorting),
-    "hand-fused vjp": _route_by(plain.route_by_hand),
-    "transformer_engine": _transformer_engine,
+def _engine_sort(case: Case) -> Competitor:
+    sort = _engine().sort_chunks_by_index
+    return Competitor(case.program(lambda *operands: sort(*operands)[0]))
+
+
+def _engine_moves(case: Case) -> Competitor:
+    """It takes a mask and probs [tokens, experts] in place of experts and weights.
+
+    A router made for it would give them, so they are made before the clock starts. Its row map is
+    its own to make: it is on the clock of a route, and not of a single move.
+    """
+    if case.routing == "skewed" and case.top_k > 1:
+        raise ValueError("a mask cannot name an expert twice, as tokens of a skewed routing do")
+    engine = _engine()
+
+    def prepare(i: Inputs) -> Inputs:
+        selected = i["plan"].expert_of if "plan" in i else i["selected_experts"]
+        at = lambda array: array.at[jnp.arange(case.tokens)[:, None], selected]
+        empty = jnp.zeros((case.tokens, case.experts), jnp.float32)
+        mask, probs = at(empty.astype(jnp.int32)).set(1), at(empty).set(i["weights"])
+        made = {**i, "selected": selected, "selected_experts": mask, "weights": probs}
+        if case.op == "unpermute":
+            x = jnp.zeros((case.tokens, case.hidden), case.dtype)
+            made["plan"] = engine.token_dispatch(x, mask, case.rows)[2]
+        return made
+
+    def route(x: jax.Array, mask: jax.Array, probs: jax.Array) -> jax.Array:
+        rows, _, row_id_map = engine.token_dispatch(x, mask, case.rows)[:3]
+        return engine.token_combine(jax.lax.optimization_barrier(rows), row_id_map, probs)
+
+    def with_weights_gradient(i: Inputs) -> Any:
+        y, d_x, d_probs = case.program(route)(i)
+        return y, d_x, jnp.take_along_axis(d_probs, i["selected"], axis=1)
+
+    if case.op == "route+grad":
+        return Competitor(with_weights_gradient, prepare)
+    return Competitor(case.program(route if case.op == "route" else engine.token_combine), prepare)
+
+
+_ROUTES: dict[str, Maker] = {
+    "argsort+take": _by(plain.route),
+    "argsort+take+sum": _by(plain.route_summed),
+    "hand-written vjp": _by(plain.route_by_sorting),
+    "hand-fused vjp": _by(plain.route_by_hand),
+    "transformer_engine": _engine_moves,
 }
-_DOTS: dict[str, Callable[[Case], Competitor]] = {
-    "jax.lax.ragged_dot": lambda case: Competitor(case.program(jax.lax.ragged_dot)),
-    "tokamax": lambda case: Competitor(case.program(importlib.import_module("tokamax").ragged_dot)),
+_DOTS: dict[str, Maker] = {
+    "jax.lax.ragged_dot": _by(jax.lax.ragged_dot),
+    "tokamax": lambda case: _by(importlib.import_module("tokamax").ragged_dot)(case),
 }
-TABLE: dict[str, dict[str, Callable[[Case], Competitor]]] = {
+TABLE: dict[str, dict[str, Maker]] = {
     "permute": {"jnp.take": _move_by_take, "torch.index_select": _torch},
-    "unpermute": {"jnp.take": _unpermute_by_take, "transformer_engine": _transformer_engine},
+    "unpermute": {"jnp.take": _by(_unpermute_by_take), "transformer_engine": _engine_moves},
     "route": _ROUTES,
     "route+grad": _ROUTES,
-    "router": {"top_k": _top_k},
-    "router+grad": {"top_k": _top_k},
+    "router": {"top_k": _by(_top_k)},
+    "router+grad": {"top_k": _by(_top_k)},
     "sort_chunks": {
         "jnp.take": _move_by_take,
-        "argsort+take": _sort_by_take,
-        "transformer_engine": _transformer_engine,
+        "argsort+take": _by(_sort_by_take),
+        "transformer_engine": _engine_sort,
         "torch.index_select": _torch,
     },
     **{op: _DOTS for op in OPS if OPS[op].matmuls},

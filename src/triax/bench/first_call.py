@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,51 +36,47 @@ def measure_first_calls() -> list[dict[str, Any]]:
     that of "xla", of which `import triax.moe`, which plain JAX does not need, is no part.
     """
     on_gpu = jax.default_backend() == "gpu"
-    records = []
-    plain: dict[bool, float] = {}
+    records: list[dict[str, Any]] = []
+    plain_s: dict[bool, float] = {}
     for name, implementation in (("xla", "xla"), ("triax", "triton"))[: 1 + on_gpu]:
         with tempfile.TemporaryDirectory(prefix="triax-first-call-") as folder:
-            environment = child_environment(os.environ, Path(folder), on_gpu)
-            for cached in (False, True):
-                record: dict[str, Any] = {"implementation": name, "cached": cached}
-                record |= {"over_xla_s": None} if name == "triax" else {}
+            for cached, times in ((False, 1), (True, CACHED_RUNS)):
+                found: dict[str, Any] = {"total_s": None, "over_xla_s": None, "parts": {}}
                 try:
-                    times = CACHED_RUNS if cached else 1
-                    runs = [run_program(implementation, environment) for _ in range(times)]
-                    parts = min(runs, key=lambda parts: sum(parts.values()))
-                    record |= {"total_s": sum(parts.values()), "parts": parts}
+                    runs = [run_program(implementation, Path(folder), on_gpu) for _ in range(times)]
+                    found["parts"] = min(runs, key=lambda parts: sum(parts.values()))
+                    found["total_s"] = sum(found["parts"].values())
                     if name == "xla":
-                        plain[cached] = record["total_s"] - parts.get("import_triax_s", 0.0)
-                    elif cached in plain:
-                        record["over_xla_s"] = record["total_s"] - plain[cached]
-                except (RuntimeError, ValueError, KeyError, subprocess.TimeoutExpired) as error:
-                    record |= {"total_s": None, "parts": {}}
-                    record["error"] = f"{type(error).__name__}: {error}"
-                records.append(record if on_gpu else {**record, "note": NO_GPU})
+                        plain_s[cached] = found["total_s"] - found["parts"]["import_triax_s"]
+                    elif cached in plain_s:
+                        found["over_xla_s"] = found["total_s"] - plain_s[cached]
+                except (RuntimeError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
+                    found["error"] = f"{type(error).__name__}: {error}"
+                note = {} if on_gpu else {"note": NO_GPU}
+                records.append({"implementation": name, "cached": cached, **found, **note})
     return records
 
 
-def child_environment(environment: Mapping[str, str], folder: Path, on_gpu: bool) -> dict[str, str]:
-    """The environment of a measured process, with all its caches under `folder`."""
-    path = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
-    changes = {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TRIAX_CACHE_DIR": str(folder / "triax"),
-        "CUDA_CACHE_PATH": str(folder / "cuda"),
+def run_program(implementation: str, caches: Path, on_gpu: bool) -> dict[str, float]:
+    """Runs the program in a process with these caches; the seconds of its parts."""
+    folders = (
+        "TRITON_CACHE_DIR",
+        "TRIAX_CACHE_DIR",
+        "CUDA_CACHE_PATH",
+        "JAX_COMPILATION_CACHE_DIR",
+    )
+    environment = {
+        **os.environ,
+        **{name: str(caches / name) for name in folders},
+        "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
         "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"),
         # Everything is kept, however small and however fast it was compiled.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         # This process holds the GPU's memory already.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **({} if on_gpu else {"JAX_PLATFORMS": "cpu"}),
     }
-    return {**environment, **changes, **({} if on_gpu else {"JAX_PLATFORMS": "cpu"})}
-
-
-def run_program(implementation: str, environment: Mapping[str, str]) -> dict[str, float]:
-    """Runs the program in a process; the seconds of its parts, or a RuntimeError."""
     # -P: modules beside the program must not hide those that it imports.
     command = [sys.executable, "-P", __file__, implementation]
     done = subprocess.run(
@@ -91,10 +86,7 @@ def run_program(implementation: str, environment: Mapping[str, str]) -> dict[str
         named = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", done.stderr, re.MULTILINE)
         reason = [f"exit status {done.returncode}", *named][-1]
         raise RuntimeError(f"the first call by {implementation} failed: {reason}")
-    found = json.loads(done.stdout.strip().rpartition("\n")[2])
-    if not found["ok"]:  # what fails to compute must not be reported as fast
-        raise RuntimeError(f"the first call by {implementation} gave values that are not finite")
-    return found["parts"]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(implementation: Any) -> None:
@@ -102,14 +94,10 @@ def main(implementation: Any) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     selected = jax.random.randint(keys[0], (TOKENS, TOP_K), 0, EXPERTS)
     weights = jax.random.uniform(keys[1], (TOKENS, TOP_K))
-    x = jax.random.normal(keys[2], (TOKENS, HIDDEN), jnp.bfloat16)
-    gradient = jax.random.normal(keys[3], (TOKENS, HIDDEN), jnp.bfloat16)
+    x, gradient = (jax.random.normal(key, (TOKENS, HIDDEN), jnp.bfloat16) for key in keys[2:])
     operands = jax.block_until_ready((x, weights, selected, gradient))
     marks = [("", time.perf_counter())]
     part_ends = lambda name: marks.append((name, time.perf_counter()))
-    if implementation == "triton":
-        import triton  # noqa: F401
-    part_ends("import_triton_s")
     from triax import moe
 
     part_ends("import_triax_s")
@@ -133,9 +121,10 @@ def main(implementation: Any) -> None:
     part_ends("compile_s")
     results = jax.block_until_ready(compiled(*operands))
     part_ends("run_s")
-    parts = {name: at - marks[index][1] for index, (name, at) in enumerate(marks[1:])}
-    ok = all(bool(jnp.isfinite(result.astype(jnp.float32)).all()) for result in results)
-    print(json.dumps({"ok": ok, "parts": parts}))
+    # What fails to compute must not be reported as fast.
+    if not all(jnp.isfinite(result.astype(jnp.float32)).all() for result in results):
+        raise FloatingPointError("values are not finite")
+    print(json.dumps({name: at - marks[n][1] for n, (name, at) in enumerate(marks[1:])}))
 
 
 if __name__ == "__main__":

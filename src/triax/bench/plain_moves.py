@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import linear_call
 
 
 def take(array: jax.Array, index: jax.Array, *, unique: bool = False) -> jax.Array:
@@ -56,16 +57,11 @@ def route_summed(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Ar
     return weigh_slots(rows, jnp.argsort(order), weights)
 
 
-@jax.custom_vjp
 def _sort_rows(rows: jax.Array, order: jax.Array) -> jax.Array:
     """Rows in another order, a permutation; the gradient is a sort by its inverse."""
-    return jnp.take(rows, order, axis=0)
-
-
-_sort_rows.defvjp(
-    lambda rows, order: (_sort_rows(rows, order), order),
-    lambda order, gradient: (_sort_rows(gradient, jnp.argsort(order)), None),
-)
+    there = lambda order, rows: jnp.take(rows, order, axis=0)
+    back = lambda order, gradient: jnp.take(gradient, jnp.argsort(order), axis=0)
+    return linear_call(there, back, order, rows)
 
 
 def route_by_sorting(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
@@ -76,18 +72,15 @@ def route_by_sorting(x: jax.Array, experts: jax.Array, weights: jax.Array) -> ja
     return _weigh_by_einsum(_sort_rows(rows, jnp.argsort(order)), weights)
 
 
-@jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    return take(x, order // (order.size // x.shape[0]))
+    """The rows; the gradient is a sum of each token's, and nothing is scattered."""
 
+    def back(index: Any, d_rows: jax.Array) -> jax.Array:
+        slots = take(d_rows, index[1], unique=True).reshape(x.shape[0], -1, x.shape[1])
+        return jnp.sum(slots.astype(jnp.float32), axis=1).astype(x.dtype)
 
-def _permute_bwd(residuals: Any, d_rows: jax.Array) -> Any:
-    inverse, tokens = residuals
-    slots = take(d_rows, inverse, unique=True).reshape(tokens.shape[0], -1, d_rows.shape[1])
-    return jnp.sum(slots.astype(jnp.float32), axis=1).astype(d_rows.dtype), None, None
-
-
-_permute.defvjp(lambda x, *index: (_permute(x, *index), (index[1], x[:, :0])), _permute_bwd)
+    there = lambda index, x: take(x, index[0] // (order.size // x.shape[0]))
+    return linear_call(there, back, (order, inverse), x)
 
 
 @jax.custom_vjp

@@ -7,16 +7,16 @@ the record does not hold is left out.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from triax.bench.competitors import DENSE
 from triax.bench.report import is_of_device
+from triax.bench.runner import OWN
 from triax.errors import MissingDependencyError
 
 Result = dict[str, Any]
-Bars = dict[tuple[str, str], float]  # by group and series
+Bar = tuple[Result, str, str, str, float]  # its panel, group, series and height
 
 # By Okabe and Ito, to be told apart by the colour-blind too; their yellow is darker, black is grey.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#5F5F5F", "#9A8700")
@@ -34,15 +34,13 @@ NOTHING = "nothing to draw: that takes times of a GPU, with a fraction of a stre
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
     """Writes the figures of a record into a folder; returns the files, none for a CPU's record."""
-    matplotlib = import_matplotlib()
+    style = import_matplotlib().style
     results = [r for r in record["results"] if is_of_device(r) and not r["error"]]
     versions = record["versions"]
     names = [f"{name} {versions[name]}" for name in ("triax", "jax", "triton") if name in versions]
     origin = "  ·  ".join([record["machine"]["device"], *names, record["written"][:10]])
     written = []
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # whatever the user has set
-        matplotlib.rcParams.update(STYLE)
+    with style.context(STYLE, after_reset=True):  # whatever the user has set
         for make in (fraction_of_stream, speedup):
             if (figure := make(results, origin)) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +52,7 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
 
 def import_matplotlib() -> Any:
     try:
-        import matplotlib
+        import matplotlib.style
     except ImportError as error:
         raise MissingDependencyError(
             "Drawing plots needs matplotlib: pip install 'triax[bench]'."
@@ -62,74 +60,73 @@ def import_matplotlib() -> Any:
     return matplotlib
 
 
-def fraction_of_stream(results: Sequence[Result], origin: str) -> Any:
+def fraction_of_stream(results: list[Result], origin: str) -> Any:
     """Bars by op and preset: the speed as a fraction of a stream's."""
-    moves = [r for r in results if r["implementation"] == "triax" and r["fraction_of_stream"]]
-    moves, setting = _of_one_setting(moves)
-    panels = {"": {(r["op"], _shape(r)): r["fraction_of_stream"] for r in moves}} if moves else {}
+    bars = [
+        (r, "", r["op"], _shape(r), r["fraction_of_stream"])
+        for r in results
+        if r["implementation"] == OWN and r["fraction_of_stream"]
+    ]
     title = "Speed of each op, as a fraction of a sequential stream of the same bytes"
-    return _figure((title, setting, origin), panels, "fraction of the stream's speed", "{:.2f}")
+    return _figure(title, origin, bars, "fraction of the stream's speed", "{:.2f}")
 
 
-def speedup(results: Sequence[Result], origin: str) -> Any:
+def speedup(results: list[Result], origin: str) -> Any:
     """A panel for each op, with bars by preset and competitor: its time over that of Triax."""
     names = ("op", "preset", "tokens", "hidden", "experts", "top_k", "dtype", "routing")
     case = lambda r: tuple(r[name] for name in names)
-    own = {case(r): r["median_us"] for r in results if r["implementation"] == "triax"}
-    rivals = [r for r in results if r["implementation"] not in ("triax", DENSE)]  # no limits
-    others = [r for r in rivals if case(r) in own]
-    others, setting = _of_one_setting(others)
-    panels: dict[str, Bars] = collections.defaultdict(dict)
-    for r in others:
-        panels[r["op"]][_shape(r), f"as {r['implementation']}"] = r["median_us"] / own[case(r)]
-    titles = ("How many times as fast Triax is", setting, origin)
-    return _figure(titles, panels, "times as fast", "{:.2f}×")
+    own_us = {case(r): r["median_us"] for r in results if r["implementation"] == OWN}
+    bars = [
+        (r, r["op"], _shape(r), f"as {r['implementation']}", r["median_us"] / own_us[case(r)])
+        for r in results
+        if r["implementation"] not in (OWN, DENSE) and case(r) in own_us
+    ]
+    return _figure("How many times as fast Triax is", origin, bars, "times as fast", "{:.2f}×")
 
 
-def _figure(titles: Sequence[str], panels: dict[str, Bars], label: str, text: str) -> Any:
-    """Panels of groups of bars, those of a group side by side around its tick; None of nothing."""
+def _figure(title: str, origin: str, bars: list[Bar], label: str, text: str) -> Any:
+    """Panels of groups of bars, those of a group side by side around its tick; None of nothing.
+
+    Shown are the number of tokens, dtype and routing that have the most bars, and chunk sorts.
+    """
+    setting = lambda r: (r["tokens"], r["dtype"], r["routing"])
+    votes = collections.Counter(setting(r) for r, *_ in bars if r["preset"])
+    chosen = max(votes, key=lambda key: (votes[key], key[0]), default=None)
+    panels: dict[str, dict[tuple[str, str], float]] = collections.defaultdict(dict)
+    for r, panel, group, name, height in bars:
+        if not r["preset"] or setting(r) == chosen:
+            panels[panel][group, name] = height
     if not panels:
         return None
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 2 + 2.5 * len(panels)), layout="constrained")
-    figure.suptitle("\n".join(titles), x=0.01, ha="left")
-    series = dict.fromkeys(name for bars in panels.values() for _, name in bars)
+    shown = "{:,} tokens  ·  {}  ·  {} routing".format(*chosen) if chosen else ""
+    figure.suptitle(f"{title}\n{shown}\n{origin}", x=0.01, ha="left")
+    series = dict.fromkeys(name for heights in panels.values() for _, name in heights)
     colors = dict(zip(series, PALETTE, strict=False))
     handles: dict[str, Any] = {}
     axes_of = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (title, bars) in zip(axes_of, panels.items(), strict=True):
-        groups = list(dict.fromkeys(group for group, _ in bars))
-        members = [[name for name in series if (group, name) in bars] for group in groups]
-        width = min(0.2, 0.85 / max(map(len, members)))
-        for name, color in colors.items():
-            at = {n: names.index(name) for n, names in enumerate(members) if name in names}
-            x = [n + width * (place - (len(members[n]) - 1) / 2) for n, place in at.items()]
-            drawn = axes.bar(x, [bars[groups[n], name] for n in at], 0.9 * width, color=color)
-            white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.bar_label(drawn, fmt=text, padding=2, rotation=90, fontsize=7, bbox=white)
-            if at:
-                handles[name] = drawn
+    for axes, (panel, heights) in zip(axes_of, panels.items(), strict=True):
+        groups = collections.Counter(group for group, _ in heights)
+        width = min(0.2, 0.85 / max(groups.values()))
+        for n, (group, count) in enumerate(groups.items()):
+            left = n - width * (count - 1) / 2
+            for place, name in enumerate(name for name in colors if (group, name) in heights):
+                at, height = left + width * place, heights[group, name]
+                handles[name] = axes.bar(at, height, 0.9 * width, color=colors[name])
+                white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+                form: Any = {"padding": 2, "rotation": 90, "fontsize": 7, "bbox": white}
+                axes.bar_label(handles[name], fmt=text, **form)
         axes.axhline(1, color="black", linewidth=1, zorder=0.9)
-        axes.set_xticks(range(len(groups)), groups)
+        axes.set(xticks=range(len(groups)), xticklabels=[*groups], ylabel=label)
         axes.set_xlim(-0.5, len(groups) - 0.5)
         axes.margins(y=0.2)
         axes.grid(axis="y")
-        axes.set_ylabel(label)
-        axes.set_title(title, loc="left", weight="bold")
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=7)
+        axes.set_title(panel, loc="left", weight="bold")
+    named = [name for name in series if name in handles]
+    figure.legend([handles[n] for n in named], named, loc="outside lower center", ncols=7)
     return figure
-
-
-def _of_one_setting(results: list[Result]) -> tuple[list[Result], str]:
-    """The results of the number of tokens, dtype and routing that has the most, and chunk sorts.
-
-    And that setting in words.
-    """
-    setting = lambda r: f"{r['tokens']:,} tokens  ·  {r['dtype']}  ·  {r['routing']} routing"
-    votes = collections.Counter((setting(r), r["tokens"]) for r in results if r["preset"])
-    chosen, _ = max(votes, key=lambda key: (votes[key], key[1]), default=("", 0))
-    return [r for r in results if not r["preset"] or setting(r) == chosen], chosen
 
 
 def _shape(r: Result) -> str:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from triax.bench.runner import OWN, SCHEMA
 from triax.errors import ArgumentValueError
 
+Result = dict[str, Any]
+
 WIDTH = 110
-_MARKS = {
-    "graph": ("*", "one of many runs inside one program"),
-    "host-bound": ("≤", "the host could not keep up: the device took this long at most"),
+_LINE = "  {:15}{:>7}  {:8}  {:7}  {:>9}  {:>10}  {:>7}  {:>6}  {}"
+_RATES = {
+    "stream": ("TB/s", "terabytes_per_second", ".2f", "fraction_of_stream"),
+    "dense": ("TFLOP/s", "teraflops_per_second", ".1f", "fraction_of_dense"),
 }
-_IN_A_GRAPH = "in a graph: µs of one of many runs inside one program"
-_BURSTS = "matmuls run in bursts with rest between; dense is a dense matmul of as many operations"
-_SHAPE = ("preset", "tokens", "hidden", "experts", "dtype", "routing")
+_MARKS = {"graph": "*", "host-bound": "≤"}
+_NOTES = {
+    "graph": "* one of many runs inside one program",
+    "host-bound": "≤ the host could not keep up: the device took this long at most",
+    "in a graph": "in a graph: µs of one of many runs inside one program",
+    "bursts": "matmuls run in bursts with rest between; dense has as many operations",
+}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -41,113 +48,91 @@ def is_right(record: dict[str, Any]) -> bool:
     return record["complete"] and not any(entry.get("error") for entry in entries)
 
 
-def is_of_device(result: dict[str, Any]) -> bool:
+def is_of_device(result: Result) -> bool:
     """Whether a result has a time, and it is the device's: others are compared with nothing."""
     return bool(result["median_us"]) and result["seconds_method"] in ("events", "graph", "bursts")
 
 
 def table(record: dict[str, Any]) -> str:
     """What a record says, for people: by op, one line for each shape."""
-    versions = (
-        f"{n} {v}" for n, v in record["versions"].items() if n in ("triax", "jax", "triton")
-    )
+    versions = (f"{name} {record['versions'].get(name)}" for name in ("triax", "jax", "triton"))
     lines = [f"{record['machine']['device']}; {', '.join(versions)}; {record['written']}", ""]
-    results = record["results"]
-    for (op,), of_op in _grouped(results, "op"):
-        lines += [op, _head(of_op)]
-        in_graph, dots = _columns(of_op)
-        for _, found in _grouped(of_op, *_SHAPE):
-            lines += _row(found, in_graph, dots)
-        lines.append("")
+    results, notes = record["results"], []
+    for (op,), found in _grouped(results, "op"):
+        lines += [op, *_rows(found), ""]
     for entry in record["first_call"]:
         caches = "all cached" if entry["cached"] else "nothing cached"
-        total = "error" if entry["total_s"] is None else f"{entry['total_s']:.2f} s"
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in entry["parts"].items())
-        lines.append(
-            f"first call  {entry['implementation']:6} {caches:15} {total:>8}   "
-            f"{entry.get('error') or parts}".rstrip()
-        )
+        total = "error" if entry.get("error") else f"{entry['total_s']:.2f} s"
+        head = f"first call  {entry['implementation']:6} {caches:15} {total:>8}   "
+        lines.append(head + entry.get("error", parts))
+        notes += [entry["note"]] if entry.get("note") else []
     for entry in record["memory"]:
         shape = f"{entry['preset']:16} {entry['tokens']:7}  {entry['dtype']:8}"
-        lines.append(
-            f"memory  {entry['program']:10} {shape}  {entry['implementation']:16} "
-            f"temporary {entry['temporary_bytes'] / 1e9:6.2f} GB"
-        )
+        memory = f"{entry['implementation']:16} temporary {entry['temporary_bytes'] / 1e9:6.2f} GB"
+        lines.append(f"memory  {entry['program']:10} {shape}  {memory}")
     for r in results:
         if r["error"]:
             shape = f"T={r['tokens']} H={r['hidden']} {r['dtype']}"
-            who = " ".join(filter(None, (r["op"], r["preset"], shape, r["implementation"])))
-            lines += textwrap.wrap(f"error: {who}: {r['error']}", WIDTH, subsequent_indent="  ")
-    methods = {r["seconds_method"] for r in results}
-    notes = [f"{mark} {text}" for name, (mark, text) in _MARKS.items() if name in methods]
-    notes += [_IN_A_GRAPH] if _columns(results)[0] else []
-    notes += [_BURSTS] if "bursts" in methods else []
-    notes += dict.fromkeys(entry["note"] for entry in record["first_call"] if entry.get("note"))
-    for note in notes + record["notes"]:
+            notes.append(
+                f"error: {r['op']} {r['preset']} {shape} {r['implementation']}: {r['error']}"
+            )
+    seen = {"in a graph" if r["graph_us"] else None for r in results}
+    seen |= {r["seconds_method"] for r in results}
+    notes += [text for name, text in _NOTES.items() if name in seen]
+    for note in dict.fromkeys(notes + record["notes"]):
         lines += textwrap.wrap(note, WIDTH, subsequent_indent="  ")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _grouped(results: Iterable[dict[str, Any]], *keys: str) -> Any:
+def _grouped(results: Sequence[Result], *keys: str) -> Any:
     """Results by the values of some keys, in the order of first sight."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(tuple(result[key] for key in keys), []).append(result)
     return groups.items()
 
 
-def _columns(results: Sequence[dict[str, Any]]) -> tuple[bool, bool]:
-    """Whether some results have a time in a graph, and whether some are of matmuls."""
-    has = lambda name: any(result.get(name) for result in results)
-    return has("graph_us"), has("teraflops_per_second")
+def _rows(results: Sequence[Result]) -> list[str]:
+    """The table of one op: by shape Triax's figures, and how many times as long others take."""
+    limit = "dense" if any(r.get("teraflops_per_second") for r in results) else "stream"
+    unit, rate, digits, fraction = _RATES[limit]
+    last = "times as fast as" if any(is_of_device(r) for r in results) else ""
+    titles = ("", "tokens", "dtype", "routing", "µs", "in a graph", unit, limit, last)
+    lines = [_LINE.format(*titles).rstrip()]
+    for _, found in _grouped(results, "preset", "tokens", "hidden", "experts", "dtype", "routing"):
+        own = next((r for r in found if r["implementation"] == OWN), None)
+        of_device = own if own and is_of_device(own) else {}
+        first = found[0]
+        head = _LINE.format(
+            first["preset"] or f"{first['experts']} chunks×{first['hidden']}",
+            first["tokens"],
+            first["dtype"],
+            first["routing"] or "",
+            _time(own),
+            _text(own and own.get("graph_us"), ".2f"),
+            _text(of_device.get(rate), digits),
+            _text(of_device.get(fraction), ".1%"),
+            "",
+        )
+        # A no-break space within what must stay together.
+        others = ", ".join(_against(own, r).replace(" ", "\xa0") for r in found if r is not own)
+        how: Any = {"initial_indent": head, "subsequent_indent": " " * len(head)}
+        lines += textwrap.wrap(others, WIDTH, break_on_hyphens=False, **how) or [head.rstrip()]
+    return [line.replace("\xa0", " ") for line in lines]
 
 
-def _head(results: Sequence[dict[str, Any]]) -> str:
-    in_graph, dots = _columns(results)
-    graph = f"{'in a graph':>10}  " if in_graph else ""
-    rate, limit = ("TFLOP/s", "dense") if dots else (" TB/s", "stream")
-    others = [result for result in results if result["implementation"] != OWN]
-    last = "" if not others else "times as fast as" if any(map(is_of_device, others)) else "others"
-    return (
-        f"  {'':16}{'tokens':>7}  {'dtype':8}  {'routing':7}  {'µs':>10}  {graph}{rate}  "
-        f"{limit:>6}  {last}"
-    ).rstrip()
+def _time(result: Result | None) -> str:
+    if result is None or result["error"]:
+        return "error" if result else "-"
+    return _MARKS.get(result["seconds_method"], "") + f"{result['median_us']:.2f}"
 
 
-def _row(results: Sequence[dict[str, Any]], in_graph: bool, dots: bool) -> list[str]:
-    """One shape: Triax's figures, and how many times as long each competitor takes."""
-    own = next((result for result in results if result["implementation"] == OWN), None)
-    first = results[0]
-    name = first["preset"] or f"{first['experts']} chunks×{first['hidden']}"
-    head = f"  {name:16}{first['tokens']:7}  {first['dtype']:8}  {first['routing'] or '':7}  "
-    graph = rate = share = ""
-    if own is not None and own["median_us"] is not None:
-        graph = "-" if own.get("graph_us") is None else f"{own['graph_us']:.2f}"
-        rate = share = "-"
-        if is_of_device(own):
-            speed = own["teraflops_per_second" if dots else "terabytes_per_second"]
-            fraction = own["fraction_of_dense" if dots else "fraction_of_stream"]
-            rate = f"{speed:.1f}" if dots else f"{speed:.2f}"
-            share = "" if fraction is None else f"{100 * fraction:.1f}%"
-    head += f"{'-' if own is None else _time(own):>10}  " + (f"{graph:>10}  " if in_graph else "")
-    head += f"{rate:>{7 if dots else 5}}  {share:>6}  "
-    lines = [head]
-    others = [result for result in results if result is not own]
-    for index, other in enumerate(others):
-        text = _against(own, other) + ("" if other is others[-1] else ", ")
-        if index and len(lines[-1]) + len(text.rstrip()) > WIDTH:
-            lines.append(" " * len(head))
-        lines[-1] += text
-    return [line.rstrip() for line in lines]
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
-def _time(result: dict[str, Any]) -> str:
-    if result["median_us"] is None:
-        return "error"
-    return _MARKS.get(result["seconds_method"], ("", ""))[0] + f"{result['median_us']:.2f}"
-
-
-def _against(own: dict[str, Any] | None, result: dict[str, Any]) -> str:
+def _against(own: Result | None, result: Result) -> str:
     name = result["implementation"]
     if result["error"]:
         return f"{name}: error"

@@ -14,15 +14,16 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from triax.bench import checks
-from triax.bench.cases import OPS, Case
+from triax.bench.cases import Case, Stream
 from triax.bench.competitors import DENSE, Competitor, competitors, dense
-from triax.bench.streams import Limits
+from triax.bench.first_call import measure_first_calls
+from triax.bench.streams import limit_us
 from triax.bench.suites import SUITES, Suite, select
 from triax.bench.timing import CallTiming, time_program
 from triax.compat import versions
@@ -34,6 +35,9 @@ SCHEMA = 1
 OWN = "triax"
 _PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin triton cuda-bindings torch tokamax"
 _PACKAGES += " transformer-engine transformer-engine-jax"
+# Part of messages of JAX and PyTorch. XLA uses the first also where a kernel wants more shared
+# memory than a GPU has.
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -48,55 +52,52 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     cases = select(options, suite, small=not on_gpu)
     if not cases:
         raise ArgumentValueError("The lists leave nothing of the suite; name another, or others.")
-    bench = _Bench(suite, on_gpu, competitors=not options.no_competitors)
+    compared = [] if options.no_competitors else [*filter(suite.competes, cases)]
+    notes: dict[str, None] = {}  # each once
     if not on_gpu:
-        bench.note(
+        notes[
             "There is no NVIDIA GPU here: sizes are small (--tokens chooses others), the ops run "
             "as plain JAX, times are the host's, and nothing is compared with them."
-        )
-    if not options.no_competitors and not any(map(suite.competes, cases)):
-        bench.note(f"no competitors: suite `{options.suite}` is {suite.about}")
-    first_call: list[Any] = []
-    memory: list[Any] = []
-    complete = True
+        ] = None
+    if not options.no_competitors and not compared:
+        notes[f"no competitors: suite `{options.suite}` is {suite.about}"] = None
+    record: dict[str, Any] = {"schema": SCHEMA, "command": command, **environment()}
+    record |= {"results": [], "first_call": [], "memory": [], "complete": False}
+    limits: dict[Stream, dict[str, Any]] = {}
     try:
         if options.first_call:
-            from triax.bench.first_call import measure_first_calls
-
-            first_call = measure_first_calls()
+            record["first_call"] = measure_first_calls()
         if options.memory:
-            memory = bench.memory(cases)
+            record["memory"] = [*_memory(cases, suite)]
         for number, case in enumerate(cases, 1):
             print(f"case {number}/{len(cases)}: {case.label}", file=sys.stderr)
-            # Of float32 the exact products, by all: some take TF32 by default.
+            gc.collect()  # a cycle somewhere may still hold arrays of gigabytes
+            stream_us = None
+            try:
+                if on_gpu:
+                    stream_us = limit_us(case, limits, suite.target_ms / 4)
+            except Exception as error:  # mostly out of memory
+                notes[f"no stream limit for {case.label}: {_first_line(error)}"] = None
+            # float32 products are exact for all: some take TF32 by default.
             with jax.default_matmul_precision("highest" if case.flops else None):
-                bench.measure(case)
+                found = _measure(case, stream_us, suite.target_ms, case in compared, notes)
+            record["results"] += found
+        record["complete"] = True
     except KeyboardInterrupt:  # what has been measured is worth keeping
-        bench.note("interrupted: the record is not whole")
-        complete = False
-    return {
-        "schema": SCHEMA,
-        "command": command,
-        **environment(),
-        "results": bench.results,
-        "streams": list(bench.limits.records.values()),
-        "first_call": first_call,
-        "memory": memory,
-        "notes": bench.notes,
-        "complete": complete,
-    }
+        notes["interrupted: the record is not whole"] = None
+    return record | {"streams": [*limits.values()], "notes": [*notes]}
 
 
 def environment() -> dict[str, Any]:
     """When and on what something was measured."""
-    on_gpu = is_cuda(jax.devices()[0])
+    device = jax.devices()[0]
     found = {name: versions.installed(name) for name in _PACKAGES.split()}
     return {
         "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {
-            "platform": "cuda" if on_gpu else "cpu",
-            "device": jax.devices()[0].device_kind,
-            "driver": _driver() if on_gpu else None,
+            "platform": "cuda" if is_cuda(device) else "cpu",
+            "device": device.device_kind,
+            "driver": _driver() if is_cuda(device) else None,
             "host_cores": os.cpu_count(),
         },
         "versions": {"triax": __version__, "python": platform.python_version()}
@@ -104,144 +105,99 @@ def environment() -> dict[str, Any]:
     }
 
 
-class _Bench:
-    """One run: what its cases share, and what has been found so far."""
-
-    def __init__(self, suite: Suite, on_gpu: bool, competitors: bool):
-        self.suite, self._on_gpu, self._competitors = suite, on_gpu, competitors
-        self.limits = Limits(suite.target_ms / 4)
-        self.results: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        """Something to be read beside the results, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def measure(self, case: Case) -> None:
-        """All implementations of one case, after the limits that it is compared with."""
-        gc.collect()  # a cycle somewhere may still hold arrays of gigabytes
-        for stream, error in self.limits.measure(case) if self._on_gpu else ():
-            self.note(f"no stream limit for {case.label}, {stream}: {_first_line(error)}")
-        found: dict[str, Competitor | str] = {OWN: Competitor(case.program())}
-        if case.flops:
-            found[DENSE] = dense(case)
-        if self._competitors and self.suite.competes(case):
-            found |= competitors(case)
-        results: dict[str, dict[str, Any]] = {}
-        for name, competitor in found.items():
-            if isinstance(competitor, str):
-                self.note(f"{name} is left out: {competitor}")
+def _measure(
+    case: Case, stream_us: float | None, target_ms: float, compared: bool, notes: dict[str, None]
+) -> list[dict[str, Any]]:
+    """The results of all implementations of one case."""
+    rivals: dict[str, Competitor | str] = {OWN: Competitor(case.program())}
+    rivals |= {DENSE: dense(case)} if case.flops else {}
+    rivals |= competitors(case) if compared else {}
+    results: dict[str, dict[str, Any]] = {}
+    for name, rival in rivals.items():
+        if isinstance(rival, str):
+            notes[f"{name} is left out: {rival}"] = None
+            continue
+        timing, wrong = None, None
+        try:
+            timing, wrong = _time(case, name, rival, target_ms)
+        except Exception as error:
+            wrong = f"failed: {_first_line(error)}"
+            text = f"{type(error).__name__}: {error}"
+            if any(word in text for word in _OUT_OF_MEMORY) and "shared memory" not in text.lower():
+                advice = "XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's"
+                notes[f"left out, out of memory: {case.label} by {name}; {advice}"] = None
                 continue
-            try:
-                timing, wrong = self._time(case, name, competitor)
-            except Exception as error:
-                if _is_out_of_memory(error):
-                    advice = "XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's"
-                    self.note(f"left out, out of memory: {case.label} by {name}; {advice}")
-                    continue
-                timing, wrong = None, f"failed: {_first_line(error)}"
-            results[name] = _record(case, name, timing, self.limits.time_us(case), wrong)
-        in_bursts = [r for r in results.values() if r["seconds_method"] == "bursts"]
-        for result in in_bursts if results.get(DENSE) in in_bursts else ():
-            result["fraction_of_dense"] = results[DENSE]["median_us"] / result["median_us"]
-        self.results += results.values()
-
-    def _time(
-        self, case: Case, name: str, rival: Competitor
-    ) -> tuple[CallTiming | None, str | None]:
-        """One implementation's time if its results are right; else what is wrong with them."""
-        inputs = case.make_inputs()
-        prepared = jax.block_until_ready(rival.prepare(inputs))
-        program = rival.program if rival.clock else jax.jit(rival.program)
-        if name != DENSE:  # a limit computes something else
-            error = checks.problem(case, inputs, rival.finish(program(prepared)))
-            if error is not None:
-                return None, error
-        chain = None if rival.clock else _chain(case, program, prepared)
-        target_ms, bursts = self.suite.target_ms, bool(case.flops)
-        how: Any = {"chain": chain, "target_ms": target_ms, "clock": rival.clock, "bursts": bursts}
-        return time_program(program, prepared, **how), None
-
-    def memory(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
-        """What XLA says of a route, there and back with gradients, by each implementation, at each
-        model's largest size: of those that have competitors, if any have. Nothing is run."""
-        routes = [
-            dataclasses.replace(case, op="route+grad", routing="uniform")
-            for case in sorted(cases, key=lambda case: case.tokens)
-            if case.preset is not None and not case.flops
-        ]
-        compared = [case for case in routes if self.suite.competes(case)]
-        found = []
-        for case in {case.preset: case for case in compared or routes}.values():
-            rivals: dict[str, Any] = {OWN: Competitor(case.program()), **competitors(case)}
-            for name in (OWN, "argsort+take", "hand-written vjp", "hand-fused vjp"):
-                lowered = jax.jit(rivals[name].program).lower(jax.eval_shape(case.make_inputs))
-                stats: Any = lowered.compile().memory_analysis()
-                what = {key: getattr(case, key) for key in ("preset", "tokens", "dtype")}
-                sizes = {
-                    "argument_bytes": stats.argument_size_in_bytes,
-                    "output_bytes": stats.output_size_in_bytes,
-                    "temporary_bytes": stats.temp_size_in_bytes,
-                }
-                found.append({"program": case.op, **what, "implementation": name, **sizes})
-        return found
+        results[name] = _result(case, name, timing, stream_us, wrong)
+    in_bursts = [r for r in results.values() if r["seconds_method"] == "bursts"]
+    for result in in_bursts if results.get(DENSE) in in_bursts else ():
+        result["fraction_of_dense"] = results[DENSE]["median_us"] / result["median_us"]
+    return [*results.values()]
 
 
-def _chain(case: Case, program: Any, inputs: Any) -> Any:
-    """What makes next inputs of inputs and outputs, or None where shapes do not allow it."""
-    chain = OPS[case.op].chain
-    if chain is None:
-        return None
-    types = lambda tree: jax.tree.map(lambda a: (a.shape, a.dtype), tree)
-    following = jax.eval_shape(lambda inputs: chain(inputs, program(inputs)), inputs)
-    return chain if types(following) == types(inputs) else None
+def _time(
+    case: Case, name: str, rival: Competitor, target_ms: float
+) -> tuple[CallTiming | None, str | None]:
+    """One implementation's time if its results are right; else what is wrong with them."""
+    inputs = case.make_inputs()
+    prepared = jax.block_until_ready(rival.prepare(inputs))
+    program = rival.program if rival.hold else jax.jit(rival.program)
+    if name != DENSE:  # a limit computes something else
+        wrong = checks.problem(case, inputs, rival.finish(program(prepared)))
+        if wrong is not None:
+            return None, wrong
+    chain = None if rival.hold else case.chain(program, prepared)
+    how: Any = {"chain": chain, "hold": rival.hold, "bursts": bool(case.flops)}
+    return time_program(program, prepared, target_ms=target_ms, **how), None
 
 
-def _record(
+def _result(
     case: Case, name: str, timing: CallTiming | None, stream_us: float | None, error: str | None
 ) -> dict[str, Any]:
     """One entry of the record's `results`."""
+    times: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(CallTiming))
+    times |= dataclasses.asdict(timing) if timing else {"samples": 0}
+    num_bytes = sum(size for _, size in case.passes)
+    per_us = lambda amount: amount / timing.median_us if timing and amount else None
     # The host's time says nothing about how near the device is to its limit.
-    fraction = None
-    if stream_us is not None and timing is not None and timing.method != "host-bound":
-        fraction = stream_us / timing.median_us
-    per_us = lambda amount: amount / timing.median_us * 1e-6 if timing and amount else None
+    on_device = times["method"] != "host-bound"
     return {
         **dataclasses.asdict(case),
         "implementation": name,
-        "median_us": timing and timing.median_us,
-        "p10_us": timing and timing.p10_us,
-        "p90_us": timing and timing.p90_us,
-        "graph_us": timing and timing.graph_us,
-        "samples": timing.samples if timing else 0,
-        "bytes": case.num_bytes,
-        "terabytes_per_second": per_us(case.num_bytes),
+        "seconds_method": times.pop("method"),
+        **times,
+        "bytes": num_bytes,
+        "terabytes_per_second": per_us(num_bytes * 1e-6),
         "stream_us": stream_us,
-        "fraction_of_stream": fraction,
-        "teraflops_per_second": per_us(case.flops),
+        "fraction_of_stream": per_us(stream_us) if on_device else None,
+        "teraflops_per_second": per_us(case.flops * 1e-6),
         "fraction_of_dense": None,
         "error": error,
-        "seconds_method": timing and timing.method,
     }
+
+
+def _memory(cases: list[Case], suite: Suite) -> Iterator[dict[str, Any]]:
+    """What XLA says of a route with gradients, at each model's largest size. Nothing is run."""
+    moves = [case for case in cases if case.preset is not None and not case.flops]
+    moves = [*filter(suite.competes, moves)] or moves
+    for case in {case.preset: case for case in sorted(moves, key=lambda c: c.tokens)}.values():
+        case = dataclasses.replace(case, op="route+grad", routing="uniform")
+        rivals: dict[str, Any] = {OWN: Competitor(case.program()), **competitors(case)}
+        for name in (OWN, "argsort+take", "hand-written vjp", "hand-fused vjp"):
+            lowered = jax.jit(rivals[name].program).lower(jax.eval_shape(case.make_inputs))
+            stats: Any = lowered.compile().memory_analysis()
+            shape = {"preset": case.preset, "tokens": case.tokens, "dtype": case.dtype}
+            temporary = {"temporary_bytes": stats.temp_size_in_bytes}
+            yield {"program": case.op, **shape, "implementation": name, **temporary}
 
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    text = f"{type(error).__name__}: {error}"
-    # Under the same name XLA says that a kernel wants more shared memory than a GPU has.
-    exhausted = "RESOURCE_EXHAUSTED" in text and "shared memory" not in text.lower()
-    return exhausted or "OutOfMemoryError" in text or "CUDA_ERROR_OUT_OF_MEMORY" in text
-
-
 def _driver() -> str | None:
     """The version of NVIDIA's driver, if its tool says."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, text=True, timeout=30).splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
         return None
-    return done.stdout.partition("\n")[0].strip() or None

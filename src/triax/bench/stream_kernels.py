@@ -1,14 +1,11 @@
-"""Kernels that only stream memory, the limit that the ops are compared with, and one that waits.
-
-`_stream_kernel` reads `READS` units and writes their bitwise xor to each of `WRITES` units, in
-order, aligned, without any index. `_delay_kernel` keeps the device busy without memory.
-"""
+"""Kernels that only stream memory, the limit that the ops are compared with, and one that waits."""
 
 # The text of a kernel is Triton's language, which only looks like Python.
 # mypy: ignore-errors
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
@@ -22,9 +19,10 @@ def _stream_kernel(
     STORES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # Reads READS units in order, without any index, and writes their xor to each of WRITES units.
     # Units lie one after the other, and a program takes the same block of each; or, together,
     # what a program reads is one run of memory, and so is what it writes. No masks: a unit is a
-    # whole number of blocks. Offsets are 64-bit, for units together pass 2**31 words.
+    # whole number of blocks. Offsets are 64-bit, because units together pass 2**31 words.
     program = tl.program_id(0).to(tl.int64)
     word = tl.arange(0, BLOCK)
     if TOGETHER:
@@ -44,12 +42,10 @@ def _stream_kernel(
 
 
 @triton.jit
-def _delay_kernel(steps_ptr, out_ptr):
-    # Each step waits for the one before, and no sum of it in closed form is known.
-    steps = tl.load(steps_ptr)
-    value = steps | 1
-    for _ in range(steps):
-        value ^= value << 13
-        value ^= value >> 17
-        value ^= value << 5
-    tl.store(out_ptr, value)
+def _delay_kernel(nanoseconds_ptr, out_ptr):
+    nanoseconds = tl.load(nanoseconds_ptr)
+    start = globaltimer()
+    now = start
+    while now - start < nanoseconds:
+        now = globaltimer()
+    tl.store(out_ptr, nanoseconds)

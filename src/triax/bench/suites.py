@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 from triax.bench.cases import OPS, Case
 
@@ -35,10 +36,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A named selection of cases: the moves in all combinations, the matmuls, and a chunk sort.
+    """A named selection of cases: moves by preset, tokens and routing, matmuls, and a chunk sort.
 
-    `also` holds more pairs of preset and tokens, with uniform routing. Moves have competitors if
-    `rivals_of` names the op, at `rivals_at` tokens and uniform routing, or where it is None.
+    `also` adds numbers of tokens to a preset, with uniform routing. Moves have competitors if
+    `rivals_of` names the op, at `RIVALS_AT` tokens and uniform routing, or if it is None.
     `target_ms` is the device time that one case is measured for.
     """
 
@@ -46,45 +47,41 @@ class Suite:
     presets: tuple[str, ...] = ("deepseek-v3",)
     tokens: tuple[int, ...] = (8192,)
     routings: tuple[str, ...] = ("uniform", "even", "uneven")
-    layers: tuple[str, ...] = ()
-    chunks: tuple[int, int, int] | None = CHUNKS
+    only_moves: bool = False
     rivals_of: tuple[str, ...] | None = None
-    rivals_at: int = 16384
     target_ms: float = 80.0
-    also: tuple[tuple[str, int], ...] = ()
+    also: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def competes(self, case: Case) -> bool:
         """Whether the suite has competitors of a case measured."""
         if self.rivals_of is None or OPS[case.op].matmuls:
             return True
-        at = (case.tokens, case.routing) == (self.rivals_at, "uniform")
+        at = (case.tokens, case.routing) == (RIVALS_AT, "uniform")
         return case.op in self.rivals_of and (at or case.preset is None)
 
 
+RIVALS_AT = 16384
+SCALES = (128, 512, 2048, 8192, 32768, 131072, 524288)
 SUITES = {
     "quick": Suite(
-        "deepseek-v3 at 8,192 tokens and its matmuls, and the chunk sort, all with competitors",
-        layers=("deepseek-v3",),
+        "deepseek-v3 at 8,192 tokens and its matmuls, and the chunk sort, all with competitors"
     ),
     "full": Suite(
         "all presets at 8,192 and 32,768 tokens, uniform and skewed; deepseek-v3 from 128 to "
         "524,288, qwen3-235b and mixtral-8x7b at 16,384, where route+grad, permute, unpermute and "
         "the router have competitors; the chunk sort and all matmuls, with competitors",
-        tuple(PRESETS),
-        (8192, 32768),
+        presets=NAMES,
+        tokens=(8192, 32768),
         routings=ROUTINGS,
-        layers=tuple(LAYERS),
         rivals_of=("route+grad", "permute", "unpermute", "sort_chunks", "router", "router+grad"),
         target_ms=50.0,
-        also=(
-            *(("deepseek-v3", count) for count in (128, 512, 2048, 16384, 131072, 524288)),
-            *(("qwen3-235b", 16384), ("mixtral-8x7b", 16384)),
-        ),
+        also={"deepseek-v3": (*SCALES, RIVALS_AT)}
+        | dict.fromkeys(("qwen3-235b", "mixtral-8x7b"), (RIVALS_AT,)),
     ),
     "scaling": Suite(
         "deepseek-v3 from 128 to 524,288 tokens, without competitors",
-        tokens=(128, 512, 2048, 8192, 32768, 131072, 524288),
-        chunks=None,
+        tokens=SCALES,
+        only_moves=True,
         rivals_of=(),
     ),
 }
@@ -95,33 +92,30 @@ def select(options: argparse.Namespace, suite: Suite, small: bool) -> list[Case]
 
     A chunk sort is left out where models were asked for by name, unless its op was too.
     """
-    routings, dtypes = options.routing or suite.routings, options.dtypes or ["bfloat16"]
-    tokens = options.tokens or ([128] if small else suite.tokens)
-    moved = [*itertools.product(options.presets or suite.presets, tokens, dtypes, routings)]
-    if not options.presets and not options.tokens and "uniform" in routings and not small:
-        moved += [(*at, dtype, "uniform") for at, dtype in itertools.product(suite.also, dtypes)]
-    shapes = [
-        Case("", name, count, *PRESETS[name], dtype, routing)
-        for name, count, dtype, routing in moved
-        if name in PRESETS
-    ]
-    layers = suite.layers and (options.presets or suite.layers)
-    for name, dtype, routing in itertools.product(layers, dtypes, routings):
-        if name in LAYERS:
+    shapes = []
+    presets, routings = options.presets or suite.presets, options.routing or suite.routings
+    dtypes = options.dtypes or ["bfloat16"]
+    for name, dtype, routing in itertools.product(presets, dtypes, routings):
+        if name in PRESETS:
+            counts = options.tokens or ([128] if small else suite.tokens)
+            if routing == "uniform" and not (small or options.tokens or options.presets):
+                counts = [*counts, *suite.also.get(name, ())]
+            shapes += [Case("", name, n, *PRESETS[name], dtype, routing) for n in counts]
+        if name in LAYERS and not suite.only_moves:
             count, hidden, experts, top_k, width = LAYERS[name]
             if small:
                 count, hidden, experts, top_k, width = 64, hidden // 64, 4, 2, width // 64
             for n in options.tokens or [count]:
                 shapes.append(Case("", name, n, hidden, experts, top_k, dtype, routing, width))
-    if suite.chunks is not None and (options.ops or not options.presets):
-        rows, hidden, chunks = (4096, 256, 16) if small else suite.chunks
+    if not suite.only_moves and (options.ops or not options.presets):
+        rows, hidden, chunks = (4096, 256, 16) if small else CHUNKS
         for dtype in options.dtypes or ["float32"]:
             shapes.append(Case("", None, rows, hidden, chunks, 1, dtype, None))
     return [
-        dataclasses.replace(shape, op=op)
+        dataclasses.replace(shape, op=name)
         for shape in dict.fromkeys(shapes)
-        for op in OPS
-        if (not options.ops or op in options.ops)
-        and shape.routing in OPS[op].routings
-        and bool(shape.width) == bool(OPS[op].matmuls)
+        for name, op in OPS.items()
+        if (not options.ops or name in options.ops)
+        and shape.routing in op.routings
+        and bool(shape.width) == bool(op.matmuls)
     ]

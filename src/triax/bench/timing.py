@@ -1,12 +1,10 @@
 """How long a compiled program takes on its device.
 
-On CUDA a stream of our own stands beside JAX's, and after each call it waits for the call's
-output and records an event. The time between two events is the device's time for one call,
-provided that the second call was waiting before the first one ended: a sample whose call came
-too late is dropped. Programs shorter than the host needs to start them are started behind a kernel
-that keeps the device busy until all of them are waiting. They are also repeated inside one program,
-where they can be: what one of many runs in a CUDA graph takes has no share in starting a program.
-Elsewhere the host's clock has to do.
+On CUDA the time between two events is the device's time for one call, provided that the second call
+was waiting before the first one ended: a sample whose call came too late is dropped. Short programs
+are started behind a kernel that keeps the device busy until all of them are waiting, and are
+repeated inside one program too, where they can be: what one of many runs in a CUDA graph takes has
+no share in starting a program. Elsewhere the host's clock has to do.
 """
 
 from __future__ import annotations
@@ -15,13 +13,18 @@ import dataclasses
 import functools
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from triax.bench.clock import clock_of
+from triax.call import triton_call
+from triax.compat import jax_private
 from triax.devices import is_cuda
+from triax.errors import MissingDependencyError
 
 MIN_SAMPLES = 15
 MAX_SAMPLES = 300
@@ -29,10 +32,14 @@ _PROBE_CALLS = 8
 # JAX holds calls back once 32 of them are under way; a round stays below.
 _ROUND_CALLS = 16
 _MAX_FAILURES = 8
-_MAX_HOLD_US = 20_000.0
+_FIRST_HOLD_US, _MAX_HOLD_US = 1000.0, 20_000.0
 _FEW_REPEATS, _MANY_REPEATS = 4, 24
-_MIN_HOST_SAMPLES, _MAX_HOST_SAMPLES = 5, 50
-BURSTS, BURST_MS, REST_S = 3, 30.0, 0.12
+BURSTS, BURST_MS, REST_S, _MIN_BURST = 3, 30.0, 0.12, 5
+_HOST_SAMPLES = 5
+_NON_BLOCKING = 1
+
+Call = Callable[[], Any]
+Hold = Callable[[float], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +62,8 @@ class CallTiming:
     @classmethod
     def of(cls, samples_us: Sequence[float], method: str) -> CallTiming:
         """The summary of samples, at least one."""
-        ordered = sorted(samples_us)
-        at = lambda share: ordered[round(share * (len(ordered) - 1))]
-        return cls(statistics.median(ordered), at(0.1), at(0.9), len(ordered), method)
+        p10, median, p90 = map(float, np.percentile(samples_us, (10, 50, 90)))
+        return cls(median, p10, p90, len(samples_us), method)
 
 
 def time_program(
@@ -66,131 +72,116 @@ def time_program(
     *,
     chain: Callable[[Any, Any], Any] | None = None,
     target_ms: float = 80.0,
-    clock: Any = None,
+    hold: Hold | None = None,
     bursts: bool = False,
 ) -> CallTiming:
     """Times a jitted program of `inputs`, for about `target_ms` of the device's time.
 
-    `chain` makes next inputs of inputs and outputs, so that short programs can be repeated;
-    `clock` takes the place of that of JAX's device. With `bursts` the program runs for `BURST_MS`
-    after a rest of `REST_S`, some times: a GPU that is busy for longer is at its limit of power,
-    and what ran before decides.
+    `chain` makes next inputs of inputs and outputs, so that short programs can be repeated; `hold`
+    keeps the device busy, for a program of another library. With `bursts` the program runs for
+    `BURST_MS` after a rest of `REST_S`, some times: a GPU that is busy for longer is at its limit
+    of power, and what ran before decides.
     """
     jax.block_until_ready(program(inputs))
     call = lambda: program(inputs)
-    device = jax.devices()[0]
-    if clock is None and not is_cuda(device):
-        return _time_on_host(call, target_ms)
-    if clock is None:
-        clock = clock_of(device)
-        clock.enter()
+    if not is_cuda(jax.devices()[0]):
+        ready = lambda: jax.block_until_ready(call())
+        seconds = timeit.repeat(ready, number=1, repeat=_HOST_SAMPLES)
+        return CallTiming.of([1e6 * s for s in seconds], "host clock")
+    clock = clock_of(jax.devices()[0])
+    clock.enter()
     if bursts:
         return time_bursts(call, clock)
     repeated = None if chain is None else functools.partial(_repeated, program, chain, inputs)
-    return time_calls(call, clock, repeated=repeated, target_ms=target_ms)
+    return time_calls(call, clock, hold or clock.hold, repeated=repeated, target_ms=target_ms)
 
 
-def time_bursts(call: Callable[[], Any], clock: Any) -> CallTiming:
+def time_bursts(call: Call, clock: Any) -> CallTiming:
     """Times `call` in bursts, each of which counts by its mean."""
-    probe_us = statistics.median(_sample(call, clock, _PROBE_CALLS).all_us)
-    count = max(_MIN_HOST_SAMPLES, round(BURST_MS * 1e3 / probe_us))
+    probe_us = statistics.median(_sample(call, clock, _PROBE_CALLS)[0])
+    count = max(_MIN_BURST, round(BURST_MS * 1e3 / probe_us))
     means = []
     for _ in range(BURSTS):
         time.sleep(REST_S)
-        sample = _sample(call, clock, count)
-        if 2 * len(sample.good_us) <= count:
-            return CallTiming.of(sample.all_us, "host-bound")
-        means.append(statistics.fmean(sample.good_us))
+        all_us, good_us = _sample(call, clock, count)
+        if 2 * len(good_us) <= count:
+            return CallTiming.of(all_us, "host-bound")
+        means.append(statistics.fmean(good_us))
     return CallTiming.of(means, "bursts")
 
 
 def time_calls(
-    call: Callable[[], Any],
+    call: Call,
     clock: Any,
+    hold: Hold,
     *,
-    repeated: Callable[[int], Callable[[], Any]] | None = None,
+    repeated: Callable[[int], Call] | None = None,
     target_ms: float = 80.0,
 ) -> CallTiming:
     """Times `call`, which starts a program that has run before, and returns its outputs.
 
     `repeated` makes of a number what starts so many runs inside one program.
     """
-    probe = _sample(call, clock, _PROBE_CALLS)
-    count = round(target_ms * 1e3 / max(statistics.median(probe.all_us), 1e-3))
+    probe_us, good_us = _sample(call, clock, _PROBE_CALLS)
+    count = round(target_ms * 1e3 / max(statistics.median(probe_us), 1e-3))
     count = max(MIN_SAMPLES, min(count, MAX_SAMPLES))
-    if 2 * len(probe.good_us) > _PROBE_CALLS:
-        sample = _sample(call, clock, count)
-        if 2 * len(sample.good_us) > count:
-            return CallTiming.of(sample.good_us, "events")
-    graph_us = None if repeated is None else _time_repeated(repeated, clock)
-    good_us = _in_rounds(call, clock, min(count, 4 * _ROUND_CALLS))
+    if 2 * len(good_us) > _PROBE_CALLS:
+        _, good_us = _sample(call, clock, count)
+        if 2 * len(good_us) > count:
+            return CallTiming.of(good_us, "events")
+    graph_us = None if repeated is None else _time_repeated(repeated, clock, hold)
+    good_us = _in_rounds(call, clock, hold, min(count, 4 * _ROUND_CALLS))
     if len(good_us) >= MIN_SAMPLES:
         timing = CallTiming.of(good_us, "events")
     elif graph_us is not None:
         timing = CallTiming.of([graph_us], "graph")
     else:
-        timing = CallTiming.of(probe.all_us, "host-bound")
+        timing = CallTiming.of(probe_us, "host-bound")
     return dataclasses.replace(timing, graph_us=graph_us)
 
 
-class _Sample(NamedTuple):
-    """Times between the ends of neighbouring calls."""
-
-    all_us: list[float]
-    good_us: list[float]  # of calls that waited for the device
-    host_us: float  # what the host needed for one call, where it did not have to wait
-
-
-def _sample(
-    call: Callable[[], Any], clock: Any, count: int, hold: Callable[[], Any] | None = None
-) -> _Sample:
-    held = None if hold is None else hold()
+def _sample(call: Call, clock: Any, count: int) -> tuple[list[float], list[float]]:
+    """Times between the ends of neighbouring calls: all, and those of calls that had to wait."""
     waited = []
-    start_us = clock.now_us()
-    outputs = None
     for index in range(count + 1):
-        # Dropped first, so that the next run gets the same memory: XLA's graphs hold addresses,
-        # and are updated where these change.
+        # Dropped before the next run, which thus gets the same memory: XLA's graphs hold
+        # addresses, and are updated where these change.
         outputs = None
         outputs = call()
         clock.record(index, outputs)
         # The event fires a little after the call has ended. If the call before the last one is
         # still running, the device was busy throughout.
-        if index:
-            waited.append(clock.is_pending(max(index - 2, 0)))
-    host_us = (clock.now_us() - start_us) / (count + 1)
+        waited.append(clock.is_pending(max(index - 2, 0)))
     outputs = None
     clock.wait(count)
-    del held
-    all_us = [clock.between_us(index - 1, index) for index in range(1, count + 1)]
-    good_us = [us for us, good in zip(all_us, waited, strict=True) if good]
-    return _Sample(all_us, good_us, host_us)
+    all_us = [clock.between_us(index, index + 1) for index in range(count)]
+    return all_us, [us for us, good in zip(all_us, waited[1:], strict=True) if good]
 
 
-def _in_rounds(call: Callable[[], Any], clock: Any, count: int) -> list[float]:
+def _in_rounds(call: Call, clock: Any, hold: Hold, count: int) -> list[float]:
     """At least `count` good samples of calls that start behind a busy device, or what there is."""
-    host_us = _sample(call, clock, _PROBE_CALLS).host_us
     good_us: list[float] = []
-    failures = 0
+    hold_us, failures = _FIRST_HOLD_US, 0
     while len(good_us) < count and failures <= _MAX_FAILURES:
-        hold_us = min(1.5 * host_us * (_ROUND_CALLS + 1) + 100, _MAX_HOLD_US)
-        sample = _sample(call, clock, _ROUND_CALLS, functools.partial(clock.hold, hold_us))
-        if len(sample.good_us) == _ROUND_CALLS:
-            good_us += sample.good_us
+        held = hold(hold_us)
+        _, found_us = _sample(call, clock, _ROUND_CALLS)
+        del held  # an array, whose memory must not be given to others before
+        if len(found_us) == _ROUND_CALLS:
+            good_us += found_us
         else:
             failures += 1
-            host_us = max(1.5 * host_us, sample.host_us)
+            hold_us = min(2 * hold_us, _MAX_HOLD_US)
     return good_us
 
 
-def _time_repeated(repeated: Callable[[int], Callable[[], Any]], clock: Any) -> float | None:
+def _time_repeated(repeated: Callable[[int], Call], clock: Any, hold: Hold) -> float | None:
     """One run's time as the difference of many runs and few: what a program costs falls out."""
     medians = []
     for repeats in (_FEW_REPEATS, _MANY_REPEATS):
         call = repeated(repeats)
         clock.record(0, call())  # compiles
         clock.wait(0)
-        found = _in_rounds(call, clock, 2 * _ROUND_CALLS)
+        found = _in_rounds(call, clock, hold, 2 * _ROUND_CALLS)
         if len(found) < MIN_SAMPLES:
             return None
         medians.append(statistics.median(found))
@@ -198,9 +189,7 @@ def _time_repeated(repeated: Callable[[int], Callable[[], Any]], clock: Any) -> 
     return one_us if one_us > 0 else None
 
 
-def _repeated(
-    program: Callable[[Any], Any], chain: Any, inputs: Any, repeats: int
-) -> Callable[[], Any]:
+def _repeated(program: Callable[[Any], Any], chain: Any, inputs: Any, repeats: int) -> Call:
     def run(inputs: Any) -> Any:
         outputs = program(inputs)
         for _ in range(repeats - 1):
@@ -210,16 +199,76 @@ def _repeated(
             outputs = program(inputs)
         return outputs
 
-    compiled = jax.jit(run)
-    return lambda: compiled(inputs)
+    return functools.partial(jax.jit(run), inputs)
 
 
-def _time_on_host(call: Callable[[], Any], target_ms: float) -> CallTiming:
-    samples_us: list[float] = []
-    while len(samples_us) < _MIN_HOST_SAMPLES or (
-        len(samples_us) < _MAX_HOST_SAMPLES and sum(samples_us) < target_ms * 1e3
-    ):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        samples_us.append((time.perf_counter() - start) * 1e6)
-    return CallTiming.of(samples_us, "host clock")
+# --- the GPU's clock ---
+
+
+class CudaClock:
+    """Events of one device by number, each after an array of JAX, or of another library."""
+
+    def __init__(self, device: Any):
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            raise MissingDependencyError(
+                "Timing on a GPU needs cuda-bindings: pip install 'triax[cuda13]' brings it."
+            ) from error
+        self._driver = driver
+        self._call(driver.cuInit, 0)
+        handle = self._call(driver.cuDeviceGet, jax_private.local_index(device))
+        # JAX's context, which it keeps for as long as the process runs.
+        self._context = self._call(driver.cuDevicePrimaryCtxRetain, handle)
+        self.enter()
+        self._stream = self._call(driver.cuStreamCreate, _NON_BLOCKING)
+        self._events: list[Any] = []
+
+    def enter(self) -> None:
+        """To be called first in the thread that uses the clock."""
+        self._call(self._driver.cuCtxSetCurrent, self._context)
+
+    def record(self, index: int, output: Any) -> None:
+        """Event `index` fires when the arrays of `output` are there."""
+        while len(self._events) <= index:
+            self._events.append(self._call(self._driver.cuEventCreate, 0))
+        # Handing an array to another stream makes that stream wait until the array is there.
+        capsule = jax.tree.leaves(output)[0].__dlpack__(stream=int(self._stream))
+        self._call(self._driver.cuEventRecord, self._events[index], self._stream)
+        del capsule
+
+    def is_pending(self, index: int) -> bool:
+        """Whether event `index` has yet to fire."""
+        status = self._call(self._driver.cuEventQuery, self._events[index])
+        return bool(status == self._driver.CUresult.CUDA_ERROR_NOT_READY)
+
+    def wait(self, index: int) -> None:
+        """Returns when event `index` has fired."""
+        self._call(self._driver.cuEventSynchronize, self._events[index])
+
+    def between_us(self, first: int, second: int) -> float:
+        """The device's time between two events that have fired."""
+        elapsed = self._driver.cuEventElapsedTime
+        return 1e3 * self._call(elapsed, self._events[first], self._events[second])
+
+    def hold(self, us: float) -> Any:
+        """Keeps JAX's stream busy for `us`; what it returns must be kept until then."""
+        return _delay(jnp.int32(1e3 * us))
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        """A function's result, or its status if it has none."""
+        status, *results = function(*arguments)
+        if int(status) and status != self._driver.CUresult.CUDA_ERROR_NOT_READY:
+            raise RuntimeError(f"{function.__name__}: {status.name}")
+        return results[0] if results else status
+
+
+clock_of = functools.cache(CudaClock)
+
+
+@jax.jit
+def _delay(nanoseconds: Any) -> Any:
+    from triax.bench.stream_kernels import _delay_kernel
+
+    out_type = jax.ShapeDtypeStruct((), jnp.int32)
+    return triton_call(nanoseconds, kernel=_delay_kernel, out_type=out_type, grid=1, num_warps=1)
