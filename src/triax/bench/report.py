@@ -1,4 +1,4 @@
-"""The record of a run: as JSON, and as a table for a terminal of 110 columns."""
+"""The record of a run: as JSON, and as a table for a terminal of 120 columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triax.errors import ArgumentValueError
 
 Result = dict[str, Any]
 
-WIDTH = 110
+WIDTH = 120
 _LINE = "  {:15}{:>7}  {:8}  {:7}  {:>9}  {:>10}  {:>7}  {:>6}  {}"
 _RATES = {
     "stream": ("TB/s", "terabytes_per_second", ".2f", "fraction_of_stream"),
@@ -118,7 +118,8 @@ def _rows(results: Sequence[Result]) -> list[str]:
         # A no-break space within what must stay together.
         others = ", ".join(_against(own, r).replace(" ", "\xa0") for r in found if r is not own)
         how: Any = {"initial_indent": head, "subsequent_indent": " " * len(head)}
-        lines += textwrap.wrap(others, WIDTH, break_on_hyphens=False, **how) or [head.rstrip()]
+        how |= {"break_on_hyphens": False, "break_long_words": False}
+        lines += textwrap.wrap(others, WIDTH, **how) or [head.rstrip()]
     return [line.replace("\xa0", " ") for line in lines]
 
 
