@@ -84,9 +84,8 @@ def feed_forward(
       capacity: the most pairs an expert takes, first come first served; None for no limit. A pair
         that is dropped contributes nothing to its token. A capacity also bounds the rows made.
       align_size: each group of rows is padded to a multiple of this; `ragged_dot` needs no padding.
-      implementation: None picks by the platform the program is lowered for: the Triton
-        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
-        Triton's interpreter, on the CPU) and "xla" insist.
+      implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
+        elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
       **router: other keywords of `route`: score, bias, num_groups, top_groups, normalize, scale.
 
     Returns:

@@ -12,7 +12,7 @@ import pytest
 import triax
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.plans.configs import FewPairsConfig, SelectConfig, SortConfig
+from triax.moe.plans.configs import FewPairsConfig, MaskConfig, SortConfig
 
 IDS = jnp.zeros((4, 2), jnp.int32)
 MASK = jnp.zeros((4, 3), bool)
@@ -128,9 +128,8 @@ def test_a_plan_is_a_pytree():
 
 @pytest.mark.parametrize("num_experts", [1, 5, 8, 128, 384, 100_000])
 def test_heuristics(num_experts):
-    few, many, select = (
-        config.heuristic(num_experts) for config in (FewPairsConfig, SortConfig, SelectConfig)
-    )
+    few, many = FewPairsConfig.heuristic(num_experts), SortConfig.heuristic(num_experts)
+    select = MaskConfig.to_select(num_experts)
     for config in (few, many, select):
         assert config.block_experts & (config.block_experts - 1) == 0
     assert 32 <= few.block_experts == many.block_experts <= 512

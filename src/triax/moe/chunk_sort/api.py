@@ -59,9 +59,8 @@ def sort_chunks_by_index(
       split_sizes: integer [chunks].
       sorted_indices: integer [chunks], a permutation of 0 to chunks - 1.
       probs: float [tokens], moved with the rows, or None.
-      implementation: None picks by the platform the program is lowered for: the Triton
-        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
-        Triton's interpreter, on the CPU) and "xla" insist.
+      implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
+        elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
       `Sorted`: rows [tokens, hidden] in the dtype of `x`, and probs [tokens] in theirs.
@@ -92,4 +91,4 @@ def sort_chunks_by_index(
         num_rows,
         implementation,
     )
-    return Sorted(*derivatives.move_chunks(x, probs, maps, implementation))
+    return Sorted(*derivatives.move_chunks(implementation)(x, probs, maps))

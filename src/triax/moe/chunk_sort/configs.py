@@ -40,11 +40,3 @@ class ChunkMoveConfig:
         while (num_chunks := -(-num_chunks // self.search_ways)) > 1:
             steps += 1
         return steps
-
-
-@dataclasses.dataclass(frozen=True)
-class MapsConfig:
-    """The one program of the chunk maps walks over the chunks, `block` at a time."""
-
-    block: int = 1024
-    num_warps: int = 4

@@ -33,15 +33,9 @@ def chunk_maps(
     return run(split_sizes, sorted_indices)
 
 
-def move_chunks(
-    rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps, implementation: str | None
-) -> Moved:
-    """Rows and probs moved by ``maps.forward``; their gradients move by ``maps.inverse``."""
-    return linear.op(*_move_chunks(implementation), rows, probs, maps)
-
-
 @functools.cache
-def _move_chunks(implementation: str | None) -> linear.Rules:
+def move_chunks(implementation: str | None) -> linear.Function:
+    """Rows and probs moved by ``maps.forward``; their gradients move by ``maps.inverse``."""
     either = implementations.choose(
         implementation, launchers.move_rows, reference.move_rows_reference
     )
@@ -54,12 +48,12 @@ def _move_chunks(implementation: str | None) -> linear.Rules:
 
     def move(maps: ChunkMaps, moving: dict[str, jax.Array]) -> dict[str, Any]:
         if "rows" not in moving:
-            probs = moving["probs"]
-            return {"probs": move_chunks(probs[:, None], None, maps, implementation).rows[:, 0]}
-        moved = move_chunks(moving["rows"], moving.get("probs"), maps, implementation)
+            return {"probs": op(moving["probs"][:, None], None, maps).rows[:, 0]}
+        moved = op(moving["rows"], moving.get("probs"), maps)
         return {name: getattr(moved, name) for name in moving}
 
     def move_back(maps: ChunkMaps, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         return move(ChunkMaps(forward=maps.inverse, inverse=maps.forward), gradients)
 
-    return run, derivative
+    op = linear.op(run, derivative)
+    return op

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
-from triax.moe.chunk_sort.configs import ChunkMoveConfig, MapsConfig
+from triax.moe.chunk_sort.configs import ChunkMoveConfig
 from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps
+from triax.moe.shared.arrays import absent
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -25,29 +26,23 @@ def chunk_maps(
     """Both maps, from int32 sizes and indices [chunks], at least one of them."""
     from triax.moe.chunk_sort.kernels import _chunk_maps_kernel
 
-    config = MapsConfig()
     num_chunks = split_sizes.shape[0]
+    ints: Any = jax.ShapeDtypeStruct((num_chunks,), jnp.int32)
     return triton_call(
         split_sizes,
         sorted_indices,
         num_rows,
         num_chunks,
         kernel=_chunk_maps_kernel,
-        out_type=_chunk_maps_type(num_chunks),
+        out_type=ChunkMaps(ChunkMap(ints, ints), ChunkMap(ints, ints)),
         # One program walks over all chunks. A second would write the same maps again.
         grid=1,
-        num_warps=config.num_warps,
+        num_warps=4,
         name="chunk_maps",
         vmap_method="sequential",
         implementation=implementation,
-        BLOCK=config.block,
+        BLOCK=1024,
     )
-
-
-def _chunk_maps_type(num_chunks: int) -> ChunkMaps:
-    ints = jax.ShapeDtypeStruct((num_chunks,), jnp.int32)
-    one: ChunkMap = ChunkMap(ints, ints)  # type: ignore[arg-type]
-    return ChunkMaps(one, one)
 
 
 def move_rows(
@@ -68,8 +63,6 @@ def move_rows(
     width_blocks = max(1, -(-width // config.block_width))
     moved = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     moved_probs = None if probs is None else jax.ShapeDtypeStruct(probs.shape, probs.dtype)
-    # A parameter that is not supplied is an output.
-    no_probs: dict[str, Any] = {"moved_probs_ptr": None} if probs is None else {}
     return triton_call(
         rows,
         probs,
@@ -90,5 +83,5 @@ def move_rows(
         BLOCK_ROWS=config.block_rows,
         BLOCK_WIDTH=config.block_width,
         SEARCH_WAYS=config.search_ways,
-        **no_probs,
+        **absent(moved_probs_ptr=probs),
     )

@@ -44,9 +44,8 @@ def glu(
       row_weights: float [rows], or None for ones.
       activation: "swiglu" (SiLU), or "geglu" (GELU in its tanh form); Shazeer,
         https://arxiv.org/abs/2002.05202.
-      implementation: None picks by the platform the program is lowered for: the Triton
-        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
-        Triton's interpreter, on the CPU) and "xla" insist.
+      implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
+        elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
       [rows, width], in the dtype of `gate_up`.
@@ -76,5 +75,5 @@ def glu(
     )
     if not gate_up.size:
         implementation = "xla"
-    out = derivatives.glu(gate_up, row_weights, activation, implementation)
+    out = derivatives.glu(activation, implementation)(gate_up, row_weights)
     return checkpoint_name(out, "triax_glu")

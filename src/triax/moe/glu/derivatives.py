@@ -12,15 +12,9 @@ from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
 
 
-def glu(
-    gate_up: jax.Array, row_weights: jax.Array | None, activation: str, implementation: str | None
-) -> jax.Array:
-    """``row_weights * activation(gate) * up``."""
-    return linear.op(*_glu(activation, implementation), gate_up, row_weights)
-
-
 @functools.cache
-def _glu(activation: str, implementation: str | None) -> linear.Rules:
+def glu(activation: str, implementation: str | None) -> linear.Function:
+    """``row_weights * activation(gate) * up``, of `gate_up` and `row_weights`."""
     plain = functools.partial(reference.glu_reference, activation=activation)
     run = implementations.choose(
         implementation, launchers.glu, reference.glu_reference, activation=activation
@@ -37,31 +31,21 @@ def _glu(activation: str, implementation: str | None) -> linear.Rules:
 
     def back(operands: dict[str, Any], gradient: jax.Array) -> dict[str, Any]:
         gate_up, row_weights = operands["gate_up"], operands["row_weights"]
-        d_gate_up, d_row_weights = glu_grad(
-            gate_up, row_weights, gradient, activation, implementation
-        )
+        gradients = glu_grad(activation, implementation)
+        d_gate_up, d_row_weights = gradients(gate_up, row_weights, gradient)
         if d_row_weights is not None:
             d_row_weights = d_row_weights.astype(row_weights.dtype)
         return {"gate_up": d_gate_up, "row_weights": d_row_weights}
 
-    return run, derivative
-
-
-def glu_grad(
-    gate_up: jax.Array,
-    row_weights: jax.Array | None,
-    gradient: jax.Array,
-    activation: str,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of the operands of `glu`."""
-    return linear.replaced(*_glu_grad(activation, implementation), gate_up, row_weights, gradient)
+    return linear.op(run, derivative)
 
 
 @functools.cache
-def _glu_grad(activation: str, implementation: str | None) -> linear.Rules:
+def glu_grad(activation: str, implementation: str | None) -> linear.Function:
+    """The gradients of the operands of `glu`, from these and its result's."""
     run = implementations.choose(
         implementation, launchers.glu_grad, reference.glu_grad_reference, activation=activation
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
-    return run, functools.partial(reference.glu_grad_reference, activation=activation)
+    plain = functools.partial(reference.glu_grad_reference, activation=activation)
+    return linear.replaced(run, plain)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.shared import blocks
+from triax.moe.shared.arrays import absent
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -59,19 +58,17 @@ def glu_grad(
 
     num_rows, width = gradient.shape
     block = blocks.part(width, gate_up.dtype.itemsize, _MAX_ROWS)
-    out_type = [jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype)]
-    absent: dict[str, Any] = {"d_row_weights_ptr": None}
-    if row_weights is not None:
-        out_type.append(jax.ShapeDtypeStruct((num_rows,), jnp.float32))
-        absent = {}
-    d_gate_up, *d_row_weights = triton_call(
+    return triton_call(
         gate_up,
         row_weights,
         gradient,
         num_rows,
         width,
         kernel=_glu_grad_kernel,
-        out_type=out_type,
+        out_type=(
+            jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype),
+            None if row_weights is None else jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ),
         grid=-(-num_rows // block.rows),
         num_warps=block.num_warps,
         name="glu_grad",
@@ -80,6 +77,5 @@ def glu_grad(
         ACTIVATION=activation,
         BLOCK_ROWS=block.rows,
         BLOCK_COLUMNS=block.width,
-        **absent,
+        **absent(d_row_weights_ptr=row_weights),
     )
-    return d_gate_up, d_row_weights[0] if d_row_weights else None

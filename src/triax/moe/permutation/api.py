@@ -75,9 +75,8 @@ def permute(
       weights: float [tokens, top_k], moved along: each row gets that of its (token, slot). Their
         gradient is exactly zero where there is no row.
       scales: [tokens, scales], any dtype, moved with the tokens: the scales of quantised rows.
-      implementation: None picks by the platform the program is lowered for: the Triton
-        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
-        Triton's interpreter, on the CPU) and "xla" insist.
+      implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
+        elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
       rows [rows, hidden] in the dtype of `x`; with weights or scales `Permuted`: rows,
@@ -104,8 +103,8 @@ def permute(
         x.shape[1] == 0 and weights is None and scales is None
     ):
         implementation = "xla"
-    rows, row_weights, row_scales = derivatives.permute_rows(
-        x, weights, scales, routes, implementation
+    rows, row_weights, row_scales = derivatives.permute_rows(implementation)(
+        x, weights, scales, routes
     )
     rows = checkpoint_name(rows, "triax_permuted_rows")
     if row_weights is None and row_scales is None:
@@ -163,9 +162,9 @@ def unpermute(
     if routes.row_of.size == 0 or rows.size == 0:
         implementation = "xla"
     if weights is None or weights.size == 0:
-        tokens = derivatives.gather_rows(rows, None, routes, implementation).x
+        tokens = derivatives.gather_rows(implementation)(rows, None, None, routes).x
     else:
-        tokens = derivatives.weigh_rows(rows, weights, routes, implementation)
+        tokens = derivatives.weigh_rows(implementation)(rows, weights, routes)
     return checkpoint_name(tokens, "triax_unpermuted_tokens")
 
 

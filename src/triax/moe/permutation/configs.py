@@ -17,6 +17,10 @@ _LEAST_COPIES = 4
 # expert would compile for minutes if unrolled. A step has as many slots as models choose at most.
 MAX_UNROLLED_SLOTS = 16
 _STEP_SLOTS = 8
+# At most so many programs share the empty rows, two for each multiprocessor of an H200, and they
+# read the group sizes in such blocks.
+MAX_ZEROING_PROGRAMS = 264
+ZEROING_BLOCK_EXPERTS = 256
 
 
 def step_slots(top_k: int) -> int:
@@ -71,14 +75,3 @@ class MoveConfig:
         block_width = min(blocks.power_of_two(width), widest)
         elements = max(block_width, blocks.BYTES_PER_PROGRAM // itemsize)
         return cls(*blocks.filled(block_width, elements, itemsize, _MAX_TOKENS, 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class ZeroConfig:
-    """At most `max_programs` programs share the empty rows: two for each multiprocessor of an H200.
-
-    They read the group sizes `block_experts` at a time.
-    """
-
-    max_programs: int = 264
-    block_experts: int = 256

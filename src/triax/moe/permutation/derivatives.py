@@ -19,19 +19,9 @@ from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
 
 
-def permute_rows(
-    x: jax.Array,
-    weights: jax.Array | None,
-    scales: jax.Array | None,
-    routes: Routes,
-    implementation: str | None,
-) -> Permuted:
-    """Tokens, weights and scales copied to the rows given by `routes`."""
-    return linear.op(*_permute_rows(implementation), x, weights, scales, routes)
-
-
 @functools.cache
-def _permute_rows(implementation: str | None) -> linear.Rules:
+def permute_rows(implementation: str | None) -> linear.Function:
+    """Tokens, weights and scales copied to the rows given by `routes`."""
     run = implementations.choose(implementation, launchers.permute, reference.permute_reference)
 
     def derivative(primals: Any, tangents: Any, like: Any) -> Permuted:
@@ -40,29 +30,27 @@ def _permute_rows(implementation: str | None) -> linear.Rules:
     def copy(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
         x = moving.get("rows", jnp.zeros((routes.row_of.shape[0], 0), jnp.float32))
         weights, scales = moving.get("weights"), moving.get("scales")
-        copies = permute_rows(x, weights, scales, routes, implementation)
+        copies = permute_rows(implementation)(x, weights, scales, routes)
         return {name: getattr(copies, name) for name in moving}
 
     def gather(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         rows = gradients.get("rows", jnp.zeros((routes.num_rows, 0), jnp.float32))
-        x, weights = gather_rows(rows, gradients.get("weights"), routes, implementation)
+        x, weights = gather_rows(implementation)(rows, None, gradients.get("weights"), routes)
         gathered = {"rows": x, "weights": weights}
         if "scales" in gradients:
-            gathered["scales"] = gather_rows(gradients["scales"], None, routes, implementation).x
+            scales = gather_rows(implementation)(gradients["scales"], None, None, routes)
+            gathered["scales"] = scales.x
         return gathered
 
-    return run, derivative
-
-
-def gather_rows(
-    rows: jax.Array, row_weights: jax.Array | None, routes: Routes, implementation: str | None
-) -> Gathered:
-    """Each token's sum over its rows, and each slot's weight of `row_weights`."""
-    return linear.op(*_gather_rows(implementation), rows, None, row_weights, routes)
+    return linear.op(run, derivative)
 
 
 @functools.cache
-def _gather_rows(implementation: str | None) -> linear.Rules:
+def gather_rows(implementation: str | None) -> linear.Function:
+    """Each token's sum over its rows, and each slot's weight of `row_weights`.
+
+    Of rows, None, row_weights and routes.
+    """
     run = implementations.choose(implementation, launchers.unpermute, reference.unpermute_reference)
 
     def derivative(primals: Any, tangents: Any, like: Any) -> Gathered:
@@ -71,26 +59,20 @@ def _gather_rows(implementation: str | None) -> linear.Rules:
 
     def gather(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
         rows = moving.get("x", jnp.zeros((routes.num_rows, 0), jnp.float32))
-        sums = gather_rows(rows, moving.get("weights"), routes, implementation)
+        sums = gather_rows(implementation)(rows, None, moving.get("weights"), routes)
         return {name: getattr(sums, name) for name in moving}
 
     def copy(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         x = gradients.get("x", jnp.zeros((routes.row_of.shape[0], 0), jnp.float32))
-        copies = permute_rows(x, gradients.get("weights"), None, routes, implementation)
+        copies = permute_rows(implementation)(x, gradients.get("weights"), None, routes)
         return {"x": copies.rows, "weights": copies.weights}
 
-    return run, derivative
-
-
-def weigh_rows(
-    rows: jax.Array, weights: jax.Array, routes: Routes, implementation: str | None
-) -> jax.Array:
-    """Each token's sum over its rows times `weights` [tokens, top_k]."""
-    return linear.op(*_weigh_rows(implementation), rows, weights, routes)
+    return linear.op(run, derivative)
 
 
 @functools.cache
-def _weigh_rows(implementation: str | None) -> linear.Rules:
+def weigh_rows(implementation: str | None) -> linear.Function:
+    """Each token's sum over its rows times `weights` [tokens, top_k], by `routes`."""
     gather = implementations.choose(
         implementation, launchers.unpermute, reference.unpermute_reference
     )
@@ -106,32 +88,25 @@ def _weigh_rows(implementation: str | None) -> linear.Rules:
         rows, weights, routes = primals
         terms = []
         if "rows" in moving:
-            terms.append(weigh_rows(moving["rows"], weights, routes, implementation))
+            terms.append(weigh_rows(implementation)(moving["rows"], weights, routes))
         if "weights" in moving:
-            terms.append(weigh_rows(rows, moving["weights"], routes, implementation))
+            terms.append(weigh_rows(implementation)(rows, moving["weights"], routes))
         return functools.reduce(jnp.add, terms)
 
     def spread(primals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         rows, weights, routes = primals
-        d_rows, d_weights = spread_gradient(rows, weights, gradient, routes, implementation)
+        d_rows, d_weights = spread_gradient(implementation)(rows, weights, gradient, routes)
         return {"rows": d_rows, "weights": d_weights}
 
-    return run, derivative
-
-
-def spread_gradient(
-    rows: jax.Array,
-    weights: jax.Array,
-    gradient: jax.Array,
-    routes: Routes,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of `weigh_rows`: ``weight * gradient`` by row, ``<row, gradient>`` by slot."""
-    return linear.op(*_spread_gradient(implementation), rows, weights, gradient, routes)
+    return linear.op(run, derivative)
 
 
 @functools.cache
-def _spread_gradient(implementation: str | None) -> linear.Rules:
+def spread_gradient(implementation: str | None) -> linear.Function:
+    """The gradients of `weigh_rows`: ``weight * gradient`` by row, ``<row, gradient>`` by slot.
+
+    Of rows, weights, the gradient and routes.
+    """
     run = implementations.choose(
         implementation, launchers.unpermute_grad, reference.unpermute_grad_reference
     )
@@ -148,15 +123,15 @@ def _spread_gradient(implementation: str | None) -> linear.Rules:
         if "rows" in moving or "weights" in moving:
             d_rows = moving.get("rows", jnp.zeros_like(rows))
             terms.append((d_rows, moving.get("weights", jnp.zeros_like(weights)), gradient))
-        spreads = [spread_gradient(*term, routes, implementation) for term in terms]
+        spreads = [spread_gradient(implementation)(*term, routes) for term in terms]
         return functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), spreads)
 
     def gather(primals: Any, seconds: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
         rows, weights, gradient, routes = primals
         a, b = seconds  # like rows, like weights
-        d_rows, d_weights = spread_gradient(a, b, gradient, routes, implementation)
-        d_gradient = weigh_rows(a, weights, routes, implementation)
-        d_gradient += weigh_rows(rows, b, routes, implementation)
+        d_rows, d_weights = spread_gradient(implementation)(a, b, gradient, routes)
+        d_gradient = weigh_rows(implementation)(a, weights, routes)
+        d_gradient += weigh_rows(implementation)(rows, b, routes)
         return {"rows": d_rows, "weights": d_weights, "gradient": d_gradient}
 
-    return run, derivative
+    return linear.op(run, derivative)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
-from triax.moe.permutation.configs import MoveConfig, ZeroConfig, step_slots
+from triax.moe.permutation import configs
+from triax.moe.permutation.configs import MoveConfig, step_slots
 from triax.moe.permutation.reference import Gathered, Permuted, Routes, sum_dtype
-from triax.moe.shared.arrays import stored
+from triax.moe.shared.arrays import absent, stored
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -65,8 +66,8 @@ def permute(
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_SLOTS=config.block_slots,
         BLOCK_WIDTH=config.block_width,
-        BLOCK_EXPERTS=ZeroConfig().block_experts,
-        **_absent(row_weights_ptr=weights, row_scales_ptr=scales),
+        BLOCK_EXPERTS=configs.ZEROING_BLOCK_EXPERTS,
+        **absent(row_weights_ptr=weights, row_scales_ptr=scales),
     )
     return Permuted(
         _as_dtype(rows, x), _as_dtype(row_weights, weights), _as_dtype(row_scales, scales)
@@ -116,7 +117,7 @@ def unpermute(
         DOUBLE=sum_dtype(rows, weights) == jnp.float64,
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_WIDTH=config.block_width,
-        **_absent(token_weights_ptr=row_weights),
+        **absent(token_weights_ptr=row_weights),
     )
     return Gathered(x.astype(rows.dtype), token_weights)
 
@@ -159,7 +160,7 @@ def unpermute_grad(
         DOUBLE=sum_dtype(rows, weights) == jnp.float64,
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_WIDTH=config.block_width,
-        BLOCK_EXPERTS=ZeroConfig().block_experts,
+        BLOCK_EXPERTS=configs.ZEROING_BLOCK_EXPERTS,
     )
     return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype)
 
@@ -180,15 +181,10 @@ def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
     )
 
 
-def _absent(**outputs: jax.Array | None) -> dict[str, Any]:
-    """None for each output whose input is None; `triton_call` supplies the others."""
-    return {name: None for name, source in outputs.items() if source is None}
-
-
 def _num_zeroing(routes: Routes, config: MoveConfig) -> int:
     """How many programs share the rows without a token."""
     blocks = -(-routes.num_rows // config.block_tokens)
-    return min(blocks, ZeroConfig().max_programs)
+    return min(blocks, configs.MAX_ZEROING_PROGRAMS)
 
 
 def _words(array: jax.Array | None) -> Any:

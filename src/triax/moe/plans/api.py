@@ -49,9 +49,8 @@ def make_plan(
       num_rows: a multiple of `align_size`; by default enough for the worst case,
         ``(tokens * top_k + num_experts * (align_size - 1)) // align_size * align_size``.
       align_size: each group's size is a multiple of this: 8, 16 or 128 for most matmuls.
-      implementation: None picks by the platform the program is lowered for: the Triton
-        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
-        Triton's interpreter, on the CPU) and "xla" insist.
+      implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
+        elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
       The `Plan`, for `permute` and `unpermute`.

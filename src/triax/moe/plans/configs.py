@@ -67,29 +67,22 @@ class ScanConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SelectConfig:
-    """One program reads the masks of `block_tokens` tokens, `block_experts` at a time."""
+class MaskConfig:
+    """One program reads the mask of `block_tokens` tokens, `block_experts` at a time."""
 
     block_tokens: int
     block_experts: int
     num_warps: int
 
     @classmethod
-    def heuristic(cls, num_experts: int) -> SelectConfig:
+    def to_select(cls, num_experts: int) -> MaskConfig:
+        """To make expert ids of the mask."""
         block_experts = min(power_of_two(num_experts), 256)
         return cls(2048 // block_experts, block_experts, 4)
 
-
-@dataclasses.dataclass(frozen=True)
-class MaskConfig:
-    """One program counts or places `block_tokens` tokens of a mask, `block_experts` at a time."""
-
-    block_tokens: int
-    block_experts: int
-    num_warps: int
-
     @classmethod
-    def heuristic(cls, num_experts: int) -> MaskConfig:
+    def to_place(cls, num_experts: int) -> MaskConfig:
+        """To count the tokens of each expert, and to place them."""
         block_experts = min(power_of_two(num_experts), 256)
         return cls(8192 // block_experts, block_experts, 8)
 

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
-from triax.moe.plans.configs import (
-    FewPairsConfig,
-    MaskConfig,
-    ScanConfig,
-    SelectConfig,
-    SortConfig,
-)
+from triax.moe.plans.configs import FewPairsConfig, MaskConfig, ScanConfig, SortConfig
 from triax.moe.plans.reference import Plan
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -29,7 +23,7 @@ def select_experts(
     from triax.moe.plans.kernels import _select_experts_kernel
 
     num_tokens, num_experts = routing_map.shape
-    config = SelectConfig.heuristic(num_experts)
+    config = MaskConfig.to_select(num_experts)
     return triton_call(
         routing_map,
         num_tokens,
@@ -61,7 +55,7 @@ def place_mask(
     from triax.moe.plans.kernels import _place_mask_kernel
 
     num_tokens, num_experts = routing_map.shape
-    config = MaskConfig.heuristic(num_experts)
+    config = MaskConfig.to_place(num_experts)
     block_counts, group_counts = _scan_counts(
         _count_mask(routing_map, config, implementation), implementation
     )

@@ -58,9 +58,8 @@ def ragged_dot(
       group_scales: float [groups], likewise for the rows of each group. Results with scales have no
         gradient.
       preferred_element_type: the dtype of the result; by default that of `rows`.
-      implementation: None picks by the platform the program is lowered for: the Triton
-        kernels on CUDA, plain JAX elsewhere. "triton", "interpret" (the kernels in
-        Triton's interpreter, on the CPU) and "xla" insist.
+      implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
+        elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
       [rows, columns].
@@ -98,15 +97,9 @@ def ragged_dot(
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + (jnp.sum(rows[:0]) + jnp.sum(weights[:0])).astype(result)
-    out = derivatives.ragged_dot(
-        rows,
-        weights,
-        arguments.as_int32(group_sizes, num_rows),
-        row_scales=row_scales,
-        group_scales=group_scales,
-        options=Options(result, _precision()),
-        implementation=implementation,
-    )
+    multiply = derivatives.ragged_dot(False, Options(result, _precision()), implementation)
+    group_sizes = arguments.as_int32(group_sizes, num_rows)
+    out = multiply(rows, weights, group_sizes, row_scales, group_scales)
     return checkpoint_name(out, "triax_ragged_dot")
 
 

@@ -82,15 +82,6 @@ class OuterConfig:
         return cls(_fit(left, 128), _fit(right, 128), deep if hopper else deep // 2, 8, 4)
 
 
-@dataclasses.dataclass(frozen=True)
-class ScheduleConfig:
-    """A program of the schedule reads sizes and writes tiles, so many at a time."""
-
-    block_groups: int = 256
-    block_tiles: int = 128
-    num_warps: int = 4
-
-
 def is_hopper(compute_capability: int) -> bool:
     """Whether tensor cores read their operands from shared memory, and need large blocks."""
     return compute_capability >= _HOPPER

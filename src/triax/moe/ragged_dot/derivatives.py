@@ -20,136 +20,101 @@ from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
 
 
-def ragged_dot(
-    rows: jax.Array,
-    weights: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    row_scales: jax.Array | None = None,
-    group_scales: jax.Array | None = None,
-    transposed: bool = False,
-    options: Options,
-    implementation: str | None,
-) -> jax.Array:
-    """Each row times the weights of its group, or times them transposed."""
-    rules = _ragged_dot(transposed, options, implementation)
-    out: jax.Array = linear.op(*rules, rows, weights, group_sizes, row_scales, group_scales)
-    return out
-
-
 @functools.cache
-def _ragged_dot(transposed: bool, options: Options, implementation: str | None) -> linear.Rules:
-    static: dict[str, Any] = {"transposed": transposed, "options": options}
+def ragged_dot(transposed: bool, options: Options, implementation: str | None) -> linear.Function:
+    """Each row times the weights of its group, or times them transposed.
+
+    Of rows, weights and group_sizes; and of row_scales and group_scales, where there are.
+    """
     run = implementations.choose(
-        implementation, launchers.ragged_dot, reference.ragged_dot_reference, **static
+        implementation,
+        launchers.ragged_dot,
+        reference.ragged_dot_reference,
+        transposed=transposed,
+        options=options,
     )
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
-        rows, weights, group_sizes, *scales = primals
-        if rows.dtype.itemsize == 1:
+        dtype = primals[0].dtype
+        if dtype.itemsize == 1:
             raise DifferentiationError(
-                f"moe.ragged_dot of {rows.dtype} has no derivative: 8 bits do not hold one. "
-                "Multiply in bfloat16 where you differentiate, or write the gradient with "
-                "jax.custom_vjp."
+                f"moe.ragged_dot of {dtype} has no derivative: 8 bits do not hold one. Multiply in "
+                "bfloat16 where you differentiate, or write the gradient with jax.custom_vjp."
             )
-        if any(scale is not None for scale in scales):
+        if any(scale is not None for scale in primals[3:]):
             raise DifferentiationError(
                 "moe.ragged_dot with `row_scales` or `group_scales` has no derivative. Scale the "
                 "rows or the result outside of it where you differentiate."
             )
-        operands = {"rows": rows, "weights": weights}
-        return _product_rule(multiply, back, operands, tangents, group_sizes, out)
-
-    multiply: Any = functools.partial(ragged_dot, **static, implementation=implementation)
+        return _product_rule(op, back, primals, tangents, out)
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        fixed, group_sizes = residuals
-        (dtype,) = {array.dtype for array in fixed.values()}
+        rows, weights, group_sizes = residuals
+        dtype = (weights if rows is None else rows).dtype
         gradient = gradient.astype(dtype)
-        like: dict[str, Any] = {
-            "options": Options(dtype, options.precision),
-            "implementation": implementation,
-        }
+        like = Options(dtype, options.precision)
         cotangents = {}
-        if "weights" in fixed:
-            cotangents["rows"] = ragged_dot(
-                gradient, fixed["weights"], group_sizes, transposed=not transposed, **like
-            )
-        if "rows" in fixed:
-            rows = fixed["rows"]
+        if weights is not None:
+            multiply = ragged_dot(not transposed, like, implementation)
+            cotangents["left"] = multiply(gradient, weights, group_sizes)
+        if rows is not None:
             left, right = (gradient, rows) if transposed else (rows, gradient)
-            cotangents["weights"] = group_outer(left, right, group_sizes, **like)
+            cotangents["right"] = group_outer(like, implementation)(left, right, group_sizes)
         return cotangents
 
-    return run, derivative
-
-
-def group_outer(
-    left: jax.Array,
-    right: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    options: Options,
-    implementation: str | None,
-) -> jax.Array:
-    """For each group the sum over its rows of left × right: [groups, left, right]."""
-    out: jax.Array = linear.op(*_group_outer(options, implementation), left, right, group_sizes)
-    return out
+    op = linear.op(run, derivative)
+    return op
 
 
 @functools.cache
-def _group_outer(options: Options, implementation: str | None) -> linear.Rules:
+def group_outer(options: Options, implementation: str | None) -> linear.Function:
+    """For each group the sum over its rows of left × right: [groups, left, right].
+
+    Of left, right and group_sizes.
+    """
     run = implementations.choose(
         implementation, launchers.group_outer, reference.group_outer_reference, options=options
     )
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
-        left, right, group_sizes = primals
-        operands = {"left": left, "right": right}
-        return _product_rule(multiply, back, operands, tangents, group_sizes, out)
-
-    multiply = functools.partial(group_outer, options=options, implementation=implementation)
+        return _product_rule(op, back, primals, tangents, out)
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        fixed, group_sizes = residuals
-        (dtype,) = {array.dtype for array in fixed.values()}
-        like: dict[str, Any] = {
-            "options": Options(dtype, options.precision),
-            "implementation": implementation,
-        }
+        left, right, group_sizes = residuals
+        dtype = (right if left is None else left).dtype
         weights = gradient.astype(dtype)
+        like = Options(dtype, options.precision)
         cotangents = {}
-        if "right" in fixed:
-            cotangents["left"] = ragged_dot(
-                fixed["right"], weights, group_sizes, transposed=True, **like
-            )
-        if "left" in fixed:
-            cotangents["right"] = ragged_dot(fixed["left"], weights, group_sizes, **like)
+        if right is not None:
+            multiply = ragged_dot(True, like, implementation)
+            cotangents["left"] = multiply(right, weights, group_sizes)
+        if left is not None:
+            multiply = ragged_dot(False, like, implementation)
+            cotangents["right"] = multiply(left, weights, group_sizes)
         return cotangents
 
-    return run, derivative
+    op = linear.op(run, derivative)
+    return op
 
 
-def _product_rule(
-    multiply: Any, back: Any, operands: dict[str, Any], tangents: Any, group_sizes: Any, out: Any
-) -> Any:
-    """The tangent of ``multiply(**operands, group_sizes=group_sizes)``, linear in both operands.
+def _product_rule(product: Any, back: Any, primals: Any, tangents: Any, out: Any) -> Any:
+    """The tangent of ``product(left, right, group_sizes)``, which is linear in left and in right.
 
-    An operand is needed, and kept for the gradient, only where the other one has a tangent.
+    Each of the two is needed, and kept for the gradient, only where the other one has a tangent.
     """
-    moving = dict(zip(operands, tangents, strict=False))
-    fixed = {
-        name: array
-        for name, array in operands.items()
-        if any(moving[other] is not None for other in operands if other != name)
-    }
+    left, right = (
+        primal if other is not None else None
+        for primal, other in zip(primals[:2], tangents[1::-1], strict=True)
+    )
 
     def along(residuals: Any, moving: dict[str, jax.Array]) -> Any:
-        fixed, group_sizes = residuals
-        terms = [
-            multiply(**fixed | {name: tangent}, group_sizes=group_sizes)
-            for name, tangent in moving.items()
-        ]
+        left, right, group_sizes = residuals
+        terms = []
+        if "left" in moving:
+            terms.append(product(moving["left"], right, group_sizes))
+        if "right" in moving:
+            terms.append(product(left, moving["right"], group_sizes))
         return functools.reduce(jnp.add, terms)
 
-    return linear.call(along, back, (fixed, group_sizes), moving, out)
+    moving = {"left": tangents[0], "right": tangents[1]}
+    return linear.call(along, back, (left, right, primals[2]), moving, out)

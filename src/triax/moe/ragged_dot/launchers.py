@@ -12,7 +12,7 @@ from triax.binding import dtypes
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
-from triax.moe.ragged_dot.configs import DotConfig, OuterConfig, ScheduleConfig, is_hopper
+from triax.moe.ragged_dot.configs import DotConfig, OuterConfig, is_hopper
 from triax.moe.shared.arrays import stored
 from triax.moe.shared.target import Target, for_target
 
@@ -39,8 +39,8 @@ def ragged_dot(
     rows: jax.Array,
     weights: jax.Array,
     group_sizes: jax.Array,
-    row_scales: jax.Array | None,
-    group_scales: jax.Array | None,
+    row_scales: jax.Array | None = None,
+    group_scales: jax.Array | None = None,
     *,
     transposed: bool,
     options: Options,
@@ -236,7 +236,6 @@ def _schedule(
     """
     from triax.moe.ragged_dot.kernels import _schedule_kernel
 
-    config = ScheduleConfig()
     num_groups = group_sizes.shape[0]
     num_tiles = _cdiv(num_rows, block_rows) + min(num_groups, num_rows)
     return triton_call(
@@ -248,14 +247,14 @@ def _schedule(
             jax.ShapeDtypeStruct((num_groups,), jnp.int32),
         ),
         grid=num_groups,
-        num_warps=config.num_warps,
+        num_warps=4,
         name="ragged_dot_schedule",
         vmap_method="sequential",
         implementation=implementation,
         NUM_GROUPS=num_groups,
         BLOCK_ROWS=block_rows,
-        BLOCK_GROUPS=config.block_groups,
-        BLOCK_TILES=config.block_tiles,
+        BLOCK_GROUPS=256,
+        BLOCK_TILES=128,
     )
 
 

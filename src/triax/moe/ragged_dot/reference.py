@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -14,63 +17,57 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def ragged_dot_reference(
+def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> jax.Array:
+    """Each row times the weights of its group, or times them transposed; zeros past the groups."""
+    multiply = functools.partial(_ragged_dot, transposed=transposed, dtype=options.dtype)
+    # One after the other under vmap: JAX's ragged_dot does not batch group sizes.
+    return jax.custom_batching.sequential_vmap(multiply)(*operands)
+
+
+def _ragged_dot(
     rows: jax.Array,
     weights: jax.Array,
     group_sizes: jax.Array,
-    row_scales: jax.Array | None,
-    group_scales: jax.Array | None,
+    row_scales: jax.Array | None = None,
+    group_scales: jax.Array | None = None,
     *,
     transposed: bool,
-    options: Options,
+    dtype: Any,
 ) -> jax.Array:
-    """Each row times the weights of its group, or times them transposed; zeros past the groups."""
-    wider = _sum_dtype(options.dtype)
-
-    # One after the other under vmap: JAX's ragged_dot does not batch group sizes.
-    @jax.custom_batching.sequential_vmap
-    def multiply(
-        rows: jax.Array,
-        weights: jax.Array,
-        group_sizes: jax.Array,
-        row_scales: jax.Array | None,
-        group_scales: jax.Array | None,
-    ) -> jax.Array:
-        sizes, end = clipped(group_sizes, rows.shape[0])
-        if transposed:
-            weights = jnp.swapaxes(weights, 1, 2)
-        sums = jax.lax.ragged_dot(
-            _widened(rows), _widened(weights), sizes, preferred_element_type=wider
-        )
-        row = jnp.arange(rows.shape[0])
-        if row_scales is not None:
-            sums *= row_scales.astype(wider)[:, None]
-        if group_scales is not None:
-            group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
-            sums *= jnp.take(group_scales.astype(wider), group, mode="clip")[:, None]
-        return jnp.where((row < end)[:, None], sums, 0).astype(options.dtype)
-
-    return multiply(rows, weights, group_sizes, row_scales, group_scales)
+    wider = _sum_dtype(dtype)
+    sizes, end = clipped(group_sizes, rows.shape[0])
+    if transposed:
+        weights = jnp.swapaxes(weights, 1, 2)
+    sums = jax.lax.ragged_dot(
+        _widened(rows), _widened(weights), sizes, preferred_element_type=wider
+    )
+    row = jnp.arange(rows.shape[0])
+    if row_scales is not None:
+        sums *= row_scales.astype(wider)[:, None]
+    if group_scales is not None:
+        group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+        sums *= jnp.take(group_scales.astype(wider), group, mode="clip")[:, None]
+    return jnp.where((row < end)[:, None], sums, 0).astype(dtype)
 
 
-def group_outer_reference(
-    left: jax.Array, right: jax.Array, group_sizes: jax.Array, *, options: Options
-) -> jax.Array:
+def group_outer_reference(*operands: jax.Array, options: Options) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
+    multiply = functools.partial(_group_outer, dtype=options.dtype)
+    return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
-    @jax.custom_batching.sequential_vmap
-    def multiply(left: jax.Array, right: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        sizes, end = clipped(group_sizes, left.shape[0])
-        inside = (jnp.arange(left.shape[0]) < end)[:, None]
-        return jax.lax.ragged_dot_general(
-            jnp.where(inside, _widened(left), 0),
-            jnp.where(inside, _widened(right), 0),
-            sizes,
-            _OUTER,
-            preferred_element_type=_sum_dtype(options.dtype),
-        ).astype(options.dtype)
 
-    return multiply(left, right, group_sizes)
+def _group_outer(
+    left: jax.Array, right: jax.Array, group_sizes: jax.Array, *, dtype: Any
+) -> jax.Array:
+    sizes, end = clipped(group_sizes, left.shape[0])
+    inside = (jnp.arange(left.shape[0]) < end)[:, None]
+    return jax.lax.ragged_dot_general(
+        jnp.where(inside, _widened(left), 0),
+        jnp.where(inside, _widened(right), 0),
+        sizes,
+        _OUTER,
+        preferred_element_type=_sum_dtype(dtype),
+    ).astype(dtype)
 
 
 def clipped(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

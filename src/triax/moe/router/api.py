@@ -67,9 +67,9 @@ def route(
       normalize: whether a token's weights sum to `scale`. For sigmoids 1e-20 is added to the sum,
         as in DeepSeek-V3.
       scale: a Python number that the weights are multiplied by.
-      implementation: None picks by the platform the program is lowered for: the Triton
-        kernel on CUDA, plain JAX elsewhere, and for more than 1,024 experts. "triton",
-        "interpret" (the kernel in Triton's interpreter, on the CPU) and "xla" insist.
+      implementation: None picks by the program's platform: a Triton kernel on CUDA, plain JAX
+        elsewhere and for more than 1,024 experts. "triton", "interpret" (the kernel, interpreted on
+        the CPU) and "xla" insist.
 
     Returns:
       `Routed`: weights float32 [tokens, top_k] and experts int32 [tokens, top_k].
@@ -115,7 +115,7 @@ def route_by_spec(
         implementation = "xla"
     if num_tokens == 0:
         implementation = "xla"
-    routed = derivatives.route(logits, bias, spec, implementation)
+    routed = derivatives.route(spec, implementation)(logits, bias)
     return Routed(*(checkpoint_name(array, "triax_routing") for array in routed))
 
 

@@ -15,15 +15,9 @@ from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
 
 
-def route(
-    logits: jax.Array, bias: jax.Array | None, spec: RouterSpec, implementation: str | None
-) -> Routed:
-    """The weights and experts of each token, best first."""
-    return linear.op(*_route(spec, implementation), logits, bias)
-
-
 @functools.cache
-def _route(spec: RouterSpec, implementation: str | None) -> linear.Rules:
+def route(spec: RouterSpec, implementation: str | None) -> linear.Function:
+    """The weights and experts of each token, best first, from logits and bias."""
     run = implementations.choose(
         implementation, launchers.route, reference.route_reference, spec=spec
     )
@@ -44,26 +38,17 @@ def _route(spec: RouterSpec, implementation: str | None) -> linear.Rules:
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         logits, experts = residuals
-        return {"logits": route_grad(logits, experts, gradient, spec, implementation)}
+        return {"logits": route_grad(spec, implementation)(logits, experts, gradient)}
 
-    return run, derivative
-
-
-def route_grad(
-    logits: jax.Array,
-    experts: jax.Array,
-    gradient: jax.Array,
-    spec: RouterSpec,
-    implementation: str | None,
-) -> jax.Array:
-    """The gradient of the logits, from that of the weights."""
-    return linear.replaced(*_route_grad(spec, implementation), logits, experts, gradient)
+    return linear.op(run, derivative)
 
 
 @functools.cache
-def _route_grad(spec: RouterSpec, implementation: str | None) -> linear.Rules:
+def route_grad(spec: RouterSpec, implementation: str | None) -> linear.Function:
+    """The gradient of the logits, from logits, experts and the gradient of the weights."""
     run = implementations.choose(
         implementation, launchers.route_grad, reference.route_grad_reference, spec=spec
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
-    return run, functools.partial(reference.route_grad_reference, spec=spec)
+    plain = functools.partial(reference.route_grad_reference, spec=spec)
+    return linear.replaced(run, plain)

@@ -27,6 +27,11 @@ def stored(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
 
 
+def absent(**outputs: jax.Array | None) -> dict[str, Any]:
+    """None for each output parameter of a kernel whose input is None."""
+    return {name: None for name, source in outputs.items() if source is None}
+
+
 def running_sum(sizes: jax.Array, limit: int) -> jax.Array:
     """Inclusive sums of sizes in [0, limit], clamped to `limit` so that they cannot wrap around."""
     add = lambda a, b: a + jnp.minimum(b, limit - a)

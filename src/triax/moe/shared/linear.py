@@ -9,6 +9,7 @@ some arguments, with its transpose. Forward mode runs it, reverse mode transpose
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,14 +21,13 @@ from jax.interpreters import ad, batching, mlir
 from triax.compat import jax_private
 
 Function = Callable[..., Any]
-Rules = tuple[Function, Function]
-"""What `op` and `replaced` take. They should be the same two functions in every call of an op with
-the same options (`functools.cache`): JAX keeps what it traced and compiled by function, and outside
-`jit` would compile every call anew."""
 
 
-def op(function: Function, derivative: Function, *arguments: Any) -> Any:
-    """Returns ``function(*arguments)``, with a custom derivative.
+def op(function: Function, derivative: Function) -> Function:
+    """Returns `function` with a custom derivative.
+
+    Make only one op for the same options (`functools.cache`): JAX keeps what it traced and compiled
+    by function, and outside `jit` would compile every call anew.
 
     Args:
       function: of pytrees of arrays.
@@ -36,14 +36,15 @@ def op(function: Function, derivative: Function, *arguments: Any) -> Any:
     """
 
     def rule(arguments: Any, tangents: Any) -> tuple[Any, Any]:
-        results = op(function, derivative, *arguments)
+        results = run(*arguments)
         return results, derivative(arguments, tangents, results)
 
-    return _bind(function, rule, *arguments)
+    run = functools.partial(_bind, function, rule)
+    return run
 
 
-def replaced(function: Function, differentiable: Function, *arguments: Any) -> Any:
-    """Returns ``function(*arguments)``; where it is differentiated, ``differentiable(*arguments)``.
+def replaced(function: Function, differentiable: Function) -> Function:
+    """Returns `function`, in place of which `differentiable` is differentiated.
 
     For a function whose derivative needs more than it returns.
     """
@@ -53,7 +54,7 @@ def replaced(function: Function, differentiable: Function, *arguments: Any) -> A
         flat = lambda *leaves: differentiable(*tree.unflatten(leaves))
         return _jvp_where_moving(flat, primals, tree.flatten_up_to(tangents))
 
-    return _bind(function, rule, *arguments)
+    return functools.partial(_bind, function, rule)
 
 
 def _bind(function: Function, rule: Function, *arguments: Any) -> Any:

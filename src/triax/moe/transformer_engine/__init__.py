@@ -1,47 +1,45 @@
-"""TransformerEngine's MoE permutation and router by its names, on Triax's plans, moves and router.
+"""TransformerEngine's MoE permutation and router, by its names, made of Triax's ops.
 
-The functions take TransformerEngine's arguments and return its results, in its order, so that
+The functions take TransformerEngine's arguments and return its results, in its order, so in
 
-    from triax.moe.transformer_engine import sort_chunks_by_index, token_combine, token_dispatch
+    from transformer_engine.jax.permutation import sort_chunks_by_index, token_dispatch
+    from transformer_engine.jax.router import fused_topk_with_score_function
 
-stands where ``from transformer_engine.jax.permutation import …`` stood. Two keywords are new and
-optional: `top_k` and `implementation`. Without `top_k` a token may go to every expert, and the map
-between dispatch and combine is as wide as there are experts, twice over. The moves stop where a
-token's experts end, but the map has to be written and read: pass `top_k` where the router knows it.
+replace `transformer_engine.jax.permutation` and `transformer_engine.jax.router` by
+`triax.moe.transformer_engine`. New programs should use `triax.moe.route`, `make_plan`, `permute`
+and `unpermute`: apart from the logits, these read nothing that is as wide as the experts.
 
-`pure_jax_token_dispatch` and `pure_jax_token_combine` take expert ids in place of a map. Here they
-are the same plans and moves, and run the same kernels on CUDA.
+Two keywords are new and optional. `top_k` is the most experts that a token is routed to. Without it
+a token may go to every expert, and the map between dispatch and combine is twice as wide as there
+are experts; the moves skip what is unused, but the map must be written and read. `implementation`
+is that of Triax's ops.
 
-`fused_topk_with_score_function`, `fused_moe_aux_loss`, `ScoreFunction` and `RoutingMapFormat` stand
-where ``from transformer_engine.jax.router import …`` stood.
+All functions raise `ArgumentTypeError` for an argument of the wrong type or dtype, and
+`ArgumentValueError` for a wrong shape or a value out of range.
 
-New programs are better served by `triax.moe.route`, `make_plan`, `permute` and `unpermute`, which
-read nothing as wide as the experts but the logits.
+These differences from TransformerEngine are intended:
 
-What differs from TransformerEngine, on purpose:
-
-- A probability of zero is a probability: the row is still the token. There it makes the row zero.
-- NaNs stay. There the gradient of a padded combine has all NaNs replaced by zeros, also those
-  that the backward pass came with.
-- Nothing is written past the rows there are. Pairs that do not fit into `num_out_tokens` are
-  dropped, get no gradient, and are missing from `tokens_per_expert`, which so can go into
+- A row with a probability of zero is still the token. There it becomes zero.
+- NaNs stay. There the gradient of a padded combine replaces all NaNs by zeros, even those that come
+  from the backward pass.
+- Nothing is written out of bounds. Pairs that do not fit into `num_out_tokens` are dropped, get no
+  gradient, and are not counted in `tokens_per_expert`, which can therefore go into
   `jax.lax.ragged_dot`. There they are written past the end of the buffer.
-- Rows without a token, in results and in gradients, are exactly zero, not left as they were.
-- With a map of three dimensions `tokens_per_expert` is still [experts]. There it is summed over
-  the batch only.
-- Row maps hold a token's experts in ascending order, and -1 past the last. There the order
-  descends and the rest is undefined. `token_combine` reads both.
-- The gradient of unrouted probabilities is exactly zero, whatever stands in the rows.
-- Of a map of floats, too, everything that is not zero is routed.
+- Rows without a token are exactly zero, in results and in gradients. There they are undefined.
+- `tokens_per_expert` is always [experts]. There a three-dimensional map is summed over the batch
+  only.
+- Row maps hold a token's experts in ascending order, then -1. There the order descends and the rest
+  is undefined. `token_combine` reads both.
+- The gradient of unrouted probabilities is exactly zero, whatever the rows contain.
+- In a float map everything that is not zero is routed.
 - `pure_jax_token_dispatch` rounds the rows down to a multiple of `align_size`, as `token_dispatch`
-  does, and `group_sizes` are in the order of the rows also where experts are rolled without
-  alignment. An id outside [0, num_experts) is not routed. What it returns as state holds a plan.
+  does. `group_sizes` are always in the order of the rows. An id outside [0, num_experts) is not
+  routed. The state it returns holds a plan.
 - `pure_jax_token_combine` sums in float32 or wider and rounds once.
-- `routing_map_to_selected_experts` takes the first `topk` experts of a token, and where there are
-  fewer fills up with -1, not routed, and weight zero. There it fills up with other experts.
-- Of equal scores the lowest expert is chosen first, as by `jax.lax.top_k`. Scores are computed in
-  float32 whatever the logits are, and those for the auxiliary loss come back in it.
-- What is wrong with an argument is told by an exception that names it, not by an assertion.
+- `routing_map_to_selected_experts` takes the first `topk` experts of a token. If there are fewer it
+  fills up with -1 and weight zero, which is not routed. There it fills up with other experts.
+- Of equal scores the lowest expert is chosen first, as in `jax.lax.top_k`. Scores are always
+  computed in float32, and those for the auxiliary loss are returned in float32.
 """
 
 from triax.moe.transformer_engine.chunks import sort_chunks_by_index as sort_chunks_by_index

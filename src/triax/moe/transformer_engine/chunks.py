@@ -15,25 +15,12 @@ from triax.moe.transformer_engine import tables
 def sort_chunks_by_index(
     inp: Any, split_sizes: Any, sorted_indices: Any, *, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cuts the rows of `inp` into chunks and puts the chunks into another order.
-
-    `triax.moe.sort_chunks_by_index` does the same, moves probs along, and says what happens
-    with sizes and indices that make no sense.
-
-    Args:
-      inp: [tokens, hidden] or [batch, sequence, hidden], any dtype.
-      split_sizes: integer [chunks].
-      sorted_indices: integer [chunks], a permutation of 0 to chunks - 1.
-      implementation: as for `triax.moe.sort_chunks_by_index`.
+    """`triax.moe.sort_chunks_by_index`, also for `inp` of shape [batch, sequence, hidden].
 
     Returns:
       output: [tokens, hidden] in the dtype of `inp`.
-      row_id_map: int32 [tokens], the row of the output that each row of `inp` went to. In a
-        compiled program it costs nothing where nobody uses it.
-
-    Raises:
-      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
-      ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
+      row_id_map: int32 [tokens], the row of the output that each row of `inp` went to. Under `jit`
+        it costs nothing if it is not used.
     """
     x = tables.as_table("inp", inp, "hidden")
     sort = chunks.sort_chunks_by_index

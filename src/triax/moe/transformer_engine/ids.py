@@ -1,5 +1,4 @@
-"""`pure_jax_token_dispatch` and `pure_jax_token_combine`: routing by expert ids, and how a map
-becomes ids."""
+"""TransformerEngine's functions for routing by expert ids, and the one that makes ids of a map."""
 
 from __future__ import annotations
 
@@ -35,18 +34,13 @@ def routing_map_to_selected_experts(
 
     Args:
       sparse_probs: float, of the shape of `routing_map`.
-      routing_map: bool, integer or float [tokens, experts] or [batch, sequence, experts]; not
-        zero where a token is routed.
+      routing_map: bool, integer or float [tokens, experts] or [batch, sequence, experts]; nonzero
+        where a token is routed.
       topk: the most experts that a token is routed to.
-      implementation: as for `triax.moe.make_plan_from_mask`.
 
     Returns:
       selected_experts: int32 [..., topk], a token's experts in ascending order, then -1.
       weights: [..., topk] in the dtype of `sparse_probs`, their probs, then zeros.
-
-    Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
     mask = tables.as_mask(routing_map)
     probs = tables.as_table("sparse_probs", sparse_probs, "experts", jnp.floating)
@@ -72,7 +66,7 @@ def pure_jax_token_dispatch(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, PureJaxPermState, jax.Array]:
-    """Copies every token to the rows of its experts, told by their ids.
+    """Copies every token to the rows of the experts given by `selected_experts`.
 
         rows, state, group_sizes = pure_jax_token_dispatch(x, ids, num_experts, top_k)
         y = jax.lax.ragged_dot(rows, w, group_sizes)
@@ -83,19 +77,14 @@ def pure_jax_token_dispatch(
       selected_experts: integer [tokens, num_experts_per_tok] or [batch, sequence, …].
       num_experts: all experts.
       num_experts_per_tok: the last dimension of `selected_experts`.
-      align_size: each expert's rows are filled up to a multiple of it, 0 for no alignment.
-      roll_to_expert_id: the expert whose rows come first, followed by those after it and, past
-        the last, by those before it. None for the order of the ids.
-      implementation: as for `triax.moe.permute`.
+      align_size: each expert's rows are padded to a multiple of this; 0 for no padding.
+      roll_to_expert_id: the expert whose rows come first. Those after it follow, then those before
+        it. None for the order of the ids.
 
     Returns:
       sorted_inputs: [rows, hidden], the tokens grouped by expert, zeros where there is none.
       perm_state: for `pure_jax_token_combine`.
       group_sizes: int32 [num_experts], the rows of each group, pad rows included.
-
-    Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
     x = tables.as_table("inputs", inputs, "hidden")
     name = "num_experts_per_tok"
@@ -128,7 +117,7 @@ def pure_jax_token_combine(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Sums up the rows of every token, times its weights.
+    """Sums every token's rows, multiplied by its weights.
 
     Args:
       expert_outputs: float [rows, hidden].
@@ -136,14 +125,9 @@ def pure_jax_token_combine(
       routing_weights: float [tokens, num_experts_per_tok] or [batch, sequence, …].
       num_experts_per_tok: the last dimension of `routing_weights`.
       batch_size, sequence_length: the first two dimensions of the result.
-      implementation: as for `triax.moe.unpermute`.
 
     Returns:
       [batch_size, sequence_length, hidden] in the dtype of `expert_outputs`.
-
-    Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
     if not isinstance(perm_state, PureJaxPermState):
         raise ArgumentTypeError(

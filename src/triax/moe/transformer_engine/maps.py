@@ -23,11 +23,11 @@ class Dispatched(NamedTuple):
     Attributes:
       output: [rows, hidden], the tokens grouped by expert, zeros where there is none.
       permuted_probs: [rows], the prob of each row's (token, expert); None if none were given.
-      row_id_map: int32 [tokens, 2 * top_k + 1], for `token_combine`: for each slot the row,
-        alignment left out of account; for each slot the expert; and how many slots have a row.
-        Slots past those hold -1.
-      pad_offsets: int32 [experts], the pad rows before each expert's; None without alignment.
-      tokens_per_expert: int32 [experts], the rows of each expert, its pad rows included.
+      row_id_map: int32 [tokens, 2 * top_k + 1], for `token_combine`: the row of each slot, not
+        counting pad rows; the expert of each slot; and how many slots have a row. The other slots
+        hold -1.
+      pad_offsets: int32 [experts], the pad rows before each expert's rows; None without padding.
+      tokens_per_expert: int32 [experts], the rows of each expert, including its pad rows.
     """
 
     output: jax.Array
@@ -53,28 +53,20 @@ def token_dispatch(
         y = jax.lax.ragged_dot(out, w, group_sizes)
         x = token_combine(y, row_id_map, probs, pad_offsets)
 
-    The gradient of a token is the sum of those of its rows; probs get back theirs.
-
     Args:
       inp: [tokens, hidden] or [batch, sequence, hidden], any dtype.
-      routing_map: bool, integer or float [tokens, experts] or [batch, sequence, experts]; not
-        zero where a token is routed.
-      num_out_tokens: the rows, before alignment; as many as the map routes, or more.
-      probs: float, of the shape of `routing_map`, moved along; or None.
-      align_size: each expert's rows are filled up to a multiple of it. The rows then are what
-        the worst case needs,
-        ``(num_out_tokens + experts * (align_size - 1)) // align_size * align_size``.
-        None for no alignment.
+      routing_map: bool, integer or float [tokens, experts] or [batch, sequence, experts]; nonzero
+        where a token is routed.
+      num_out_tokens: the number of rows without padding, at least as many as the map routes.
+      probs: float, of the shape of `routing_map`, moved with the tokens; or None.
+      align_size: each expert's rows are padded to a multiple of this, and there are
+        ``(num_out_tokens + experts * (align_size - 1)) // align_size * align_size`` rows, enough
+        for the worst case. None for no padding.
       top_k: the most experts that a token is routed to; further ones are dropped. None for all
-        experts, which makes the row map as wide.
-      implementation: as for `triax.moe.permute`.
+        experts, which makes the row map that wide.
 
     Returns:
       `Dispatched`: output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert.
-
-    Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
     x = tables.as_table("inp", inp, "hidden")
     mask = tables.as_mask(routing_map)
@@ -130,21 +122,16 @@ def token_combine(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Sums up the rows of every token, times its probs: the way back of `token_dispatch`.
+    """Sums every token's rows, multiplied by its probs: the inverse of `token_dispatch`.
 
     Args:
       inp: float [rows, hidden].
       row_id_map: integer [tokens, 2 * top_k + 1], from `token_dispatch`.
       merging_probs: float [tokens, experts] or [batch, sequence, experts]; None for all one.
-      pad_offsets: integer [experts], from `token_dispatch` where it was given an `align_size`.
-      implementation: as for `triax.moe.unpermute`.
+      pad_offsets: integer [experts], from `token_dispatch` if it was given an `align_size`.
 
     Returns:
       [tokens, hidden] in the dtype of `inp`, also where the dispatch was given three dimensions.
-
-    Raises:
-      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
-      ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
     rows = arguments.array("inp", inp, ("rows", "hidden"), jnp.floating)
     axes = ("tokens", "2 * top_k + 1")
@@ -182,7 +169,7 @@ def token_combine(
         num_dropped=jnp.zeros((), jnp.int32),
         num_rows=rows.shape[0],
         num_experts=sizes.shape[0],
-        # What it was, nobody knows here; that there can be pad rows is all that matters.
+        # All that matters is whether there can be pad rows.
         align_size=1 if pad_offsets is None else 2,
     )
     weights = None

@@ -48,35 +48,30 @@ def fused_topk_with_score_function(
 
         probs, routing_map = fused_topk_with_score_function(logits, topk=8)
 
-    `triax.moe.route` gives the same as [tokens, top_k], which is all that `make_plan` and
-    `unpermute` read. Here as there, softmax weights sum up to `scaling_factor` unless
-    `use_pre_softmax`, and so do sigmoids, unless there is one only.
+    `triax.moe.route` returns the same as [tokens, top_k], which is all that `make_plan` and
+    `unpermute` need. Softmax weights sum to `scaling_factor` unless `use_pre_softmax`; sigmoids do
+    if `topk` is more than 1.
 
-    With groups, each token chooses from its `group_topk` best; a group's score is the sum of its
-    ``topk // group_topk`` best, of logits for a softmax that comes after the choice.
+    With groups, each token chooses from its `group_topk` best. A group's score is the sum of its
+    ``topk // group_topk`` best scores, or best logits if the softmax comes after the choice.
 
     Args:
       logits: float [tokens, experts].
       topk: experts per token.
-      use_pre_softmax: the softmax is over all experts, before the choice; else over the chosen.
-      num_groups, group_topk: how many groups there are, and are chosen from; without groups
-        where one of them is not positive.
+      use_pre_softmax: whether the softmax is over all experts, or only over the chosen ones.
+      num_groups, group_topk: how many groups there are, and how many a token chooses from; no
+        groups unless both are positive.
       scaling_factor: what probabilities are multiplied by.
       score_function: "softmax", "sigmoid", or a `ScoreFunction`.
-      expert_bias: float [experts], takes part in the choice alone; only with "sigmoid".
-      compute_aux_scores: gives, in place of all this, what the auxiliary loss wants: the scores of
-        all experts, float32, which sum up to 1 for each token, and the mask of the `topk` best.
+      expert_bias: float [experts], affects only the choice; only with "sigmoid".
+      compute_aux_scores: returns instead what the auxiliary loss needs: the scores of all experts,
+        float32, which sum to 1 for each token, and the mask of the `topk` best.
       routing_map_format: "bytemap", "bitmap_u8", or a `RoutingMapFormat`.
-      implementation: as for `triax.moe.route`.
 
     Returns:
       probs: [tokens, experts] in the dtype of `logits`.
       routing_map: bool [tokens, experts], or uint8 [tokens, ceil(experts / 8)] with the first
         expert in the lowest bit.
-
-    Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
     logits = api.check_logits(logits)
     num_experts = logits.shape[1]
@@ -107,8 +102,8 @@ def fused_topk_with_score_function(
     group_best = topk // group_topk
     if num_groups > 1 and not group_best:
         raise ArgumentValueError(
-            f"Argument `topk` must be at least `group_topk`, {group_topk}, for a group's score is "
-            f"the sum of its topk // group_topk best; got {topk}."
+            f"Argument `topk` must be at least `group_topk`, {group_topk}, because a group's score "
+            f"is the sum of its topk // group_topk best; got {topk}."
         )
     softmax = function is ScoreFunction.SOFTMAX
     spec = RouterSpec(
@@ -132,7 +127,7 @@ def fused_topk_with_score_function(
 
 
 def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: float) -> jax.Array:
-    """The load-balancing loss, of scores and the tokens that each expert got.
+    """The load-balancing loss, from scores and the number of tokens of each expert.
 
     ``experts * coeff / (topk * tokens**2) * sum(sum(probs, axis=0) * tokens_per_expert)``: `coeff`
     times `triax.moe.load_balancing_loss`.
@@ -145,10 +140,6 @@ def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: flo
 
     Returns:
       [] in the dtype of `probs`; 0 without tokens.
-
-    Raises:
-      ArgumentTypeError: an argument is not of the type told here.
-      ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
     probs = arguments.array("probs", probs, ("tokens", "experts"), jnp.floating)
     num_tokens, num_experts = probs.shape

@@ -1,4 +1,4 @@
-"""What TransformerEngine's arguments have in common: tables of two or three dimensions."""
+"""Checks of TransformerEngine's arguments, which have two or three dimensions."""
 
 from __future__ import annotations
 
