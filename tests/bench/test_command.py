@@ -102,7 +102,7 @@ def test_what_was_measured_before_an_interruption_is_kept(bench, monkeypatch):
 def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch):
     limit = {"bytes": 10**6, "median_us": 1.0}
     monkeypatch.setattr(runner, "is_cuda", lambda device: True)
-    monkeypatch.setattr(streams, "find_limit", lambda stream, target_ms: limit)
+    monkeypatch.setattr(streams, "find_limit", lambda stream: limit)
     words = "--ops permute --presets mixtral-8x7b --tokens 16 --no-competitors"
     _, made = bench(words)
     (found,) = made["results"]
@@ -112,7 +112,7 @@ def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch):
     assert found["terabytes_per_second"] == pytest.approx(found["bytes"] / 10e6)
     (host_bound,) = bench(words, CallTiming(10, 9, 11, 20, "host-bound"))[1]["results"]
     assert host_bound["fraction_of_stream"] is None
-    monkeypatch.setattr(streams, "find_limit", lambda stream, target_ms: fail("too little"))
+    monkeypatch.setattr(streams, "find_limit", lambda stream: fail("too little"))
     (note,) = bench(words)[1]["notes"]
     assert note.startswith("no stream limit for permute mixtral-8x7b")
     assert "RuntimeError: too little" in note

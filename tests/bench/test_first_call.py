@@ -27,16 +27,24 @@ def test_program_runs_and_fills_its_caches(tmp_path):
         run_program("best", tmp_path, on_gpu=False)
 
 
-def test_records_on_a_gpu(monkeypatch):
+@pytest.fixture
+def folders(monkeypatch):
+    """Where the programs' caches were, with times in place of their runs."""
     seconds = {"triton": iter([2.0, 0.5, 0.3, 0.4]), "xla": iter([0.6, 0.2, 0.15, 0.1])}
     folders = []
 
     def run(implementation, folder, on_gpu):
         folders.append(folder)
-        return {"compile_s": next(seconds[implementation]), "import_triax_s": 0.05}
+        if (left := next(seconds[implementation], None)) is None:
+            raise RuntimeError("no cubin")
+        return {"compile_s": left, "import_triax_s": 0.05}
 
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(first_call, "run_program", run)
+    return folders
+
+
+def test_records(folders, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     records = measure_first_calls()
     assert [(r["implementation"], r["cached"], r["total_s"]) for r in records] == [
         ("xla", False, pytest.approx(0.65)),
@@ -48,20 +56,12 @@ def test_records_on_a_gpu(monkeypatch):
     assert [r["over_xla_s"] for r in records[2:]] == [pytest.approx(1.45), pytest.approx(0.25)]
     assert len(set(folders[:4])) == len(set(folders[4:])) == 1
     assert not os.path.exists(folders[0])
+    failed = measure_first_calls()
+    assert [r["error"] for r in failed] == ["RuntimeError: no cubin"] * 4
+    assert [r["total_s"] for r in failed] == [r["over_xla_s"] for r in failed] == [None] * 4
 
 
-def test_failure_is_told_and_others_go_on(monkeypatch):
-    def run(implementation, *_):
-        if implementation == "triton":
-            raise RuntimeError("no cubin")
-        return {"run_s": 1.0, "import_triax_s": 0.0}
-
-    monkeypatch.setattr(first_call, "run_program", run)
+def test_without_a_gpu_there_is_only_plain_jax(folders, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert ["no GPU" in r["note"] for r in measure_first_calls()] == [True, True]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    *plain, uncached, cached = measure_first_calls()
-    assert [r["total_s"] for r in plain] == [1.0, 1.0]
-    for record in (uncached, cached):
-        assert record["error"] == "RuntimeError: no cubin"
-        assert record["total_s"] is record["over_xla_s"] is None
+    records = measure_first_calls()
+    assert [(r["implementation"], "no GPU" in r["note"]) for r in records] == [("xla", True)] * 2

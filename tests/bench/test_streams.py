@@ -79,7 +79,7 @@ def times(monkeypatch):
 def test_the_fastest_layout_is_the_limit(times):
     first, second, *others = LAYOUTS
     times |= {first: (1.0, "host-bound"), second: (10.0, "events")}
-    limit = find_limit(Stream(1, 8, 10**5), 1.0)
+    limit = find_limit(Stream(1, 8, 10**5))
     assert (limit["reads"], limit["writes"]) == (1, 8)
     assert (limit["median_us"], limit["config"]) == (10.0, second)
     # As many bytes as asked for, rounded up to whole blocks.
@@ -87,25 +87,25 @@ def test_the_fastest_layout_is_the_limit(times):
     assert limit["terabytes_per_second"] == pytest.approx(limit["bytes"] / 10.0 / 1e6)
     times.update(dict.fromkeys((second, *others), (1.0, "host-bound")))
     with pytest.raises(RuntimeError, match="the host is too slow"):
-        find_limit(Stream(2, 1, 10**5), 1.0)
+        find_limit(Stream(2, 1, 10**5))
 
 
 @pytest.mark.parametrize("place", [(0, 0), (-1, -1)])
 def test_wrong_streams_are_no_limit(times, place):
     times["spoiled"] = place
     with pytest.raises(RuntimeError, match="moved its data wrongly"):
-        find_limit(Stream(3, 2, 10**5), 1.0)
+        find_limit(Stream(3, 2, 10**5))
 
 
 def test_limits_are_measured_once_and_added_up(monkeypatch):
     rates = iter([10.0, 20.0])
-    find = lambda stream, target_ms: {"bytes": 10**4, "median_us": next(rates)}
+    find = lambda stream: {"bytes": 10**4, "median_us": next(rates)}
     monkeypatch.setattr(streams, "find_limit", find)
     known = {}
     # As far as the ops' bytes go at the rate of the stream.
     (_, there), (_, back) = small_case("route").passes
     for op, us in [("permute", 10 * there), ("route", 10 * there + 20 * back)] * 2:
-        assert limit_us(small_case(op), known, 1.0) == pytest.approx(us / 10**4)
-    assert limit_us(small_case("plan"), known, 1.0) is None
+        assert limit_us(small_case(op), known) == pytest.approx(us / 10**4)
+    assert limit_us(small_case("plan"), known) is None
     with pytest.raises(StopIteration):
-        limit_us(small_case("unpermute_grad"), known, 1.0)
+        limit_us(small_case("unpermute_grad"), known)

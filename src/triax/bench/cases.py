@@ -60,8 +60,7 @@ class Case:
 
     def make_inputs(self) -> Inputs:
         """The arrays that the op reads, the same each time."""
-        shape = dataclasses.replace(self, op="")
-        return {name: MAKERS[name](shape) for name in OPS[self.op].inputs.split()}
+        return {name: MAKERS[name](self) for name in OPS[self.op].inputs.split()}
 
     def program(self, implementation: Any = None) -> Program:
         """Runs the op by `implementation`, as its functions take it.

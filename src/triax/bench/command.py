@@ -58,7 +58,7 @@ def _count(word: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, or draws what was measured before; returns the exit status."""
-    from triax.bench import plots, report, runner
+    from triax.bench import plots, report
 
     options.suite, *files = options.words or ["quick"]
     draws = options.suite == DRAW
@@ -71,8 +71,19 @@ def run(options: argparse.Namespace) -> int:
     if options.plots is not None:  # found out before anything is measured
         plots.import_matplotlib()
         options.plots.mkdir(parents=True, exist_ok=True)
-    if draws:
-        return _draw(report.read(Path(files[0])), options.plots)
+    record = report.read(Path(files[0])) if draws else _measure(options)
+    written = plots.draw(record, options.plots) if options.plots is not None else []
+    for path in written:
+        print(path)
+    if options.plots is not None and not written:
+        print(f"triax: {plots.NOTHING}", file=sys.stderr)
+    return 0 if (written if draws else report.is_right(record)) else 1
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures, prints the table, and writes the record where one was asked for."""
+    from triax.bench import report, runner
+
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.open("a").close()
@@ -85,17 +96,4 @@ def run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     finally:  # measured is measured, also where the disk is full
         print(report.table(record), end="")
-    if options.plots is not None:
-        _draw(record, options.plots)
-    return 0 if report.is_right(record) else 1
-
-
-def _draw(record: dict[str, Any], folder: Path) -> int:
-    from triax.bench import plots
-
-    written = plots.draw(record, folder)
-    for path in written:
-        print(path)
-    if not written:
-        print(f"triax: {plots.NOTHING}", file=sys.stderr)
-    return 0 if written else 1
+    return record

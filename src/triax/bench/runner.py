@@ -75,13 +75,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             stream_us = None
             try:
                 if on_gpu:
-                    stream_us = limit_us(case, limits, suite.target_ms / 4)
+                    stream_us = limit_us(case, limits)
             except Exception as error:  # mostly out of memory
                 notes[f"no stream limit for {case.label}: {_first_line(error)}"] = None
             # float32 products are exact for all: some take TF32 by default.
             with jax.default_matmul_precision("highest" if case.flops else None):
-                found = _measure(case, stream_us, suite.target_ms, case in compared, notes)
-            record["results"] += found
+                record["results"] += _measure(case, stream_us, case in compared, notes)
         record["complete"] = True
     except KeyboardInterrupt:  # what has been measured is worth keeping
         notes["interrupted: the record is not whole"] = None
@@ -106,7 +105,7 @@ def environment() -> dict[str, Any]:
 
 
 def _measure(
-    case: Case, stream_us: float | None, target_ms: float, compared: bool, notes: dict[str, None]
+    case: Case, stream_us: float | None, compared: bool, notes: dict[str, None]
 ) -> list[dict[str, Any]]:
     """The results of all implementations of one case."""
     rivals: dict[str, Competitor | str] = {OWN: Competitor(case.program())}
@@ -119,7 +118,7 @@ def _measure(
             continue
         timing, wrong = None, None
         try:
-            timing, wrong = _time(case, name, rival, target_ms)
+            timing, wrong = _time(case, name, rival)
         except Exception as error:
             wrong = f"failed: {_first_line(error)}"
             text = f"{type(error).__name__}: {error}"
@@ -134,9 +133,7 @@ def _measure(
     return [*results.values()]
 
 
-def _time(
-    case: Case, name: str, rival: Competitor, target_ms: float
-) -> tuple[CallTiming | None, str | None]:
+def _time(case: Case, name: str, rival: Competitor) -> tuple[CallTiming | None, str | None]:
     """One implementation's time if its results are right; else what is wrong with them."""
     inputs = case.make_inputs()
     prepared = jax.block_until_ready(rival.prepare(inputs))
@@ -146,8 +143,8 @@ def _time(
         if wrong is not None:
             return None, wrong
     chain = None if rival.hold else case.chain(program, prepared)
-    how: Any = {"chain": chain, "hold": rival.hold, "bursts": bool(case.flops)}
-    return time_program(program, prepared, target_ms=target_ms, **how), None
+    bursts = bool(case.flops)
+    return time_program(program, prepared, chain=chain, hold=rival.hold, bursts=bursts), None
 
 
 def _result(

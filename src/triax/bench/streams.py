@@ -20,22 +20,22 @@ _WORD_BYTES = 4
 # Units are whole numbers of the largest block, so that no kernel needs a mask.
 _UNIT_WORDS = 1024
 _NUM_WARPS = 4
+_TARGET_MS = 12.5
 
 
-# Ways to stream, by name: whether the units of a program are one run of memory, or each a part of
-# its array; the words of each unit that a program moves; the cache modifier of what it stores.
+# Ways to stream: whether the units of a program are one run of memory, or each a part of its array;
+# the words of each unit that a program moves; the cache modifier of what it stores.
 LAYOUTS = {
-    f"{'together' if at else 'apart'} {block} words {_NUM_WARPS}w {stores}".rstrip(): (
-        at,
-        block,
-        stores,
-    )
-    for at in (False, True)
-    for block, stores in ((512, ""), (512, ".cs"), (1024, ""))
+    "apart 512 words 4w": (False, 512, ""),
+    "apart 512 words 4w .cs": (False, 512, ".cs"),
+    "apart 1024 words 4w": (False, 1024, ""),
+    "together 512 words 4w": (True, 512, ""),
+    "together 512 words 4w .cs": (True, 512, ".cs"),
+    "together 1024 words 4w": (True, 1024, ""),
 }
 
 
-def limit_us(case: Case, known: dict[Stream, dict[str, Any]], target_ms: float) -> float | None:
+def limit_us(case: Case, known: dict[Stream, dict[str, Any]]) -> float | None:
     """How long the streams of a case take; None where it has none.
 
     Those that are not `known` are measured and added. That takes as much memory as the op itself,
@@ -45,12 +45,12 @@ def limit_us(case: Case, known: dict[Stream, dict[str, Any]], target_ms: float) 
     for stream, num_bytes in case.passes:
         if stream.reads and stream.writes:
             if stream not in known:
-                known[stream] = find_limit(stream, target_ms)
+                known[stream] = find_limit(stream)
             total_us += num_bytes / known[stream]["bytes"] * known[stream]["median_us"]
     return total_us or None
 
 
-def find_limit(stream: Stream, target_ms: float) -> dict[str, Any]:
+def find_limit(stream: Stream) -> dict[str, Any]:
     """Measures a stream in all ways there are, and checks that the fastest one moved its data."""
     unit_words = -(-stream.unit_bytes // (_WORD_BYTES * _UNIT_WORDS)) * _UNIT_WORDS
     source = _fill((stream.reads, unit_words))
@@ -60,7 +60,7 @@ def find_limit(stream: Stream, target_ms: float) -> dict[str, Any]:
     }
     if (stream.reads, stream.writes) == (1, 1):
         programs["XLA's copy"] = jax.jit(jnp.copy)
-    timings = {name: time_program(p, source, target_ms=target_ms) for name, p in programs.items()}
+    timings = {name: time_program(p, source, target_ms=_TARGET_MS) for name, p in programs.items()}
     timings = {name: timing for name, timing in timings.items() if timing.method != "host-bound"}
     if not timings:
         raise RuntimeError(f"the host is too slow to measure the stream {stream}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Mapping
 
 from triax.bench.cases import OPS, Case
 
@@ -38,9 +37,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 class Suite:
     """A named selection of cases: moves by preset, tokens and routing, matmuls, and a chunk sort.
 
-    `also` adds numbers of tokens to a preset, with uniform routing. Moves have competitors if
+    `also` holds more pairs of preset and tokens, with uniform routing. Moves have competitors if
     `rivals_of` names the op, at `RIVALS_AT` tokens and uniform routing, or if it is None.
-    `target_ms` is the device time that one case is measured for.
     """
 
     about: str
@@ -49,8 +47,7 @@ class Suite:
     routings: tuple[str, ...] = ("uniform", "even", "uneven")
     only_moves: bool = False
     rivals_of: tuple[str, ...] | None = None
-    target_ms: float = 80.0
-    also: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    also: tuple[tuple[str, int], ...] = ()
 
     def competes(self, case: Case) -> bool:
         """Whether the suite has competitors of a case measured."""
@@ -74,9 +71,10 @@ SUITES = {
         tokens=(8192, 32768),
         routings=ROUTINGS,
         rivals_of=("route+grad", "permute", "unpermute", "sort_chunks", "router", "router+grad"),
-        target_ms=50.0,
-        also={"deepseek-v3": (*SCALES, RIVALS_AT)}
-        | dict.fromkeys(("qwen3-235b", "mixtral-8x7b"), (RIVALS_AT,)),
+        also=(
+            *(("deepseek-v3", tokens) for tokens in SCALES),
+            *((name, RIVALS_AT) for name in ("deepseek-v3", "qwen3-235b", "mixtral-8x7b")),
+        ),
     ),
     "scaling": Suite(
         "deepseek-v3 from 128 to 524,288 tokens, without competitors",
@@ -99,7 +97,7 @@ def select(options: argparse.Namespace, suite: Suite, small: bool) -> list[Case]
         if name in PRESETS:
             counts = options.tokens or ([128] if small else suite.tokens)
             if routing == "uniform" and not (small or options.tokens or options.presets):
-                counts = [*counts, *suite.also.get(name, ())]
+                counts = [*counts, *(count for preset, count in suite.also if preset == name)]
             shapes += [Case("", name, n, *PRESETS[name], dtype, routing) for n in counts]
         if name in LAYERS and not suite.only_moves:
             count, hidden, experts, top_k, width = LAYERS[name]

@@ -71,7 +71,7 @@ def time_program(
     inputs: Any,
     *,
     chain: Callable[[Any, Any], Any] | None = None,
-    target_ms: float = 80.0,
+    target_ms: float = 50.0,
     hold: Hold | None = None,
     bursts: bool = False,
 ) -> CallTiming:
@@ -116,7 +116,7 @@ def time_calls(
     hold: Hold,
     *,
     repeated: Callable[[int], Call] | None = None,
-    target_ms: float = 80.0,
+    target_ms: float = 50.0,
 ) -> CallTiming:
     """Times `call`, which starts a program that has run before, and returns its outputs.
 
