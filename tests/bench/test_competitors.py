@@ -80,7 +80,6 @@ def test_what_is_not_there_says_why(libraries, monkeypatch):
         ("route", "argsort+take", 2, 0),
         ("route+grad", "argsort+take", 2, 2),
         ("route+grad", "argsort+take+sum", 2, 2),
-        ("route+grad", "hand-written vjp", 3, 0),
         ("route+grad", "hand-fused vjp", 1, 1),
         ("sort_chunks", "jnp.take", 0, 0),
     ],

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_the_delay_takes_as_long_as_it_is_asked_to():
     found = clock_of(jax.devices()[0])
     found.enter()
-    jax.block_until_ready(found.hold(1.0))  # compiles it, and finds out how fast it is
+    jax.block_until_ready(found.hold(1.0))  # compiles it
     for us in (300.0, 3000.0):
         # Behind another, which lasts until the host has asked for both.
         found.record(0, first := found.hold(20_000.0))

@@ -73,10 +73,8 @@ def table(record: dict[str, Any]) -> str:
         lines.append(f"memory  {entry['program']:10} {shape}  {memory}")
     for r in results:
         if r["error"]:
-            shape = f"T={r['tokens']} H={r['hidden']} {r['dtype']}"
-            notes.append(
-                f"error: {r['op']} {r['preset']} {shape} {r['implementation']}: {r['error']}"
-            )
+            shape = f"{r['preset'] or ''} T={r['tokens']} H={r['hidden']} {r['dtype']}".lstrip()
+            notes.append(f"error: {r['op']} {shape} {r['implementation']}: {r['error']}")
     seen = {"in a graph" if r["graph_us"] else None for r in results}
     seen |= {r["seconds_method"] for r in results}
     notes += [text for name, text in _NOTES.items() if name in seen]
@@ -124,9 +122,10 @@ def _rows(results: Sequence[Result]) -> list[str]:
 
 
 def _time(result: Result | None) -> str:
-    if result is None or result["error"]:
-        return "error" if result else "-"
-    return _MARKS.get(result["seconds_method"], "") + f"{result['median_us']:.2f}"
+    if result is None:
+        return "-"
+    mark = _MARKS.get(result["seconds_method"], "")
+    return "error" if result["error"] else f"{mark}{result['median_us']:.2f}"
 
 
 def _text(value: float | None, form: str) -> str:
