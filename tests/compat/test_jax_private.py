@@ -2,7 +2,16 @@
 
 import time
 
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import dispatch
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
 from triax.compat import jax_private
+from triax.moe.shared.target import for_target_p
+from triax.primitive import triton_call_p
 
 
 class Service:
@@ -31,3 +40,25 @@ def test_a_claim_that_is_taken_back_meanwhile():
     assert client.claim("taken", "2") is None
     assert client.claim("taken", "2") == "2"
     assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("like", [triton_call_p, for_target_p])
+def test_a_program_is_lowered_for_its_own_device(like):
+    seen = []
+    spy = Primitive("spy")
+    spy.def_abstract_eval(lambda x: x)
+
+    def lower(ctx, x):
+        seen.append(jax_private.lowering_devices(ctx))
+        return [x]
+
+    mlir.register_lowering(spy, lower)
+    program = jax.jit(lambda x: spy.bind(x) + 1)
+    devices = jax.devices()[2:4]
+    program(jax.device_put(jnp.ones(3), devices[0]))
+    assert seen == [()]  # why it is needed
+    jax_private.require_devices(spy)
+    for device in devices:
+        jax.jit(lambda x: spy.bind(x) + 2)(jax.device_put(jnp.ones(3), device))
+    assert seen[1:] == [(device,) for device in devices]
+    assert like in dispatch.prim_requires_devices_during_lowering

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import ffi as _ffi
 from jax._src import xla_bridge as _xla_bridge
@@ -127,6 +128,14 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
 
 def is_exporting(ctx: Any) -> bool:
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+
+
+def require_devices(primitive: Any) -> None:
+    """Has programs with this primitive lowered for their devices, and anew for others.
+
+    Otherwise JAX lowers a program of one device once for all devices, and names none.
+    """
+    _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def lowering_devices(ctx: Any) -> tuple[Any, ...]:

@@ -80,6 +80,7 @@ def for_target(
 
 for_target_p = Primitive("for_target")
 for_target_p.multiple_results = True
+jax_private.require_devices(for_target_p)
 
 
 @for_target_p.def_impl
