@@ -2,6 +2,10 @@
 
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
+from triax.moe.expert_parallel.api import Dispatched as Dispatched
+from triax.moe.expert_parallel.api import DispatchPlan as DispatchPlan
+from triax.moe.expert_parallel.api import combine as combine
+from triax.moe.expert_parallel.api import dispatch as dispatch
 from triax.moe.glu.api import glu as glu
 from triax.moe.layer import FeedForward as FeedForward
 from triax.moe.layer import feed_forward as feed_forward
@@ -18,11 +22,15 @@ from triax.moe.router.losses import router_z_loss as router_z_loss
 from triax.moe.router.reference import Routed as Routed
 
 __all__ = [
+    "DispatchPlan",
+    "Dispatched",
     "FeedForward",
     "Permuted",
     "Plan",
     "Routed",
     "Sorted",
+    "combine",
+    "dispatch",
     "feed_forward",
     "glu",
     "load_balancing_loss",

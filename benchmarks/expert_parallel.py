@@ -1,0 +1,142 @@
+"""How fast `dispatch` and `combine` are on all GPUs of this host, and the layer with them.
+
+Each GPU has 16,384 tokens of DeepSeek-V3's width, 8 of 256 experts each. Against them stands what
+one would write by hand: `permute` to a row per (token, expert), two `all_to_all`s of these rows in
+equal parts, `unpermute`. Times are the host's, of many calls after one another, in milliseconds.
+Results are checked before anything is timed. Prints a table and writes `--output`.
+
+    python benchmarks/expert_parallel.py [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import gpu_record
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from triax import moe
+
+TOKENS, HIDDEN, EXPERTS, TOP_K, WIDTH = 16384, 7168, 256, 8, 2048
+LAYER_EXPERTS = 64  # of the whole layer: what the GPUs can hold with gradients
+SAMPLES, CALLS = 7, 8
+AXIS = "expert"
+
+
+def exchange(rows):
+    return jax.lax.all_to_all(rows, AXIS, split_axis=0, concat_axis=0, tiled=True)
+
+
+def by_hand(x, weights, experts):
+    """One row per (token, expert), as if every GPU got as many."""
+    plan = moe.make_plan(experts, EXPERTS)
+    rows = exchange(moe.permute(x, plan))
+    rows = exchange(jax.lax.optimization_barrier(rows))
+    return moe.unpermute(rows, plan, weights)
+
+
+def by_triax(x, weights, experts):
+    sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, num_rows=num_rows())
+    rows = jax.lax.optimization_barrier(sent.rows)
+    return moe.combine(rows, sent.plan)
+
+
+def num_rows():
+    """A tenth more than a GPU gets on average."""
+    return TOKENS * TOP_K * 11 // 10
+
+
+def with_gradients(function):
+    def run(x, weights, experts, gradient):
+        y, pull = jax.vjp(lambda x, weights: function(x, weights, experts), x, weights)
+        return y, *pull(gradient)
+
+    return run
+
+
+def layer(x, logits, w_gate_up, w_down):
+    weights, experts = moe.route(logits, TOP_K, normalize=True)
+    sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, num_rows=num_rows())
+    h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
+    return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan, weighted=True)
+
+
+def layer_with_gradients(x, logits, w_gate_up, w_down, gradient):
+    y, pull = jax.vjp(layer, x, logits, w_gate_up, w_down)
+    return y, *pull(gradient)
+
+
+def time_ms(program, *operands):
+    """The median over samples of several calls."""
+    jax.block_until_ready(program(*operands))
+    samples = []
+    for _ in range(SAMPLES):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            out = program(*operands)
+        jax.block_until_ready(out)
+        samples.append(1e3 * (time.perf_counter() - start) / CALLS)
+    return statistics.median(samples)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if problem := gpu_record.missing_gpu():
+        sys.exit(problem)
+    count = jax.device_count()
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    sharding = NamedSharding(mesh, P(AXIS))
+
+    def on_all(function):
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+
+    def normal(seed, *shape, dtype=jnp.bfloat16, scale=1.0):
+        make = lambda: (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+        return jax.jit(make, out_shardings=sharding)()
+
+    x, gradient = (normal(seed, count * TOKENS, HIDDEN) for seed in (0, 1))
+    route = on_all(lambda logits: tuple(moe.route(logits, TOP_K, normalize=True)))
+    weights, experts = route(normal(2, count * TOKENS, EXPERTS, dtype=jnp.float32))
+    found = {}
+
+    def compare(name, programs, *operands):
+        times = {key: time_ms(program, *operands) for key, program in programs.items()}
+        ratio = times["triax"] / times["by hand"]
+        found[name] = {f"{key.replace(' ', '_')}_ms": ms for key, ms in times.items()}
+        found[name]["ratio"] = ratio
+        print(f"{name:24}", *(f"{key} {ms:.3f} ms " for key, ms in times.items()), f"{ratio:.3f}")
+
+    forward = on_all(by_triax)
+    error = jnp.abs(forward(x, weights, experts).astype("float32") - x.astype("float32")).max()
+    if not error < 0.1:
+        sys.exit(f"weights that sum up to 1 do not give the tokens back: off by {error}")
+    compare("forward", {"triax": forward, "by hand": on_all(by_hand)}, x, weights, experts)
+    both = {"triax": with_gradients(by_triax), "by hand": with_gradients(by_hand)}
+    both = {name: on_all(function) for name, function in both.items()}
+    compare("forward and backward", both, x, weights, experts, gradient)
+    send = on_all(lambda x: exchange(x))
+    found["exchange_of_tokens_ms"] = time_ms(send, normal(3, count * count * TOKENS, HIDDEN))
+    print(f"one exchange of a row per token and GPU: {found['exchange_of_tokens_ms']:.3f} ms")
+
+    gate_up = normal(4, LAYER_EXPERTS, HIDDEN, 2 * WIDTH, scale=HIDDEN**-0.5)
+    down = normal(5, LAYER_EXPERTS, WIDTH, HIDDEN, scale=WIDTH**-0.5)
+    logits = normal(6, count * TOKENS, LAYER_EXPERTS, dtype=jnp.float32)
+    found["layer_ms"] = time_ms(on_all(layer_with_gradients), x, logits, gate_up, down, gradient)
+    print(f"the layer of {LAYER_EXPERTS} experts, with gradients: {found['layer_ms']:.2f} ms")
+    shape = {"tokens": TOKENS, "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K}
+    output = options.output or Path(__file__).with_name(f"expert_parallel_{count}.json")
+    gpu_record.write(output, gpus=count, **shape, layer_experts=LAYER_EXPERTS, results=found)
+
+
+if __name__ == "__main__":
+    main()

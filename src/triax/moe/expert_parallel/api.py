@@ -1,0 +1,373 @@
+"""Expert parallelism: tokens go to the devices that hold their experts, and come back summed.
+
+`dispatch` and `combine` run inside `jax.shard_map`, over a mesh axis along which the experts are
+split. A token goes once to each device that holds one of its experts, whatever the number of its
+experts there, with its choices and weights. That device copies it to its experts' rows, sums what
+its experts made of it, and returns one row.
+
+In: a device's own tokens. Out: the rows of its own experts, sorted by expert, and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.expert_parallel import exchange as exchanges
+from triax.moe.expert_parallel.exchange import Slices
+from triax.moe.permutation.api import permute, unpermute
+from triax.moe.plans.api import make_plan, make_plan_from_mask
+from triax.moe.plans.reference import Plan
+from triax.moe.shared import arguments
+from triax.moe.shared.implementation import Implementation
+
+Scheme = Literal["token", "choice"]
+ExchangeMethod = Literal["padded", "ragged"]
+# Of the speed of `all_to_all` what `ragged_all_to_all` reaches in many pieces (two H100s).
+_RAGGED_SPEED = 0.7
+# Where a token goes to more devices than this share of its choices, rows go straight to experts.
+_WORTH_A_TOKEN = 0.9
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sent", "received", "slices", "weights"],
+    meta_fields=["axis_name"],
+)
+@dataclasses.dataclass(frozen=True)
+class DispatchPlan:
+    """How rows come back; made by `dispatch` for `combine`.
+
+    Attributes:
+      sent: the plan of this device's tokens; its groups are devices, or all experts.
+      received: the plan of the tokens that came here, whose groups are the experts here; None
+        where rows came straight to their experts.
+      slices: what is exchanged; None where all slots are of one size.
+      weights: float [tokens, top_k], the weights of the tokens of the last of these plans.
+      axis_name: the mesh axis.
+    """
+
+    sent: Plan
+    received: Plan | None
+    slices: Slices | None
+    weights: jax.Array
+    axis_name: Any
+
+
+class Dispatched(NamedTuple):
+    """What `dispatch` returns; all of it is about the experts of this device.
+
+    Attributes:
+      rows: [rows, hidden], sorted by expert, in the dtype of `x`; zero past the groups.
+      weights: [rows], the router's weight of each row, in the dtype of `weights`.
+      scales: [rows, scales] in the dtype of `scales`, or None.
+      group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
+      group_counts: int32 [local experts], the pairs of token and expert that came here.
+      num_dropped: int32 [], the pairs of this device's tokens that were not sent for want of
+        `capacity`, plus those that came here and got no row. Summed over the axis, all of them.
+      plan: for `combine`.
+    """
+
+    rows: jax.Array
+    weights: jax.Array
+    scales: jax.Array | None
+    group_sizes: jax.Array
+    group_counts: jax.Array
+    num_dropped: jax.Array
+    plan: DispatchPlan
+
+
+def dispatch(
+    x: Any,
+    weights: Any,
+    experts: Any,
+    num_experts: int,
+    axis_name: Any,
+    *,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    align_size: int = 1,
+    scales: Any = None,
+    scheme: Scheme | None = None,
+    exchange: ExchangeMethod | None = None,
+    implementation: Implementation | None = None,
+) -> Dispatched:
+    """Sends each token to the devices that hold its experts, and sorts what arrives by expert.
+
+        @jax.shard_map(mesh=mesh, in_specs=(P("x"), P("x"), P("x"), P("x")), out_specs=P("x"))
+        def layer(x, logits, w_up, w_down):
+            weights, experts = moe.route(logits, top_k=8)
+            sent = moe.dispatch(x, weights, experts, num_experts=256, axis_name="x")
+            h = jax.nn.silu(moe.ragged_dot(sent.rows, w_up, sent.group_sizes))
+            return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan)
+
+    To be called inside `jax.shard_map` over `axis_name`. Device d of the axis' D holds the experts
+    from ``d * num_experts // D`` on. Rows of one expert keep the order of devices, tokens and
+    slots: the result is that of one device with all tokens, if nothing is dropped.
+
+    No count leaves the devices, and no shape depends on one. Gradients go the same way back.
+
+    There are two schemes. "token": a token goes once to each device that holds one of its experts,
+    is copied there, and comes back as one row. "choice": each pair of token and expert is a row of
+    its own, which goes straight to its place. By default the latter is taken where tokens would go
+    to more than 0.9 times as many devices as they have choices, if choices were even.
+
+    There are two ways to exchange. "padded" is `all_to_all`, with room for `capacity` tokens
+    between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is, at 0.7 of
+    the speed. By default it is the one that takes less time by these figures, if choices were even.
+
+    Args:
+      x: [tokens, hidden], this device's tokens, any dtype that `permute` takes.
+      weights: float [tokens, top_k], the router's weights.
+      experts: integer [tokens, top_k], of all `num_experts`; ids out of range mean "not routed".
+      num_experts: the number of experts on all devices, a multiple of the axis' size.
+      axis_name: the mesh axis, or a tuple of them.
+      capacity: the most tokens that a device sends to any one device; None for all of them. The
+        others are dropped for that device, last tokens first. In "padded" it bounds what is
+        exchanged. In scheme "choice" it counts pairs of token and expert, for each expert.
+      num_rows: the rows made on each device; pairs that do not fit are dropped. None for enough
+        for the worst case, in which all tokens choose experts of one device:
+        ``D * capacity * top_k``, and room to align. Times of matmuls do not depend on it.
+      align_size: each group of rows is padded to a multiple of this.
+      scales: [tokens, scales], sent along: the scales of quantised tokens.
+      implementation: None picks by the platform the program is lowered for: the Triton kernels on
+        CUDA, plain JAX elsewhere. "triton", "interpret" and "xla" insist.
+
+    Returns:
+      `Dispatched`: rows, their weights and scales, group_sizes, group_counts, num_dropped, plan.
+
+    Raises:
+      ArgumentTypeError: an argument has the wrong type.
+      ArgumentValueError: an argument has the wrong shape or is out of range.
+      NameError: there is no mesh axis of that name: the call is outside of `shard_map`.
+    """
+    x = arguments.array("x", x, ("tokens", "hidden"))
+    experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
+    weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
+    num_devices = jax.lax.axis_size(axis_name)
+    num_experts = arguments.integer("num_experts", num_experts, 1)
+    if num_experts % num_devices:
+        raise ArgumentValueError(
+            f"Argument `num_experts` must be a multiple of the {num_devices} devices of axis "
+            f"{axis_name!r}; got {num_experts}."
+        )
+    if not x.shape[0] == weights.shape[0] == experts.shape[0] or weights.shape != experts.shape:
+        raise ArgumentValueError(
+            "Arguments `x`, `weights` and `experts` must have as many tokens, and the latter two "
+            f"as many slots; got {x.shape}, {weights.shape} and {experts.shape}."
+        )
+    num_local = num_experts // num_devices
+    align_size = arguments.integer("align_size", align_size, 1)
+    limit = experts.shape[0]
+    if capacity is not None:
+        limit = min(arguments.integer("capacity", capacity, 0), limit)
+    scheme, exchange = _choose(scheme, exchange, experts.shape, num_devices, limit)
+    if num_rows is None:
+        # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
+        num_rows = num_devices * limit * experts.shape[1] + num_local * (align_size - 1)
+        num_rows = num_rows // align_size * align_size
+    experts = arguments.as_int32(experts, num_experts)
+    send: Any = _send_choices if scheme == "choice" else _send_tokens
+    return send(
+        x,
+        weights,
+        experts,
+        scales,
+        _Axis(axis_name, num_devices, num_local),
+        capacity=capacity if scheme == "choice" else limit,
+        padded=exchange == "padded",
+        sizes={"num_rows": num_rows, "align_size": align_size},
+        how={"implementation": implementation},
+    )
+
+
+class _Axis(NamedTuple):
+    name: Any
+    devices: int
+    experts: int  # of each device
+
+
+def _choose(
+    scheme: Any, exchange: Any, shape: tuple[int, int], num_devices: int, capacity: int
+) -> tuple[Scheme, ExchangeMethod]:
+    """Checks what was asked for; chooses the rest as the docstring of `dispatch` says."""
+    num_tokens, top_k = shape
+    for name, value, choices in (
+        ("scheme", scheme, (None, *get_args(Scheme))),
+        ("exchange", exchange, (None, *get_args(ExchangeMethod))),
+    ):
+        if value not in choices:
+            raise ArgumentValueError(f"Argument `{name}` must be one of {choices}; got {value!r}.")
+    needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
+    if scheme is None:
+        many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k and exchange != "padded"
+        scheme = "choice" if many else "token"
+    if scheme == "choice":
+        if exchange == "padded":
+            raise ArgumentValueError(
+                'Argument `exchange` must be "ragged" or None with scheme "choice", whose rows go '
+                'straight to their places; got "padded".'
+            )
+        return "choice", "ragged"
+    if exchange is None:
+        slots = num_devices * min(1.0, capacity / max(1, num_tokens))
+        exchange = "padded" if slots <= min(needed, slots) / _RAGGED_SPEED else "ragged"
+    return scheme, exchange
+
+
+def _send_tokens(
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    scales: Any,
+    axis: _Axis,
+    *,
+    capacity: int,
+    padded: bool,
+    sizes: dict[str, Any],
+    how: dict[str, Any],
+) -> Dispatched:
+    """Once to each device: what arrives is sorted by the experts here."""
+    top_k = experts.shape[1]
+    routed = (experts >= 0) & (experts < axis.experts * axis.devices)
+    device_of = jnp.where(routed, experts // axis.experts, -1)
+    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices), axis=1)
+    sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
+    room, slices = axis.devices * capacity, None
+    if padded:
+        sent = _with_groups_of(capacity, sent)
+    else:
+        counts = sent.group_sizes[:, None]
+        slices, _ = exchanges.plan_slices(counts, axis.name, num_rows=room, align_size=1)
+
+    def send(array: jax.Array) -> jax.Array:
+        rows: jax.Array = permute(array, sent, **how)
+        return _exchange(rows, slices, room, axis.name)
+
+    # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
+    # float32, and so travel with the weights.
+    dtype = jnp.promote_types(weights.dtype, jnp.float32)
+    numbers = jnp.where(routed, experts + 1, 0).astype(dtype)
+    both = send(jnp.concatenate([weights.astype(dtype), numbers], axis=1))
+    here_weights = both[:, :top_k].astype(weights.dtype)
+    here_experts = both[:, top_k:].astype(jnp.int32) - 1
+    received = make_plan(
+        here_experts - jax.lax.axis_index(axis.name) * axis.experts, axis.experts, **sizes, **how
+    )
+    here_scales = None if scales is None else send(scales)
+    moved: Any = permute(send(x), received, weights=here_weights, scales=here_scales, **how)
+    num_dropped = received.num_dropped
+    if capacity < x.shape[0]:
+        arrives = (sent.row_of >= 0)[:, None, :] & (
+            device_of[:, :, None] == sent.expert_of[:, None, :]
+        )
+        num_dropped += jnp.sum(routed & ~jnp.any(arrives, axis=2), dtype=jnp.int32)
+    return Dispatched(
+        moved.rows,
+        moved.weights,
+        moved.scales,
+        received.group_sizes,
+        received.group_counts,
+        num_dropped,
+        DispatchPlan(sent, received, slices, here_weights, axis.name),
+    )
+
+
+def _send_choices(
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    scales: Any,
+    axis: _Axis,
+    *,
+    capacity: int | None,
+    padded: bool,
+    sizes: dict[str, Any],
+    how: dict[str, Any],
+) -> Dispatched:
+    """Each pair of token and expert as a row, straight to its place among the experts there."""
+    sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
+    moved: Any = permute(x, sent, weights=weights, scales=scales, **how)
+    counts = sent.group_sizes.reshape(axis.devices, axis.experts)
+    slices, totals = exchanges.plan_slices(counts, axis.name, **sizes)
+    num_rows, align_size = sizes["num_rows"], sizes["align_size"]
+    ends = jnp.minimum(jnp.cumsum(-(-totals // align_size) * align_size), num_rows)
+
+    def send(array: Any) -> jax.Array:
+        return _exchange(array, slices, num_rows, axis.name)
+
+    routed = (experts >= 0) & (experts < axis.experts * axis.devices)
+    return Dispatched(
+        send(moved.rows),
+        send(moved.weights[:, None])[:, 0],
+        None if scales is None else send(moved.scales),
+        jnp.diff(ends, prepend=0),
+        totals,
+        jnp.sum(routed, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
+        DispatchPlan(sent, None, slices, weights, axis.name),
+    )
+
+
+def combine(
+    rows: Any,
+    plan: DispatchPlan,
+    *,
+    weighted: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Sums each token's rows, multiplied by its weights, on the token's own device.
+
+    The inverse of `dispatch`, to be called inside the same `shard_map`. A device sums the rows of
+    its experts for each token that came, in float32 or wider, and rounds that once to the dtype of
+    `rows`; the token's device sums what the devices return in the same way.
+
+    Args:
+      rows: float [rows, hidden], what the experts of this device made of `Dispatched.rows`.
+      plan: `Dispatched.plan`.
+      weighted: True if the rows have been multiplied by `Dispatched.weights` already, as `glu` does
+        it with no pass of its own; otherwise they are multiplied here.
+      implementation: as for `dispatch`.
+
+    Returns:
+      [tokens, hidden] in the dtype of `rows`. A token without rows is exactly zero.
+
+    Raises:
+      ArgumentTypeError: an argument has the wrong type.
+      ArgumentValueError: an argument has the wrong shape.
+    """
+    if not isinstance(plan, DispatchPlan):
+        raise ArgumentTypeError(
+            f"Argument `plan` must be the plan of `dispatch`; got {type(plan).__name__}."
+        )
+    weights = None if weighted else plan.weights
+    how: dict[str, Any] = {"implementation": implementation}
+    slices = None if plan.slices is None else plan.slices.reversed()
+    if plan.received is not None:
+        rows, weights = unpermute(rows, plan.received, weights, **how), None
+    rows = _exchange(rows, slices, plan.sent.num_rows, plan.axis_name)
+    return unpermute(rows, plan.sent, weights, **how)
+
+
+def _exchange(rows: jax.Array, slices: Slices | None, num_rows: int, axis_name: Any) -> jax.Array:
+    if slices is None:
+        return exchanges.padded(rows, axis_name)
+    return exchanges.ragged(rows, slices, num_rows, axis_name)
+
+
+def _with_groups_of(capacity: int, plan: Plan) -> Plan:
+    """The plan with room for `capacity` rows in every group, whatever there are."""
+    starts = jnp.cumsum(plan.group_sizes) - plan.group_sizes
+    group = jnp.maximum(plan.expert_of, 0)
+    row_of = plan.row_of + (group * capacity - starts[group])
+    return dataclasses.replace(
+        plan,
+        row_of=jnp.where(plan.row_of >= 0, row_of, -1),
+        group_sizes=jnp.full_like(plan.group_sizes, capacity),
+        num_rows=plan.num_experts * capacity,
+        align_size=max(capacity, 2),  # more than 1: groups have rows without a token
+    )

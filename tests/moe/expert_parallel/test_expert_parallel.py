@@ -1,0 +1,266 @@
+"""Expert parallelism on eight virtual devices equals one device that has all tokens and experts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from triax import moe
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.expert_parallel.api import _choose
+from triax.testing import assert_same_bits
+
+WAYS = {
+    "slots": {"scheme": "token", "exchange": "padded"},
+    "ragged": {"scheme": "token", "exchange": "ragged"},
+    "choices": {"scheme": "choice"},
+}
+MESHES = {
+    "8": ({"expert": 8}, "expert"),
+    "4x2": ({"data": 4, "expert": 2}, "expert"),
+    "2x2x2": ({"data": 2, "expert": 2, "tensor": 2}, "expert"),
+    "both axes": ({"rows": 4, "columns": 2}, ("rows", "columns")),
+}
+EXPERTS, TOP_K, TOKENS, HIDDEN, WIDTH = 16, 3, 9, 20, 12
+
+
+@pytest.fixture(params=WAYS)
+def options(request):
+    return WAYS[request.param]
+
+
+def draw_experts(kind, count):
+    rng = np.random.default_rng(3)
+    experts = rng.integers(0, EXPERTS, (count, TOP_K))
+    if kind == "skewed":
+        experts[rng.random(experts.shape) < 0.8] = 1
+    elif kind == "few experts":
+        experts = experts % 3 + 5
+    elif kind == "not routed":  # a shard without tokens, others with ids out of range
+        experts[: count // 8] = -1
+        experts[rng.random(experts.shape) < 0.3] = EXPERTS + 7
+    elif kind == "one device":
+        experts %= 2
+    return jnp.asarray(experts, jnp.int32)
+
+
+def operands(kind, devices):
+    count = devices * TOKENS
+    keys = jax.random.split(jax.random.key(0), 6)
+    normal = lambda key, *shape: jax.random.normal(key, shape)
+    return {
+        "x": normal(keys[0], count, HIDDEN),
+        "weights": jax.random.uniform(keys[1], (count, TOP_K)),
+        "gate": normal(keys[2], EXPERTS, HIDDEN, WIDTH) * HIDDEN**-0.5,
+        "up": normal(keys[3], EXPERTS, HIDDEN, WIDTH) * HIDDEN**-0.5,
+        "down": normal(keys[4], EXPERTS, WIDTH, HIDDEN) * WIDTH**-0.5,
+    }, draw_experts(kind, count)
+
+
+def run_experts(rows, group_sizes, gate, up, down):
+    dot = functools.partial(moe.ragged_dot, group_sizes=group_sizes)
+    return dot(jax.nn.silu(dot(rows, gate)) * dot(rows, up), down)
+
+
+def on_one_device(o, experts):
+    plan = moe.make_plan(experts, EXPERTS)
+    rows = moe.permute(o["x"], plan)
+    rows = run_experts(rows, plan.group_sizes, o["gate"], o["up"], o["down"])
+    return moe.unpermute(rows, plan, o["weights"])
+
+
+def on_all(mesh, axis, **options):
+    tensor = "tensor" if "tensor" in mesh.axis_names else None
+    tokens = P(tuple(name for name in mesh.axis_names if name != "tensor"))
+    specs = {"x": tokens, "weights": tokens, "down": P(axis, tensor)}
+    specs |= dict.fromkeys(("gate", "up"), P(axis, None, tensor))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, tokens), out_specs=tokens)
+    def run(o, experts):
+        sent = moe.dispatch(o["x"], o["weights"], experts, EXPERTS, axis, **options)
+        rows = run_experts(sent.rows, sent.group_sizes, o["gate"], o["up"], o["down"])
+        y = moe.combine(rows, sent.plan)
+        return y if tensor is None else jax.lax.psum(y, tensor)
+
+    return run
+
+
+@functools.cache
+def program(mesh_name=None, way=None):
+    """Forward and backward, by one device or by all of a mesh."""
+    function = on_one_device if mesh_name is None else on_all(*make_mesh(mesh_name), **WAYS[way])
+
+    @jax.jit
+    def run(o, experts):
+        y, pull = jax.vjp(lambda o: function(o, experts), o)
+        return y, pull(jax.random.normal(jax.random.key(9), y.shape))
+
+    return run
+
+
+def make_mesh(name):
+    sizes, axis = MESHES[name]
+    devices = np.array(jax.devices()[:8]).reshape(*sizes.values())
+    return Mesh(devices, tuple(sizes)), axis
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("mesh_name", "kind"),
+    [
+        *(("8", kind) for kind in ("uniform", "skewed", "few experts", "not routed", "one device")),
+        *(("4x2", kind) for kind in ("uniform", "not routed")),
+        *(("2x2x2", "uniform"), ("both axes", "uniform")),
+    ],
+)
+def test_equals_one_device(way, mesh_name, kind):
+    o, experts = operands(kind, 8)
+    results = (run(o, experts) for run in (program(mesh_name, way), program()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), *results)
+
+
+def local_mesh(count=4):
+    return Mesh(np.array(jax.devices()[:count]), ("d",))
+
+
+def dispatched(mesh, *arguments, experts=EXPERTS, scales=None, **options):
+    """`Dispatched` of all devices, without the plan, and the tokens back from unchanged rows."""
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    def run(x, weights, selected, scales):
+        sent = moe.dispatch(x, weights, selected, experts, "d", scales=scales, **options)
+        return sent._replace(
+            plan=moe.combine(sent.rows, sent.plan), num_dropped=sent.num_dropped[None]
+        )
+
+    return run(*arguments, scales)
+
+
+def test_rows_are_sorted_by_expert_then_device_then_token(options):
+    mesh = local_mesh()
+    count = 4 * TOKENS
+    experts = np.asarray(draw_experts("uniform", count))
+    x = jnp.arange(count, dtype=jnp.float32)[:, None] + jnp.zeros((1, 8))
+    weights = jnp.arange(experts.size, dtype=jnp.float32).reshape(experts.shape)
+    scales = (x[:, :2] * 2).astype(jnp.bfloat16)
+    out = dispatched(mesh, x, weights, experts, scales=scales, align_size=4, **options)
+    rows_of_device = out.rows.reshape(4, -1, 8)
+    sizes = out.group_sizes.reshape(4, -1)
+    for device in range(4):
+        start = 0
+        for local, size in enumerate(sizes[device]):
+            tokens, slots = np.nonzero(experts == device * 4 + local)
+            group = slice(start, start + int(size))
+            assert size % 4 == 0
+            assert 0 <= size - len(tokens) < 4
+            padding = ((0, int(size) - len(tokens)), (0, 0))
+            assert_same_bits(rows_of_device[device, group], np.pad(x[tokens], padding))
+            assert_same_bits(
+                out.scales.reshape(4, -1, 2)[device, group], np.pad(scales[tokens], padding)
+            )
+            assert_same_bits(
+                out.weights.reshape(4, -1)[device, group],
+                np.pad(weights[tokens, slots], padding[:1]),
+            )
+            start += int(size)
+        assert not rows_of_device[device, start:].any()
+    assert out.group_counts.tolist() == np.bincount(experts.ravel(), minlength=EXPERTS).tolist()
+    assert not out.num_dropped.any()
+
+
+@pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
+def test_what_does_not_fit_is_dropped_and_counted(options, limits):
+    mesh = local_mesh()
+    count = 4 * TOKENS
+    experts = draw_experts("skewed", count)
+    x = jnp.ones((count, 8), jnp.float32)
+    ones = jnp.ones((count, TOP_K))
+    out = dispatched(mesh, x, ones, experts, **limits, **options)
+    kept = jnp.sum(out.plan[:, 0])  # every row that was made adds one to its token
+    assert kept == out.weights.sum() == out.group_sizes.sum()
+    assert kept + out.num_dropped.sum() == experts.size
+    assert out.num_dropped.sum() > 0
+    if limits == {"capacity": 0}:
+        assert kept == 0
+    if limits == {"num_rows": 16}:
+        assert out.rows.shape == (4 * 16, 8)
+        assert out.group_sizes.reshape(4, -1).sum(1).max() == 16
+
+
+def test_a_capacity_keeps_the_first_tokens():
+    mesh = local_mesh()
+    experts = jnp.zeros((4 * TOKENS, TOP_K), jnp.int32)  # all of the first device
+    x = jnp.arange(4 * TOKENS, dtype=jnp.float32)[:, None]
+    out = dispatched(mesh, x, jnp.ones(experts.shape), experts, capacity=2, scheme="token")
+    first = np.concatenate([np.arange(d * TOKENS, d * TOKENS + 2) for d in range(4)])
+    assert_same_bits(out.rows[: 3 * 8, 0], np.repeat(first, 3).astype(np.float32))
+    assert out.num_dropped.tolist() == [3 * (TOKENS - 2)] * 4
+
+
+def test_kernels_in_the_interpreter(options):
+    mesh = local_mesh(2)
+    experts = draw_experts("uniform", 2 * TOKENS) % 4
+    x = jax.random.normal(jax.random.key(0), (2 * TOKENS, 16)).astype(jnp.bfloat16)
+    weights = jnp.full(experts.shape, 0.25)
+    plain, kernels = (
+        dispatched(mesh, x, weights, experts, experts=4, implementation=how, **options)
+        for how in ("xla", "interpret")
+    )
+    jax.tree.map(assert_same_bits, plain, kernels)
+
+
+def test_no_tokens(options):
+    out = dispatched(
+        local_mesh(), jnp.ones((0, 8)), jnp.ones((0, 2)), jnp.ones((0, 2), int), **options
+    )
+    assert out.plan.shape == (0, 8)
+    assert not out.group_sizes.any()
+
+
+@pytest.mark.parametrize(
+    ("devices", "top_k", "capacity", "expected"),
+    [
+        (2, 8, 100, ("token", "padded")),
+        (4, 8, 100, ("token", "padded")),
+        (8, 8, 100, ("token", "ragged")),
+        (8, 8, 70, ("token", "padded")),
+        (64, 8, 100, ("choice", "ragged")),
+        (8, 1, 100, ("choice", "ragged")),
+        (1, 1, 100, ("token", "padded")),
+    ],
+)
+def test_defaults(devices, top_k, capacity, expected):
+    assert _choose(None, None, (100, top_k), devices, capacity) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"experts": 15}, ArgumentValueError, "`num_experts` must be a multiple of the 4 devices"),
+        ({"scheme": "tokens"}, ArgumentValueError, "`scheme` must be one of"),
+        ({"exchange": "all"}, ArgumentValueError, "`exchange` must be one of"),
+        ({"scheme": "choice", "exchange": "padded"}, ArgumentValueError, '"ragged" or None'),
+        ({"weights": jnp.ones((8, 3))}, ArgumentValueError, "as many slots"),
+        ({"selected": jnp.ones((8, 2))}, ArgumentTypeError, "`experts`"),
+        ({"capacity": -1}, ArgumentValueError, "`capacity`"),
+        ({"align_size": 0}, ArgumentValueError, "`align_size`"),
+    ],
+)
+def test_mistakes(change, error, text):
+    change = dict(change)
+    weights = change.pop("weights", jnp.ones((8, 2)))
+    selected = change.pop("selected", jnp.ones((8, 2), int))
+    with pytest.raises(error, match=text):
+        dispatched(local_mesh(), jnp.ones((8, 4)), weights, selected, **change)
+
+
+def test_combine_wants_its_plan():
+    with pytest.raises(ArgumentTypeError, match="`plan` must be the plan of `dispatch`"):
+        moe.combine(jnp.ones((8, 4)), moe.make_plan(jnp.ones((4, 2), int), 4))
