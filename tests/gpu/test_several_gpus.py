@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.cases import CASES, argsort_then_gather, vector_add
+from tests.moe.expert_parallel import test_expert_parallel as expert_parallel
 from triax import moe, testing
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
@@ -79,3 +80,16 @@ def test_each_gpu_alone(mesh, index):
     case.check(out, inputs)
     assert out.devices() == {device}
     assert client._workers[index].alive
+
+
+@pytest.mark.parametrize("way", expert_parallel.WAYS)
+def test_expert_parallel_equals_one_gpu(mesh, way):
+    o, experts = expert_parallel.operands("not routed", 8)
+    on_all = expert_parallel.on_all(mesh, "d", **expert_parallel.WAYS[way])
+
+    def run(function):
+        y, pull = jax.vjp(lambda o: function(o, experts), o)
+        return y, pull(np.sin(np.arange(y.size, dtype=np.float32)).reshape(y.shape))[0]
+
+    results = (jax.jit(run, static_argnums=0)(f) for f in (on_all, expert_parallel.on_one_device))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), *results)
