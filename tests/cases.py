@@ -17,6 +17,7 @@ import triton
 import triax
 from tests import kernels
 from triax import testing
+from triax.emitting.reading import triton_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +63,26 @@ def _normal(*shapes: tuple[int, ...], dtype: Any = np.float32) -> Callable[..., 
     return lambda rng: tuple(rng.standard_normal(s).astype(dtype) for s in shapes)
 
 
+def blockwise(kernel, *arrays, **options):
+    """Calls a kernel that takes arrays of one size, `n` and BLOCK; the output is like the first."""
+    x = arrays[0]
+    defaults = {"n": x.size, "out_type": _like(x), "grid": _blocks}
+    return triax.triton_call(*arrays, kernel=kernel, **{**defaults, **options})
+
+
+def cuda_calls(function, *args):
+    """The Triton calls of a function that is lowered for CUDA."""
+    return triton_calls(jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)))
+
+
+def cuda_call(function, *args):
+    """The one that there is."""
+    (call,) = cuda_calls(function, *args)
+    return call
+
+
 def vector_add(x, y):
-    return triax.triton_call(
-        x, y, n=x.size, BLOCK=128, kernel=kernels.add_kernel, out_type=_like(x), grid=_blocks
-    )
+    return blockwise(kernels.add_kernel, x, y, BLOCK=128)
 
 
 def softmax(x):
@@ -140,23 +157,13 @@ def histogram(x):
 
 
 def accumulate_by_alias(x, y):
-    return triax.triton_call(
-        x,
-        y,
-        n=x.size,
-        BLOCK=64,
-        kernel=kernels.accumulate_kernel,
-        out_type=_like(y),
-        input_output_aliases={"y_ptr": 0},
-        grid=_blocks,
-    )
+    aliases = {"y_ptr": 0}
+    return blockwise(kernels.accumulate_kernel, x, y, BLOCK=64, input_output_aliases=aliases)
 
 
 def accumulate_by_ref(x, y):
     ref = jax.new_ref(y)
-    triax.triton_call(
-        x, ref, n=x.size, BLOCK=64, kernel=kernels.accumulate_kernel, out_type=(), grid=_blocks
-    )
+    blockwise(kernels.accumulate_kernel, x, ref, BLOCK=64, out_type=())
     return ref[...]
 
 
@@ -189,65 +196,33 @@ def zero_dimensional(x):
 
 
 def empty_array(x, y):
-    return triax.triton_call(
-        x, y, n=x.size, BLOCK=64, kernel=kernels.add_kernel, out_type=_like(x), grid=(1,)
-    )
+    return blockwise(kernels.add_kernel, x, y, BLOCK=64, grid=(1,))
 
 
 def zero_grid(x, y):
-    return triax.triton_call(
-        x, y, n=x.size, BLOCK=64, kernel=kernels.add_kernel, out_type=_like(x), grid=(0, 3)
-    )
+    return blockwise(kernels.add_kernel, x, y, BLOCK=64, grid=(0, 3))
 
 
 def low_precision(x, y):
-    return triax.triton_call(
-        x,
-        y,
-        n=x.size,
-        BLOCK=64,
-        kernel=kernels.fused_multiply_kernel,
-        out_type=_like(x),
-        grid=_blocks,
-    )
+    return blockwise(kernels.fused_multiply_kernel, x, y, BLOCK=64)
 
 
 def move(x):
-    return triax.triton_call(
-        x, n=x.size, BLOCK=64, kernel=kernels.copy_kernel, out_type=_like(x), grid=_blocks
-    )
+    return blockwise(kernels.copy_kernel, x, BLOCK=64)
 
 
 def scalars(x):
-    return triax.triton_call(
-        x,
-        n=x.size,
-        negate=True,
-        factor=np.float32(2.0),
-        shift=2**40 + 3,
-        BLOCK=64,
-        kernel=kernels.scalars_kernel,
-        out_type=jax.ShapeDtypeStruct(x.shape, jnp.int64),
-        grid=_blocks,
-    )
+    out_type = jax.ShapeDtypeStruct(x.shape, jnp.int64)
+    given = {"negate": True, "factor": np.float32(2.0), "shift": 2**40 + 3}
+    return blockwise(kernels.scalars_kernel, x, **given, BLOCK=64, out_type=out_type)
 
 
 def heuristics(x, y):
-    return triax.triton_call(
-        x, y, n=x.size, kernel=kernels.heuristic_add_kernel, out_type=_like(x), grid=_blocks
-    )
+    return blockwise(kernels.heuristic_add_kernel, x, y)
 
 
 def autotuned_accumulate(x, y):
-    return triax.triton_call(
-        x,
-        y,
-        n=x.size,
-        kernel=kernels.autotuned_accumulate_kernel,
-        out_type=_like(y),
-        input_output_aliases={1: 0},
-        grid=_blocks,
-    )
+    return blockwise(kernels.autotuned_accumulate_kernel, x, y, input_output_aliases={1: 0})
 
 
 def gather(x, index):

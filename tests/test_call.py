@@ -13,9 +13,9 @@ import triton.language as tl
 
 import triax
 from tests import kernels
+from tests.cases import cuda_call
 from triax import testing
 from triax.binding import candidates
-from triax.emitting.reading import triton_calls
 from triax.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -416,7 +416,7 @@ class TestScalarsComputedByJax:
     def test_in_the_compiler(self, index):
         function, operands = self.call(self.kernels()[index])
         with pytest.raises(CompilationError, match=self.MESSAGE):
-            jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+            cuda_call(function, *operands)
 
     @pytest.mark.parametrize("index", range(3))
     def test_in_the_interpreter(self, index):
@@ -433,7 +433,7 @@ class TestScalarsComputedByJax:
 
         function, operands = self.call(broken_kernel)
         with pytest.raises(CompilationError, match="no_such_name") as caught:
-            jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+            cuda_call(function, *operands)
         assert "gets a pointer" not in str(caught.value)
 
 
@@ -520,8 +520,7 @@ def test_named_tuples_keep_their_names(wrap):
 
 @pytest.mark.cuda_plugin
 def test_named_tuples_keep_their_names_in_the_compiler():
-    (call,) = triton_calls(jax.jit(named_tuples()).trace(X).lower(lowering_platforms=("cuda",)))
-    assert call.kernel == "kernel"
+    assert cuda_call(named_tuples(), X).kernel == "kernel"
 
 
 def test_grid_as_a_list():
@@ -627,9 +626,7 @@ class TestNamesThatAreTheKernels:
         lowered = []
 
         def lower(function):
-            lowered.extend(
-                triton_calls(jax.jit(function).trace().lower(lowering_platforms=("cuda",)))
-            )
+            lowered.append(cuda_call(function))
 
         self.rows(run=lower, num_stages=4, num_warps=8)
         assert [c.config for c in lowered] == [("BLOCK=64, num_stages=4, num_warps=8",)]

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import triax
-from tests.cases import CASES
+from tests.cases import CASES, cuda_calls
 from triax import testing
 from triax.compat import versions
-from triax.emitting.reading import triton_calls
 
 PARAMETERS = [pytest.param(case, id=case.name) for case in CASES]
 
@@ -35,8 +34,7 @@ def test_runs_on_cpu(case, jit):
 def lower(case, mode):
     inputs = case.inputs(np.random.default_rng(7))
     with x64(case), triax.tuning_mode(mode):
-        traced = jax.jit(case.function).trace(*inputs)
-        return triton_calls(traced.lower(lowering_platforms=("cuda",)))
+        return cuda_calls(case.function, *inputs)
 
 
 @pytest.mark.cuda_plugin

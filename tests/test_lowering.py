@@ -10,10 +10,10 @@ from jax.interpreters import mlir
 
 import triax
 from tests import kernels
+from tests.cases import cuda_call
 from tests.primitives import accumulate, add_in_blocks, sum_and_accumulate
 from triax import testing
 from triax.compat import versions
-from triax.emitting.reading import triton_calls
 from triax.errors import ArgumentValueError
 
 
@@ -37,7 +37,7 @@ def test_runs_on_cpu(arrays, grid_kind):
 @pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")
 def test_lowers(arrays, grid_kind, tuning):
     function = functools.partial(sum_and_accumulate, grid_kind=grid_kind, tuning=tuning)
-    (call,) = triton_calls(jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)))
+    call = cuda_call(function, *arrays)
     blocks = (64, 256, 1024)
     if tuning == "off" or not versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
         blocks = blocks[:1]
@@ -53,8 +53,7 @@ def test_who_wins_where_caller_and_config_disagree(arrays):
     """A config's value wins where several are tried; the caller's where one stands for all."""
 
     def grids(mode):
-        traced = jax.jit(functools.partial(add_in_blocks, tuning=mode)).trace(*arrays)
-        (call,) = triton_calls(traced.lower(lowering_platforms=("cuda",)))
+        call = cuda_call(functools.partial(add_in_blocks, tuning=mode), *arrays)
         return [grid[0] for grid in call.grid]
 
     assert grids("off") == [512]
@@ -71,7 +70,7 @@ def test_one_pointer_for_an_aliased_pair(arrays):
 
 @pytest.mark.cuda_plugin
 def test_one_pointer_for_an_aliased_pair_lowers(arrays):
-    (call,) = triton_calls(jax.jit(accumulate).trace(*arrays).lower(lowering_platforms=("cuda",)))
+    call = cuda_call(accumulate, *arrays)
     assert call.aliases == ((1, 0),)
     assert (call.operands, call.results) == (("tensor<1003xf32>",) * 2, ("tensor<1003xf32>",))
     assert len(call.payload.calls[0].zeroed_bytes) == 2

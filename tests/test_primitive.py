@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import triax
 from tests import kernels
-from tests.cases import accumulate_by_alias, gather, vector_add
+from tests.cases import accumulate_by_alias, blockwise, cuda_calls, gather, vector_add
 from triax import testing
 from triax.compiling import compiler
-from triax.emitting.reading import triton_calls
 from triax.errors import ArgumentValueError, DifferentiationError, OutOfBounds, ReadOnlyOperand
 
 X = np.arange(300, dtype=np.float32)
@@ -151,16 +150,7 @@ class TestRefs:
     def test_with_outputs_beside_it(self):
         def f(x, y):
             ref = jax.new_ref(y)
-            total = triax.triton_call(
-                x,
-                ref,
-                n=300,
-                BLOCK=64,
-                kernel=kernels.add_kernel,
-                out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-                grid=5,
-            )
-            return total, ref[...]
+            return blockwise(kernels.add_kernel, x, ref, BLOCK=64), ref[...]
 
         total, y = jax.jit(f)(X, X + 1)
         testing.assert_same_bits(total, 2 * X + 1)
@@ -283,15 +273,7 @@ class TestVmap:
         xs = np.arange(2 * 3 * 8, dtype=np.float32).reshape(2, 3, 8)
 
         def f(x):
-            return triax.triton_call(
-                x,
-                n=8,
-                BLOCK=8,
-                kernel=kernels.copy_kernel,
-                out_type=x,
-                grid=1,
-                vmap_method="sequential",
-            )
+            return blockwise(kernels.copy_kernel, x, BLOCK=8, vmap_method="sequential")
 
         testing.assert_same_bits(jax.vmap(jax.vmap(f))(xs), xs)
 
@@ -398,16 +380,7 @@ class TestControlFlow:
     def test_unused_calls_vanish_unless_they_have_effects(self):
         def program(effect):
             def f(x):
-                triax.triton_call(
-                    x,
-                    n=300,
-                    BLOCK=64,
-                    kernel=kernels.copy_kernel,
-                    out_type=x,
-                    grid=5,
-                    has_side_effect=effect,
-                    compute_capability=90,
-                )
+                blockwise(kernels.copy_kernel, x, BLOCK=64, has_side_effect=effect)
                 return x
 
             return jax.jit(f).trace(X).lower(lowering_platforms=("cpu",)).as_text()
@@ -465,8 +438,7 @@ class TestSharding:
                 if stop.is_set():
                     return
                 compiler.clear_cache()
-                traced = jax.jit(functools.partial(_copy, block)).trace(X)
-                assert len(triton_calls(traced.lower(lowering_platforms=("cuda",)))) == 1
+                assert len(cuda_calls(functools.partial(_copy, block), X)) == 1
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             compiling = pool.submit(compile_forever)
@@ -479,9 +451,7 @@ class TestSharding:
 
 
 def _copy(block, x):
-    return triax.triton_call(
-        x, n=300, BLOCK=block, kernel=kernels.copy_kernel, out_type=x, grid=300
-    )
+    return blockwise(kernels.copy_kernel, x, BLOCK=block)
 
 
 @pytest.mark.cuda_plugin

@@ -17,14 +17,9 @@ from triax.binding.grid import GridLike, is_int
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
     Alias,
-    Argument,
     ArrayType,
     Call,
     KernelImplementation,
-    Leaf,
-    Result,
-    Scalar,
-    map_leaves,
 )
 from triax.binding.values import pack_values
 from triax.compat import jax_private
@@ -265,7 +260,7 @@ def triton_call(
     request = candidates.Request(
         kernel=view,
         parameters=placed,
-        arguments=_seen_by_callables(placed, types, results),
+        arguments=arguments.seen_by_callables(placed, types, results),
         keywords=bound.keywords,
         options=_merge_options(options, backend_options or {}),
         grid=grid,
@@ -360,22 +355,6 @@ def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
             shape.append(int(size))
         results.append(ArrayType(tuple(shape), np.dtype(leaf.dtype)))
     return results, tree
-
-
-def _seen_by_callables(
-    placed: Sequence[tuple[str, Argument]],
-    operands: Sequence[ArrayType],
-    results: Sequence[ArrayType],
-) -> dict[str, Any]:
-    """The runtime arguments as grids, heuristics and pruning see them."""
-
-    def seen(leaf: Leaf) -> Any:
-        if isinstance(leaf, Scalar):
-            return leaf.value
-        array = results[leaf.index] if isinstance(leaf, Result) else operands[leaf.index]
-        return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-    return {name: map_leaves(seen, argument) for name, argument in placed}
 
 
 def _merge_options(

@@ -159,16 +159,13 @@ ad.primitive_jvps[triton_call_p] = _jvp
 # --- lowering -----------------------------------------------------------------------
 
 
-def _lower_for(platform: str | None) -> Any:
-    def rule(ctx: Any, *operands: Any, call: Call, result_avals: Any, vmap_method: Any) -> Any:
-        del result_avals, vmap_method
-        if platform is None:
-            return lowering.lower(ctx, *operands, call=call)
-        return lowering.lower_for(platform, ctx, *operands, call=call)
-
-    return rule
+def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None = None, **_: Any) -> Any:
+    if platform is None:
+        return lowering.lower(ctx, *operands, call=call)
+    return lowering.lower_for(platform, ctx, *operands, call=call)
 
 
 for _platform in ("cuda", "cpu", "rocm"):
-    mlir.register_lowering(triton_call_p, _lower_for(_platform), platform=_platform)
-mlir.register_lowering(triton_call_p, _lower_for(None))
+    _rule = functools.partial(_lower, platform=_platform)
+    mlir.register_lowering(triton_call_p, _rule, platform=_platform)
+mlir.register_lowering(triton_call_p, _lower)

@@ -32,9 +32,7 @@ def mode_in_force() -> str:
         return str(mode)
     mode = _read("TRIAX_AUTOTUNE") or "auto"
     if mode not in TUNING_MODES:
-        raise SettingError(
-            f"TRIAX_AUTOTUNE must be one of {', '.join(TUNING_MODES)}; got {mode!r}."
-        )
+        raise _wrong("TRIAX_AUTOTUNE", f"be one of {', '.join(TUNING_MODES)}", mode)
     return mode
 
 
@@ -74,7 +72,7 @@ def enforce_autotuning() -> bool:
     """``TRIAX_ENFORCE_AUTOTUNING``: fail rather than fall back to one fixed config."""
     value = _read("TRIAX_ENFORCE_AUTOTUNING") or "0"
     if value not in ("0", "1"):
-        raise SettingError(f"TRIAX_ENFORCE_AUTOTUNING must be 0 or 1; got {value!r}.")
+        raise _wrong("TRIAX_ENFORCE_AUTOTUNING", "be 0 or 1", value)
     return value == "1"
 
 
@@ -85,10 +83,8 @@ def cuda_arch() -> int | None:
     # Triton has no target below 7.0, and LLVM accepts numbers that are no target without an error.
     match = re.fullmatch(r"(?:sm_?)?([7-9]|1[0-9])\.?([0-9])a?", value)
     if match is None:
-        raise SettingError(
-            "TRIAX_CUDA_ARCH must be a CUDA compute capability such as 90, 9.0 or sm_90; "
-            f"got {value!r}."
-        )
+        rule = "be a CUDA compute capability such as 90, 9.0 or sm_90"
+        raise _wrong("TRIAX_CUDA_ARCH", rule, value)
     return int(match.group(1)) * 10 + int(match.group(2))
 
 
@@ -120,10 +116,8 @@ def tuning_bytes() -> int | None:
     if not text:
         return None
     if not re.fullmatch("[0-9]{1,18}", text) or not int(text):
-        raise SettingError(
-            "TRIAX_TUNING_BYTES must be a whole number of bytes above 0, such as 1000000000; "
-            f"got {text!r}."
-        )
+        rule = "be a whole number of bytes above 0, such as 1000000000"
+        raise _wrong("TRIAX_TUNING_BYTES", rule, text)
     return int(text)
 
 
@@ -137,10 +131,8 @@ def tuning_timeout_s() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= _MOST_SECONDS:  # false for a NaN, too
-        raise SettingError(
-            f"TRIAX_TUNING_TIMEOUT must be a number of seconds above 0 and up to {_MOST_SECONDS}; "
-            f"got {text!r}."
-        )
+        rule = f"be a number of seconds above 0 and up to {_MOST_SECONDS}"
+        raise _wrong("TRIAX_TUNING_TIMEOUT", rule, text)
     return seconds
 
 
@@ -148,8 +140,12 @@ def _read(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
+def _wrong(name: str, rule: str, value: str) -> SettingError:
+    return SettingError(f"{name} must {rule}; got {value!r}.")
+
+
 def _absolute(name: str, folder: str) -> Path:
     """The folder, which must not depend on the working directory."""
     if not os.path.isabs(folder):
-        raise SettingError(f"{name} must hold absolute paths; got {folder!r}.")
+        raise _wrong(name, "hold absolute paths", folder)
     return Path(folder)

@@ -14,10 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
 import triax
 from tests import kernels
+from tests.cases import cuda_call as lowered
 from triax import testing
 from triax.binding.launch import ArrayType
 from triax.compiling import compiler
-from triax.emitting.reading import triton_calls
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 X = np.random.default_rng(2).standard_normal((48, 64)).astype(np.float32)
@@ -31,11 +31,6 @@ def bound(function, *args):
         for equation in jax.make_jaxpr(function)(*args).eqns
         if "call" in equation.params
     ]
-    return call
-
-
-def lowered(function, *args):
-    (call,) = triton_calls(jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)))
     return call
 
 

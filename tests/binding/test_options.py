@@ -1,14 +1,12 @@
 """Options of the compiler and of Triton's launcher: passed on, or refused, never left out."""
 
-import jax
 import numpy as np
 import pytest
 import triton
 
-import triax
 from tests import kernels
+from tests.cases import blockwise, cuda_call
 from triax.compat import triton_private
-from triax.emitting.reading import triton_calls
 from triax.errors import ArgumentValueError, CompilationError, UnsupportedError
 
 X = np.arange(300, dtype=np.float32)
@@ -17,13 +15,11 @@ X = np.arange(300, dtype=np.float32)
 def copy(x, kernel=kernels.copy_kernel, **options):
     if kernel is kernels.copy_kernel:
         options["BLOCK"] = 128
-    return triax.triton_call(x, n=x.size, kernel=kernel, out_type=x, grid=3, **options)
+    return blockwise(kernel, x, **options)
 
 
 def lower(**options):
-    traced = jax.jit(lambda x: copy(x, **options)).trace(X)
-    (call,) = triton_calls(traced.lower(lowering_platforms=("cuda",)))
-    return call
+    return cuda_call(lambda x: copy(x, **options), X)
 
 
 LAUNCH_OPTIONS = [

@@ -15,8 +15,8 @@ import pytest
 import triton
 import triton.language as tl
 
-import triax
 from tests import kernels
+from tests.cases import blockwise
 from triax import testing
 from triax.compat import jax_private, triton_private
 from triax.compiling import ahead, compiler
@@ -37,9 +37,7 @@ def picky_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def copy(x, block, kernel=kernels.copy_kernel, **options):
-    return triax.triton_call(
-        x, n=x.size, BLOCK=block, kernel=kernel, out_type=x, grid=5, tuning="off", **options
-    )
+    return blockwise(kernel, x, BLOCK=block, tuning="off", **options)
 
 
 def program(x):
@@ -255,19 +253,14 @@ class TestLeftOut:
 
     def test_several_configs(self):
         def f(x):
-            return triax.triton_call(
-                x, x, n=x.size, kernel=kernels.autotuned_add_kernel, out_type=x, grid=5
-            )
+            return blockwise(kernels.autotuned_add_kernel, x, x)
 
         assert self.waiting(f)[1] == 0
         assert self.waiting(program)[1] == len(BLOCKS)
 
     def test_interpreted_and_empty_calls(self):
         def f(x):
-            empty = triax.triton_call(
-                x, n=x.size, BLOCK=32, kernel=kernels.copy_kernel, out_type=x, grid=0
-            )
-            return copy(x, 32, implementation="interpret") + empty
+            return copy(x, 32, implementation="interpret") + copy(x, 32, grid=0)
 
         assert self.waiting(f)[1] == 0
 
@@ -290,22 +283,6 @@ class TestLeftOut:
         monkeypatch.setattr(ahead, "_MAX_WAITING", 3)
         trace()
         assert [dict(w.constants)["BLOCK"] for w in ahead._waiting] == list(BLOCKS[1:])
-
-
-def test_the_default_platform_is_asked_for_without_starting_one():
-    program = (
-        "import jax\n"
-        "from triax.compat import jax_private\n"
-        "assert jax_private.default_platform() is None\n"
-        "jax.devices()\n"
-        "assert jax_private.default_platform() == 'cpu'\n"
-        "with jax.default_device(jax.devices()[0]):\n"
-        "    assert jax_private.default_platform() == 'cpu'\n"
-        "with jax.default_device('cpu'):\n"
-        "    assert jax_private.default_platform() == 'cpu'\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_the_end_of_a_process_waits_for_what_has_begun_and_no_more(tmp_path):

@@ -21,24 +21,20 @@ from triton.compiler import ASTSource
 
 import triax
 from tests import kernels
+from tests.cases import blockwise
+from tests.cases import cuda_calls as lower
 from tests.same_name import first, second
 from triax.compat import triton_private
 from triax.compat.triton_lock import TRITON
 from triax.compiling import compiled_kernel, compiler
-from triax.emitting.reading import triton_calls
 from triax.errors import CompilationError, CompilationTimeout
 
 pytestmark = pytest.mark.cuda_plugin
 ROOT = Path(__file__).parents[2]
 
 
-def lower(function, *inputs):
-    return triton_calls(jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)))
-
-
-def copy(x, **options):
-    options = {"BLOCK": 64, "kernel": kernels.copy_kernel, **options}
-    return triax.triton_call(x, n=x.size, out_type=x, grid=5, **options)
+def copy(x, BLOCK=64, kernel=kernels.copy_kernel, **options):
+    return blockwise(kernel, x, BLOCK=BLOCK, **options)
 
 
 X = np.zeros(300, np.float32)
@@ -88,9 +84,7 @@ def test_nothing_of_the_source_file_is_in_the_bytes():
 @pytest.mark.parametrize("size", [2, 17, 4096, 4097])
 def test_sizes_that_are_not_specialised_compile_once(size):
     def f(x):
-        return triax.triton_call(
-            x, n=x.size, BLOCK=64, kernel=first.unspecialised_kernel, out_type=x, grid=5
-        )
+        return copy(x, kernel=first.unspecialised_kernel)
 
     (one,) = lower(f, np.zeros(1, np.float32))
     before = compiler.compile_count()
@@ -296,14 +290,7 @@ class TestConfigsThatFail:
         kernel = triton.autotune([triton.Config({"BLOCK": b}) for b in configs], key=[])(
             picky_kernel
         )
-        return triax.triton_call(
-            x,
-            n=x.size,
-            kernel=kernel,
-            out_type=x,
-            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
-            **options,
-        )
+        return blockwise(kernel, x, **options)
 
     @pytest.mark.parametrize("mode", ["off", "auto", "cached", "runtime"])
     @pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")

@@ -12,12 +12,12 @@ import triton.language as tl
 
 import triax
 from tests import descriptors
+from tests.cases import cuda_call, cuda_calls
 from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import versions
 from triax.emitting.custom_call import order_buffers
-from triax.emitting.reading import triton_calls
 from triax.errors import CompilationError
 
 A = ArrayType((4,), np.dtype(np.float32))
@@ -111,11 +111,6 @@ def test_outputs_aliases_and_keywords_in_any_order():
     check_mixed()
 
 
-def lowered_for_cuda(function, *args):
-    (call,) = triton_calls(jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)))
-    return call
-
-
 @pytest.mark.cuda_plugin
 class TestScratch:
     """Descriptors that are made in the kernel need memory, which XLA gives."""
@@ -123,7 +118,7 @@ class TestScratch:
     X = np.zeros((35, 48), np.float32)
 
     def test_is_one_more_result(self):
-        call = lowered_for_cuda(functools.partial(descriptors.call, "device"), self.X)
+        call = cuda_call(functools.partial(descriptors.call, "device"), self.X)
         # Two descriptors of 128 bytes in each of 3 x 2 programs.
         assert call.results == ("tensor<35x48xf32>", "tensor<1536xui8>")
         assert call.operands == ("tensor<35x48xf32>",)
@@ -133,16 +128,11 @@ class TestScratch:
     @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
     def test_under_vmap(self, method):
         function = functools.partial(descriptors.call, "device", vmap_method=method)
-        lowered = (
-            jax.jit(jax.vmap(function))
-            .trace(np.stack([self.X] * 2))
-            .lower(lowering_platforms=("cuda",))
-        )
-        for call in triton_calls(lowered):
+        for call in cuda_calls(jax.vmap(function), np.stack([self.X] * 2)):
             assert call.results == ("tensor<35x48xf32>", "tensor<1536xui8>")
 
     def test_counts_the_blocks_of_a_cluster(self):
-        call = lowered_for_cuda(functools.partial(descriptors.call, "device", num_ctas=2), self.X)
+        call = cuda_call(functools.partial(descriptors.call, "device", num_ctas=2), self.X)
         assert call.results[1] == "tensor<3072xui8>"
 
     def test_the_largest_of_several_configs(self):
@@ -162,7 +152,7 @@ class TestScratch:
                 tuning="runtime",
             )
 
-        found = lowered_for_cuda(call, self.X)
+        found = cuda_call(call, self.X)
         assert found.grid == ((5, 3, 1), (3, 3, 1), (2, 3, 1))
         assert found.results == ("tensor<35x48xf32>", f"tensor<{5 * 3 * 256}xui8>")
 
@@ -183,7 +173,7 @@ class TestScratch:
             CompilationError,
             match=r"'device_kernel' needs 256 bytes of scratch memory for each of 140735340806145",
         ):
-            lowered_for_cuda(call, self.X)
+            cuda_call(call, self.X)
 
 
 @pytest.mark.cuda_plugin
@@ -204,5 +194,5 @@ def test_zeroed_bytes_reach_the_right_parameter():
         )
 
     x = np.zeros(50, np.float32)
-    (call,) = triton_calls(jax.jit(f).trace(x, x).lower(lowering_platforms=("cuda",)))
+    call = cuda_call(f, x, x)
     assert call.payload.calls[0].zeroed_bytes == (0, 0, 200, 200)

@@ -11,7 +11,7 @@ import pytest
 import triax
 from tests import descriptors, kernels
 from tests.binding import test_hooks, test_scalars
-from tests.cases import CASES, argsort_then_gather, autotuned_accumulate
+from tests.cases import CASES, argsort_then_gather, autotuned_accumulate, blockwise
 from tests.emitting.test_custom_call import check_mixed
 from tests.primitives import accumulate, sum_and_accumulate
 from triax import testing
@@ -42,15 +42,7 @@ def test_interpreter_in_a_gpu_program():
     """implementation="interpret" on a GPU is a host callback, with the same result."""
 
     def f(x, implementation):
-        return triax.triton_call(
-            x,
-            n=x.size,
-            BLOCK=256,
-            kernel=kernels.copy_kernel,
-            out_type=x,
-            grid=4,
-            implementation=implementation,
-        )
+        return blockwise(kernels.copy_kernel, x, BLOCK=256, implementation=implementation)
 
     x = np.arange(1000, dtype=np.float32)
     testing.assert_same_bits(jax.jit(lambda x: f(x, "interpret"))(x), x)
@@ -139,15 +131,8 @@ def test_cost_estimate_is_kept_in_the_program():
     """Profilers read it from the custom call; XLA's own cost analysis does not."""
 
     def f(x):
-        return triax.triton_call(
-            x,
-            n=x.size,
-            BLOCK=256,
-            kernel=kernels.copy_kernel,
-            out_type=x,
-            grid=4,
-            cost_estimate={"flops": 12345, "bytes_accessed": 8000, "transcendentals": 0},
-        )
+        costs = {"flops": 12345, "bytes_accessed": 8000, "transcendentals": 0}
+        return blockwise(kernels.copy_kernel, x, BLOCK=256, cost_estimate=costs)
 
     x = jnp.arange(1000, dtype=jnp.float32)
     compiled = jax.jit(f).lower(x).compile()

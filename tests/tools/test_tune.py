@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-import triton
 
 import triax
 from tests import kernels
+from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE, replace_measurer
 from triax.tools import tune as tools
 from triax.tuning import policy
@@ -23,14 +23,7 @@ def measurer(monkeypatch):
 
 
 def add(x, n):
-    return triax.triton_call(
-        x,
-        x,
-        n=n,
-        kernel=kernels.autotuned_add_kernel,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
-    )
+    return blockwise(kernels.autotuned_add_kernel, x, x, n=n)
 
 
 def test_each_key_is_measured_once(measurer):

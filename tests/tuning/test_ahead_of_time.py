@@ -14,6 +14,7 @@ import triton.language as tl
 
 import triax
 from tests import kernels
+from tests.cases import autotuned_accumulate, blockwise
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
 from triax.binding.launch import ArrayType
@@ -35,15 +36,7 @@ LABELS = (
 
 
 def add(x, y, kernel=kernels.autotuned_add_kernel, **options):
-    return triax.triton_call(
-        x,
-        y,
-        n=x.size,
-        kernel=kernel,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
-        **options,
-    )
+    return blockwise(kernel, x, y, **options)
 
 
 def explain(mode="auto", x=X, **options):
@@ -460,8 +453,6 @@ class TestInputs:
             explain(tuning_inputs=lambda x, y: jnp.zeros(2))
 
     def test_changed_operands_are_restored(self, measurer):
-        from tests.cases import autotuned_accumulate
-
         triax.explain(lambda x, y: autotuned_accumulate(x, y), X, X)
         (job,) = measurer.jobs
         assert [b.restored for b in job.buffers] == [False, True]

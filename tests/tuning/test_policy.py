@@ -2,14 +2,12 @@
 
 import logging
 
-import jax
 import numpy as np
 import pytest
 
 import triax
-from tests.cases import CASES
+from tests.cases import CASES, cuda_call
 from triax.compat import versions
-from triax.emitting.reading import triton_calls
 from triax.errors import TuningError, VersionError
 from triax.tuning import policy
 
@@ -26,9 +24,7 @@ def fresh_process():
 def lower(mode):
     inputs = CASE.inputs(np.random.default_rng(0))
     with triax.tuning_mode(mode):
-        traced = jax.jit(lambda *args: CASE.function(*args)).trace(*inputs)
-        (call,) = triton_calls(traced.lower(lowering_platforms=("cuda",)))
-    return call
+        return cuda_call(lambda *args: CASE.function(*args), *inputs)
 
 
 @pytest.mark.parametrize("mode", ["auto", "cached", "off"])

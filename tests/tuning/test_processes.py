@@ -103,7 +103,10 @@ def test_a_process_that_dies_before_publishing_blocks_nobody(tmp_path):
 def test_one_that_cannot_measure_runs_what_the_other_measured(tmp_path, driver):
     """The second, which comes first, has no cuda-bindings."""
     driver(ms={"16": 30, "4": 3, "1": 30})
-    results = run_kernel(tmp_path, (2, 0), [with_driver(tmp_path), {}])
+    (tmp_path / "without" / "cuda").mkdir(parents=True)
+    (tmp_path / "without" / "cuda" / "__init__.py").touch()  # instead of what may be installed
+    without = {"PYTHONPATH": f"{tmp_path / 'without'}:{ROOT / 'src'}:{ROOT}"}
+    results = run_kernel(tmp_path, (2, 0), [with_driver(tmp_path), without])
     assert [r["source"] for r in results] == ["measured now", "another process of this job"]
     assert [r["grid"] for r in results] == [4, 4]
 

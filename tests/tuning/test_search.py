@@ -2,14 +2,13 @@
 
 import subprocess
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import triton
 
 import triax
 from tests import kernels
+from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE
 from triax.errors import CompilationError
 from triax.tuning import measure, policy, store
@@ -28,17 +27,7 @@ def gpu(driver, monkeypatch):
 
 
 def explain(size=1003, **options):
-    def add(x):
-        return triax.triton_call(
-            x,
-            x,
-            n=x.size,
-            kernel=kernels.autotuned_add_kernel,
-            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
-            **options,
-        )
-
+    add = lambda x: blockwise(kernels.autotuned_add_kernel, x, x, **options)
     (call,) = triax.explain(add, np.zeros(size, np.float32))
     return call
 

@@ -23,9 +23,11 @@ from triax.binding.launch import (
     Argument,
     ArrayType,
     Descriptor,
+    Leaf,
     Operand,
     Result,
     Scalar,
+    map_leaves,
     rebuild,
 )
 from triax.binding.values import Static
@@ -286,3 +288,19 @@ def _wrong_number_of_outputs(
         f"but kernel {view.name!r} has {len(free)} parameters that were not supplied{listed}. "
         f"Each such parameter takes one output; supply the others as operands.{hint}"
     )
+
+
+def seen_by_callables(
+    placed: Sequence[tuple[str, Argument]],
+    operands: Sequence[ArrayType],
+    results: Sequence[ArrayType],
+) -> dict[str, Any]:
+    """The runtime arguments as grids, heuristics and pruning see them."""
+
+    def seen(leaf: Leaf) -> Any:
+        if isinstance(leaf, Scalar):
+            return leaf.value
+        array = results[leaf.index] if isinstance(leaf, Result) else operands[leaf.index]
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    return {name: map_leaves(seen, argument) for name, argument in placed}

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,6 @@ from jax._src import ffi as _ffi
 from jax._src import xla_bridge as _xla_bridge
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from triax.compat import versions
@@ -56,26 +55,14 @@ def gpu_triton() -> ModuleType:
     return module
 
 
-def make_triton_kernel(
-    *,
-    name: str,
-    num_warps: int,
-    num_ctas: int,
-    shared_bytes: int,
-    ptx: str,
-    compute_capability: int,
-) -> Any:
-    """jaxlib's TritonKernel, whatever this version's argument list is."""
-    module = gpu_triton()
+def make_triton_kernel(kernel: Any) -> Any:
+    """jaxlib's TritonKernel for a `CompiledKernel`, whatever this version's argument list is."""
     ttir = ""  # Only ever logged; leaving it out keeps the bytes small and free of paths.
+    rest = (kernel.shared_bytes, kernel.ptx, ttir, kernel.compute_capability)
     if not versions.KERNEL_NUM_CTAS.passes(versions.gated_version()):
-        cluster = (num_ctas, 1, 1)
-        return module.TritonKernel(
-            name, num_warps, shared_bytes, ptx, ttir, compute_capability, *cluster
-        )
-    return module.TritonKernel(
-        name, num_warps, num_ctas, shared_bytes, ptx, ttir, compute_capability
-    )
+        cluster = (kernel.num_ctas, 1, 1)
+        return gpu_triton().TritonKernel(kernel.name, kernel.num_warps, *rest, *cluster)
+    return gpu_triton().TritonKernel(kernel.name, kernel.num_warps, kernel.num_ctas, *rest)
 
 
 def supports_tensor_maps() -> bool:
@@ -148,31 +135,6 @@ def lowering_devices(ctx: Any) -> tuple[Any, ...]:
         except (AttributeError, ValueError):  # an abstract mesh has no devices
             return ()
     return tuple(getattr(context, "device_assignment", None) or ())
-
-
-def with_avals(ctx: Any, avals_in: Sequence[Any], avals_out: Sequence[Any]) -> Any:
-    """The same lowering context for a call with other operands and results."""
-    return ctx.replace(avals_in=list(avals_in), avals_out=list(avals_out))
-
-
-def emit_callback(
-    ctx: Any,
-    callback: Callable[..., Any],
-    operands: Sequence[Any],
-    avals_in: Sequence[Any],
-    avals_out: Sequence[Any],
-    *,
-    has_side_effect: bool,
-) -> Sequence[Any]:
-    """Emits a host callback.
-
-    `jax.pure_callback` hangs with a collective over several CPU devices and large
-    arrays, because it turns its operands into JAX arrays; this does not.
-    """
-    results, _, _ = mlir.emit_python_callback(
-        ctx, callback, None, operands, avals_in, avals_out, has_side_effect=has_side_effect
-    )
-    return results
 
 
 def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:

@@ -1,11 +1,10 @@
-"""Records what Triax replaces in Triton, and undoes it.
+"""Replaces attributes in Triton for a while, and undoes it.
 
-Compiling and interpreting both replace attributes of Triton's modules and classes for a
-while. A signal's exception may end either at any instruction, the ones that clean up
-included, so nothing is changed before it is noted here what was there. `undo` can itself
-be torn: whoever calls it next goes on where it stopped.
+Compiling and interpreting both patch Triton's modules and classes. A signal's exception may end
+either at any instruction, even while it cleans up, so the old value is recorded before anything is
+changed. `undo` can be interrupted too; the next call continues where it stopped.
 
-One list for the process. Who replaces and who undoes is alone: see `triax.compat.triton_lock`.
+There is one list for the process, guarded by `triax.compat.triton_lock`.
 """
 
 from __future__ import annotations

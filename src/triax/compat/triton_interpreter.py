@@ -11,7 +11,6 @@ transformation of kernels. The interpreter proper is `triax.interpreting`.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
+from triton.language.semantic import TritonSemantic as TritonSemantic
 from triton.runtime import JITFunction
 from triton.runtime import interpreter as _stock
 
@@ -71,16 +70,6 @@ def tensor(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
     if array.ndim == 0:
         return tl.tensor(TensorHandle(array.reshape(1), dtype), dtype)
     return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
-
-
-def make_semantic(builder: Any) -> TritonSemantic:
-    """Triton's rules for types, shapes and promotion, over `builder`."""
-    return TritonSemantic(builder)
-
-
-def debug_options(options: Any) -> Any:
-    """Builder options under which `tl.device_assert` asserts, and integers may wrap."""
-    return dataclasses.replace(options, debug=True, sanitize_overflow=False)
 
 
 def transform(tree: ast.Module) -> ast.Module:

@@ -1,16 +1,15 @@
-"""Compiling and interpreting exclude each other in one process.
+"""The lock that keeps compiling and interpreting apart in one process.
 
-Triton's interpreter replaces functions of `triton.language` while it runs, and
-its grid index is a global: compiling, or interpreting a second kernel, in that
-window gives nonsense. Any number of threads may compile together; a thread that
-interprets is alone. Nothing here may be held while waiting on JAX: a callback on
-another device may be what JAX is waiting for.
+Triton's interpreter replaces functions of `triton.language` while it runs, and its grid index is a
+global: compiling meanwhile, or interpreting a second kernel, gives nonsense. Any number of threads
+may compile together; a thread that interprets is alone. Do not wait on JAX while holding the lock:
+JAX may be waiting for a callback on another device, which needs it.
 
-Ctrl-C may end what the main thread does between any two instructions, those of a `finally`
-and of Python's own locks included, so nothing here relies on a clean-up that has run. A turn
-is over when one lock is free. A `with` statement holds it, and both of its ends are written
-in C: no exception comes between the end of the block and the release. What a turn has left
-replaced in Triton is put back by whoever is next.
+Ctrl-C can interrupt the main thread between any two instructions, even in a `finally` or in
+Python's own locks, so nothing here relies on clean-up code having run. A turn ends when its lock is
+released. A `with` statement holds that lock, and both of its ends are written in C, so no exception
+comes between the end of the block and the release. If an interrupted turn leaves Triton patched,
+the next turn undoes it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LONGEST_NAP_S = 0.02
 
 
 class _Turn:
-    """What one thread does in a line. It holds `held` until it is done, or torn."""
+    """One thread's turn. It holds `held` until it ends or is interrupted."""
 
     def __init__(self, alone: bool):
         self.alone = alone
@@ -44,15 +43,15 @@ class _Turn:
 
     def wait(self) -> None:
         """Waits until it is over."""
-        # It looks again and again, after a tenth of the time that it has waited: a signal may end
-        # a turn before it has woken those who wait for it.
+        # By polling, because a signal can end a turn before it wakes those who wait for it. The
+        # pauses are a tenth of the time waited so far.
         began = time.monotonic()
         while not self.is_over:
             time.sleep(min(_LONGEST_NAP_S, 1e-5 + (time.monotonic() - began) / 10))
 
 
 class _Line:
-    """Turns in the order in which they come; one that is alone overlaps with no other."""
+    """Turns, first come, first served; a turn that is `alone` overlaps with no other."""
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
@@ -78,23 +77,23 @@ class _Line:
             self._turns.remove(turn)
 
     def keep_only(self, thread: int) -> bool:
-        """Drops the turns of other threads, which are gone; whether there is one left."""
+        """Drops the turns of other threads, which are gone; returns whether any is left."""
         self._turns = [t for t in self._turns if t.thread == thread and not t.is_over]
         return bool(self._turns)
 
 
 class SharedLock:
-    """Work that is shared by threads, and work that a thread does alone; first come, first served.
+    """Runs work that threads may share, and work that a thread does alone.
 
-    `prepare` is called before the first of those who share begins; `undo` before anyone begins
-    alone, and whenever nobody is left. Either may be torn, and is called again then.
+    `prepare` is called before the first sharing thread begins; `undo` before any work alone, and
+    when the last thread has left. A signal may interrupt either, which is then called again.
     """
 
     def __init__(self, prepare: Callable[[], None], undo: Callable[[], None]):
         self._prepare = prepare
         self._undo = undo
         self._line = _Line()
-        self._door = _Line()  # those who share pass it one by one, on their way in and out
+        self._door = _Line()  # sharing threads enter and leave one by one
         self._inside: list[_Turn] = []
         os.register_at_fork(after_in_child=self._after_fork)
 
@@ -114,7 +113,7 @@ class SharedLock:
     def _enter(self, turn: _Turn) -> None:
         self._inside = [o for o in self._inside if not o.is_over]
         if not self._inside:
-            self._undo()  # what a torn turn left
+            self._undo()  # what an interrupted turn left
             self._prepare()
         self._inside.append(turn)
 
@@ -124,14 +123,14 @@ class SharedLock:
             self._undo()
 
     def _undoing(self, work: Callable[[], T]) -> T:
-        self._undo()  # what a torn turn left
+        self._undo()  # what an interrupted turn left
         try:
             try:
                 return work()
             finally:
                 self._undo()
         finally:
-            self._undo()  # where a signal has torn the first
+            self._undo()  # if a signal interrupted the first
 
     def _after_fork(self) -> None:
         thread = threading.get_ident()

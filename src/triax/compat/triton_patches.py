@@ -1,4 +1,4 @@
-"""What Triax replaces in Triton while it compiles."""
+"""What Triax patches in Triton while it compiles."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from triax.compat.triton_private import STOPS_AT, front_end_lock, triton
 def prepare() -> None:
     """Replaces what Triax compiles with: no line info, and quick keys for Triton's disk cache.
 
-    Source paths and lines differ between machines. To tell its versions apart, Triton hashes
-    all its files, hundreds of megabytes, and asks ptxas for its version, in every process; what
-    was installed, and when, says the same. Triton keeps all this per process, so it must stay
-    replaced during every compilation that runs at the same time, until `patching.undo`.
+    Source paths and lines differ between machines. To identify its version, Triton hashes all its
+    files, hundreds of megabytes, and asks ptxas for its version, in every process; the list of
+    installed files says the same. These are globals of the process, so they stay replaced during
+    all compilations that run at the same time, until `patching.undo`.
     """
     cache = importlib.import_module("triton.runtime.cache")
     nvidia = importlib.import_module("triton.backends.nvidia.compiler")
@@ -37,8 +37,8 @@ def prepare() -> None:
         return bytes(make_cubin(self, src, metadata, *rest))
 
     code_generator = importlib.import_module("triton.compiler.code_generator")
-    # Not by Triton's own `scope`, which writes environment variables, and takes back what the
-    # rest of the program has set in the meantime.
+    # Not with Triton's own `scope`, which writes environment variables, and reverts what the rest
+    # of the program has set in the meantime.
     settings = vars(triton().knobs.compilation)
     patching.replace(
         Change(*change)
@@ -50,9 +50,8 @@ def prepare() -> None:
             (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
             (triton().runtime.jit, "ast", _copy(ast, parse=_parse)),
             # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
-            # that it visits. That changes them for the other threads too, for good where two
-            # threads overlap, and takes time. Only Triton 3.5 has something to turn off: it
-            # makes constants by a name that `ast` deprecates.
+            # that it visits. That takes time, and changes them for other threads too, permanently
+            # if two threads overlap. Only Triton 3.5 has something to turn off: it uses `ast.Num`.
             (code_generator, "ast", _copy(ast, Num=ast.Constant)),
             (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
         ]
@@ -72,11 +71,12 @@ def _copy(module: ModuleType, **changes: Any) -> ModuleType:
 def _parse(*args: Any, **kwargs: Any) -> Any:
     """`ast.parse`, one at a time.
 
-    CPython before 3.13 counts the depth of the tree once for all threads. A garbage collection
-    amid it may switch to another; if that parses too, the count is wrong: a SystemError.
+    Before 3.13, CPython counts the depth of the tree in a variable that all threads share. If a
+    garbage collection switches to another thread that parses too, the count is wrong, which is a
+    SystemError.
     """
     with front_end_lock:
-        with contextlib.suppress(SystemError):  # for what others parse there is no lock
+        with contextlib.suppress(SystemError):  # code outside Triax parses without the lock
             return ast.parse(*args, **kwargs)
         return ast.parse(*args, **kwargs)
 
@@ -95,7 +95,7 @@ def _installation_key() -> str:
 
 
 def _ptxas_key(arch: int = 0) -> str:
-    """Which ptxas Triton runs: its own, which its installation tells, or another by path."""
+    """Which ptxas Triton runs: its own, which the installation identifies, or another by path."""
     others = []
     for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         if path := os.environ.get(name):

@@ -27,8 +27,8 @@ _PLACEHOLDER = (
 )
 
 
-# Held while Python code of Triton's is at work that a thread of a child process must not find
-# half done, such as the hash of a kernel: so a fork waits for its end.
+# Held while Triton's Python code is in a state that a forked child must not inherit, such as a
+# half-computed hash of a kernel: a fork waits for it.
 front_end_lock = threading.RLock()
 os.register_at_fork(
     before=front_end_lock.acquire,
@@ -118,22 +118,14 @@ class ArrayStub:
         return 0
 
 
-def descriptor_stub(
-    base: ArrayStub,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    block_shape: tuple[int, ...],
-    layout: Any,
-    padding: str,
-    round_f32_to_tf32: bool,
-) -> Any:
-    """Stands for a host TMA descriptor where Triton specialises."""
-    lists = (list(shape), list(strides), list(block_shape))
-    descriptor = _descriptor_class(layout)
-    if layout is not None:
-        return descriptor(base, *lists, layout, padding)
-    extra = {"round_f32_to_tf32": True} if round_f32_to_tf32 else {}
-    return descriptor(base, *lists, padding, **extra)
+def descriptor_stub(base: ArrayStub, leaf: Any) -> Any:
+    """Stands for a host TMA descriptor, a `Descriptor`, where Triton specialises."""
+    lists = (list(leaf.shape), list(leaf.strides), list(leaf.block_shape))
+    descriptor = _descriptor_class(leaf.layout)
+    if leaf.layout is not None:
+        return descriptor(base, *lists, leaf.layout, leaf.padding)
+    extra = {"round_f32_to_tf32": True} if leaf.round_f32_to_tf32 else {}
+    return descriptor(base, *lists, leaf.padding, **extra)
 
 
 def descriptor_stand_in(layout: Any, **fields: Any) -> Any:

@@ -291,15 +291,7 @@ def _values(launch: Launch) -> dict[str, Any]:
         array = launch.array_type(leaf)
         stub = triton_private.ArrayStub(dtypes.triton_name(array.dtype), array.dtype.itemsize)
         if isinstance(leaf, Descriptor):
-            return triton_private.descriptor_stub(
-                stub,
-                leaf.shape,
-                leaf.strides,
-                leaf.block_shape,
-                leaf.layout,
-                leaf.padding,
-                leaf.round_f32_to_tf32,
-            )
+            return triton_private.descriptor_stub(stub, leaf)
         return stub
 
     return launch.constants | {name: map_leaves(value, part) for name, part in launch.arguments}

@@ -181,13 +181,11 @@ def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int,
     by outputs; with the plain output index it would restore nothing. Uninitialised buffers need no
     saving.
     """
-    saved = []
-    for operand, result in buffers.aliases:
-        leaf = buffers.operands[operand]
-        if isinstance(leaf, Operand):
-            nbytes = launch.operands[leaf.index].nbytes
-            saved.append((operand, len(buffers.operands) + result, nbytes))
-    return saved
+    return [
+        (operand, len(buffers.operands) + result, launch.operands[leaf.index].nbytes)
+        for operand, result in buffers.aliases
+        if isinstance(leaf := buffers.operands[operand], Operand)
+    ]
 
 
 def _cost_estimate(call: Call, target: versions.Target, version: str) -> str | None:
@@ -207,14 +205,7 @@ def _cost_estimate(call: Call, target: versions.Target, version: str) -> str | N
 def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
     module = jax_private.gpu_triton()
     parameters = _parameters(module, launch, kernel)
-    compiled = jax_private.make_triton_kernel(
-        name=kernel.name,
-        num_warps=kernel.num_warps,
-        num_ctas=kernel.num_ctas,
-        shared_bytes=kernel.shared_bytes,
-        ptx=kernel.ptx,
-        compute_capability=kernel.compute_capability,
-    )
+    compiled = jax_private.make_triton_kernel(kernel)
     return module.TritonKernelCall(compiled, *launch.grid, parameters)
 
 

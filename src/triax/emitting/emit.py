@@ -39,7 +39,7 @@ def compiled(
             values.append(_uninitialised(ctx, avals[-1]))
     scratch = jax.core.ShapedArray((built.scratch_bytes,), np.dtype(np.uint8))
     avals_out = [scratch if i is None else ctx.avals_out[i] for i in buffers.results]
-    inner = jax_private.with_avals(ctx, avals, avals_out)
+    inner = ctx.replace(avals_in=avals, avals_out=avals_out)
     options: dict[str, Any] = {
         "operand_output_aliases": dict(buffers.aliases),
         "has_side_effect": built.has_side_effect,
@@ -90,5 +90,5 @@ def _frontend_attributes(call: Call, launches: Sequence[Launch], key: str) -> di
 def _uninitialised(ctx: Any, aval: Any) -> Any:
     """An uninitialised buffer, for an output that precedes an operand."""
     rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=1, skip_ffi_layout_processing=True)
-    (value,) = rule(jax_private.with_avals(ctx, [], [aval]))
+    (value,) = rule(ctx.replace(avals_in=[], avals_out=[aval]))
     return value

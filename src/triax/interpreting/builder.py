@@ -7,6 +7,7 @@ touch real memory, or that fail without saying what is missing.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
@@ -38,7 +39,8 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
 
     def __init__(self) -> None:
         super().__init__()
-        self.options = compat.debug_options(self.options)
+        # `tl.device_assert` asserts, and integers may wrap.
+        self.options = dataclasses.replace(self.options, debug=True, sanitize_overflow=False)
         self.grid_idx: tuple[int, int, int] | None = None
 
     def __getattr__(self, name: str) -> Any:

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.interpreters import mlir
 
 from triax.binding.launch import Call, Launch
-from triax.compat import jax_private
 from triax.interpreting import frames
 
 
 def emit_callback(ctx: Any, operands: Sequence[Any], call: Call, launch: Launch) -> Sequence[Any]:
-    """Emits a host callback that interprets `launch`."""
+    """Emits a host callback that interprets `launch`.
+
+    Not `jax.pure_callback`, which turns its operands into JAX arrays, and hangs with a collective
+    over several CPU devices and large arrays.
+    """
     from triax.interpreting.run import run  # here: it imports triton
 
     def callback(*arrays: Any) -> tuple[np.ndarray, ...]:
@@ -22,11 +26,14 @@ def emit_callback(ctx: Any, operands: Sequence[Any], call: Call, launch: Launch)
         except Exception as error:
             frames.raise_as_text(error)
 
-    return jax_private.emit_callback(
+    results: Sequence[Any]
+    results, _, _ = mlir.emit_python_callback(
         ctx,
         callback,
+        None,
         operands,
         ctx.avals_in,
         ctx.avals_out,
         has_side_effect=call.has_side_effect,
     )
+    return results

@@ -98,12 +98,9 @@ def make_job(
 
 def _changed_operands(call: Call, launch: Launch) -> set[int]:
     """The operands that a run changes, and that must be restored before the next."""
-    changed = {alias.operand for alias in launch.aliases}
-    for option in ("restore_value", "reset_to_zero"):
-        changed |= {
-            leaf.index for leaf in _named(call, launch, option) if isinstance(leaf, Operand)
-        }
-    return changed
+    named = _named(call, launch, "restore_value") | _named(call, launch, "reset_to_zero")
+    operands = {leaf.index for leaf in named if isinstance(leaf, Operand)}
+    return operands | {alias.operand for alias in launch.aliases}
 
 
 def _named(call: Call, launch: Launch, option: str) -> set[Any]:

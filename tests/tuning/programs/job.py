@@ -12,10 +12,10 @@ address, count, index, seed, dies = sys.argv[1], *map(int, sys.argv[2:6])
 jax.distributed.initialize(address, count, index)
 
 import numpy as np  # noqa: E402
-import triton  # noqa: E402
 
 import triax  # noqa: E402
-from tests import kernels  # noqa: E402
+from tests.cases import blockwise  # noqa: E402
+from tests.kernels import autotuned_add_kernel  # noqa: E402
 from triax import devices  # noqa: E402
 from triax.compat import jax_private  # noqa: E402
 from triax.devices import Device  # noqa: E402
@@ -50,18 +50,7 @@ rng.shuffle(sizes)
 found = {}
 for size in sizes:
     x = np.zeros(size, np.float32)
-
-    def add(x):
-        return triax.triton_call(
-            x,
-            x,
-            n=x.size,
-            kernel=kernels.autotuned_add_kernel,
-            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
-        )
-
-    (call,) = triax.explain(add, x)
+    (call,) = triax.explain(lambda x: blockwise(autotuned_add_kernel, x, x), x)
     found[size] = call.config[0]
 print(json.dumps(found), flush=True)
 # The first process serves the others: all stay until the test has heard from each. Then out

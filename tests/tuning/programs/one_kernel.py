@@ -13,22 +13,13 @@ import jax
 
 def explain():
     import numpy as np
-    import triton
 
     import triax
-    from tests import kernels
+    from tests.cases import blockwise
+    from tests.kernels import autotuned_add_kernel
 
-    def add(x):
-        return triax.triton_call(
-            x,
-            x,
-            n=x.size,
-            kernel=kernels.autotuned_add_kernel,
-            out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),),
-        )
-
-    (call,) = triax.explain(add, np.zeros(1003, np.float32))
+    x = np.zeros(1003, np.float32)
+    (call,) = triax.explain(lambda x: blockwise(autotuned_add_kernel, x, x), x)
     return {"source": call.source, "grid": call.grid[0][0]}
 
 
