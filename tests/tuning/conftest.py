@@ -46,7 +46,7 @@ def replace_measurer(monkeypatch):
     """Puts a `FakeMeasurer` in the place of the worker process."""
     fake = FakeMeasurer()
     monkeypatch.setattr(measure, "measure", fake.measure)
-    monkeypatch.setattr(measure, "start_worker", lambda device: None)
+    monkeypatch.setattr(client, "start", lambda device: None)
     monkeypatch.setattr(measure, "unavailable", lambda: None)
     monkeypatch.setattr("triax.compat.jax_private.drain", lambda index: None)
     return fake

@@ -150,11 +150,11 @@ def _candidate(
     block_shapes = {index: shape(seen) for index, shape in request.block_shapes.items()}
     if hook is not None:
         where = f"The `pre_hook` of config [{config}] of kernel {kernel.name!r}"
-        effects = hooks.find_effects(
+        zeroed_too, new_block_shapes = hooks.find_effects(
             hook, where, request.parameters, request.arguments, request.aliases
         )
-        zeroed = tuple(sorted({*zeroed, *effects.zeroed}))
-        block_shapes |= effects.block_shapes
+        zeroed = tuple(sorted({*zeroed, *zeroed_too}))
+        block_shapes |= new_block_shapes
     return Candidate(
         config=config,
         constants=pack_values({n: v for n, v in meta.items() if n in kernel.parameter_names}),

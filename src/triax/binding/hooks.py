@@ -8,7 +8,6 @@ it sets; anything else it does is an error.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,21 +24,13 @@ _REMEDY = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Effects:
-    """What a hook did: outputs zeroed, and block shapes by the descriptor's operand."""
-
-    zeroed: frozenset[int] = frozenset()
-    block_shapes: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-
-
 def find_effects(
     hook: Hook,
     where: str,
     parameters: Sequence[tuple[str, Argument]],
     seen: Mapping[str, Any],
     aliases: Sequence[Alias],
-) -> Effects:
+) -> tuple[set[int], dict[int, Any]]:
     """Runs a hook.
 
     Args:
@@ -49,20 +40,23 @@ def find_effects(
       seen: the same as shapes and dtypes, or the values of scalars.
       aliases: which operands are outputs.
 
+    Returns:
+      The outputs that it zeroes, and the block shapes that it sets, by the descriptor's operand.
+
     Raises:
       UnsupportedError: it raises, or does something that cannot be honoured.
     """
     log = _Log(where, {alias.operand: alias.result for alias in aliases})
     arguments = {name: log.stand_in(name, leaf, seen[name]) for name, leaf in parameters}
     try:
-        hook.function({**arguments, **hook.values})
+        hook(arguments)
     except Exception as error:
         if log.refusal is None:
             name = type(error).__name__
             raise UnsupportedError(f"{where} raised {name}: {error}. {_REMEDY}") from error
     if log.refusal is not None:  # also where the hook caught it
         raise log.refusal
-    return Effects(frozenset(log.zeroed), log.block_shapes())
+    return log.zeroed, log.block_shapes()
 
 
 class _Log:

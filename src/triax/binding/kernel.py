@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from triax.binding.values import CONFIG_OPTIONS, Config, pack_values
 from triax.compat import triton_private
@@ -32,12 +32,8 @@ class Parameter:
     number: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Hook:
-    """A config's `pre_hook`, and the values it gets besides the runtime arguments."""
-
-    function: Callable[[dict[str, Any]], Any]
-    values: Mapping[str, Any]
+Hook: TypeAlias = Callable[[dict[str, Any]], Any]
+"""A config's `pre_hook`, as a function of the runtime arguments alone."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -232,8 +228,9 @@ class _Branch:
             target[name] = value
         keywords = {**self.keywords, **values}
         hook = None
-        if config.pre_hook is not None:
-            hook = Hook(config.pre_hook, {**keywords, **options})
+        if (pre_hook := config.pre_hook) is not None:
+            given = {**keywords, **options}  # without what heuristics add later
+            hook = lambda arguments: pre_hook({**arguments, **given})
         return _Branch(keywords, values, options, hook)
 
     def apply_heuristics(

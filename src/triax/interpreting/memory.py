@@ -58,16 +58,10 @@ class Buffer:
     data: np.ndarray
     writable: bool
 
-    def __post_init__(self) -> None:
-        self._views: dict[np.dtype, np.ndarray] = {}
-
     def elements(self, dtype: np.dtype) -> np.ndarray:
         """The buffer as a vector of `dtype`, which need not be its own type."""
-        view = self._views.get(dtype)
-        if view is None:
-            whole = self.data.nbytes // dtype.itemsize * dtype.itemsize
-            view = self._views[dtype] = self.data[:whole].view(dtype)
-        return view
+        whole = self.data.nbytes // dtype.itemsize * dtype.itemsize
+        return self.data[:whole].view(dtype)
 
 
 class Memory:

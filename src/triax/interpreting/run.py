@@ -110,11 +110,8 @@ def _unwritten(type: ArrayType) -> np.ndarray:
 
 def _names(launch: Launch) -> dict[int, str]:
     """For each buffer, the first parameter that takes it."""
-    names: dict[int, str] = {}
-    for name, leaf in launch.named_leaves:
-        if not isinstance(leaf, Scalar):
-            names.setdefault(launch.buffer_index(leaf), name)
-    return names
+    pairs = [(leaf, name) for name, leaf in launch.named_leaves if not isinstance(leaf, Scalar)]
+    return {launch.buffer_index(leaf): name for leaf, name in reversed(pairs)}
 
 
 def _interpret(launch: Launch, memory: Memory) -> None:

@@ -173,11 +173,6 @@ def _tensor_map(
 # --- measuring ------------------------------------------------------------------------
 
 
-def start_worker(device: Device) -> None:
-    """Starts a worker early, because it takes a moment; `measure` starts one if needed."""
-    client.start(device.index)
-
-
 def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timing]:
     """Times as many candidates of a job as fit in its time budget.
 

@@ -20,6 +20,7 @@ from triax.tuning.failures import CompileAll, Fallback
 from triax.tuning.key import Key, label
 from triax.tuning.progress import Progress
 from triax.tuning.store import Record, Timing
+from triax.tuning.worker import client
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def search(
     """
     with contextlib.closing(Progress(call.display_name, len(launches))) as progress:
         with contextlib.suppress(TuningError):  # `measure` will raise it again
-            measure.start_worker(device)  # it starts while the candidates compile
+            client.start(device.index)  # it starts while the candidates compile
         results = compile_all(
             launches,
             compute_capability,

@@ -21,6 +21,7 @@ from triax.compat import jax_private  # noqa: E402
 from triax.devices import Device  # noqa: E402
 from triax.tuning import agree, measure  # noqa: E402
 from triax.tuning.store import Timing  # noqa: E402
+from triax.tuning.worker import client  # noqa: E402
 
 rng = random.Random(seed * 100 + index)
 
@@ -34,7 +35,7 @@ def measured(job, device, name):
 
 
 measure.measure = measured
-measure.start_worker = lambda device: None
+client.start = lambda device: None
 measure.unavailable = lambda: None
 jax_private.drain = lambda index: None
 devices.for_tuning = lambda *_: Device(0, "Imaginary GPU")
