@@ -11,7 +11,7 @@ from triax.binding.descriptor import TensorDescriptor as TensorDescriptor
 from triax.binding.descriptor import strides_from_shape as strides_from_shape
 from triax.call import triton_call as triton_call
 from triax.compat.versions import __version__ as __version__
-from triax.emitting.export import export_checks as export_checks
+from triax.emitting.emit import export_checks as export_checks
 from triax.errors import TriaxError as TriaxError
 from triax.lowering import triton_call_lowering as triton_call_lowering
 from triax.settings import tuning_mode as tuning_mode

@@ -19,7 +19,7 @@ from triax.binding.kernel import Kernel
 from triax.binding.launch import ArrayType, Call, Operand, Result
 from triax.compat import jax_private
 from triax.compiling import ahead, compiler
-from triax.emitting import emit, export
+from triax.emitting import emit
 from triax.errors import ArgumentValueError, UnsupportedError
 from triax.interpreting import callback
 from triax.tuning import policy
@@ -42,7 +42,7 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     if platform not in ("cuda", "cpu") and jax_private.is_exporting(ctx):
         # Exporting for several platforms lowers every branch of `jax.lax.platform_dependent` for
         # all of them, so a call that will never run must not stop the export.
-        return emit.placeholder(ctx, operands, export.NO_CODE)
+        return emit.placeholder(ctx, operands, emit.NO_CODE)
     if platform == "rocm":
         raise UnsupportedError(
             f"Kernel {call.display_name!r} is lowered for ROCm, which Triax does not support yet. "
@@ -68,7 +68,7 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
         fallback = call.launch(call.fallback, *types)
     if platform == "cpu" or call.implementation == "interpret":
         if jax_private.is_exporting(ctx):  # a host callback cannot be serialised
-            return emit.placeholder(ctx, operands, export.INTERPRETED)
+            return emit.placeholder(ctx, operands, emit.INTERPRETED)
         # Every config gives a valid result, and speed does not matter in the interpreter.
         return callback.emit_callback(ctx, operands, call, fallback or launches[0])
     gpus = devices.gpus(ctx)

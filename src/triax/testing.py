@@ -135,8 +135,6 @@ def poison(num_bytes: int, device: Any | None = None) -> None:
     Buffers that XLA allocates next are likely to reuse it, so an element that a kernel does not
     write is NaN (0x7FC00000 repeated) instead of a leftover that happens to be right.
     """
-    block = jnp.full((num_bytes // 4,), jnp.nan, jnp.float32)
-    if device is not None:
-        block = jax.device_put(block, device)
+    block = jax.device_put(jnp.full((num_bytes // 4,), jnp.nan, jnp.float32), device)
     block.block_until_ready()
     block.delete()

@@ -1,9 +1,9 @@
 """Finds out ahead of time what a config's `pre_hook` does to a launch.
 
 Triton runs such a hook before every launch, on the kernel's arguments. No Python runs inside a
-compiled program, so it is run once here, on stand-ins. In: the hook, the values it may read, and
-what each parameter of the kernel takes. Out: the outputs that it zeroes and the block shapes that
-it sets; anything else it does is an error.
+compiled program, so it is run once here, on stand-ins. In: the hook, and what each parameter of the
+kernel takes. Out: the outputs that it zeroes and the block shapes that it sets; anything else it
+does is an error.
 """
 
 from __future__ import annotations

@@ -177,10 +177,8 @@ def _first_set(x: np.ndarray) -> np.ndarray:
 
 
 def _reversed_bits(x: np.ndarray) -> np.ndarray:
-    order = np.unpackbits(_unsigned(x)[..., None].view(np.uint8), axis=-1)[..., ::-1]
-    # Bits are unpacked from the top of each byte, bytes from the lowest.
-    octets = np.packbits(order, axis=-1)
-    return octets.view(x.dtype)[..., 0]
+    bits = np.unpackbits(x[..., None].view(np.uint8), axis=-1, bitorder="little")
+    return np.packbits(bits[..., ::-1], axis=-1, bitorder="little").view(x.dtype)[..., 0]
 
 
 def _wide(function: Function) -> Function:
@@ -201,13 +199,9 @@ def _mul24(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _permuted_bytes(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    both = _unsigned(x).astype(np.uint64) | _unsigned(y).astype(np.uint64) << np.uint64(32)
-    result = np.zeros(x.shape, np.uint64)
-    for place in range(4):
-        nibble = _unsigned(selector).astype(np.uint64) >> np.uint64(4 * place)
-        octet = both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255)
-        result |= octet << np.uint64(8 * place)
-    return result.astype(np.uint32).view(x.dtype)
+    octets = np.stack([x, y], axis=-1).view(np.uint8)
+    places = selector[..., None] >> np.array([0, 4, 8, 12], selector.dtype) & 7
+    return np.take_along_axis(octets, places, axis=-1).view(x.dtype)[..., 0]
 
 
 _EXACT_IN_NUMPY = "abs fabs floor ceil trunc rint sqrt copysign nextafter isnan isinf signbit"

@@ -79,9 +79,8 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
 
 def _device(call: Call, operands: Sequence[Any]) -> tuple[Device, int]:
     """The one GPU that a call's operands are on."""
-    devices = {d for o in operands if isinstance(o, jax.Array) for d in o.devices()}
-    if not devices:
-        devices = {jax.devices()[0]}
+    found = {d for o in operands if isinstance(o, jax.Array) for d in o.devices()}
+    devices = found or {jax.devices()[0]}
     for device in devices:
         index = jax_private.local_index(device) if is_cuda(device) else None
         if index is not None and len(devices) == 1:

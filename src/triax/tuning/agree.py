@@ -61,13 +61,10 @@ def settle(name: str, *, able: bool) -> str | None:
     while True:
         if (config := client.find(_path("config", name))) is not None:
             return config
-        claimed_by: str | None
-        if able:
-            claimed_by = client.claim(_path("claim", name), me)
-            if claimed_by == me:
-                return None
-        else:
-            claimed_by = client.find(_path("claim", name))
+        claim = _path("claim", name)
+        claimed_by = client.claim(claim, me) if able else client.find(claim)
+        if able and claimed_by == me:
+            return None
         now = time.monotonic()
         if claimed_by is None and not able:
             nobody_can = client.count(_path("unable", name)) >= client.num_processes

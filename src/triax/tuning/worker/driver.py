@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from triax.tuning.worker import messages
-else:
-    import sys
-
-    messages = sys.modules["triax.tuning.worker.messages"]  # loaded by the worker's `process`
+from triax.tuning.worker import messages
 
 _SCALARS = {
     "i1": ctypes.c_uint8,

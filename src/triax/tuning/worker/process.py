@@ -1,15 +1,13 @@
 """The tuning worker: a process with a CUDA context of its own that times kernels.
 
-Run as a file, not as a module, so that neither JAX nor the rest of Triax is imported. It answers
-jobs as it goes, so that the program always knows which candidate is running, and keeps earlier
-timings. A candidate that
-faults breaks this process's context, and one that never ends blocks its device queue; both end this
-process, not the program. It also ends with its parent, and after some time without work.
+It imports neither JAX nor the rest of Triax. It answers jobs as it goes, so that the program always
+knows which candidate is running, and keeps earlier timings. A candidate that faults breaks this
+process's context, and one that never ends blocks its device queue; both end this process, not the
+program. It also ends with its parent, and after some time without work.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import statistics
 import sys
@@ -18,27 +16,14 @@ import time
 import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+if __name__ == "__main__":  # leaves out what importing the package would import
+    _package = sys.modules["triax"] = types.ModuleType("triax")
+    _package.__path__ = [str(Path(__file__).resolve().parents[2])]
 
-def _load(file: str) -> Any:
-    """Loads a file in this folder under its real name, which pickles need, without its packages."""
-    for package in ("triax", "triax.tuning", "triax.tuning.worker"):
-        sys.modules.setdefault(package, types.ModuleType(package))
-    name = f"triax.tuning.worker.{file}"
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{file}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-if TYPE_CHECKING:
-    from triax.tuning.worker import driver, messages
-else:
-    messages, driver = _load("messages"), _load("driver")
+from triax.tuning.worker import driver, messages
 
 _FIRST_RUNS = 15
 _FINAL_RUNS = 60
