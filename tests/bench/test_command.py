@@ -80,15 +80,6 @@ def test_a_wrong_competitor_has_no_speed(bench, monkeypatch, capsys):
     assert all(text in told for text in ("1.00× right", "wrong: error", "failing: error"))
 
 
-def test_a_wrong_result_of_triax_has_no_speed(bench, monkeypatch):
-    op = OPS["plan"]
-    wrong = lambda case, how, i: jax.tree.map(lambda a: a * (1 if how else 2), op.run(case, how, i))
-    monkeypatch.setitem(OPS, "plan", op._replace(run=wrong))
-    status, made = bench("--ops plan --tokens 16 --presets qwen3-235b")
-    assert status == 1
-    assert [(r["median_us"], r["error"][:6]) for r in made["results"]] == [(None, "wrong:")]
-
-
 def test_what_was_measured_before_an_interruption_is_kept(bench, monkeypatch):
     def stop(case, how, i):
         raise KeyboardInterrupt

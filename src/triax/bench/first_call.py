@@ -43,7 +43,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
             for cached, times in ((False, 1), (True, CACHED_RUNS)):
                 found: dict[str, Any] = {"total_s": None, "over_xla_s": None, "parts": {}}
                 try:
-                    runs = [run_program(implementation, Path(folder), on_gpu) for _ in range(times)]
+                    runs = [run_program(implementation, folder) for _ in range(times)]
                     found["parts"] = min(runs, key=lambda parts: sum(parts.values()))
                     found["total_s"] = sum(found["parts"].values())
                     if name == "xla":
@@ -57,25 +57,22 @@ def measure_first_calls() -> list[dict[str, Any]]:
     return records
 
 
-def run_program(implementation: str, caches: Path, on_gpu: bool) -> dict[str, float]:
+def run_program(implementation: str, caches: str) -> dict[str, float]:
     """Runs the program in a process with these caches; the seconds of its parts."""
-    folders = (
-        "TRITON_CACHE_DIR",
-        "TRIAX_CACHE_DIR",
-        "CUDA_CACHE_PATH",
-        "JAX_COMPILATION_CACHE_DIR",
-    )
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
-        **{name: str(caches / name) for name in folders},
-        "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "TRITON_CACHE_DIR": f"{caches}/triton",
+        "TRIAX_CACHE_DIR": f"{caches}/triax",
+        "CUDA_CACHE_PATH": f"{caches}/cuda",
+        "JAX_COMPILATION_CACHE_DIR": f"{caches}/jax",
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         # Everything is kept, however small and however fast it was compiled.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         # This process holds the GPU's memory already.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        **({} if on_gpu else {"JAX_PLATFORMS": "cpu"}),
     }
     # -P: modules beside the program must not hide those that it imports.
     command = [sys.executable, "-P", __file__, implementation]
