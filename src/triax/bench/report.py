@@ -95,7 +95,7 @@ def _rows(results: Sequence[Result]) -> list[str]:
     """The table of one op: by shape Triax's figures, and how many times as long others take."""
     limit = "dense" if any(r.get("teraflops_per_second") for r in results) else "stream"
     unit, rate, digits, fraction = _RATES[limit]
-    last = "times as fast as" if any(is_of_device(r) for r in results) else ""
+    last = "times as fast as" if any(map(is_of_device, results)) else "others"
     titles = ("", "tokens", "dtype", "routing", "µs", "in a graph", unit, limit, last)
     lines = [_LINE.format(*titles).rstrip()]
     for _, found in _grouped(results, "preset", "tokens", "hidden", "experts", "dtype", "routing"):
