@@ -42,6 +42,18 @@ These differences from TransformerEngine are intended:
   computed in float32, and those for the auxiliary loss are returned in float32.
 """
 
+from triax.moe.transformer_engine.all_to_all import (
+    compute_ragged_all_to_all_params as compute_ragged_all_to_all_params,
+)
+from triax.moe.transformer_engine.all_to_all import (
+    compute_reverse_ragged_all_to_all_params as compute_reverse_ragged_all_to_all_params,
+)
+from triax.moe.transformer_engine.all_to_all import (
+    local_permute_after_a2a as local_permute_after_a2a,
+)
+from triax.moe.transformer_engine.all_to_all import (
+    local_unpermute_before_a2a as local_unpermute_before_a2a,
+)
 from triax.moe.transformer_engine.chunks import sort_chunks_by_index as sort_chunks_by_index
 from triax.moe.transformer_engine.ids import PureJaxPermState as PureJaxPermState
 from triax.moe.transformer_engine.ids import pure_jax_token_combine as pure_jax_token_combine
@@ -64,8 +76,12 @@ __all__ = [
     "PureJaxPermState",
     "RoutingMapFormat",
     "ScoreFunction",
+    "compute_ragged_all_to_all_params",
+    "compute_reverse_ragged_all_to_all_params",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "local_permute_after_a2a",
+    "local_unpermute_before_a2a",
     "pure_jax_token_combine",
     "pure_jax_token_dispatch",
     "routing_map_to_selected_experts",

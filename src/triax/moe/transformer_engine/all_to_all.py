@@ -1,0 +1,105 @@
+"""What `jax.lax.ragged_all_to_all` takes, and the sorts before and after it, by the names of
+TransformerEngine's `MoEBlock`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.errors import ArgumentValueError
+from triax.moe.shared import arguments
+from triax.moe.shared.implementation import Implementation
+from triax.moe.transformer_engine.chunks import sort_chunks_by_index
+
+_Parameters = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def compute_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
+) -> _Parameters:
+    """Where a shard's rows, sorted by expert, go when each shard gets those of its own experts.
+
+    Args:
+      all_shards_tokens_per_expert: integer [shards, experts], the rows of each shard for each
+        expert.
+      shard_id: integer [], this shard; may be traced.
+      num_expert_shards: the number of shards, which divides the experts evenly.
+
+    Returns:
+      input_offsets, send_sizes, output_offsets, recv_sizes: integer [shards] each, as
+      `jax.lax.ragged_all_to_all` takes them.
+    """
+    counts = _counts(all_shards_tokens_per_expert, num_expert_shards)
+    return _parameters(jnp.sum(counts, axis=2), shard_id)
+
+
+def compute_reverse_ragged_all_to_all_params(
+    all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
+) -> _Parameters:
+    """The same for the way back; see `compute_ragged_all_to_all_params`."""
+    counts = _counts(all_shards_tokens_per_expert, num_expert_shards)
+    return _parameters(jnp.sum(counts, axis=2).T, shard_id)
+
+
+def local_permute_after_a2a(
+    x_recv: Any,
+    all_shards_tokens_per_expert: Any,
+    shard_id: Any,
+    num_expert_shards: int,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Sorts the rows that came, by shard and then by expert, by expert alone.
+
+    Args:
+      x_recv: [rows, hidden], as `jax.lax.ragged_all_to_all` leaves them.
+      all_shards_tokens_per_expert, shard_id, num_expert_shards: as for
+        `compute_ragged_all_to_all_params`.
+
+    Returns:
+      sorted_x: [rows, hidden]; rows past the last that came stay where they are.
+      local_group_sizes: integer [local experts], the rows of each expert.
+      state: for `local_unpermute_before_a2a`.
+    """
+    sizes = _counts(all_shards_tokens_per_expert, num_expert_shards)[:, shard_id]
+    chunks = jnp.arange(sizes.size, dtype=jnp.int32).reshape(sizes.shape).T.reshape(-1)
+    sorted_x, _ = sort_chunks_by_index(
+        x_recv, sizes.reshape(-1), chunks, implementation=implementation
+    )
+    state = {
+        "sorted_split_sizes": sizes.T.reshape(-1),
+        "inverse_chunk_indices": jnp.argsort(chunks),
+    }
+    return sorted_x, jnp.sum(sizes, axis=0), state
+
+
+def local_unpermute_before_a2a(
+    expert_outputs: Any,
+    state: dict[str, jax.Array],
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Sorts rows back, by shard and then by expert: the inverse of `local_permute_after_a2a`."""
+    sizes, chunks = state["sorted_split_sizes"], state["inverse_chunk_indices"]
+    return sort_chunks_by_index(expert_outputs, sizes, chunks, implementation=implementation)[0]
+
+
+def _counts(counts: Any, num_shards: int) -> jax.Array:
+    """[from, to, local experts]."""
+    name = "all_shards_tokens_per_expert"
+    counts = arguments.array(name, counts, ("shards", "experts"), jnp.integer)
+    num_shards = arguments.integer("num_expert_shards", num_shards, 1)
+    if counts.shape[0] != num_shards or counts.shape[1] % num_shards:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have a row for each of the {num_shards} shards, and as many "
+            f"experts for each; got shape {counts.shape}."
+        )
+    return counts.reshape(num_shards, num_shards, -1)
+
+
+def _parameters(rows: jax.Array, shard_id: Any) -> _Parameters:
+    """From the rows that each shard sends to each, [from, to]."""
+    sent, before = rows[shard_id], jnp.cumsum(rows, axis=0) - rows
+    return jnp.cumsum(sent) - sent, sent, before[shard_id], rows[:, shard_id]
