@@ -8,7 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["moe", "router"])
+@pytest.mark.parametrize("page", ["moe", "router", "expert-parallel"])
 def test_snippets_run(page):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))

@@ -21,7 +21,13 @@ from typing import Any
 from triax.bench.report import is_of_device
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/benchmarks.md", "docs/performance-notes.md", "docs/router.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/expert-parallel.md",
+    "docs/performance-notes.md",
+    "docs/router.md",
+)
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 NAMES = {
@@ -230,6 +236,20 @@ def decode() -> str:
     return table(["", "time", "of a read of the weights"], rows)
 
 
+def expert_parallel() -> str:
+    """Sending tokens to their experts' GPUs and back, in milliseconds and against by hand."""
+    rows = []
+    for path in sorted((ROOT / "benchmarks").glob("expert_parallel_*.json")):
+        found = record(path.stem)
+        for way, forward in found["results"]["forward"].items():
+            both = found["results"]["forward and backward"][way]
+            cells = [f"{r['ms']:.2f} ms, {r['ratio']:.2f}" for r in (forward, both)]
+            name = {"triax": "as chosen by default", "by hand": "by hand"}.get(way, way)
+            rows.append([f"{found['gpus']} × {found['device']}", name, *cells])
+    head = ["", "", "there and back, of by hand", "forward and backward, of by hand"]
+    return table(head, rows)
+
+
 def layers() -> str:
     """The whole layer, forward and backward, against its matmuls as dense ones."""
     rows = [
@@ -307,6 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "router": router,
     "matmuls": matmuls,
     "profile": profile,
+    "expert_parallel": expert_parallel,
     "decode": decode,
     "layers": layers,
     "against": against,
