@@ -459,6 +459,16 @@ def test_unknown_keyword_is_fine_where_the_grid_reads_it():
     testing.assert_same_bits(out, 2 * np.asarray(X))
 
 
+def test_the_grid_s_dictionary_is_one_of_its_own():
+    def grid(meta):
+        assert isinstance(meta, dict)  # as Triton's
+        blocks = 100 // meta.pop("BLOCK") + 1
+        meta["BLOCK"] = 1
+        return (blocks,)
+
+    testing.assert_same_bits(add(grid=grid), 2 * np.asarray(X))
+
+
 def test_out_type_takes_anything_with_shape_and_dtype():
     for out_type in (X, OUT, np.empty(100, np.float32)):
         testing.assert_same_bits(add(out_type=out_type), 2 * np.asarray(X))

@@ -7,7 +7,6 @@ with every value a config or heuristic sets. The user's objects are never modifi
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -253,22 +252,39 @@ class _Branch:
         return Config(pack_values(self.values), **options)
 
 
-class WatchedDict(collections.UserDict[str, Any]):
+class WatchedDict(dict[str, Any]):
     """A dictionary that adds the keys that are read to `read`; iterating reads them all."""
 
-    def __init__(self, values: dict[str, Any], read: set[str]):
-        self.data, self._read = values, read
+    def __init__(self, values: Mapping[str, Any], read: set[str]):
+        super().__init__(values)
+        self._read = read
 
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
         return super().__getitem__(key)
 
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
     def __contains__(self, key: object) -> bool:
         self._read.add(str(key))
         return super().__contains__(key)
 
+    def keys(self) -> Any:
+        self._read.update(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        self._read.update(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        self._read.update(super().keys())
+        return super().items()
+
     def __iter__(self) -> Any:
-        self._read.update(self.data)
+        self._read.update(super().keys())
         return super().__iter__()
 
 
