@@ -1,4 +1,4 @@
-"""What Triax does, on whatever machine this is, with real tokens and through Triton kernels.
+"""Shows what Triax does, on any machine, with real tokens and through Triton kernels.
 
 The tokens are scikit-learn's 1,797 handwritten digits, 64 pixels each.
 
@@ -35,7 +35,7 @@ from triax.errors import MissingDependencyError
 NUM_EXPERTS = 10
 TOKENS_OF_RANK = (612, 301, 497, 387)  # uneven, as in life
 TOP_K = 2
-ALIGN_SIZE = 16  # what each expert's rows are filled up to a multiple of, as matmuls like it
+ALIGN_SIZE = 16  # matmuls want each expert's rows to be a multiple of this
 PICTURES = Path(__file__).resolve().parent.parent / "build" / "demo"
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 # --- 1. the chunk sort ------------------------------------------------------------------
-# All that is timed below are ordinary JAX functions: jit, grad, scan, vmap and shard_map work.
+# All functions timed below are ordinary JAX: jit, grad, scan, vmap and shard_map work.
 
 
 def sort_chunks_and_back(implementation):
@@ -116,7 +116,7 @@ def tokens_by_rank_and_expert():
 
 
 def tokens_and_scores():
-    """The digits [1797, 64], and how much a router likes each of the experts for them."""
+    """The digits [1797, 64], and a router's logits for each of the experts."""
     digits = load_digits()
     tokens = digits.data.astype(np.float32)
     # The router: how near a token is to the mean image of each digit.
@@ -154,7 +154,7 @@ def route_and_return(implementation):
         number = jnp.repeat(
             jnp.arange(1.0, NUM_EXPERTS + 1), plan.group_sizes, total_repeat_length=plan.num_rows
         )
-        rows = permuted.rows * number[:, None]  # what an expert does here: times its number
+        rows = permuted.rows * number[:, None]  # the expert: multiplies by its number
         return moe.unpermute(rows, plan, weights, **kwargs)
 
     @jax.jit
@@ -190,7 +190,7 @@ def route_and_return(implementation):
 
 def show_what_xla_gets():
     """Lowers the ops and their gradients for CUDA and lists the calls. It needs no GPU."""
-    # What to compile for where no GPU is here to be asked: an H100 or H200.
+    # Without a GPU, compile for an H100 or H200.
     os.environ.setdefault("TRIAX_CUDA_ARCH", "90")
     print("\n3. The same and its gradients, lowered for CUDA, is these calls to XLA:")
     tokens, probs, sizes, indices = tokens_by_rank_and_expert()

@@ -4,13 +4,12 @@
     y, routing = moe_layer(params, x, top_k=2)            # x, y [tokens, width]
     loss = task_loss(y) + 0.01 * routing.balance_loss
 
-A router picks `top_k` experts for each token. `moe.feed_forward` copies the tokens to rows grouped
-by expert, so that each expert's matmuls are one piece of `moe.ragged_dot`, and sums up what the
-experts made of each token, times the router's weights. Nothing is computed for an expert that a
-token did not go to.
+A router picks `top_k` experts for each token. `moe.feed_forward` groups the tokens by expert, so
+that `moe.ragged_dot` does all experts' matmuls in one call, and sums the experts' results for each
+token, multiplied by the router's weights. An expert does no work for tokens not sent to it.
 
-`moe_stack` is several such layers, as a transformer has them: normalised, with a residual
-connection, scanned over, and with the routed tokens kept for the backward pass.
+`moe_stack` is several such layers, as in a transformer: normalised, with a residual connection,
+scanned over, and with the routed tokens kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from triax import moe
 
 Params = dict[str, jax.Array]
 
-# What the backward pass finds ready: the plan and the tokens in expert order. All the rest it
-# computes again. Triax gives these names to what it makes.
+# What is kept for the backward pass, by the names that Triax gives: the plan and the tokens in
+# expert order. Everything else is computed again.
 KEEP_ROUTED = jax.checkpoint_policies.save_only_these_names("triax_plan", "triax_permuted_rows")
 
 
@@ -63,7 +62,7 @@ def moe_layer(
     capacity: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Routing]:
-    """Sends each token through the `top_k` experts that its router likes best.
+    """Sends each token through the `top_k` experts with the best logits.
 
     Args:
       params: from `init_layer`.
@@ -91,7 +90,7 @@ def moe_layer(
 
 
 def router_logits(router: jax.Array, x: jax.Array) -> jax.Array:
-    """How much each token likes each expert, in float32 or wider: a softmax is easily upset."""
+    """The router's logits, in float32 or wider, because a softmax needs the precision."""
     wider = jnp.promote_types(x.dtype, jnp.float32)
     return x.astype(wider) @ router.astype(wider)
 

@@ -42,7 +42,7 @@ class History(NamedTuple):
 
 
 def train(seed: int = 0, epochs: int = EPOCHS) -> History:
-    """Trains the classifier, with a progress bar, and tells how it went."""
+    """Trains the classifier, with a progress bar, and returns what happened."""
     images, labels, test_images, test_labels = digits()
     batches = len(images) // BATCH
     num_steps = epochs * batches
@@ -51,7 +51,7 @@ def train(seed: int = 0, epochs: int = EPOCHS) -> History:
     state = (params, jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
 
     history, held_out_steps, held_out_losses = [], [], []
-    # A log keeps every state of the bar: there it shows few.
+    # In a log every state of the bar stays visible, so it is updated less often.
     pause_s = 0.1 if sys.stdout.isatty() else 10
     with tqdm(
         total=num_steps,
@@ -65,7 +65,7 @@ def train(seed: int = 0, epochs: int = EPOCHS) -> History:
         for epoch in range(epochs):
             order = rng.permutation(len(images))[: batches * BATCH].reshape(batches, BATCH)
             for batch in order:
-                # Images that are never quite the same are not learnt by heart.
+                # Noise, so that the images are not memorised.
                 noise = NOISE * rng.standard_normal((BATCH, NUM_PIXELS), np.float32)
                 number = len(history)
                 state, *told = step(state, number, num_steps, images[batch] + noise, labels[batch])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from triax import moe
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-OTHERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "bool"]
+OTHERS = ["int8", "uint16", "int32", "bool"]
 
 # Few shapes, so that plain JAX compiles few programs: no rows, one row, odd widths, no width,
 # more rows than one program moves, more blocks than one in a row.
@@ -74,7 +74,7 @@ wrong_indices = st.lists(
 
 
 @given(sizes=wrong_sizes, indices=wrong_indices)
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_wrong_values_misplace_rows_as_told(oracle, sizes, indices):
     """The interpreter checks every access, so this is the proof that none goes outside."""
     case = oracle.make_case(1, 19, 3, 6)
@@ -149,14 +149,14 @@ def test_widths(oracle, width, implementation):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_chunks"), [(5, 1023), (2000, 1024), (5, 1025), (2000, 3000)]
+    ("num_rows", "num_chunks"), [(5, 1023), (300, 1024), (5, 1025), (300, 3000)]
 )
 def test_many_chunks(oracle, num_rows, num_chunks, implementation):
     """More chunks than one load takes, and more chunks than rows."""
     check(oracle, oracle.make_case(7, num_rows, 2, num_chunks, fill=0.9), implementation)
 
 
-@pytest.mark.parametrize(("num_rows", "num_chunks"), [(40, 127), (40, 129), (90, 20000)])
+@pytest.mark.parametrize(("num_rows", "num_chunks"), [(40, 127), (40, 129), (20, 20000)])
 def test_many_chunks_of_wide_rows(oracle, num_rows, num_chunks, implementation):
     """A program for each row, which looks at many chunks at a time."""
     check(oracle, oracle.make_case(8, num_rows, 600, num_chunks, fill=0.9), implementation)
@@ -194,7 +194,7 @@ def test_inverse_permutation_is_the_way_back(oracle, implementation):
     oracle.assert_same_bits(back.probs, case.probs)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("dtype", ["int8", "uint32", "int64"])
 def test_dtypes_of_sizes_and_indices(oracle, dtype, implementation):
     with jax.enable_x64(True):
         case = oracle.make_case(10, 300, 3, 6)
@@ -209,3 +209,21 @@ def test_dtypes_of_sizes_and_indices(oracle, dtype, implementation):
 
 def test_default_is_by_platform(oracle):
     check(oracle, oracle.make_case(11, 19, 3, 6), None)
+
+
+def test_forward_mode_moves_the_tangents(oracle, implementation):
+    """Of rows, of probs, and of probs beside rows of integers."""
+    sizes, indices = jnp.array([2, 0, 3]), jnp.array([2, 0, 1])
+    sort = lambda x, probs: moe.sort_chunks_by_index(
+        x, sizes, indices, probs, implementation=implementation
+    )
+    x, probs = jnp.arange(12.0).reshape(6, 2), jnp.arange(6.0) / 7
+    moved = jax.jvp(jax.jit(sort), (x, probs), (jnp.sin(x), jnp.sin(probs)))[1]
+    jax.tree.map(oracle.assert_same_bits, moved, sort(jnp.sin(x), jnp.sin(probs)))
+    alone = jax.jvp(jax.jit(lambda x: sort(x, probs)), (x,), (jnp.sin(x),))[1]
+    oracle.assert_same_bits(alone.rows, moved.rows)
+    assert not alone.probs.any()
+    numbers = x.astype(int)
+    alone = jax.jvp(jax.jit(lambda probs: sort(numbers, probs)), (probs,), (jnp.sin(probs),))[1]
+    assert alone.rows.dtype == jax.dtypes.float0
+    oracle.assert_same_bits(alone.probs, moved.probs)

@@ -51,8 +51,9 @@ def expected(gate_up, weights, gradient, activation):
 
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("num_rows", "width"), [(7, 40), (3, 1500), (130, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "width"), [("float32", 7, 40), ("bfloat16", 3, 1500), ("float16", 130, 1)]
+)
 def test_result_and_gradients(implementation, activation, dtype, num_rows, width):
     gate_up, weights, gradient = draw(num_rows, width, dtype)
     op = functools.partial(moe.glu, activation=activation, implementation=implementation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,7 @@ def draw(*shapes, dtype=np.float64):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_finite_differences(plan, implementation, order):
+def test_finite_differences(plan, implementation):
     """For x, weights, scales and rows, alone and through a layer; forward, backward, and one of the
     other."""
     with jax.enable_x64(True):
@@ -65,17 +65,16 @@ def test_finite_differences(plan, implementation, order):
             (unpermute, (rows, weights)),
             (layer, (x, weights)),
         ]:
-            check_grads(function, args, order=order, atol=1e-6, rtol=1e-6)
+            check_grads(function, args, order=2, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_forward_mode_of_one_argument_alone(plan, implementation, jit):
+def test_forward_mode_of_one_argument_alone(plan, implementation):
     """What is not differentiated has no tangent, and integers none at all."""
     x, weights, rows = draw((TOKENS, WIDTH), (TOKENS, TOP_K), (16, WIDTH), dtype=np.float32)
     scales = np.ones((TOKENS, 1), int)
 
     def tangent(op, primal):
-        return jax.jvp(jax.jit(op) if jit else op, (primal,), (2 * primal,))[1]
+        return jax.jvp(jax.jit(op), (primal,), (2 * primal,))[1]
 
     permute = functools.partial(moe.permute, plan=plan, implementation=implementation)
     by_x = tangent(lambda x: permute(x, weights=weights, scales=scales), x)
@@ -94,7 +93,8 @@ def test_forward_mode_of_one_argument_alone(plan, implementation, jit):
 
 
 def test_hessians_agree(plan, implementation):
-    """Forward over reverse, as `jax.hessian` has it, and the other three ways, in a loop."""
+    """Forward over reverse, as in `jax.hessian`; in plain JAX, which takes less time, also the
+    other three orders and a batch of products."""
     x, weights = draw((TOKENS, 2), (TOKENS, TOP_K), dtype=np.float32)
 
     def loss(x):
@@ -112,11 +112,13 @@ def test_hessians_agree(plan, implementation):
         return jnp.sum(x**2)
 
     expected = jax.hessian(plain)(x)
-    modes = (jax.jacfwd, jax.jacrev)
-    for outer in modes if implementation == "xla" else modes[:1]:
-        for inner in modes:
-            actual = jax.jit(outer(inner(loss)))(x)
-            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    if implementation == "interpret":
+        actual = jax.jit(jax.hessian(loss))(x)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+        return
+    for outer, inner in itertools.product((jax.jacfwd, jax.jacrev), repeat=2):
+        actual = jax.jit(outer(inner(loss)))(x)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
     vectors = np.stack([x, -x])
     products = jax.vmap(lambda v: jax.jvp(jax.grad(loss), (x,), (v,))[1])(vectors)
     wanted = np.einsum("abcd,ncd->nab", expected, vectors)
@@ -124,7 +126,7 @@ def test_hessians_agree(plan, implementation):
 
 
 def test_gradient_of_vmap_is_that_of_the_loop(plan, implementation):
-    """Also of what the batches share, whose gradients are summed up."""
+    """Also of what the batches share, whose gradients are summed."""
     x, weights = draw((3, TOKENS, WIDTH), (TOKENS, TOP_K), dtype=np.float32)
 
     def layer(x, weights):
@@ -133,12 +135,11 @@ def test_gradient_of_vmap_is_that_of_the_loop(plan, implementation):
 
     batched = lambda x, weights: jnp.sum(jax.vmap(layer, (0, None))(x, weights))
     loop = lambda x, weights: sum(layer(each, weights) for each in x)
-    for derivative in (jax.grad(batched, (0, 1)), jax.jit(jax.grad(batched, (0, 1)))):
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-            derivative(x, weights),
-            jax.grad(loop, (0, 1))(x, weights),
-        )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
+        jax.jit(jax.grad(batched, (0, 1)))(x, weights),
+        jax.jit(jax.grad(loop, (0, 1)))(x, weights),
+    )
 
 
 def take_permute(x, plan):

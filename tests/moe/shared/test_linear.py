@@ -12,7 +12,7 @@ from triax import moe
 EVENTS: list[str] = []
 monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))
 
-X, LOGITS = jnp.ones((8, 4)), jnp.arange(32.0).reshape(8, 4)
+X = jnp.ones((8, 4))
 W, SIZES = jnp.ones((2, 4, 6)), jnp.array([3, 5])
 PLAN = moe.make_plan(jnp.arange(16).reshape(8, 2) % 4, 4)
 CALLS = {
@@ -22,9 +22,7 @@ CALLS = {
     "permute": lambda x: moe.permute(x, PLAN),
     "unpermute": lambda x: moe.unpermute(moe.permute(x, PLAN), PLAN, jnp.ones((8, 2))),
     "sort_chunks_by_index": lambda x: moe.sort_chunks_by_index(x, SIZES, jnp.array([1, 0])).rows,
-    "feed_forward": lambda x: (
-        moe.feed_forward(x, LOGITS, jnp.ones((4, 4, 6)), jnp.ones((4, 3, 4)), top_k=2).tokens
-    ),
+    "make_plan": lambda x: x * moe.make_plan(PLAN.expert_of, 4).num_dropped,
 }
 
 

@@ -15,7 +15,7 @@ from triax.moe.shared import linear
 
 
 class Moved(NamedTuple):
-    """Rows [rows, width] and probs [rows], where there are."""
+    """Rows [rows, width], and probs [rows] or None."""
 
     rows: jax.Array
     probs: jax.Array | None

@@ -24,8 +24,8 @@ def _chunk_maps_kernel(
     BLOCK: tl.constexpr,
 ):
     # One program: the two running sums are sequential, and a barrier between the passes is
-    # cheaper than a launch. Sums are 64-bit and clipped to the rows there are only when
-    # stored, so that no sizes, however wrong, can wrap around.
+    # cheaper than a launch. Sums are 64-bit and clipped to `num_rows` only when stored, so
+    # that no sizes, however wrong, can wrap around.
     total = tl.zeros([1], tl.int64)
     for first in range(0, num_chunks, BLOCK):
         chunk = first + tl.arange(0, BLOCK)

@@ -1,6 +1,6 @@
 """The chunk sort in plain JAX: the path for every platform without Triton.
 
-The same two steps as the kernels, with the same results on every input, wrong ones too.
+The same two steps as the kernels, with the same results on every input, even a wrong one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triax.moe.shared.arrays import running_sum, take_rows
 
 
 class ChunkMap(NamedTuple):
-    """Which row each row of the output is read from, told by chunk.
+    """Which row each row of the output is read from, by chunk.
 
     Chunk c of the output is the rows up to `ends[c]`, and its row r is read from
     row ``r + shifts[c]``. Rows past the last chunk are read from where they are.

@@ -44,7 +44,7 @@ class MoveConfig:
 
     @classmethod
     def for_parts(cls, width: int, itemsize: int, top_k: int) -> MoveConfig:
-        """A part of each row, as `blocks.part` has it: to sum up `top_k` rows of a token.
+        """A part of each row, from `blocks.part`, to sum the `top_k` rows of a token.
 
         Each thread has one access to each of them in flight, or two if there is only one row.
         """
@@ -52,7 +52,7 @@ class MoveConfig:
 
     @classmethod
     def for_copies(cls, width: int, itemsize: int, top_k: int) -> MoveConfig:
-        """A part of each row: to write it to `top_k` rows.
+        """A part of each row, to write it to `top_k` rows.
 
         Two at once, with twice the warps, if rows of more than 2 KiB do not start at multiples of
         256 bytes, so that two programs write to one such piece: 4 to 5% faster.

@@ -1,6 +1,6 @@
 """The kernels of permute and unpermute.
 
-`_permute_kernel` reads each token once and writes it to its rows. `_unpermute_kernel` sums up
+`_permute_kernel` reads each token once and writes it to its rows. `_unpermute_kernel` sums
 the rows of each token. `_unpermute_grad_kernel` is the gradient of the weighted sum.
 Every index from a plan is checked against the bounds of its array before it is used: a slot whose
 row does not exist was dropped. Offsets are 64-bit, because rows times width exceeds 2**31 in

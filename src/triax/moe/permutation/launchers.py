@@ -82,7 +82,7 @@ def unpermute(
     *,
     implementation: KernelImplementation | None,
 ) -> Gathered:
-    """Each token's sum over its rows, times `weights` [tokens, top_k] if there are."""
+    """Each token's sum over its rows, multiplied by `weights` [tokens, top_k] if given."""
     from triax.moe.permutation.kernels import _unpermute_kernel
 
     num_tokens, top_k = routes.row_of.shape

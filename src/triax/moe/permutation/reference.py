@@ -72,7 +72,7 @@ def permute_reference(
 def unpermute_reference(
     rows: jax.Array, weights: jax.Array | None, row_weights: jax.Array | None, routes: Routes
 ) -> Gathered:
-    """Each token's sum over its rows, times `weights` [tokens, top_k] if there are."""
+    """Each token's sum over its rows, multiplied by `weights` [tokens, top_k] if given."""
     wider = sum_dtype(rows, weights)
     row_of = _existing_rows(routes)
     exists = row_of < routes.num_rows
@@ -120,7 +120,7 @@ def sum_dtype(rows: jax.Array, weights: jax.Array | None) -> jnp.dtype:
 
 
 def _existing_rows(routes: Routes) -> jax.Array:
-    """`row_of`, and `num_rows` where there is no such row, which JAX drops or fills."""
+    """`row_of`, with `num_rows` for rows that do not exist, which JAX drops or fills."""
     exists = (routes.row_of >= 0) & (routes.row_of < routes.num_rows)
     return jnp.where(exists, routes.row_of, routes.num_rows)
 

@@ -56,7 +56,7 @@ def make_plan(
       The `Plan`, for `permute` and `unpermute`.
 
     Raises:
-      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentTypeError: an argument has the wrong type.
       ArgumentValueError: `selected_experts` has the wrong shape or more than 2**31 - 1 pairs,
         a size is out of its range, or `implementation` is unknown.
     """
@@ -98,7 +98,7 @@ def make_plan_from_mask(
       The `Plan`, for `permute` and `unpermute`.
 
     Raises:
-      ArgumentTypeError: an argument is not of the type told here.
+      ArgumentTypeError: an argument has the wrong type.
       ArgumentValueError: an argument has the wrong shape or is out of its range.
     """
     mask = arguments.array("routing_map", routing_map, ("tokens", "experts"))

@@ -59,7 +59,7 @@ class SortConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ScanConfig:
-    """One program sums up the blocks of `block_experts` experts, `block_blocks` at a time."""
+    """One program sums the blocks of `block_experts` experts, `block_blocks` at a time."""
 
     block_blocks: int = 256
     block_experts: int = 4

@@ -83,8 +83,8 @@ def _histogram(selected, first_expert, BLOCK_EXPERTS: tl.constexpr):
 def _lay_out_groups(count, end_before, num_rows, capacity, align_size):
     """The first row, size and filled rows of some experts' groups; where the last one ends.
 
-    `end_before` is where the group before them ends. Sums are 64-bit and clipped to the rows
-    there are only afterwards, so that no alignment can make them wrap around.
+    `end_before` is where the group before them ends. Sums are 64-bit and only then clipped to
+    `num_rows`, so that no alignment can make them wrap around.
     """
     kept = tl.minimum(count, capacity)
     aligned = (kept.to(tl.int64) + align_size - 1) // align_size * align_size
@@ -126,8 +126,8 @@ def _count_pairs_kernel(
         total = tl.zeros([BLOCK_EXPERTS], tl.int32)
         selected = tl.load(selected_ptr + start + lane, mask=start + lane < end, other=-1)
         for first in range(start, end, PART):
-            # The next part's ids are loaded before this one's counts are stored: the compiler
-            # must not do that by itself, for it does not know that these are different arrays.
+            # The next part's ids are loaded before this one's counts are stored. The compiler
+            # cannot reorder them, because it does not know that the arrays are different.
             pair = first + PART + lane
             following = tl.load(selected_ptr + pair, mask=pair < end, other=-1)
             tl.store(part_counts_ptr + first // PART * num_experts + expert, total, mask=known)

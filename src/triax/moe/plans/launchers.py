@@ -31,7 +31,7 @@ def select_experts(
         top_k,
         kernel=_select_experts_kernel,
         out_type=_ints(num_tokens, top_k),
-        # Every token once: a program walks over all experts, for slots are counted along them.
+        # Every token once: a program walks over all experts, because slots are counted along them.
         grid=-(-num_tokens // config.block_tokens),
         num_warps=config.num_warps,
         name="select_experts",
@@ -51,7 +51,7 @@ def place_mask(
     align_size: int,
     implementation: KernelImplementation | None,
 ) -> Plan:
-    """The rows of all tokens of a mask by slots, of which there are as many as experts, or more."""
+    """The rows of a mask's tokens, by slots; `top_k` is at least the number of experts."""
     from triax.moe.plans.kernels import _place_mask_kernel
 
     num_tokens, num_experts = routing_map.shape

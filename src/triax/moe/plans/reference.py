@@ -81,7 +81,7 @@ def place_pairs_reference(
     expert = jnp.where(routed, flat, num_experts)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
     kept = jnp.minimum(counts, capacity)
-    # No sum here can pass 2**31: each is held at the rows there are.
+    # Each sum is clipped to `num_rows`, so that none can pass 2**31.
     held = jnp.minimum(kept, num_rows)
     aligned = held + jnp.minimum(-kept % align_size, num_rows - held)
     ends = running_sum(aligned, num_rows)

@@ -24,7 +24,7 @@ from triax.moe.shared import linear
 def ragged_dot(transposed: bool, options: Options, implementation: str | None) -> linear.Function:
     """Each row times the weights of its group, or times them transposed.
 
-    Of rows, weights and group_sizes; and of row_scales and group_scales, where there are.
+    Of rows, weights and group_sizes, and optionally row_scales and group_scales.
     """
     run = implementations.choose(
         implementation,

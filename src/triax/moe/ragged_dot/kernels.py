@@ -30,7 +30,7 @@ def _schedule_kernel(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    # A program for each group. It sums up the groups before it, and writes its own tiles.
+    # A program for each group. It sums the groups before it, and writes its own tiles.
     group = tl.program_id(0)
     rows = tl.zeros([1], tl.int64)
     tiles = tl.zeros([1], tl.int32)

@@ -320,5 +320,5 @@ def _route_grad_kernel(
         d_taken = scale * gradient * scores * _sigmoid(-taken)
     dtype = d_logits_ptr.dtype.element_ty
     tl.store(d_logits_ptr + everywhere, rest.to(dtype), mask=mask)
-    tl.debug_barrier()  # the chosen ones' gradients are written over what stands there
+    tl.debug_barrier()  # the gradients of the chosen overwrite some of these
     tl.store(d_logits_ptr + at, d_taken.to(dtype), mask=routed)

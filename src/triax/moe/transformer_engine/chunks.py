@@ -25,7 +25,7 @@ def sort_chunks_by_index(
     x = tables.as_table("inp", inp, "hidden")
     sort = chunks.sort_chunks_by_index
     output = sort(x, split_sizes, sorted_indices, implementation=implementation).rows
-    # Where a row went to is what comes back to it when the numbers of the rows are sorted back.
+    # Row numbers, sorted back, tell each row of `inp` where it went.
     split_sizes, sorted_indices = jnp.asarray(split_sizes), jnp.asarray(sorted_indices)
     sizes, back = split_sizes[sorted_indices], jnp.argsort(sorted_indices)
     numbers = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]

@@ -39,7 +39,7 @@ def check_tokens(name: str, array: jax.Array, num_tokens: int, other: str) -> No
 
 
 def or_none(expert: jax.Array, num_experts: int) -> jax.Array:
-    """Experts, and one past the last where there is none: JAX counts -1 from the end."""
+    """Experts, with `num_experts` in place of -1, which JAX would count from the end."""
     return jnp.where(expert < 0, num_experts, expert)
 
 

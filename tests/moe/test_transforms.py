@@ -1,0 +1,415 @@
+"""Every op under JAX's transformations, and in programs for other platforms: one suite for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import triax
+from triax import moe
+from triax.emitting import reading
+
+# By default the platform decides; on the CPU that is plain JAX.
+PATHS = ["interpret", None]
+EXPERTS = 3
+FLOATS = jnp.floating
+
+
+@dataclasses.dataclass
+class Op:
+    """An op, and what it is called with.
+
+    Attributes:
+      run: ``run(*args, implementation=…)`` returns arrays whose first axis is that of tokens.
+      draw: ``draw(seed)`` returns the args, floats first.
+      axes: which axes of the args `vmap` maps.
+      replicated: which args are the same on all devices, for `shard_map`.
+      kernels: in the program of the op and its gradients, on CUDA.
+    """
+
+    run: Callable[..., Any]
+    draw: Callable[[int], tuple[Any, ...]]
+    axes: list[tuple[int | None, ...]]
+    replicated: list[tuple[int, ...]]
+    kernels: list[str]
+
+    @property
+    def num_floats(self):
+        return sum(jnp.issubdtype(arg.dtype, FLOATS) for arg in self.draw(0))
+
+    def gradients(self, implementation):
+        loss = lambda *args: total(self.run(*args, implementation=implementation))
+        return jax.grad(loss, tuple(range(self.num_floats)))
+
+
+def total(results):
+    floats = [out for out in jax.tree.leaves(results) if jnp.issubdtype(out.dtype, FLOATS)]
+    return sum(jnp.sum(out**2) for out in floats)
+
+
+def close(actual, expected):
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(check, actual, expected)
+
+
+def normal(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes]
+
+
+# --- the ops ---------------------------------------------------------------------------------
+
+
+def permutation(x, weights, ids, implementation=None):
+    """Plan, permute, something for the experts to do, unpermute."""
+    plan = moe.make_plan(ids, EXPERTS, align_size=4, implementation=implementation)
+    out = moe.permute(x, plan, weights=weights, implementation=implementation)
+    rows = jnp.tanh(out.rows) * out.weights[:, None]
+    y = moe.unpermute(rows, plan, weights, implementation=implementation)
+    return y, plan.row_of, plan.group_counts
+
+
+def draw_permutation(seed):
+    ids = np.random.default_rng(seed).integers(0, EXPERTS, (9, 2))
+    return *normal(seed, (9, 4), (9, 2)), jnp.asarray(ids, jnp.int32)
+
+
+def chunk_sort(x, probs, sizes, indices, implementation=None):
+    return moe.sort_chunks_by_index(x, sizes, indices, probs, implementation=implementation)
+
+
+def draw_chunks(seed):
+    sizes = [jnp.array(s, jnp.int32) for s in ([4, 0, 3], [2, 6, 1])]
+    indices = [jnp.array(i, jnp.int32) for i in ([2, 0, 1], [1, 2, 0])]
+    return *normal(seed, (9, 4), (9,)), sizes[seed % 2], indices[seed % 2]
+
+
+def ragged_dot(rows, weights, sizes, implementation=None):
+    return moe.ragged_dot(rows, weights, sizes, implementation=implementation)
+
+
+def draw_products(seed):
+    sizes = [jnp.array(s, jnp.int32) for s in ([11, 0, 15], [0, 20, 7])]
+    return *normal(seed, (30, 16), (3, 16, 16)), sizes[seed % 2]
+
+
+GROUP = np.repeat(np.arange(3), [11, 0, 15])  # the first of these sizes
+ROUTER = {"score": "sigmoid", "normalize": True, "num_groups": 3, "top_groups": 2, "scale": 2.5}
+
+
+def route(logits, bias, implementation=None):
+    return moe.route(logits, 3, bias=bias, implementation=implementation, **ROUTER)
+
+
+def feed_forward(x, logits, w_gate_up, w_down, implementation=None):
+    out = moe.feed_forward(
+        x, logits, w_gate_up, w_down, top_k=2, capacity=9, implementation=implementation
+    )
+    return out.tokens, out.group_counts
+
+
+def draw_layer(seed):
+    x, logits, w_gate_up, w_down = normal(seed, (9, 16), (9, EXPERTS), (3, 16, 32), (3, 16, 16))
+    return x, logits, w_gate_up / 4, w_down / 4
+
+
+OPS = {
+    "permutation": Op(
+        permutation,
+        draw_permutation,
+        axes=[(0, 0, 0), (0, None, None), (None, 0, 0)],
+        replicated=[(), (0,), (1,), (1, 2)],
+        kernels=["place_few_pairs", "permute", "unpermute", "unpermute_grad", "unpermute"],
+    ),
+    "chunk sort": Op(
+        chunk_sort,
+        draw_chunks,
+        axes=[(0, 0, 0, 0), (0, None, None, None), (1, 0, 0, None)],
+        replicated=[(), (1,), (2, 3), (0,)],
+        kernels=["chunk_maps", "move_rows", "move_rows"],
+    ),
+    "ragged_dot": Op(
+        ragged_dot,
+        draw_products,
+        axes=[(0, None, 0), (0, 0, 0), (0, None, None)],
+        replicated=[(1,)],
+        kernels=["ragged_dot", "ragged_dot_transposed", "group_outer"]
+        + ["ragged_dot_schedule"] * 3,
+    ),
+    "router": Op(
+        route,
+        lambda seed: tuple(normal(seed, (6, 12), (12,))),
+        axes=[(0, None), (0, 0), (None, 0)],
+        replicated=[(1,)],
+        kernels=["route", "route_grad"],
+    ),
+    "feed_forward": Op(
+        feed_forward,
+        draw_layer,
+        axes=[(0, 0, None, None), (0, 0, 0, 0)],
+        replicated=[(2, 3)],
+        kernels=[],  # tests/moe/test_feed_forward.py has them
+    ),
+}
+
+
+def chosen(logits, bias, implementation=None, **options):
+    """Logits that their experts' weights add to."""
+    weights = moe.route(logits, 3, bias=bias, implementation=implementation, **options).weights
+    return jnp.sin((weights @ jnp.arange(3.0))[:, None] * logits)
+
+
+def chosen_plainly(logits, bias, score, normalize):
+    scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
+    experts = jax.lax.top_k(jax.lax.stop_gradient(scores + bias), 3)[1]
+    weights = jnp.take_along_axis(scores, experts, 1)
+    if normalize:
+        weights = weights / weights.sum(1, keepdims=True)
+    return jnp.sin((weights @ jnp.arange(3.0))[:, None] * logits)
+
+
+# Of two arrays of floats, like the first: the arrays, the layer, and the same in plain JAX.
+LAYERS = {
+    "permutation": (
+        draw_permutation(0)[:2],
+        lambda x, w, implementation: permutation(x, w, draw_permutation(0)[2], implementation)[0],
+        lambda x, w: jnp.tanh(x) * jnp.sum(w**2, axis=1, keepdims=True),
+    ),
+    "chunk sort": (
+        draw_chunks(0)[:2],
+        lambda x, probs, implementation: jnp.sin(
+            chunk_sort(x, probs, *draw_chunks(0)[2:], implementation).rows * probs[:, None]
+        ),
+        lambda x, probs: jnp.sin(x[jnp.array([4, 5, 6, 0, 1, 2, 3, 7, 8])] * probs[:, None]),
+    ),
+    "ragged_dot": (
+        draw_products(0)[:2],
+        lambda x, w, implementation: jnp.tanh(
+            ragged_dot(x, w, draw_products(0)[2], implementation)
+        ),
+        lambda x, w: jnp.tanh(
+            jnp.zeros((30, 16)).at[:26].set(jnp.einsum("rk,rkn->rn", x[:26], w[GROUP]))
+        ),
+    ),
+} | {
+    f"{score} router": (
+        normal(0, (6, 12), (12,)),
+        functools.partial(chosen, score=score, normalize=normalize),
+        functools.partial(chosen_plainly, score=score, normalize=normalize),
+    )
+    for score, normalize in (("sigmoid", True), ("softmax", False))
+}
+
+
+def each(field):
+    """Cases for each op and each entry of a field."""
+    cases = [(name, entry) for name, op in OPS.items() for entry in getattr(op, field)]
+    return pytest.mark.parametrize(("name", "entry"), cases, ids=str)
+
+
+of_each_op = pytest.mark.parametrize("name", OPS)
+
+
+# --- the laws --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@each("axes")
+def test_vmap_is_the_loop(name, entry, implementation):
+    """The results, and the gradients."""
+    op, axes = OPS[name], entry
+    batches = [op.draw(seed) for seed in range(2)]
+    pick = lambda i: [batches[0 if axis is None else i][k] for k, axis in enumerate(axes)]
+    stacked = [
+        batches[0][k] if axis is None else jnp.stack([args[k] for args in batches], axis)
+        for k, axis in enumerate(axes)
+    ]
+    run = functools.partial(op.run, implementation=implementation)
+    for function, axis_name in ((run, None), (op.gradients(implementation), "d")):
+        function = jax.jit(function)
+        loop = [function(*pick(i)) for i in range(2)]
+        close(
+            jax.jit(jax.vmap(function, axes, spmd_axis_name=axis_name))(*stacked),
+            jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop),
+        )
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("implementation", PATHS)
+@each("replicated")
+def test_shard_map_is_local(name, entry, implementation):
+    """Each device works on its own rows; the gradients of what is replicated are summed."""
+    op, replicated = OPS[name], entry
+    mesh = Mesh(np.array(jax.devices()[:2]), "d")
+    split, whole = PartitionSpec("d"), PartitionSpec()
+    draws = [op.draw(seed) for seed in range(2)]
+    args = [[draws[0 if k in replicated else i][k] for k in range(len(draws[0]))] for i in range(2)]
+    specs = tuple(whole if k in replicated else split for k in range(len(args[0])))
+
+    def join(parts, replicate):
+        return [
+            replicate(*both) if k in replicated else jnp.concatenate(both)
+            for k, both in enumerate(zip(*parts, strict=True))
+        ]
+
+    joined = join(args, lambda first, _: first)
+    run = functools.partial(op.run, implementation=implementation)
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs)
+    loop = [jax.jit(run)(*each) for each in args]
+    expected = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *loop)
+    close(jax.jit(over(run, out_specs=split))(*joined), expected)
+
+    summed = over(lambda *args: jax.lax.psum(total(run(*args)), "d"), out_specs=whole)
+    gradients = jax.jit(jax.grad(summed, tuple(range(op.num_floats))))(*joined)
+    each_gradients = [op.gradients(implementation)(*each) for each in args]
+    close(list(gradients), join(each_gradients, jnp.add))
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@of_each_op
+def test_forward_mode_is_the_transpose_of_the_gradient(name, implementation):
+    op = OPS[name]
+    floats, integers = op.draw(0)[: op.num_floats], op.draw(0)[op.num_floats :]
+
+    def run(*floats):
+        results = jax.tree.leaves(op.run(*floats, *integers, implementation=implementation))
+        return [out for out in results if jnp.issubdtype(out.dtype, FLOATS)]
+
+    tangents = tuple(jnp.cos(3 * arg) for arg in floats)
+    out, moved = jax.jvp(run, floats, tangents)
+    gradients = [jnp.sin(5 * a) for a in out]
+    forward = sum(map(jnp.vdot, moved, gradients))
+    backward = sum(map(jnp.vdot, jax.vjp(run, *floats)[1](gradients), tangents))
+    np.testing.assert_allclose(forward, backward, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_remat_scan_and_second_derivatives(name, implementation):
+    args, layer, plain = LAYERS[name]
+
+    def loss(layer, x, weights):
+        step = jax.checkpoint(lambda x, _: (x + layer(x, weights), None))
+        return jnp.sum(jax.lax.scan(step, x, length=2)[0] ** 2)
+
+    first = lambda f: jax.grad(f, (0, 1))
+    second = lambda f: first(lambda *args: total(first(f)(*args)))
+    ours = functools.partial(layer, implementation=implementation)
+    for derivative in (first, second):
+        actual, expected = (
+            jax.jit(derivative(functools.partial(loss, layer)))(*args) for layer in (ours, plain)
+        )
+        for a, b in zip(actual, expected, strict=True):
+            scale = jnp.max(jnp.abs(b)) + 1e-6
+            np.testing.assert_allclose(a / scale, b / scale, atol=2e-5)
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+def lowered(name, platform):
+    """The program of an op and its gradients."""
+    op = OPS[name]
+
+    def both(*args):
+        floats, integers = args[: op.num_floats], args[op.num_floats :]
+        results, pull = jax.vjp(lambda *floats: op.run(*floats, *integers), *floats)
+        zeros = lambda out: np.zeros(out.shape, jax.dtypes.float0)
+        ones = lambda out: out if jnp.issubdtype(out.dtype, FLOATS) else zeros(out)
+        return results, pull(jax.tree.map(ones, results))
+
+    return jax.jit(both).trace(*op.draw(0)).lower(lowering_platforms=(platform,))
+
+
+@of_each_op
+def test_cpu_gets_plain_jax_alone(name):
+    text = lowered(name, "cpu").as_text()
+    assert "triton" not in text
+    assert "callback" not in text
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("arch", ["80", "90", "100"])
+@pytest.mark.parametrize("name", [name for name in OPS if OPS[name].kernels])
+def test_cuda_gets_kernels_alone(name, arch, monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", arch)
+    program = lowered(name, "cuda")
+    assert sorted(call.kernel for call in reading.triton_calls(program)) == sorted(
+        OPS[name].kernels
+    )
+    text = program.as_text()
+    for other in ("dot_general", "gather", "scatter", "sort", "top_k", "transpose", "callback"):
+        assert f"stablehlo.{other}" not in text
+
+
+@pytest.mark.cuda_plugin
+@of_each_op
+def test_export_for_both_platforms_runs_on_the_cpu(name):
+    op = OPS[name]
+    run = jax.jit(lambda *args: jax.tree.leaves(op.run(*args)))
+    args = op.draw(0)
+    exported = jax.export.export(
+        run, platforms=("cpu", "cuda"), disabled_checks=triax.export_checks()
+    )(*args)
+    assert "triton_kernel_call" in exported.mlir_module()
+    close(exported.call(*args), run(*args))
+
+
+NEW_SIZES = {
+    "chunk sort": (
+        lambda rows, chunks: (
+            [((rows, 48), "float32"), ((rows,), "float32")] + 2 * [((chunks,), "int32")]
+        ),
+        [(1, 1)],
+        [(2, 2), (16, 16), (17, 1000), (4097, 1), (2**31 - 1, 2)],
+    ),
+    "permutation": (
+        lambda tokens: [
+            ((tokens, 48), "float32"),
+            ((tokens, 4), "float32"),
+            ((tokens, 4), "int32"),
+        ],
+        [(1,), (4096,)],  # many pairs have kernels of their own
+        [(2,), (16,), (17,), (512,), (513,), (4097,)],
+    ),
+    "ragged_dot": (
+        lambda rows: [((rows, 64), "bfloat16"), ((5, 64, 96), "bfloat16"), ((5,), "int32")],
+        [(640,)],
+        [(641,), (1000,), (4096,), (100_001,), (2**30,)],
+    ),
+    "router": (
+        lambda tokens: [((tokens, 48), "float32"), ((48,), "float32")],
+        [(1,)],
+        [(2,), (16,), (17,), (4096,)],
+    ),
+}
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("name", NEW_SIZES)
+def test_new_sizes_compile_nothing(name):
+    from triax.compiling import compiler
+
+    types, before, after = NEW_SIZES[name]
+
+    def lower(sizes):
+        args = [jax.ShapeDtypeStruct(*each) for each in types(*sizes)]
+        both = lambda *args: (OPS[name].run(*args), OPS[name].gradients(None)(*args))
+        traced = jax.jit(both).trace(*args)
+        traced.lower(lowering_platforms=("cuda",))
+
+    for sizes in before:
+        lower(sizes)
+    count = compiler.compile_count()
+    assert count
+    for sizes in after:
+        lower(sizes)
+    assert compiler.compile_count() == count
