@@ -17,7 +17,7 @@ from triax.moe.permutation.configs import MoveConfig
 from triax.testing import assert_close, assert_same_bits
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-OTHERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "bool"]
+OTHERS = ["int8", "uint16", "int32", "bool"]
 
 # Few shapes, so that plain JAX compiles few programs: tokens, slots, experts, hidden, alignment,
 # rows (None for the default). No tokens, one, odd widths, no width, several blocks of tokens and
@@ -28,15 +28,14 @@ SHAPES = [
     (2, 1, 8, 7, 1, 64),
     (17, 2, 5, 67, 8, None),
     (17, 8, 128, 3, 1, None),
-    (9, 3, 8, 5, 128, None),
+    (5, 2, 3, 5, 128, None),
     (40, 2, 5, 16, 16, 48),
-    (5, 2, 384, 1, 1, None),
-    (100, 1, 8, 33, 1, 64),
+    (30, 1, 8, 33, 1, 20),
     (3, 2, 5, 261, 8, None),
     (4, 2, 3, 0, 8, None),
     # Wide maps: their slots are visited in steps, as far as there are rows.
-    (5, 17, 9, 67, 8, None),
-    (9, 40, 64, 3, 1, 64),
+    (3, 17, 9, 67, 4, None),
+    (5, 40, 64, 3, 1, 32),
     (0, 20, 3, 5, 1, None),
 ]
 
@@ -157,10 +156,8 @@ def test_equals_definition(shape, seed, routing, capacity, hostile):
         check(case, implementation)
 
 
-@pytest.mark.parametrize("align_size", [16, 128])
-def test_many_experts_with_pad_rows(align_size, implementation):
-    rng = np.random.default_rng(8)
-    check(make_case(rng, (40, 3, 384, 2, align_size, None)), implementation)
+def test_many_experts_with_pad_rows(implementation):
+    check(make_case(np.random.default_rng(8), (10, 3, 384, 2, 4, None)), implementation)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
@@ -187,13 +184,7 @@ def test_moves_keep_every_bit(dtype, implementation):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights_dtype"),
-    [
-        ("float32", "bfloat16"),
-        ("float32", "float16"),
-        ("bfloat16", "float32"),
-        ("bfloat16", "bfloat16"),
-    ],
+    ("dtype", "weights_dtype"), [("float32", "float16"), ("bfloat16", "bfloat16")]
 )
 def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
     case = list(make_case(np.random.default_rng(3), (9, 2, 5, 16, 8, None), dtype=jnp.dtype(dtype)))
@@ -206,14 +197,7 @@ def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
 
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [
-        (1, "bfloat16"),
-        (64, "float32"),
-        (1024, "bfloat16"),
-        (4097, "float32"),
-        (9000, "float32"),
-        (9000, "bfloat16"),
-    ],
+    [(1, "bfloat16"), (1024, "bfloat16"), (4097, "float32"), (9000, "float32")],
 )
 def test_widths(width, dtype, implementation):
     """Narrow rows, rows of several blocks, rows too wide to be held at once."""
@@ -249,7 +233,7 @@ def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
         np.testing.assert_array_equal(np.asarray(d_weights).astype(np.float32), expected)
 
 
-@pytest.mark.parametrize(("num_tokens", "width"), [(3, 2000), (300, 2)])
+@pytest.mark.parametrize(("num_tokens", "width"), [(3, 1100), (70, 2)])
 def test_a_wide_map_is_the_narrow_one_with_room(num_tokens, width, implementation):
     """More slots than rows, in any place, change nothing: values and gradients to the bit."""
     rng = np.random.default_rng(10)
@@ -319,8 +303,9 @@ def test_a_zero_weight_is_a_weight(implementation):
     assert y[1, 0] == 2.0  # the weight of a slot that is not routed is not looked at
 
 
-@pytest.mark.parametrize("damage", ["far", "past", "negative", "sizes"])
-@pytest.mark.parametrize("top_k", [2, 20])
+@pytest.mark.parametrize(
+    ("damage", "top_k"), [("far", 2), ("past", 20), ("negative", 2), ("sizes", 2), ("sizes", 20)]
+)
 def test_corrupted_plans_stay_inside(damage, top_k, implementation):
     """The interpreter checks every access: a row that does not exist is one that was dropped."""
     case = make_case(np.random.default_rng(6), (17, top_k, 5, 8, 8, 48 * top_k))

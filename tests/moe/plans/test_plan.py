@@ -30,9 +30,8 @@ SHAPES = [
     (33, 3, 8),
     (5, 8, 128),
     (40, 6, 128),
-    (21, 8, 384),
-    (13, 4, 1100),
-    (300, 1, 5),
+    (3, 4, 1100),
+    (150, 1, 5),
     (4, 0, 3),
 ]
 
@@ -135,7 +134,7 @@ def test_mask_equals_definition(shape, seed, fill, options):
         check(plan, expected, num_rows)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int64"])
 def test_id_dtypes(dtype, implementation):
     """Ids that int32 does not hold are out of range, not other experts."""
     with jax.enable_x64(dtype.endswith("64")):
