@@ -50,9 +50,9 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
 # An example may compile several programs, so there are few; --hypothesis-profile=thorough has more.
 hypothesis_settings.register_profile("thorough", deadline=None, max_examples=50)
-hypothesis_settings.register_profile("developer", deadline=None, max_examples=5)
+hypothesis_settings.register_profile("developer", deadline=None, max_examples=3)
 hypothesis_settings.register_profile(
-    "ci", deadline=None, max_examples=5, derandomize=True, print_blob=True
+    "ci", deadline=None, max_examples=3, derandomize=True, print_blob=True
 )
 hypothesis_settings.load_profile("ci" if IN_CI else "developer")
 

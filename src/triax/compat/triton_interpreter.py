@@ -52,6 +52,7 @@ _NUMPY_DTYPES = {
     **{f"fp8{name}": np.dtype(np.uint8) for name in ("e4nv", "e5", "e4b8", "e5b16", "e4b15")},
 }
 _ADDRESS = np.dtype(np.uint64)
+_MANY = 10_000
 
 
 def numpy_dtype(dtype: tl.dtype) -> np.dtype:
@@ -102,6 +103,39 @@ _CORE_HOLDERS = (
 )
 
 
+def _known_shapes() -> Iterable[Change]:
+    """Constructors of block types and tensors that look at each shape once.
+
+    Triton's wrap a shape's sizes and multiply them for every value of a program, which takes a
+    third of the interpreter's time.
+    """
+    make_block_type, make_tensor = tl.core.block_type.__init__, tl.core.tensor.__init__
+    block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    of_scalars: dict[str, Any] = {}
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (id(element_ty), *getattr(shape, "values", shape))
+        try:
+            known = block_types[key]
+        except KeyError:
+            make_block_type(self, element_ty, shape)
+            if len(block_types) > _MANY:  # each keeps its element type alive, and so its id
+                block_types.clear()
+            known = block_types[key] = {**vars(self), "_tensor": {}}
+        vars(self).update(known)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        known = vars(type).get("_tensor", of_scalars)
+        if known:
+            vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
+        else:
+            make_tensor(self, handle, type)
+            known.update(shape=self.shape, numel=self.numel)
+
+    yield Change(tl.core.block_type, "__init__", block_type)
+    yield Change(tl.core.tensor, "__init__", tensor)
+
+
 class LanguagePatch:
     """All replacements that interpreting needs, found once and applied per launch.
 
@@ -116,6 +150,7 @@ class LanguagePatch:
             Change(_stock, "interpreter_builder", builder),
             Change(_stock, "interpreter_semantic", semantic),
             Change(_stock, "_get_np_dtype", numpy_dtype),
+            *_known_shapes(),
         ]
         patching.replace(self._changes)
         patching.watch(_CORE_HOLDERS)

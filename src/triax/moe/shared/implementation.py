@@ -81,7 +81,8 @@ def choose(
 
     It is the same function for the same options, so that JAX can tell that it has compiled it.
     """
-    xla = functools.partial(xla, **options)
+    # Outside `jit` one program, not one for each operation; inside, what it is made of.
+    xla = jax.jit(functools.partial(xla, **options), inline=True)
     if implementation == "xla":
         return xla
     # By default None, not "triton": a program exported for several platforms lowers every branch
