@@ -228,7 +228,8 @@ def test_no_tokens(options):
     ("devices", "top_k", "capacity", "expected"),
     [
         (2, 8, 100, ("token", "padded")),
-        (4, 8, 100, ("token", "padded")),
+        (4, 8, 100, ("token", "ragged")),
+        (4, 8, 95, ("token", "padded")),
         (8, 8, 100, ("token", "ragged")),
         (8, 8, 70, ("token", "padded")),
         (64, 8, 100, ("choice", "ragged")),
