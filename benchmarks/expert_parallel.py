@@ -3,7 +3,7 @@
 Each GPU has 16,384 tokens of DeepSeek-V3's width, 8 of 256 experts each. Against them stands what
 one would write by hand: `permute` to a row per (token, expert), two `all_to_all`s of these rows in
 equal parts, `unpermute`. Times are the host's, of many calls after one another, in milliseconds.
-Results are checked before anything is timed. Prints a table and writes `--output`.
+Triax's results are checked before anything is timed. Prints a table and writes `--output`.
 
     python benchmarks/expert_parallel.py [--output FILE]
 """

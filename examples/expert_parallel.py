@@ -27,7 +27,7 @@ from triax import moe
 
 Params = dict[str, jax.Array]
 
-TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 1024, 64, 96, 16, 2
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 840, 64, 96, 16, 2  # tokens of up to eight devices
 STEPS, LEARNING_RATE = 20, 20.0
 ALL = ("data", "expert")
 SPECS = {"router": P(), "gate_up": P("expert"), "down": P("expert")}

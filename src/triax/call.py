@@ -285,6 +285,7 @@ def triton_call(
         tuning_inputs=tuning_inputs,
         checked=settings.checked(),
     )
+    jax_private.require_devices(triton_call_p)
     outputs = triton_call_p.bind(
         *jax_private.insert_varying_casts(flat.arrays),
         call=call,

@@ -27,7 +27,6 @@ from triax.errors import ArgumentValueError, DifferentiationError
 
 triton_call_p = Primitive("triton_call")
 triton_call_p.multiple_results = True
-jax_private.require_devices(triton_call_p)
 
 
 # --- eager --------------------------------------------------------------------

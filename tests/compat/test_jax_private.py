@@ -4,14 +4,12 @@ import time
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from triax import moe
 from triax.compat import jax_private
-from triax.moe.shared.target import for_target_p
-from triax.primitive import triton_call_p
 
 
 class Service:
@@ -42,8 +40,7 @@ def test_a_claim_that_is_taken_back_meanwhile():
     assert time.monotonic() - start < 1
 
 
-@pytest.mark.parametrize("like", [triton_call_p, for_target_p])
-def test_a_program_is_lowered_for_its_own_device(like):
+def test_a_program_is_lowered_for_its_own_device_where_there_are_several_gpus(monkeypatch):
     seen = []
     spy = Primitive("spy")
     spy.def_abstract_eval(lambda x: x)
@@ -53,12 +50,30 @@ def test_a_program_is_lowered_for_its_own_device(like):
         return [x]
 
     mlir.register_lowering(spy, lower)
-    program = jax.jit(lambda x: spy.bind(x) + 1)
+
+    def run(device):
+        def program(x):
+            jax_private.require_devices(spy)
+            return spy.bind(x)
+
+        jax.jit(program)(jax.device_put(jnp.ones(3), device))
+
     devices = jax.devices()[2:4]
-    program(jax.device_put(jnp.ones(3), devices[0]))
-    assert seen == [()]  # why it is needed
-    jax_private.require_devices(spy)
+    run(devices[0])
+    assert seen == [()]
+    monkeypatch.setattr(jax_private, "_several_gpus", lambda: True)
     for device in devices:
-        jax.jit(lambda x: spy.bind(x) + 2)(jax.device_put(jnp.ones(3), device))
+        run(device)
     assert seen[1:] == [(device,) for device in devices]
-    assert like in dispatch.prim_requires_devices_during_lowering
+
+
+def test_ops_ask_for_their_devices(monkeypatch):
+    monkeypatch.setattr(jax_private, "_several_gpus", lambda: True)
+    known = dispatch.prim_requires_devices_during_lowering
+    monkeypatch.setattr(dispatch, "prim_requires_devices_during_lowering", set(known))
+    x = jnp.ones((4, 8))
+    route = lambda x: moe.permute(x, moe.make_plan(jnp.zeros((4, 1), int), 2))
+    jax.make_jaxpr(jax.grad(lambda x: route(x).sum()))(x)
+    jax.make_jaxpr(lambda x: moe.ragged_dot(x, jnp.ones((1, 8, 8)), jnp.array([4])))(x)
+    added = {p.name for p in dispatch.prim_requires_devices_during_lowering - known}
+    assert added == {"triton_call", "for_target", "triax_op", "triax_linear"}

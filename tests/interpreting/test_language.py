@@ -87,6 +87,27 @@ def scan(x_ptr, o_ptr, m, n, OP: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.c
 
 
 @triton.jit
+def sum_over_all(x_ptr, o_ptr, M: tl.constexpr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    at = tl.arange(0, 1)
+    tl.store(o_ptr + at[:, None] + at[None, :], tl.sum(x, keep_dims=True))
+
+
+@triton.jit
+def positive(a, b):
+    if a > b:
+        return a
+    else:
+        return 0
+
+
+@triton.jit
+def reduce_to_a_number(x_ptr, o_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    tl.store(o_ptr, tl.reduce(x, 0, positive))
+
+
+@triton.jit
 def larger(a, b):
     return tl.maximum(a, b)
 
@@ -361,6 +382,20 @@ def test_combine_functions_with_control_flow(interpret, rng):
     arguments = {"x_ptr": x, "o_ptr": Result(0)}
     (out,) = interpret(reduce_branching, arguments, [((17,), np.float32)], N=16)
     np.testing.assert_array_equal(out, [x.max(), *np.maximum.accumulate(x)])
+
+
+def test_a_sum_over_all_axes_keeps_them(interpret):
+    x = np.arange(32, dtype=np.int32).reshape(4, 8)
+    arguments = {"x_ptr": x, "o_ptr": Result(0)}
+    (out,) = interpret(sum_over_all, arguments, [((1, 1), np.int32)], M=4, N=8)
+    assert out.tolist() == [[496]]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float32, BFLOAT16], ids=str)
+def test_a_combine_function_that_returns_a_number(interpret, dtype):
+    x = np.array([5, 3, 1, 2, 4, 1, 0, 9], dtype)
+    (out,) = interpret(reduce_to_a_number, {"x_ptr": x, "o_ptr": Result(0)}, [((), dtype)], N=8)
+    assert out == 5  # neighbours first: 5, 0, 4, 0; 5, 4
 
 
 def test_maps_of_functions_with_control_flow(interpret, rng):

@@ -96,6 +96,7 @@ def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, mon
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
+        ("multiprocessing.Pipe", OSError(24, "Too many open files")),
         ("os.memfd_create", OSError(28, "No space left on device")),
         ("subprocess.Popen", OSError(7, "Argument list too long")),
         ("fcntl.flock", OSError(37, "No locks available")),

@@ -118,11 +118,22 @@ def is_exporting(ctx: Any) -> bool:
 
 
 def require_devices(primitive: Any) -> None:
-    """Has programs with this primitive lowered for their devices, and anew for others.
+    """Has programs with this primitive lowered for their devices, if there are several GPUs here.
 
-    Otherwise JAX lowers a program of one device once for all devices, and names none.
+    Otherwise JAX lowers a program of one device once for all devices, and names none. It is asked
+    for when the primitive is bound, and only where it matters, because JAX does not lower such
+    programs for an `AbstractMesh`.
     """
-    _dispatch.prim_requires_devices_during_lowering.add(primitive)
+    if _xla_bridge.backends_are_initialized() and _several_gpus():
+        _dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+@functools.cache
+def _several_gpus() -> bool:
+    try:
+        return len(jax.local_devices(backend="cuda")) > 1
+    except RuntimeError:
+        return False
 
 
 def lowering_devices(ctx: Any) -> tuple[Any, ...]:
@@ -295,7 +306,10 @@ def drain(index: int) -> None:
     from cuda.bindings import driver
 
     def call(function: Any, *arguments: Any) -> Any:
-        status, *results = function(*arguments)
+        try:
+            status, *results = function(*arguments)
+        except RuntimeError as error:  # the driver has no such function
+            raise TuningError(f"the GPU cannot be waited for: {error}") from error
         if int(status):
             raise TuningError(f"the GPU cannot be waited for: {function.__name__}: {status.name}")
         return results[0] if results else None

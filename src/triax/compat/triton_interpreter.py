@@ -125,11 +125,13 @@ def _known_shapes() -> Iterable[Change]:
         vars(self).update(known)
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        known = vars(type).get("_tensor", of_scalars)
+        # None of a block type that was made before: by a global of the kernel's module, say.
+        known = vars(type).get("_tensor", None if type.is_block() else of_scalars)
         if known:
             vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
-        else:
-            make_tensor(self, handle, type)
+            return
+        make_tensor(self, handle, type)
+        if known is not None:
             known.update(shape=self.shape, numel=self.numel)
 
     yield Change(tl.core.block_type, "__init__", block_type)

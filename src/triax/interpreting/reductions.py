@@ -39,7 +39,7 @@ def reduce(
         rows = tuple(np.moveaxis(a, at, 0) for a in arrays)
         reduced = _reduce_tree(_on_arrays(combine_fn, types), rows)
     if _unwrap(keep_dims):
-        kept = range(rank) if axis is None else at
+        kept = tuple(range(rank)) if axis is None else at
         reduced = tuple(np.expand_dims(r, kept) for r in reduced)
     return _like(input, reduced, types)
 
@@ -86,9 +86,10 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
         calls = [function(*map(compat.tensor, map(np.asarray, lane), types)) for lane in lanes]
 
     def join(values: Sequence[Any]) -> tl.tensor:
-        data = [v.handle.data if isinstance(v, tl.tensor) else np.array([v]) for v in values]
         dtype = next((v.dtype for v in values if isinstance(v, tl.tensor)), types[0])
-        return compat.tensor(np.concatenate(data).reshape(arrays[0].shape), dtype)
+        data = [v.handle.data if isinstance(v, tl.tensor) else [_unwrap(v)] for v in values]
+        lanes = [np.asarray(lane).astype(compat.numpy_dtype(dtype)).reshape(1) for lane in data]
+        return compat.tensor(np.concatenate(lanes).reshape(arrays[0].shape), dtype)
 
     if isinstance(calls[0], (tuple, tl.core.tuple)):
         return tuple(map(join, zip(*calls, strict=True)))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel.api import _choose
+from triax.moe.expert_parallel.exchange import plan_slices
 from triax.testing import assert_same_bits
 
 WAYS = {
@@ -204,6 +205,89 @@ def test_a_capacity_keeps_the_first_tokens():
     assert out.num_dropped.tolist() == [3 * (TOKENS - 2)] * 4
 
 
+def test_a_capacity_of_choices_that_nothing_exceeds():
+    """The default rows are enough: every device gives every expert just as many as it may."""
+    experts = jnp.tile(jnp.arange(EXPERTS, dtype=jnp.int32).reshape(-1, 2), (4, 1))
+    x = jnp.ones((len(experts), 8))
+    weights = jnp.ones(experts.shape)
+    out = dispatched(local_mesh(), x, weights, experts, capacity=1, scheme="choice")
+    assert out.group_sizes.tolist() == [4] * EXPERTS
+    assert not out.num_dropped.any()
+
+
+@pytest.mark.parametrize(("num_rows", "align_size"), [(16, 2**30), (2**30, 2**30), (16, 4)])
+def test_no_size_leads_outside(num_rows, align_size):
+    many = 2**30  # of which sums pass 32 bits
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
+    def plan(counts):
+        made = plan_slices(counts[0], "d", num_rows=num_rows, align_size=align_size)
+        return jax.tree.map(lambda array: array[None], made[:2])
+
+    slices, group_sizes = jax.tree.map(
+        np.asarray, plan(jnp.full((4, 4, 3), many, jnp.int32).at[:, 1].set(1))
+    )
+    assert slices.sizes.min() >= 0
+    assert slices.targets.min() >= 0
+    assert (slices.targets.astype(np.int64) + slices.sizes).max() <= num_rows
+    assert group_sizes.min() >= 0
+    assert group_sizes.sum(axis=1).max() <= num_rows
+
+
+def test_scales_of_rows_without_a_token_are_zero(options):
+    """Also in an 8-bit float that has no zero."""
+    mesh, experts = local_mesh(2), jnp.zeros((2, 1), jnp.int32)
+    scales = jnp.ones((2, 1), jnp.float8_e8m0fnu)
+    x, weights = jnp.ones((2, 8)), jnp.ones((2, 1))
+    out = dispatched(mesh, x, weights, experts, experts=2, scales=scales, num_rows=4, **options)
+    words = np.asarray(out.scales).view(np.uint8)
+    assert words.ravel().tolist() == [127, 127, 0, 0, 0, 0, 0, 0]
+
+
+def test_transformations(options):
+    mesh, count = local_mesh(), 4 * TOKENS
+    experts = draw_experts("uniform", count)
+    x, tangent = (jax.random.normal(jax.random.key(n), (count, 8)) for n in (0, 1))
+    weights = jax.random.uniform(jax.random.key(2), experts.shape)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    def layer(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+        return moe.combine(jnp.sin(sent.rows), sent.plan)
+
+    def plain(x, weights, experts):
+        return jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
+
+    def all_of(function):
+        run = lambda x: function(x, weights, experts)
+        squares = lambda x: jnp.sum(run(x) ** 2)
+        batch = jnp.stack([x, tangent])
+        return (
+            jax.jvp(run, (x,), (tangent,)),
+            jax.jvp(jax.grad(squares), (x,), (tangent,)),
+            jax.vmap(run)(batch),
+            jax.vmap(jax.grad(squares))(batch),
+            jax.grad(jax.checkpoint(squares))(x),
+        )
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, *(jax.jit(lambda f=f: all_of(f))() for f in (layer, plain)))
+
+
+def test_tokens_that_all_devices_share(options):
+    mesh, experts = local_mesh(), draw_experts("uniform", TOKENS)
+    x = jax.random.normal(jax.random.key(0), (TOKENS, 8))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P("d"))
+    def layer(x):
+        sent = moe.dispatch(x, jnp.ones(experts.shape), experts, EXPERTS, "d", **options)
+        return moe.combine(jnp.sin(sent.rows), sent.plan)
+
+    found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x))))(x)
+    np.testing.assert_allclose(found, 4 * TOP_K * jnp.cos(x), rtol=1e-5, atol=1e-5)
+
+
 def test_kernels_in_the_interpreter(options):
     mesh = local_mesh(2)
     experts = draw_experts("uniform", 2 * TOKENS) % 4
@@ -252,6 +336,10 @@ def test_defaults(devices, top_k, capacity, expected):
         ({"selected": jnp.ones((8, 2))}, ArgumentTypeError, "`experts`"),
         ({"capacity": -1}, ArgumentValueError, "`capacity`"),
         ({"align_size": 0}, ArgumentValueError, "`align_size`"),
+        ({"num_rows": 7, "align_size": 4}, ArgumentValueError, "multiple of `align_size`, 4"),
+        ({"num_rows": 7.5}, ArgumentTypeError, "`num_rows`"),
+        ({"num_rows": -3}, ArgumentValueError, "`num_rows`"),
+        ({"scales": jnp.ones((4, 3))}, ArgumentValueError, "`scales` must have one row"),
     ],
 )
 def test_mistakes(change, error, text):
@@ -260,6 +348,18 @@ def test_mistakes(change, error, text):
     selected = change.pop("selected", jnp.ones((8, 2), int))
     with pytest.raises(error, match=text):
         dispatched(local_mesh(), jnp.ones((8, 4)), weights, selected, **change)
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (1, 4), (12,), (12, 2, 4)])
+def test_combine_wants_the_rows_of_dispatch(options, shape):
+    def run(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, 4, "d", num_rows=8, **options)
+        return moe.combine(jnp.ones(shape), sent.plan)
+
+    mesh = local_mesh(2)
+    function = jax.shard_map(run, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    with pytest.raises(ArgumentValueError, match="`rows` must"):
+        jax.make_jaxpr(function)(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((4, 2), int))
 
 
 def test_combine_wants_its_plan():

@@ -38,7 +38,7 @@ _WORTH_A_TOKEN = 0.9
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["sent", "received", "slices", "weights"],
-    meta_fields=["axis_name"],
+    meta_fields=["axis_name", "num_rows"],
 )
 @dataclasses.dataclass(frozen=True)
 class DispatchPlan:
@@ -51,6 +51,7 @@ class DispatchPlan:
       slices: what is exchanged; None where all slots are of one size.
       weights: float [tokens, top_k], the weights of the tokens of the last of these plans.
       axis_name: the mesh axis.
+      num_rows: the rows made on each device.
     """
 
     sent: Plan
@@ -58,6 +59,7 @@ class DispatchPlan:
     slices: Slices | None
     weights: jax.Array
     axis_name: Any
+    num_rows: int
 
 
 class Dispatched(NamedTuple):
@@ -69,8 +71,9 @@ class Dispatched(NamedTuple):
       scales: [rows, scales] in the dtype of `scales`, or None.
       group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
       group_counts: int32 [local experts], the pairs of token and expert that came here.
-      num_dropped: int32 [], the pairs of this device's tokens that were not sent for want of
-        `capacity`, plus those that came here and got no row. Summed over the axis, all of them.
+      num_dropped: int32 [], dropped pairs: those of this device's tokens for want of `capacity`,
+        and for want of `num_rows` those that came here (in scheme "choice" those from here).
+        `jax.lax.psum` over the axis gives all of them.
       plan: for `combine`.
     """
 
@@ -115,8 +118,9 @@ def dispatch(
 
     There are two schemes. "token": a token goes once to each device that holds one of its experts,
     is copied there, and comes back as one row. "choice": each pair of token and expert is a row of
-    its own, which goes straight to its place. By default the latter is taken where tokens would go
-    to more than 0.9 times as many devices as they have choices, if choices were even.
+    its own, which goes straight to its place. By default the latter is taken if there is no
+    `capacity`, and tokens with even choices would go to more than 0.9 times as many devices as they
+    have choices.
 
     There are two ways to exchange. "padded" is `all_to_all`, with room for `capacity` tokens
     between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is. By default
@@ -130,10 +134,12 @@ def dispatch(
       axis_name: the mesh axis, or a tuple of them.
       capacity: the most tokens that a device sends to any one device; None for all of them. The
         others are dropped for that device, last tokens first. In "padded" it bounds what is
-        exchanged. In scheme "choice" it counts pairs of token and expert, for each expert.
+        exchanged. In scheme "choice" it counts pairs of token and expert, for each expert and
+        sending device.
       num_rows: the rows made on each device; pairs that do not fit are dropped. None for enough
         for the worst case, in which all tokens choose experts of one device:
-        ``D * capacity * top_k``, and room to align. Times of matmuls do not depend on it.
+        ``D * capacity * top_k`` (in scheme "choice" ``D * capacity * num_experts // D``, if that is
+        less), and room to align. Times of matmuls do not depend on it.
       align_size: each group of rows is padded to a multiple of this.
       scales: [tokens, scales], sent along: the scales of quantised tokens.
       implementation: None picks by the platform the program is lowered for: the Triton kernels on
@@ -150,6 +156,8 @@ def dispatch(
     x = arguments.array("x", x, ("tokens", "hidden"))
     experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
     weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
+    if isinstance(axis_name, list):
+        axis_name = tuple(axis_name)
     num_devices = jax.lax.axis_size(axis_name)
     num_experts = arguments.integer("num_experts", num_experts, 1)
     if num_experts % num_devices:
@@ -162,16 +170,29 @@ def dispatch(
             "Arguments `x`, `weights` and `experts` must have as many tokens, and the latter two "
             f"as many slots; got {x.shape}, {weights.shape} and {experts.shape}."
         )
+    if scales is not None:
+        scales = arguments.array("scales", scales, ("tokens", "scales"))
+        arguments.check_length("scales", scales, x.shape[0], "row", "tokens of `x`")
     num_local = num_experts // num_devices
     align_size = arguments.integer("align_size", align_size, 1)
     limit = experts.shape[0]
     if capacity is not None:
         limit = min(arguments.integer("capacity", capacity, 0), limit)
+        scheme = scheme or "token"  # a choice's capacity is another
     scheme, exchange = _choose(scheme, exchange, experts.shape, num_devices, limit)
     if num_rows is None:
         # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
-        num_rows = num_devices * limit * experts.shape[1] + num_local * (align_size - 1)
+        pairs = limit * experts.shape[1]
+        if scheme == "choice" and capacity is not None:
+            pairs = min(experts.size, capacity * num_local)
+        num_rows = num_devices * pairs + num_local * (align_size - 1)
         num_rows = num_rows // align_size * align_size
+    num_rows = arguments.integer("num_rows", num_rows, 0)
+    if num_rows % align_size or num_rows > arguments.MAX_ROWS:
+        raise ArgumentValueError(
+            f"Argument `num_rows` must be a multiple of `align_size`, {align_size}, and at most "
+            f"2**31 - 1; got {num_rows}. If you gave none, that is the worst case: give fewer."
+        )
     experts = arguments.as_int32(experts, num_experts)
     send: Any = _send_choices if scheme == "choice" else _send_tokens
     return send(
@@ -198,12 +219,8 @@ def _choose(
 ) -> tuple[Scheme, ExchangeMethod]:
     """Checks what was asked for; chooses the rest as the docstring of `dispatch` says."""
     num_tokens, top_k = shape
-    for name, value, choices in (
-        ("scheme", scheme, (None, *get_args(Scheme))),
-        ("exchange", exchange, (None, *get_args(ExchangeMethod))),
-    ):
-        if value not in choices:
-            raise ArgumentValueError(f"Argument `{name}` must be one of {choices}; got {value!r}.")
+    arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
+    arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
     if scheme is None:
         many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k and exchange != "padded"
@@ -244,7 +261,7 @@ def _send_tokens(
         sent = _with_groups_of(capacity, sent)
     else:
         counts = sent.group_sizes[:, None]
-        slices, _ = exchanges.plan_slices(counts, axis.name, num_rows=room, align_size=1)
+        slices, *_ = exchanges.plan_slices(counts, axis.name, num_rows=room, align_size=1)
 
     def send(array: jax.Array) -> jax.Array:
         rows: jax.Array = permute(array, sent, **how)
@@ -252,7 +269,7 @@ def _send_tokens(
 
     # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
     # float32, and so travel with the weights.
-    dtype = jnp.promote_types(weights.dtype, jnp.float32)
+    dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
     numbers = jnp.where(routed, experts + 1, 0).astype(dtype)
     both = send(jnp.concatenate([weights.astype(dtype), numbers], axis=1))
     here_weights = both[:, :top_k].astype(weights.dtype)
@@ -275,7 +292,7 @@ def _send_tokens(
         received.group_sizes,
         received.group_counts,
         num_dropped,
-        DispatchPlan(sent, received, slices, here_weights, axis.name),
+        DispatchPlan(sent, received, slices, here_weights, axis.name, sizes["num_rows"]),
     )
 
 
@@ -295,9 +312,8 @@ def _send_choices(
     sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
     moved: Any = permute(x, sent, weights=weights, scales=scales, **how)
     counts = sent.group_sizes.reshape(axis.devices, axis.experts)
-    slices, totals = exchanges.plan_slices(counts, axis.name, **sizes)
-    num_rows, align_size = sizes["num_rows"], sizes["align_size"]
-    ends = jnp.minimum(jnp.cumsum(-(-totals // align_size) * align_size), num_rows)
+    slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, **sizes)
+    num_rows = sizes["num_rows"]
 
     def send(array: Any) -> jax.Array:
         return _exchange(array, slices, num_rows, axis.name)
@@ -307,10 +323,10 @@ def _send_choices(
         send(moved.rows),
         send(moved.weights[:, None])[:, 0],
         None if scales is None else send(moved.scales),
-        jnp.diff(ends, prepend=0),
+        group_sizes,
         totals,
         jnp.sum(routed, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
-        DispatchPlan(sent, None, slices, weights, axis.name),
+        DispatchPlan(sent, None, slices, weights, axis.name, num_rows),
     )
 
 
@@ -344,6 +360,12 @@ def combine(
     if not isinstance(plan, DispatchPlan):
         raise ArgumentTypeError(
             f"Argument `plan` must be the plan of `dispatch`; got {type(plan).__name__}."
+        )
+    rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating)
+    if rows.shape[0] != plan.num_rows:
+        raise ArgumentValueError(
+            f"Argument `rows` must have the {plan.num_rows} rows that `dispatch` made; got shape "
+            f"{rows.shape}."
         )
     weights = None if weighted else plan.weights
     how: dict[str, Any] = {"implementation": implementation}

@@ -73,7 +73,7 @@ def resolve_for_floats(implementation: Any, **arrays: Any) -> Implementation | N
     return implementation
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # options may be sizes
 def choose(
     implementation: str | None, kernels: Callable[..., Any], xla: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
@@ -81,10 +81,11 @@ def choose(
 
     It is the same function for the same options, so that JAX can tell that it has compiled it.
     """
-    # Outside `jit` one program, not one for each operation; inside, what it is made of.
-    xla = jax.jit(functools.partial(xla, **options), inline=True)
+    xla = functools.partial(xla, **options)
     if implementation == "xla":
-        return xla
+        return jax.jit(
+            xla, inline=True
+        )  # outside `jit` a plan is one program, not one for each step
     # By default None, not "triton": a program exported for several platforms lowers every branch
     # for each of them, even dead ones.
     kernels = functools.partial(kernels, implementation=implementation, **options)

@@ -70,6 +70,7 @@ def _bind(function: Function, rule: Function, *arguments: Any) -> Any:
         return out_tree.flatten_up_to(results), out_tree.flatten_up_to(moved)
 
     # As a function, so that JAX does not treat its jaxpr as a part of the program.
+    jax_private.require_devices(_op_p)
     outputs = _op_p.bind(
         *leaves,
         function=jaxpr_as_fun(jaxpr),
@@ -110,6 +111,7 @@ def call(
         cotangents = transpose(known, out_tree.unflatten(flat[len(saved) :]))
         return [cotangents[name] for name in moving]
 
+    jax_private.require_devices(_linear_p)
     outputs = _linear_p.bind(
         *saved,
         *moving.values(),

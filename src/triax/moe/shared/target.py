@@ -67,6 +67,7 @@ def for_target(
         return write(INTERPRETER, *operands, **options)
     leaves, in_tree = jax.tree.flatten(operands)
     types, out_tree = jax.tree.flatten(out_type)
+    jax_private.require_devices(for_target_p)
     outputs = for_target_p.bind(
         *jax_private.insert_varying_casts(leaves),
         write=write,
@@ -80,7 +81,6 @@ def for_target(
 
 for_target_p = Primitive("for_target")
 for_target_p.multiple_results = True
-jax_private.require_devices(for_target_p)
 
 
 @for_target_p.def_impl

@@ -29,7 +29,8 @@ def compute_ragged_all_to_all_params(
 
     Returns:
       input_offsets, send_sizes, output_offsets, recv_sizes: integer [shards] each, as
-      `jax.lax.ragged_all_to_all` takes them.
+      `jax.lax.ragged_all_to_all` takes them. The receiving array must have room for the sum of
+      recv_sizes: nothing is clipped.
     """
     counts = _counts(all_shards_tokens_per_expert, num_expert_shards)
     return _parameters(jnp.sum(counts, axis=2), shard_id)

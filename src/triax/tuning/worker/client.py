@@ -37,7 +37,10 @@ class Worker:
     def __init__(self, device: int):
         if not sys.executable:
             raise TuningError("the tuning worker cannot be started: there is no Python to run")
-        self._connection, theirs = multiprocessing.Pipe()
+        try:
+            self._connection, theirs = multiprocessing.Pipe()
+        except OSError as error:
+            raise TuningError(f"the tuning worker cannot be started: {error}") from error
         arguments = (Path(__file__).with_name("process.py"), theirs.fileno(), os.getpid(), device)
         try:
             self._process = subprocess.Popen(
@@ -114,9 +117,9 @@ class Worker:
 
     def _close(self) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._connection.close()
-            self._process.stdout.close()
+        for end in (self._connection, self._process.stdout):
+            with contextlib.suppress(OSError):
+                end.close()
 
 
 _workers: dict[int, Worker] = {}
