@@ -106,8 +106,8 @@ _CORE_HOLDERS = (
 def _known_shapes() -> Iterable[Change]:
     """Constructors of block types and tensors that look at each shape once.
 
-    Triton's wrap a shape's sizes and multiply them for every value of a program, which takes a
-    third of the interpreter's time.
+    Triton's wrap a shape's sizes and multiply them for every value of a program, which took a
+    quarter of the interpreter's time.
     """
     make_block_type, make_tensor = tl.core.block_type.__init__, tl.core.tensor.__init__
     block_types: dict[tuple[Any, ...], dict[str, Any]] = {}

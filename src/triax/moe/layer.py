@@ -135,8 +135,7 @@ def _num_rows(
         return None
     align_size = arguments.integer("align_size", align_size, 1)
     full = -(-arguments.integer("capacity", capacity, 0) // align_size) * align_size
-    most = (num_pairs + num_experts * (align_size - 1)) // align_size * align_size
-    return min(num_experts * full, most)
+    return min(num_experts * full, arguments.most_rows(num_pairs, num_experts, align_size))
 
 
 def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:

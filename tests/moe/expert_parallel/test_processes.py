@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.moe.expert_parallel import one_of_a_job
 
+from tests.moe.expert_parallel import one_of_a_job
 from triax.testing import assert_close
 
 ROOT = Path(__file__).parents[3]

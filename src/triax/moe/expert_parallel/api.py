@@ -185,27 +185,16 @@ def dispatch(
         pairs = limit * experts.shape[1]
         if scheme == "choice" and capacity is not None:
             pairs = min(experts.size, capacity * num_local)
-        num_rows = num_devices * pairs + num_local * (align_size - 1)
-        num_rows = num_rows // align_size * align_size
-    num_rows = arguments.integer("num_rows", num_rows, 0)
-    if num_rows % align_size or num_rows > arguments.MAX_ROWS:
-        raise ArgumentValueError(
-            f"Argument `num_rows` must be a multiple of `align_size`, {align_size}, and at most "
-            f"2**31 - 1; got {num_rows}. If you gave none, that is the worst case: give fewer."
-        )
+        num_rows = arguments.most_rows(num_devices * pairs, num_local, align_size)
+    sizes = {"num_rows": arguments.rows_of_groups(num_rows, align_size), "align_size": align_size}
     experts = arguments.as_int32(experts, num_experts)
-    send: Any = _send_choices if scheme == "choice" else _send_tokens
-    return send(
-        x,
-        weights,
-        experts,
-        scales,
-        _Axis(axis_name, num_devices, num_local),
-        capacity=capacity if scheme == "choice" else limit,
-        padded=exchange == "padded",
-        sizes={"num_rows": num_rows, "align_size": align_size},
-        how={"implementation": implementation},
-    )
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
+    operands = (x, weights, experts, scales, _Axis(axis_name, num_devices, num_local))
+    how = {"implementation": implementation}
+    if scheme == "choice":
+        return _send_choices(*operands, capacity=capacity, sizes=sizes, how=how)
+    padded = exchange == "padded"
+    return _send_tokens(*operands, capacity=limit, padded=padded, sizes=sizes, how=how)
 
 
 class _Axis(NamedTuple):
@@ -252,7 +241,7 @@ def _send_tokens(
 ) -> Dispatched:
     """Once to each device: what arrives is sorted by the experts here."""
     top_k = experts.shape[1]
-    routed = (experts >= 0) & (experts < axis.experts * axis.devices)
+    routed = experts >= 0
     device_of = jnp.where(routed, experts // axis.experts, -1)
     needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices), axis=1)
     sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
@@ -270,7 +259,7 @@ def _send_tokens(
     # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
     # float32, and so travel with the weights.
     dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
-    numbers = jnp.where(routed, experts + 1, 0).astype(dtype)
+    numbers = (experts + 1).astype(dtype)
     both = send(jnp.concatenate([weights.astype(dtype), numbers], axis=1))
     here_weights = both[:, :top_k].astype(weights.dtype)
     here_experts = both[:, top_k:].astype(jnp.int32) - 1
@@ -304,7 +293,6 @@ def _send_choices(
     axis: _Axis,
     *,
     capacity: int | None,
-    padded: bool,
     sizes: dict[str, Any],
     how: dict[str, Any],
 ) -> Dispatched:
@@ -318,14 +306,13 @@ def _send_choices(
     def send(array: Any) -> jax.Array:
         return _exchange(array, slices, num_rows, axis.name)
 
-    routed = (experts >= 0) & (experts < axis.experts * axis.devices)
     return Dispatched(
         send(moved.rows),
         send(moved.weights[:, None])[:, 0],
         None if scales is None else send(moved.scales),
         group_sizes,
         totals,
-        jnp.sum(routed, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
+        jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
         DispatchPlan(sent, None, slices, weights, axis.name, num_rows),
     )
 

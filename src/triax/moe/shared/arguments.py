@@ -76,6 +76,22 @@ def integer(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def most_rows(num_pairs: int, num_groups: int, align_size: int) -> int:
+    """The rows of so many pairs, however they are spread over groups padded to `align_size`."""
+    return (num_pairs + num_groups * (align_size - 1)) // align_size * align_size
+
+
+def rows_of_groups(num_rows: Any, align_size: int) -> int:
+    """Returns `num_rows` as a Python int that is a multiple of `align_size`, or raises."""
+    num_rows = integer("num_rows", num_rows, 0)
+    if num_rows % align_size:
+        raise ArgumentValueError(
+            f"Argument `num_rows` must be a multiple of `align_size`, {align_size}; got "
+            f"{num_rows}. Use {-(-num_rows // align_size) * align_size}."
+        )
+    return num_rows
+
+
 def as_int32(values: jax.Array, limit: int) -> jax.Array:
     """Integers as int32; those too large become -1 or `limit`, which are out of range as well."""
     if values.dtype.itemsize < 4 or values.dtype == jnp.int32:
