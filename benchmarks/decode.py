@@ -11,6 +11,7 @@ alone, and a sequential read of the weights that they need. Prints the figures a
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -35,34 +36,18 @@ def routing(x, logits):
     return moe.unpermute(rows, plan, weights)
 
 
-def once_us(step, first, others, target_ms=50.0):
-    """One `step` of those in a program, each on what the last one made and one of the others."""
-
-    def program(count):
-        def run(operands):
-            value, others = operands
-            for other in others[:count]:
-                value = step(value, other)
-            return value
-
-        return jax.jit(run)
-
-    few, many = (
-        time_program(program(count), (first, others[:count]), target_ms=target_ms)
-        for count in REPEATS
-    )
-    assert {few.method, many.method} == {"events"}, (few, many)
-    return (many.median_us - few.median_us) / (REPEATS[1] - REPEATS[0])
-
-
 def measure_routing(experts):
-    keys = jax.random.split(jax.random.key(0), REPEATS[1])
+    """One routing of those in a program, each of what the last one returned, by other logits."""
+    keys = jax.random.split(jax.random.key(0), max(REPEATS))
     logits = [jax.random.normal(key, (TOKENS, experts)) for key in keys]
     x = jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN), jnp.bfloat16)
-    compute = jax.jit(lambda x, logits: routing(x, logits))
-    same = jnp.abs(compute(x, logits[0]).astype("float32") - x.astype("float32")).max()
+    same = jnp.abs(jax.jit(routing)(x, logits[0]).astype("float32") - x.astype("float32")).max()
     assert same < 0.1, f"weights that sum up to 1 give the tokens back, to {same}"
-    return {"experts": experts, "median_us": once_us(routing, x, logits)}
+    program = jax.jit(lambda operands: functools.reduce(routing, operands[1], operands[0]))
+    few, many = (time_program(program, (x, logits[:n]), target_ms=50.0) for n in REPEATS)
+    assert {few.method, many.method} == {"events"}, (few, many)
+    median_us = (many.median_us - few.median_us) / (REPEATS[1] - REPEATS[0])
+    return {"experts": experts, "median_us": median_us}
 
 
 def measure_matmuls():

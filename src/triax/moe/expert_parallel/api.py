@@ -142,8 +142,8 @@ def dispatch(
         less), and room to align. Times of matmuls do not depend on it.
       align_size: each group of rows is padded to a multiple of this.
       scales: [tokens, scales], sent along: the scales of quantised tokens.
-      implementation: None picks by the platform the program is lowered for: the Triton kernels on
-        CUDA, plain JAX elsewhere. "triton", "interpret" and "xla" insist.
+      implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
+        elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
       `Dispatched`: rows, their weights and scales, group_sizes, group_counts, num_dropped, plan.
