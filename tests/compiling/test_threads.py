@@ -129,6 +129,84 @@ def test_a_forked_child_compiles_and_interprets_whatever_other_threads_are_at(tm
     assert done.stdout == f"8 {[0] * 8} []\n", done.stderr
 
 
+HELD = (
+    LAUNCHES
+    + """
+import functools, signal, sys, threading, time
+import triton
+from triax.binding.launch import Launch
+
+inside = threading.Event()
+
+def slow(function):
+    def slowed(*args):
+        inside.set()
+        time.sleep(0.5)
+        return function(*args)
+    return slowed
+
+class SlowLock:
+    def __init__(self):
+        self.lock = threading.RLock()
+    def __enter__(self):
+        self.lock.acquire()
+        inside.set()
+        time.sleep(0.5)
+    def __exit__(self, *_):
+        self.lock.release()
+
+def prepare(lock):
+    if lock == "of a kernel's hash":
+        kernels.copy_kernel._hash_lock = SlowLock()
+    else:
+        owner, name = {
+            "of a launch": (Launch, "named_leaves"),
+            "of Triton's parameters": (triton.runtime.jit.KernelParam, "annotation"),
+            "of Triton's tuples": (triton.language.core.tuple_type, "name"),
+        }[lock]
+        known = vars(owner)[name]
+        known.func = slow(known.func)
+
+def use(lock):
+    if lock == "of Triton's parameters":
+        launch_of(16, triton.jit(kernels.copy_kernel.fn))
+    elif lock == "of Triton's tuples":
+        str(triton.language.core.tuple_type([triton.language.int32]))
+    else:
+        compiler.compile_launch(launch_of(16)[0], 90)
+
+compiler.compile_launch(launch_of(16)[0], 90)
+compiler.clear_cache()
+lock = sys.argv[1]
+prepare(lock)
+thread = threading.Thread(target=use, args=(lock,))
+thread.start()
+inside.wait(60)
+if lock == "of a kernel's hash":
+    time.sleep(0.75)  # it is needed more than once in a compilation
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    workers.start = lambda *_: False  # a new thread may get the identity of the one that is gone
+    use(lock)
+    os._exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+thread.join()
+print(status)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "lock",
+    ["of a launch", "of a kernel's hash", "of Triton's parameters", "of Triton's tuples"],
+)
+def test_a_forked_child_does_not_wait_for_a_lock_that_another_thread_held(tmp_path, lock):
+    """`functools.cached_property` holds a lock before Python 3.12, a kernel's hash always."""
+    done = run_program(HELD, lock, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout == "0\n", done.stderr
+
+
 CANDIDATES = (
     LAUNCHES
     + """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from triax.binding.kernel import Kernel
 from triax.binding.values import Config, Static, Values, describe, unpack_values
+from triax.compat import triton_private
 
 Grid: TypeAlias = tuple[int, int, int]
 KernelImplementation = Literal["triton", "interpret"]
@@ -280,6 +282,9 @@ class Launch:
             for name, argument in self.arguments
             for path, leaf in leaves_with_paths(argument)
         )
+
+
+os.register_at_fork(after_in_child=lambda: triton_private.renew_property_locks(Kernel, Launch))
 
 
 @dataclasses.dataclass(frozen=True)

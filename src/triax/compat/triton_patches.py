@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import pathlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +37,8 @@ def prepare() -> None:
             return b""
         return bytes(make_cubin(self, src, metadata, *rest))
 
+    # Computing it needs a lock, and leaves the kernel half-hashed meanwhile.
+    jit_callable = triton().runtime.jit.JITCallable
     code_generator = importlib.import_module("triton.compiler.code_generator")
     # Not with Triton's own `scope`, which writes environment variables, and reverts what the rest
     # of the program has set in the meantime.
@@ -49,6 +52,7 @@ def prepare() -> None:
             (nvidia, "get_ptxas_version", _ptxas_key),
             (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
             (triton().runtime.jit, "ast", _copy(ast, parse=_parse)),
+            (jit_callable, "cache_key", property(_one_at_a_time(jit_callable.cache_key.fget))),
             # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
             # that it visits. That takes time, and changes them for other threads too, permanently
             # if two threads overlap. Only Triton 3.5 has something to turn off: it uses `ast.Num`.
@@ -66,6 +70,15 @@ def _copy(module: ModuleType, **changes: Any) -> ModuleType:
     copy = ModuleType(module.__name__)
     vars(copy).update({**vars(module), **changes})
     return copy
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def locked(*args: Any) -> Any:
+        with front_end_lock:
+            return function(*args)
+
+    return locked
 
 
 def _parse(*args: Any, **kwargs: Any) -> Any:

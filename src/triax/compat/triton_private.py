@@ -28,13 +28,37 @@ _PLACEHOLDER = (
 
 
 # Held while Triton's Python code is in a state that a forked child must not inherit, such as a
-# half-computed hash of a kernel: a fork waits for it.
+# half-computed hash of a kernel, or a lock: a fork waits for it.
 front_end_lock = threading.RLock()
 os.register_at_fork(
     before=front_end_lock.acquire,
     after_in_parent=front_end_lock.release,
     after_in_child=front_end_lock.release,
 )
+
+
+def renew_property_locks(*owners: type) -> None:
+    """Gives the cached properties of `owners` new locks, in a forked child.
+
+    Before Python 3.12 `functools.cached_property` holds a lock, one for all instances, while it
+    computes a value: a child would wait for ever for a thread that only its parent has.
+    """
+    for owner in owners:
+        for attribute in vars(owner).values():
+            if isinstance(attribute, functools.cached_property) and hasattr(attribute, "lock"):
+                attribute.lock = threading.RLock()
+
+
+def _renew_tritons_property_locks() -> None:
+    for module, name in [
+        ("triton.runtime.jit", "KernelParam"),
+        ("triton.language.core", "tuple_type"),
+    ]:
+        if owner := getattr(sys.modules.get(module), name, None):
+            renew_property_locks(owner)
+
+
+os.register_at_fork(after_in_child=_renew_tritons_property_locks)
 
 
 @functools.cache
@@ -270,8 +294,6 @@ def compile_specialization(
             return make_ir(*args, **kwargs)
 
         source.make_ir = make_ir_after_miss  # a hit needs no IR
-    with front_end_lock:
-        source.hash()
     environment = _environment_up_to_ptx()
     kernel = triton().compile(
         source, target=backend.target, options=dict(options), _env_vars=environment
