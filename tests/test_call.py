@@ -33,10 +33,10 @@ def add(*operands, **changes):
     return triax.triton_call(*(operands or (X, X)), **{**arguments, **changes})
 
 
-def without(name):
+def without(name, **changes):
     arguments = {"n": 100, "BLOCK": 64, "kernel": kernels.add_kernel, "out_type": OUT, "grid": 2}
     del arguments[name]
-    return triax.triton_call(X, X, **arguments)
+    return triax.triton_call(X, X, **arguments, **changes)
 
 
 @triton.jit
@@ -74,6 +74,15 @@ def hooked(**arguments):
     )
 
 
+class Foreign:
+    """An array of another library."""
+
+    shape, dtype = (100,), "torch.float32"
+
+    def __dlpack__(self):
+        raise NotImplementedError
+
+
 GRID = r"Argument `grid` must be an int, a tuple or a callable but received: "
 
 WRONG_TYPES = {
@@ -90,6 +99,11 @@ WRONG_TYPES = {
     "grid_callable_string": (
         lambda: add(grid=lambda meta: "4"),
         GRID + r"type=str, value='4' from its callable",
+    ),
+    "grid_divided": (lambda: add(grid=100 / 64), r"value=1\.5625\. Divide ints with // or"),
+    "grid_array": (
+        lambda: add(grid=(jnp.int32(2),)),
+        GRID + r"type=tuple, value=\(int32\[\],\)\. Use Python ints, from shapes or static",
     ),
     "grid_traced": (
         lambda: jax.jit(lambda n: add(grid=(n,)))(2),
@@ -152,7 +166,21 @@ WRONG_TYPES = {
         lambda: add("x", X),
         r"Argument `x_ptr` of kernel 'add_kernel' must be an array.*got 'x' of type str",
     ),
-    "operand_list": (lambda: add([1.0], X), r"`x_ptr`.*got \[1\.0\] of type list"),
+    "operand_list": (
+        lambda: add(list(range(1000)), X),
+        r"`x_ptr`.*got \[0, 1, 2, 3, \.\.\.\] of type list. Make it an array with jnp.asarray",
+    ),
+    "operand_array_of_torch": (
+        lambda: add(Foreign(), X),
+        r"`x_ptr`.*got torch.float32\[100\] of type Foreign. .* with jax.dlpack.from_dlpack",
+    ),
+    "output_as_operand": (
+        lambda: add(X, X, X),
+        r"0 parameters that were not supplied. Triax makes the outputs and passes them to the "
+        r"kernel: leave out the operands that the kernel writes to \(`out_ptr`\?\), and pass what "
+        r"follows them by name. To update an operand, alias an output to it",
+    ),
+    "output_as_keyword": (lambda: add(out_ptr=X), r"leave out .* \(`out_ptr`\?\)"),
     "alias_list": (
         lambda: add(input_output_aliases=[(0, 0)]),
         r"must be a mapping from operands.*such as \{0: 0\}; got \[\(0, 0\)\] of type list",
@@ -179,7 +207,29 @@ WRONG_TYPES = {
     ),
     "array_constexpr": (
         lambda: add(BLOCK=jnp.int32(64)),
-        r"Argument `BLOCK` must be known.*got an array: 64",
+        r"Argument `BLOCK` must be known.*got int32\[\] of type jax.Array\. Pass a Python value",
+    ),
+    "large_array_constexpr": (
+        lambda: add(BLOCK=(64, np.arange(1000))),
+        r"`BLOCK\[1\]` must be known.*got int64\[1000\] of type ndarray\. Pass",
+    ),
+    "traced_option": (
+        lambda: jax.jit(lambda n: add(num_warps=n))(4),
+        r"`num_warps` must be known.*got traced int32\[\] of type jax.Array.*static_argnames",
+    ),
+    "misspelt_constexpr": (
+        lambda: without("BLOCK", BLOK=8),
+        r"constexpr `BLOCK`: pass it as a keyword. It has no parameter `BLOK`. Did you mean "
+        r"`BLOCK`\? Its parameters are x_ptr, y_ptr, out_ptr, n, BLOCK\.",
+    ),
+    "misspelt_option": (lambda: add(num_wraps=4), r"`num_wraps`.*Did you mean `num_warps`"),
+    "misspelt_argument": (
+        lambda: add(zeroed_output=(0,)),
+        r"no parameter `zeroed_output`.*Did you mean `zeroed_outputs`",
+    ),
+    "misspelt_out_type": (
+        lambda: without("out_type", out_typ=OUT),
+        r"`out_type` is missing.*There is no argument `out_typ`",
     ),
     "unhashable_constexpr": (
         lambda: add(BLOCK={"a": 1}),
@@ -189,6 +239,11 @@ WRONG_TYPES = {
         lambda: add(kernel=lambda x_ptr: None),
         r"Argument `kernel` must be a function decorated with @triton.jit.*type function. Decorate",
     ),
+    "kernel_subscripted": (
+        lambda: add(kernel=kernels.add_kernel[(2,)]),
+        r"Argument `kernel` must be .*Pass the kernel without \[grid\], and give `grid` beside it",
+    ),
+    "kernel_array": (lambda: add(kernel=X), r"got float32\[100\] of type jax.Array\.$"),
     "kernel_none": (lambda: add(kernel=None), r"Argument `kernel`.*got None of type NoneType"),
     "zeroed_int": (
         lambda: add(zeroed_outputs=0),
@@ -251,6 +306,10 @@ WRONG_VALUES = {
     "alias_no_such_name": (
         lambda: add(input_output_aliases={"y": 0}),
         r"names operand 'y', which was not given. Known: n, x_ptr, y_ptr",
+    ),
+    "alias_of_an_output": (
+        lambda: add(input_output_aliases={"out_ptr": 0}),
+        r"operand 'out_ptr', which was not given. Pass the array whose memory the output takes",
     ),
     "alias_scalar": (
         lambda: add(input_output_aliases={2: 0}),
@@ -452,6 +511,26 @@ def test_kernel_that_does_not_compile():
         triax.TriaxError, match=r"(?s)'broken_kernel' does not compile.*no_such_name"
     ):
         jax.jit(f).trace().lower(lowering_platforms=("cuda",))
+
+
+def test_a_name_that_only_the_grid_has():
+    with pytest.raises(KeyError) as caught:
+        add(grid=lambda meta: (meta["BLOK"],))
+    (note,) = caught.value.__notes__
+    assert note.startswith("A grid or heuristic asks for `BLOK`, which the call does not have.")
+    assert "Did you mean `BLOCK`? It has BLOCK, n, out_ptr, x_ptr, y_ptr." in note
+
+
+def test_none_where_the_kernel_wants_an_array():
+    with pytest.raises(AttributeError, match="NoneType") as caught:
+        add(X, None)
+    assert caught.value.__notes__[0].endswith("The kernel gets None for `y_ptr`.")
+
+
+@pytest.mark.parametrize("tool", [triax.explain, triax.tune])
+def test_tools_take_functions(tool):
+    with pytest.raises(ArgumentTypeError, match=r"`function` must be a function; got float32\[100"):
+        tool(X)
 
 
 def test_unknown_keyword_is_fine_where_the_grid_reads_it():
@@ -799,6 +878,11 @@ def test_strides_from_shape():
     ("arguments", "message"),
     [
         ({"block_shape": (16,)}, r"must have the same length, one to five"),
+        ({"block_shape": 16}, r"`block_shape`.*a tuple of Python ints.*; got 16 of type int"),
+        ({"block_shape": (16, 8.0)}, r"`block_shape`.*ints, each at least 1; got \(16, 8\.0\)"),
+        ({"block_shape": (16, -8)}, r"`block_shape`.*at least 1; got \(16, -8\)"),
+        ({"block_shape": (16, X)}, r"`block_shape`.*; got \(16, float32\[100\]\) of type tuple"),
+        ({"block_shape": (16, 16), "array": [[1.0]]}, r"`array`.*got \[\[1.0\]\] of type list"),
         ({"block_shape": (16, 16), "padding": "one"}, r"`padding`.*'zero' or 'nan'; got 'one'"),
         (
             {"block_shape": (16, 16), "round_f32_to_tf32": True},
@@ -808,7 +892,9 @@ def test_strides_from_shape():
 )
 def test_descriptor_mistakes(arguments, message):
     with pytest.raises(TriaxError, match=message):
-        triax.TensorDescriptor.from_array(jnp.zeros((32, 32), jnp.bfloat16), **arguments)
+        triax.TensorDescriptor.from_array(
+            **{"array": jnp.zeros((32, 32), jnp.bfloat16), **arguments}
+        )
 
 
 def test_descriptor_rows_must_be_aligned():

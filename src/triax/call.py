@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import warnings
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, get_args, over
 import jax
 import numpy as np
 
-from triax import settings
+from triax import messages, settings
 from triax.binding import arguments, candidates, dtypes
 from triax.binding.grid import GridLike, is_int
 from triax.binding.kernel import Kernel
@@ -240,15 +241,15 @@ def triton_call(
         settings.mode_in_force() if tuning is None else settings.check_tuning_mode(tuning, "tuning")
     )
     capability = _check_capability(compute_capability)
-    results, out_tree = _flatten_out_type(out_type)
+    results, out_tree = _flatten_out_type(out_type, kwargs)
     bound = arguments.bind(view, operands, kwargs)
     flat = arguments.Flattened(view.name)
     supplied = {name: flat.add(name, value) for name, value in bound.runtime.items()}
     aliases = arguments.resolve_aliases(
-        {} if input_output_aliases is None else input_output_aliases, flat, results
+        view, {} if input_output_aliases is None else input_output_aliases, flat, results
     )
     types = flat.types()
-    placed = arguments.place_outputs(view, bound, supplied, results, aliases)
+    placed = arguments.place_outputs(view, bound, supplied, types, results, aliases)
     options = {
         "num_warps": num_warps,
         "num_stages": num_stages,
@@ -268,6 +269,7 @@ def triton_call(
         aliases=aliases,
         zeroed_outputs=zeroed_outputs,
         block_shapes=flat.block_shapes,
+        other_names=_ARGUMENTS,
     )
     call = Call(
         kernel=view,
@@ -300,17 +302,21 @@ def triton_call(
     return jax.tree_util.tree_unflatten(out_tree, outputs[: len(results)])
 
 
+_ARGUMENTS = tuple(inspect.signature(triton_call).parameters)
+
+
 def _check_type(argument: str, value: Any, kind: type, what: str) -> None:
     if not isinstance(value, kind):
         raise ArgumentTypeError(
-            f"Argument `{argument}` must be {what}; got {value!r} of type {type(value).__name__}."
+            f"Argument `{argument}` must be {what}; got {messages.shown(value)}."
         )
 
 
 def _check_choice(argument: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         raise ArgumentValueError(
-            f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got {value!r}."
+            f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "
+            f"{messages.short(value)}."
         )
 
 
@@ -320,16 +326,18 @@ def _check_capability(value: Any) -> int | None:
     if not is_int(value) or not 50 <= value < 200:
         raise ArgumentValueError(
             "Argument `compute_capability` must be an int such as 90 (for 9.0); got "
-            f"{value!r} of type {type(value).__name__}."
+            f"{messages.shown(value)}."
         )
     return int(value)
 
 
-def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
+def _flatten_out_type(out_type: Any, keywords: Mapping[str, Any]) -> tuple[list[ArrayType], Any]:
     if out_type is None:
+        misspelt = difflib.get_close_matches("out_type", keywords, n=1)
         raise ArgumentTypeError(
             "Argument `out_type` is missing: give a pytree of jax.ShapeDtypeStruct, one for each "
             "output; () if the kernel only updates Refs."
+            + "".join(f" There is no argument `{name}`." for name in misspelt)
         )
     leaves, tree = jax.tree_util.tree_flatten(out_type)
     results = []
@@ -337,8 +345,8 @@ def _flatten_out_type(out_type: Any) -> tuple[list[ArrayType], Any]:
         label = f"out_type[{index}]" if len(leaves) > 1 else "out_type"
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ArgumentTypeError(
-                f"Argument `{label}` must have `shape` and `dtype`; got {leaf!r} of type "
-                f"{type(leaf).__name__}. Use jax.ShapeDtypeStruct(shape, dtype)."
+                f"Argument `{label}` must have `shape` and `dtype`; got "
+                f"{messages.shown(leaf)}. Use jax.ShapeDtypeStruct(shape, dtype)."
             )
         dtypes.check(leaf.dtype, label)
         canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -365,7 +373,7 @@ def _merge_options(
     if twice:
         raise ArgumentValueError(
             f"Argument `{twice[0]}` is also in `backend_options` "
-            f"({backend_options[twice[0]]!r}); give it once."
+            f"({messages.short(backend_options[twice[0]])}); give it once."
         )
     return {**{n: v for n, v in explicit.items() if v is not None}, **backend_options}
 
@@ -378,6 +386,7 @@ def _check_costs(costs: Mapping[str, int]) -> Any:
             )
         if not is_int(value) or value < 0:
             raise ArgumentTypeError(
-                f"Argument `cost_estimate` must have non-negative ints; got {name}={value!r}."
+                f"Argument `cost_estimate` must have non-negative ints; got {name}="
+                f"{messages.short(value)}."
             )
     return pack_values({name: int(value) for name, value in costs.items()}) if costs else ()

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import jax
 
 from triax.errors import ArgumentValueError, SettingError
+from triax.messages import short
 
 _MOST_SECONDS = 3600
 TuningMode = Literal["auto", "cached", "strict", "off", "runtime"]
@@ -40,7 +41,7 @@ def check_tuning_mode(mode: object, argument: str = "mode") -> str:
     """Returns `mode`, or raises `ArgumentValueError` if there is no such mode."""
     if mode not in TUNING_MODES:
         raise ArgumentValueError(
-            f"Argument `{argument}` must be one of {', '.join(TUNING_MODES)}; got {mode!r}."
+            f"Argument `{argument}` must be one of {', '.join(TUNING_MODES)}; got {short(mode)}."
         )
     return str(mode)
 

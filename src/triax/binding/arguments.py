@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from triax import messages
 from triax.binding import candidates, dtypes, grid
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.kernel import Kernel
@@ -115,10 +116,15 @@ class Flattened:
             return scalar
         if isinstance(value, (jax.Array, jax.Ref)) or jax_private.is_array(value):
             return Operand(self._add_array(name, value))
+        remedy = ""
+        if isinstance(value, list):
+            remedy = " Make it an array with jnp.asarray, or a tuple."
+        elif hasattr(value, "__dlpack__"):
+            remedy = " Make it a JAX array with jax.dlpack.from_dlpack."
         raise ArgumentTypeError(
             f"Argument `{name}` of kernel {self.kernel!r} must be an array, a bool, int or float, "
-            f"None, a Ref, a TensorDescriptor or a tuple of these; got {value!r} of type "
-            f"{type(value).__name__}."
+            f"None, a Ref, a TensorDescriptor or a tuple of these; got {messages.shown(value)}."
+            f"{remedy}"
         )
 
     def _add_array(self, name: str, value: Any) -> int:
@@ -180,17 +186,20 @@ def _scalar(name: str, value: Any) -> Scalar | None:
 
 
 def resolve_aliases(
-    aliases: Mapping[int | str, int], flat: Flattened, results: Sequence[ArrayType]
+    view: Kernel,
+    aliases: Mapping[int | str, int],
+    flat: Flattened,
+    results: Sequence[ArrayType],
 ) -> tuple[Alias, ...]:
     """The caller's aliases, from array operands to outputs."""
     if not isinstance(aliases, Mapping):
         raise ArgumentTypeError(
             "Argument `input_output_aliases` must be a mapping from operands to outputs, such as "
-            f"{{0: 0}}; got {aliases!r} of type {type(aliases).__name__}."
+            f"{{0: 0}}; got {messages.shown(aliases)}."
         )
     pairs: dict[int, int] = {}
     for key, result in aliases.items():
-        name, index = _find_leaf(key, flat.leaves)
+        name, index = _find_leaf(key, flat.leaves, view.parameter_names)
         if index is None:
             raise ArgumentValueError(
                 f"Argument `input_output_aliases` names operand {key!r}, which is the scalar "
@@ -204,7 +213,7 @@ def resolve_aliases(
         if not grid.is_int(result):
             raise ArgumentTypeError(
                 f"Argument `input_output_aliases` must map to the index of an output; got "
-                f"{result!r} for operand {key!r}."
+                f"{messages.short(result)} for operand {key!r}."
             )
         if index in pairs:
             raise ArgumentValueError(
@@ -215,7 +224,9 @@ def resolve_aliases(
     return candidates.check_aliases(pairs, flat.types(), results, flat.names) if pairs else ()
 
 
-def _find_leaf(key: Any, leaves: Sequence[tuple[str, int | None]]) -> tuple[str, int | None]:
+def _find_leaf(
+    key: Any, leaves: Sequence[tuple[str, int | None]], parameters: Sequence[str]
+) -> tuple[str, int | None]:
     """The flattened operand that a key of `input_output_aliases` names."""
     if grid.is_int(key):
         if 0 <= key < len(leaves):
@@ -227,7 +238,7 @@ def _find_leaf(key: Any, leaves: Sequence[tuple[str, int | None]]) -> tuple[str,
     if not isinstance(key, str):
         raise ArgumentTypeError(
             "Argument `input_output_aliases` must name operands by parameter or by index; got "
-            f"{key!r} of type {type(key).__name__}."
+            f"{messages.shown(key)}."
         )
     by_name = dict(leaves)
     if key in by_name:
@@ -237,9 +248,11 @@ def _find_leaf(key: Any, leaves: Sequence[tuple[str, int | None]]) -> tuple[str,
             f"Argument `input_output_aliases` names operand {key!r}, which is a tuple. Name one of "
             f"its parts: {', '.join(parts)}."
         )
+    remedy = messages.near_misses(key, by_name)
+    if key in parameters:
+        remedy = " Pass the array whose memory the output takes; without an alias, leave both out."
     raise ArgumentValueError(
-        f"Argument `input_output_aliases` names operand {key!r}, which was not given."
-        f"{candidates.near_misses(key, by_name)}"
+        f"Argument `input_output_aliases` names operand {key!r}, which was not given.{remedy}"
     )
 
 
@@ -247,6 +260,7 @@ def place_outputs(
     view: Kernel,
     bound: Bound,
     supplied: Mapping[str, Argument],
+    operands: Sequence[ArrayType],
     results: Sequence[ArrayType],
     aliases: Sequence[Alias],
 ) -> tuple[tuple[str, Argument], ...]:
@@ -265,28 +279,38 @@ def place_outputs(
     if len(outputs) > len(free):
         taking = [name for name in names if name in free or name in bound.absent]
     if len(outputs) != len(taking):
-        raise _wrong_number_of_outputs(view, bound, free, len(outputs))
+        arrays = [(n, leaf) for n, leaf in supplied.items() if isinstance(leaf, Operand)]
+        alike = [n for n, leaf in arrays if operands[leaf.index] in results]
+        raise _wrong_number_of_outputs(view, bound, free, len(outputs), alike)
     places = dict(zip(taking, map(Result, outputs), strict=True))
     return tuple((name, places.get(name) or supplied[name]) for name in names)
 
 
 def _wrong_number_of_outputs(
-    view: Kernel, bound: Bound, free: Sequence[str], outputs: int
+    view: Kernel, bound: Bound, free: Sequence[str], outputs: int, alike: Sequence[str]
 ) -> ArgumentTypeError:
+    """The error; `alike` are the operands that have the type of an output."""
     listed = f" ({', '.join(free)})" if free else ""
-    hint = ""
+    hint = "Each such parameter takes one output; supply the others as operands."
     if bound.absent and outputs > len(free):
-        hint = (
+        hint += (
             f" Those with a default of None ({', '.join(sorted(bound.absent))}) can take outputs "
             "too, but only all of them: pass None for those that are not outputs."
         )
+    elif outputs > len(free):  # as Triton is called
+        guess = f" (`{alike[-1]}`?)" if alike and not free else ""
+        hint = (
+            "Triax makes the outputs and passes them to the kernel: leave out the operands that "
+            f"the kernel writes to{guess}, and pass what follows them by name. To update an "
+            "operand, alias an output to it with `input_output_aliases`."
+        )
     if extra := sorted(set(bound.keywords) - set(view.parameter_names)):
-        misses = candidates.near_misses(extra[0], view.parameter_names)
+        misses = messages.near_misses(extra[0], view.parameter_names)
         hint += f" There is no parameter `{extra[0]}`.{misses}"
     return ArgumentTypeError(
         f"Argument `out_type` has {outputs} outputs that are not aliased to an operand, "
         f"but kernel {view.name!r} has {len(free)} parameters that were not supplied{listed}. "
-        f"Each such parameter takes one output; supply the others as operands.{hint}"
+        f"{hint}"
     )
 
 

@@ -8,13 +8,12 @@ the values that config is compiled with.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 
+from triax import messages
 from triax.binding import dtypes, hooks
 from triax.binding import grid as grids
 from triax.binding.kernel import Hook, Kernel, WatchedDict
@@ -30,6 +29,7 @@ from triax.binding.launch import (
 from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, unpack_values
 from triax.compat import jax_private, triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from triax.messages import near_misses, short
 
 # Options of Triton's launcher that jaxlib's launcher lacks: the value that means "off", and what to
 # do instead.
@@ -53,7 +53,8 @@ class Request:
     `parameters` is what each runtime parameter takes, `arguments` the same as callables see it:
     arrays as `jax.ShapeDtypeStruct`, scalars as they are. `keywords` are constexprs and
     meta-parameters, `options` the compiler's. `block_shapes` has the descriptors' block shapes that
-    are callables, by operand. For `conflicts` see `Kernel.expand`.
+    are callables, by operand. For `conflicts` see `Kernel.expand`. `other_names` are what
+    a misspelt keyword may have meant besides the kernel's parameters.
     """
 
     kernel: Kernel
@@ -69,6 +70,7 @@ class Request:
         default_factory=dict
     )
     conflicts: str = "filter"
+    other_names: Collection[str] = ()
 
 
 def build(request: Request) -> tuple[Candidate, ...]:
@@ -89,7 +91,7 @@ def build(request: Request) -> tuple[Candidate, ...]:
     found = [
         _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
     ]
-    _check_keywords(kernel, keywords, [config for config, _ in expanded], used)
+    _check_keywords(kernel, keywords, [config for config, _ in expanded], used, request.other_names)
     # Configs that differ only in values the caller sets are duplicates.
     distinct: dict[Candidate, Candidate] = {}
     for candidate in found:
@@ -133,9 +135,12 @@ def _candidate(
     meta = {**defaults, **keywords, **set_by_config}
     missing = [p.name for p in kernel.parameters if p.is_constexpr and p.name not in meta]
     if missing:
+        unknown = [n for n in keywords if n not in kernel.parameter_names]
+        hint = "".join(f" It has no parameter `{n}`.{near_misses(n, missing)}" for n in unknown)
         raise ArgumentTypeError(
             f"Kernel {kernel.name!r} needs a value for its constexpr "
-            f"{', '.join(f'`{n}`' for n in missing)}: pass it as a keyword."
+            f"{', '.join(f'`{n}`' for n in missing)}: pass it as a keyword.{hint} Its parameters "
+            f"are {', '.join(kernel.parameter_names)}."
         )
     compiler_options = {
         **options,
@@ -175,11 +180,10 @@ def static_value(name: str, value: Any) -> Any:
         return value
     value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
     if jax_private.is_array(value):
-        kind = "a traced value" if isinstance(value, jax.core.Tracer) else "an array"
         raise ArgumentTypeError(
             f"Argument `{name}` must be known when the function is traced, because the kernel is "
-            f"compiled for it; got {kind}: {value}. Pass a Python value; under jax.jit, mark it "
-            "static (static_argnames)."
+            f"compiled for it; got {messages.shown(value)}. Pass a Python value; under jax.jit, "
+            "mark it static (static_argnames)."
         )
     if isinstance(value, np.generic):
         value = value.item()
@@ -192,7 +196,7 @@ def static_value(name: str, value: Any) -> Any:
     except TypeError:
         raise ArgumentTypeError(
             f"Argument `{name}` must be hashable, because kernels are cached by it; got "
-            f"{value!r} of type {type(value).__name__}. Use a tuple, a number, a string or a dtype."
+            f"{messages.shown(value)}. Use a tuple, a number, a string or a dtype."
         ) from None
     return value
 
@@ -204,15 +208,16 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
       ArgumentValueError: Triton has no such option, or does not allow this value.
     """
     known = triton_private.option_names()
-    for name, value in options.items():
+    for name in options:
         if name not in known:
             raise ArgumentValueError(
                 f"Argument `backend_options` has {name!r}, which Triton's CUDA compiler does not "
                 f"know.{near_misses(name, known)}"
             )
-        if name in CONFIG_OPTIONS and value is not None:
-            _check_count(name, value)
-    return {n: static_value(n, v) for n, v in options.items() if v is not None}
+    options = {n: static_value(n, v) for n, v in options.items() if v is not None}
+    for name in options.keys() & CONFIG_OPTIONS:
+        _check_count(name, options[name])
+    return options
 
 
 def _refuse_launch_options(kernel: str, options: Mapping[str, Any]) -> None:
@@ -229,28 +234,24 @@ def _check_count(name: str, value: Any) -> None:
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     power = whole and value > 0 and value & (value - 1) == 0
     if name in ("num_warps", "num_ctas") and not power:
-        raise ArgumentValueError(f"Argument `{name}` must be a power of two; got {value!r}.")
+        raise ArgumentValueError(f"Argument `{name}` must be a power of two; got {short(value)}.")
     if not whole or value < 0:
-        raise ArgumentValueError(f"Argument `{name}` must be a positive int; got {value!r}.")
-
-
-def near_misses(name: str, known: Any) -> str:
-    """A sentence with the closest of the known names, or with all of them."""
-    close = difflib.get_close_matches(name, sorted(known), n=3)
-    if close:
-        return f" Did you mean {' or '.join(f'`{n}`' for n in close)}?"
-    return f" Known: {', '.join(sorted(known))}." if known else ""
+        raise ArgumentValueError(f"Argument `{name}` must be a positive int; got {short(value)}.")
 
 
 def _check_keywords(
-    kernel: Kernel, keywords: Mapping[str, Any], configs: Sequence[Config], used: set[str]
+    kernel: Kernel,
+    keywords: Mapping[str, Any],
+    configs: Sequence[Config],
+    used: set[str],
+    other_names: Collection[str],
 ) -> None:
     """Refuses names that nothing reads, so that a misspelt parameter is not silently ignored."""
     known = {*kernel.parameter_names, *used}
     for name in keywords:
         if name in known:
             continue
-        hint = near_misses(name, kernel.parameter_names)
+        hint = near_misses(name, kernel.parameter_names, other_names)
         if name in triton_private.option_names():
             hint = " It is a compiler option: pass it in `backend_options`."
         raise ArgumentTypeError(
@@ -271,7 +272,7 @@ def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
     if not isinstance(zeroed, Iterable) or not all(map(grids.is_int, zeroed := tuple(zeroed))):
         raise ArgumentTypeError(
             "Argument `zeroed_outputs` must be a sequence of output indices, such as (0,), or a "
-            f"callable that returns one; got {zeroed!r} of type {type(zeroed).__name__}."
+            f"callable that returns one; got {messages.shown(zeroed)}."
         )
     indices = tuple(sorted({int(i) for i in zeroed}))
     for index in indices:
@@ -299,13 +300,13 @@ def _check_block_shapes(
                 if not isinstance(given, (tuple, list)) or len(given) != rank:
                     raise ArgumentValueError(
                         f"Argument `block_shape` of descriptor `{name}` must have {rank} sizes, "
-                        f"like its shape {leaf.shape}; got {given!r}."
+                        f"like its shape {leaf.shape}; got {short(given)}."
                     )
                 sizes = tuple(static_value("block_shape", size) for size in given)
                 if not all(grids.is_int(n) and n > 0 for n in sizes):
                     raise ArgumentTypeError(
                         f"Argument `block_shape` of descriptor `{name}` must be positive ints; got "
-                        f"{given!r}."
+                        f"{short(given)}."
                     )
                 found.append((leaf.index, sizes))
     return tuple(found)

@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
+from triax import messages
+from triax.binding.grid import is_int
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
 BlockShape: TypeAlias = tuple[int, ...] | Callable[[Mapping[str, Any]], Sequence[int]]
@@ -67,20 +69,33 @@ class TensorDescriptor:
         round_f32_to_tf32: bool = False,
     ) -> TensorDescriptor:
         """The descriptor of a whole, row-major array."""
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ArgumentTypeError(
+                f"Argument `array` of TensorDescriptor must be an array; got "
+                f"{messages.shown(array)}. Use jnp.asarray."
+            )
         return cls(
             array,
             tuple(array.shape),
             strides_from_shape(array.shape),
-            block_shape if callable(block_shape) else tuple(block_shape),
+            tuple(block_shape) if isinstance(block_shape, Sequence) else block_shape,
             layout,
             padding,
             round_f32_to_tf32,
         )
 
     def __post_init__(self) -> None:
-        ranks = [len(self.shape), len(self.strides)]
+        fields = {"shape": self.shape, "strides": self.strides}
         if not callable(self.block_shape):
-            ranks.append(len(self.block_shape))
+            fields["block_shape"] = self.block_shape
+        for name, sizes in fields.items():
+            least = 1 if name == "block_shape" else 0
+            if not isinstance(sizes, tuple) or not all(is_int(n) and n >= least for n in sizes):
+                raise ArgumentTypeError(
+                    f"Argument `{name}` of TensorDescriptor must be a tuple of Python ints, each "
+                    f"at least {least}; got {messages.shown(sizes)}."
+                )
+        ranks = [len(sizes) for sizes in fields.values()]
         if len(set(ranks)) != 1 or not 1 <= ranks[0] <= 5:
             raise ArgumentValueError(
                 "Arguments `shape`, `strides` and `block_shape` of TensorDescriptor must have the "
@@ -89,7 +104,7 @@ class TensorDescriptor:
         if self.padding not in ("zero", "nan"):
             raise ArgumentValueError(
                 f"Argument `padding` of TensorDescriptor must be 'zero' or 'nan'; got "
-                f"{self.padding!r}."
+                f"{messages.short(self.padding)}."
             )
         if not hasattr(self.base, "dtype"):  # JAX rebuilds pytrees with placeholders
             return

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from triax.binding.launch import Launch, Operand
+from triax.binding.launch import Launch, Operand, Scalar
 
 
-def pointer_as_number(launch: Launch, error: BaseException) -> str:
-    """A hint about arrays of one element, if the error is about a pointer; else "".
+def hint(launch: Launch, error: BaseException | None) -> str:
+    """Which parameters an error may be about: Triton's come from deep inside an expression.
 
-    A scalar that JAX computes is an array, so the kernel gets a pointer to it. Triton's error comes
-    from deep inside an expression and does not name the parameter.
+    A scalar that JAX computes is an array, so the kernel gets a pointer to it.
     """
-    names = [
-        f"`{name}`"
-        for name, leaf in launch.named_leaves
-        if isinstance(leaf, Operand) and launch.array_type(leaf).size == 1
+    text = ""
+    while error is not None:  # an error in a helper has a cause
+        text, error = f"{text}{error}\n", error.__cause__
+    leaves = [(f"`{name}`", leaf) for name, leaf in launch.named_leaves]
+    pointers = [
+        n for n, leaf in leaves if isinstance(leaf, Operand) and launch.array_type(leaf).size == 1
     ]
-    reason: BaseException | None = error
-    while reason is not None and "pointer" not in str(reason):  # an error in a helper has a cause
-        reason = reason.__cause__
-    if not names or reason is None:
-        return ""
-    return (
-        f" The kernel gets a pointer for {', '.join(names)}, as for every array. If it needs the "
-        "number, pass a Python int or float, or read the array in the kernel with tl.load."
-    )
+    nones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value is None]
+    if pointers and "pointer" in text:
+        return (
+            f" The kernel gets a pointer for {', '.join(pointers)}, as for every array. If it "
+            "needs the number, pass a Python int or float, or read the array in the kernel with "
+            "tl.load. Under jax.jit, a number must be a static argument."
+        )
+    return f" The kernel gets None for {', '.join(nones)}." if nones and "NoneType" in text else ""
 
 
 def failure(launch: Launch, error: Exception) -> str:
@@ -32,5 +32,5 @@ def failure(launch: Launch, error: Exception) -> str:
     return (
         f"Kernel {launch.kernel.name!r} does not compile with config "
         f"[{launch.candidate.config}]: {type(error).__name__}: {str(error).strip()}"
-        f"{pointer_as_number(launch, error)}"
+        f"{hint(launch, error)}"
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from triax.binding.launch import Grid
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.messages import short
 
 Sizes: TypeAlias = int | tuple[int, ...] | list[int]
 GridLike: TypeAlias = Sizes | Callable[[Mapping[str, Any]], Sizes]
@@ -36,14 +37,15 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
         raise _not_a_grid(grid, source)
     if not 1 <= len(grid) <= 3:
         raise ArgumentValueError(
-            f"Argument `grid` must have one to three dimensions; got {len(grid)}{source}: {grid!r}."
+            f"Argument `grid` must have one to three dimensions; got {len(grid)}{source}: "
+            f"{short(grid)}."
         )
     sizes: Sequence[Any] = grid
     for axis, size, limit in zip("xyz", sizes, _LIMITS, strict=False):
         if isinstance(size, jax.core.Tracer):
             raise ArgumentTypeError(
                 f"Argument `grid` must be known when the function is traced, but its {axis} is the "
-                f"traced value {size}{source}. Compute it from shapes or static arguments."
+                f"traced value {short(size)}{source}. Compute it from shapes or static arguments."
             )
         if not is_int(size):
             raise _not_a_grid(grid, source)
@@ -65,7 +67,13 @@ def is_int(value: object) -> bool:
 
 
 def _not_a_grid(grid: object, source: str) -> ArgumentTypeError:
+    sizes = grid if isinstance(grid, (tuple, list)) else (grid,)
+    remedy = ""
+    if any(isinstance(size, float) for size in sizes):
+        remedy = " Divide ints with // or triton.cdiv."
+    elif any(isinstance(size, (jax.Array, np.ndarray)) for size in sizes):
+        remedy = " Use Python ints, from shapes or static arguments."
     return ArgumentTypeError(
         "Argument `grid` must be an int, a tuple or a callable but received: "
-        f"type={type(grid).__name__}, value={grid!r}{source}."
+        f"type={type(grid).__name__}, value={short(grid)}{source}.{remedy}"
     )

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from triax import messages
 from triax.binding.values import CONFIG_OPTIONS, Config, pack_values
 from triax.compat import triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -75,10 +76,12 @@ class Kernel:
             function = function.fn
         if not triton_private.is_jit_function(function):
             hint = " Decorate it with @triton.jit." if callable(function) else ""
+            if getattr(function, "__qualname__", "").startswith("KernelInterface."):  # kernel[grid]
+                hint = " Pass the kernel without [grid], and give `grid` beside it."
             raise ArgumentTypeError(
                 "Argument `kernel` must be a function decorated with @triton.jit (or Gluon's jit), "
                 "optionally with @triton.autotune or @triton.heuristics around it; "
-                f"got {function!r} of type {type(function).__name__}.{hint}"
+                f"got {messages.shown(function)}.{hint}"
             )
         name = str(function.fn.__name__)
         tuners = [stage for stage in stages if triton_private.is_autotuner(stage)]
@@ -185,9 +188,9 @@ class Kernel:
             )
             raise ArgumentValueError(
                 f"No config of kernel {self.name!r} agrees with the values given for "
-                f"{', '.join(f'`{n}`={given[n]!r}' for n in clashing)}. Its configs are: "
-                f"{'; '.join(str(c) for c in tuner.configs)}. Leave the argument out to let a "
-                "config decide."
+                f"{', '.join(f'`{n}`={messages.short(given[n])}' for n in clashing)}. Its configs "
+                f"are: {'; '.join(str(c) for c in tuner.configs)}. Leave the argument out to let "
+                "a config decide."
             )
         configs = _prune(tuner, configs, arguments, branch.keywords)
         if not configs:
@@ -262,6 +265,15 @@ class WatchedDict(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         self._read.add(key)
         return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> Any:
+        error = KeyError(key)
+        names = sorted(super().keys())
+        error.add_note(
+            f"A grid or heuristic asks for `{key}`, which the call does not have."
+            f"{messages.near_misses(key, names)} It has {', '.join(names)}."
+        )
+        raise error
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(key)

@@ -136,7 +136,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
                     try:
                         function(**arguments)
                     except Exception as error:
-                        hint = diagnostics.pointer_as_number(launch, error)
+                        hint = diagnostics.hint(launch, error)
                         where = f"`{launch.name}`, program {memory.program}"
                         if hint or where not in str(error):
                             error.add_note(f"Raised by kernel {where}.{hint}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from triax import messages
 from triax.emitting import reading
 from triax.tuning import policy
 from triax.tuning.store import Timing
@@ -69,6 +70,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     Raises:
       TriaxError: the function cannot be lowered.
     """
+    messages.check_callable("function", function)
     # A new wrapper, because JAX caches traces by function, and an old trace may have another mode.
     fresh = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     jitted = function if hasattr(function, "trace") else fresh

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from triax import messages
 from triax.binding.launch import ArrayType, Call
 from triax.compat import jax_private
 from triax.compiling import compiler
@@ -51,6 +52,7 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
       CompilationError: none of a kernel's configs compiles and runs.
       TuningError: nothing can be measured here; the message says why.
     """
+    messages.check_callable("function", function)
     tuned: dict[str, Tuned] = {}
 
     def listen(call: Call, operands: Sequence[Any], result_avals: Any) -> None:

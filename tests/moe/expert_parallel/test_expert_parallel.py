@@ -362,6 +362,11 @@ def test_combine_wants_the_rows_of_dispatch(options, shape):
         jax.make_jaxpr(function)(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((4, 2), int))
 
 
+def test_dispatch_wants_a_mesh():
+    with pytest.raises(ArgumentValueError, match=r"`axis_name` must name a mesh axis.*; got 'd'"):
+        moe.dispatch(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((4, 2), int), 4, "d")
+
+
 def test_combine_wants_its_plan():
     with pytest.raises(ArgumentTypeError, match="`plan` must be the plan of `dispatch`"):
         moe.combine(jnp.ones((8, 4)), moe.make_plan(jnp.ones((4, 2), int), 4))

@@ -19,9 +19,10 @@ MASK = jnp.zeros((4, 3), bool)
 
 REFUSED = {
     "a list": (
-        {"selected_experts": [[1]]},
+        {"selected_experts": [[1]] * 1000},
         ArgumentTypeError,
-        "`selected_experts` must be an array of shape [tokens, top_k]; got [[1]] of type list",
+        "`selected_experts` must be an array of shape [tokens, top_k]; got [[1], [1], [1], [1], "
+        "...] of type list. Use jnp.asarray.",
     ),
     "rank": (
         {"selected_experts": IDS[None]},

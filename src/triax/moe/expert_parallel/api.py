@@ -158,7 +158,13 @@ def dispatch(
     weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
     if isinstance(axis_name, list):
         axis_name = tuple(axis_name)
-    num_devices = jax.lax.axis_size(axis_name)
+    try:
+        num_devices = jax.lax.axis_size(axis_name)
+    except NameError as error:
+        raise ArgumentValueError(
+            "Argument `axis_name` must name a mesh axis of the jax.shard_map that `dispatch` is "
+            f"called in; got {axis_name!r}."
+        ) from error
     num_experts = arguments.integer("num_experts", num_experts, 1)
     if num_experts % num_devices:
         raise ArgumentValueError(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from triax import messages
 from triax.binding import dtypes
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation import configs, derivatives
@@ -171,8 +172,7 @@ def unpermute(
 def _routes(plan: Any) -> Routes:
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
-            f"Argument `plan` must be a Plan, from `make_plan`; got {plan!r} of type "
-            f"{type(plan).__name__}."
+            f"Argument `plan` must be a Plan, from `make_plan`; got {messages.shown(plan)}."
         )
     row_of = plan.row_of
     groups = plan.group_sizes.shape

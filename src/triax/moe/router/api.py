@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.router import derivatives
 from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
@@ -83,8 +84,7 @@ def route(
     arguments.check_choice("score", score, SCORES)
     if not isinstance(normalize, (bool, np.bool_)):
         raise ArgumentTypeError(
-            f"Argument `normalize` must be a bool; got {normalize!r} of type "
-            f"{type(normalize).__name__}."
+            f"Argument `normalize` must be a bool; got {messages.shown(normalize)}."
         )
     num_groups, top_groups = check_groups(num_experts, num_groups, top_groups)
     spec = RouterSpec(
@@ -188,8 +188,8 @@ def check_scale(name: str, scale: Any) -> float:
     number = isinstance(scale, (int, float, np.integer, np.floating))
     if not number or isinstance(scale, (bool, np.bool_)):
         raise ArgumentTypeError(
-            f"Argument `{name}` must be a Python number; got {scale!r} of type "
-            f"{type(scale).__name__}. Multiply the weights by an array yourself."
+            f"Argument `{name}` must be a Python number; got "
+            f"{messages.shown(scale)}. Multiply the weights by an array yourself."
         )
     if not math.isfinite(scale):
         raise ArgumentValueError(f"Argument `{name}` must be finite; got {scale!r}.")

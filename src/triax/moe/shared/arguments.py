@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
 MAX_ROWS = 2**31 - 1
@@ -17,9 +18,10 @@ MAX_ROWS = 2**31 - 1
 def array(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax.Array:
     """Returns `value` as a JAX array if its rank is that of `axes` and its dtype is of `kind`."""
     if not isinstance(value, (jax.Array, np.ndarray)):
+        remedy = f"Use its `{name}`." if hasattr(value, name) else "Use jnp.asarray."
         raise ArgumentTypeError(
-            f"Argument `{name}` must be an array of shape [{', '.join(axes)}]; got {value!r} of "
-            f"type {type(value).__name__}. Use jnp.asarray."
+            f"Argument `{name}` must be an array of shape [{', '.join(axes)}]; got "
+            f"{messages.shown(value)}. {remedy}"
         )
     if value.ndim != len(axes):
         raise ArgumentValueError(
@@ -57,17 +59,19 @@ def check_choice(name: str, value: Any, choices: Iterable[Any], remedy: str = ""
     choices = tuple(choices)
     if value not in choices:
         raise ArgumentValueError(
-            f"Argument `{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}."
-            + remedy
+            f"Argument `{name}` must be one of {', '.join(map(repr, choices))}; got "
+            f"{messages.short(value)}.{remedy}"
         )
 
 
 def integer(name: str, value: Any, least: int) -> int:
     """Returns `value` as a Python int from `least` to 2**31 - 1, or raises."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        traced = isinstance(value, jax.core.Tracer)
+        remedy = " Under jax.jit, mark it static (static_argnames)." if traced else ""
         raise ArgumentTypeError(
             f"Argument `{name}` must be a Python int, because array shapes depend on it; got "
-            f"{value!r} of type {type(value).__name__}."
+            f"{messages.shown(value)}.{remedy}"
         )
     if not least <= value <= MAX_ROWS:
         raise ArgumentValueError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation import api as moves
 from triax.moe.plans.api import make_plan, select_experts
@@ -132,7 +133,7 @@ def pure_jax_token_combine(
     if not isinstance(perm_state, PureJaxPermState):
         raise ArgumentTypeError(
             "Argument `perm_state` must be the second result of `pure_jax_token_dispatch`; got "
-            f"{perm_state!r} of type {type(perm_state).__name__}."
+            f"{messages.shown(perm_state)}."
         )
     name = "num_experts_per_tok"
     weights = tables.as_table("routing_weights", routing_weights, name, jnp.floating)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
+from triax.messages import short
 from triax.moe.router import api
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.losses import normalized_scores
@@ -170,5 +171,5 @@ def _as_enum(name: str, value: Any, kind: type[Any]) -> Any:
     except (KeyError, ValueError):
         names = ", ".join(repr(member.name.lower()) for member in kind)
         raise ArgumentValueError(
-            f"Argument `{name}` must be one of {names}, or a {kind.__name__}; got {value!r}."
+            f"Argument `{name}` must be one of {names}, or a {kind.__name__}; got {short(value)}."
         ) from None

@@ -1,0 +1,59 @@
+"""Words that error messages share: what a value was, and which name may have been meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from triax.errors import ArgumentTypeError
+
+# How to install what an optional part of Triax needs. To be changed when Triax is on an index.
+INSTALL = "`pip install '.[{}]'` in a checkout of Triax"
+
+
+class _Short(reprlib.Repr):
+    """Short texts of any value; of an array dtype and shape, never its contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 4
+        self.maxstring = self.maxother = 80
+
+    def repr1(self, x: Any, level: int) -> str:
+        is_value = isinstance(x, (type, np.generic))
+        if not is_value and hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple):
+            return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        if dataclasses.is_dataclass(x) or hasattr(x, "_fields"):  # their own texts hold arrays'
+            return f"{type(x).__name__}(...)"
+        return super().repr1(x, level)
+
+
+short = _Short().repr
+
+
+def shown(value: Any) -> str:
+    """A value and its type, as in "got 3 of type int" and "got float32[8,4] of type jax.Array"."""
+    kind = "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
+    traced = "traced " if isinstance(value, jax.core.Tracer) else ""
+    return f"{traced}{short(value)} of type {kind}"
+
+
+def check_callable(argument: str, value: object) -> None:
+    """Raises `ArgumentTypeError` if a value cannot be called."""
+    if not callable(value):
+        raise ArgumentTypeError(f"Argument `{argument}` must be a function; got {shown(value)}.")
+
+
+def near_misses(name: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
+    """A sentence with the closest of the names known and `also` known, or with all known ones."""
+    known = sorted(known)
+    in_lower_case = {n.lower(): n for n in [*known, *also]}
+    if close := difflib.get_close_matches(name.lower(), in_lower_case):
+        return f" Did you mean {' or '.join(f'`{in_lower_case[n]}`' for n in close)}?"
+    return f" Known: {', '.join(known)}." if known else ""
