@@ -58,7 +58,7 @@ matrix: $(STAMP)
 	$(PY) tools/matrix.py $(ARGS)
 
 docs: $(DOCS_STAMP)
-	$(PY) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 wheel: $(STAMP)
 	$(PY) -m build

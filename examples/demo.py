@@ -11,7 +11,7 @@ The tokens are scikit-learn's 1,797 handwritten digits, 64 pixels each.
 3. What XLA is given when the same functions are lowered for a GPU.
 4. A mixture of experts learns to read the digits.
 
-    python examples/demo.py        # writes build/demo/chunks.png and build/demo/training.png
+    python examples/demo.py        # writes build/demo/chunks.png, training.png and ribbons.svg
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ def sort_chunks_and_back(implementation):
     check("tokens, there and back", returned.rows, tokens)
     check("probs, there and back", returned.probs, probs)
     check("gradient of the tokens", d_tokens, weights[np.argsort(order)])
+    drawn = tokens, np.asarray(sorted_.rows), sizes, indices, TOKENS_OF_RANK
     path = PICTURES / "chunks.png"
-    pictures.draw_chunks(path, tokens, np.asarray(sorted_.rows), sizes, indices, TOKENS_OF_RANK)
+    pictures.draw_chunks(path, *drawn)
+    pictures.draw_ribbons(path.with_name("ribbons.svg"), *drawn)  # docs/pictures has a copy
     print(f"  The picture is {os.path.relpath(path)}")
 
 

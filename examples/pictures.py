@@ -14,15 +14,15 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
 from matplotlib.ticker import PercentFormatter
 
+COLORS = np.array(matplotlib.colormaps["tab10"].colors)  # one for each expert
+plt.rcParams["svg.hashsalt"] = "triax"  # the same picture is the same bytes
+
 
 def draw_chunks(path, before, after, sizes, indices, tokens_of_rank):
     """The tokens before and after, in their experts' colours, and where each chunk goes."""
-    colors = np.array(matplotlib.colormaps["tab10"].colors)
     num_experts = len(sizes) // len(tokens_of_rank)
     expert_before = np.repeat(np.arange(len(sizes)) % num_experts, sizes)
     expert_after = np.sort(expert_before)
-    ends = np.cumsum(sizes)
-    ends_after = np.cumsum(sizes[indices])
     total = len(before)
 
     figure, axes = plt.subplots(
@@ -32,32 +32,15 @@ def draw_chunks(path, before, after, sizes, indices, tokens_of_rank):
 
     def paint(axis, rows, expert):
         # White where the pixel is off, the expert's colour where it is on.
-        image = 1 - rows.T[:, :, None] / 16 * (1 - colors[expert])[None]
+        image = 1 - rows.T[:, :, None] / 16 * (1 - COLORS[expert])[None]
         axis.imshow(image, aspect="auto", extent=(0, total, 64, 0), interpolation="nearest")
 
-    def thumbnails(axis, rows, expert, count=28):
-        width = total / count
-        for i in range(count):
-            token = int((i + 0.5) * width)
-            image = 1 - rows[token].reshape(8, 8, 1) / 16 * (1 - colors[expert[token]])
-            axis.imshow(image, extent=(i * width, (i + 0.92) * width, 0, 1), aspect="auto")
-        axis.set(ylim=(0, 1))
-
-    thumbnails(axes[0], before, expert_before)
+    thumbnails(axes[0], before, expert_before, count=28)
     paint(axes[1], before, expert_before)
     paint(axes[3], after, expert_after)
-    thumbnails(axes[4], after, expert_after)
+    thumbnails(axes[4], after, expert_after, count=28)
 
-    for j, i in enumerate(indices):
-        top = ends[i] - sizes[i], ends[i]
-        bottom = ends_after[j] - sizes[i], ends_after[j]
-        points = [(top[0], 1), (top[0], 0.5), (bottom[0], 0.5), (bottom[0], 0)]
-        points += [(bottom[1], 0), (bottom[1], 0.5), (top[1], 0.5), (top[1], 1)]
-        curve = [Curve.CURVE4] * 3
-        codes = [Curve.MOVETO, *curve, Curve.LINETO, *curve]
-        color = colors[i % num_experts]
-        axes[2].add_patch(PathPatch(Curve(points, codes), facecolor=color, alpha=0.6, lw=0))
-    axes[2].set(ylim=(0, 1))
+    ribbons(axes[2], sizes, indices, num_experts)
 
     for axis in axes:
         axis.set(xlim=(0, total), xticks=[], yticks=[])
@@ -78,6 +61,57 @@ def draw_chunks(path, before, after, sizes, indices, tokens_of_rank):
         pad=32,
     )
     save(figure, path, dpi=100)
+
+
+def draw_ribbons(path, before, after, sizes, indices, tokens_of_rank):
+    """The picture at the top of the documentation: the ribbons, with some tokens at their ends.
+
+    An SVG without a background, in colours for light and dark pages alike.
+    """
+    num_experts = len(sizes) // len(tokens_of_rank)
+    expert_before = np.repeat(np.arange(len(sizes)) % num_experts, sizes)
+    figure, axes = plt.subplots(
+        3, 1, figsize=(10, 4.4), sharex=True, height_ratios=[1, 7, 1], layout="constrained"
+    )
+    figure.get_layout_engine().set(hspace=0, h_pad=0.02, w_pad=0)
+    thumbnails(axes[0], before, expert_before, count=20)
+    ribbons(axes[1], sizes, indices, num_experts)
+    thumbnails(axes[2], after, np.sort(expert_before), count=20)
+    for axis in axes:
+        axis.set(xlim=(0, len(before)), xticks=[], yticks=[])
+        axis.axis("off")
+    starts = np.cumsum(tokens_of_rank) - tokens_of_rank
+    for rank, (start, count) in enumerate(zip(starts, tokens_of_rank, strict=True)):
+        text = f"device {rank}"
+        axes[0].text(start + count / 2, 1.2, text, ha="center", size=17, color="#808080")
+    save(figure, path, transparent=True, metadata={"Date": None})
+
+
+def thumbnails(axis, rows, expert, count):
+    """Some of the tokens as images, transparent where a pixel is off."""
+    width = len(rows) / count
+    for i in range(count):
+        token = int((i + 0.5) * width)
+        image = np.empty((8, 8, 4))
+        image[..., :3], image[..., 3] = COLORS[expert[token]], rows[token].reshape(8, 8) / 16
+        extent = (i * width, (i + 0.92) * width, 0, 1)
+        axis.imshow(image, extent=extent, aspect="auto", interpolation="none")
+    axis.set(ylim=(0, 1))
+
+
+def ribbons(axis, sizes, indices, num_experts):
+    """Where each chunk goes, from the order by (rank, expert) to that by (expert, rank)."""
+    ends, ends_after = np.cumsum(sizes), np.cumsum(sizes[indices])
+    for j, i in enumerate(indices):
+        top = ends[i] - sizes[i], ends[i]
+        bottom = ends_after[j] - sizes[i], ends_after[j]
+        points = [(top[0], 1), (top[0], 0.5), (bottom[0], 0.5), (bottom[0], 0)]
+        points += [(bottom[1], 0), (bottom[1], 0.5), (top[1], 0.5), (top[1], 1)]
+        curve = [Curve.CURVE4] * 3
+        codes = [Curve.MOVETO, *curve, Curve.LINETO, *curve]
+        color = COLORS[i % num_experts]
+        axis.add_patch(PathPatch(Curve(points, codes), facecolor=color, alpha=0.6, lw=0))
+    axis.set(ylim=(0, 1))
 
 
 def draw_training(path, history):
@@ -104,18 +138,17 @@ def draw_training(path, history):
     loss.set(yscale="log", xlim=(0, len(steps)))
     loss.legend(frameon=False)
 
-    colors = matplotlib.colormaps["tab10"].colors
     for layer, axis in enumerate(loads):
         # From the top down expert 0, 1, …, as the names beside it stand.
         shares = [smooth(share) for share in history.share[:, layer].T[::-1]]
-        axis.stackplot(steps, shares, colors=colors[:num_experts][::-1], edgecolor="white", lw=0.8)
+        axis.stackplot(steps, shares, colors=COLORS[:num_experts][::-1], edgecolor="white", lw=0.8)
         for expert in range(num_experts):
             axis.annotate(
                 f"expert {expert}",
                 (1.02, 1 - (expert + 0.5) / num_experts),
                 xycoords="axes fraction",
                 va="center",
-                color=colors[expert],
+                color=COLORS[expert],
             )
         for even in np.arange(1, num_experts) / num_experts:
             axis.axhline(even, color="black", lw=0.7, ls=(0, (1, 3)))
@@ -137,7 +170,7 @@ def smooth(values, width=15):
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def save(figure, path: Path, dpi):
+def save(figure, path: Path, **options):
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, **options)
     plt.close(figure)

@@ -1,15 +1,36 @@
-"""The pages whose snippets are said to run one after the other."""
+"""The Python of README's and the documentation's pages runs, each page as one program."""
 
+from __future__ import annotations
+
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
+PROGRAM = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LOWERS = {"start/first-kernel", "tuning", "guides/exporting"}  # what is compiled for a GPU
 
 
-@pytest.mark.parametrize("page", ["moe", "router", "expert-parallel"])
-def test_snippets_run(page):
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    exec(compile(program, f"docs/{page}.md", "exec"), {})
+def pages() -> list[object]:
+    found = []
+    for path in sorted(DOCS.rglob("*.md")):
+        if PROGRAM.search(path.read_text(encoding="utf-8")):
+            name = path.relative_to(DOCS).with_suffix("").as_posix()
+            marks = [pytest.mark.cuda_plugin] if name in LOWERS else []
+            found.append(pytest.param(path, id=name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("page", pages())
+def test_page_runs(page, tmp_path):
+    blocks = PROGRAM.findall(page.read_text(encoding="utf-8"))
+    assert max(len(line) for block in blocks for line in block.splitlines()) <= 88, (
+        "a code block is too wide for the site"
+    )
+    # A file, because Triton reads a kernel's source.
+    path = tmp_path / f"{page.stem.replace('-', '_')}.py"
+    path.write_text("\n".join(blocks), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

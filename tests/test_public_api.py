@@ -105,6 +105,15 @@ def test_name_is_documented(module, name):
     assert getattr(importlib.import_module(module), name).__doc__
 
 
+@pytest.mark.parametrize("module", PUBLIC)
+def test_names_are_in_the_reference(module):
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    shown = set(re.findall(r"^::: (.+)$", "\n".join(p.read_text() for p in pages), re.MULTILINE))
+    # Of modules `errors` is shown whole, `moe` and `testing` name by name; `errors` has TriaxError.
+    others = {"__version__", "moe", "testing", "TriaxError"}
+    assert {f"{module}.{name}" for name in PUBLIC[module] if name not in others} <= shown
+
+
 def test_version_is_the_project_s():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     stated = re.search(r'^version = "(.+)"$', text, re.MULTILINE)

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
     "docs/benchmarks.md",
+    "docs/coming-from/argsort.md",
     "docs/expert-parallel.md",
     "docs/performance-notes.md",
     "docs/router.md",
