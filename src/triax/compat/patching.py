@@ -10,6 +10,7 @@ There is one list for the process, guarded by `triax.compat.triton_lock`.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,16 +27,21 @@ class Change:
     value: Any
 
 
-_originals: list[Change] = []
+_originals: list[tuple[Any, dict[str, Any]]] = []
 _snapshots: list[tuple[Any, dict[str, Any]]] = []
 
 
 def replace(changes: Iterable[Change]) -> None:
     """Makes the changes; `undo` takes them back."""
     for change in changes:
-        old = _attributes(change.holder).get(change.name, ABSENT)
-        _originals.append(dataclasses.replace(change, value=old))
-        _assign(change)
+        replace_all(change.holder, {change.name: change.value})
+
+
+def replace_all(holder: Any, values: dict[str, Any]) -> None:
+    """Makes `values` the attributes of those names; `undo` takes them back."""
+    attributes = _attributes(holder)
+    _originals.append((holder, {name: attributes.get(name, ABSENT) for name in values}))
+    _assign(holder, values)
 
 
 def watch(holders: Iterable[Any]) -> None:
@@ -46,42 +52,46 @@ def watch(holders: Iterable[Any]) -> None:
 
 def watched_changes() -> list[Change]:
     """What others have changed in the holders that are watched."""
-    return [change for holder, old in _snapshots for change in _differences(holder, old)]
+    return [
+        Change(holder, name, _attributes(holder).get(name, ABSENT))
+        for holder, old in _snapshots
+        for name in _differences(holder, old)
+    ]
 
 
 def undo() -> None:
     """Restores everything that was replaced, or changed in a holder that is watched."""
     while _snapshots:
         holder, old = _snapshots[-1]
-        for change in _differences(holder, old):
-            _assign(dataclasses.replace(change, value=old.get(change.name, ABSENT)))
+        _assign(holder, {name: old.get(name, ABSENT) for name in _differences(holder, old)})
         _snapshots.pop()
     while _originals:
-        _assign(_originals[-1])
+        _assign(*_originals[-1])
         _originals.pop()
 
 
-def _differences(holder: Any, old: dict[str, Any]) -> list[Change]:
+def _differences(holder: Any, old: dict[str, Any]) -> list[str]:
     new = dict(_attributes(holder))
-    return [
-        Change(holder, name, new.get(name, ABSENT))
-        for name in new.keys() | old.keys()
-        if new.get(name, ABSENT) is not old.get(name, ABSENT)
-    ]
+    return [n for n in new.keys() | old.keys() if new.get(n, ABSENT) is not old.get(n, ABSENT)]
 
 
 def _attributes(holder: Any) -> Any:
     return holder if isinstance(holder, dict) else vars(holder)
 
 
-def _assign(change: Change) -> None:
-    is_there = change.name in _attributes(change.holder)
-    if isinstance(change.holder, dict):
-        if change.value is not ABSENT:
-            change.holder[change.name] = change.value
+def _assign(holder: Any, values: dict[str, Any]) -> None:
+    attributes = _attributes(holder)
+    if isinstance(holder, (dict, types.ModuleType)) and ABSENT not in values.values():
+        attributes.update(values)  # at once: an interpreted launch replaces hundreds
+        return
+    for name, value in values.items():
+        is_there = name in attributes
+        if isinstance(holder, dict):
+            if value is not ABSENT:
+                holder[name] = value
+            elif is_there:
+                del holder[name]
+        elif value is not ABSENT:
+            setattr(holder, name, value)
         elif is_there:
-            del change.holder[change.name]
-    elif change.value is not ABSENT:
-        setattr(change.holder, change.name, change.value)
-    elif is_there:
-        delattr(change.holder, change.name)
+            delattr(holder, name)

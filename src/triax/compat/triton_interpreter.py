@@ -148,26 +148,30 @@ class LanguagePatch:
     """
 
     def __init__(self, builder: Any, semantic: TritonSemantic, more: Iterable[Change]):
-        self._changes = [
+        changes = [
             Change(_stock, "interpreter_builder", builder),
             Change(_stock, "interpreter_semantic", semantic),
             Change(_stock, "_get_np_dtype", numpy_dtype),
             *_known_shapes(),
         ]
-        patching.replace(self._changes)
+        patching.replace(changes)
         patching.watch(_CORE_HOLDERS)
         _stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        self._changes += patching.watched_changes()
+        changes += patching.watched_changes()
         patching.undo()
-        self._changes += more
+        changes += more
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """By identity: each replaced function of the language and its replacement, for
         kernels whose module imported the function itself."""
-        for change in self._changes:
-            if isinstance(change.holder, types.ModuleType) and change.holder is not _stock:
-                original = vars(change.holder).get(change.name)
+        self._changes: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for change in changes:
+            holder = change.holder
+            self._changes.setdefault(id(holder), (holder, {}))[1][change.name] = change.value
+            if isinstance(holder, types.ModuleType) and holder is not _stock:
+                original = vars(holder).get(change.name)
                 self.replaced[id(original)] = (original, change.value)
 
     def apply(self) -> None:
         """Puts the replacements in place, until `patching.undo`."""
-        patching.replace(self._changes)
+        for holder, values in self._changes.values():
+            patching.replace_all(holder, values)
