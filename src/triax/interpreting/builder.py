@@ -160,6 +160,13 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         dtype = numpy_dtype(type)
         return TensorHandle(np.array([-1]).astype(dtype), type.scalar)
 
+    # Shapes.
+
+    def create_splat(self, type: Any, value: Any) -> TensorHandle:
+        data = np.empty(compat.sizes_of(type), numpy_dtype(value.dtype))
+        data[...] = value.data
+        return TensorHandle(data, value.dtype.scalar)
+
     # Arithmetic.
 
     def binary_op(self, lhs: Any, rhs: Any, op: Any) -> TensorHandle:

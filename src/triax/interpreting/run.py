@@ -185,7 +185,7 @@ class _Machine:
 
     def __init__(self) -> None:
         self.builder = Builder()
-        self.semantic = compat.TritonSemantic(self.builder)
+        self.semantic = compat.Semantic(self.builder)
         self._rewriter: rewriting.Rewriter | None = None
         self._patch = compat.LanguagePatch(self.builder, self.semantic, self._changes())
 
