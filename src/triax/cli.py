@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
-import json
 import logging
 import os
 import signal
@@ -17,10 +16,9 @@ from pathlib import Path
 from types import ModuleType
 
 from triax.bench import command as bench
-from triax.compat import jax_private, versions
 from triax.compat.versions import __version__
 from triax.errors import ArgumentValueError, TriaxError
-from triax.tools import cache
+from triax.tools import cache, doctor
 from triax.tools.tune import tune
 
 logger = logging.getLogger(__name__)
@@ -105,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
 
     bench.add_parser(commands)
 
-    command = commands.add_parser("doctor", help="installed versions and what they allow")
-    command.set_defaults(run=_doctor)
+    command = commands.add_parser("doctor", help="what works here, and what to do about the rest")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=lambda options: doctor.doctor(options.json))
     return parser
 
 
@@ -162,26 +161,6 @@ def _said(error: Exception, path: str) -> str:
         where = f"{error.filename}:{error.lineno}: " if error.filename else ""
         what = error.msg
     return f"{where or f'{path}: '}{type(error).__name__}: {what}".removesuffix(": ")
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    plugin = versions.cuda_plugin()
-    found = {
-        name: versions.installed(name) for name in ("jax", "jaxlib", "triton", "cuda-bindings")
-    }
-    found["CUDA plugin"] = " ".join(plugin) if plugin else None
-    print(json.dumps({"triax": __version__, **found}, indent=1))
-    version = versions.gated_version()
-    for gate in versions.GATES:
-        installed = versions.installed("triton") if gate.package == "triton" else version
-        verdict = "yes" if installed and gate.passes(installed) else "no "
-        print(f"  {verdict}  {gate.feature}" + ("" if verdict == "yes" else f": {gate.below}"))
-    try:
-        jax_private.gpu_triton()
-    except TriaxError as error:
-        print(f"  {error}")
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

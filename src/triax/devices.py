@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,6 +69,17 @@ def capability_of(device: Any) -> int:
 def is_cuda(device: Any) -> bool:
     """Whether a device is an NVIDIA GPU."""
     return device.platform in ("gpu", "cuda") and hasattr(device, "compute_capability")
+
+
+def reported_by_driver() -> list[tuple[str, str]]:
+    """The GPUs that `nvidia-smi` reports, each with the driver's version; none if it fails."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.check_output(command, text=True, timeout=30).splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    parts = [line.rpartition(", ") for line in lines]
+    return [(name, version) for name, _, version in parts if name]
 
 
 def _local_gpus() -> list[Any]:

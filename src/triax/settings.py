@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -135,6 +135,18 @@ def tuning_timeout_s() -> float:
         rule = f"be a number of seconds above 0 and up to {_MOST_SECONDS}"
         raise _wrong("TRIAX_TUNING_TIMEOUT", rule, text)
     return seconds
+
+
+# What reads each variable, and raises `SettingError` if its value is not allowed.
+VARIABLES: dict[str, Callable[[], object]] = {
+    "TRIAX_AUTOTUNE": mode_in_force,
+    "TRIAX_CACHE_DIR": cache_folder,
+    "TRIAX_CACHE_PATH": cache_path,
+    "TRIAX_CUDA_ARCH": cuda_arch,
+    "TRIAX_ENFORCE_AUTOTUNING": enforce_autotuning,
+    "TRIAX_TUNING_BYTES": tuning_bytes,
+    "TRIAX_TUNING_TIMEOUT": tuning_timeout_s,
+}
 
 
 def _read(name: str) -> str:

@@ -151,11 +151,3 @@ def test_words_that_no_command_takes(capsys):
         with pytest.raises(SystemExit):
             cli.main(words)
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
-
-
-@pytest.mark.cuda_plugin
-def test_doctor(capsys):
-    assert cli.main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert '"triax": "0.1.0"' in out
-    assert "Triton kernels can be launched" in out

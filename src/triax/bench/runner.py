@@ -12,7 +12,6 @@ import datetime
 import gc
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +27,7 @@ from triax.bench.suites import SUITES, Suite, select
 from triax.bench.timing import CallTiming, time_program
 from triax.compat import versions
 from triax.compat.versions import __version__
-from triax.devices import is_cuda
+from triax.devices import is_cuda, reported_by_driver
 from triax.errors import ArgumentValueError, UnsupportedError
 
 SCHEMA = 1
@@ -90,13 +89,14 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """When and on what something was measured."""
     device = jax.devices()[0]
+    reported = reported_by_driver() if is_cuda(device) else []
     found = {name: versions.installed(name) for name in _PACKAGES.split()}
     return {
         "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {
             "platform": "cuda" if is_cuda(device) else "cpu",
             "device": device.device_kind,
-            "driver": _driver() if is_cuda(device) else None,
+            "driver": next((version for _, version in reported), None),
             "host_cores": os.cpu_count(),
         },
         "versions": {"triax": __version__, "python": platform.python_version()}
@@ -189,12 +189,3 @@ def _memory(cases: list[Case], suite: Suite) -> Iterator[dict[str, Any]]:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver, if its tool says."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.check_output(command, text=True, timeout=30).splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None

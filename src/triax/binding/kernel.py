@@ -78,6 +78,8 @@ class Kernel:
             hint = " Decorate it with @triton.jit." if callable(function) else ""
             if getattr(function, "__qualname__", "").startswith("KernelInterface."):  # kernel[grid]
                 hint = " Pass the kernel without [grid], and give `grid` beside it."
+            elif type(function).__name__ == "InterpretedFunction":
+                hint = " Unset TRITON_INTERPRET: Triax calls the interpreter by itself."
             raise ArgumentTypeError(
                 "Argument `kernel` must be a function decorated with @triton.jit (or Gluon's jit), "
                 "optionally with @triton.autotune or @triton.heuristics around it; "

@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.metadata
 import os
+import pathlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -86,6 +87,11 @@ def triton() -> ModuleType:
         raise MissingDependencyError(_PLACEHOLDER)
     versions.check_triton(version)
     return module
+
+
+def cache_folder() -> pathlib.Path:
+    """Where Triton keeps what it has compiled."""
+    return pathlib.Path(triton().knobs.cache.dir)
 
 
 def is_jit_function(value: Any) -> bool:

@@ -1,0 +1,217 @@
+"""`triax doctor` on machines that lack something: what it says, and the remedy."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from triax import cli
+from triax.compat import versions
+from triax.errors import MissingDependencyError
+from triax.tools import doctor, trial
+from triax.tools.doctor import Machine
+
+JAX = "0.12.0"
+WITH_GPU = Machine(
+    packages={
+        "jax": JAX,
+        "jaxlib": JAX,
+        "jax-cuda13-plugin": JAX,
+        "jax-cuda12-plugin": None,
+        "triton": "3.9.0",
+        "numpy": "2.4.0",
+        "cuda-bindings": "13.1.0",
+    },
+    gpus=["NVIDIA H200 (sm_90)"],
+    no_gpu="",
+    driver=[("NVIDIA H200", "570.86")],
+    triton="3.9.0",
+)
+WITHOUT_GPU = dataclasses.replace(WITH_GPU, gpus=[], driver=[], no_gpu="RuntimeError: no CUDA")
+
+
+def with_packages(machine, **changes):
+    names = {name.replace("_", "-"): version for name, version in changes.items()}
+    return dataclasses.replace(machine, packages={**machine.packages, **names})
+
+
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """The exit status, the findings by name, and the verdict, for a machine that there is not."""
+    monkeypatch.setattr(doctor, "_trial", lambda machine: ())
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+    def run(machine):
+        monkeypatch.setattr(doctor, "look", lambda: machine)
+        status = cli.main(["doctor", "--json"])
+        made = json.loads(capsys.readouterr().out)
+        return status, {f["name"]: f for f in made["findings"]}, made["verdict"]
+
+    return run
+
+
+def test_nothing_to_do(report):
+    status, found, verdict = report(WITH_GPU)
+    assert (status, verdict) == (0, "Triton kernels run on the GPU here.")
+    assert {finding["level"] for finding in found.values()} == {"ok"}
+    assert found["GPU"]["text"] == "NVIDIA H200 (sm_90), driver 570.86"
+
+
+def test_no_gpu(report):
+    status, found, verdict = report(WITHOUT_GPU)
+    assert status == 0
+    assert verdict.startswith("There is no GPU here: kernels run on the CPU")
+    assert found["GPU"]["level"] == "warn"
+    assert "set TRIAX_CUDA_ARCH" in found["GPU"]["remedy"]
+
+
+def test_no_plugin(report):
+    status, found, _ = report(with_packages(WITHOUT_GPU, jax_cuda13_plugin=None))
+    assert (status, found["CUDA plugin"]["level"]) == (0, "warn")
+    assert f"pip install --no-deps jax-cuda13-plugin=={JAX}" in found["CUDA plugin"]["remedy"]
+
+    no_plugin = dataclasses.replace(WITH_GPU, gpus=[], no_gpu="RuntimeError: unknown backend")
+    status, found, verdict = report(with_packages(no_plugin, jax_cuda13_plugin=None))
+    assert (status, verdict[:8]) == (1, "2 to fix")
+    assert f"pip install 'jax[cuda13]=={JAX}'" in found["CUDA plugin"]["remedy"]
+    assert "NVIDIA H200, driver 570.86, but JAX does not use it" in found["GPU"]["text"]
+
+
+def test_plugin_of_another_version(report):
+    status, found, _ = report(with_packages(WITHOUT_GPU, jax_cuda13_plugin="0.11.0"))
+    assert (status, found["CUDA plugin"]["level"]) == (1, "fix")
+    assert f"jax-cuda13-plugin is 0.11.0 and jaxlib is {JAX}" in found["CUDA plugin"]["text"]
+    assert found["CUDA plugin"]["remedy"] == f"pip install jax-cuda13-plugin=={JAX}"
+
+
+@pytest.mark.parametrize(
+    ("gate", "version", "level"),
+    [
+        (versions.DISPATCH, "0.7.2", "fix"),
+        (versions.KERNEL_NUM_CTAS, "0.8.1", "warn"),
+        (versions.OWNED_MODULE_KEYS, "0.9.0", "warn"),
+        (versions.RUNTIME_AUTOTUNING, "0.9.2", "warn"),
+        (versions.FFI_TARGET, "0.10.0", "warn"),
+        (versions.COST_ESTIMATE, "0.10.2", "warn"),
+    ],
+    ids=lambda value: getattr(value, "feature", None),
+)
+def test_jax_below_a_floor(report, gate, version, level):
+    old = dict.fromkeys(("jax", "jaxlib", "jax_cuda13_plugin"), version)
+    status, found, _ = report(with_packages(WITH_GPU, **old))
+    finding = found[gate.feature]
+    assert (status, finding["level"]) == (level == "fix", level)
+    expected = f"needs jaxlib {gate.stable}, and {version} is here: {gate.below}"
+    assert finding["text"] == expected
+    assert finding["remedy"] == f"pip install --upgrade 'jax[cuda13]>={gate.stable}'"
+
+
+def test_every_gate_has_a_line(report):
+    _, found, _ = report(WITH_GPU)
+    assert {gate.feature for gate in versions.GATES} <= found.keys()
+
+
+def test_old_triton(report):
+    machine = dataclasses.replace(WITH_GPU, triton="3.4.0")
+    assert report(machine)[1]["Triton's compiler"]["remedy"].endswith("'triton>=3.5.0'")
+
+
+def test_no_triton(report):
+    missing = MissingDependencyError("it needs `triton`, `pip install 'triton>=3.5'`")
+    status, found, _ = report(dataclasses.replace(WITHOUT_GPU, triton=missing))
+    assert found["triton"]["text"] == str(missing)
+    assert status == (sys.platform == "linux")
+
+
+def test_no_cuda_bindings(report):
+    status, found, _ = report(with_packages(WITH_GPU, cuda_bindings=None))
+    assert (status, found["cuda-bindings"]["level"]) == (0, "warn")
+    assert "configs cannot be measured" in found["cuda-bindings"]["text"]
+    assert found["cuda-bindings"]["remedy"] == "pip install cuda-bindings"
+    _, found, _ = report(with_packages(WITHOUT_GPU, cuda_bindings=None))
+    assert found["cuda-bindings"]["level"] == "ok"
+
+
+def test_jax_is_told_to_use_the_cpu(report, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    _, found, _ = report(dataclasses.replace(WITH_GPU, gpus=[], no_gpu="RuntimeError: none"))
+    assert found["GPU"]["remedy"] == "unset JAX_PLATFORMS, which is 'cpu'"
+
+
+def test_settings(report, monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "hopper")
+    monkeypatch.setenv("TRIAX_TUNING_BITES", "1")
+    monkeypatch.setenv("TRIAX_AUTOTUNE", "cached")
+    status, found, _ = report(WITH_GPU)
+    assert (status, found["TRIAX_CUDA_ARCH"]["level"]) == (1, "fix")
+    assert "such as 90, 9.0 or sm_90; got 'hopper'" in found["TRIAX_CUDA_ARCH"]["text"]
+    assert "Did you mean `TRIAX_TUNING_BYTES`" in found["TRIAX_TUNING_BITES"]["text"]
+    assert found["TRIAX_AUTOTUNE"]["text"] == "cached"
+
+
+def test_no_home(report, monkeypatch):
+    monkeypatch.setattr("triax.settings.cache_folder", lambda: None)
+    _, found, _ = report(WITH_GPU)
+    assert found["tuned configs"]["level"] == "warn"
+    assert "set TRIAX_CACHE_DIR" in found["tuned configs"]["remedy"]
+
+
+def test_a_kernel_that_fails(monkeypatch, capsys):
+    def fail(*args, **options):
+        raise ValueError("no\nsuch thing")
+
+    monkeypatch.setattr(trial, "double", fail)
+    assert cli.main(["doctor"]) == 1
+    assert "fix   in the interpreter  ValueError: no\n" in capsys.readouterr().out
+
+
+# --- in a process of its own, on this machine ----------------------------------------------
+
+
+def run(program="", **changes):
+    """Without a GPU, if there is one; None unsets a variable."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    environment |= {"JAX_PLATFORMS": "cpu", "PATH": "", **changes}
+    program += "\nimport sys\nfrom triax import cli\nsys.exit(cli.main(['doctor']))"
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={name: value for name, value in environment.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.cuda_plugin
+def test_this_machine():
+    done = run()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ok    in the interpreter  a kernel's result is right" in done.stdout
+    assert "ok    for CUDA            a kernel compiles to PTX for sm_90" in done.stdout
+
+
+def test_triton_that_cannot_be_imported():
+    done = run("import sys; sys.modules['triton'] = None")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "fix   triton" in done.stdout
+    assert "pip install 'triton>=3.5'" in done.stdout
+    assert "trial" not in done.stdout
+
+
+@pytest.mark.cuda_plugin
+def test_a_home_that_cannot_be_written(tmp_path):
+    """A file in its place, because root may write to any folder."""
+    home = tmp_path / "home"
+    home.touch()
+    unset = dict.fromkeys(("TRIAX_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"))
+    done = run(HOME=str(home), **unset)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "warn  tuned configs   " in done.stdout
+    assert "→ set TRIAX_CACHE_DIR to a folder that can be written" in done.stdout
+    assert "fix   Triton's cache  " in done.stdout
+    assert "→ set TRITON_CACHE_DIR to a folder that can be written" in done.stdout
+    assert "fix   for CUDA" in done.stdout
