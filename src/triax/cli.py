@@ -1,4 +1,4 @@
-"""The command line: `triax tune`, `triax cache`, `triax bench`, `triax doctor`."""
+"""The command line: `triax doctor`, `tune`, `explain`, `cache`, `bench` and `draw`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from triax.bench import command as bench
 from triax.compat.versions import __version__
 from triax.errors import ArgumentValueError, TriaxError
 from triax.tools import cache, doctor
-from triax.tools.tune import tune
+from triax.tools.explain import Explanation, explain
+from triax.tools.tune import Tuned, tune
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
-    options, words = parser.parse_known_args(arguments)
-    if "words" in options and not any(word.startswith("-") for word in words):
-        options.words = [*options.words, *words]
-    elif words:
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
+    options = _parser().parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO if options.verbose else "WARNING")
     status: int = options.run(options)
@@ -74,18 +70,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="triax", description="Triton kernels in JAX programs.")
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
 
-    command = commands.add_parser("tune", help="tune the Triton calls of a function")
-    command.add_argument(
-        "function", metavar="FILE:FUNCTION", help="a function without arguments that calls them"
-    )
-    command.set_defaults(run=_tune)
+    command = commands.add_parser("doctor", help="what works here, and what to do about the rest")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=lambda options: doctor.doctor(options.json))
+
+    command = commands.add_parser("tune", help="measure the Triton calls of a function")
+    command.set_defaults(run=_with_function, tool=tune, show=_show_tuned)
+    command.set_defaults(nothing="nothing to tune: no Triton call with several configs ran")
+    _add_function(command)
+
+    command = commands.add_parser("explain", help="which configs the calls of a function get, why")
+    command.add_argument("--ptx", action="store_true", help="print the kernels' PTX, too")
+    command.set_defaults(run=_with_function, tool=explain, show=_show_explained)
+    command.set_defaults(nothing="nothing to explain: the function calls no Triton kernel")
+    _add_function(command)
 
     command = commands.add_parser("cache", help="the tuned configs on disk")
     actions = command.add_subparsers(required=True, metavar="action")
-    action = actions.add_parser("list", help="one line per config")
+    action = actions.add_parser("list", help="one line per config: date, size, time, config")
     action.set_defaults(run=lambda options: cache.list_configs())
+    action = actions.add_parser("dir", help="the folder of the user's store")
+    action.set_defaults(run=lambda options: cache.show_folder())
     action = actions.add_parser("show", help="all that is known of configs")
     action.add_argument("name", help="a kernel, or the name that `list` shows")
     action.set_defaults(run=lambda options: cache.show(options.name))
@@ -101,26 +108,29 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("file", type=Path)
     action.set_defaults(run=lambda options: cache.import_(options.file))
 
-    bench.add_parser(commands)
-
-    command = commands.add_parser("doctor", help="what works here, and what to do about the rest")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=lambda options: doctor.doctor(options.json))
+    bench.add_parsers(commands)
     return parser
 
 
-def _tune(options: argparse.Namespace) -> int:
+def _add_function(command: argparse.ArgumentParser) -> None:
+    what = "a function without arguments that calls Triton kernels"
+    command.add_argument("function", metavar="FILE:FUNCTION", help=what)
+
+
+def _with_function(options: argparse.Namespace) -> int:
+    """Applies a tool to a user's function, and prints what it finds."""
     path, _, name = options.function.rpartition(":")
+    command = f"`triax {options.command}`"
     if not path or not os.path.isfile(path):
         raise ArgumentValueError(
-            f"`triax tune` needs FILE:FUNCTION with a file that exists; got {options.function!r}."
+            f"{command} needs FILE:FUNCTION with a file that exists; got {options.function!r}."
         )
     path = os.path.abspath(path)
     try:
         function = getattr(_load(path), name, None)
         if not callable(function):
-            raise ArgumentValueError(f"`triax tune` finds no function {name!r} in {path}.")
-        results = tune(function)
+            raise ArgumentValueError(f"{command} finds no function {name!r} in {path}.")
+        results = options.tool(function)
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -128,13 +138,21 @@ def _tune(options: argparse.Namespace) -> int:
         print(f"triax: {_said(error, path)}", file=sys.stderr)
         return 1
     for result in results:
-        print(f"{result.kernel}: {result.config}")
-        for timing in result.timings:
-            time = "failed" if timing.median_ms is None else f"{timing.median_ms:10.4f} ms"
-            print(f"  {time:>13}  {timing.config}" + (f"  {timing.error}" if timing.error else ""))
+        options.show(result, options)
     if not results:
-        print("nothing to tune: no Triton call with several configs ran")
+        print(options.nothing)
     return 0
+
+
+def _show_tuned(result: Tuned, options: argparse.Namespace) -> None:
+    print(f"{result.kernel}: {result.config}")
+    for timing in result.timings:
+        time = "failed" if timing.median_ms is None else f"{timing.median_ms:10.4f} ms"
+        print(f"  {time:>13}  {timing.config}" + (f"  {timing.error}" if timing.error else ""))
+
+
+def _show_explained(result: Explanation, options: argparse.Namespace) -> None:
+    print(result, *(result.ptx if options.ptx else ()), sep="\n")
 
 
 def _load(path: str) -> ModuleType:
@@ -161,7 +179,3 @@ def _said(error: Exception, path: str) -> str:
         where = f"{error.filename}:{error.lineno}: " if error.filename else ""
         what = error.msg
     return f"{where or f'{path}: '}{type(error).__name__}: {what}".removesuffix(": ")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,9 +13,6 @@ import numpy as np
 
 from triax.errors import ArgumentTypeError
 
-# How to install what an optional part of Triax needs. To be changed when Triax is on an index.
-INSTALL = "`pip install '.[{}]'` in a checkout of Triax"
-
 
 class _Short(reprlib.Repr):
     """Short texts of any value; of an array dtype and shape, never its contents."""

@@ -52,6 +52,7 @@ def test_measures_on_the_cpu(tmp_path, capsys):
     assert made["complete"]
     told = capsys.readouterr().out
     assert "There is no NVIDIA GPU here" in told
+    assert "routing         ms  in a graph" in told
     assert "ragged_dot\n" in told
 
 
@@ -88,6 +89,24 @@ def test_what_was_measured_before_an_interruption_is_kept(bench, monkeypatch):
     status, made = bench("--ops plan router --tokens 16 --presets mixtral-8x7b")
     assert [r["op"] for r in made["results"]] == ["plan"]
     assert (status, made["complete"]) == (1, False)
+
+
+def test_a_killed_run_leaves_the_cases_that_were_finished(tmp_path, monkeypatch):
+    file = tmp_path / "record.json"
+    seen = []
+
+    def look(case, how, i):
+        seen.append(json.loads(file.read_text()))
+        raise SystemExit
+
+    monkeypatch.setitem(OPS, "router", OPS["router"]._replace(run=look))
+    words = "bench --ops plan router --tokens 24 --presets mixtral-8x7b --no-competitors --json"
+    with pytest.raises(SystemExit):
+        cli.main([*words.split(), str(file)])
+    (made,) = seen
+    assert [r["op"] for r in made["results"]] == ["plan"]
+    assert (made["complete"], made == json.loads(file.read_text())) == (False, True)
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch):
@@ -135,7 +154,8 @@ def test_memory_and_first_calls_are_asked_for(bench, monkeypatch):
 
 def selected(words, monkeypatch):
     found = []
-    monkeypatch.setattr(runner, "run", lambda options, command: found.append(options) or COMMITTED)
+    keep = lambda options, *_: found.append(options) or COMMITTED
+    monkeypatch.setattr(runner, "run", keep)
     cli.main(["bench", *words.split()])
     return select(found[0], SUITES[found[0].suite], small=False)
 
@@ -173,19 +193,15 @@ def test_lists_take_the_place_of_the_suite_s(monkeypatch):
         ("--tokens 0", "0"),
         ("--ops fast", "fast"),
         ("--presets gpt-2", "gpt-2"),
-        ("fast", "one of quick, full, scaling, or draw FILE --plots FOLDER; got 'fast'"),
-        ("quick record.json", "got 'quick record.json'"),
-        ("draw", "got 'draw'"),
-        ("draw record.json", "got 'draw record.json'"),
-        ("draw none.json --plots plots", "--json`; none.json is none (FileNotFoundError"),
+        ("fast", "invalid choice: 'fast' (choose from"),
+        ("quick record.json", "unrecognized arguments: record.json"),
         ("--json .", "Is a directory"),
-        ("--plots file", "File exists"),
+        ("--json /dev/null", "`--json` must name a regular file; got /dev/null"),
     ],
 )
 def test_refused_before_anything_is_measured(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "run", None)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
     with contextlib.suppress(SystemExit):  # of argparse
         assert cli.main(["bench", *words.split()]) == 1
     assert message in capsys.readouterr().err
@@ -196,18 +212,22 @@ def test_nothing_to_measure(capsys):
     assert "leave nothing of the suite" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", ["draw record.json --plots plots", "--plots plots draw record.json"]
-)
-def test_draws(words, tmp_path, monkeypatch, capsys):
+def test_draw(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    words = ["draw", "record.json", "plots"]
+    assert cli.main(words) == 1
+    assert "--json`; record.json is none (FileNotFoundError" in capsys.readouterr().err
     file = tmp_path / "record.json"
     file.write_text(json.dumps(record(result(fraction_of_stream=None), result("jnp.take"))))
-    assert cli.main(["bench", *words.split()]) == 0
+    assert cli.main(words) == 0
     assert capsys.readouterr().out == "plots/speedup.png\nplots/speedup.svg\n"
     file.write_text(json.dumps(record(PLAN)))
-    assert cli.main(["bench", *words.split()]) == 1
+    assert cli.main(words) == 1
     assert "triax: nothing to draw" in capsys.readouterr().err
+    file.write_text(json.dumps(record(result("jnp.take"), result())))
+    (tmp_path / "file").touch()
+    assert cli.main(["draw", "record.json", "file"]) == 1
+    assert "File exists" in capsys.readouterr().err
 
 
 def test_no_device(monkeypatch, capsys):
@@ -218,8 +238,9 @@ def test_no_device(monkeypatch, capsys):
     assert said.count("\n") == 1
 
 
-def test_matplotlib_is_missed_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+def test_draw_without_matplotlib(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(runner, "run", None)
-    assert cli.main(["bench", "--plots", str(tmp_path)]) == 1
-    assert "pip install 'triax[bench]'" in capsys.readouterr().err
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(record(PLAN)))
+    assert cli.main(["draw", str(file), str(tmp_path)]) == 1
+    assert "`pip install matplotlib`" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import stat
 import time
 import zipfile
@@ -52,6 +53,10 @@ def test_list_and_show(filled, capsys):
     assert cli.main(["cache", "list"]) == 0
     out = capsys.readouterr().out
     assert out.count("0.2500 ms") == 3
+    found = record(0, time=0.25)
+    size = f"{len(found.to_json()) / 1e3:.1f} kB"
+    assert re.search(rf"^kernel_0-\S+ +{found.date[:10]} +{size} +0.2500 ms  BLOCK=64", out, re.M)
+    assert re.search(r"^3 configs, \d+\.\d kB$", out, re.M)
     assert "broken-0" in out
     assert "(not usable)" in out
     assert cli.main(["cache", "show", "kernel_1"]) == 0
@@ -59,6 +64,22 @@ def test_list_and_show(filled, capsys):
     assert json.loads(shown[shown.index("{") :])["config"] == "BLOCK=64"
     assert cli.main(["cache", "show", "kernel_9"]) == 1
     assert "no tuned config named 'kernel_9'" in one_line(capsys)
+
+
+def test_nothing_yet(tmp_path, capsys):
+    assert cli.main(["cache", "list"]) == 0
+    assert "no tuned configs yet: kernels with several" in capsys.readouterr().out
+    assert cli.main(["cache", "export", str(tmp_path / "tuned.zip")]) == 0
+    assert "`triax tune FILE:FUNCTION`" in capsys.readouterr().out
+    assert cli.main(["cache", "clear"]) == 0
+    assert "nothing to delete: there are no tuned configs in" in capsys.readouterr().out
+    assert cli.main(["cache", "show", "kernel"]) == 1
+    assert "`triax cache list` shows the names" in one_line(capsys)
+
+
+def test_dir(capsys):
+    assert cli.main(["cache", "dir"]) == 0
+    assert capsys.readouterr().out == f"{store.user_store().folder}\n"
 
 
 def test_show_of_files_that_are_no_records(filled, capsys):
@@ -260,6 +281,6 @@ class TestImport:
 def test_a_user_without_a_home(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("triax.settings.cache_folder", lambda: None)
     assert cli.main(["cache", "list"]) == 0
-    for words in (["export", str(tmp_path / "tuned.zip")], ["clear", "--all"]):
+    for words in (["export", str(tmp_path / "tuned.zip")], ["clear", "--all"], ["dir"]):
         assert cli.main(["cache", *words]) == 1
         assert "no home folder" in one_line(capsys)

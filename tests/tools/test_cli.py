@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def program(tmp_path, text, name="program.py"):
 
 def run(command, **environment):
     """Runs a line of shell in which `triax` is the command; a pipe's exit status is that of it."""
-    triax = f"{shlex.quote(sys.executable)} -m triax.cli"
+    triax = f"{shlex.quote(sys.executable)} -m triax"
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command.replace("triax", triax, 1)],
         env={
@@ -151,3 +152,29 @@ def test_words_that_no_command_takes(capsys):
         with pytest.raises(SystemExit):
             cli.main(words)
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+
+
+@pytest.mark.cuda_plugin
+def test_explain(tmp_path, capsys):
+    file = program(
+        tmp_path,
+        "import numpy as np\n"
+        "from tests import kernels\n"
+        "from tests.cases import blockwise\n"
+        "def main():\n"
+        "    x = np.zeros(300, np.float32)\n"
+        "    return blockwise(kernels.autotuned_add_kernel, x, x, n=300)\n"
+        "def nothing():\n"
+        "    return 1\n",
+    )
+    assert cli.main(["explain", f"{file}:main"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("add_kernel: BLOCK=64, ")
+    assert "grid " in told
+    assert ".version" not in told
+    assert cli.main(["explain", "--ptx", f"{file}:main"]) == 0
+    assert re.search(r"^\.target sm_90", capsys.readouterr().out, re.M)
+    assert cli.main(["explain", f"{file}:nothing"]) == 0
+    assert "nothing to explain" in capsys.readouterr().out
+    assert cli.main(["explain", "main"]) == 1
+    assert "`triax explain` needs FILE:FUNCTION" in capsys.readouterr().err

@@ -1,9 +1,11 @@
-"""The command `triax bench`: its flags, what they are turned into, and where results go."""
+"""The commands `triax bench` and `triax draw`: their arguments, and where results go."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,25 +15,19 @@ from triax.bench.cases import OPS
 from triax.bench.suites import DTYPES, NAMES, ROUTINGS, SUITES
 from triax.errors import ArgumentValueError
 
-DRAW = "draw"
 
-
-def add_parser(commands: Any) -> None:
-    """Adds the command to the others.
-
-    Its words may stand anywhere between the flags, which argparse cannot do for a command: those
-    that it does not know what to do with are to be added to `words`.
-    """
+def add_parsers(commands: Any) -> None:
+    """Adds the commands to the others."""
     parser = commands.add_parser(
         "bench",
         help="how fast the MoE ops are on this machine",
-        usage=f"triax bench [{' | '.join(SUITES)}] [flags]\n"
-        f"       triax bench {DRAW} FILE --plots FOLDER",
+        usage=f"triax bench [{' | '.join(SUITES)}] [flags]",
         epilog="\n".join(f"{name}: {suite.about}\n" for name, suite in SUITES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    about = f"what to measure, quick if left out; {DRAW} FILE: pictures of what --json wrote"
-    parser.add_argument("words", nargs="*", metavar="SUITE", help=about)
+    about = "what to measure, quick if left out"
+    suite: Any = {"nargs": "?", "default": "quick", "choices": SUITES, "metavar": "SUITE"}
+    parser.add_argument("suite", help=about, **suite)
     for name, what, names in (
         ("ops", "ops to measure", OPS),
         ("presets", "models to take shapes from", NAMES),
@@ -42,12 +38,17 @@ def add_parser(commands: Any) -> None:
         several: Any = {"nargs": "+", "action": "extend", "metavar": "X"}
         parser.add_argument(f"--{name}", choices=names, help=text, **several)
     parser.add_argument("--tokens", type=_count, help="how many tokens the models get", **several)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw pictures")
+    about = "write the record, after every case"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=about)
     parser.add_argument("--no-competitors", action="store_true", help="measure Triax alone")
     parser.add_argument("--first-call", action="store_true", help="time first calls too")
     parser.add_argument("--memory", action="store_true", help="what memory a route takes too")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=bench)
+
+    parser = commands.add_parser("draw", help="draw pictures of what `triax bench --json` wrote")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the record")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write PNG and SVG")
+    parser.set_defaults(run=draw)
 
 
 def _count(word: str) -> int:
@@ -56,44 +57,45 @@ def _count(word: str) -> int:
     return int(word)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Measures, or draws what was measured before; returns the exit status."""
-    from triax.bench import plots, report
-
-    options.suite, *files = options.words or ["quick"]
-    draws = options.suite == DRAW
-    known = options.suite in SUITES and not files
-    if not known and not (draws and len(files) == 1 and options.plots):
-        raise ArgumentValueError(
-            f"`triax bench` takes one of {', '.join(SUITES)}, or {DRAW} FILE --plots FOLDER; got "
-            f"{' '.join(options.words)!r}."
-        )
-    if options.plots is not None:  # found out before anything is measured
-        plots.import_matplotlib()
-        options.plots.mkdir(parents=True, exist_ok=True)
-    record = report.read(Path(files[0])) if draws else _measure(options)
-    written = plots.draw(record, options.plots) if options.plots is not None else []
-    for path in written:
-        print(path)
-    if options.plots is not None and not written:
-        print(f"triax: {plots.NOTHING}", file=sys.stderr)
-    return 0 if (written if draws else report.is_right(record)) else 1
-
-
-def _measure(options: argparse.Namespace) -> dict[str, Any]:
+def bench(options: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the record where one was asked for."""
     from triax.bench import report, runner
 
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.open("a").close()
+    file: Path | None = options.json and options.json.resolve()
+    if file is not None:  # found out before anything is measured
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+        if not file.is_file():
+            raise ArgumentValueError(f"`--json` must name a regular file; got {options.json}.")
+
+    def write(record: dict[str, Any]) -> None:
+        if file is not None:
+            part = file.with_name(f"{file.name}.part")  # a killed run leaves a whole record
+            part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            os.replace(part, file)
+
+    def keep(record: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the last one counts
+            write(record)
+
     # A record says how it was made, and nothing of the folders of the machine it was made on.
     words = (word.rpartition("=") for word in options.arguments)
     command = shlex.join(["triax", *(f"{a}{b}{Path(c).name or c}" for a, b, c in words)])
-    record = runner.run(options, command)
+    record = runner.run(options, command, keep)
     try:
-        if options.json is not None:
-            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(record)
     finally:  # measured is measured, also where the disk is full
         print(report.table(record), end="")
-    return record
+    return 0 if report.is_right(record) else 1
+
+
+def draw(options: argparse.Namespace) -> int:
+    """Draws a record; returns 1 if there is nothing in it to draw."""
+    from triax.bench import plots, report
+
+    written = plots.draw(report.read(options.file), options.folder)
+    for path in written:
+        print(path)
+    if not written:
+        print(f"triax: {plots.NOTHING}", file=sys.stderr)
+    return 0 if written else 1

@@ -55,7 +55,7 @@ def import_matplotlib() -> Any:
         import matplotlib.style
     except ImportError as error:
         raise MissingDependencyError(
-            "Drawing plots needs matplotlib: pip install 'triax[bench]'."
+            "Drawing pictures needs matplotlib: `pip install matplotlib`."
         ) from error
     return matplotlib
 

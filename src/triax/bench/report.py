@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from triax.bench.runner import OWN, SCHEMA
+from triax.bench.timing import HOST
 from triax.errors import ArgumentValueError
 
 Result = dict[str, Any]
@@ -96,7 +97,8 @@ def _rows(results: Sequence[Result]) -> list[str]:
     limit = "dense" if any(r.get("teraflops_per_second") for r in results) else "stream"
     unit, rate, digits, fraction = _RATES[limit]
     last = "times as fast as" if any(map(is_of_device, results)) else "others"
-    titles = ("", "tokens", "dtype", "routing", "µs", "in a graph", unit, limit, last)
+    time = "ms" if any(r["seconds_method"] == HOST for r in results) else "µs"
+    titles = ("", "tokens", "dtype", "routing", time, "in a graph", unit, limit, last)
     lines = [_LINE.format(*titles).rstrip()]
     for _, found in _grouped(results, "preset", "tokens", "hidden", "experts", "dtype", "routing"):
         own = next((r for r in found if r["implementation"] == OWN), None)
@@ -124,8 +126,11 @@ def _rows(results: Sequence[Result]) -> list[str]:
 def _time(result: Result | None) -> str:
     if result is None:
         return "-"
-    mark = _MARKS.get(result["seconds_method"], "")
-    return "error" if result["error"] else f"{mark}{result['median_us']:.2f}"
+    if result["error"]:
+        return "error"
+    if result["seconds_method"] == HOST:
+        return f"{result['median_us'] / 1e3:.3f}"
+    return f"{_MARKS.get(result['seconds_method'], '')}{result['median_us']:.2f}"
 
 
 def _text(value: float | None, form: str) -> str:
@@ -137,5 +142,5 @@ def _against(own: Result | None, result: Result) -> str:
     if result["error"]:
         return f"{name}: error"
     if own is None or not is_of_device(own) or not is_of_device(result):
-        return f"{name} {_time(result)} µs"
+        return f"{name} {_time(result)} {'ms' if result['seconds_method'] == HOST else 'µs'}"
     return f"{result['median_us'] / own['median_us']:.2f}× {name}"

@@ -13,7 +13,7 @@ import gc
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,8 +39,10 @@ _PACKAGES += " transformer-engine transformer-engine-jax"
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
-def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Measures what was asked for; returns the record."""
+def run(
+    options: argparse.Namespace, command: str, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Measures what was asked for; returns the record, and gives it to `keep` after every case."""
     try:
         on_gpu = is_cuda(jax.devices()[0])
     except (RuntimeError, AssertionError) as error:  # the latter for "cuda" without a GPU
@@ -63,6 +65,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     record: dict[str, Any] = {"schema": SCHEMA, "command": command, **environment()}
     record |= {"results": [], "first_call": [], "memory": [], "complete": False}
     limits: dict[Stream, dict[str, Any]] = {}
+    whole = lambda: record | {"streams": [*limits.values()], "notes": [*notes]}
     try:
         if options.first_call:
             record["first_call"] = measure_first_calls()
@@ -80,10 +83,11 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             # float32 products are exact for all: some take TF32 by default.
             with jax.default_matmul_precision("highest" if case.flops else None):
                 record["results"] += _measure(case, stream_us, case in compared, notes)
+            keep(whole())
         record["complete"] = True
     except KeyboardInterrupt:  # what has been measured is worth keeping
         notes["interrupted: the record is not whole"] = None
-    return record | {"streams": [*limits.values()], "notes": [*notes]}
+    return whole()
 
 
 def environment() -> dict[str, Any]:

@@ -37,6 +37,7 @@ _FEW_REPEATS, _MANY_REPEATS = 4, 24
 BURSTS, BURST_MS, REST_S, _MIN_BURST = 3, 30.0, 0.12, 5
 _HOST_SAMPLES = 5
 _NON_BLOCKING = 1
+HOST = "host clock"  # the method of times that are not a GPU's
 
 Call = Callable[[], Any]
 Hold = Callable[[float], Any]
@@ -87,7 +88,7 @@ def time_program(
     if not is_cuda(jax.devices()[0]):
         ready = lambda: jax.block_until_ready(call())
         seconds = timeit.repeat(ready, number=1, repeat=_HOST_SAMPLES)
-        return CallTiming.of([1e6 * s for s in seconds], "host clock")
+        return CallTiming.of([1e6 * s for s in seconds], HOST)
     clock = clock_of(jax.devices()[0])
     clock.enter()
     if bursts:
@@ -213,7 +214,7 @@ class CudaClock:
             from cuda.bindings import driver
         except ImportError as error:
             raise MissingDependencyError(
-                "Timing on a GPU needs cuda-bindings: pip install 'triax[cuda13]' brings it."
+                "Timing on a GPU needs cuda-bindings: `pip install cuda-bindings`."
             ) from error
         self._driver = driver
         self._call(driver.cuInit, 0)

@@ -18,9 +18,15 @@ from triax.tuning.store import Record, Store
 MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, packed and unpacked
 
 
+NOTHING_YET = (
+    "kernels with several configs are measured when they are first compiled on a GPU, or by "
+    "`triax tune FILE:FUNCTION`"
+)
+
+
 def list_configs() -> int:
     """Prints one line per config."""
-    status = 0
+    status = count = total = 0
     for place in store.stores():
         try:
             found = list(place.records())
@@ -32,11 +38,24 @@ def list_configs() -> int:
             if record is None:
                 print(f"{path.stem:44}  (not usable)  {place.name}")
                 continue
+            size = len(record.to_json())
+            count, total = count + 1, total + size
             best = next((t.median_ms for t in record.timings if t.config == record.config), None)
             time = "" if best is None else f"{best:.4f} ms"
             where = f"[{record.key.gpu}, {place.name}]"
-            print(f"{path.stem:44}  {time:>12}  {record.config}  {where}")
+            line = f"{path.stem:44}  {record.date[:10]}  {size / 1e3:5.1f} kB  {time:>12}"
+            print(f"{line}  {record.config}  {where}")
+    if count:
+        print(f"{count} configs, {total / 1e3:.1f} kB")
+    elif not status:
+        print(f"no tuned configs yet: {NOTHING_YET}")
     return status
+
+
+def show_folder() -> int:
+    """Prints the folder of the user's store, whether or not it exists yet."""
+    print(store.user_store().folder)
+    return 0
 
 
 def show(name: str) -> int:
@@ -65,6 +84,9 @@ def clear(name: str | None, everything: bool) -> int:
     if name is not None and not paths:
         return _nothing_named(name)
     count = len(paths)
+    if name is None and not found and not place.leftovers():
+        print(f"nothing to delete: there are no tuned configs in {place.folder}")
+        return 0
     if name is None:
         if not everything and not _may_delete(count, place):
             return 1
@@ -86,7 +108,7 @@ def export(file: Path) -> int:
         for name, record in usable.items():
             entries.writestr(name, record.to_json())
     file.write_bytes(archive.getbuffer())
-    print(f"wrote {len(usable)} configs to {file}")
+    print(f"wrote {len(usable)} configs to {file}" + ("" if usable else f": {NOTHING_YET}"))
     return 0
 
 
@@ -148,7 +170,7 @@ def _reason(path: Path) -> str:
 
 
 def _nothing_named(name: str) -> int:
-    _complain(f"no tuned config named {name!r}")
+    _complain(f"no tuned config named {name!r}; `triax cache list` shows the names")
     return 1
 
 

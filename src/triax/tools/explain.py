@@ -23,7 +23,7 @@ class Explanation:
     median in milliseconds, where any were taken, on a call that moved `measured_bytes`. `key`
     names the choice's record in the store, and ends in the bytes that this call moves.
     `aliases` pairs operands and results of the custom call named `target`; `entry` is the
-    kernel's name in profiles.
+    kernel's name in profiles, and `ptx` its code, for each config.
     """
 
     kernel: str
@@ -36,6 +36,7 @@ class Explanation:
     entry: tuple[str, ...]
     key: str = ""
     measured_bytes: int | None = None
+    ptx: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __str__(self) -> str:
         lines = [f"{self.kernel}: {' | '.join(self.config)}  ({self.source})"]
@@ -91,4 +92,5 @@ def _explanation(call: reading.TritonCall) -> Explanation:
         entry=call.entries,
         key=call.key,
         measured_bytes=decision.measured_bytes if decision else None,
+        ptx=tuple(launch.ptx for launch in call.payload.calls),
     )

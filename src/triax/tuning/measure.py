@@ -58,7 +58,7 @@ def unavailable() -> str | None:
         importlib.util.find_spec("cuda") is None
         or importlib.util.find_spec("cuda.bindings") is None
     ):
-        return "cuda-bindings is not installed (pip install 'triax[cuda13]' brings it)"
+        return "cuda-bindings is not installed (`pip install cuda-bindings`)"
     return None
 
 

@@ -1,0 +1,7 @@
+"""`python -m triax` is the command `triax`."""
+
+import sys
+
+from triax.cli import main
+
+sys.exit(main())
