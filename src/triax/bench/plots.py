@@ -1,33 +1,45 @@
 """Draws a benchmark's record: how close ops come to the stream limit, and how much faster they are.
 
-Each figure is written as PNG and as SVG, the same bytes for the same record. A figure whose data
-the record does not hold is left out.
+Each figure is written as PNG and as SVG, the same bytes for the same record, without a background,
+in colours for light and dark pages. A figure whose data the record does not hold is left out.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from pathlib import Path
 from typing import Any
 
 from triax.bench.competitors import DENSE
 from triax.bench.report import is_of_device
 from triax.bench.runner import OWN
+from triax.bench.suites import NAMES
 from triax.errors import MissingDependencyError
 
 Result = dict[str, Any]
-Bar = tuple[Result, str, str, str, float]  # its panel, group, series and height
+Point = tuple[Result, str, str, float]  # its group of rows, its row in there, and its value
 
 # By Okabe and Ito, to be told apart by the colour-blind too; their yellow is darker, black is grey.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#5F5F5F", "#9A8700")
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#9A8700", "#808080")
+INK = "#808080"
 STYLE = {
     "axes.axisbelow": True,
-    "axes.spines.top": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.left": False,
     "axes.spines.right": False,
-    "font.size": 9,
-    "grid.color": "#E3E3E3",
+    "axes.spines.top": False,
+    "font.size": 10,
+    "grid.alpha": 0.3,
+    "grid.color": INK,
     "legend.frameon": False,
+    "savefig.transparent": True,
     "svg.hashsalt": "triax",
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "ytick.left": False,
 }
 NOTHING = "nothing to draw: that takes times of a GPU, with a fraction of a stream or a competitor"
 
@@ -61,71 +73,78 @@ def import_matplotlib() -> Any:
 
 
 def fraction_of_stream(results: list[Result], origin: str) -> Any:
-    """Bars by op and preset: the speed as a fraction of a stream's."""
-    bars = [
-        (r, "", r["op"], _shape(r), r["fraction_of_stream"])
+    """A row for each op: the speed as a fraction of a stream's."""
+    points = [
+        (r, "", r["op"], r["fraction_of_stream"])
         for r in results
         if r["implementation"] == OWN and r["fraction_of_stream"]
     ]
     title = "Speed of each op, as a fraction of a sequential stream of the same bytes"
-    return _figure(title, origin, bars, "fraction of the stream's speed", "{:.2f}")
+    return _figure(title, origin, points, "{:.2f}", least=0.8)
 
 
 def speedup(results: list[Result], origin: str) -> Any:
-    """A panel for each op, with bars by preset and competitor: its time over that of Triax."""
+    """For each op a row for each competitor: its time over that of Triax."""
     names = ("op", "preset", "tokens", "hidden", "experts", "top_k", "dtype", "routing")
     case = lambda r: tuple(r[name] for name in names)
     own_us = {case(r): r["median_us"] for r in results if r["implementation"] == OWN}
-    bars = [
-        (r, r["op"], _shape(r), f"as {r['implementation']}", r["median_us"] / own_us[case(r)])
+    points = [
+        (r, r["op"], r["implementation"], r["median_us"] / own_us[case(r)])
         for r in results
         if r["implementation"] not in (OWN, DENSE) and case(r) in own_us
     ]
-    return _figure("How many times as fast Triax is", origin, bars, "times as fast", "{:.2f}×")
+    title = "How many times as fast Triax is, by op and what it is compared with"
+    return _figure(title, origin, points, "{:.2f}×", least=0)
 
 
-def _figure(title: str, origin: str, bars: list[Bar], label: str, text: str) -> Any:
-    """Panels of groups of bars, those of a group side by side around its tick; None of nothing.
+def _figure(title: str, origin: str, points: list[Point], text: str, *, least: float) -> Any:
+    """Rows of dots on one scale from `least` on, a colour for each shape; None of no points.
 
-    Shown are the number of tokens, dtype and routing that have the most bars, and chunk sorts.
+    Shown are the number of tokens, dtype and routing that have the most points, and chunk sorts.
     """
     setting = lambda r: (r["tokens"], r["dtype"], r["routing"])
-    votes = collections.Counter(setting(r) for r, *_ in bars if r["preset"])
+    votes = collections.Counter(setting(r) for r, *_ in points if r["preset"])
     chosen = max(votes, key=lambda key: (votes[key], key[0]), default=None)
-    panels: dict[str, dict[tuple[str, str], float]] = collections.defaultdict(dict)
-    for r, panel, group, name, height in bars:
+    rows: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(dict)
+    for r, group, row, value in points:
         if not r["preset"] or setting(r) == chosen:
-            panels[panel][group, name] = height
-    if not panels:
+            rows[group, row][_shape(r)] = value
+    if not rows:
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 2 + 2.5 * len(panels)), layout="constrained")
+    lines: list[tuple[str, str]] = []  # the rows, with one for the name in front of each group
+    for group, row in rows:
+        if group and (group, "") not in lines:
+            lines.append((group, ""))
+        lines.append((group, row))
+    series = {name for values in rows.values() for name in values}
+    # A model has its colour in every figure; a chunk sort comes last.
+    known = [*NAMES, *sorted(series - {*NAMES})]
+    palette = zip(known, itertools.cycle(PALETTE), strict=False)
+    colors = {name: color for name, color in palette if name in series}
+    figure = Figure(figsize=(7.5, 2.1 + 0.3 * len(lines)), layout="constrained")
     shown = "{:,} tokens  ·  {}  ·  {} routing".format(*chosen) if chosen else ""
-    figure.suptitle(f"{title}\n{shown}\n{origin}", x=0.01, ha="left")
-    series = dict.fromkeys(name for heights in panels.values() for _, name in heights)
-    colors = dict(zip(series, PALETTE, strict=False))
-    handles: dict[str, Any] = {}
-    axes_of = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (panel, heights) in zip(axes_of, panels.items(), strict=True):
-        groups = collections.Counter(group for group, _ in heights)
-        width = min(0.2, 0.85 / max(groups.values()))
-        for n, (group, count) in enumerate(groups.items()):
-            left = n - width * (count - 1) / 2
-            for place, name in enumerate(name for name in colors if (group, name) in heights):
-                at, height = left + width * place, heights[group, name]
-                handles[name] = axes.bar(at, height, 0.9 * width, color=colors[name])
-                white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-                form: Any = {"padding": 2, "rotation": 90, "fontsize": 7, "bbox": white}
-                axes.bar_label(handles[name], fmt=text, **form)
-        axes.axhline(1, color="black", linewidth=1, zorder=0.9)
-        axes.set(xticks=range(len(groups)), xticklabels=[*groups], ylabel=label)
-        axes.set_xlim(-0.5, len(groups) - 0.5)
-        axes.margins(y=0.2)
-        axes.grid(axis="y")
-        axes.set_title(panel, loc="left", weight="bold")
-    named = [name for name in series if name in handles]
-    figure.legend([handles[n] for n in named], named, loc="outside lower center", ncols=7)
+    figure.suptitle(f"{title}\n{shown}\n{origin}", x=0.01, ha="left", fontsize=10)
+    axes = figure.subplots()
+    for y, line in enumerate(lines):
+        values = rows.get(line, {})
+        for place, (name, value) in enumerate(values.items()):
+            # Side by side, so that none hides another.
+            at = y + 0.1 * (place - (len(values) - 1) / 2)
+            axes.scatter(value, at, s=26, color=colors[name], linewidths=0)
+        if values:
+            ends = dict.fromkeys(text.format(end(values.values())) for end in (min, max))
+            axes.text(1.02, y, " – ".join(ends), transform=axes.get_yaxis_transform(), va="center")
+    axes.axvline(1, color=INK, linewidth=1)
+    axes.set_yticks(range(len(lines)), [row or group for group, row in lines])
+    for (_, row), label in zip(lines, axes.get_yticklabels(), strict=True):
+        label.set_fontweight("normal" if row else "bold")
+    axes.set(xlim=(min(least, axes.get_xlim()[0]), None), ylim=(len(lines) - 0.4, -0.6))
+    axes.locator_params(axis="x", nbins=8)
+    axes.grid()
+    handles = [axes.scatter([], [], color=color) for color in colors.values()]
+    figure.legend(handles, [*colors], loc="outside lower center", ncols=3)
     return figure
 
 
