@@ -9,6 +9,7 @@ GPU), which needs JAX's CUDA plugin, and are skipped without it, except in CI.
 from __future__ import annotations
 
 import functools
+import gc
 import glob
 import importlib
 import importlib.metadata
@@ -46,6 +47,10 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     _given = os.environ.get("XLA_FLAGS", "")
     _added = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in _given]
     os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
+
+# Tracing makes many objects that live on in JAX's caches: by default a tenth of the tests' time goes
+# into looking for garbage among them.
+gc.set_threshold(200_000, 20, 100)
 
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
 # An example may compile several programs, so there are few; --hypothesis-profile=thorough has more.
