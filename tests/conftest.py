@@ -48,8 +48,8 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     _added = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in _given]
     os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
-# Tracing makes many objects that live on in JAX's caches: by default a tenth of the tests' time goes
-# into looking for garbage among them.
+# Tracing makes many objects that live on in JAX's caches; looking for garbage among them took a tenth
+# of the tests' time.
 gc.set_threshold(200_000, 20, 100)
 
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
