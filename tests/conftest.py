@@ -48,7 +48,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     _added = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in _given]
     os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
-# Tracing makes many objects that live on in JAX's caches; looking for garbage among them took a tenth
+# Tracing makes many objects that stay in JAX's caches. Looking for garbage among them took a tenth
 # of the tests' time.
 gc.set_threshold(200_000, 20, 100)
 

@@ -25,7 +25,7 @@ def run():
 
     o, experts = jax.tree.map(spread, cases.operands("not routed", 8))
     found = {}
-    for way in ("slots", "choices"):  # all_to_all and ragged_all_to_all
+    for way in ("slots", "choices"):  # the two exchanges
         function = cases.on_all(mesh, "expert", **cases.WAYS[way])
 
         @jax.jit
