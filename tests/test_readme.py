@@ -3,9 +3,21 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_an_index_shows_no_links_to_files():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    shown = (ROOT / "README.md").read_text(encoding="utf-8")
+    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"][
+        "substitutions"
+    ]:
+        shown = re.sub(change["pattern"], change["replacement"], shown)
+    assert set(re.findall(r"\]\((\w*)", shown)) == {"https"}
+    assert "How it works explains how the code follows from that" in shown
 
 
 def test_example(tmp_path):

@@ -84,6 +84,7 @@ def look() -> Machine:
 
 def doctor(as_json: bool) -> int:
     """Prints the findings and the verdict; returns the exit status, 1 if there is a "fix"."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU may be in use
     machine = look()
     findings = [*examine(machine)]
     broken = sum(finding.level == "fix" for finding in findings)
@@ -173,7 +174,7 @@ def _gpu(machine: Machine) -> Finding:
         return Finding("GPU", "GPU", "ok", f"{', '.join(machine.gpus)}{driver}")
     if not machine.driver:
         remedy = "to lower for one, set TRIAX_CUDA_ARCH (90 for an H100 or H200)"
-        return Finding("GPU", "GPU", "warn", "no NVIDIA GPU is here", remedy)
+        return Finding("GPU", "GPU", "warn", "neither JAX nor nvidia-smi finds one", remedy)
     text = f"{machine.driver[0][0]}{driver}, but JAX does not use it: {machine.no_gpu}"
     platforms = os.environ.get("JAX_PLATFORMS")
     if platforms and "cuda" not in platforms:
