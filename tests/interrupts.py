@@ -45,8 +45,8 @@ class Storm:
 
     def hit(self, work, within_s, burst=1):
         """Does `work` until `burst` interrupts have struck, which come in quick succession."""
-        self._left = burst
         delay, pause = self._random.uniform(1e-5, within_s), self._random.uniform(2e-5, 3e-4)
+        self._left = burst  # a late signal of the last time may strike from here on
         signal.setitimer(signal.ITIMER_REAL, delay, pause)
         while self._left:
             try:  # not `contextlib.suppress`: that can be interrupted itself

@@ -60,17 +60,20 @@ class _Line:
         mine = _Turn(alone)
         with mine.held:
             self._turns.append(mine)
-            try:
-                for other in list(self._turns):
-                    if other is mine:
-                        break
-                    if alone or other.alone:
-                        other.wait()
-                    if other.is_over:
-                        self._forget(other)
+            try:  # no loop here: Python 3.13 compiles a jump in it to be outside of the `with`
+                self._wait_for_others(mine)
                 return work(mine)
             finally:
                 self._forget(mine)
+
+    def _wait_for_others(self, mine: _Turn) -> None:
+        for other in list(self._turns):
+            if other is mine:
+                break
+            if mine.alone or other.alone:
+                other.wait()
+            if other.is_over:
+                self._forget(other)
 
     def _forget(self, turn: _Turn) -> None:
         with contextlib.suppress(ValueError):  # another thread did
