@@ -31,6 +31,16 @@ def test_runs_on_cpu(case, jit):
             testing.assert_same_bits(array, given)
 
 
+def test_64_bits_outside_enable_x64():
+    """As in a thread of XLA's, which runs what has to wait for its operands."""
+    (case,) = (case for case in CASES if case.x64)
+    inputs = case.inputs(np.random.default_rng(7))
+    with x64(case):
+        arrays = [jax.numpy.asarray(x) for x in inputs]
+        program = jax.jit(case.function).lower(*arrays).compile()
+    case.check(program(*arrays), inputs)
+
+
 def lower(case, mode):
     inputs = case.inputs(np.random.default_rng(7))
     with x64(case), triax.tuning_mode(mode):

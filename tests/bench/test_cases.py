@@ -51,6 +51,7 @@ def test_bytes_streams_and_operations():
     assert small_case("layer").flops == 9 * small_case("ragged_dot").flops
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("op", [op for op in OPS if OPS[op].next])
 def test_chained_inputs_hold_what_was_computed(op, top_k):
@@ -68,6 +69,7 @@ def test_chained_inputs_hold_what_was_computed(op, top_k):
 # --- results ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 @pytest.mark.parametrize("op", OPS)
 def test_right_results_and_one_wrong_element(op):
     case = small_case(op, "bfloat16")

@@ -56,6 +56,7 @@ def test_measures_on_the_cpu(tmp_path, capsys):
     assert "ragged_dot\n" in told
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 def test_a_wrong_competitor_has_no_speed(bench, monkeypatch, capsys):
     take = lambda i: jnp.take(i["x"], jnp.argsort(i["plan"].row_of.reshape(-1)) // 8, axis=0)
 
@@ -81,6 +82,7 @@ def test_a_wrong_competitor_has_no_speed(bench, monkeypatch, capsys):
     assert all(text in told for text in ("1.00× right", "wrong: error", "failing: error"))
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 def test_what_was_measured_before_an_interruption_is_kept(bench, monkeypatch):
     def stop(case, how, i):
         raise KeyboardInterrupt
@@ -109,6 +111,7 @@ def test_a_killed_run_leaves_the_cases_that_were_finished(tmp_path, monkeypatch)
     assert [*tmp_path.iterdir()] == [file]
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch):
     limit = {"bytes": 10**6, "median_us": 1.0}
     monkeypatch.setattr(runner, "is_cuda", lambda device: True)
@@ -137,6 +140,7 @@ def test_matmuls_are_compared_with_dense_ones(bench, capsys):
     assert "100.0%" in capsys.readouterr().out
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 def test_memory_and_first_calls_are_asked_for(bench, monkeypatch):
     calls = [{"implementation": "xla", "cached": False, "total_s": 1.0, "parts": {}}]
     monkeypatch.setattr(runner, "measure_first_calls", lambda: calls)

@@ -10,10 +10,12 @@ from triax.bench.plots import draw
 BOTH = [f"{name}.{kind}" for name in ("fraction_of_stream", "speedup") for kind in ("png", "svg")]
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 def test_the_committed_record(tmp_path):
     assert [path.name for path in draw(COMMITTED, tmp_path / "made" / "here")] == BOTH
 
 
+@pytest.mark.slow("the benchmark is of one Python")
 def test_the_same_bytes_whatever_the_user_s_style(tmp_path):
     small = record(result(), result("jnp.take"))
     first = draw(small, tmp_path / "first")

@@ -252,6 +252,7 @@ def test_a_changed_global_is_noticed():
         namespace.FACTOR = original
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_too_much_shared_memory_is_said_before_the_launch():
     def f(a, b):
         return triax.triton_call(

@@ -46,6 +46,7 @@ for result in compiler.compile_all(launches, 90, timeout_s=1):
 )
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("1 / 0", 1)])
 def test_a_compilation_that_never_ends_leaves_the_programs_end_alone(tmp_path, end, status):
     """A daemon thread in the middle of C++ would abort the process."""

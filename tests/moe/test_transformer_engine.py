@@ -203,6 +203,7 @@ def there_and_back(x, probs, mask, scale, align_size, top_k, implementation):
     return y, *pull(jnp.ones_like(y)), more
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_256_experts_compile_like_8(monkeypatch, tmp_path):
     """Without `top_k`, as much code as with it: nothing is unrolled over the experts."""
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
@@ -356,6 +357,7 @@ def test_a_zero_prob_keeps_the_row(implementation):
     )
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("align_size", [None, 4])
 def test_nans_stay_with_their_tokens(implementation, align_size):
     x, mask, probs = make_case()
@@ -383,6 +385,7 @@ def test_nans_stay_with_their_tokens(implementation, align_size):
         np.testing.assert_array_equal(np.isnan(d_rows).any(1), wanted)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(("num_out_tokens", "align_size"), [(0, None), (20, None), (0, 4), (7, 4)])
 def test_what_does_not_fit_is_dropped(implementation, num_out_tokens, align_size):
     """The interpreter checks every access; all sizes are of rows that there are."""

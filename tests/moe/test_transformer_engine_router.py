@@ -46,6 +46,7 @@ def dense(
     return probs * factor, chosen
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("kind", "topk", "groups"),  # a group's score is that of its topk // group_topk best

@@ -18,7 +18,8 @@ from triax import moe
 from triax.emitting import reading
 
 # By default the platform decides; on the CPU that is plain JAX.
-PATHS = ["interpret", None]
+PLAIN = pytest.param(None, marks=pytest.mark.slow("the kernels' path has the same rules"))
+PATHS = ["interpret", PLAIN]
 EXPERTS = 3
 FLOATS = jnp.floating
 
@@ -335,7 +336,12 @@ def test_cpu_gets_plain_jax_alone(name):
     ("name", "arch"),
     [(name, "90") for name in WITH_KERNELS]
     # ragged_dot has its own test for these: tests/moe/ragged_dot/test_programs.py.
-    + [(name, arch) for name in WITH_KERNELS if name != "ragged_dot" for arch in ("80", "100")],
+    + [
+        pytest.param(name, arch, marks=pytest.mark.slow("Triton is the same"))
+        for name in WITH_KERNELS
+        if name != "ragged_dot"
+        for arch in ("80", "100")
+    ],
 )
 def test_cuda_gets_kernels_alone(name, arch, monkeypatch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", arch)
@@ -391,6 +397,7 @@ NEW_SIZES = {
 }
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", NEW_SIZES)
 def test_new_sizes_compile_nothing(name):

@@ -100,6 +100,7 @@ def test_verbose_shows_where_a_program_raised(tmp_path):
     assert "Traceback" in loud.stderr
 
 
+@pytest.mark.slow("what is printed to, and how, is Python's alone")
 def test_a_reader_that_leaves():
     store.user_store().put(record(0))
     done = run("triax cache list | true")
@@ -107,11 +108,13 @@ def test_a_reader_that_leaves():
     assert done.stderr == ""
 
 
+@pytest.mark.slow("what is printed to, and how, is Python's alone")
 def test_output_that_cannot_be_written():
     done = run("triax doctor > /dev/full")
     assert (done.returncode, done.stderr) == (1, "triax: No space left on device\n")
 
 
+@pytest.mark.slow("what is printed to, and how, is Python's alone")
 def test_output_of_any_encoding():
     odd = dataclasses.replace(key(0), kernel="café")
     store.user_store().put(dataclasses.replace(record(0), key=odd))
@@ -120,6 +123,7 @@ def test_output_of_any_encoding():
     assert "caf\\xe9" in done.stdout
 
 
+@pytest.mark.slow("what is printed to, and how, is Python's alone")
 def test_no_output_at_all():
     done = run("triax cache list >&-")
     assert (done.returncode, done.stderr) == (0, "")

@@ -112,7 +112,10 @@ def make_mesh(name):
     ("mesh_name", "kind"),
     [
         *(("8", kind) for kind in ("uniform", "skewed", "few experts", "not routed", "one device")),
-        *(("2x2x2", kind) for kind in ("uniform", "not routed")),
+        *(
+            pytest.param("2x2x2", kind, marks=pytest.mark.slow("as on a mesh of one axis"))
+            for kind in ("uniform", "not routed")
+        ),
         ("both axes", "uniform"),
     ],
 )
@@ -172,6 +175,7 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
     assert not out.num_dropped.any()
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
 def test_what_does_not_fit_is_dropped_and_counted(options, limits):
     mesh = local_mesh()
@@ -231,6 +235,7 @@ def test_no_size_leads_outside(num_rows, align_size):
     assert group_sizes.sum(axis=1).max() <= num_rows
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_scales_of_rows_without_a_token_are_zero(options):
     """Also in an 8-bit float that has no zero."""
     mesh, experts = local_mesh(2), jnp.zeros((2, 1), jnp.int32)

@@ -40,32 +40,23 @@ def draw(*shapes, dtype=np.float64):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_finite_differences(plan, implementation):
-    """For x, weights, scales and rows, alone and through a layer; forward, backward, and one of the
-    other."""
+    """By x, weights, scales and rows; forward, backward, and one of the other."""
     with jax.enable_x64(True):
         x, weights, scales, rows = draw((TOKENS, WIDTH), (TOKENS, TOP_K), (TOKENS, 2), (16, WIDTH))
 
-        def permute(x, weights, scales):
+        def function(x, weights, scales, rows):
             out = moe.permute(
                 x, plan, weights=weights, scales=scales, implementation=implementation
             )
-            return jax.tree.map(jnp.sin, tuple(out))
+            back = lambda *args: moe.unpermute(*args, implementation=implementation)
+            layer = back(jnp.sin(out.rows), plan, weights)
+            results = *out, back(rows, plan, weights), back(rows, plan), layer
+            return jax.tree.map(jnp.sin, results)
 
-        def unpermute(rows, weights):
-            op = lambda *args: moe.unpermute(rows, plan, *args, implementation=implementation)
-            return jnp.sin(op(weights)), jnp.sin(op())
-
-        def layer(x, weights):
-            rows = jnp.sin(moe.permute(x, plan, implementation=implementation))
-            return moe.unpermute(rows, plan, weights, implementation=implementation)
-
-        for function, args in [
-            (permute, (x, weights, scales)),
-            (unpermute, (rows, weights)),
-            (layer, (x, weights)),
-        ]:
-            check_grads(function, args, order=2, atol=1e-6, rtol=1e-6)
+        order = 2 if implementation == "interpret" else 1  # test_hessians_agree has the other
+        check_grads(jax.jit(function), (x, weights, scales, rows), order, atol=1e-6, rtol=1e-6)
 
 
 def test_forward_mode_of_one_argument_alone(plan, implementation):
@@ -111,7 +102,7 @@ def test_hessians_agree(plan, implementation):
             x = x + exists * jnp.tanh(x)
         return jnp.sum(x**2)
 
-    expected = jax.hessian(plain)(x)
+    expected = jax.jit(jax.hessian(plain))(x)
     if implementation == "interpret":
         actual = jax.jit(jax.hessian(loss))(x)
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
@@ -120,7 +111,8 @@ def test_hessians_agree(plan, implementation):
         actual = jax.jit(outer(inner(loss)))(x)
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
     vectors = np.stack([x, -x])
-    products = jax.vmap(lambda v: jax.jvp(jax.grad(loss), (x,), (v,))[1])(vectors)
+    product = lambda v: jax.jvp(jax.grad(loss), (x,), (v,))[1]
+    products = jax.jit(jax.vmap(product))(vectors)
     wanted = np.einsum("abcd,ncd->nab", expected, vectors)
     np.testing.assert_allclose(products, wanted, rtol=1e-4, atol=1e-3)
 
@@ -168,7 +160,7 @@ def test_equal_to_those_of_plain_jax(plan, implementation):
             rows = jax.lax.ragged_dot(jnp.tanh(hidden), down, plan.group_sizes)
             return jnp.sum(unpermute(rows, plan, weights) ** 2)
 
-        return jax.value_and_grad(loss, (0, 1, 2, 3))(x, weights, up, down)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(x, weights, up, down)
 
     actual = layer(
         lambda *args: moe.permute(*args, implementation=implementation),
@@ -195,5 +187,7 @@ def test_gradient_of_everything_at_once_is_the_sum(plan, implementation):
 
     actual = jax.jit(jax.grad(loss, (0, 1)))(x, router)
     jax.tree.map(
-        lambda a, e: assert_close(a, e, terms=64), actual, jax.grad(expected, (0, 1))(x, router)
+        lambda a, e: assert_close(a, e, terms=64),
+        actual,
+        jax.jit(jax.grad(expected, (0, 1)))(x, router),
     )

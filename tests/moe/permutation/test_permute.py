@@ -156,6 +156,7 @@ def test_equals_definition(shape, seed, routing, capacity, hostile):
         check(case, implementation)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_many_experts_with_pad_rows(implementation):
     check(make_case(np.random.default_rng(8), (10, 3, 384, 2, 4, None)), implementation)
 
@@ -168,6 +169,7 @@ def test_floats(dtype, implementation):
         check(make_case(rng, shape, hostile=True, dtype=jnp.dtype(dtype)), implementation)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS])
 def test_moves_keep_every_bit(dtype, implementation):
     rng = np.random.default_rng(2)
@@ -195,6 +197,7 @@ def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
     check(tuple(case), implementation)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [(1, "bfloat16"), (1024, "bfloat16"), (4097, "float32"), (9000, "float32")],
@@ -205,6 +208,7 @@ def test_widths(width, dtype, implementation):
     check(case, implementation)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 4), (11, 1), (11, 4), (11, 5)])
 def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     """From four choices on, two rows of a token are written at once; the last may be alone."""
@@ -214,6 +218,7 @@ def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     check(make_case(np.random.default_rng(9), shape, capacity=5), implementation)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("wide", [False, True])
 def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
     """JAX casts what float8_e4m3fn does not hold to NaN; a GPU would saturate."""
@@ -221,18 +226,18 @@ def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
     ids[0, :2] = 0
     plan = moe.make_plan(ids, 1, num_rows=2)
     rows = jnp.full((2, 4), 400.0, jnp.float8_e4m3fn)
-    y = moe.unpermute(rows, plan, implementation=implementation)
-    assert np.isnan(np.asarray(y).astype(np.float32)).all()
+    op = lambda *weights: moe.unpermute(rows, plan, *weights, implementation=implementation)
+    assert np.isnan(np.asarray(op()).astype(np.float32)).all()
 
-    op = lambda weights: moe.unpermute(rows, plan, weights, implementation=implementation)
+    gradient = jax.jit(lambda weights: jax.vjp(op, weights)[1](jnp.ones((1, 4), rows.dtype)))
     for dtype, is_nan in (("float8_e4m3fn", True), ("float8_e5m2", False)):
-        weights = jnp.ones(ids.shape, dtype)
-        (d_weights,) = jax.vjp(op, weights)[1](jnp.ones((1, 4), rows.dtype))
+        (d_weights,) = gradient(jnp.ones(ids.shape, dtype))
         assert d_weights.dtype == dtype
         expected = np.where(ids >= 0, np.nan if is_nan else 1536.0, 0.0)  # 4 * 400, rounded
         np.testing.assert_array_equal(np.asarray(d_weights).astype(np.float32), expected)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(("num_tokens", "width"), [(3, 1100), (70, 2)])
 def test_a_wide_map_is_the_narrow_one_with_room(num_tokens, width, implementation):
     """More slots than rows, in any place, change nothing: values and gradients to the bit."""
@@ -303,6 +308,7 @@ def test_a_zero_weight_is_a_weight(implementation):
     assert y[1, 0] == 2.0  # the weight of a slot that is not routed is not looked at
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("damage", "top_k"), [("far", 2), ("past", 20), ("negative", 2), ("sizes", 2), ("sizes", 20)]
 )

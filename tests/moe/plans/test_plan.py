@@ -147,6 +147,7 @@ def test_id_dtypes(dtype, implementation):
         check(plan, oracle.plan(ids, 384, 60), 60)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("align_size", [2**20, 2**30])
 def test_sums_beyond_32_bits(align_size, implementation):
     """Groups that would end past 2**31 are cut off where the rows end."""
@@ -157,6 +158,7 @@ def test_sums_beyond_32_bits(align_size, implementation):
     check(plan, oracle.plan(ids, 128, align_size, None, align_size), align_size)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize(("num_tokens", "max_blocks"), [(684, 2), (1500, 256), (6000, 20)])
 def test_many_pairs(num_tokens, max_blocks, implementation, monkeypatch):
@@ -168,6 +170,7 @@ def test_many_pairs(num_tokens, max_blocks, implementation, monkeypatch):
     check(plan, oracle.plan(ids, 3, plan.num_rows, None, 8), expected_rows)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_more_blocks_than_the_scan_takes_at_once(implementation, monkeypatch):
     monkeypatch.setattr(launchers, "ScanConfig", lambda: ScanConfig(8, 4, 4))

@@ -9,12 +9,10 @@ from triax import moe
 from triax.compat import jax_private, triton_proto
 from triax.emitting import reading
 
-
-def lowered_text(*args):
-    return lowered(*args).as_text()
+WIDE = (512, 1024)  # rows that descriptors can address
 
 
-def lowered(platform, num_rows=400, depth=64, columns=96, dtype="bfloat16"):
+def lowered(num_rows, depth, columns, dtype):
     types = [
         jax.ShapeDtypeStruct(shape, kind)
         for shape, kind in [
@@ -30,47 +28,43 @@ def lowered(platform, num_rows=400, depth=64, columns=96, dtype="bfloat16"):
         return out, pull(gradient)
 
     traced = jax.jit(value_and_gradient).trace(*types)
-    return traced.lower(lowering_platforms=(platform,))
+    return traced.lower(lowering_platforms=("cuda",))
+
+
+SLOW = pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 
 
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("arch", "dtype", "num_rows", "widths"),
     [
-        (80, "bfloat16", 40, (512, 1024)),
-        (80, "float32", 4000, (33, 21)),
-        (89, "bfloat16", 4000, (512, 1024)),
-        (90, "float32", 40, (512, 1024)),
-        (90, "bfloat16", 4000, (512, 1024)),
-        (90, "bfloat16", 4000, (33, 21)),
-        (100, "float32", 4000, (512, 1024)),
+        pytest.param(80, "bfloat16", 40, WIDE, marks=SLOW),
+        pytest.param(80, "float32", 4000, (33, 21), marks=SLOW),
+        pytest.param(89, "bfloat16", 4000, WIDE, marks=SLOW),
+        pytest.param(90, "float32", 40, WIDE, marks=SLOW),
+        (90, "bfloat16", 4000, WIDE),
+        pytest.param(90, "bfloat16", 4000, (33, 21), marks=SLOW),
+        pytest.param(100, "float32", 4000, WIDE, marks=SLOW),
     ],
 )
 def test_cuda_gets_kernels_alone(monkeypatch, arch, dtype, num_rows, widths):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
-    text = lowered_text("cuda", num_rows, *widths, dtype)
-    # Three products, and the schedule of each.
-    assert text.count("@triton_kernel_call") == 6
+    program = lowered(num_rows, *widths, dtype)
+    text = program.as_text()
     for other in ("dot_general", "gather", "transpose", "callback"):
         assert f"stablehlo.{other}" not in text
+    ptx = [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
+    assert len(ptx) == 6  # three products, and the schedule of each
+    descriptors = arch >= 90 and widths == WIDE and jax_private.supports_tensor_maps()
+    assert sum("cp.async.bulk.tensor" in text for text in ptx) == (3 if descriptors else 0)
+    if arch == 90 and dtype == "bfloat16" and num_rows == 4000:
+        assert sum("wgmma" in text for text in ptx) == 3
 
 
+@SLOW
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(("arch", "num_rows"), [(80, 200), (90, 4000), (100, 200)])
 def test_tf32_compiles(monkeypatch, arch, num_rows):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
     with jax.default_matmul_precision("tensorfloat32"):
-        assert "triton_kernel_call" in lowered_text("cuda", num_rows, 512, 1024, "float32")
-
-
-@pytest.mark.cuda_plugin
-def test_descriptors_where_the_gpu_and_jaxlib_have_them(monkeypatch):
-    ptx = {}
-    for arch in (80, 90):
-        monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
-        calls = reading.triton_calls(lowered("cuda", 4000))
-        ptx[arch] = [triton_proto.decode(call.opaque).calls[0].ptx for call in calls]
-    assert not any("cp.async.bulk.tensor" in text for text in ptx[80])
-    uses = sum("cp.async.bulk.tensor" in text for text in ptx[90])
-    assert uses == (3 if jax_private.supports_tensor_maps() else 0)
-    assert sum("wgmma" in text for text in ptx[90]) == 3
+        assert reading.triton_calls(lowered(num_rows, *WIDE, "float32"))

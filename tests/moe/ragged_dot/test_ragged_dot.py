@@ -26,6 +26,7 @@ def run(case, sizes, implementation):
     return out, *pull(case.gradient)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("sizes", "widths", "dtype"),
@@ -45,6 +46,7 @@ def test_product_and_gradients(implementation, dtype, widths, sizes):
         assert_close(actual, expected)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "depth", "columns"),
     [(1, 1, 16, 16), (500, 2, 80, 300), (9, 260, 16, 24), (40, 5, 1, 1), (150, 1, 130, 264)],
@@ -71,6 +73,7 @@ def test_rows_past_the_groups_are_zero(implementation):
     assert np.all(np.isfinite(d_weights))
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("group", [1, 2])
 def test_nothing_of_a_group_reaches_another(widths, group):

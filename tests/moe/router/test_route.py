@@ -63,6 +63,7 @@ def combinations():
             yield shape, grouped, biased, normalize, score
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("shape", "grouped", "biased", "normalize", "score"), list(combinations()), ids=str
@@ -89,6 +90,7 @@ def test_options(shape, grouped, biased, normalize, score, implementation):
         assert_close(d_logits, expected, terms=4 * top_k)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "normalize": True}], ids=str)
@@ -111,6 +113,7 @@ HOSTILE = np.array(
 )
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_ties_and_what_is_no_number_as_top_k_has_them(dtype, implementation):
@@ -121,6 +124,7 @@ def test_ties_and_what_is_no_number_as_top_k_has_them(dtype, implementation):
         assert_same_bits(routed.experts, jax.lax.top_k(logits, top_k)[1])
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("close", ["first", "last", "all"])
 def test_logits_that_differ_in_their_last_bit(close, implementation):
@@ -246,6 +250,7 @@ def test_every_run_gives_the_same_bits():
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 24), st.integers(0, 2**31 - 1))
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @given(sizes=sizes, score=st.sampled_from(["softmax", "sigmoid"]), data=st.data())
 def test_laws(implementation, sizes, score, data):
