@@ -1,4 +1,4 @@
-"""The Python of README's and the documentation's pages runs, each page as one program."""
+"""Each page of the documentation is one program that runs, and prints what it says."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```.*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"^print\(.*\)\s+# ([\[(\d][^a-z:\n]*)", re.MULTILINE)  # `print(x)  # its value`
 LOWERS = {"start/first-kernel", "tuning", "guides/exporting"}  # what is compiled for a GPU
 
 
@@ -36,10 +37,14 @@ def test_no_block_is_wider_than_the_site_shows():
 
 
 @pytest.mark.parametrize("page", pages())
-def test_page_runs(page, tmp_path):
+def test_page_runs(page, tmp_path, capsys):
     blocks = PROGRAM.findall(page.read_text(encoding="utf-8"))
     # A file, because Triton reads a kernel's source.
     path = tmp_path / f"{page.stem.replace('-', '_')}.py"
     path.write_text("\n".join(blocks), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    printed = "".join(capsys.readouterr().out.split())
+    for value in SHOWN.findall("\n".join(blocks)):
+        before, found, printed = printed.partition("".join(value.strip(" ,").split()))
+        assert found, f"{value!r} is not what is printed: {before!r}"
