@@ -124,12 +124,12 @@ WRONG_TYPES = {
     ),
     "missing_operand": (
         lambda: without("n"),
-        r"`out_type` has 1 outputs that are not aliased.*2 parameters that were not supplied "
+        r"`out_type` has 1 output not aliased.*2 parameters not supplied "
         r"\(out_ptr, n\)",
     ),
     "misspelt_operand": (
         lambda: add(X, y_prt=X),
-        r"2 parameters that were not supplied \(y_ptr, out_ptr\).*no parameter `y_prt`.*`y_ptr`",
+        r"2 parameters not supplied \(y_ptr, out_ptr\).*no parameter `y_prt`.*`y_ptr`",
     ),
     "operand_twice": (lambda: add(X, X, x_ptr=X), r"got `x_ptr` both as a positional"),
     "too_many_operands": (
@@ -139,7 +139,7 @@ WRONG_TYPES = {
     "out_type_missing": (lambda: without("out_type"), r"Argument `out_type` is missing"),
     "out_type_too_many": (
         lambda: add(out_type=(OUT, OUT)),
-        r"`out_type` has 2 outputs.*1 parameters that were not supplied \(out_ptr\)",
+        r"`out_type` has 2 outputs.*1 parameter not supplied \(out_ptr\)",
     ),
     "out_type_not_a_type": (
         lambda: add(out_type=3),
@@ -176,7 +176,7 @@ WRONG_TYPES = {
     ),
     "output_as_operand": (
         lambda: add(X, X, X),
-        r"0 parameters that were not supplied. Triax makes the outputs and passes them to the "
+        r"0 parameters not supplied. Triax makes the outputs and passes them to the "
         r"kernel: leave out the operands that the kernel writes to \(`out_ptr`\?\), and pass what "
         r"follows them by name. To update an operand, alias an output to it",
     ),
@@ -272,7 +272,7 @@ WRONG_TYPES = {
     ),
     "optional_outputs": (
         lambda: optional_outputs((OUT, OUT)),
-        r"`out_type` has 2 outputs.*1 parameters that were not supplied \(out_ptr\).*with a "
+        r"`out_type` has 2 outputs.*1 parameter not supplied \(out_ptr\).*with a "
         r"default of None \(max_ptr, sum_ptr\) can take outputs too, but only all of them: pass",
     ),
     "cost_estimate_value": (
@@ -327,7 +327,7 @@ WRONG_VALUES = {
     ),
     "alias_no_such_output": (
         lambda: add(input_output_aliases={0: 1}),
-        r"names output 1, but there are 1 outputs",
+        r"names output 1, but the call has 1 output\.",
     ),
     "alias_other_size": (
         lambda: add(X[:50], input_output_aliases={0: 0}),
@@ -343,7 +343,7 @@ WRONG_VALUES = {
     ),
     "zeroed_no_such_output": (
         lambda: add(zeroed_outputs=(1,)),
-        r"`zeroed_outputs` has index 1, but there are 1 outputs",
+        r"`zeroed_outputs` has index 1, but the call has 1 output\.",
     ),
     "num_warps": (lambda: add(num_warps=3), r"`num_warps` must be a power of two; got 3"),
     "num_warps_bool": (lambda: add(num_warps=True), r"`num_warps`.*got True"),

@@ -41,6 +41,11 @@ def shown(value: Any) -> str:
     return f"{traced}{short(value)} of type {kind}"
 
 
+def counted(number: int, what: str) -> str:
+    """ "1 output", "2 outputs"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def check_callable(argument: str, value: object) -> None:
     """Raises `ArgumentTypeError` if a value cannot be called."""
     if not callable(value):

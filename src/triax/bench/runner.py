@@ -72,6 +72,7 @@ def run(
         if options.memory:
             record["memory"] = [*_memory(cases, suite)]
         for number, case in enumerate(cases, 1):
+            keep(whole())  # what was finished before
             print(f"case {number}/{len(cases)}: {case.label}", file=sys.stderr)
             gc.collect()  # a cycle somewhere may still hold arrays of gigabytes
             stream_us = None
@@ -83,7 +84,6 @@ def run(
             # float32 products are exact for all: some take TF32 by default.
             with jax.default_matmul_precision("highest" if case.flops else None):
                 record["results"] += _measure(case, stream_us, case in compared, notes)
-            keep(whole())
         record["complete"] = True
     except KeyboardInterrupt:  # what has been measured is worth keeping
         notes["interrupted: the record is not whole"] = None

@@ -308,8 +308,9 @@ def _wrong_number_of_outputs(
         misses = messages.near_misses(extra[0], view.parameter_names)
         hint += f" There is no parameter `{extra[0]}`.{misses}"
     return ArgumentTypeError(
-        f"Argument `out_type` has {outputs} outputs that are not aliased to an operand, "
-        f"but kernel {view.name!r} has {len(free)} parameters that were not supplied{listed}. "
+        f"Argument `out_type` has {messages.counted(outputs, 'output')} not aliased to an operand, "
+        f"but kernel {view.name!r} has {messages.counted(len(free), 'parameter')} not supplied"
+        f"{listed}. "
         f"{hint}"
     )
 

@@ -29,7 +29,7 @@ from triax.binding.launch import (
 from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, unpack_values
 from triax.compat import jax_private, triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from triax.messages import near_misses, short
+from triax.messages import counted, near_misses, short
 
 # Options of Triton's launcher that jaxlib's launcher lacks: the value that means "off", and what to
 # do instead.
@@ -278,7 +278,8 @@ def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
     for index in indices:
         if not 0 <= index < num_results:
             raise ArgumentValueError(
-                f"Argument `zeroed_outputs` has index {index}, but there are {num_results} outputs."
+                f"Argument `zeroed_outputs` has index {index}, but the call has "
+                f"{counted(num_results, 'output')}."
             )
     return indices
 
@@ -329,8 +330,8 @@ def check_aliases(
     for operand, result in pairs.items():
         if not 0 <= result < len(results):
             raise ArgumentValueError(
-                f"Argument `input_output_aliases` names output {result}, but there are "
-                f"{len(results)} outputs."
+                f"Argument `input_output_aliases` names output {result}, but the call has "
+                f"{counted(len(results), 'output')}."
             )
         if result in taken:
             raise ArgumentValueError(

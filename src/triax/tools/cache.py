@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 from triax.errors import ArgumentValueError
+from triax.messages import counted
 from triax.tuning import store
 from triax.tuning.store import Record, Store
 
@@ -46,7 +47,7 @@ def list_configs() -> int:
             line = f"{path.stem:44}  {record.date[:10]}  {size / 1e3:5.1f} kB  {time:>12}"
             print(f"{line}  {record.config}  {where}")
     if count:
-        print(f"{count} configs, {total / 1e3:.1f} kB")
+        print(f"{counted(count, 'config')}, {total / 1e3:.1f} kB")
     elif not status:
         print(f"no tuned configs yet: {NOTHING_YET}")
     return status
@@ -93,7 +94,7 @@ def clear(name: str | None, everything: bool) -> int:
         paths += place.leftovers()
     for path in paths:
         path.unlink(missing_ok=True)
-    print(f"deleted {count} configs from {place.folder}")
+    print(f"deleted {counted(count, 'config')} from {place.folder}")
     if name is None and len(found) > count:
         _complain(f"left {len(found) - count} files there that hold no config of this version")
     return 0
@@ -108,7 +109,9 @@ def export(file: Path) -> int:
         for name, record in usable.items():
             entries.writestr(name, record.to_json())
     file.write_bytes(archive.getbuffer())
-    print(f"wrote {len(usable)} configs to {file}" + ("" if usable else f": {NOTHING_YET}"))
+    print(
+        f"wrote {counted(len(usable), 'config')} to {file}" + ("" if usable else f": {NOTHING_YET}")
+    )
     return 0
 
 
@@ -128,7 +131,7 @@ def import_(file: Path) -> int:
             status = 1
     for record in records:
         place.put(record)
-    print(f"added {len(records)} configs to {place.folder}")
+    print(f"added {counted(len(records), 'config')} to {place.folder}")
     return status
 
 
@@ -182,7 +185,7 @@ def _may_delete(count: int, place: Store) -> bool:
             "Give `--all`, or a name."
         )
     try:
-        answer = input(f"delete all {count} configs from {place.folder}? [y/N] ")
+        answer = input(f"delete all {counted(count, 'config')} from {place.folder}? [y/N] ")
     except EOFError:
         return False
     return answer.strip().lower() in ("y", "yes")

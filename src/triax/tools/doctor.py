@@ -23,7 +23,7 @@ import numpy as np
 from triax import devices, settings
 from triax.compat import triton_private, versions
 from triax.errors import TriaxError
-from triax.messages import near_misses
+from triax.messages import counted, near_misses
 from triax.tuning import store
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -218,7 +218,7 @@ def _folders(machine: Machine) -> Iterator[Finding]:
             continue
         name = "tuned configs" if place.folder == folder else place.name.partition(" /")[0]
         try:
-            text = f"{place.folder}, {len(place.paths())} configs"
+            text = f"{place.folder}, {counted(len(place.paths()), 'config')}"
             problem = _cannot_write(place.folder) if place.folder == folder else ""
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
