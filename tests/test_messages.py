@@ -20,7 +20,7 @@ from triax import messages, moe
         ([1, [2.0, np.ones(9)]], "[1, [2.0, float64[9]]] of type list"),
         ({"a": (jnp.ones(9),)}, "{'a': (float32[9],)} of type dict"),
         (list(range(1000)), "[0, 1, 2, 3, ...] of type list"),
-        (jnp.float32, "<class 'jax.numpy.float32'> of type _ScalarMeta"),
+        (np.float32, "<class 'numpy.float32'> of type type"),
     ],
 )
 def test_shown(value, expected):

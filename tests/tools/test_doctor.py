@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from triax import cli
-from triax.compat import versions
-from triax.errors import MissingDependencyError
+from triax.compat import triton_private, versions
 from triax.tools import doctor, trial
 from triax.tools.doctor import Machine
 
@@ -115,15 +115,15 @@ def test_every_gate_has_a_line(report):
     assert {gate.feature for gate in versions.GATES} <= found.keys()
 
 
-def test_old_triton(report):
-    machine = dataclasses.replace(WITH_GPU, triton="3.4.0")
-    assert report(machine)[1]["Triton's compiler"]["remedy"].endswith("'triton>=3.5.0'")
-
-
-def test_no_triton(report):
-    missing = MissingDependencyError("it needs `triton`, `pip install 'triton>=3.5'`")
-    status, found, _ = report(dataclasses.replace(WITHOUT_GPU, triton=missing))
-    assert found["triton"]["text"] == str(missing)
+@pytest.mark.parametrize("module", [None, SimpleNamespace(__version__="3.4.0")])
+def test_no_triton_or_an_old_one(report, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "triton", module)
+    triton_private.triton.cache_clear()
+    machine = dataclasses.replace(WITHOUT_GPU, triton=doctor.look().triton)
+    triton_private.triton.cache_clear()
+    status, found, _ = report(machine)
+    assert "triton>=3.5" in found["triton"]["text"]
+    assert found["triton"]["level"] == ("fix" if sys.platform == "linux" else "warn")
     assert status == (sys.platform == "linux")
 
 

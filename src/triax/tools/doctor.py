@@ -45,9 +45,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is there: versions by package, GPUs that JAX sees, or why it sees none, and GPUs that
-    the driver reports, each with the driver's version. `triton` is what `import triton` gives, or
-    what it raises."""
+    """What there is.
+
+    `packages` are versions; `gpus` those that JAX sees, or none and the reason in `no_gpu`;
+    `driver` those that the driver reports, each with its version. `triton` is the version of the
+    package that can be imported, or why none can.
+    """
 
     packages: dict[str, str | None]
     gpus: list[str]
