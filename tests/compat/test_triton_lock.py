@@ -77,8 +77,10 @@ def test_first_come_first_served():
 
     def start(run, name):
         thread = threading.Thread(target=lambda: run(lambda: work(name)))
+        before = len(lock._line._turns)
         thread.start()
-        time.sleep(0.05)
+        while len(lock._line._turns) == before:
+            time.sleep(0.001)
         return thread
 
     threads = [start(lock.shared, "first")]

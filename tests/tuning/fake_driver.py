@@ -36,7 +36,7 @@ if "later" in _says and os.path.exists(_says["log"]):
         if any("launch" in line and not line.startswith(f"{os.getpid()} ") for line in _file):
             _says.update(_says["later"])
 if _says.get("grandchild"):
-    subprocess.Popen(["sleep", "15"])
+    subprocess.Popen(["sleep", "30"])
 _buffers = {}
 _broken = []
 _busy_until = 0.0

@@ -53,7 +53,7 @@ def test_waiting_is_bounded_and_logged(elsewhere, caplog, monkeypatch):
         gpu_lock.one_at_a_time("one-gpu"),
     ):
         pytest.fail("it is held")
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert "another process that measures on this GPU" in caplog.text
 
 
