@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.cases import CASES, argsort_then_gather, vector_add
+from tests.moe import test_sharding as cut
 from tests.moe.expert_parallel import test_expert_parallel as expert_parallel
 from triax import moe, testing
 from triax.tuning import measure, policy, store
@@ -93,3 +94,39 @@ def test_expert_parallel_equals_one_gpu(mesh, way):
 
     results = (jax.jit(run, static_argnums=0)(f) for f in (on_all, expert_parallel.on_one_device))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), *results)
+
+
+@pytest.mark.parametrize("name", ["permutation", "chunk sort"])
+def test_a_cut_width_moves_nothing_between_gpus(mesh, name):
+    function, args = cut.OPS[name], cut.arguments(cut.OPS[name])
+    specs = [P(None, "d")] + [P()] * (len(args) - 1)
+    program, results = cut.compiled(function, mesh, args, specs)
+    assert cut.collectives(program) == []
+    assert cut.spec_of(results[0]) == specs[0]
+    alone = jax.jit(function)(*jax.device_put(args, mesh.devices.flat[0]))
+    jax.tree.map(testing.assert_same_bits, results, alone)
+
+
+def test_the_layers_tokens_stay_on_their_gpu(mesh):
+    args = cut.arguments(cut.layer)
+    both = cut.with_gradients(cut.layer, args)
+    specs = [P("d"), P("d"), P(), P(), P()]
+    program, results = cut.compiled(both, mesh, args, specs)
+    assert set(cut.collectives(program)) <= {"all-reduce", "all-reduce-start"}
+    assert [cut.spec_of(g) for g in results[0][:4]] == specs[:4]
+    alone = jax.jit(both)(*jax.device_put(args, mesh.devices.flat[0]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), results, alone
+    )
+
+
+@pytest.mark.parametrize("name", cut.OPS)
+def test_results_on_gpus_do_not_depend_on_shardings(mesh, name):
+    args = cut.arguments(cut.OPS[name])
+    both = cut.with_gradients(cut.OPS[name], args)
+    specs = [P("d") if arg.shape[0] % mesh.size == 0 else P() for arg in args]
+    _, results = cut.compiled(both, mesh, args, specs)
+    alone = jax.jit(both)(*jax.device_put(args, mesh.devices.flat[0]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), results, alone
+    )

@@ -159,7 +159,7 @@ OPS = {
         draw_layer,
         axes=[(0, 0, None, None)],
         replicated=[(2, 3)],
-        kernels=[],  # tests/moe/test_feed_forward.py has them
+        kernels=[],  # tests/moe/feed_forward has them
     ),
 }
 

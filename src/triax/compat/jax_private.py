@@ -90,10 +90,13 @@ def insert_varying_casts(args: Sequence[Any]) -> list[Any]:
     return list(cast(*args)) if args else []
 
 
-def result_aval(name: str, in_avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+def result_aval(
+    name: str, in_avals: Sequence[Any], shape: tuple[int, ...], dtype: Any, sharding: Any = None
+) -> Any:
     """An output's abstract value: varying over all mesh axes that any input varies over."""
     varying = _core.standard_vma_rule(name, *in_avals)
-    sharding = _core.get_cur_mesh_sharding(PartitionSpec(*[None] * len(shape)))
+    if sharding is None:
+        sharding = _core.get_cur_mesh_sharding(PartitionSpec(*[None] * len(shape)))
     if hasattr(_core, "ManualAxisType"):
         axes = _core.ManualAxisType(varying=varying)
         return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
@@ -118,22 +121,14 @@ def is_exporting(ctx: Any) -> bool:
 
 
 def require_devices(primitive: Any) -> None:
-    """Has programs with this primitive lowered for their devices, if there are several GPUs here.
+    """Has programs with this primitive lowered for their devices, if there are several.
 
     Otherwise JAX lowers a program of one device once for all devices, and names none. It is asked
     for when the primitive is bound, and only where it matters, because JAX does not lower such
     programs for an `AbstractMesh`.
     """
-    if _xla_bridge.backends_are_initialized() and _several_gpus():
+    if _xla_bridge.backends_are_initialized() and jax.device_count() > 1:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
-@functools.cache
-def _several_gpus() -> bool:
-    try:
-        return len(jax.local_devices(backend="cuda")) > 1
-    except RuntimeError:
-        return False
 
 
 def lowering_devices(ctx: Any) -> tuple[Any, ...]:
@@ -146,6 +141,16 @@ def lowering_devices(ctx: Any) -> tuple[Any, ...]:
         except (AttributeError, ValueError):  # an abstract mesh has no devices
             return ()
     return tuple(getattr(context, "device_assignment", None) or ())
+
+
+def num_partitions(ctx: Any) -> int:
+    """How many devices XLA spreads the program over by itself: 1 inside `shard_map`.
+
+    Also where neither devices nor a mesh are known, as in programs for an `AbstractMesh`.
+    """
+    context = ctx.module_context.axis_context
+    devices = getattr(context, "device_assignment", None)
+    return len(devices) if devices and context.abstract_mesh is not None else 1
 
 
 def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:

@@ -6,9 +6,9 @@ from triax.moe.expert_parallel.api import Dispatched as Dispatched
 from triax.moe.expert_parallel.api import DispatchPlan as DispatchPlan
 from triax.moe.expert_parallel.api import combine as combine
 from triax.moe.expert_parallel.api import dispatch as dispatch
+from triax.moe.feed_forward.api import feed_forward as feed_forward
+from triax.moe.feed_forward.parts import FeedForward as FeedForward
 from triax.moe.glu.api import glu as glu
-from triax.moe.layer import FeedForward as FeedForward
-from triax.moe.layer import feed_forward as feed_forward
 from triax.moe.permutation.api import permute as permute
 from triax.moe.permutation.api import unpermute as unpermute
 from triax.moe.permutation.reference import Permuted as Permuted

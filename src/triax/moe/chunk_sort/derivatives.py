@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from triax.compat import jax_private
 from triax.moe.chunk_sort import launchers, reference
 from triax.moe.chunk_sort.reference import ChunkMaps
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
+from triax.moe.shared.sharding import Split
 
 
 class Moved(NamedTuple):
@@ -25,12 +25,10 @@ def chunk_maps(
     split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int, implementation: str | None
 ) -> ChunkMaps:
     """The maps there and back, which are integers and have no derivative."""
-    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
-    split_sizes, sorted_indices = jax_private.insert_varying_casts([split_sizes, sorted_indices])
     run = implementations.choose(
         implementation, launchers.chunk_maps, reference.chunk_maps_reference, num_rows=num_rows
     )
-    return run(split_sizes, sorted_indices)
+    return linear.constant(run, implementation)(split_sizes, sorted_indices)
 
 
 @functools.cache
@@ -55,5 +53,6 @@ def move_chunks(implementation: str | None) -> linear.Function:
     def move_back(maps: ChunkMaps, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         return move(ChunkMaps(forward=maps.inverse, inverse=maps.forward), gradients)
 
-    op = linear.op(run, derivative)
+    split = Split(("_h", None, None), ("_h", None))
+    op = linear.op(run, derivative, split, implementation)
     return op

@@ -10,6 +10,7 @@ import jax
 from triax.moe.glu import launchers, reference
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
+from triax.moe.shared.sharding import Split
 
 
 @functools.cache
@@ -37,7 +38,7 @@ def glu(activation: str, implementation: str | None) -> linear.Function:
             d_row_weights = d_row_weights.astype(row_weights.dtype)
         return {"gate_up": d_gate_up, "row_weights": d_row_weights}
 
-    return linear.op(run, derivative)
+    return linear.op(run, derivative, Split(("r_", "r"), "r_"), implementation)
 
 
 @functools.cache
@@ -48,4 +49,5 @@ def glu_grad(activation: str, implementation: str | None) -> linear.Function:
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
     plain = functools.partial(reference.glu_grad_reference, activation=activation)
-    return linear.replaced(run, plain)
+    split = Split(("r_", "r", "r_"), ("r_", "r"))
+    return linear.replaced(run, plain, split, implementation)

@@ -17,6 +17,7 @@ from triax.moe.permutation import launchers, reference
 from triax.moe.permutation.reference import Gathered, Permuted, Routes
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
+from triax.moe.shared.sharding import Shard, Split
 
 
 @functools.cache
@@ -42,7 +43,9 @@ def permute_rows(implementation: str | None) -> linear.Function:
             gathered["scales"] = scales.x
         return gathered
 
-    return linear.op(run, derivative)
+    # A token goes to any row: the width alone can be cut.
+    split = Split(("_h", None, None, None), ("_h", None, None))
+    return linear.op(run, derivative, split, implementation)
 
 
 @functools.cache
@@ -67,7 +70,8 @@ def gather_rows(implementation: str | None) -> linear.Function:
         copies = permute_rows(implementation)(x, gradients.get("weights"), None, routes)
         return {"x": copies.rows, "weights": copies.weights}
 
-    return linear.op(run, derivative)
+    split = Split(("_h", None, None, _by_token), ("th", "t_"))
+    return linear.op(run, derivative, split, implementation)
 
 
 @functools.cache
@@ -98,7 +102,8 @@ def weigh_rows(implementation: str | None) -> linear.Function:
         d_rows, d_weights = spread_gradient(implementation)(rows, weights, gradient, routes)
         return {"rows": d_rows, "weights": d_weights}
 
-    return linear.op(run, derivative)
+    split = Split(("_h", "t_", _by_token), "th")
+    return linear.op(run, derivative, split, implementation)
 
 
 @functools.cache
@@ -134,4 +139,15 @@ def spread_gradient(implementation: str | None) -> linear.Function:
         d_gradient += weigh_rows(implementation)(rows, b, routes)
         return {"rows": d_rows, "weights": d_weights, "gradient": d_gradient}
 
-    return linear.op(run, derivative)
+    def sum_products(function: linear.Function, shard: Shard, *arguments: Any) -> Any:
+        d_rows, d_weights = function(*arguments)
+        return d_rows, shard.sum("h", d_weights)
+
+    split = Split(("_h", None, "_h", None), ("_h", None), sum_products)
+    return linear.op(run, derivative, split, implementation)
+
+
+def _by_token(routes: Routes) -> list[str]:
+    """How routes are cut where each token gathers its own rows."""
+    slots = [] if routes.num_slots is None else ["t"]
+    return ["t_", *slots, "_", "_"]

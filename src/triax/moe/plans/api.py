@@ -14,7 +14,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.plans import launchers, reference
 from triax.moe.plans.configs import MAX_SORTED_EXPERTS
 from triax.moe.plans.reference import Plan
-from triax.moe.shared import arguments
+from triax.moe.shared import arguments, linear
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
 
@@ -123,7 +123,7 @@ def make_plan_from_mask(
             top_k=top_k,
             **sizes,
         )
-        return _named(place(mask))
+        return _named(linear.constant(place, implementation)(mask))
     selected = select_experts(mask, top_k, implementation)
     plan = _place_pairs(selected, num_experts, sizes, implementation)
     counts = jnp.sum(mask != 0, axis=0, dtype=jnp.int32)
@@ -139,7 +139,7 @@ def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> j
         reference.select_experts_reference,
         top_k=top_k,
     )
-    return select(mask)
+    return linear.constant(select, implementation)(mask)
 
 
 def _sizes(
@@ -174,7 +174,7 @@ def _place_pairs(
         num_experts=num_experts,
         **sizes,
     )
-    return place(selected)
+    return linear.constant(place, implementation)(selected)
 
 
 def _named(plan: Plan) -> Plan:

@@ -18,6 +18,7 @@ from triax.moe.ragged_dot import launchers, reference
 from triax.moe.ragged_dot.launchers import Options
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
+from triax.moe.shared.sharding import Shard, Split
 
 
 @functools.cache
@@ -26,13 +27,14 @@ def ragged_dot(transposed: bool, options: Options, implementation: str | None) -
 
     Of rows, weights and group_sizes, and optionally row_scales and group_scales.
     """
-    run = implementations.choose(
+    choose = functools.partial(
+        implementations.choose,
         implementation,
         launchers.ragged_dot,
         reference.ragged_dot_reference,
         transposed=transposed,
-        options=options,
     )
+    run, run_wide = choose(options=options), choose(options=options.for_partial_sums())
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
         dtype = primals[0].dtype
@@ -62,7 +64,18 @@ def ragged_dot(transposed: bool, options: Options, implementation: str | None) -
             cotangents["right"] = group_outer(like, implementation)(left, right, group_sizes)
         return cotangents
 
-    op = linear.op(run, derivative)
+    def product_of_part(
+        _: Any, shard: Shard, rows: Any, weights: Any, sizes: Any, *scales: Any
+    ) -> jax.Array:
+        sizes = _sizes_of_part(shard, sizes, rows.shape[0])
+        if shard.count("k") > 1:
+            sums = run_wide(rows, weights, sizes, *scales)
+            return shard.sum("k", sums).astype(options.dtype)
+        return run(rows, weights, sizes, *scales)
+
+    of_weights = "_nk" if transposed else "_kn"
+    split = Split(("rk", of_weights, None, "r"), "rn", product_of_part)
+    op = linear.op(run, derivative, split, implementation)
     return op
 
 
@@ -72,9 +85,13 @@ def group_outer(options: Options, implementation: str | None) -> linear.Function
 
     Of left, right and group_sizes.
     """
-    run = implementations.choose(
-        implementation, launchers.group_outer, reference.group_outer_reference, options=options
+    choose = functools.partial(
+        implementations.choose,
+        implementation,
+        launchers.group_outer,
+        reference.group_outer_reference,
     )
+    run, run_wide = choose(options=options), choose(options=options.for_partial_sums())
 
     def derivative(primals: Any, tangents: Any, out: jax.Array) -> Any:
         return _product_rule(op, back, primals, tangents, out)
@@ -93,8 +110,25 @@ def group_outer(options: Options, implementation: str | None) -> linear.Function
             cotangents["right"] = multiply(left, weights, group_sizes)
         return cotangents
 
-    op = linear.op(run, derivative)
+    def sum_of_part(_: Any, shard: Shard, left: Any, right: Any, sizes: Any) -> jax.Array:
+        sizes = _sizes_of_part(shard, sizes, left.shape[0])
+        if shard.count("r") > 1:
+            return shard.sum("r", run_wide(left, right, sizes)).astype(options.dtype)
+        return run(left, right, sizes)
+
+    split = Split(("rk", "rn", None), "_kn", sum_of_part)
+    op = linear.op(run, derivative, split, implementation)
     return op
+
+
+def _sizes_of_part(shard: Shard, sizes: jax.Array, num_rows: int) -> jax.Array:
+    """How many rows of each group are among the `num_rows` of a part."""
+    part, count = shard.index("r"), shard.count("r")
+    if count == 1:
+        return sizes
+    sizes, _ = reference.clipped(sizes, num_rows * count)
+    ends = jnp.cumsum(sizes) - part * num_rows
+    return jnp.diff(jnp.clip(ends, 0, num_rows), prepend=0)
 
 
 def _product_rule(product: Any, back: Any, primals: Any, tangents: Any, out: Any) -> Any:

@@ -34,6 +34,11 @@ class Options:
     dtype: Any
     precision: str
 
+    def for_partial_sums(self) -> Options:
+        """The same with results that can be summed up: at least float32, if floats."""
+        small = jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize < 4
+        return dataclasses.replace(self, dtype=jnp.dtype(jnp.float32)) if small else self
+
 
 def ragged_dot(
     rows: jax.Array,

@@ -13,6 +13,7 @@ from triax.moe.router.configs import RouterSpec
 from triax.moe.router.reference import Routed
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared import linear
+from triax.moe.shared.sharding import Split
 
 
 @functools.cache
@@ -40,7 +41,8 @@ def route(spec: RouterSpec, implementation: str | None) -> linear.Function:
         logits, experts = residuals
         return {"logits": route_grad(spec, implementation)(logits, experts, gradient)}
 
-    return linear.op(run, derivative)
+    split = Split(("t_", None), ("t_", "t_"))
+    return linear.op(run, derivative, split, implementation)
 
 
 @functools.cache
@@ -51,4 +53,5 @@ def route_grad(spec: RouterSpec, implementation: str | None) -> linear.Function:
     )
     # Second derivatives are rare: plain JAX on all platforms, differentiable to any order.
     plain = functools.partial(reference.route_grad_reference, spec=spec)
-    return linear.replaced(run, plain)
+    split = Split(("t_", "t_", "t_"), "t_")
+    return linear.replaced(run, plain, split, implementation)

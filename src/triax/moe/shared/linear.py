@@ -9,6 +9,7 @@ some arguments, with its transpose. Forward mode runs it, reverse mode transpose
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +20,18 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from triax.compat import jax_private
+from triax.moe.shared import sharding
+from triax.moe.shared.sharding import WHOLE, Split
 
 Function = Callable[..., Any]
 
 
-def op(function: Function, derivative: Function) -> Function:
+def op(
+    function: Function,
+    derivative: Function,
+    split: Split = WHOLE,
+    implementation: str | None = None,
+) -> Function:
     """Returns `function` with a custom derivative.
 
     Make only one op for the same options (`functools.cache`): JAX keeps what it traced and compiled
@@ -33,17 +41,36 @@ def op(function: Function, derivative: Function) -> Function:
       function: of pytrees of arrays.
       derivative: ``derivative(arguments, tangents, results)`` returns the results' tangents.
         Tangents have the structure of the arguments or results, with None for those that are zero.
+      split: how the function is cut over devices; by default only under `jax.vmap`, by batches.
+      implementation: of the function. XLA does not cut what is interpreted: a host callback that is
+        lowered while XLA compiles does not live as long as the program.
     """
 
     def rule(arguments: Any, tangents: Any) -> tuple[Any, Any]:
         results = run(*arguments)
         return results, derivative(arguments, tangents, results)
 
-    run = functools.partial(_bind, function, rule)
+    run = functools.partial(_bind, function, rule, split, implementation != "interpret")
     return run
 
 
-def replaced(function: Function, differentiable: Function) -> Function:
+def constant(function: Function, implementation: str | None) -> Function:
+    """Returns `function`, whose results are integers and have no derivative, as an op."""
+    no_tangents = lambda _, __, results: jax.tree.map(lambda _: None, results)
+    traced = op(function, no_tangents, implementation=implementation)
+
+    def run(*arguments: Any) -> Any:
+        leaves = jax.tree.leaves(arguments)
+        if sharding.is_explicit() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return traced(*arguments)
+        return function(*arguments)  # one program, where the op would be one for each step
+
+    return run
+
+
+def replaced(
+    function: Function, differentiable: Function, split: Split, implementation: str | None
+) -> Function:
     """Returns `function`, in place of which `differentiable` is differentiated.
 
     For a function whose derivative needs more than it returns.
@@ -54,16 +81,22 @@ def replaced(function: Function, differentiable: Function) -> Function:
         flat = lambda *leaves: differentiable(*tree.unflatten(leaves))
         return _jvp_where_moving(flat, primals, tree.flatten_up_to(tangents))
 
-    return functools.partial(_bind, function, rule)
+    return functools.partial(_bind, function, rule, split, implementation != "interpret")
 
 
-def _bind(function: Function, rule: Function, *arguments: Any) -> Any:
+def _bind(function: Function, rule: Function, split: Split, may_cut: bool, *arguments: Any) -> Any:
     leaves, tree = _flatten(arguments)
     # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
     leaves = jax_private.insert_varying_casts(leaves)
     arguments = tree.unflatten(leaves)
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    explicit = sharding.is_explicit()
+    with sharding.without_mesh() if explicit else contextlib.nullcontext():
+        types = sharding.whole(arguments) if explicit else arguments
+        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*types)
     _, out_tree = _flatten(shapes)
+    flat_split = sharding.flatten(split, function, arguments, shapes)
+    if explicit:
+        jaxpr = jax.make_jaxpr(sharding.over_explicit_mesh(flat_split, leaves))(*leaves)
 
     def flat_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         results, moved = rule(tree.unflatten(primals), tree.unflatten(tangents))
@@ -75,7 +108,8 @@ def _bind(function: Function, rule: Function, *arguments: Any) -> Any:
         *leaves,
         function=jaxpr_as_fun(jaxpr),
         rule=flat_rule,
-        types=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals),
+        types=tuple(map(sharding.type_of, jaxpr.out_avals)),
+        split=flat_split if may_cut and not explicit else None,
     )
     return out_tree.unflatten(outputs)
 
@@ -101,15 +135,18 @@ def call(
     saved, saved_tree = _flatten(residuals)
     shapes, out_tree = _flatten(like)
 
+    types = tuple(map(sharding.type_of, shapes))
+    moving_types = tuple(map(sharding.type_of, moving.values()))
+
     def flat_function(*flat: Any) -> list[Any]:
         known = saved_tree.unflatten(flat[: len(saved)])
         named = dict(zip(moving, flat[len(saved) :], strict=True))
-        return jax.tree.leaves(function(known, named))
+        return list(map(sharding.cast, jax.tree.leaves(function(known, named)), types))
 
     def flat_transpose(*flat: Any) -> list[Any]:
         known = saved_tree.unflatten(flat[: len(saved)])
         cotangents = transpose(known, out_tree.unflatten(flat[len(saved) :]))
-        return [cotangents[name] for name in moving]
+        return list(map(sharding.cast, (cotangents[name] for name in moving), moving_types))
 
     jax_private.require_devices(_linear_p)
     outputs = _linear_p.bind(
@@ -118,7 +155,7 @@ def call(
         function=flat_function,
         transpose=flat_transpose,
         num_residuals=len(saved),
-        types=tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes),
+        types=types,
     )
     return out_tree.unflatten(outputs)
 
@@ -149,11 +186,18 @@ def _primitive(name: str) -> Primitive:
         return function(*args)
 
     def abstract_eval(*avals: Any, types: Sequence[Any], **_: Any) -> list[Any]:
-        return [jax_private.result_aval(name, avals, a.shape, a.dtype) for a in types]
+        return [jax_private.result_aval(name, avals, a.shape, a.dtype, a.sharding) for a in types]
+
+    def lower(
+        ctx: Any, *operands: Any, function: Function, split: Any = None, **_: Any
+    ) -> Sequence[Any]:
+        if split is not None and sharding.is_partitioned(ctx):
+            function = sharding.partitioned(split, function)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+    mlir.register_lowering(primitive, lower)
     return primitive
 
 
@@ -174,7 +218,13 @@ def _op_jvp(primals: Any, tangents: Any, *, rule: Function, **_: Any) -> Any:
 
 
 def _op_batch(
-    args: Any, axes: Any, *, function: Function, rule: Function, types: Sequence[Any]
+    args: Any,
+    axes: Any,
+    *,
+    function: Function,
+    rule: Function,
+    types: Sequence[Any],
+    split: sharding.FlatSplit | None,
 ) -> Any:
     axes = tuple(axes)
     size = _batch_size(args, axes)
@@ -182,7 +232,8 @@ def _op_batch(
         *args,
         function=jax.vmap(function, axes),
         rule=jax.vmap(rule, (axes, axes)),
-        types=tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in types),
+        types=tuple(sharding.batched_type(size, a) for a in types),
+        split=None if split is None else sharding.batched(split, axes),
     )
     return outputs, [0] * len(outputs)
 
@@ -230,7 +281,7 @@ def _linear_batch(
         function=jax.vmap(function, (*known, *(0 for _ in tangents))),
         transpose=jax.vmap(transpose, (*known, *(0 for _ in types))),
         num_residuals=num_residuals,
-        types=tuple(jax.ShapeDtypeStruct((size, *a.shape), a.dtype) for a in types),
+        types=tuple(sharding.batched_type(size, a) for a in types),
     )
     return outputs, [0] * len(outputs)
 

@@ -1,41 +1,18 @@
-"""The whole layer as one function, composed of the package's ops without kernels of its own.
-
-In: tokens, their router logits and the experts' weights. Out: the experts' output for each token,
-and the counts that losses and logs need. Gradients are those of the ops.
-"""
+"""`feed_forward`: checks its arguments and runs the layer."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
-from triax.moe.glu.api import glu
+from triax.moe.feed_forward import parts
+from triax.moe.feed_forward.parts import FeedForward, Options
 from triax.moe.glu.reference import Activation
-from triax.moe.permutation.api import permute, unpermute
-from triax.moe.plans.api import make_plan
-from triax.moe.ragged_dot.api import ragged_dot
-from triax.moe.router.api import route
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
-
-
-class FeedForward(NamedTuple):
-    """What `feed_forward` returns.
-
-    Attributes:
-      tokens: [tokens, hidden], in the dtype of `x`.
-      group_counts: int32 [experts], the pairs routed to each expert, including those dropped, as
-        `load_balancing_loss` expects.
-      num_dropped: int32 [], the pairs dropped because their expert was full.
-    """
-
-    tokens: jax.Array
-    group_counts: jax.Array
-    num_dropped: jax.Array
 
 
 def feed_forward(
@@ -106,36 +83,12 @@ def feed_forward(
     shape = (num_experts, hidden, 2 * width)
     _check_shape("w_gate_up", w_gate_up, shape, "`x`, `logits` and `w_down`")
 
-    weights, experts = route(logits, top_k, implementation=implementation, **router)
-    plan = make_plan(
-        experts,
-        num_experts,
-        capacity=capacity,
-        num_rows=_num_rows(experts.size, num_experts, capacity, align_size),
-        align_size=align_size,
-        implementation=implementation,
+    bias = router.pop("bias", None)
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    options = Options(
+        top_k, activation, capacity, align_size, implementation, (*router.items(),), precision
     )
-    rows, row_weights, _ = permute(x, plan, weights=weights, implementation=implementation)
-    matmul = functools.partial(
-        ragged_dot, group_sizes=plan.group_sizes, implementation=implementation
-    )
-    rows = glu(
-        matmul(rows, w_gate_up), row_weights, activation=activation, implementation=implementation
-    )
-    rows = matmul(rows, w_down)
-    tokens = unpermute(rows, plan, implementation=implementation)
-    return FeedForward(tokens.astype(x.dtype), plan.group_counts, plan.num_dropped)
-
-
-def _num_rows(
-    num_pairs: int, num_experts: int, capacity: int | None, align_size: int
-) -> int | None:
-    """The rows of full experts, if those are fewer than `make_plan` would make by default."""
-    if capacity is None:
-        return None
-    align_size = arguments.integer("align_size", align_size, 1)
-    full = -(-arguments.integer("capacity", capacity, 0) // align_size) * align_size
-    return min(num_experts * full, arguments.most_rows(num_pairs, num_experts, align_size))
+    return parts.feed_forward(options)(x, logits, w_gate_up, w_down, bias)
 
 
 def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:

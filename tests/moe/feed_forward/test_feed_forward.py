@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 
@@ -13,6 +14,7 @@ import pytest
 from triax import moe
 from triax.emitting import reading
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.shared import sharding
 from triax.testing import assert_close, assert_same_bits, checked
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 24, 16, 24, 5
@@ -196,6 +198,13 @@ def residuals(function, args):
     return sorted(leaf.shape for leaf in jax.tree.leaves(pull) if leaf.shape[:1] == (rows,))
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """As where there is one device: the layer is its ops, and not one op that can be cut."""
+    monkeypatch.setattr(sharding, "may_be_cut", lambda: False)
+
+
+@pytest.mark.usefixtures("one_device")
 def test_what_is_kept_for_the_backward_pass():
     """The rows, the first matmul's result, and what the activation makes of it; and no rows that
     come out of the experts, for the weights are applied before."""
@@ -204,6 +213,7 @@ def test_what_is_kept_for_the_backward_pass():
     assert residuals(layer, draw(7, "bfloat16")) == kept
 
 
+@pytest.mark.usefixtures("one_device")
 def test_policy_that_permutes_again():
     args = draw(7)
     light = jax.checkpoint(layer, policy=LIGHT)
@@ -211,6 +221,34 @@ def test_policy_that_permutes_again():
     actual, expected = (value_and_gradients(f, args) for f in (light, layer))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
+    )
+
+
+def test_as_one_op_the_derivatives_are_those_of_its_ops(monkeypatch):
+    """Where there are several devices; of second order, in forward mode, with fixed arguments."""
+    floats, bias = draw(3), jnp.arange(5.0)
+    options = {"top_k": 2, "score": "sigmoid", "normalize": True}
+    layer = lambda *floats: moe.feed_forward(*floats, bias=bias, **options).tokens
+    tangents = tuple(jnp.cos(3 * a) for a in floats)
+
+    def second(*floats):
+        first = jax.grad(lambda *f: jnp.sum(jnp.sin(layer(*f))), (0, 3))(*floats)
+        return sum(jnp.sum(jnp.cos(g)) for g in first)
+
+    def derivatives():
+        return (
+            jax.jvp(layer, floats, tangents),
+            jax.jit(jax.grad(second, (0, 1, 2, 3)))(*floats),
+            jax.grad(lambda bias: moe.feed_forward(*floats, bias=bias, **options).tokens.sum())(
+                bias
+            ),
+        )
+
+    actual = derivatives()
+    assert "triax_op" in str(jax.make_jaxpr(layer)(*floats)).split("pjit")[0]
+    monkeypatch.setattr(sharding, "may_be_cut", lambda: False)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, derivatives()
     )
 
 
@@ -242,6 +280,7 @@ def gradients(*args, layer=layer):
 
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.usefixtures("one_device")
 def test_kernels_on_cuda(monkeypatch, arch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
     assert kernels(layer) == sorted(FORWARD)
@@ -256,6 +295,28 @@ def test_kernels_on_cuda(monkeypatch, arch):
     light = jax.checkpoint(layer, policy=LIGHT)
     again = kernels(functools.partial(gradients, layer=light))
     assert again == sorted([*FORWARD, *backward, "permute", "glu"])
+
+
+@pytest.mark.cuda_plugin
+def test_as_one_op_the_gradient_multiplies_as_the_layer_was_asked_to(monkeypatch):
+    """The precision in force where the layer is called holds where its gradient is traced."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    tf32 = functools.partial(jax.default_matmul_precision, "tensorfloat32")
+
+    def program(around_layer, around_all):
+        def scoped(*args):
+            with around_layer():
+                return layer(*args)
+
+        def run(*args):
+            with around_all():
+                return gradients(*args, layer=scoped)
+
+        args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in draw(0)]
+        return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    plain = contextlib.nullcontext
+    assert program(tf32, plain) == program(plain, tf32) != program(plain, plain)
 
 
 @pytest.mark.cuda_plugin

@@ -1,0 +1,311 @@
+"""How an op is cut over several devices.
+
+To XLA a kernel is a black box: operands that are sharded are gathered, and every device runs the
+whole call. It treats parts of the plain JAX of other platforms like that too. A `Split` says which
+dimensions may be cut, so that each device runs the op on its part. It is used by programs under
+plain `jit` (through `custom_partitioning`, once XLA has chosen the shardings) and on meshes with
+explicit axes (through `shard_map`, while the program is traced). Inside `shard_map` all code is
+local anyway, and for one device there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from triax.compat import jax_private
+
+Function = Callable[..., Any]
+MeshAxes = tuple[str, ...]
+_WHOLE = "_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The part of an op that one device runs: the mesh axes that each letter is cut over."""
+
+    mesh_axes: Mapping[str, MeshAxes]
+
+    def sum(self, letter: str, value: jax.Array) -> jax.Array:
+        """The sum of `value` over the parts that `letter` is cut into."""
+        axes = self.mesh_axes.get(letter)
+        return jax.lax.psum(value, axes) if axes else value
+
+    def index(self, letter: str) -> Any:
+        """The number of this device's part."""
+        axes = self.mesh_axes.get(letter)
+        return jax.lax.axis_index(axes) if axes else 0
+
+    def count(self, letter: str) -> int:
+        """The number of parts."""
+        axes = self.mesh_axes.get(letter)
+        return int(jax.lax.psum(1, axes)) if axes else 1
+
+
+class Split(NamedTuple):
+    """Which dimensions of an op's arrays may be cut.
+
+    Attributes:
+      arguments: for each argument that is an array a string: a letter for each dimension, ``_`` for
+        one that every device needs whole. Equal letters are cut alike. None stands for an argument
+        that is needed whole, and so does a missing one at the end. For other pytrees a function
+        returns the strings of all arrays.
+      results: likewise, for one array or for each of several.
+      run: ``run(function, shard, *arguments)`` runs the op on a part; by default just `function`.
+        It sums over letters that no result has.
+    """
+
+    arguments: tuple[Any, ...]
+    results: Any
+    run: Function = lambda function, _, *arguments: function(*arguments)
+
+
+WHOLE = Split((), ())
+"""Every device runs the whole op, but for batches under `jax.vmap`."""
+
+
+class FlatSplit(NamedTuple):
+    """A `Split` of an op on flat arrays: a string for each; ``local(shard)`` runs a part."""
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    local: Callable[[Shard], Function]
+
+
+def flatten(split: Split, function: Function, arguments: Any, results: Any) -> FlatSplit:
+    """The split of `function`, which maps `arguments` to `results` (arrays, or their types)."""
+    tree = jax.tree.structure(arguments)
+
+    def local(shard: Shard) -> Function:
+        run = functools.partial(split.run, function, shard)
+        return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(tree, leaves)))
+
+    outputs = results if isinstance(results, tuple) else (results,)
+    cuts = split.results if isinstance(split.results, tuple) else (split.results,)
+    return FlatSplit(_letters(split.arguments, arguments), _letters(cuts, outputs), local)
+
+
+def _letters(cuts: Sequence[Any], arrays: Sequence[Any]) -> tuple[str, ...]:
+    found: list[str] = []
+    for cut, part in itertools.zip_longest(cuts, arrays):
+        leaves = jax.tree.leaves(part)
+        if callable(cut):
+            found += cut(part)
+        else:
+            found += [cut or _WHOLE * leaf.ndim for leaf in leaves]
+    return tuple(found)
+
+
+def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
+    """The split of the function under `jax.vmap` over `axes`, with the batch first in results."""
+    used = {letter for letters in split.operands + split.results for letter in letters}
+    batch = next(letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in used)
+    operands = tuple(
+        letters if axis is None else letters[:axis] + batch + letters[axis:]
+        for letters, axis in zip(split.operands, axes, strict=True)
+    )
+    results = tuple(batch + letters for letters in split.results)
+    local = lambda shard: jax.vmap(split.local(shard), tuple(axes))
+    return FlatSplit(operands, results, local)
+
+
+# --- plain jit ---------------------------------------------------------------------------------
+
+
+def is_partitioned(ctx: Any) -> bool:
+    """Whether a lowering rule is for a program that XLA cuts over several devices."""
+    return jax_private.num_partitions(ctx) > 1 and not jax_private.is_exporting(ctx)
+
+
+def may_be_cut() -> bool:
+    """Whether XLA may cut the program that is traced: not inside `shard_map`."""
+    axis_types = jax.sharding.get_abstract_mesh().axis_types
+    return jax.device_count() > 1 and AxisType.Manual not in axis_types
+
+
+def partitioned(split: FlatSplit, function: Function) -> Function:
+    """`function` of flat arrays, which XLA runs in parts by `split` where it pays."""
+    run = custom_partitioning(functools.partial(_as_tuple, function))
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        arrays = zip(split.results + split.operands, (*results, *operands), strict=True)
+        axes = _mesh_axes(mesh, ((letters, a.shape, a.sharding.spec) for letters, a in arrays))
+        to, of = (
+            tuple(NamedSharding(mesh, _spec(letters, axes)) for letters in strings)
+            for strings in (split.results, split.operands)
+        )
+        return mesh, functools.partial(_as_tuple, split.local(Shard(axes))), to, of
+
+    run.def_partition(partition, sharding_rule=_shardy_rule(split))
+    return run
+
+
+def _as_tuple(function: Function, *operands: Any) -> tuple[Any, ...]:
+    return tuple(function(*operands))
+
+
+def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
+    """The same for Shardy; each dimension that is needed whole has a name of its own."""
+    whole: list[str] = []
+
+    def names(letters: str) -> ArrayMapping:
+        named = []
+        for letter in letters:
+            if letter == _WHOLE:
+                letter = f"whole{len(whole)}"
+                whole.append(letter)
+            named.append(letter)
+        return ArrayMapping(*named)
+
+    operands = tuple(map(names, split.operands))
+    results = tuple(map(names, split.results))
+    in_results = {letter for letters in split.results for letter in letters}
+    summed = dict.fromkeys(
+        letter for letters in split.operands for letter in letters if letter not in in_results
+    )
+    summed.pop(_WHOLE, None)
+    return SdyShardingRule(
+        operands,
+        results,
+        reduction_factors=tuple(summed),
+        need_replication_factors=tuple(whole),
+    )
+
+
+def _mesh_axes(
+    mesh: Any, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
+) -> dict[str, MeshAxes]:
+    """The mesh axes each letter is cut over, from arrays' letters, shapes and specs in turn.
+
+    No axis is used twice.
+    A letter is left whole if its size is no multiple of the number of parts, because XLA would
+    fill the last part up.
+    """
+    axes: dict[str, MeshAxes] = {}
+    used: set[str] = set()
+    for letters, shape, spec in arrays:
+        for letter, size, part in zip(letters, shape, spec, strict=False):
+            names = (part,) if isinstance(part, str) else tuple(part or ())
+            count = math.prod(mesh.shape[name] for name in names)
+            if letter != _WHOLE and letter not in axes and not used & {*names} and not size % count:
+                axes[letter] = names
+                used |= {*names}
+    return {letter: names for letter, names in axes.items() if names}
+
+
+def _spec(letters: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(letter) for letter in letters))
+
+
+# --- explicit meshes ---------------------------------------------------------------------------
+
+
+def is_explicit() -> bool:
+    """Whether the mesh in use has explicit axes."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def without_mesh() -> Any:
+    """A context without a mesh, in which the shapes of a whole op's results can be traced."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def explicit(array: Any) -> NamedSharding | None:
+    """The sharding that is part of an array's type, if it is cut at all."""
+    is_type = isinstance(array, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
+    sharding = (array if is_type else jax.typeof(array)).sharding
+    return sharding if any(part is not None for part in getattr(sharding, "spec", ())) else None
+
+
+def type_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype, and the sharding that is part of the type."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=explicit(array))
+
+
+def batched_type(size: int, kind: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type of a batch in front."""
+    sharding = kind.sharding
+    if sharding is not None:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.ShapeDtypeStruct((size, *kind.shape), kind.dtype, sharding=sharding)
+
+
+def cast(array: Any, kind: jax.ShapeDtypeStruct) -> Any:
+    """The array with the sharding of a type."""
+    have, want = explicit(array), kind.sharding
+    if have is None and want is None:
+        return array
+    mesh = (have or want).mesh
+    return jax.sharding.reshard(array, want or NamedSharding(mesh, PartitionSpec()))
+
+
+def whole(arrays: Any) -> Any:
+    """The types of arrays as if they were not cut."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+
+
+def over_explicit_mesh(split: FlatSplit, operands: Sequence[Any]) -> Function:
+    """The op in parts, as the types of its operands are cut."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = _explicit_axes(mesh, split.operands, operands)
+    names = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return _in_parts(mesh, {name for name, kind in names if kind is AxisType.Explicit}, split, axes)
+
+
+def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
+    """Runs a function of several ops in parts, over those explicit axes that its arguments are cut
+    over and the split allows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    with without_mesh():
+        shapes = jax.eval_shape(function, *whole(arguments))
+    flat, operands = flatten(split, function, arguments, shapes), jax.tree.leaves(arguments)
+    axes = _explicit_axes(mesh, flat.operands, operands)
+    if not axes:
+        return function(*arguments)
+    used = {name for names in axes.values() for name in names}
+    results = _in_parts(mesh, used, flat, axes)(*operands)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _explicit_axes(
+    mesh: Any, strings: Sequence[str], operands: Sequence[Any]
+) -> dict[str, MeshAxes]:
+    cut = zip(strings, operands, map(explicit, operands), strict=True)
+    return _mesh_axes(mesh, ((letters, a.shape, s.spec) for letters, a, s in cut if s is not None))
+
+
+def _in_parts(
+    mesh: Any, names: set[str], split: FlatSplit, axes: Mapping[str, MeshAxes]
+) -> Function:
+    specs = [_spec(letters, axes) for letters in split.operands]
+    part = jax.shard_map(
+        split.local(Shard(axes)),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=[_spec(letters, axes) for letters in split.results],
+        axis_names=names,
+        # JAX takes a kernel's results to vary over all axes that an operand varies over.
+        check_vma=False,
+    )
+
+    def run(*operands: Any) -> Any:
+        return part(
+            *(
+                jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+                for operand, spec in zip(operands, specs, strict=True)
+            )
+        )
+
+    return run

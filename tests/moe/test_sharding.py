@@ -1,0 +1,300 @@
+"""Plain `jit` and explicit meshes: results do not depend on how arrays are cut over devices."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as cache
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from triax import moe, testing
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 8, 4, 2
+COLLECTIVES = re.compile(
+    r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\("
+)
+
+
+@pytest.fixture(params=["plain", "explicit"])
+def kind(request):
+    """Who knows how arrays are cut: XLA, or their types."""
+    return request.param
+
+
+def mesh_of(kind):
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis, axis))
+
+
+def drawn(seed=0):
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    return {
+        "x": normal(TOKENS, HIDDEN),
+        "weights": rng.random((TOKENS, TOP_K), np.float32),
+        "ids": rng.integers(0, EXPERTS, (TOKENS, TOP_K), np.int32),
+        "logits": normal(TOKENS, EXPERTS),
+        "w_gate_up": normal(EXPERTS, HIDDEN, 2 * WIDTH) / 4,
+        "w_down": normal(EXPERTS, WIDTH, HIDDEN) / 4,
+        "rows": normal(TOKENS * TOP_K, HIDDEN),
+        "sizes": np.array([5, 0, 17, 3], np.int32),
+        "probs": rng.random(TOKENS * TOP_K, np.float32),
+        "bias": normal(EXPERTS),
+        "order": np.array([2, 0, 3, 1], np.int32),
+    }
+
+
+def permutation(x, weights, ids):
+    plan = moe.make_plan(ids, EXPERTS, align_size=4)
+    out = moe.permute(x, plan, weights=weights)
+    return moe.unpermute(jnp.tanh(out.rows) * out.weights[:, None], plan, weights), plan.row_of
+
+
+def products(rows, w_gate_up, sizes):
+    return moe.ragged_dot(rows, w_gate_up, sizes)
+
+
+def layer(x, logits, w_gate_up, w_down, bias):
+    router = {"top_k": TOP_K, "score": "sigmoid", "normalize": True, "bias": bias}
+    out = moe.feed_forward(x, logits, w_gate_up, w_down, **router)
+    return out.tokens, out.group_counts
+
+
+# Arguments are named as in `drawn`, floats first.
+OPS = {
+    "permutation": permutation,
+    "chunk sort": lambda rows, probs, sizes, order: moe.sort_chunks_by_index(
+        rows, sizes, order, probs
+    ),
+    "ragged_dot": products,
+    "router": lambda logits: moe.route(logits, TOP_K, score="sigmoid", normalize=True),
+    "feed_forward": layer,
+}
+
+
+def names(function):
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
+
+
+def arguments(function):
+    return [drawn()[name] for name in names(function)]
+
+
+def with_gradients(function, args):
+    """The results and the gradients of the floats."""
+    floats = tuple(i for i, arg in enumerate(args) if arg.dtype == np.float32)
+
+    def loss(*args):
+        results = function(*args)
+        moving = [r for r in jax.tree.leaves(results) if jnp.issubdtype(r.dtype, jnp.floating)]
+        return sum(jnp.sum(jnp.sin(r)) for r in moving), results
+
+    return lambda *args: jax.grad(loss, floats, has_aux=True)(*args)
+
+
+def ways_to_cut(shape):
+    """All specs of a mesh of 2 × 4 that cut the shape into equal parts."""
+    parts = {None: 1, "data": 2, "model": 4, ("data", "model"): 8}
+    for spec in itertools.product(parts, repeat=len(shape)):
+        used = [
+            name for part in spec if part for name in ([part] if isinstance(part, str) else part)
+        ]
+        if len(used) == len(set(used)) and not any(
+            size % parts[part] for size, part in zip(shape, spec, strict=True)
+        ):
+            yield P(*spec)
+
+
+def compiled(function, mesh, args, specs):
+    """The program for arguments cut by `specs`, and its results."""
+    placed = [
+        jax.device_put(arg, NamedSharding(mesh, spec))
+        for arg, spec in zip(args, specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        program = jax.jit(function).lower(*placed).compile()
+        return program, program(*placed)
+
+
+def collectives(program):
+    return COLLECTIVES.findall(program.as_text())
+
+
+def spec_of(array):
+    """Without the dimensions at the end that are not cut."""
+    spec = tuple(array.sharding.spec)
+    while spec and spec[-1] is None:
+        spec = spec[:-1]
+    return P(*spec)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
+    function = OPS[name]
+    args = arguments(function)
+    both = with_gradients(function, args)
+    expected = jax.jit(both)(*args)
+    rng = np.random.default_rng([*map(ord, name + kind)])
+    choices = [list(ways_to_cut(arg.shape)) for arg in args]
+    specs = [ways[rng.integers(len(ways))] for ways in choices]
+    _, actual = compiled(both, mesh_of(kind), args, specs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
+    )
+
+
+@pytest.mark.parametrize("name", ["permutation", "chunk sort"])
+def test_a_cut_width_moves_nothing_between_devices(kind, name):
+    function = OPS[name]
+    args = arguments(function)
+    specs = [P(None, ("data", "model"))] + [P()] * (len(args) - 1)
+    program, results = compiled(function, mesh_of(kind), args, specs)
+    assert collectives(program) == []
+    assert spec_of(results[0]) == specs[0]
+    jax.tree.map(testing.assert_same_bits, results, jax.jit(function)(*args))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_cut_batches_move_nothing_between_devices(name):
+    function = OPS[name]
+    shared = ("w_gate_up", "w_down", "bias")
+    axes = [None if name in shared else 0 for name in names(function)]
+    args = [
+        arg if axis is None else np.stack([np.roll(arg, i, 0) for i in range(8)])
+        for arg, axis in zip(arguments(function), axes, strict=True)
+    ]
+    specs = [P() if axis is None else P(("data", "model")) for axis in axes]
+    batched = jax.vmap(function, axes)
+    program, results = compiled(batched, mesh_of("plain"), args, specs)
+    assert collectives(program) == []
+    expected = jax.jit(batched)(*args)
+    for actual, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert spec_of(actual) == specs[0]
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("specs", "collective", "result"),
+    [
+        # Rows: each device multiplies its own; the weights' gradient is summed up.
+        ((P(("data", "model")), P(), P()), [], P(("data", "model"))),
+        # Columns, and rows over the other axis.
+        ((P("data"), P(None, None, "model"), P()), [], P("data", "model")),
+        # The depth: one sum of the partial products.
+        ((P(None, "model"), P(None, "model"), P()), ["all-reduce"], P()),
+    ],
+)
+def test_products_are_cut_like_dense_ones(kind, specs, collective, result):
+    args = arguments(products)
+    program, actual = compiled(products, mesh_of(kind), args, specs)
+    assert collectives(program) == collective
+    assert spec_of(actual) == result
+    np.testing.assert_allclose(actual, jax.jit(products)(*args), rtol=1e-4, atol=1e-5)
+
+
+def test_partial_products_are_summed_in_float32(kind):
+    """Two parts that cancel: rounded to bfloat16 before the sum, little would be left of it."""
+    rows = np.ones((8, 4), np.float32) * np.array([256, 1, -256, 0], np.float32)
+    args = [jnp.asarray(a, jnp.bfloat16) for a in (rows, np.ones((1, 4, 4)))]
+    args.append(np.array([8], np.int32))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=mesh_of(kind).axis_types)
+    specs = (P(None, "model"), P(None, "model"), P())
+    _, out = compiled(products, mesh, args, specs)
+    testing.assert_same_bits(out, jnp.ones((8, 4), jnp.bfloat16))
+
+
+def test_the_layers_tokens_stay_on_their_device(kind):
+    """Each device routes its own; their counts and the gradients of the weights are summed."""
+    args = arguments(layer)
+    specs = [P(("data", "model")), P(("data", "model")), P(), P(), P()]
+    program, (tokens, counts) = compiled(layer, mesh_of(kind), args, specs)
+    assert set(collectives(program)) == {"all-reduce"}
+    assert spec_of(tokens) == specs[0]
+    expected, expected_counts = jax.jit(layer)(*args)
+    np.testing.assert_allclose(tokens, expected, rtol=1e-5, atol=1e-6)
+    testing.assert_same_bits(counts, expected_counts)
+
+    both = with_gradients(layer, args)
+    program, (gradients, _) = compiled(both, mesh_of(kind), args, specs)
+    assert set(collectives(program)) == {"all-reduce"}
+    assert [spec_of(g) for g in gradients[:4]] == specs[:4]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        gradients,
+        jax.jit(both)(*args)[0],
+    )
+
+
+def test_sizes_that_devices_do_not_divide_are_left_whole():
+    rows = np.arange(7 * 6, dtype=np.float32).reshape(7, 6)
+    sizes, order = np.array([4, 3], np.int32), np.array([1, 0], np.int32)
+
+    def moved(rows):
+        whole = jax.lax.with_sharding_constraint(
+            jnp.pad(rows, ((0, 0), (0, 1)))[:, :6], P(None, "model")
+        )
+        return moe.sort_chunks_by_index(whole, sizes, order).rows
+
+    _, out = compiled(moved, mesh_of("plain"), [rows], [P()])
+    testing.assert_same_bits(out, np.concatenate([rows[4:], rows[:4]]))
+
+
+@pytest.fixture
+def compilation_cache(tmp_path):
+    """JAX's persistent cache, in a folder of its own."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for values in (settings, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        cache.reset_cache()
+        if values is settings:
+            yield tmp_path
+
+
+def test_a_program_for_one_device_has_no_callback(compilation_cache):
+    """It can be exported, and JAX's persistent cache finds it again."""
+    args = arguments(layer)
+    both = with_gradients(layer, args)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    placed = [jax.device_put(arg, NamedSharding(mesh, P())) for arg in args]
+
+    def entries():
+        jax.clear_caches()
+        lowered = jax.jit(both).lower(*placed)
+        assert "CustomSPMDPartitioning" not in lowered.as_text()
+        assert "callback" not in lowered.as_text()
+        lowered.compile()
+        return sorted(path.name for path in compilation_cache.glob("*-cache"))
+
+    first = entries()
+    assert len(first) == 1
+    assert entries() == first
+
+    exported = jax.export.export(jax.jit(both))(*args)
+    again = jax.export.deserialize(exported.serialize()).call
+    jax.tree.map(np.testing.assert_allclose, again(*args), jax.jit(both)(*args))
+
+
+def test_interpreted_kernels_are_whole_on_every_device():
+    """Their host callbacks must live as long as the program."""
+    args = arguments(permutation)[0], arguments(permutation)[2]
+
+    def moved(x, ids):
+        plan = moe.make_plan(ids, EXPERTS, implementation="interpret")
+        return moe.permute(x, plan, implementation="interpret")
+
+    _, out = compiled(moved, mesh_of("plain"), args, [P(None, "model"), P()])
+    testing.assert_same_bits(out, jax.jit(moved)(*args))
