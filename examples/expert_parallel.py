@@ -87,7 +87,7 @@ def main() -> tuple[list[float], list[float]]:
     keys = jax.random.split(jax.random.key(0), 3)
     params, teacher = init(keys[0]), init(keys[1])
     x = jax.random.normal(keys[2], (TOKENS, HIDDEN))
-    y = x + on_one_device(teacher, x)
+    y = x + jax.jit(on_one_device)(teacher, x)
     with jax.default_matmul_precision("highest"):
         one = train(on_one_device, params, x, y)
         layer = jax.shard_map(on_all_devices, mesh=mesh, in_specs=(SPECS, P(ALL)), out_specs=P(ALL))

@@ -48,9 +48,9 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     _added = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in _given]
     os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
-# Tracing makes many objects that stay in JAX's caches. Looking for garbage among them took a tenth
-# of the tests' time.
-gc.set_threshold(200_000, 20, 100)
+# Tracing makes many objects, most of which stay in JAX's caches. Looking at the young ones as often
+# as Python does took a tenth of the tests' time.
+gc.set_threshold(20_000, 5, 5)
 
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
 # An example may compile several programs, so there are few; --hypothesis-profile=thorough has more.
