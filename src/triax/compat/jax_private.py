@@ -120,6 +120,11 @@ def is_exporting(ctx: Any) -> bool:
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 
 
+def several_devices() -> bool:
+    """Whether there are several; False until a backend is started, because asking must not."""
+    return _xla_bridge.backends_are_initialized() and jax.device_count() > 1
+
+
 def require_devices(primitive: Any) -> None:
     """Has programs with this primitive lowered for their devices, if there are several.
 
@@ -127,7 +132,7 @@ def require_devices(primitive: Any) -> None:
     for when the primitive is bound, and only where it matters, because JAX does not lower such
     programs for an `AbstractMesh`.
     """
-    if _xla_bridge.backends_are_initialized() and jax.device_count() > 1:
+    if several_devices():
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
