@@ -36,6 +36,7 @@ def test_no_block_is_wider_than_the_site_shows():
     assert not wide
 
 
+@pytest.mark.slow("what pages call has tests of its own")
 @pytest.mark.parametrize("page", pages())
 def test_page_runs(page, tmp_path, capsys):
     blocks = PROGRAM.findall(page.read_text(encoding="utf-8"))

@@ -198,6 +198,7 @@ print(status)
 )
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.parametrize(
     "lock",
     ["of a launch", "of a kernel's hash", "of Triton's parameters", "of Triton's tuples"],

@@ -78,6 +78,7 @@ def check_close(actual, expected, tolerance):
     jax.tree.map(check, actual, expected)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("top_k", "capacity", "dtype", "tolerance"),
     [

@@ -480,6 +480,7 @@ def test_errors_name_the_argument(call, error, match):
         call()
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", [None, "interpret"])
 def test_maps_wider_than_what_is_unrolled_inside_shard_map(implementation):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -113,10 +113,13 @@ def make_mesh(name):
     [
         *(("8", kind) for kind in ("uniform", "skewed", "few experts", "not routed", "one device")),
         *(
-            pytest.param("2x2x2", kind, marks=pytest.mark.slow("as on a mesh of one axis"))
-            for kind in ("uniform", "not routed")
+            pytest.param(name, kind, marks=pytest.mark.slow("as on a mesh of one axis"))
+            for name, kind in [
+                ("2x2x2", "uniform"),
+                ("2x2x2", "not routed"),
+                ("both axes", "uniform"),
+            ]
         ),
-        ("both axes", "uniform"),
     ],
 )
 def test_equals_one_device(way, mesh_name, kind):

@@ -113,6 +113,7 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     return out
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
 )
