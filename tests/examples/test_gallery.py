@@ -24,6 +24,13 @@ def test_matmul_shows_what_was_compiled(capsys):
     assert "matmul_kernel: BK=64, BM=128, BN=256" in capsys.readouterr().out
 
 
+@pytest.mark.slow("Equinox is the same")
+def test_equinox_layer_learns(capsys):
+    losses = load("moe_equinox").main()
+    assert losses[-1] < 0.3 * losses[0]
+    assert "step 40: loss" in capsys.readouterr().out
+
+
 def test_every_planted_mistake_is_found(capsys):
     assert load("debugging").main() == 3
     assert "OutOfBounds in difference" in capsys.readouterr().out
