@@ -31,6 +31,14 @@ def test_equinox_layer_learns(capsys):
     assert "step 40: loss" in capsys.readouterr().out
 
 
+@pytest.mark.slow("moe.dispatch and its scales have tests of their own")
+def test_float8_rows_differ_by_their_rounding_alone(capsys):
+    one, many = load("fp8_dispatch").main()
+    assert one == pytest.approx(many, rel=0.01)
+    assert 0 < one < 16 / 448  # half a step at the largest value of float8_e4m3fn
+    assert "52% of that" in capsys.readouterr().out
+
+
 def test_every_planted_mistake_is_found(capsys):
     assert load("debugging").main() == 3
     assert "OutOfBounds in difference" in capsys.readouterr().out

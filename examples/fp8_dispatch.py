@@ -1,0 +1,93 @@
+"""Moves tokens to their experts as 8-bit floats, with a scale for every 128 columns.
+
+    python examples/fp8_dispatch.py
+
+A row of bfloat16 takes twice the bytes of its values in float8_e4m3fn. Scales move along in the
+same call: `moe.permute` on one device, `moe.dispatch` between all there are. Moving changes no bit,
+so all of the error is that of quantising. With JAX_PLATFORMS=cpu there are eight virtual devices.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from triax import moe
+
+TOKENS, HIDDEN, EXPERTS, TOP_K = 840, 512, 16, 2  # tokens of up to eight devices
+BLOCK = 128
+
+
+def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Values [tokens, hidden] in float8_e4m3fn, and float32 scales [tokens, hidden / BLOCK]."""
+    blocks = x.astype(jnp.float32).reshape(len(x), -1, BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=2)
+    scales = jnp.where(largest == 0, 1, largest / float(jnp.finfo(jnp.float8_e4m3fn).max))
+    values = (blocks / scales[:, :, None]).astype(jnp.float8_e4m3fn)
+    return values.reshape(x.shape), scales
+
+
+def dequantise(values: jax.Array, scales: jax.Array) -> jax.Array:
+    return values.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
+
+
+@jax.jit
+def permuted(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows as bfloat16, and from 8-bit floats."""
+    plan = moe.make_plan(experts, num_experts=EXPERTS)
+    values, scales = quantise(x)
+    moved = moe.permute(values, plan, scales=scales)
+    return moe.permute(x, plan), dequantise(moved.rows, moved.scales)
+
+
+def dispatched(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same for the rows that arrive at each device."""
+    weights = jnp.ones(experts.shape)
+    values, scales = quantise(x)
+    plain = moe.dispatch(x, weights, experts, EXPERTS, "expert", scheme="token")
+    sent = moe.dispatch(values, weights, experts, EXPERTS, "expert", scheme="token", scales=scales)
+    return plain.rows, dequantise(sent.rows, sent.scales)
+
+
+def compare(name: str, num_rows: int, rows: jax.Array, restored: jax.Array) -> float:
+    """Prints the bytes of the moved rows, and returns the largest error, of the largest value."""
+    wide, narrow = HIDDEN * 2, HIDDEN + HIDDEN // BLOCK * 4
+    error = float(jnp.max(jnp.abs(restored - rows)) / jnp.max(jnp.abs(rows)))
+    print(f"{name}: {num_rows} rows, {num_rows * wide:,} bytes as bfloat16")
+    print(f"  as float8 with scales {num_rows * narrow:,}, {narrow / wide:.0%} of that")
+    print(f"  error at most {error:.1%} of the largest value")
+    return error
+
+
+def main() -> tuple[float, float]:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.bfloat16)
+    experts = rng.random((TOKENS, EXPERTS)).argsort(axis=1)[:, :TOP_K].astype(np.int32)
+    one = compare("moe.permute", experts.size, *permuted(x, experts))
+
+    mesh = Mesh(jax.devices()[: math.gcd(jax.device_count(), 8)], ("expert",))
+    move = jax.shard_map(
+        dispatched, mesh=mesh, in_specs=(P("expert"), P("expert")), out_specs=P("expert")
+    )
+    to = np.sort(experts // (EXPERTS // mesh.size))
+    own = np.repeat(np.arange(mesh.size), TOKENS // mesh.size)[:, None]
+    first = np.diff(to, axis=1, prepend=-1) != 0  # a token goes to each device once
+    many = compare(
+        f"moe.dispatch between {mesh.size} devices",
+        int(np.sum(first & (to != own))),
+        *jax.jit(move)(x, experts),
+    )
+    return one, many
+
+
+if __name__ == "__main__":
+    main()
