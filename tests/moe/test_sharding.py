@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 
@@ -230,6 +231,66 @@ def test_the_layers_tokens_stay_on_their_device(kind):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         gradients,
         jax.jit(both)(*args)[0],
+    )
+
+
+def test_dimensions_cut_over_a_part_of_a_mesh_axis():
+    """Four groups over eight devices: XLA has a name for that, and JAX has none."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def grouped(x, logits, w_gate_up, w_down, bias):
+        x, logits = (a.reshape(4, -1, a.shape[1]) for a in (x, logits))
+        tokens, counts = jax.vmap(layer, (0, 0, None, None, None))(
+            x, logits, w_gate_up, w_down, bias
+        )
+        return tokens.reshape(TOKENS, HIDDEN), counts
+
+    args = arguments(layer)
+    specs = [P("data"), P("data"), P(), P(), P()]
+    _, actual = compiled(grouped, mesh, args, specs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        actual,
+        jax.jit(grouped)(*args),
+    )
+
+
+@pytest.mark.parametrize("around", ["the call", "the op"])
+def test_parts_are_multiplied_as_the_caller_asked(around):
+    args = arguments(products)
+
+    def precise(*args):
+        with jax.default_matmul_precision("highest"):
+            return products(*args)
+
+    function = precise if around == "the op" else products
+    with (
+        contextlib.nullcontext() if around == "the op" else jax.default_matmul_precision("highest")
+    ):
+        program, _ = compiled(function, mesh_of("plain"), args, [P("data"), P(), P()])
+    assert "operand_precision={highest,highest}" in program.as_text()
+
+
+def test_64_bits_are_not_cut():
+    """XLA has parts traced in a thread of its own, which does not know of this."""
+    with jax.enable_x64(True):
+        args = arguments(products)
+        args[:2] = (arg.astype(np.float64) for arg in args[:2])
+        _, out = compiled(products, mesh_of("plain"), args, [P("data"), P(), P()])
+        np.testing.assert_allclose(out, jax.jit(products)(*args), rtol=1e-12)
+
+
+def test_without_shardy_nothing_is_cut():
+    args = arguments(permutation)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        _, actual = compiled(permutation, mesh_of("plain"), args, [P("data"), P(), P()])
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        actual,
+        jax.jit(permutation)(*args),
     )
 
 

@@ -20,6 +20,7 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import ffi as _ffi
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -120,19 +121,26 @@ def is_exporting(ctx: Any) -> bool:
     return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
 
 
-def several_devices() -> bool:
+def several_devices(platform: str | None = None) -> bool:
     """Whether there are several; False until a backend is started, because asking must not."""
-    return _xla_bridge.backends_are_initialized() and jax.device_count() > 1
+    return _xla_bridge.backends_are_initialized() and _count(platform) > 1
 
 
-def require_devices(primitive: Any) -> None:
-    """Has programs with this primitive lowered for their devices, if there are several.
+def _count(platform: str | None) -> int:
+    try:
+        return jax.device_count(platform)
+    except RuntimeError:  # no such platform
+        return 0
+
+
+def require_devices(primitive: Any, platform: str | None = "cuda") -> None:
+    """Has programs with this primitive lowered for their devices, if `platform` has several.
 
     Otherwise JAX lowers a program of one device once for all devices, and names none. It is asked
     for when the primitive is bound, and only where it matters, because JAX does not lower such
     programs for an `AbstractMesh`.
     """
-    if several_devices():
+    if several_devices(platform):
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
@@ -156,6 +164,22 @@ def num_partitions(ctx: Any) -> int:
     context = ctx.module_context.axis_context
     devices = getattr(context, "device_assignment", None)
     return len(devices) if devices and context.abstract_mesh is not None else 1
+
+
+def uses_shardy() -> bool:
+    """Whether XLA cuts programs by Shardy, and not by its predecessor."""
+    return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
+
+def spec_of(array: Any, mesh: Any) -> tuple[Any, ...]:
+    """Over which axes of a mesh XLA cuts an array; () for ways that have no such name."""
+    if array.sharding is None:
+        return ()
+    xla = array.sharding._to_xla_hlo_sharding(len(array.shape))
+    try:
+        return tuple(_sharding_impls.parse_flatten_op_sharding(xla, mesh)[0])
+    except Exception:  # over a part of an axis
+        return ()
 
 
 def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:

@@ -296,6 +296,41 @@ def test_kernels_on_cuda():
     assert again == sorted([*FORWARD, *backward, "permute", "glu"])
 
 
+@pytest.mark.parametrize("moving", [(0,), (1,), (2,), (3,), (0, 1), (0, 3), (1, 2, 3)], ids=str)
+def test_as_one_op_it_keeps_what_its_ops_keep(monkeypatch, moving):
+    """For the gradients of some arguments: as many numbers of rows, and the same gradients."""
+    args = draw(5)
+
+    def measured():
+        def run(*moved):
+            every = list(args)
+            for index, value in zip(moving, moved, strict=True):
+                every[index] = value
+            return layer(*every, top_k=2).tokens
+
+        out, pull = jax.vjp(run, *(args[i] for i in moving))
+        rows = [leaf.size for leaf in jax.tree.leaves(pull) if leaf.size >= TOKENS * 2 * WIDTH]
+        inputs = {arg.size for arg in args}
+        return sorted(size for size in rows if size not in inputs), pull(jnp.cos(out))
+
+    kept, gradients = measured()
+    monkeypatch.setattr(sharding, "may_be_cut", lambda: False)
+    expected_kept, expected = measured()
+    assert kept == expected_kept
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, expected
+    )
+
+
+def test_a_mistake_spoils_no_later_call():
+    """An op is made once for the same options, and 3.0 equals 3."""
+    args = draw(6)
+    for wrong, right in (({"top_k": 3.0}, {"top_k": 3}), ({"align_size": True}, {"align_size": 1})):
+        with pytest.raises(ArgumentTypeError):
+            moe.feed_forward(*args, **{"top_k": 2, **wrong})
+        moe.feed_forward(*args, **{"top_k": 2, **right})
+
+
 @pytest.mark.cuda_plugin
 def test_as_one_op_the_gradient_multiplies_as_the_layer_was_asked_to(monkeypatch):
     """The precision in force where the layer is called holds where its gradient is traced."""

@@ -86,7 +86,7 @@ def feed_forward(
     bias = router.pop("bias", None)
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     options = Options(
-        top_k, activation, capacity, align_size, implementation, (*router.items(),), precision
+        top_k, activation, capacity, align_size, implementation, precision, (*router.items(),)
     )
     return parts.feed_forward(options)(x, logits, w_gate_up, w_down, bias)
 

@@ -56,8 +56,8 @@ class Options(NamedTuple):
     capacity: int | None
     align_size: int
     implementation: Implementation | None
-    router: tuple[tuple[str, Any], ...]
     precision: str | None
+    router: tuple[tuple[str, Any], ...]
 
 
 class Kept(NamedTuple):
@@ -85,7 +85,7 @@ def feed_forward(options: Options) -> linear.Function:
     # With padding the rows are no multiple of the tokens.
     if options.align_size == 1 and options.implementation != "interpret" and sharding.may_be_cut():
         with contextlib.suppress(TypeError):  # `route` will say which of its keywords is no number
-            return _as_one_op(options)
+            return _as_one_op(*options[:-1], **dict(options.router))
     return run
 
 
@@ -155,11 +155,11 @@ def _sum_counts(function: linear.Function, shard: Shard, *operands: Any) -> tupl
 
 def _sum_gradients(function: linear.Function, shard: Shard, *operands: Any) -> tuple[Any, ...]:
     *by_token, d_gate_up, d_down = function(*operands)
-    return *by_token, shard.sum("t", d_gate_up), shard.sum("t", d_down)
+    return *by_token, *(d if d is None else shard.sum("t", d) for d in (d_gate_up, d_down))
 
 
 _BY_TOKENS = Split(("t_", "t_"), ("t_", None, None), _sum_counts)
-_KEPT = lambda _: ["t_", "t_", "t__", "t_", "t__", "t__"]
+_KEPT = lambda kept: ["t" + "_" * (leaf.ndim - 1) for leaf in jax.tree.leaves(kept)]
 _FORWARD = Split(("t_", "t_"), ("t_", None, None, _KEPT), _sum_counts)
 _BACKWARD = Split(
     ("t_", "t_", None, None, None, _KEPT, "t_"), ("t_", "t_", None, None), _sum_gradients
@@ -174,9 +174,10 @@ _NAMES = (
 )
 
 
-@functools.cache
-def _as_one_op(options: Options) -> linear.Function:
+@functools.lru_cache(maxsize=None, typed=True)  # 3.0 is no 3
+def _as_one_op(*first: Any, **router: Any) -> linear.Function:
     """The layer as an op, whose gradient is an op as well."""
+    options = Options._make((*first, (*router.items(),)))
 
     def run(*operands: Any) -> tuple[Any, ...]:
         results, kept = _run_and_keep(options, *operands)
@@ -185,13 +186,16 @@ def _as_one_op(options: Options) -> linear.Function:
 
     def derivative(primals: Any, tangents: Any, results: Any) -> tuple[Any, ...]:
         tokens, *_, kept = results
-        kept = Kept(*map(checkpoint_name, kept, _NAMES))
+        no_tangents = jax.tree.map(lambda _: None, kept)
         moving = dict(zip((*_MOVING, "bias"), tangents, strict=True))
         del moving["bias"]  # it chooses experts, and does not weigh them
-        moved = None
-        if any(tangent is not None for tangent in moving.values()):
-            moved = linear.call(along, back, (primals, kept), moving, tokens)
-        return moved, None, None, jax.tree.map(lambda _: None, kept)
+        names = tuple(name for name, tangent in moving.items() if tangent is not None)
+        if not names:
+            return None, None, None, no_tangents
+        kept = _needed(Kept(*map(checkpoint_name, kept, _NAMES)), names)
+        back = functools.partial(transpose, names)
+        moved = linear.call(along, back, (primals, kept), moving, tokens)
+        return moved, None, None, no_tangents
 
     def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
         primals, _ = residuals
@@ -199,17 +203,16 @@ def _as_one_op(options: Options) -> linear.Function:
         layer = lambda moved: _run(options, *(fixed | moved).values()).tokens
         return jax.jvp(layer, [{name: fixed[name] for name in moving}], [moving])[1]
 
-    def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
+    def transpose(names: Any, residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         primals, kept = residuals
-        return dict(zip(_MOVING, gradients(*primals, kept, gradient), strict=True))
+        return dict(zip(_MOVING, gradients(names)(*primals, kept, gradient), strict=True))
 
-    def plain_gradients(*operands: Any) -> tuple[jax.Array, ...]:
-        *moving, bias, _, gradient = operands
-        layer = lambda *moving: _run(options, *moving, bias).tokens
-        return tuple(jax.vjp(layer, *moving)[1](gradient))
+    @functools.cache
+    def gradients(names: tuple[str, ...]) -> linear.Function:
+        run = functools.partial(_gradients, options, names)
+        plain = functools.partial(_plain_gradients, options, names)
+        return linear.replaced(run, plain, _BACKWARD, options.implementation)
 
-    run_gradients = functools.partial(_gradients, options)
-    gradients = linear.replaced(run_gradients, plain_gradients, _BACKWARD, options.implementation)
     layer = linear.op(run, derivative, _FORWARD, options.implementation)
     return lambda *operands: FeedForward(*layer(*operands)[:-1])
 
@@ -217,8 +220,30 @@ def _as_one_op(options: Options) -> linear.Function:
 _MOVING = ("x", "logits", "w_gate_up", "w_down")
 
 
+def _needed(kept: Kept, names: tuple[str, ...]) -> Kept:
+    """What the gradients of some of `_MOVING` need; None for the rest."""
+    before_down = names != ("w_down",)
+    needed = {
+        "rows": "w_gate_up" in names,
+        "row_weights": before_down,
+        "gate_up": before_down,
+        "activated": "w_down" in names,
+    }
+    unneeded: dict[str, Any] = {name: None for name, needs in needed.items() if not needs}
+    return kept._replace(**unneeded)
+
+
+def _plain_gradients(options: Options, names: tuple[str, ...], *operands: Any) -> tuple[Any, ...]:
+    """The same by JAX, for gradients of the gradients."""
+    *moving, bias, _, gradient = operands
+    layer = lambda *moving: _run(options, *moving, bias).tokens
+    found = jax.vjp(layer, *moving)[1](gradient)
+    return tuple(d if name in names else None for name, d in zip(_MOVING, found, strict=True))
+
+
 def _gradients(
     options: Options,
+    names: tuple[str, ...],
     x: Any,
     logits: Any,
     w_gate_up: Any,
@@ -226,23 +251,38 @@ def _gradients(
     bias: Any,
     kept: Kept,
     gradient: Any,
-) -> tuple[jax.Array, ...]:
-    """Those of x, logits, w_gate_up and w_down, op by op; what XLA finds unused it leaves out."""
-    pairs = kept.weights.size
-    rows, row_weights, gate_up, activated = (a.reshape(pairs, *a.shape[2:]) for a in kept[2:])
+) -> tuple[Any, ...]:
+    """Those named of x, logits, w_gate_up and w_down, op by op; None for the others."""
     plan = _plan(options, kept.experts, logits.shape[1])
-    multiply = functools.partial(_multiply, options, plan)
-    activate = functools.partial(_activate, options)
-    move = lambda x, weights: permute(
-        x, plan, weights=weights, implementation=options.implementation
-    )[:2]
-    weigh = lambda logits: _route(options, logits, bias).weights
+    pairs = kept.weights.size
+    rows, row_weights, gate_up, activated = (
+        a if a is None else a.reshape(pairs, *a.shape[2:]) for a in kept[2:]
+    )
+    d_x = d_logits = d_w_gate_up = d_w_down = None
 
-    gradient = gradient.astype(jnp.result_type(activated, w_down))
-    d_out = permute(gradient, plan, implementation=options.implementation)
-    d_activated, d_down = jax.vjp(multiply, activated, w_down)[1](d_out)
-    d_gate_up, d_row_weights = jax.vjp(activate, gate_up, row_weights)[1](d_activated)
-    d_rows, d_gate_up = jax.vjp(multiply, rows, w_gate_up)[1](d_gate_up)
-    d_x, d_weights = jax.vjp(move, x, kept.weights)[1]((d_rows, d_row_weights))
-    (d_logits,) = jax.vjp(weigh, logits)[1](d_weights)
-    return d_x, d_logits, d_gate_up, d_down
+    def through_product(rows: Any, dtype: Any, weights: Any, gradient: Any) -> tuple[Any, Any]:
+        """The gradients of rows, and of the weights if the rows were kept."""
+        if rows is not None:
+            d_rows, d_weights = jax.vjp(
+                lambda rows, weights: _multiply(options, plan, rows, weights), rows, weights
+            )[1](gradient)
+            return d_rows, d_weights
+        like = jnp.zeros((pairs, weights.shape[1]), dtype)
+        pull = jax.vjp(lambda rows: _multiply(options, plan, rows, weights), like)[1]
+        return pull(gradient)[0], None
+
+    inner, outer = jnp.result_type(x, w_gate_up), jnp.result_type(x, w_gate_up, w_down)
+    d_out = permute(gradient.astype(outer), plan, implementation=options.implementation)
+    d_activated, d_w_down = through_product(activated, inner, w_down, d_out)
+    if gate_up is not None:
+        activate = functools.partial(_activate, options)
+        d_gate_up, d_row_weights = jax.vjp(activate, gate_up, row_weights)[1](d_activated)
+        d_rows, d_w_gate_up = through_product(rows, x.dtype, w_gate_up, d_gate_up)
+        move = lambda x, weights: permute(
+            x, plan, weights=weights, implementation=options.implementation
+        )[:2]
+        d_x, d_weights = jax.vjp(move, x, kept.weights)[1]((d_rows, d_row_weights))
+        if "logits" in names:
+            weigh = lambda logits: _route(options, logits, bias).weights
+            (d_logits,) = jax.vjp(weigh, logits)[1](d_weights)
+    return d_x if "x" in names else None, d_logits, d_w_gate_up, d_w_down

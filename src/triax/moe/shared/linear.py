@@ -102,14 +102,17 @@ def _bind(function: Function, rule: Function, split: Split, may_cut: bool, *argu
         results, moved = rule(tree.unflatten(primals), tree.unflatten(tangents))
         return out_tree.flatten_up_to(results), out_tree.flatten_up_to(moved)
 
+    # The thread in which XLA has a part traced may not know of `jax.enable_x64`.
+    wide = any(a.dtype.itemsize > 4 for a in (*leaves, *jaxpr.out_avals))
+    may_cut = may_cut and not wide and not explicit
+    jax_private.require_devices(_op_p, None if may_cut else "cuda")
     # As a function, so that JAX does not treat its jaxpr as a part of the program.
-    jax_private.require_devices(_op_p)
     outputs = _op_p.bind(
         *leaves,
         function=jaxpr_as_fun(jaxpr),
         rule=flat_rule,
         types=tuple(map(sharding.type_of, jaxpr.out_avals)),
-        split=flat_split if may_cut and not explicit else None,
+        split=flat_split if may_cut else None,
     )
     return out_tree.unflatten(outputs)
 

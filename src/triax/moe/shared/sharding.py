@@ -87,10 +87,17 @@ class FlatSplit(NamedTuple):
 def flatten(split: Split, function: Function, arguments: Any, results: Any) -> FlatSplit:
     """The split of `function`, which maps `arguments` to `results` (arrays, or their types)."""
     tree = jax.tree.structure(arguments)
+    # A part may be traced where another precision is in force.
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def local(shard: Shard) -> Function:
-        run = functools.partial(split.run, function, shard)
-        return lambda *leaves: jax.tree.leaves(run(*jax.tree.unflatten(tree, leaves)))
+        def run(*leaves: Any) -> list[Any]:
+            with jax.default_matmul_precision(precision):
+                return jax.tree.leaves(
+                    split.run(function, shard, *jax.tree.unflatten(tree, leaves))
+                )
+
+        return run
 
     outputs = results if isinstance(results, tuple) else (results,)
     cuts = split.results if isinstance(split.results, tuple) else (split.results,)
@@ -126,7 +133,11 @@ def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
 
 def is_partitioned(ctx: Any) -> bool:
     """Whether a lowering rule is for a program that XLA cuts over several devices."""
-    return jax_private.num_partitions(ctx) > 1 and not jax_private.is_exporting(ctx)
+    return (
+        jax_private.num_partitions(ctx) > 1
+        and jax_private.uses_shardy()
+        and not jax_private.is_exporting(ctx)
+    )
 
 
 def may_be_cut() -> bool:
@@ -141,14 +152,16 @@ def partitioned(split: FlatSplit, function: Function) -> Function:
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         arrays = zip(split.results + split.operands, (*results, *operands), strict=True)
-        axes = _mesh_axes(mesh, ((letters, a.shape, a.sharding.spec) for letters, a in arrays))
+        cut = ((letters, a.shape, jax_private.spec_of(a, mesh)) for letters, a in arrays)
+        axes = _mesh_axes(mesh, cut)
         to, of = (
             tuple(NamedSharding(mesh, _spec(letters, axes)) for letters in strings)
             for strings in (split.results, split.operands)
         )
         return mesh, functools.partial(_as_tuple, split.local(Shard(axes))), to, of
 
-    run.def_partition(partition, sharding_rule=_shardy_rule(split))
+    # Not decoded by JAX, which fails where XLA cuts over a part of a mesh axis.
+    run.def_partition(partition, sharding_rule=_shardy_rule(split), decode_shardings=False)
     return run
 
 
