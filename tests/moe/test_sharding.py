@@ -234,6 +234,24 @@ def test_the_layers_tokens_stay_on_their_device(kind):
     )
 
 
+@pytest.mark.parametrize("name", ["permutation", "feed_forward"])
+def test_types_alone_name_the_mesh(name):
+    """Arrays on a mesh with explicit axes, which is not set."""
+    args = arguments(OPS[name])
+    mesh = mesh_of("explicit")
+    both = with_gradients(OPS[name], args)
+    specs = [P("data") if arg.ndim == 2 else P() for arg in args]
+    placed = [
+        jax.device_put(arg, NamedSharding(mesh, spec))
+        for arg, spec in zip(args, specs, strict=True)
+    ]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        jax.jit(both)(*placed),
+        jax.jit(both)(*args),
+    )
+
+
 def test_dimensions_cut_over_a_part_of_a_mesh_axis():
     """Four groups over eight devices: XLA has a name for that, and JAX has none."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -88,7 +88,7 @@ def feed_forward(
     options = Options(
         top_k, activation, capacity, align_size, implementation, precision, (*router.items(),)
     )
-    return parts.feed_forward(options)(x, logits, w_gate_up, w_down, bias)
+    return parts.feed_forward(options, x, logits, w_gate_up, w_down, bias)
 
 
 def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:

@@ -75,18 +75,18 @@ class Kept(NamedTuple):
     activated: jax.Array
 
 
-def feed_forward(options: Options) -> linear.Function:
+def feed_forward(options: Options, *operands: Any) -> FeedForward:
     """The layer, of x, logits, w_gate_up, w_down and bias."""
-    run = functools.partial(_run, options)
+    run: linear.Function = functools.partial(_run, options)
     if options.capacity is not None:
-        return run
-    if sharding.is_explicit():
-        return functools.partial(sharding.cut_only, run, _BY_TOKENS)
+        return run(*operands)
+    if sharding.explicit_mesh(operands) is not None:
+        return sharding.cut_only(run, _BY_TOKENS, *operands)
     # With padding the rows are no multiple of the tokens.
     if options.align_size == 1 and options.implementation != "interpret" and sharding.may_be_cut():
         with contextlib.suppress(TypeError):  # `route` will say which of its keywords is no number
-            return _as_one_op(*options[:-1], **dict(options.router))
-    return run
+            run = _as_one_op(*options[:-1], **dict(options.router))
+    return run(*operands)
 
 
 def _run(options: Options, *operands: Any) -> FeedForward:

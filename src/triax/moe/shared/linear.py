@@ -61,7 +61,8 @@ def constant(function: Function, implementation: str | None) -> Function:
 
     def run(*arguments: Any) -> Any:
         leaves = jax.tree.leaves(arguments)
-        if sharding.is_explicit() or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        traces = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if traces or sharding.explicit_mesh(leaves) is not None:
             return traced(*arguments)
         return function(*arguments)  # one program, where the op would be one for each step
 
@@ -89,14 +90,14 @@ def _bind(function: Function, rule: Function, split: Split, may_cut: bool, *argu
     # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
     leaves = jax_private.insert_varying_casts(leaves)
     arguments = tree.unflatten(leaves)
-    explicit = sharding.is_explicit()
-    with sharding.without_mesh() if explicit else contextlib.nullcontext():
-        types = sharding.whole(arguments) if explicit else arguments
+    mesh = sharding.explicit_mesh(leaves)
+    with contextlib.nullcontext() if mesh is None else sharding.without_mesh():
+        types = arguments if mesh is None else sharding.whole(arguments)
         jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*types)
     _, out_tree = _flatten(shapes)
     flat_split = sharding.flatten(split, function, arguments, shapes)
-    if explicit:
-        jaxpr = jax.make_jaxpr(sharding.over_explicit_mesh(flat_split, leaves))(*leaves)
+    if mesh is not None:
+        jaxpr = jax.make_jaxpr(sharding.over_explicit_mesh(mesh, flat_split, leaves))(*leaves)
 
     def flat_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         results, moved = rule(tree.unflatten(primals), tree.unflatten(tangents))
@@ -104,7 +105,7 @@ def _bind(function: Function, rule: Function, split: Split, may_cut: bool, *argu
 
     # The thread in which XLA has a part traced may not know of `jax.enable_x64`.
     wide = any(a.dtype.itemsize > 4 for a in (*leaves, *jaxpr.out_avals))
-    may_cut = may_cut and not wide and not explicit
+    may_cut = may_cut and not wide and mesh is None
     jax_private.require_devices(_op_p, None if may_cut else "cuda")
     # As a function, so that JAX does not treat its jaxpr as a part of the program.
     outputs = _op_p.bind(

@@ -225,9 +225,11 @@ def _spec(letters: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
 # --- explicit meshes ---------------------------------------------------------------------------
 
 
-def is_explicit() -> bool:
-    """Whether the mesh in use has explicit axes."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def explicit_mesh(arrays: Any) -> Any | None:
+    """The mesh with explicit axes that is in use, or that the arrays' types name; None if none."""
+    types = map(jax.typeof, jax.tree.leaves(arrays))
+    meshes = (jax.sharding.get_abstract_mesh(), *(t.sharding.mesh for t in types))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def without_mesh() -> Any:
@@ -269,9 +271,8 @@ def whole(arrays: Any) -> Any:
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
 
 
-def over_explicit_mesh(split: FlatSplit, operands: Sequence[Any]) -> Function:
+def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
     """The op in parts, as the types of its operands are cut."""
-    mesh = jax.sharding.get_abstract_mesh()
     axes = _explicit_axes(mesh, split.operands, operands)
     names = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return _in_parts(mesh, {name for name, kind in names if kind is AxisType.Explicit}, split, axes)
@@ -280,7 +281,9 @@ def over_explicit_mesh(split: FlatSplit, operands: Sequence[Any]) -> Function:
 def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
     """Runs a function of several ops in parts, over those explicit axes that its arguments are cut
     over and the split allows."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = explicit_mesh(arguments)
+    if mesh is None:
+        return function(*arguments)
     with without_mesh():
         shapes = jax.eval_shape(function, *whole(arguments))
     flat, operands = flatten(split, function, arguments, shapes), jax.tree.leaves(arguments)
