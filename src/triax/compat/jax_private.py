@@ -126,6 +126,7 @@ def several_devices(platform: str | None = None) -> bool:
     return _xla_bridge.backends_are_initialized() and _count(platform) > 1
 
 
+@functools.cache
 def _count(platform: str | None) -> int:
     try:
         return jax.device_count(platform)

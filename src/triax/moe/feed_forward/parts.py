@@ -187,8 +187,8 @@ def _as_one_op(*first: Any, **router: Any) -> linear.Function:
     def derivative(primals: Any, tangents: Any, results: Any) -> tuple[Any, ...]:
         tokens, *_, kept = results
         no_tangents = jax.tree.map(lambda _: None, kept)
-        moving = dict(zip((*_MOVING, "bias"), tangents, strict=True))
-        del moving["bias"]  # it chooses experts, and does not weigh them
+        # The bias, the last, chooses experts and does not weigh them.
+        moving = dict(zip(_MOVING, tangents[:-1], strict=True))
         names = tuple(name for name, tangent in moving.items() if tangent is not None)
         if not names:
             return None, None, None, no_tangents
