@@ -258,15 +258,15 @@ def _send_tokens(
         counts = sent.group_sizes[:, None]
         slices, *_ = exchanges.plan_slices(counts, axis.name, num_rows=room, align_size=1)
 
-    def send(array: jax.Array) -> jax.Array:
+    def send(array: jax.Array, *, fill: bool = False) -> jax.Array:
         rows: jax.Array = permute(array, sent, **how)
-        return _exchange(rows, slices, room, axis.name)
+        return _exchange(rows, slices, room, axis.name, fill=fill)
 
     # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
     # float32, and so travel with the weights.
     dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
     numbers = (experts + 1).astype(dtype)
-    both = send(jnp.concatenate([weights.astype(dtype), numbers], axis=1))
+    both = send(jnp.concatenate([weights.astype(dtype), numbers], axis=1), fill=True)
     here_weights = both[:, :top_k].astype(weights.dtype)
     here_experts = both[:, top_k:].astype(jnp.int32) - 1
     received = make_plan(
@@ -310,7 +310,7 @@ def _send_choices(
     num_rows = sizes["num_rows"]
 
     def send(array: Any) -> jax.Array:
-        return _exchange(array, slices, num_rows, axis.name)
+        return _exchange(array, slices, num_rows, axis.name, fill=True)
 
     return Dispatched(
         send(moved.rows),
@@ -365,14 +365,18 @@ def combine(
     slices = None if plan.slices is None else plan.slices.reversed()
     if plan.received is not None:
         rows, weights = unpermute(rows, plan.received, weights, **how), None
-    rows = _exchange(rows, slices, plan.sent.num_rows, plan.axis_name)
+    # In scheme "choice" the gradient's rows are the caller's, and zero past the groups.
+    fill = plan.received is None
+    rows = _exchange(rows, slices, plan.sent.num_rows, plan.axis_name, fill=fill)
     return unpermute(rows, plan.sent, weights, **how)
 
 
-def _exchange(rows: jax.Array, slices: Slices | None, num_rows: int, axis_name: Any) -> jax.Array:
+def _exchange(
+    rows: jax.Array, slices: Slices | None, num_rows: int, axis_name: Any, *, fill: bool
+) -> jax.Array:
     if slices is None:
         return exchanges.padded(rows, axis_name)
-    return exchanges.ragged(rows, slices, num_rows, axis_name)
+    return exchanges.ragged(rows, slices, num_rows, axis_name, fill=fill)
 
 
 def _with_groups_of(capacity: int, plan: Plan) -> Plan:

@@ -85,39 +85,49 @@ def plan_slices(
     return slices, jnp.diff(ends[this], prepend=0), totals[this]
 
 
-def ragged(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any) -> jax.Array:
-    """[num_rows, ...], the slices from all devices; zeros between them. The gradient goes back."""
-    moved: jax.Array = _ragged(rows.shape[0], num_rows, axis_name)(rows, slices)
+def ragged(
+    rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any, *, fill: bool
+) -> jax.Array:
+    """[num_rows, ...], the slices from all devices. The gradient goes back.
+
+    Between the slices, here and in the gradient, are zeros; with `fill=False`, which saves a pass
+    over the result, anything.
+    """
+    moved: jax.Array = _ragged(rows.shape[0], num_rows, axis_name, fill)(rows, slices)
     return moved
 
 
 @functools.cache
-def _ragged(num_sent: int, num_rows: int, axis_name: Any) -> Any:
+def _ragged(num_sent: int, num_rows: int, axis_name: Any, fill: bool) -> Any:
     def back(slices: Slices, gradient: jax.Array) -> dict[str, jax.Array]:
-        return {"rows": ragged(gradient, slices.reversed(), num_sent, axis_name)}
+        return {"rows": ragged(gradient, slices.reversed(), num_sent, axis_name, fill=fill)}
 
     def forth(slices: Slices, tangents: dict[str, jax.Array]) -> jax.Array:
-        return ragged(tangents["rows"], slices, num_rows, axis_name)
+        return ragged(tangents["rows"], slices, num_rows, axis_name, fill=fill)
 
     def derivative(arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
         return linear.call(forth, back, arguments[1], {"rows": tangents[0]}, result)
 
-    return linear.op(lambda rows, slices: _move(rows, slices, num_rows, axis_name), derivative)
+    def move(rows: jax.Array, slices: Slices) -> jax.Array:
+        return _move(rows, slices, num_rows, axis_name, fill)
+
+    return linear.op(move, derivative)
 
 
-def _move(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any) -> jax.Array:
+def _move(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any, fill: bool) -> jax.Array:
     dtype = rows.dtype
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):  # some of them have no zero
-        words = _move(jax.lax.bitcast_convert_type(rows, jnp.uint8), slices, num_rows, axis_name)
+        words = jax.lax.bitcast_convert_type(rows, jnp.uint8)
+        words = _move(words, slices, num_rows, axis_name, fill)
         return jax.lax.bitcast_convert_type(words, dtype)
-    zeros = jnp.zeros((num_rows, *rows.shape[1:]), dtype)
-    if rows.size == 0 or zeros.size == 0:  # on some backends collectives of nothing are an error
-        return jax_private.insert_varying_casts([rows, zeros, *slices])[1]
+    out = (jnp.zeros if fill else jnp.empty)((num_rows, *rows.shape[1:]), dtype)
+    if rows.size == 0 or out.size == 0:  # on some backends collectives of nothing are an error
+        return jax_private.insert_varying_casts([rows, jnp.zeros_like(out), *slices])[1]
     pieces = _cut(slices, max(1, _PIECES // slices.sizes.shape[1]))
     # `vmap` of `ragged_all_to_all` fails unless slices are mapped too: a zero of `rows` is added.
     none = jnp.count_nonzero(rows[:0]).astype(jnp.int32)
     pieces = tuple(array + none for array in pieces)
-    operands = jax_private.insert_varying_casts([rows, zeros, *pieces])
+    operands = jax_private.insert_varying_casts([rows, out, *pieces])
     return jax.lax.platform_dependent(
         *operands,
         cuda=functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name),
