@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -49,3 +50,9 @@ def test_page_runs(page, tmp_path, capsys):
     for value in SHOWN.findall("\n".join(blocks)):
         before, found, printed = printed.partition("".join(value.strip(" ,").split()))
         assert found, f"{value!r} is not what is printed: {before!r}"
+
+
+@pytest.mark.slow("what the page calls has tests of its own")
+def test_sharded_page_runs_on_one_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    test_page_runs(DOCS / "sharding.md", tmp_path, capsys)
