@@ -68,13 +68,17 @@ def compare(name: str, num_rows: int, rows: jax.Array, restored: jax.Array) -> f
     return error
 
 
-def main() -> tuple[float, float]:
+def main() -> list[float]:
+    """The error on one device and, where there are several, between them."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.bfloat16)
     experts = rng.random((TOKENS, EXPERTS)).argsort(axis=1)[:, :TOP_K].astype(np.int32)
     one = compare("moe.permute", experts.size, *permuted(x, experts))
 
     mesh = Mesh(jax.devices()[: math.gcd(jax.device_count(), 8)], ("expert",))
+    if mesh.size == 1:
+        print("moe.dispatch: left out, because one device has nothing to send")
+        return [one]
     move = jax.shard_map(
         dispatched, mesh=mesh, in_specs=(P("expert"), P("expert")), out_specs=P("expert")
     )
@@ -86,7 +90,7 @@ def main() -> tuple[float, float]:
         int(np.sum(first & (to != own))),
         *jax.jit(move)(x, experts),
     )
-    return one, many
+    return [one, many]
 
 
 if __name__ == "__main__":

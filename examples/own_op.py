@@ -20,18 +20,29 @@ from triax import testing
 BASE = 10_000.0
 
 
-# 1. The kernel: a program turns one token, its first half of features against its second.
+# 1. The kernel: a program turns all heads of one token, which have their angles in common; in each
+# the first half of features against the second.
 @triton.jit
-def rotate_kernel(x_ptr, angle_ptr, out_ptr, half, heads, SIGN: tl.constexpr, BLOCK: tl.constexpr):
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = columns < half
-    angle = tl.load(angle_ptr + row // heads * half + columns, mask=mask) * SIGN
-    left = x_ptr + row * 2 * half + columns
-    x, y = tl.load(left, mask=mask), tl.load(left + half, mask=mask)
+def rotate_kernel(
+    x_ptr,
+    angle_ptr,
+    out_ptr,
+    heads,
+    half,
+    SIGN: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token, columns = tl.program_id(0).to(tl.int64), tl.arange(0, HALF)[None, :]
+    angle = tl.load(angle_ptr + token * half + columns, mask=columns < half) * SIGN
     cos, sin = tl.cos(angle), tl.sin(angle)
-    out = out_ptr + row * 2 * half + columns
-    tl.store(out, x * cos - y * sin, mask=mask)
-    tl.store(out + half, x * sin + y * cos, mask=mask)
+    rows = tl.arange(0, HEADS)[:, None]
+    mask = (rows < heads) & (columns < half)
+    left = (token * heads + rows) * 2 * half + columns
+    right = left + half
+    x, y = tl.load(x_ptr + left, mask=mask), tl.load(x_ptr + right, mask=mask)
+    tl.store(out_ptr + left, x * cos - y * sin, mask=mask)
+    tl.store(out_ptr + right, x * sin + y * cos, mask=mask)
 
 
 # 2. The call. In front of heads and features there may be any number of dimensions.
@@ -40,13 +51,15 @@ def call(x: jax.Array, angles: jax.Array, sign: int) -> jax.Array:
     return triax.triton_call(
         x,
         angles,
-        half=dim // 2,
         heads=heads,
+        half=dim // 2,
         SIGN=sign,
-        BLOCK=triton.next_power_of_2(dim // 2),
+        HEADS=triton.next_power_of_2(heads),
+        HALF=triton.next_power_of_2(dim // 2),
+        num_warps=4,
         kernel=rotate_kernel,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=x.size // dim,
+        grid=x.size // (heads * dim),
     )
 
 

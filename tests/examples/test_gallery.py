@@ -1,5 +1,7 @@
 """The examples of one subject each: right, or finding what they are to find."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.examples.test_moe_layer import EXAMPLES, load
@@ -39,6 +41,25 @@ def test_float8_rows_differ_by_their_rounding_alone(capsys):
     assert "52% of that" in capsys.readouterr().out
 
 
+@pytest.mark.slow("moe.permute and its scales have tests of their own")
+def test_nothing_is_sent_on_one_device(monkeypatch, capsys):
+    example = load("fp8_dispatch")
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    assert len(example.main()) == 1
+    assert "one device has nothing to send" in capsys.readouterr().out
+
+
 def test_every_planted_mistake_is_found(capsys):
     assert load("debugging").main() == 3
     assert "OutOfBounds in difference" in capsys.readouterr().out
+
+
+def test_state_is_handed_on(monkeypatch, capsys):
+    comparing = load("comparing")
+    monkeypatch.setattr(comparing, "on_gpu", lambda: True)
+    add = lambda total, x: (total + x,)
+    assert comparing.compare("a sum", add, add, jnp.ones(3), jnp.ones(3), state=1) == 0
+    (found,) = comparing.COMPARED
+    assert found["name"] == "a sum"
+    assert found["ours_us"] > 0
+    assert found["plain_us"] > 0
