@@ -21,14 +21,11 @@ from typing import Any
 from triax.bench.report import is_of_device
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (
-    "README.md",
-    "docs/benchmarks.md",
-    "docs/coming-from/argsort.md",
-    "docs/expert-parallel.md",
-    "docs/performance-notes.md",
-    "docs/router.md",
-)
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "<!-- figures: " in path.read_text()
+]
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 NAMES = {
@@ -98,7 +95,8 @@ def where(source: str = "h200") -> str:
     """On what and when the benchmark ran."""
     run = record(source)
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("jax", "triton"))
-    return f"One {run['machine']['device']}, {versions}, {run['written'][:10]}.\n"
+    device = run["device"] if "device" in run else run["machine"]["device"]
+    return f"One {device}, {versions}, {run['written'][:10]}.\n"
 
 
 def ops() -> str:
@@ -265,6 +263,15 @@ def layers() -> str:
     return table(["", "hidden / width", "time", "TFLOP/s", "of dense matmuls"], rows)
 
 
+def gallery() -> str:
+    """The gallery's examples beside plain JAX."""
+    rows = [
+        [f"`{r['example']}.py`: {r['name']}", _us(r["ours_us"]), _us(r["plain_us"])]
+        for r in record("gallery")["results"]
+    ]
+    return table(["", "Triax", "plain JAX"], rows)
+
+
 def first_call() -> str:
     calls = {(c["implementation"], c["cached"]): c for c in record("h200")["first_call"]}
     rows = []
@@ -329,6 +336,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "profile": profile,
     "expert_parallel": expert_parallel,
     "decode": decode,
+    "gallery": gallery,
+    "where/gallery": lambda: where("gallery"),
     "layers": layers,
     "against": against,
     "single_ops": single_ops,

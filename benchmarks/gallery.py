@@ -1,0 +1,45 @@
+"""How long the ops of the gallery's examples take beside plain JAX.
+
+    python benchmarks/gallery.py [--output FILE]
+
+Runs the examples one after the other, and writes what they print to `benchmarks/gallery.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import gpu_record
+
+EXAMPLES = (
+    "vector_add",
+    "softmax",
+    "matmul",
+    "layer_norm",
+    "flash_attention",
+    "adam_in_place",
+    "own_op",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    output = parser.parse_args().output
+    if problem := gpu_record.missing_gpu():
+        sys.exit(problem)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+    compared = importlib.import_module("comparing").COMPARED
+    results = []
+    for example in EXAMPLES:
+        compared.clear()
+        importlib.import_module(example).main()
+        results += [{"example": example, **found} for found in compared]
+    gpu_record.write(output, results=results)
+
+
+if __name__ == "__main__":
+    main()
