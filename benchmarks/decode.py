@@ -56,7 +56,7 @@ def measure_matmuls():
     sizes = jnp.full(LOCAL_EXPERTS, rows_of_expert, jnp.int32)
     num_bytes = LOCAL_EXPERTS * HIDDEN * WIDTH * 2
     # 32 bytes are read for each one written: as near to a read alone as a checked stream comes.
-    stream = find_limit(Stream(32, 1, num_bytes // 32), target_ms=20.0)
+    stream = find_limit(Stream(32, 1, num_bytes // 32))
     read_us = stream["median_us"] * num_bytes / stream["bytes"]
     found = []
     for name, depth, columns in (("up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):

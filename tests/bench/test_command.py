@@ -83,32 +83,22 @@ def test_a_wrong_competitor_has_no_speed(bench, monkeypatch, capsys):
 
 
 @pytest.mark.slow("the benchmark is of one Python")
-def test_what_was_measured_before_an_interruption_is_kept(bench, monkeypatch):
-    def stop(case, how, i):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(OPS, "router", OPS["router"]._replace(run=stop))
-    status, made = bench("--ops plan router --tokens 16 --presets mixtral-8x7b")
-    assert [r["op"] for r in made["results"]] == ["plan"]
-    assert (status, made["complete"]) == (1, False)
-
-
-def test_a_killed_run_leaves_the_cases_that_were_finished(tmp_path, monkeypatch):
-    file = tmp_path / "record.json"
+def test_a_run_that_ends_early_leaves_the_cases_that_were_finished(bench, tmp_path, monkeypatch):
+    """On the disk at any time, for a run that is killed; and in the end, for an interrupted one."""
     seen = []
 
     def look(case, how, i):
-        seen.append(json.loads(file.read_text()))
-        raise SystemExit
+        seen.append(json.loads((tmp_path / "record.json").read_text()))
+        raise KeyboardInterrupt
 
     monkeypatch.setitem(OPS, "router", OPS["router"]._replace(run=look))
-    words = "bench --ops plan router --tokens 24 --presets mixtral-8x7b --no-competitors --json"
-    with pytest.raises(SystemExit):
-        cli.main([*words.split(), str(file)])
-    (made,) = seen
-    assert [r["op"] for r in made["results"]] == ["plan"]
-    assert (made["complete"], made == json.loads(file.read_text())) == (False, True)
-    assert [*tmp_path.iterdir()] == [file]
+    status, made = bench("--ops plan router --tokens 16 --presets mixtral-8x7b")
+    for found in (*seen, made):
+        assert [r["op"] for r in found["results"]] == ["plan"]
+        assert not found["complete"]
+    assert (status, len(seen)) == (1, 1)
+    assert "interrupted: the record is not whole" in made["notes"]
+    assert [*tmp_path.iterdir()] == [tmp_path / "record.json"]
 
 
 @pytest.mark.slow("the benchmark is of one Python")
@@ -225,13 +215,14 @@ def test_draw(tmp_path, monkeypatch, capsys):
     file.write_text(json.dumps(record(result(fraction_of_stream=None), result("jnp.take"))))
     assert cli.main(words) == 0
     assert capsys.readouterr().out == "plots/speedup.png\nplots/speedup.svg\n"
+    assert cli.main([*words[:2], "record.json"]) == 1
+    assert "File exists" in capsys.readouterr().err
     file.write_text(json.dumps(record(PLAN)))
     assert cli.main(words) == 1
     assert "triax: nothing to draw" in capsys.readouterr().err
-    file.write_text(json.dumps(record(result("jnp.take"), result())))
-    (tmp_path / "file").touch()
-    assert cli.main(["draw", "record.json", "file"]) == 1
-    assert "File exists" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(words) == 1
+    assert "`pip install matplotlib`" in capsys.readouterr().err
 
 
 def test_no_device(monkeypatch, capsys):
@@ -240,11 +231,3 @@ def test_no_device(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("triax: JAX finds no device to measure on (RuntimeError: ")
     assert said.count("\n") == 1
-
-
-def test_draw_without_matplotlib(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    file = tmp_path / "record.json"
-    file.write_text(json.dumps(record(PLAN)))
-    assert cli.main(["draw", str(file), str(tmp_path)]) == 1
-    assert "`pip install matplotlib`" in capsys.readouterr().err

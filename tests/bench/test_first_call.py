@@ -19,7 +19,7 @@ def test_program_runs_and_fills_its_caches(tmp_path):
     assert list(first) == PARTS
     assert all(seconds >= 0 for seconds in first.values())
     programs = sorted((tmp_path / "jax").glob("*-cache"))
-    assert any(path.name.startswith("jit_step") for path in programs)
+    assert any(path.name.startswith("jit_op") for path in programs)
     run_program("xla", str(tmp_path))
     assert sorted((tmp_path / "jax").glob("*-cache")) == programs, "compiled again"
     with pytest.raises(RuntimeError, match=r"failed: triax\S*ArgumentValueError: .*`implementa"):

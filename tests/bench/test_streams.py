@@ -83,7 +83,7 @@ def test_the_fastest_layout_is_the_limit(times):
     assert (limit["reads"], limit["writes"]) == (1, 8)
     assert (limit["median_us"], limit["config"]) == (10.0, second)
     # As many bytes as asked for, rounded up to whole blocks.
-    assert 9 * 10**5 <= limit["bytes"] < 9 * (10**5 + 4 * streams._UNIT_WORDS)
+    assert 9 * 10**5 <= limit["bytes"] < 9 * (10**5 + streams.UNIT_BYTES)
     assert limit["terabytes_per_second"] == pytest.approx(limit["bytes"] / 10.0 / 1e6)
     times.update(dict.fromkeys((second, *others), (1.0, "host-bound")))
     with pytest.raises(RuntimeError, match="the host is too slow"):

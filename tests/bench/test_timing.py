@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tuning import fake_driver
 from triax.bench import timing
 from triax.bench.timing import MAX_SAMPLES, MIN_SAMPLES, CudaClock, time_calls, time_program
 from triax.compat import jax_private
+from triax.tuning.worker.driver import DriverError
 
 
 class Device:
@@ -167,52 +169,35 @@ def test_repeated_runs_depend_on_each_other():
 # --- the GPU's clock -------------------------------------------------------------------
 
 
-class Status(int):
-    name = "CUDA_ERROR_ILLEGAL_ADDRESS"
-
-
-class Driver:
-    """Notes what is called; event 1 has not fired yet, and event 2 failed."""
-
-    CUresult = types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
+class Output:
+    """An array of another library, which notes the streams that it is handed to."""
 
     def __init__(self):
-        self.calls = []
-        self.events = 0
-
-    def __getattr__(self, name):
-        def function(*arguments):
-            self.calls.append((name, *arguments))
-            if name == "cuEventCreate":
-                self.events += 1
-                return 0, f"event {self.events - 1}"
-            if name == "cuEventQuery":
-                return (Status({"event 1": 600, "event 2": 700}.get(arguments[0], 0)),)
-            return 0, {"cuStreamCreate": 17, "cuEventElapsedTime": 0.25}.get(name)
-
-        function.__name__ = name
-        return function
+        self.streams = []
 
     def __dlpack__(self, *, stream):
-        """It is an array, too, that can be handed to another stream."""
-        self.calls.append(("handed over to", stream))
+        self.streams.append(stream)
 
 
 def test_the_gpu_s_clock(monkeypatch):
-    driver = Driver()
-    bindings = types.SimpleNamespace(driver=driver)
+    bindings = types.SimpleNamespace(driver=fake_driver)
     monkeypatch.setitem(sys.modules, "cuda", types.SimpleNamespace(bindings=bindings))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setattr(jax_private, "local_index", lambda device: 3)
+    monkeypatch.setattr(jax_private, "local_index", lambda device: 0)
     clock = CudaClock("device")
+    output = Output()
     for _ in range(2):
-        clock.record(2, {"rows": driver})
-        assert driver.calls[-2:] == [("handed over to", 17), ("cuEventRecord", "event 2", 17)]
-    assert driver.events == 3  # made once, recorded again
-    assert not clock.is_pending(0)
-    assert clock.is_pending(1)
-    with pytest.raises(RuntimeError, match="cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS"):
-        clock.is_pending(2)
-    assert clock.between_us(0, 1) == 250.0
-    clock.wait(1)
-    assert driver.calls[-1] == ("cuEventSynchronize", "event 1")
+        clock.record(2, {"rows": output})
+    assert output.streams == [0, 0]
+    # Events are made once, and recorded again; what the device has yet to do is pending.
+    first, second, _ = clock._events
+    monkeypatch.setattr(fake_driver, "_busy_until", time.monotonic() + 60)
+    clock.record(1, output)
+    assert [clock.is_pending(index) for index in range(3)] == [False, True, False]
+    first.time = second.time - 0.25
+    assert clock.between_us(0, 1) == pytest.approx(250_000)
+    second.time = 0.0
+    monkeypatch.setattr(fake_driver, "_broken", [fake_driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS])
+    assert not clock.is_pending(1)
+    with pytest.raises(DriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        clock.wait(1)

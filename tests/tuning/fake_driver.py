@@ -186,7 +186,7 @@ def _nothing(*arguments):
 
 
 cuCtxSetCurrent = cuCtxPushCurrent = cuCtxPopCurrent = cuDevicePrimaryCtxRelease = _nothing
-cuCtxSynchronize = cuEventDestroy = cuFuncSetAttribute = _nothing
+cuCtxSynchronize = cuEventDestroy = cuEventSynchronize = cuFuncSetAttribute = _nothing
 
 
 def install(monkeypatch, folder, **says):

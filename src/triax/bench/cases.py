@@ -1,16 +1,7 @@
 """Cases: one op at one shape, what it reads and runs, and what its time is compared with.
 
-Inputs are drawn outside of what is timed; a program is a pure function of them. They are dicts of
-
-    x, gradient        [tokens, hidden], tokens and the gradient of tokens
-    rows               [rows, hidden], rows = tokens * top_k: rows or the gradient of rows
-    weights            float32 [tokens, top_k], each token's sum up to 1
-    selected_experts   int32 [tokens, top_k], and `plan`, the `triax.moe.Plan` of it
-    split_sizes, sorted_indices   int32 [chunks]
-    logits             float32 [tokens, experts]
-    matrices           [experts, hidden, width], with `group_sizes` int32 [experts]
-    d_products         [rows, width], the gradient of rows times matrices
-    w_gate_up, w_down  [experts, hidden, 2 * width], [experts, width, hidden]
+Inputs are drawn outside of what is timed, as dicts of arrays by the names of `MAKERS`; a program is
+a pure function of them.
 """
 
 from __future__ import annotations
@@ -303,6 +294,8 @@ def _draw_matrices(number: int, case: Case, depth: int, columns: int) -> jax.Arr
     return _draw(number, (case.experts, depth, columns), case.dtype, depth**-0.5)
 
 
+# What each input is. Gradients have the shapes of what they are the gradients of: `gradient` that
+# of tokens, `rows` also that of rows, `d_products` that of rows times matrices.
 MAKERS: dict[str, Callable[[Case], Any]] = {
     "x": lambda c: _draw(2, (c.tokens, c.hidden), c.dtype),
     "gradient": lambda c: _draw(3, (c.tokens, c.hidden), c.dtype),

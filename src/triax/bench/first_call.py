@@ -9,6 +9,7 @@ them. JAX is imported and its device is up by then, as in any program that comes
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,24 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-TOKENS, HIDDEN, EXPERTS, TOP_K = 1024, 1024, 64, 8
 CACHED_RUNS = 3
 TIMEOUT_S = 600
 NO_GPU = "no GPU: only the path of plain JAX can be measured"
 
 
 def measure_first_calls() -> list[dict[str, Any]]:
-    """Times plan, permute and weighted unpermute, forward and backward, by "xla" and "triax".
+    """Times the op `route+grad` by "xla" and "triax"; of cached runs the best counts.
 
-    Uncached, the caches of Triton, JAX, Triax and the CUDA driver are empty folders; cached, the
-    same folders again, and the best of three processes. For "triax" over_xla_s is its total beyond
-    that of "xla", of which `import triax.moe`, which plain JAX does not need, is no part.
+    For "triax" over_xla_s is its total beyond that of "xla", of which `import triax.moe`, which
+    plain JAX does not need, is no part.
     """
     on_gpu = jax.default_backend() == "gpu"
     records: list[dict[str, Any]] = []
@@ -42,6 +42,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="triax-first-call-") as folder:
             for cached, times in ((False, 1), (True, CACHED_RUNS)):
                 found: dict[str, Any] = {"total_s": None, "over_xla_s": None, "parts": {}}
+                found |= {} if on_gpu else {"note": NO_GPU}
                 try:
                     runs = [run_program(implementation, folder) for _ in range(times)]
                     found["parts"] = min(runs, key=lambda parts: sum(parts.values()))
@@ -52,8 +53,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
                         found["over_xla_s"] = found["total_s"] - plain_s[cached]
                 except (RuntimeError, ValueError, LookupError, subprocess.TimeoutExpired) as error:
                     found["error"] = f"{type(error).__name__}: {error}"
-                note = {} if on_gpu else {"note": NO_GPU}
-                records.append({"implementation": name, "cached": cached, **found, **note})
+                records.append({"implementation": name, "cached": cached, **found})
     return records
 
 
@@ -88,40 +88,29 @@ def run_program(implementation: str, caches: str) -> dict[str, float]:
 
 def main(implementation: Any) -> None:
     """Routes there and back, with gradients, once, and prints what each part took."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    selected = jax.random.randint(keys[0], (TOKENS, TOP_K), 0, EXPERTS)
-    weights = jax.random.uniform(keys[1], (TOKENS, TOP_K))
-    x, gradient = (jax.random.normal(key, (TOKENS, HIDDEN), jnp.bfloat16) for key in keys[2:])
-    operands = jax.block_until_ready((x, weights, selected, gradient))
-    marks = [("", time.perf_counter())]
-    part_ends = lambda name: marks.append((name, time.perf_counter()))
-    from triax import moe
+    jax.block_until_ready(jax.random.normal(jax.random.key(0), (8,)))  # JAX is up
+    seconds: dict[str, float] = {}
 
-    part_ends("import_triax_s")
+    def timed(name: str, part: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        made = jax.block_until_ready(part())
+        seconds[name] = time.perf_counter() - start
+        return made
 
-    @jax.jit
-    def step(x: Any, weights: Any, selected: Any, gradient: Any) -> tuple[jax.Array, ...]:
-        def route(x: jax.Array, weights: jax.Array) -> jax.Array:
-            plan = moe.make_plan(selected, EXPERTS, implementation=implementation)
-            rows = moe.permute(x, plan, implementation=implementation)
-            rows = jax.lax.optimization_barrier(rows)
-            return moe.unpermute(rows, plan, weights, implementation=implementation)
+    timed("import_triax_s", lambda: importlib.import_module("triax.moe"))
+    from triax.bench.cases import Case
 
-        y, pull_back = jax.vjp(route, x, weights)
-        return y, *pull_back(gradient)
-
-    traced = step.trace(*operands)
-    part_ends("trace_s")
-    lowered = traced.lower()
-    part_ends("lower_s")
-    compiled = lowered.compile()
-    part_ends("compile_s")
-    results = jax.block_until_ready(compiled(*operands))
-    part_ends("run_s")
+    case = Case("route+grad", None, 1024, 1024, 64, 8, "bfloat16", "uniform")
+    inputs = jax.block_until_ready(case.make_inputs())
+    step = jax.jit(case.program(implementation))
+    traced = timed("trace_s", lambda: step.trace(inputs))
+    lowered = timed("lower_s", traced.lower)
+    compiled = timed("compile_s", lowered.compile)
+    results = timed("run_s", lambda: compiled(inputs))
     # What fails to compute must not be reported as fast.
     if not all(jnp.isfinite(result.astype(jnp.float32)).all() for result in results):
         raise FloatingPointError("values are not finite")
-    print(json.dumps({name: at - marks[n][1] for n, (name, at) in enumerate(marks[1:])}))
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triax.bench.competitors import DENSE
-from triax.bench.report import is_of_device
+from triax.bench.report import is_of_device, key_of_case
 from triax.bench.runner import OWN
 from triax.bench.suites import NAMES
 from triax.errors import MissingDependencyError
@@ -23,36 +23,33 @@ Point = tuple[Result, str, str, float]  # its group of rows, its row in there, a
 # By Okabe and Ito, to be told apart by the colour-blind too; their yellow is darker, black is grey.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#9A8700", "#808080")
 INK = "#808080"
+_INKED = "axes.edgecolor axes.labelcolor grid.color text.color xtick.color ytick.color"
+_LEFT_OUT = "axes.spines.left axes.spines.right axes.spines.top legend.frameon ytick.left"
 STYLE = {
+    **dict.fromkeys(_INKED.split(), INK),
+    **dict.fromkeys(_LEFT_OUT.split(), False),
     "axes.axisbelow": True,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
     "font.size": 10,
     "grid.alpha": 0.3,
-    "grid.color": INK,
-    "legend.frameon": False,
     "savefig.transparent": True,
     "svg.hashsalt": "triax",
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "ytick.left": False,
 }
 NOTHING = "nothing to draw: that takes times of a GPU, with a fraction of a stream or a competitor"
 
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
     """Writes the figures of a record into a folder; returns the files, none for a CPU's record."""
-    style = import_matplotlib().style
+    try:
+        import matplotlib.style
+    except ImportError as error:
+        advice = "Drawing pictures needs matplotlib: `pip install matplotlib`."
+        raise MissingDependencyError(advice) from error
     results = [r for r in record["results"] if is_of_device(r) and not r["error"]]
     versions = record["versions"]
     names = [f"{name} {versions[name]}" for name in ("triax", "jax", "triton") if name in versions]
     origin = "  ·  ".join([record["machine"]["device"], *names, record["written"][:10]])
     written = []
-    with style.context(STYLE, after_reset=True):  # whatever the user has set
+    with matplotlib.style.context(STYLE, after_reset=True):  # whatever the user has set
         for make in (fraction_of_stream, speedup):
             if (figure := make(results, origin)) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -60,16 +57,6 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
                 figure.savefig(written[-2], dpi=150)
                 figure.savefig(written[-1], metadata={"Date": None})
     return written
-
-
-def import_matplotlib() -> Any:
-    try:
-        import matplotlib.style
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Drawing pictures needs matplotlib: `pip install matplotlib`."
-        ) from error
-    return matplotlib
 
 
 def fraction_of_stream(results: list[Result], origin: str) -> Any:
@@ -85,13 +72,11 @@ def fraction_of_stream(results: list[Result], origin: str) -> Any:
 
 def speedup(results: list[Result], origin: str) -> Any:
     """For each op a row for each competitor: its time over that of Triax."""
-    names = ("op", "preset", "tokens", "hidden", "experts", "top_k", "dtype", "routing")
-    case = lambda r: tuple(r[name] for name in names)
-    own_us = {case(r): r["median_us"] for r in results if r["implementation"] == OWN}
+    own_us = {key_of_case(r): r["median_us"] for r in results if r["implementation"] == OWN}
     points = [
-        (r, r["op"], r["implementation"], r["median_us"] / own_us[case(r)])
+        (r, r["op"], r["implementation"], r["median_us"] / own_us[key_of_case(r)])
         for r in results
-        if r["implementation"] not in (OWN, DENSE) and case(r) in own_us
+        if r["implementation"] not in (OWN, DENSE) and key_of_case(r) in own_us
     ]
     title = "How many times as fast Triax is, by op and what it is compared with"
     return _figure(title, origin, points, "{:.2f}×", least=0)
@@ -105,30 +90,27 @@ def _figure(title: str, origin: str, points: list[Point], text: str, *, least: f
     setting = lambda r: (r["tokens"], r["dtype"], r["routing"])
     votes = collections.Counter(setting(r) for r, *_ in points if r["preset"])
     chosen = max(votes, key=lambda key: (votes[key], key[0]), default=None)
-    rows: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(dict)
+    # By group and row, with a row without a name or values in front of each group that has a name.
+    rows: dict[tuple[str, str], dict[str, float]] = {}
     for r, group, row, value in points:
         if not r["preset"] or setting(r) == chosen:
-            rows[group, row][_shape(r)] = value
+            if group:
+                rows.setdefault((group, ""), {})
+            rows.setdefault((group, row), {})[_shape(r)] = value
     if not rows:
         return None
     from matplotlib.figure import Figure
 
-    lines: list[tuple[str, str]] = []  # the rows, with one for the name in front of each group
-    for group, row in rows:
-        if group and (group, "") not in lines:
-            lines.append((group, ""))
-        lines.append((group, row))
     series = {name for values in rows.values() for name in values}
     # A model has its colour in every figure; a chunk sort comes last.
     known = [*NAMES, *sorted(series - {*NAMES})]
     palette = zip(known, itertools.cycle(PALETTE), strict=False)
     colors = {name: color for name, color in palette if name in series}
-    figure = Figure(figsize=(7.5, 2.1 + 0.3 * len(lines)), layout="constrained")
+    figure = Figure(figsize=(7.5, 2.1 + 0.3 * len(rows)), layout="constrained")
     shown = "{:,} tokens  ·  {}  ·  {} routing".format(*chosen) if chosen else ""
     figure.suptitle(f"{title}\n{shown}\n{origin}", x=0.01, ha="left", fontsize=10)
     axes = figure.subplots()
-    for y, line in enumerate(lines):
-        values = rows.get(line, {})
+    for y, values in enumerate(rows.values()):
         for place, (name, value) in enumerate(values.items()):
             # Side by side, so that none hides another.
             at = y + 0.1 * (place - (len(values) - 1) / 2)
@@ -137,10 +119,10 @@ def _figure(title: str, origin: str, points: list[Point], text: str, *, least: f
             ends = dict.fromkeys(text.format(end(values.values())) for end in (min, max))
             axes.text(1.02, y, " – ".join(ends), transform=axes.get_yaxis_transform(), va="center")
     axes.axvline(1, color=INK, linewidth=1)
-    axes.set_yticks(range(len(lines)), [row or group for group, row in lines])
-    for (_, row), label in zip(lines, axes.get_yticklabels(), strict=True):
+    axes.set_yticks(range(len(rows)), [row or group for group, row in rows])
+    for (_, row), label in zip(rows, axes.get_yticklabels(), strict=True):
         label.set_fontweight("normal" if row else "bold")
-    axes.set(xlim=(min(least, axes.get_xlim()[0]), None), ylim=(len(lines) - 0.4, -0.6))
+    axes.set(xlim=(min(least, axes.get_xlim()[0]), None), ylim=(len(rows) - 0.4, -0.6))
     axes.locator_params(axis="x", nbins=8)
     axes.grid()
     handles = [axes.scatter([], [], color=color) for color in colors.values()]

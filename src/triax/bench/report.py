@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from triax.bench.cases import Case
 from triax.bench.runner import OWN, SCHEMA
 from triax.bench.timing import HOST
 from triax.errors import ArgumentValueError
@@ -54,13 +56,18 @@ def is_of_device(result: Result) -> bool:
     return bool(result["median_us"]) and result["seconds_method"] in ("events", "graph", "bursts")
 
 
+def key_of_case(result: Result) -> tuple[Any, ...]:
+    """What results of one case have in common; older records have no `width`."""
+    return tuple(map(result.get, Case.__match_args__))
+
+
 def table(record: dict[str, Any]) -> str:
     """What a record says, for people: by op, one line for each shape."""
     versions = (f"{name} {record['versions'].get(name)}" for name in ("triax", "jax", "triton"))
     lines = [f"{record['machine']['device']}; {', '.join(versions)}; {record['written']}", ""]
     results, notes = record["results"], []
-    for (op,), found in _grouped(results, "op"):
-        lines += [op, *_rows(found), ""]
+    for op in dict.fromkeys(r["op"] for r in results):
+        lines += [op, *_rows([r for r in results if r["op"] == op]), ""]
     for entry in record["first_call"]:
         caches = "all cached" if entry["cached"] else "nothing cached"
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in entry["parts"].items())
@@ -84,14 +91,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _grouped(results: Sequence[Result], *keys: str) -> Any:
-    """Results by the values of some keys, in the order of first sight."""
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        groups.setdefault(tuple(result[key] for key in keys), []).append(result)
-    return groups.items()
-
-
 def _rows(results: Sequence[Result]) -> list[str]:
     """The table of one op: by shape Triax's figures, and how many times as long others take."""
     limit = "dense" if any(r.get("teraflops_per_second") for r in results) else "stream"
@@ -100,7 +99,8 @@ def _rows(results: Sequence[Result]) -> list[str]:
     time = "ms" if any(r["seconds_method"] == HOST for r in results) else "µs"
     titles = ("", "tokens", "dtype", "routing", time, "in a graph", unit, limit, last)
     lines = [_LINE.format(*titles).rstrip()]
-    for _, found in _grouped(results, "preset", "tokens", "hidden", "experts", "dtype", "routing"):
+    for _, of_case in itertools.groupby(results, key_of_case):
+        found: Any = [*of_case]
         own = next((r for r in found if r["implementation"] == OWN), None)
         of_device = own if own and is_of_device(own) else {}
         first = found[0]

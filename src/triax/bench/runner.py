@@ -155,8 +155,8 @@ def _result(
     case: Case, name: str, timing: CallTiming | None, stream_us: float | None, error: str | None
 ) -> dict[str, Any]:
     """One entry of the record's `results`."""
-    times: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(CallTiming))
-    times |= dataclasses.asdict(timing) if timing else {"samples": 0}
+    times: dict[str, Any] = dict.fromkeys(CallTiming.__match_args__) | {"samples": 0}
+    times |= dataclasses.asdict(timing) if timing else {}
     num_bytes = sum(size for _, size in case.passes)
     per_us = lambda amount: amount / timing.median_us if timing and amount else None
     # The host's time says nothing about how near the device is to its limit.

@@ -16,12 +16,9 @@ from triax.bench.cases import Case, Stream
 from triax.bench.timing import time_program
 from triax.call import triton_call
 
-_WORD_BYTES = 4
 # Units are whole numbers of the largest block, so that no kernel needs a mask.
-_UNIT_WORDS = 1024
-_NUM_WARPS = 4
+UNIT_BYTES = 4 * 1024
 _TARGET_MS = 12.5
-
 
 # Ways to stream: whether the units of a program are one run of memory, or each a part of its array;
 # the words of each unit that a program moves; the cache modifier of what it stores.
@@ -52,30 +49,32 @@ def limit_us(case: Case, known: dict[Stream, dict[str, Any]]) -> float | None:
 
 def find_limit(stream: Stream) -> dict[str, Any]:
     """Measures a stream in all ways there are, and checks that the fastest one moved its data."""
-    unit_words = -(-stream.unit_bytes // (_WORD_BYTES * _UNIT_WORDS)) * _UNIT_WORDS
-    source = _fill((stream.reads, unit_words))
+    reads, writes, unit_bytes = stream
+    unit_bytes = -(-unit_bytes // UNIT_BYTES) * UNIT_BYTES
+    source = _fill((reads, unit_bytes // 4))
     programs: dict[str, Any] = {
-        name: functools.partial(stream_units, writes=stream.writes, layout=layout)
+        name: functools.partial(stream_units, writes=writes, layout=layout)
         for name, layout in LAYOUTS.items()
     }
-    if (stream.reads, stream.writes) == (1, 1):
+    if (reads, writes) == (1, 1):
         programs["XLA's copy"] = jax.jit(jnp.copy)
     timings = {name: time_program(p, source, target_ms=_TARGET_MS) for name, p in programs.items()}
-    timings = {name: timing for name, timing in timings.items() if timing.method != "host-bound"}
-    if not timings:
+    times_us = {name: t.median_us for name, t in timings.items() if t.method != "host-bound"}
+    if not times_us:
         raise RuntimeError(f"the host is too slow to measure the stream {stream}")
-    best = min(timings, key=lambda name: timings[name].median_us)
-    runs = {name: block for name, (together, block, _) in LAYOUTS.items() if together}
-    if int(_count_wrong(source, programs[best](source), runs.get(best, unit_words))):
+    best = min(times_us, key=times_us.__getitem__)
+    together, block, _ = LAYOUTS.get(best, (False, 0, ""))
+    run = block if together else source.shape[1]
+    if int(_count_wrong(source, programs[best](source), run)):
         raise RuntimeError(f"the stream {stream} of layout {best} moved its data wrongly")
-    num_bytes = (stream.reads + stream.writes) * unit_words * _WORD_BYTES
+    num_bytes = (reads + writes) * unit_bytes
     return {
-        "reads": stream.reads,
-        "writes": stream.writes,
+        "reads": reads,
+        "writes": writes,
         "bytes": num_bytes,
         "dtype": "int32",
-        "median_us": timings[best].median_us,
-        "terabytes_per_second": 1e-6 * num_bytes / timings[best].median_us,
+        "median_us": times_us[best],
+        "terabytes_per_second": 1e-6 * num_bytes / times_us[best],
         "config": best,
     }
 
@@ -93,7 +92,7 @@ def stream_units(source: jax.Array, writes: int, layout: tuple[bool, int, str]) 
         kernel=_stream_kernel,
         out_type=jax.ShapeDtypeStruct((writes, unit_words), jnp.int32),
         grid=unit_words // block,
-        num_warps=_NUM_WARPS,
+        num_warps=4,
         name="stream",
         READS=reads,
         WRITES=writes,

@@ -25,6 +25,8 @@ from triax.call import triton_call
 from triax.compat import jax_private
 from triax.devices import is_cuda
 from triax.errors import MissingDependencyError
+from triax.tuning.worker.driver import Context
+from triax.tuning.worker.driver import call as call_driver
 
 MIN_SAMPLES = 15
 MAX_SAMPLES = 300
@@ -36,7 +38,6 @@ _FIRST_HOLD_US, _MAX_HOLD_US = 1000.0, 20_000.0
 _FEW_REPEATS, _MANY_REPEATS = 4, 24
 BURSTS, BURST_MS, REST_S, _MIN_BURST = 3, 30.0, 0.12, 5
 _HOST_SAMPLES = 5
-_NON_BLOCKING = 1
 HOST = "host clock"  # the method of times that are not a GPU's
 
 Call = Callable[[], Any]
@@ -210,58 +211,46 @@ class CudaClock:
     """Events of one device by number, each after an array of JAX, or of another library."""
 
     def __init__(self, device: Any):
+        index: Any = jax_private.local_index(device)
         try:
-            from cuda.bindings import driver
+            self._gpu = Context(index)  # JAX's, which it keeps for as long as the process runs
         except ImportError as error:
             raise MissingDependencyError(
                 "Timing on a GPU needs cuda-bindings: `pip install cuda-bindings`."
             ) from error
-        self._driver = driver
-        self._call(driver.cuInit, 0)
-        handle = self._call(driver.cuDeviceGet, jax_private.local_index(device))
-        # JAX's context, which it keeps for as long as the process runs.
-        self._context = self._call(driver.cuDevicePrimaryCtxRetain, handle)
-        self.enter()
-        self._stream = self._call(driver.cuStreamCreate, _NON_BLOCKING)
+        self._driver = self._gpu.cu
         self._events: list[Any] = []
 
     def enter(self) -> None:
         """To be called first in the thread that uses the clock."""
-        self._call(self._driver.cuCtxSetCurrent, self._context)
+        call_driver(self._driver.cuCtxSetCurrent, self._gpu.context)
 
     def record(self, index: int, output: Any) -> None:
         """Event `index` fires when the arrays of `output` are there."""
         while len(self._events) <= index:
-            self._events.append(self._call(self._driver.cuEventCreate, 0))
+            self._events.append(call_driver(self._driver.cuEventCreate, 0))
         # Handing an array to another stream makes that stream wait until the array is there.
-        capsule = jax.tree.leaves(output)[0].__dlpack__(stream=int(self._stream))
-        self._call(self._driver.cuEventRecord, self._events[index], self._stream)
+        capsule = jax.tree.leaves(output)[0].__dlpack__(stream=int(self._gpu.stream))
+        call_driver(self._driver.cuEventRecord, self._events[index], self._gpu.stream)
         del capsule
 
     def is_pending(self, index: int) -> bool:
-        """Whether event `index` has yet to fire."""
-        status = self._call(self._driver.cuEventQuery, self._events[index])
+        """Whether event `index` has yet to fire. An error of the device comes out in `wait`."""
+        (status,) = self._driver.cuEventQuery(self._events[index])
         return bool(status == self._driver.CUresult.CUDA_ERROR_NOT_READY)
 
     def wait(self, index: int) -> None:
         """Returns when event `index` has fired."""
-        self._call(self._driver.cuEventSynchronize, self._events[index])
+        call_driver(self._driver.cuEventSynchronize, self._events[index])
 
     def between_us(self, first: int, second: int) -> float:
         """The device's time between two events that have fired."""
-        elapsed = self._driver.cuEventElapsedTime
-        return 1e3 * self._call(elapsed, self._events[first], self._events[second])
+        events = self._events[first], self._events[second]
+        return 1e3 * call_driver(self._driver.cuEventElapsedTime, *events)
 
     def hold(self, us: float) -> Any:
         """Keeps JAX's stream busy for `us`; what it returns must be kept until then."""
         return _delay(jnp.int32(1e3 * us))
-
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        """A function's result, or its status if it has none."""
-        status, *results = function(*arguments)
-        if int(status) and status != self._driver.CUresult.CUDA_ERROR_NOT_READY:
-            raise RuntimeError(f"{function.__name__}: {status.name}")
-        return results[0] if results else status
 
 
 clock_of = functools.cache(CudaClock)
