@@ -1,7 +1,10 @@
 """Streams: what the kernels move, which layout is the limit, and what has none."""
 
 import functools
+import importlib
 import time
+from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +112,19 @@ def test_limits_are_measured_once_and_added_up(monkeypatch):
     assert limit_us(small_case("plan"), known) is None
     with pytest.raises(StopIteration):
         limit_us(small_case("unpermute_grad"), known)
+
+
+def test_the_decode_benchmark_measures_matmuls_against_a_read(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    decode = importlib.import_module("decode")
+    stream = {"bytes": 2000, "median_us": 1.0}
+    monkeypatch.setattr(decode, "find_limit", mock.create_autospec(find_limit, return_value=stream))
+    for name, value in {"HIDDEN": 64, "WIDTH": 32, "LOCAL_EXPERTS": 4}.items():
+        monkeypatch.setattr(decode, name, value)
+    found = decode.measure_matmuls()
+    assert found["stream"] == stream
+    assert [(m["matmul"], m["rows"], m["weights_bytes"]) for m in found["matmuls"]] == [
+        ("up", 16, 16384),
+        ("down", 16, 16384),
+    ]
+    assert {m["read_us"] for m in found["matmuls"]} == {16384 / 2000}
