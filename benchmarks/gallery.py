@@ -18,6 +18,8 @@ EXAMPLES = (
     "vector_add",
     "softmax",
     "matmul",
+    "tma_matmul",
+    "gluon_transpose",
     "layer_norm",
     "flash_attention",
     "adam_in_place",

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import triax
 from tests.examples.test_moe_layer import EXAMPLES, load
 
 
@@ -24,6 +25,20 @@ def test_example_agrees_with_plain_jax(name):
 def test_matmul_shows_what_was_compiled(capsys):
     assert load("matmul").main() < 1e-2  # bfloat16
     assert "matmul_kernel: BK=64, BM=128, BN=256" in capsys.readouterr().out
+
+
+def test_matmul_by_descriptors_agrees():
+    assert load("tma_matmul").main() < 1e-2  # bfloat16
+
+
+@pytest.mark.cuda_plugin
+def test_gluon_reads_and_writes_sixteen_bytes_at_a_time():
+    example = load("gluon_transpose")
+    assert example.main() in (None, 0)  # nothing without a GPU
+    shape = jax.ShapeDtypeStruct((8192, 4000), jnp.float32)
+    (call,) = triax.explain(example.transpose, shape)
+    assert "ld.global.v4" in call.ptx[0]
+    assert "st.global.v4" in call.ptx[0]
 
 
 @pytest.mark.slow("Equinox is the same")
