@@ -72,14 +72,11 @@ def route_by_sorting(x: jax.Array, experts: jax.Array, weights: jax.Array) -> ja
     return _weigh_by_einsum(_sort_rows(rows, jnp.argsort(order)), weights)
 
 
-def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array, top_k: int) -> jax.Array:
     """The rows; the gradient is a sum of each token's, and nothing is scattered."""
-
-    def back(index: Any, d_rows: jax.Array) -> jax.Array:
-        slots = take(d_rows, index[1], unique=True).reshape(x.shape[0], -1, x.shape[1])
-        return jnp.sum(slots.astype(jnp.float32), axis=1).astype(x.dtype)
-
-    there = lambda index, x: take(x, index[0] // (order.size // x.shape[0]))
+    ones = jnp.ones((x.shape[0], top_k))
+    there = lambda index, x: take(x, index[0] // top_k)
+    back = lambda index, d_rows: weigh_slots(d_rows, index[1], ones)
     return linear_call(there, back, (order, inverse), x)
 
 
@@ -95,9 +92,8 @@ def _unpermute_bwd(residuals: Any, gradient: jax.Array) -> Any:
     row_gradient = take(gradient, order // weights.shape[1]).astype(jnp.float32)
     row_weights = take(weights.reshape(-1), order, unique=True)
     d_rows = (row_weights[:, None] * row_gradient).astype(rows.dtype)
-    slots = take(rows, inverse, unique=True).reshape(*weights.shape, rows.shape[1])
-    products = slots.astype(jnp.float32) * gradient.astype(jnp.float32)[:, None, :]
-    return d_rows, jnp.sum(products, axis=2).astype(weights.dtype), None, None
+    _, pull = jax.vjp(lambda weights: weigh_slots(rows, inverse, weights), weights)
+    return d_rows, *pull(gradient), None, None
 
 
 _unpermute.defvjp(lambda *operands: (_unpermute(*operands), operands), _unpermute_bwd)
@@ -107,7 +103,7 @@ def route_by_hand(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.A
     """The best known to us: one sort, all gradients by hand and fused, and no row scattered."""
     order = _sort_pairs(experts)
     inverse = invert(order)
-    rows = jax.lax.optimization_barrier(_permute(x, order, inverse))
+    rows = jax.lax.optimization_barrier(_permute(x, order, inverse, weights.shape[1]))
     return _unpermute(rows, weights, order, inverse)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triax.bench.competitors import DENSE
-from triax.bench.report import is_of_device, key_of_case
+from triax.bench.report import case_of, is_of_device
 from triax.bench.runner import OWN
 from triax.bench.suites import NAMES
 from triax.errors import MissingDependencyError
@@ -72,11 +72,11 @@ def fraction_of_stream(results: list[Result], origin: str) -> Any:
 
 def speedup(results: list[Result], origin: str) -> Any:
     """For each op a row for each competitor: its time over that of Triax."""
-    own_us = {key_of_case(r): r["median_us"] for r in results if r["implementation"] == OWN}
+    own_us = {case_of(r): r["median_us"] for r in results if r["implementation"] == OWN}
     points = [
-        (r, r["op"], r["implementation"], r["median_us"] / own_us[key_of_case(r)])
+        (r, r["op"], r["implementation"], r["median_us"] / own_us[case_of(r)])
         for r in results
-        if r["implementation"] not in (OWN, DENSE) and key_of_case(r) in own_us
+        if r["implementation"] not in (OWN, DENSE) and case_of(r) in own_us
     ]
     title = "How many times as fast Triax is, by op and what it is compared with"
     return _figure(title, origin, points, "{:.2f}×", least=0)

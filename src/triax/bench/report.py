@@ -56,9 +56,10 @@ def is_of_device(result: Result) -> bool:
     return bool(result["median_us"]) and result["seconds_method"] in ("events", "graph", "bursts")
 
 
-def key_of_case(result: Result) -> tuple[Any, ...]:
-    """What results of one case have in common; older records have no `width`."""
-    return tuple(map(result.get, Case.__match_args__))
+def case_of(result: Result) -> Case:
+    """The case that a result is of; older records have no `width`."""
+    values: Any = map(result.get, Case.__match_args__)
+    return Case(*values)
 
 
 def table(record: dict[str, Any]) -> str:
@@ -81,8 +82,7 @@ def table(record: dict[str, Any]) -> str:
         lines.append(f"memory  {entry['program']:10} {shape}  {memory}")
     for r in results:
         if r["error"]:
-            shape = f"{r['preset'] or ''} T={r['tokens']} H={r['hidden']} {r['dtype']}".lstrip()
-            notes.append(f"error: {r['op']} {shape} {r['implementation']}: {r['error']}")
+            notes.append(f"error: {case_of(r).label} {r['implementation']}: {r['error']}")
     seen = {"in a graph" if r["graph_us"] else None for r in results}
     seen |= {r["seconds_method"] for r in results}
     notes += [text for name, text in _NOTES.items() if name in seen]
@@ -99,16 +99,15 @@ def _rows(results: Sequence[Result]) -> list[str]:
     time = "ms" if any(r["seconds_method"] == HOST for r in results) else "µs"
     titles = ("", "tokens", "dtype", "routing", time, "in a graph", unit, limit, last)
     lines = [_LINE.format(*titles).rstrip()]
-    for _, of_case in itertools.groupby(results, key_of_case):
+    for case, of_case in itertools.groupby(results, case_of):
         found: Any = [*of_case]
         own = next((r for r in found if r["implementation"] == OWN), None)
         of_device = own if own and is_of_device(own) else {}
-        first = found[0]
         head = _LINE.format(
-            first["preset"] or f"{first['experts']} chunks×{first['hidden']}",
-            first["tokens"],
-            first["dtype"],
-            first["routing"] or "",
+            case.preset or f"{case.experts} chunks×{case.hidden}",
+            case.tokens,
+            case.dtype,
+            case.routing or "",
             _time(own),
             _text(own and own.get("graph_us"), ".2f"),
             _text(of_device.get(rate), digits),
