@@ -22,7 +22,8 @@ def _beside_each_other(monkeypatch):
     ["vector_add", "softmax", "layer_norm", "flash_attention", "adam_in_place", "own_op"],
 )
 def test_example_agrees_with_plain_jax(name):
-    assert load(name).main() < 1e-5
+    on_gpu = jax.default_backend() == "gpu"  # where some take bfloat16
+    assert load(name).main() < (1e-2 if on_gpu else 1e-5)
 
 
 @pytest.mark.cuda_plugin
