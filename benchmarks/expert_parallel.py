@@ -3,7 +3,12 @@
 Each GPU has 16,384 tokens of DeepSeek-V3's width, 8 of 256 experts each. Against them stands what
 one would write by hand: `permute` to a row per (token, expert), two `all_to_all`s of these rows in
 equal parts, `unpermute`. Times are the host's, of many calls after one another, in milliseconds.
-Triax's results are checked before anything is timed. Prints a table and writes `--output`.
+Triax's results are checked before anything is timed.
+
+The layer with its experts spread over the GPUs is profiled, in one part and with its tokens in two,
+so that one part could be exchanged while experts work on the other. The layer with its tokens
+cut under plain `jit`, and all experts on each GPU, is compared with one GPU that has all tokens.
+Prints what it finds and writes `--output`.
 
     python benchmarks/expert_parallel.py [--output FILE]
 """
@@ -11,8 +16,10 @@ Triax's results are checked before anything is timed. Prints a table and writes 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,36 +58,51 @@ def by_hand(x, weights, experts):
 
 def by_triax(**options):
     def run(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, num_rows=num_rows(), **options)
+        rows = num_rows(len(x))
+        sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, num_rows=rows, **options)
         rows = jax.lax.optimization_barrier(sent.rows)
         return moe.combine(rows, sent.plan)
 
     return run
 
 
-def num_rows():
+def num_rows(tokens):
     """A fiftieth more than a GPU gets on average, which even choices never reach."""
-    return TOKENS * TOP_K * 51 // 50
+    return tokens * TOP_K * 51 // 50
 
 
-def with_gradients(function):
-    def run(x, weights, experts, gradient):
-        y, pull = jax.vjp(lambda x, weights: function(x, weights, experts), x, weights)
+def with_gradients(function, fixed=0):
+    """The function, and the gradients of its operands but the last `fixed`."""
+
+    def run(*operands):
+        *operands, gradient = operands
+        moving = len(operands) - fixed
+        y, pull = jax.vjp(lambda *some: function(*some, *operands[moving:]), *operands[:moving])
         return y, *pull(gradient)
 
     return run
 
 
-def layer(x, logits, w_gate_up, w_down):
-    weights, experts = moe.route(logits, TOP_K, normalize=True)
-    sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, num_rows=num_rows())
-    h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
-    return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan, weighted=True)
+def layer(exchange, parts):
+    """The layer, one part of the tokens after the other."""
+
+    def run(x, logits, w_gate_up, w_down):
+        weights, experts = moe.route(logits, TOP_K, normalize=True)
+        how = {"num_rows": num_rows(len(x)), "scheme": "token", "exchange": exchange}
+        sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, **how)
+        h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
+        return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan, weighted=True)
+
+    def run_parts(x, logits, w_gate_up, w_down):
+        pairs = zip(jnp.split(x, parts), jnp.split(logits, parts), strict=True)
+        return jnp.concatenate([run(*pair, w_gate_up, w_down) for pair in pairs])
+
+    return run_parts
 
 
-def layer_with_gradients(x, logits, w_gate_up, w_down, gradient):
-    y, pull = jax.vjp(layer, x, logits, w_gate_up, w_down)
-    return y, *pull(gradient)
+def whole_layer(x, logits, w_gate_up, w_down):
+    """With all experts on each GPU."""
+    return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K, normalize=True).tokens
 
 
 def time_ms(program, *operands):
@@ -94,6 +116,37 @@ def time_ms(program, *operands):
         jax.block_until_ready(out)
         samples.append(1e3 * (time.perf_counter() - start) / CALLS)
     return statistics.median(samples)
+
+
+def profile_ms(program, *operands):
+    """Of a call, how long the first GPU exchanges, how long it does other work, how long both."""
+    jax.block_until_ready(program(*operands))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(CALLS):
+                out = program(*operands)
+            jax.block_until_ready(out)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+        (gpu,) = (plane for plane in planes if plane.name == "/device:GPU:0")
+        spans = {True: [], False: []}
+        for stream in (line for line in gpu.lines if line.name.startswith("Stream")):
+            for event in stream.events:
+                name = event.name.lower().replace("_", "")
+                is_exchange = "nccl" in name or "raggedalltoall" in name
+                spans[is_exchange].append((event.start_ns, event.start_ns + event.duration_ns))
+    exchange, work = (length(found) * 1e-6 / CALLS for found in (spans[True], spans[False]))
+    either = length(spans[True] + spans[False]) * 1e-6 / CALLS
+    return {"exchange": exchange, "work": work, "both": exchange + work - either}
+
+
+def length(spans):
+    """Of all spans together; what they share counts once."""
+    found, end = 0, 0
+    for first, last in sorted(spans):
+        found += max(0, last - max(first, end))
+        end = max(end, last)
+    return found
 
 
 def main():
@@ -137,7 +190,7 @@ def main():
             sys.exit(f"{name}: weights that sum up to 1 do not give the tokens back: {error}")
     functions["by hand"] = by_hand
     compare("forward", functions, x, weights, experts)
-    functions = {name: with_gradients(function) for name, function in functions.items()}
+    functions = {name: with_gradients(function, fixed=1) for name, function in functions.items()}
     compare("forward and backward", functions, x, weights, experts, gradient)
     found["exchange_of_tokens_ms"] = time_ms(
         on_all(exchange), normal(3, count * count * TOKENS, HIDDEN)
@@ -147,8 +200,33 @@ def main():
     gate_up = normal(4, LAYER_EXPERTS, HIDDEN, 2 * WIDTH, scale=HIDDEN**-0.5)
     down = normal(5, LAYER_EXPERTS, WIDTH, HIDDEN, scale=WIDTH**-0.5)
     logits = normal(6, count * TOKENS, LAYER_EXPERTS, dtype=jnp.float32)
-    found["layer_ms"] = time_ms(on_all(layer_with_gradients), x, logits, gate_up, down, gradient)
-    print(f"the layer of {LAYER_EXPERTS} experts, with gradients: {found['layer_ms']:.2f} ms")
+    operands = x, logits, gate_up, down, gradient
+    for way, parts in itertools.product(("padded", "ragged"), (1, 2)):
+        program = on_all(with_gradients(layer(way, parts)))
+        times = {"ms": time_ms(program, *operands), "profile_ms": profile_ms(program, *operands)}
+        name = f"layer in {parts} parts, {way}, forward and backward"
+        found[name] = times
+        print(f"{name}: {times}")
+
+    everywhere = [jax.device_put(w, NamedSharding(mesh, P())) for w in (gate_up, down)]
+    cut = x, logits, *everywhere, gradient
+    one = jax.device_put(cut, jax.devices()[0])
+    programs = {
+        "forward": (whole_layer, 4),
+        "forward and backward": (with_gradients(whole_layer), 5),
+    }
+    for name, (function, number) in programs.items():
+        program = jax.jit(function)
+        results = (jax.tree.leaves(program(*given[:number])) for given in (cut, one))
+        for actual, expected in zip(*results, strict=True):
+            error = jnp.abs(jax.device_put(actual, one[0].sharding) - expected).max()
+            if not error <= 0.03 * jnp.abs(expected).max():
+                sys.exit(f"tokens cut, {name}: not what one GPU gives, by {error}")
+        cut_ms, one_ms = (time_ms(program, *given[:number]) for given in (cut, one))
+        times = {"ms": cut_ms, "one_gpu_ms": one_ms, "speedup": one_ms / cut_ms}
+        found[f"tokens cut, {name}"] = times
+        print(f"tokens cut, {name}: {times}")
+
     shape = {"tokens": TOKENS, "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K}
     output = options.output or Path(__file__).with_name(f"expert_parallel_{count}.json")
     gpu_record.write(output, gpus=count, **shape, layer_experts=LAYER_EXPERTS, results=found)

@@ -235,17 +235,49 @@ def decode() -> str:
     return table(["", "time", "of a read of the weights"], rows)
 
 
+def of_several_gpus() -> list[tuple[str, dict[str, Any]]]:
+    """The GPUs and the results of each record of expert parallelism."""
+    paths = sorted((ROOT / "benchmarks").glob("expert_parallel_*.json"))
+    records = sorted((record(path.stem) for path in paths), key=lambda found: found["gpus"])
+    return [(f"{found['gpus']} × {found['device']}", found["results"]) for found in records]
+
+
 def expert_parallel() -> str:
     """Sending tokens to their experts' GPUs and back, in milliseconds and against by hand."""
     rows = []
-    for path in sorted((ROOT / "benchmarks").glob("expert_parallel_*.json")):
-        found = record(path.stem)
-        forward, both = (found["results"][name] for name in ("forward", "forward and backward"))
+    for gpus, results in of_several_gpus():
+        forward, both = (results[name] for name in ("forward", "forward and backward"))
         for way in [way for way in forward if way != "triax"]:  # which is one of the others
             cells = [f"{r[way]['ms']:.2f} ms, {r[way]['ratio']:.2f}" for r in (forward, both)]
-            rows.append([f"{found['gpus']} × {found['device']}", way, *cells])
+            rows.append([gpus, way, *cells])
     head = ["", "", "there and back, of by hand", "forward and backward, of by hand"]
     return table(head, rows)
+
+
+def layers_on_gpus() -> str:
+    """The layer whose experts are spread, forward and backward, with its exchange in a profile."""
+    rows = []
+    for gpus, results in of_several_gpus():
+        for name, found in results.items():
+            if name.startswith("layer"):
+                way = name.removeprefix("layer in ").removesuffix(", forward and backward")
+                shares = found["profile_ms"]
+                cells = (found["ms"], shares["exchange"], shares["both"])
+                rows.append(
+                    [gpus, way.replace("1 parts", "1 part"), *(f"{ms:.1f} ms" for ms in cells)]
+                )
+    return table(["", "", "layer", "exchange", "of that beside other work"], rows)
+
+
+def tokens_cut() -> str:
+    """The layer with tokens cut under plain `jit`, against one GPU with all of them."""
+    rows = []
+    for gpus, results in of_several_gpus():
+        for name, found in results.items():
+            if name.startswith("tokens cut"):
+                times = f"{found['ms']:.1f} ms", f"{found['one_gpu_ms']:.1f} ms"
+                rows.append([gpus, name.split(", ")[1], *times, f"{found['speedup']:.2f}"])
+    return table(["", "", "tokens cut", "one GPU", "times as fast"], rows)
 
 
 def layers() -> str:
@@ -335,6 +367,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "matmuls": matmuls,
     "profile": profile,
     "expert_parallel": expert_parallel,
+    "layers_on_gpus": layers_on_gpus,
+    "tokens_cut": tokens_cut,
     "decode": decode,
     "gallery": gallery,
     "where/gallery": lambda: where("gallery"),
