@@ -48,6 +48,9 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     _added = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in _given]
     os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
+# Where JAX's persistent cache is on, a key is computed for every program, with or without a folder.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+
 # Tracing makes many objects, most of which stay in JAX's caches. Looking at the young ones as often
 # as Python does took a tenth of the tests' time.
 gc.set_threshold(20_000, 5, 5)
@@ -99,8 +102,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of this run, for all its workers: kernels compiled by one are not compiled by others."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton-cache")))
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "triton-cache"))
         yield
 
 

@@ -74,9 +74,8 @@ def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) 
     arrays = [np.asarray(arg) for arg in args]
     operands, results = tuple(map(ArrayType.of, arrays)), tuple(map(ArrayType.of, result_avals))
     outputs = run(call.launch(call.candidates[0], operands, results), arrays, call.checked)
-    if any(isinstance(arg, jax.Array) and arg.committed for arg in args):
-        return [jax.device_put(output, device) for output in outputs]
-    return [jnp.asarray(output) for output in outputs]
+    committed = any(isinstance(arg, jax.Array) and arg.committed for arg in args)
+    return [jax.device_put(output, device if committed else None) for output in outputs]
 
 
 triton_call_p.def_impl(_impl)

@@ -330,6 +330,7 @@ def test_sizes_that_devices_do_not_divide_are_left_whole():
 def compilation_cache(tmp_path):
     """JAX's persistent cache, in a folder of its own."""
     settings = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -31,7 +31,7 @@ def spans(sizes, num_rows):
 
 def draw(seed, depth, columns, dtype, num_rows=NUM_ROWS, num_groups=4):
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32).astype(dtype))
+    normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
     return SimpleNamespace(
         rows=normal(num_rows, depth),
         weights=normal(num_groups, depth, columns),
