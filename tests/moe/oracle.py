@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 
+from triax import moe
+
 WILD_IDS = (-(2**31), -1, 2**31 - 1)
 
 
@@ -49,6 +51,15 @@ def plan(ids, num_experts, num_rows, capacity=None, align_size=1):
         group_filled=np.array(filled, np.int32),
         num_dropped=np.array(counts.sum() - (row_of >= 0).sum(), np.int32),
     )
+
+
+def make_plan(ids, num_experts, capacity=None, align_size=1, num_rows=None):
+    """What `moe.make_plan` returns, with nothing to compile."""
+    if num_rows is None:
+        num_rows = (ids.size + num_experts * (align_size - 1)) // align_size * align_size
+    fields = plan(ids, num_experts, num_rows, capacity, align_size)
+    sizes = {"num_rows": num_rows, "num_experts": num_experts, "align_size": align_size}
+    return moe.Plan(**vars(fields), **sizes)
 
 
 def plan_of_mask(mask, top_k, num_rows, capacity=None, align_size=1):

@@ -85,8 +85,8 @@ def test_gradients(implementation):
         return (jnp.tanh(x) * weights.sum(1, keepdims=True)).reshape(BATCH, SEQUENCE, WIDTH)
 
     for actual, expected in zip(
-        jax.grad(lambda *args: jnp.sum(layer(*args) ** 2), (0, 1))(x, weights),
-        jax.grad(lambda *args: jnp.sum(dense(*args) ** 2), (0, 1))(x, weights),
+        jax.jit(jax.grad(lambda *args: jnp.sum(layer(*args) ** 2), (0, 1)))(x, weights),
+        jax.jit(jax.grad(lambda *args: jnp.sum(dense(*args) ** 2), (0, 1)))(x, weights),
         strict=True,
     ):
         assert_close(actual, expected, terms=WIDTH)
@@ -112,9 +112,9 @@ def test_selected_experts(implementation, map_dtype, three_d):
         assert weights.reshape(TOKENS, -1)[token].tolist() == expected
 
 
-X, IDS, WEIGHTS = jnp.zeros((4, 3)), jnp.zeros((4, 2), int), jnp.zeros((4, 2))
-ROWS = jnp.zeros((8, 3))
-state = functools.cache(lambda: te.pure_jax_token_dispatch(X, IDS, 3, 2)[1])
+X, IDS, WEIGHTS = np.zeros((4, 3)), np.zeros((4, 2), int), np.zeros((4, 2))
+ROWS = np.zeros((8, 3))
+state = functools.cache(jax.jit(lambda: te.pure_jax_token_dispatch(X, IDS, 3, 2)[1]))
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def batches(count):
     rng = np.random.default_rng(0)
     ids = np.stack([oracle.draw_ids(rng, TOKENS, TOP_K, EXPERTS, "any") for _ in range(count)])
     return (
-        jnp.array(rng.standard_normal((count, TOKENS, WIDTH)), jnp.float32),
-        jnp.array(ids),
-        jnp.array(rng.random((count, TOKENS, TOP_K)), jnp.float32),
+        rng.standard_normal((count, TOKENS, WIDTH)).astype(np.float32),
+        ids,
+        rng.random((count, TOKENS, TOP_K), np.float32),
     )
 
 
@@ -41,12 +41,13 @@ def batches(count):
 def test_a_batched_plan_goes_through_vmap(implementation):
     x, ids, _ = batches(2)
     make = functools.partial(moe.make_plan, num_experts=EXPERTS, implementation=implementation)
-    plans = jax.vmap(make)(ids)
+    make = jax.jit(make)
+    plans = jax.jit(jax.vmap(make))(ids)
     assert plans.row_of.shape == ids.shape
     assert plans.num_dropped.shape == (2,)
-    op = lambda x, plan: moe.permute(x, plan, implementation=implementation)
+    op = jax.jit(lambda x, plan: moe.permute(x, plan, implementation=implementation))
     loop = [op(x[i], make(ids[i])) for i in range(2)]
-    assert_same_bits(jax.vmap(op)(x, plans), jnp.stack(loop))
+    assert_same_bits(jax.jit(jax.vmap(op))(x, plans), np.stack(loop))
 
 
 @pytest.mark.parametrize("saved", ["triax_permuted_rows", "triax_unpermuted_tokens", None])
