@@ -37,12 +37,13 @@ def draw(seed=0, dtype="float32", tokens=TOKENS, offsets=0.0):
     """x, logits, w_gate_up and w_down."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
-    return (
-        jnp.asarray(normal(tokens, HIDDEN), dtype),
-        jnp.asarray(normal(tokens, EXPERTS) + np.float32(offsets)),
-        jnp.asarray(normal(EXPERTS, HIDDEN, 2 * WIDTH) * HIDDEN**-0.5, dtype),
-        jnp.asarray(normal(EXPERTS, WIDTH, HIDDEN) * WIDTH**-0.5, dtype),
+    args = (
+        normal(tokens, HIDDEN).astype(jnp.dtype(dtype)),
+        (normal(tokens, EXPERTS) + offsets).astype(np.float32),
+        (normal(EXPERTS, HIDDEN, 2 * WIDTH) * HIDDEN**-0.5).astype(jnp.dtype(dtype)),
+        (normal(EXPERTS, WIDTH, HIDDEN) * WIDTH**-0.5).astype(jnp.dtype(dtype)),
     )
+    return jax.device_put(args)
 
 
 def layer(*args, **options):
@@ -99,7 +100,7 @@ def value_and_gradients(function, args, **options):
 def check_against_dense(args, implementation=None, terms=4, **options):
     out, gradients = value_and_gradients(layer, args, implementation=implementation, **options)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in args]
+        wide = [np.asarray(a, np.float64) for a in args]
         expected, wanted = value_and_gradients(dense, wide, **options)
     assert out.tokens.dtype == args[0].dtype
     assert_close(out.tokens, expected.tokens, terms=terms, err_msg="tokens")
@@ -109,7 +110,7 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     for name, arg, actual, gradient in zip(names, args, gradients, wanted, strict=True):
         assert actual.dtype == arg.dtype
         # That of float32 logits is as exact as the layer.
-        assert_close(actual.astype(args[0].dtype), gradient, terms=terms, err_msg=name)
+        assert_close(np.asarray(actual).astype(args[0].dtype), gradient, terms=terms, err_msg=name)
     return out
 
 
@@ -162,7 +163,7 @@ def test_no_tokens(implementation):
     assert out.tokens.shape == (0, HIDDEN)
     assert not np.any(out.group_counts)
     for arg, gradient in zip(args, gradients, strict=True):
-        assert_same_bits(gradient, jnp.zeros_like(arg))
+        assert_same_bits(gradient, np.zeros_like(arg))
 
 
 def test_capacity_makes_no_more_rows_than_experts_take():
@@ -227,22 +228,21 @@ def test_policy_that_permutes_again():
 
 def test_as_one_op_the_derivatives_are_those_of_its_ops(monkeypatch):
     """Where there are several devices; of second order, in forward mode, with fixed arguments."""
-    floats, bias = draw(3), jnp.arange(5.0)
+    floats, bias = draw(3), np.arange(5, dtype=np.float32)
     options = {"top_k": 2, "score": "sigmoid", "normalize": True}
     layer = lambda *floats: moe.feed_forward(*floats, bias=bias, **options).tokens
-    tangents = tuple(jnp.cos(3 * a) for a in floats)
+    tangents = tuple(np.cos(3 * np.asarray(a)) for a in floats)
 
     def second(*floats):
         first = jax.grad(lambda *f: jnp.sum(jnp.sin(layer(*f))), (0, 3))(*floats)
         return sum(jnp.sum(jnp.cos(g)) for g in first)
 
     def derivatives():
+        with_bias = lambda bias: moe.feed_forward(*floats, bias=bias, **options).tokens.sum()
         return (
-            jax.jvp(layer, floats, tangents),
+            jax.jit(lambda *moved: jax.jvp(layer, floats, moved))(*tangents),
             jax.jit(jax.grad(second, (0, 1, 2, 3)))(*floats),
-            jax.grad(lambda bias: moe.feed_forward(*floats, bias=bias, **options).tokens.sum())(
-                bias
-            ),
+            jax.jit(jax.grad(with_bias))(bias),
         )
 
     actual = derivatives()
