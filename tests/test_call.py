@@ -560,6 +560,11 @@ def test_out_shape_still_works_with_a_warning():
     testing.assert_same_bits(out, 2 * np.asarray(X))
 
 
+def test_out_shape_beside_out_type():
+    with pytest.raises(ArgumentTypeError, match="old name of `out_type`, which is given too"):
+        add(out_shape=OUT)
+
+
 def test_positional_scalars_and_constexprs():
     out = triax.triton_call(
         X, X, n=np.int64(100), BLOCK=np.int32(64), kernel=kernels.add_kernel, out_type=OUT, grid=2
@@ -778,7 +783,9 @@ def test_zeroed_outputs_as_a_callable():
     testing.assert_same_bits(out, (np.arange(100) < 32).astype(np.float32))
 
 
-def test_config_filter_by_keyword_and_option():
+def test_config_filter_by_keyword_and_option(caplog):
+    caplog.set_level("INFO", logger="triax")
+
     def blocks(**keywords):
         seen = []
 
@@ -793,8 +800,10 @@ def test_config_filter_by_keyword_and_option():
         return seen
 
     assert blocks() == [(64, 1), (256, 2), (1024, 4)]
+    assert caplog.messages == []
     assert blocks(BLOCK=256) == [(256, 2)]
     assert blocks(num_warps=4) == [(1024, 4)]
+    assert "1 of its 3 configs agree" in caplog.text
     with pytest.raises(
         ArgumentValueError, match=r"No config of kernel 'add_kernel' agrees.*`BLOCK`=32"
     ):

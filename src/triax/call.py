@@ -226,11 +226,15 @@ def triton_call(
       UnsupportedError: Triax does not support the kernel or the platform.
       CompilationError: when the program is lowered, if Triton refuses the kernel.
     """
-    if "out_shape" in kwargs and out_type is None:
+    view = Kernel.of(kernel)
+    if "out_shape" in kwargs and "out_shape" not in view.parameter_names:
+        if out_type is not None:
+            raise ArgumentTypeError(
+                "`out_shape` is the old name of `out_type`, which is given too. Leave one out."
+            )
         warnings.warn("`out_shape` is called `out_type` now.", DeprecationWarning, stacklevel=3)
         out_type = kwargs.pop("out_shape")
     kwargs |= kwargs.pop(_KERNELS_OWN, {})
-    view = Kernel.of(kernel)
     _check_type("name", name, str, "a string")
     _check_type("serialized_metadata", serialized_metadata, bytes, "bytes")
     for argument, value in (("backend_options", backend_options), ("cost_estimate", cost_estimate)):

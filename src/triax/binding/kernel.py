@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,8 @@ from triax import messages
 from triax.binding.values import CONFIG_OPTIONS, Config, pack_values
 from triax.compat import triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +196,11 @@ class Kernel:
                 f"{', '.join(f'`{n}`={messages.short(given[n])}' for n in clashing)}. Its configs "
                 f"are: {'; '.join(str(c) for c in tuner.configs)}. Leave the argument out to let "
                 "a config decide."
+            )
+        if len(configs) < len(tuner.configs):
+            logger.info(
+                "Kernel %r: %d of its %d configs agree with the call's own values.",
+                *(self.name, len(configs), len(tuner.configs)),
             )
         configs = _prune(tuner, configs, arguments, branch.keywords)
         if not configs:
