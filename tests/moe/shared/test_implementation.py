@@ -25,17 +25,18 @@ sys.modules["triton"] = None
 import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+import jax
 import jax.numpy as jnp
 from triax import moe
 from triax.errors import MissingDependencyError
-plan = moe.make_plan(jnp.array([[1], [0]]), 2)
+plan = moe.make_plan(jnp.array([[1], [0]]), 2, implementation="xla")
 """
     for op, arguments in OPS.items():
         program += f"""
-moe.{op}{arguments})
+jax.jit(lambda: moe.{op}{arguments}))()
 for implementation in ("interpret", "triton"):
     try:
-        moe.{op}{arguments}, implementation=implementation)
+        jax.eval_shape(lambda: moe.{op}{arguments}, implementation=implementation))
     except MissingDependencyError as error:
         print(error)
 """
