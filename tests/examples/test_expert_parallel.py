@@ -1,10 +1,12 @@
 """The example of expert parallelism: the same losses on one device and on all."""
 
 import numpy as np
+import pytest
 
 from tests.examples.test_moe_layer import load
 
 
+@pytest.mark.slow("what it calls has tests of its own")
 def test_losses_are_those_of_one_device(monkeypatch, capsys):
     example = load("expert_parallel")
     monkeypatch.setattr(example, "TOKENS", 240)

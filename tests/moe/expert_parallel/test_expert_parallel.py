@@ -305,6 +305,7 @@ def test_tokens_that_all_devices_share(options):
     np.testing.assert_allclose(found, 4 * TOP_K * np.cos(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_kernels_in_the_interpreter(options):
     mesh = local_mesh(2)
     experts = draw_experts("uniform", 2 * TOKENS) % 4
