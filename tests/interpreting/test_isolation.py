@@ -18,6 +18,7 @@ from triton.runtime import interpreter as stock
 from triax.binding.launch import Result
 from triax.compat.triton_lock import TRITON
 from triax.compiling import compiler
+from triax.errors import CompilationError
 from triax.interpreting.run import run
 
 
@@ -143,6 +144,48 @@ def test_globals_are_those_of_the_moment(interpret, monkeypatch):
         monkeypatch.setattr(sys.modules[__name__], "OFFSET", tl.constexpr(offset))
         (out,) = interpret(fill, arguments, [((16,), np.int32)], BLOCK=16)
         np.testing.assert_array_equal(out, np.full(16, 1 + offset))
+
+
+STEP = 3
+
+
+def plain(value):
+    return value + 1
+
+
+@triton.jit
+def reads_outside(o_ptr, KIND: tl.constexpr):
+    value = tl.load(o_ptr) * 0
+    if KIND == "number":
+        value += STEP
+    elif KIND == "function":
+        value = plain(value)
+    tl.store(o_ptr, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("number", r"reads `STEP`, which .* Python int: .* `STEP = tl.constexpr\(…\)`"),
+        ("function", r"reads `plain`, which .* Python function: .* `@triton.jit`"),
+    ],
+)
+def test_what_does_not_compile_is_not_interpreted(interpret, monkeypatch, kind, message):
+    arguments, results = {"o_ptr": Result(0)}, [((1,), np.int32)]
+    (out,) = interpret(reads_outside, arguments, results, KIND="neither")
+    assert out == 0
+    with pytest.raises(CompilationError, match=message):
+        interpret(reads_outside, arguments, results, KIND=kind)
+    monkeypatch.setattr(triton.knobs.compilation, "allow_non_constexpr_globals", True)
+    interpret(reads_outside, arguments, results, KIND=kind)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("kind", ["number", "function"])
+def test_triton_does_not_compile_it_either(kind):
+    source = ASTSource(reads_outside, {"o_ptr": "*i32", "KIND": "constexpr"}, {(1,): kind})
+    with pytest.raises(Exception, match=r"STEP|triton.jit|plain"):
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
 def test_tracebacks_point_into_the_kernel(interpret):

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
 from triax.compat import triton_interpreter as compat
-from triax.errors import UnsupportedError
+from triax.errors import CompilationError, UnsupportedError
 from triax.interpreting import conditions, frames
 
 _codes: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, types.CodeType]]
@@ -49,12 +50,11 @@ class Rewriter:
 
     def _make(self, jitted: JITFunction) -> Callable[..., Any]:
         original = jitted.fn
-        namespace = {
-            "range": tensor_range,
-            "min": _minimum,
-            "max": _maximum,
-            **original.__globals__,
-            **_captured(original),
+        namespace = _Namespace(
+            {"range": tensor_range, "min": _minimum, "max": _maximum},
+            {**original.__globals__, **_captured(original)},
+        )
+        namespace |= {
             **compat.TRANSFORM_NAMES,
             **conditions.NAMES,
             "interpreter_semantic": self._semantic,
@@ -68,6 +68,38 @@ class Rewriter:
         function = types.FunctionType(code, namespace, original.__name__, original.__defaults__)
         function.__kwdefaults__ = original.__kwdefaults__
         return function
+
+
+class _Namespace(dict[str, Any]):
+    """What an interpreted function finds outside of itself, less what Triton's compiler refuses.
+
+    It refuses it where it is read, so a branch that is not taken may name anything.
+    """
+
+    def __init__(self, given: dict[str, Any], outside: dict[str, Any]):
+        allowed = triton.knobs.compilation.allow_non_constexpr_globals
+        self._refused = {} if allowed else {n: v for n, v in outside.items() if _is_refused(n, v)}
+        super().__init__(given)
+        self.update((n, v) for n, v in outside.items() if n not in self._refused)
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._refused:
+            raise KeyError(name)
+        value = self._refused[name]
+        remedy = f"write `{name} = tl.constexpr(…)`, or make it a `tl.constexpr` parameter"
+        if isinstance(value, types.FunctionType):
+            remedy = "decorate it with `@triton.jit`"
+        raise CompilationError(
+            f"The kernel reads `{name}`, which is defined outside of it as a Python "
+            f"{type(value).__name__}: that does not compile for a GPU. Remedy: {remedy}."
+        )
+
+
+def _is_refused(name: str, value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        is_tritons = (value.__module__ or "").startswith("triton.")
+        return not is_tritons and not hasattr(value, "__triton_builtin__")
+    return isinstance(value, (int, float, str, type(None))) and not name.startswith("__")
 
 
 def _code(jitted: JITFunction) -> types.CodeType:
