@@ -291,7 +291,10 @@ def _wrong_number_of_outputs(
 ) -> ArgumentTypeError:
     """The error; `alike` are the operands that have the type of an output."""
     listed = f" ({', '.join(free)})" if free else ""
-    hint = "Each such parameter takes one output; supply the others as operands."
+    hint = (
+        "Each such parameter takes one output; supply the others as operands. An output that is "
+        "aliased to an operand has no parameter of its own: the kernel stores to the operand's."
+    )
     if bound.absent and outputs > len(free):
         hint += (
             f" Those with a default of None ({', '.join(sorted(bound.absent))}) can take outputs "

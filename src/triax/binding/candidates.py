@@ -183,7 +183,7 @@ def static_value(name: str, value: Any) -> Any:
         raise ArgumentTypeError(
             f"Argument `{name}` must be known when the function is traced, because the kernel is "
             f"compiled for it; got {messages.shown(value)}. Pass a Python value; under jax.jit, "
-            "mark it static (static_argnames)."
+            "mark it static (static_argnames), under custom_vmap or custom_vjp close over it."
         )
     if isinstance(value, np.generic):
         value = value.item()

@@ -38,7 +38,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
     if not 1 <= len(grid) <= 3:
         raise ArgumentValueError(
             f"Argument `grid` must have one to three dimensions; got {len(grid)}{source}: "
-            f"{short(grid)}."
+            f"{short(grid)}. One program is `grid=1`."
         )
     sizes: Sequence[Any] = grid
     for axis, size, limit in zip("xyz", sizes, _LIMITS, strict=False):

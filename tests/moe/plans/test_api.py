@@ -33,7 +33,7 @@ REFUSED = {
     "float ids": (
         {"selected_experts": IDS.astype(float)},
         ArgumentTypeError,
-        "`selected_experts` must have an integer dtype; got float32. Cast it",
+        "`selected_experts` must have an integer dtype; got float32. Pass the second result of",
     ),
     "no experts": (
         {"num_experts": 0},

@@ -60,8 +60,9 @@ def make_plan(
       ArgumentValueError: `selected_experts` has the wrong shape or more than 2**31 - 1 pairs,
         a size is out of its range, or `implementation` is unknown.
     """
+    remedy = "Pass the second result of `moe.route`; a mask goes to `make_plan_from_mask`."
     selected = arguments.array(
-        "selected_experts", selected_experts, ("tokens", "top_k"), jnp.integer
+        "selected_experts", selected_experts, ("tokens", "top_k"), jnp.integer, remedy
     )
     num_experts = arguments.integer("num_experts", num_experts, 1)
     selected = arguments.as_int32(selected, num_experts)

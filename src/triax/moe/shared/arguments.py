@@ -15,13 +15,18 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 MAX_ROWS = 2**31 - 1
 
 
-def array(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax.Array:
-    """Returns `value` as a JAX array if its rank is that of `axes` and its dtype is of `kind`."""
+def array(
+    name: str, value: Any, axes: tuple[str, ...], kind: Any = None, remedy: str = ""
+) -> jax.Array:
+    """Returns `value` as a JAX array if its rank is that of `axes` and its dtype is of `kind`.
+
+    `remedy` is for a dtype that is not, instead of a cast.
+    """
     if not isinstance(value, (jax.Array, np.ndarray)):
-        remedy = f"Use its `{name}`." if hasattr(value, name) else "Use jnp.asarray."
+        instead = f"Use its `{name}`." if hasattr(value, name) else "Use jnp.asarray."
         raise ArgumentTypeError(
             f"Argument `{name}` must be an array of shape [{', '.join(axes)}]; got "
-            f"{messages.shown(value)}. {remedy}"
+            f"{messages.shown(value)}. {instead}"
         )
     if value.ndim != len(axes):
         raise ArgumentValueError(
@@ -30,9 +35,10 @@ def array(name: str, value: Any, axes: tuple[str, ...], kind: Any = None) -> jax
         )
     if kind is not None and not jnp.issubdtype(value.dtype, kind):
         wanted = "an integer" if kind is jnp.integer else "a floating-point"
+        cast = f"`{name}.astype(jnp.{'int32' if kind is jnp.integer else 'float32'})`"
         raise ArgumentTypeError(
-            f"Argument `{name}` must have {wanted} dtype; got {value.dtype}. Cast it with "
-            f"`{name}.astype(jnp.{'int32' if kind is jnp.integer else 'float32'})`."
+            f"Argument `{name}` must have {wanted} dtype; got {value.dtype}. "
+            f"{remedy or f'Cast it with {cast}.'}"
         )
     return jnp.asarray(value)
 
