@@ -8,6 +8,7 @@ start = time.perf_counter()
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
+jax.config.update("jax_enable_compilation_cache", True)  # the tests run without it
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
