@@ -24,6 +24,7 @@ WAYS = {
 }
 MESHES = {
     "8": ({"expert": 8}, "expert"),
+    "4x2": ({"data": 4, "expert": 2}, "expert"),
     "2x2x2": ({"data": 2, "expert": 2, "tensor": 2}, "expert"),
     "both axes": ({"rows": 4, "columns": 2}, ("rows", "columns")),
 }
@@ -131,6 +132,7 @@ def make_mesh(name):
         *(
             pytest.param(name, kind, marks=pytest.mark.slow("as on a mesh of one axis"))
             for name, kind in [
+                ("4x2", "skewed"),
                 ("2x2x2", "uniform"),
                 ("2x2x2", "not routed"),
                 ("both axes", "uniform"),
