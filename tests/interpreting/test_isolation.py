@@ -153,39 +153,58 @@ def plain(value):
     return value + 1
 
 
+NOTHING = None
+
+
 @triton.jit
-def reads_outside(o_ptr, KIND: tl.constexpr):
+def reads_number(o_ptr, READS: tl.constexpr):
+    tl.static_assert(o_ptr.dtype.is_ptr(), f"{STEP}")
     value = tl.load(o_ptr) * 0
-    if KIND == "number":
+    if READS:
         value += STEP
-    elif KIND == "function":
-        value = plain(value)
-    tl.store(o_ptr, value)
+    if NOTHING is None:
+        tl.store(o_ptr, max(value, 0))
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("number", r"reads `STEP`, which .* Python int: .* `STEP = tl.constexpr\(…\)`"),
-        ("function", r"reads `plain`, which .* Python function: .* `@triton.jit`"),
-    ],
-)
-def test_what_does_not_compile_is_not_interpreted(interpret, monkeypatch, kind, message):
-    arguments, results = {"o_ptr": Result(0)}, [((1,), np.int32)]
-    (out,) = interpret(reads_outside, arguments, results, KIND="neither")
-    assert out == 0
-    with pytest.raises(CompilationError, match=message):
-        interpret(reads_outside, arguments, results, KIND=kind)
+@triton.jit
+def reads_function(o_ptr, READS: tl.constexpr):
+    tl.store(o_ptr, plain(0))
+
+
+OUTSIDE = {
+    "number": (reads_number, r"reads `STEP`, which .* Python int: .* `STEP = tl.constexpr\(…\)`"),
+    "function": (reads_function, r"reads `plain`, which .* Python function: .* `@triton.jit`"),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_does_not_compile_is_not_interpreted(interpret, monkeypatch, kind):
+    kernel, message = OUTSIDE[kind]
+    arguments = {"o_ptr": Result(0)}, [((1,), np.int32)]
+    with pytest.raises(CompilationError, match=message) as raised:
+        interpret(kernel, *arguments, READS=True)
+    assert raised.traceback[-1].name == kernel.fn.__name__
     monkeypatch.setattr(triton.knobs.compilation, "allow_non_constexpr_globals", True)
-    interpret(reads_outside, arguments, results, KIND=kind)
+    interpret(kernel, *arguments, READS=True)
+
+
+def test_what_compiles_is_interpreted(interpret):
+    """A branch that is not taken, the message of an assertion, None."""
+    (out,) = interpret(reads_number, {"o_ptr": Result(0)}, [((1,), np.int32)], READS=False)
+    assert out == 0
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("kind", ["number", "function"])
-def test_triton_does_not_compile_it_either(kind):
-    source = ASTSource(reads_outside, {"o_ptr": "*i32", "KIND": "constexpr"}, {(1,): kind})
-    with pytest.raises(Exception, match=r"STEP|triton.jit|plain"):
-        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+def test_triton_agrees_on_what_compiles():
+    def compiled(kernel, reads):
+        source = ASTSource(kernel, {"o_ptr": "*i32", "READS": "constexpr"}, {(1,): reads})
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+    assert "st.global" in compiled(reads_number, False).asm["ptx"]
+    with pytest.raises(Exception, match="Cannot access global variable STEP"):
+        compiled(reads_number, True)
+    with pytest.raises(Exception, match="Unsupported function referenced"):
+        compiled(reads_function, True)
 
 
 def test_tracebacks_point_into_the_kernel(interpret):

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import triton.language as tl
+from triton.compiler.code_generator import CodeGenerator
 from triton.language.semantic import TritonSemantic
 from triton.runtime import JITFunction
 from triton.runtime import interpreter as _stock
@@ -83,6 +84,9 @@ def transform(tree: ast.Module) -> ast.Module:
     transformed: ast.Module = _stock.FunctionRewriter.ast_transformer.visit(tree)
     return ast.fix_missing_locations(transformed)
 
+
+# What the compiler reads from outside of a kernel whatever it is.
+BUILTIN_NAMES = frozenset(CodeGenerator.builtin_namespace)
 
 TRANSFORM_NAMES: dict[str, Any] = {
     name: getattr(_stock, name) for name in ("_InterpreterComparison",) if hasattr(_stock, name)

@@ -45,6 +45,14 @@ def negation(value: Any) -> Any:
     return value.__not__() if isinstance(value, tl.tensor) else not value
 
 
+def message(evaluate: Callable[[], Any]) -> Any:
+    """That of a `static_assert`, of which the compiler forgives every error."""
+    try:
+        return evaluate()
+    except Exception as error:
+        return f"<its message failed: {error!r}>"
+
+
 def _combine(
     values: tuple[Callable[[], Any], ...], deciding: bool, combine: Callable[..., Any]
 ) -> Any:
@@ -66,6 +74,7 @@ NAMES: dict[str, Any] = {
     "interpreter_and": conjunction,
     "interpreter_or": disjunction,
     "interpreter_not": negation,
+    "interpreter_message": message,
 }
 
 
@@ -82,6 +91,14 @@ class Conditions(ast.NodeTransformer):
         if not isinstance(node.op, ast.Not):
             return node
         return _call("interpreter_not", node.operand, at=node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name == "static_assert" and len(node.args) > 1:
+            text = _call("interpreter_message", _lazy(node.args[1]), at=node.args[1])
+            node.args[1] = text
+        return node
 
     def _visit_test(self, node: Any) -> ast.AST:
         self.generic_visit(node)

@@ -40,6 +40,9 @@ class Rewriter:
         self._replaced = replaced
         # Keyed by identity: hashing a jitted function hashes its source and dependencies.
         self._functions: dict[int, tuple[JITFunction, Callable[..., Any]]] = {}
+        # What was left out of the namespaces of functions, so that reading it is a NameError, as
+        # where Triton compiles: a branch that is not taken may read any number.
+        self._refused: dict[str, Any] = {}
 
     def function(self, jitted: JITFunction) -> Callable[..., Any]:
         """A Python function that interprets `jitted`, with its globals as they are now."""
@@ -48,19 +51,40 @@ class Rewriter:
             known = self._functions[id(jitted)] = (jitted, self._make(jitted))
         return known[1]
 
+    def explained(self, error: Exception) -> Exception:
+        """The error, or for what was left out one that names the remedy."""
+        if not isinstance(error, NameError) or error.name not in self._refused:
+            return error
+        name, value = error.name, self._refused[error.name]
+        remedy = f"write `{name} = tl.constexpr(…)`, or make it a `tl.constexpr` parameter"
+        if isinstance(value, types.FunctionType):
+            remedy = "decorate it with `@triton.jit`"
+        explained = CompilationError(
+            f"The kernel reads `{name}`, which is defined outside of it as a Python "
+            f"{type(value).__name__}: that does not compile for a GPU. Remedy: {remedy}."
+        )
+        return explained.with_traceback(error.__traceback__)
+
     def _make(self, jitted: JITFunction) -> Callable[..., Any]:
         original = jitted.fn
-        namespace = _Namespace(
-            {"range": tensor_range, "min": _minimum, "max": _maximum},
-            {**original.__globals__, **_captured(original)},
-        )
+        code = _code(jitted)
+        namespace = {
+            "range": tensor_range,
+            "min": _minimum,
+            "max": _maximum,
+            **original.__globals__,
+            **_captured(original),
+        }
+        if not triton.knobs.compilation.allow_non_constexpr_globals:
+            for name in set(_global_names(code)) & namespace.keys():
+                if _is_refused(name, namespace[name]):
+                    self._refused[name] = namespace.pop(name)
         namespace |= {
             **compat.TRANSFORM_NAMES,
             **conditions.NAMES,
             "interpreter_semantic": self._semantic,
             frames.MARK: True,
         }
-        code = _code(jitted)
         for name in _global_names(code):
             value = namespace.get(name)
             if id(value) in self._replaced:
@@ -70,36 +94,14 @@ class Rewriter:
         return function
 
 
-class _Namespace(dict[str, Any]):
-    """What an interpreted function finds outside of itself, less what Triton's compiler refuses.
-
-    It refuses it where it is read, so a branch that is not taken may name anything.
-    """
-
-    def __init__(self, given: dict[str, Any], outside: dict[str, Any]):
-        allowed = triton.knobs.compilation.allow_non_constexpr_globals
-        self._refused = {} if allowed else {n: v for n, v in outside.items() if _is_refused(n, v)}
-        super().__init__(given)
-        self.update((n, v) for n, v in outside.items() if n not in self._refused)
-
-    def __missing__(self, name: str) -> Any:
-        if name not in self._refused:
-            raise KeyError(name)
-        value = self._refused[name]
-        remedy = f"write `{name} = tl.constexpr(…)`, or make it a `tl.constexpr` parameter"
-        if isinstance(value, types.FunctionType):
-            remedy = "decorate it with `@triton.jit`"
-        raise CompilationError(
-            f"The kernel reads `{name}`, which is defined outside of it as a Python "
-            f"{type(value).__name__}: that does not compile for a GPU. Remedy: {remedy}."
-        )
-
-
 def _is_refused(name: str, value: Any) -> bool:
+    """Whether Triton's compiler refuses to read this from outside of a kernel: most of it."""
+    if name in compat.BUILTIN_NAMES:
+        return False
     if isinstance(value, types.FunctionType):
         is_tritons = (value.__module__ or "").startswith("triton.")
         return not is_tritons and not hasattr(value, "__triton_builtin__")
-    return isinstance(value, (int, float, str, type(None))) and not name.startswith("__")
+    return isinstance(value, (int, float, str)) and not name.startswith("__")
 
 
 def _code(jitted: JITFunction) -> types.CodeType:

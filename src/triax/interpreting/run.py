@@ -135,11 +135,14 @@ def _interpret(launch: Launch, memory: Memory) -> None:
                     machine.builder.set_grid_idx(x, y, z)
                     try:
                         function(**arguments)
-                    except Exception as error:
+                    except Exception as raised:
+                        error = rewriter.explained(raised)
                         hint = diagnostics.hint(launch, error)
                         where = f"`{launch.name}`, program {memory.program}"
                         if hint or where not in str(error):
                             error.add_note(f"Raised by kernel {where}.{hint}")
+                        if error is not raised:
+                            raise error from None
                         raise
 
 

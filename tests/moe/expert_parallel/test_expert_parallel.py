@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel.api import _choose
-from triax.moe.expert_parallel.exchange import plan_slices
+from triax.moe.expert_parallel.exchange import _ragged, plan_slices
 from triax.testing import assert_same_bits
 
 WAYS = {
@@ -39,6 +39,9 @@ def _poisoned(monkeypatch):
         return jnp.full(shape, jnp.nan if shape[-1] == HIDDEN else 3, dtype)
 
     monkeypatch.setattr(jnp, "empty", poison)
+    _ragged.cache_clear()  # its traces are kept with it
+    yield
+    _ragged.cache_clear()
 
 
 @pytest.fixture(params=WAYS)
