@@ -74,10 +74,10 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Triax needs Python 3.11 or later; PYTHON=$(PYTHON) is %d.%d" % sys.version_info[:2])'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
-	$(if $(LOWERING_ONLY),$(PY) -m pip install --quiet --no-compile --no-deps "jax-cuda13-plugin==$$($(PY) -c 'from importlib.metadata import version; print(version("jax"))')")
+	$(PY) -m pip install --quiet --editable '.[$(EXTRAS)]'
+	$(if $(LOWERING_ONLY),$(PY) -m pip install --quiet --no-deps "jax-cuda13-plugin==$$($(PY) -c 'from importlib.metadata import version; print(version("jax"))')")
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(PY) -m pip install --quiet --no-compile --editable '.[docs]'
+	$(PY) -m pip install --quiet --editable '.[docs]'
 	@touch $@
