@@ -42,12 +42,10 @@ def test_gallery_of_a_record(monkeypatch):
     assert figures.where("gallery").startswith("One NVIDIA H200, jax 0.11.2, triton 3.6.0, 2026")
 
 
-def test_every_table_of_a_record_is_on_a_page():
+def test_every_table_is_on_a_page():
     shown = {
         match[2]
         for page in figures.PAGES
         for match in figures.BLOCK.finditer((ROOT / page).read_text())
     }
-    for name in figures.TABLES.keys() - shown:
-        with pytest.raises(FileNotFoundError):  # its record is not made yet
-            figures.TABLES[name]()
+    assert shown == set(figures.TABLES)

@@ -96,8 +96,7 @@ class Conditions(ast.NodeTransformer):
         self.generic_visit(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if name == "static_assert" and len(node.args) > 1:
-            text = _call("interpreter_message", _lazy(node.args[1]), at=node.args[1])
-            node.args[1] = text
+            node.args[1] = _call("interpreter_message", _lazy(node.args[1]), at=node.args[1])
         return node
 
     def _visit_test(self, node: Any) -> ast.AST:

@@ -75,20 +75,19 @@ class Rewriter:
             **original.__globals__,
             **_captured(original),
         }
-        if not triton.knobs.compilation.allow_non_constexpr_globals:
-            for name in set(_global_names(code)) & namespace.keys():
-                if _is_refused(name, namespace[name]):
-                    self._refused[name] = namespace.pop(name)
+        all_allowed = triton.knobs.compilation.allow_non_constexpr_globals
+        for name in set(_global_names(code)) & namespace.keys():
+            value = namespace[name]
+            if id(value) in self._replaced:
+                namespace[name] = self._replaced[id(value)][1]
+            elif not all_allowed and _is_refused(name, value):
+                self._refused[name] = namespace.pop(name)
         namespace |= {
             **compat.TRANSFORM_NAMES,
             **conditions.NAMES,
             "interpreter_semantic": self._semantic,
             frames.MARK: True,
         }
-        for name in _global_names(code):
-            value = namespace.get(name)
-            if id(value) in self._replaced:
-                namespace[name] = self._replaced[id(value)][1]
         function = types.FunctionType(code, namespace, original.__name__, original.__defaults__)
         function.__kwdefaults__ = original.__kwdefaults__
         return function

@@ -123,7 +123,7 @@ def _move(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any, fill: 
         return jax.lax.bitcast_convert_type(words, dtype)
     out = (jnp.zeros if fill else jnp.empty)((num_rows, *rows.shape[1:]), dtype)
     if rows.size == 0 or out.size == 0:  # on some backends collectives of nothing are an error
-        return jax_private.insert_varying_casts([rows, jnp.zeros_like(out), *slices])[1]
+        return jax_private.insert_varying_casts([rows, out, *slices])[1]
     pieces = _cut(slices, max(1, _PIECES // slices.sizes.shape[1]))
     # `vmap` of `ragged_all_to_all` fails unless slices are mapped too: a zero of `rows` is added.
     none = jnp.count_nonzero(rows[:0]).astype(jnp.int32)
