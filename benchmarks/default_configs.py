@@ -170,6 +170,7 @@ def make_inputs(width: int, dtype: str, top_k: int) -> dict[str, Any]:
 
 def trace(op: Op, config: Any, inputs: Any) -> Any:
     """The op's program with a config of our own; its kernels begin to compile."""
+    jax.clear_caches()  # JAX traces an op once for its shapes
     with mock.patch.object(op.config, op.formula, return_value=config):
         return jax.jit(lambda inputs: op.program(inputs)).trace(inputs)
 

@@ -143,8 +143,8 @@ def test_heuristics_for_the_shapes_that_matter():
     assert MoveConfig.for_parts(5120, 2, 1) == MoveConfig(1, 1024, 2)
     assert MoveConfig.for_parts(1, 1, 1) == MoveConfig(256, 1, 1)
     assert MoveConfig.for_rows(7168, 2) == MoveConfig(1, 8192, 8)
-    assert MoveConfig.for_rows(2048, 2) == MoveConfig(1, 2048, 4)
-    assert MoveConfig.for_rows(512, 2) == MoveConfig(2, 512, 2)
+    assert MoveConfig.for_rows(2048, 2) == MoveConfig(1, 2048, 2)
+    assert MoveConfig.for_rows(512, 2) == MoveConfig(2, 512, 1)
 
 
 @pytest.mark.parametrize(

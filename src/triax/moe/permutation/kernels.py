@@ -329,22 +329,26 @@ def _unpermute_grad_kernel(
                 slot = first + ahead
                 visits = inside & (slot < num_slots)
                 row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
-                weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
-                products = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
-                for width_block in range(width_blocks):
-                    column = width_block * BLOCK_WIDTH + whole
-                    mask = exists[:, None] & (column < WIDTH)[None, :]
-                    if WIDTH <= BLOCK_WIDTH:
-                        gradient = kept
-                    else:
-                        gradient = tl.load(read + column[None, :], mask=mask, other=0.0).to(wider)
-                    at = row[:, None] * WIDTH + column[None, :]
-                    values = tl.load(rows_ptr + at, mask=mask, other=0.0).to(wider)
-                    # Where nothing was routed the gradient may be NaN, and 0 times NaN is not 0.
-                    products += tl.where(mask, values * gradient, 0.0)
-                    d_row = weight.to(wider)[:, None] * gradient
-                    tl.store(d_rows_ptr + at, d_row.to(d_rows_ptr.dtype.element_ty), mask=mask)
-                d_weight = tl.sum(products, 1).to(d_weights_ptr.dtype.element_ty)
+                d_weight = tl.zeros([BLOCK_TOKENS], d_weights_ptr.dtype.element_ty)
+                # A sum over the width costs as much for a slot without a row.
+                if tl.max(exists.to(tl.int32), 0) > 0:
+                    weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
+                    products = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
+                    for width_block in range(width_blocks):
+                        column = width_block * BLOCK_WIDTH + whole
+                        mask = exists[:, None] & (column < WIDTH)[None, :]
+                        if WIDTH <= BLOCK_WIDTH:
+                            gradient = kept
+                        else:
+                            gradient = tl.load(read + column[None, :], mask=mask, other=0.0)
+                            gradient = gradient.to(wider)
+                        at = row[:, None] * WIDTH + column[None, :]
+                        values = tl.load(rows_ptr + at, mask=mask, other=0.0).to(wider)
+                        # Unused gradients may be NaN, and 0 times NaN is not 0.
+                        products += tl.where(mask, values * gradient, 0.0)
+                        d_row = weight.to(wider)[:, None] * gradient
+                        tl.store(d_rows_ptr + at, d_row.to(d_rows_ptr.dtype.element_ty), mask=mask)
+                    d_weight = tl.sum(products, 1).to(d_weights_ptr.dtype.element_ty)
                 tl.store(d_weights_ptr + token * TOP_K + slot, d_weight, mask=visits)
         if num_slots_ptr is not None:
             _zero_other_slots(d_weights_ptr, token, num_slots, inside, TOP_K, BLOCK_TOKENS)
