@@ -1,9 +1,10 @@
 # Everything a developer runs. Each target makes its virtual environment first, where there is none.
 #
 #   make demo          what Triax does, on whatever machine this is
-#   make test          all tests that need no GPU, on as many cores as there are (up to 8)
+#   make test          tests that need no GPU, on as many cores as there are (up to 8); all but the
+#                      slow ones, which TESTS="not gpu" adds
 #   make gpu-test      the tests that need one
-#   make lint          style, types and the project's own rules
+#   make lint          style and types
 #   make matrix        the tests on every supported JAX and Triton (ARGS="--only 0.8.0,0.12")
 #   make docs wheel    the documentation in site/, the wheel in dist/
 #   make clean         removes what these made
@@ -15,13 +16,12 @@ PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= cuda13
 ARGS ?=
-TESTS ?= not gpu
+TESTS ?= not gpu and not slow
 PARALLEL ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
-LOCAL_TESTS := tests/test_layers.py tests/test_public_api.py
 
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 comma := ,
@@ -30,6 +30,10 @@ EXTRAS := dev$(if $(HAS_GPU),$(comma)$(CUDA))
 # On Linux without a GPU, JAX's CUDA plugin alone lets the tests lower for CUDA; --no-deps leaves
 # out NVIDIA's libraries, and with them the backend, so JAX goes on using the CPU.
 LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
+
+# What Python imports it compiles once and keeps: the tests are many processes. (pip would compile
+# everything, which takes longer than to install it.)
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test gpu-test lint format matrix docs wheel clean help
 .DELETE_ON_ERROR:
@@ -48,7 +52,6 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q $(LOCAL_TESTS)
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
@@ -73,11 +76,10 @@ help:
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Triax needs Python 3.11 or later; PYTHON=$(PYTHON) is %d.%d" % sys.version_info[:2])'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet --editable '.[$(EXTRAS)]'
-	$(if $(LOWERING_ONLY),$(PY) -m pip install --quiet --no-deps "jax-cuda13-plugin==$$($(PY) -c 'from importlib.metadata import version; print(version("jax"))')")
+	$(PY) -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
+	$(if $(LOWERING_ONLY),$(PY) -m pip install --quiet --no-compile --no-deps "jax-cuda13-plugin==$$($(PY) -c 'from importlib.metadata import version; print(version("jax"))')")
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(PY) -m pip install --quiet --editable '.[docs]'
+	$(PY) -m pip install --quiet --no-compile --editable '.[docs]'
 	@touch $@

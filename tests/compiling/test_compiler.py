@@ -115,6 +115,7 @@ except SystemExit as exit:
 """
 
 
+@pytest.mark.slow("processes are the same on every Python")
 def test_other_processes(tmp_path):
     """The same bytes for XLA, or what the disk cache has; and torch is left alone."""
     (tmp_path / "torch").mkdir()

@@ -17,6 +17,7 @@ def _beside_each_other(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))  # they import `comparing`, as scripts can
 
 
+@pytest.mark.slow("what it calls has tests of its own")
 @pytest.mark.parametrize(
     "name",
     ["vector_add", "softmax", "layer_norm", "flash_attention", "adam_in_place", "own_op"],
@@ -59,6 +60,7 @@ def test_equinox_layer_learns(capsys):
 
 
 @pytest.mark.slow("moe.dispatch and its scales have tests of their own")
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_float8_rows_differ_by_their_rounding_alone(capsys):
     one, many = load("fp8_dispatch").main()
     assert one == pytest.approx(many, rel=0.01)

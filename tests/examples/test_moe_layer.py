@@ -97,12 +97,14 @@ def test_layer_is_its_dense_form(top_k, capacity, dtype, tolerance):
         check_close(actual, expected, tolerance)
 
 
+@pytest.mark.slow("what it calls has tests of its own")
 def test_layer_through_the_kernels():
     params, x = make()
     actual = loss_of(layers.moe_layer, top_k=2, implementation="interpret")(params, x)
     check_close(actual, loss_of(layers.moe_layer, top_k=2)(params, x), 5e-6)
 
 
+@pytest.mark.slow("what it calls has tests of its own")
 def test_stack_is_the_loop():
     """`scan` and `jax.checkpoint` change nothing."""
     params, x = make(num_layers=2)

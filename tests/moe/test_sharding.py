@@ -137,7 +137,17 @@ def spec_of(array):
     return P(*spec)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "permutation",
+        "chunk sort",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("they are cut by the same code"))
+            for name in ("ragged_dot", "router", "feed_forward")
+        ),
+    ],
+)
 def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
     function = OPS[name]
     args = arguments(function)
@@ -344,6 +354,7 @@ def compilation_cache(tmp_path):
             yield tmp_path
 
 
+@pytest.mark.slow("it compiles whole layers for JAX's cache, which is the same")
 def test_a_program_for_one_device_has_no_callback(compilation_cache):
     """It can be exported, and JAX's persistent cache finds it again."""
     args = arguments(layer)

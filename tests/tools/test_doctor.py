@@ -194,6 +194,7 @@ def test_this_machine():
     assert "ok    for CUDA            a kernel compiles to PTX for sm_90" in done.stdout
 
 
+@pytest.mark.slow("processes are the same on every Python")
 def test_triton_that_cannot_be_imported():
     done = run("import sys; sys.modules['triton'] = None")
     assert (done.returncode, done.stderr) == (1, "")
@@ -202,6 +203,7 @@ def test_triton_that_cannot_be_imported():
     assert "trial" not in done.stdout
 
 
+@pytest.mark.slow("processes are the same on every Python")
 @pytest.mark.cuda_plugin
 def test_a_home_that_cannot_be_written(tmp_path):
     """A file in its place, because root may write to any folder."""

@@ -34,6 +34,7 @@ def elsewhere():
         yield process
 
 
+@pytest.mark.slow("processes are the same on every Python")
 def test_waits_for_another_process_and_says_so(elsewhere, caplog):
     with gpu_lock.one_at_a_time("another-gpu"):
         pass
@@ -45,6 +46,7 @@ def test_waits_for_another_process_and_says_so(elsewhere, caplog):
     assert "another process that measures on this GPU" in caplog.text
 
 
+@pytest.mark.slow("processes are the same on every Python")
 def test_waiting_is_bounded_and_logged(elsewhere, caplog, monkeypatch):
     monkeypatch.setattr(gpu_lock, "_TIMEOUT_S", 0.3)
     start = time.monotonic()

@@ -84,6 +84,7 @@ def test_wrong_values_misplace_rows_as_told(oracle, sizes, indices):
         check(oracle, case, implementation)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
 def test_floats_move_bit_by_bit(oracle, dtype, implementation):
     with jax.enable_x64(dtype == "float64"):
@@ -202,6 +203,7 @@ def test_inverse_permutation_is_the_way_back(oracle, implementation):
     oracle.assert_same_bits(back.probs, case.probs)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("dtype", ["int8", "uint32", "int64"])
 def test_dtypes_of_sizes_and_indices(oracle, dtype, implementation):
     with jax.enable_x64(True):

@@ -44,7 +44,15 @@ def _poisoned(monkeypatch):
     _ragged.cache_clear()
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(
+    params=[
+        "ragged",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("test_equals_one_device has them all"))
+            for name in ("slots", "choices")
+        ),
+    ]
+)
 def options(request):
     return WAYS[request.param]
 
@@ -127,7 +135,14 @@ def make_mesh(name):
     return Mesh(devices, tuple(sizes)), axis
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "slots",
+        "ragged",
+        pytest.param("choices", marks=pytest.mark.slow("as slots, of one choice each")),
+    ],
+)
 @pytest.mark.parametrize(
     ("mesh_name", "kind"),
     [

@@ -133,6 +133,7 @@ def test_layer_through_the_kernels(case):
         check_against_dense(draw(1, offsets=offsets), implementation="interpret", **options)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_paths_agree_in_bfloat16():
     args = draw(2, "bfloat16")
     actual = value_and_gradients(layer, args, implementation="interpret")
@@ -226,6 +227,7 @@ def test_policy_that_permutes_again():
     )
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_as_one_op_the_derivatives_are_those_of_its_ops(monkeypatch):
     """Where there are several devices; of second order, in forward mode, with fixed arguments."""
     floats, bias = draw(3), np.arange(5, dtype=np.float32)
@@ -279,6 +281,7 @@ def gradients(*args, layer=layer):
     return jax.grad(lambda *args: jnp.sum(layer(*args).tokens ** 2), (0, 1, 2, 3))(*args)
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.cuda_plugin
 @pytest.mark.usefixtures("one_device")
 def test_kernels_on_cuda():
@@ -296,7 +299,18 @@ def test_kernels_on_cuda():
     assert again == sorted([*FORWARD, *backward, "permute", "glu"])
 
 
-@pytest.mark.parametrize("moving", [(0,), (1,), (2,), (3,), (0, 1), (0, 3), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "moving",
+    [
+        (0,),
+        (1, 2, 3),
+        *(
+            pytest.param(some, marks=pytest.mark.slow("others move each of these"))
+            for some in [(1,), (2,), (3,), (0, 1), (0, 3)]
+        ),
+    ],
+    ids=str,
+)
 def test_as_one_op_it_keeps_what_its_ops_keep(monkeypatch, moving):
     """For the gradients of some arguments: as many numbers of rows, and the same gradients."""
     args = draw(5)
@@ -331,6 +345,7 @@ def test_a_mistake_spoils_no_later_call():
         moe.feed_forward(*args, **{"top_k": 2, **right})
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.cuda_plugin
 def test_as_one_op_the_gradient_multiplies_as_the_layer_was_asked_to(monkeypatch):
     """The precision in force where the layer is called holds where its gradient is traced."""
@@ -353,6 +368,7 @@ def test_as_one_op_the_gradient_multiplies_as_the_layer_was_asked_to(monkeypatch
     assert program(tf32, plain) == program(plain, tf32) != program(plain, plain)
 
 
+@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.cuda_plugin
 def test_kernels_do_all_on_cuda(monkeypatch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")

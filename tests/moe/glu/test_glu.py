@@ -74,6 +74,7 @@ def test_result_and_gradients(implementation, activation, dtype, num_rows, width
     assert_close(d_gate_up, wanted[1])
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_second_derivatives_forward_mode_and_vmap(implementation, activation):

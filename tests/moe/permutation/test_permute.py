@@ -154,7 +154,18 @@ def test_many_experts_with_pad_rows(implementation):
     check(make_case(np.random.default_rng(8), (10, 3, 384, 2, 4, None)), implementation)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        "float64",
+        *(
+            pytest.param(dtype, marks=pytest.mark.slow("JAX treats them as bfloat16"))
+            for dtype in FLOATS
+            if dtype != "bfloat16"
+        ),
+    ],
+)
 def test_floats(dtype, implementation):
     with jax.enable_x64(dtype == "float64"):
         shape = (17, 3, 5, 33, 8, None)

@@ -136,6 +136,7 @@ def test_mask_equals_definition(shape, seed, fill, options):
         check(plan, expected, num_rows)
 
 
+@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int64"])
 def test_id_dtypes(dtype, implementation):
     """Ids that int32 does not hold are out of range, not other experts."""

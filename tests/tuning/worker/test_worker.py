@@ -68,6 +68,7 @@ def test_each_has_its_time(driver):
     assert best(found) == 2
 
 
+@pytest.mark.slow("processes are the same on every Python")
 def test_more_configs_than_there_is_time_for(driver, caplog, monkeypatch):
     """The best of those tried, in little more than the budget, and nobody is blamed for time."""
     monkeypatch.setattr(progress, "_QUIET_S", 0.5)
@@ -104,6 +105,7 @@ def test_a_bad_config_costs_itself_alone(driver, what, reason, caplog):
     assert all(found[grid] is not None for grid in (1, 2, 4, 5))
 
 
+@pytest.mark.slow("processes are the same on every Python")
 def test_a_worker_that_cannot_even_watch_itself(driver, monkeypatch):
     monkeypatch.setattr(measure, "_GRACE_S", 1.0)
     driver(stuck=[2])
@@ -166,6 +168,7 @@ os._exit(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow("processes are the same on every Python")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_measures_and_ends(driver):
     driver()
@@ -287,6 +290,7 @@ def test_work_that_comes_in_the_moment_it_ends(driver, monkeypatch):
         measure.measure(make_job(1, 2), DEVICE, Progress("kernel", 1))
 
 
+@pytest.mark.slow("processes are the same on every Python")
 def test_goes_with_its_parent(driver, tmp_path):
     driver(hang=[1])
     code = (
