@@ -67,7 +67,7 @@ wheel: $(STAMP)
 	$(PY) -m build
 
 clean:
-	rm -rf $(VENV) .venv-312 .venv-pre .matrix build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-312 .matrix build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 help:

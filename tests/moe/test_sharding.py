@@ -101,6 +101,19 @@ def with_gradients(function, args):
     return lambda *args: jax.grad(loss, floats, has_aux=True)(*args)
 
 
+of_each_op = pytest.mark.parametrize(
+    "name",
+    [
+        "permutation",
+        "feed_forward",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("they are cut by the same code"))
+            for name in ("chunk sort", "ragged_dot", "router")
+        ),
+    ],
+)
+
+
 def ways_to_cut(shape):
     """All specs of a mesh of 2 × 4 that cut the shape into equal parts."""
     parts = {None: 1, "data": 2, "model": 4, ("data", "model"): 8}
@@ -137,17 +150,7 @@ def spec_of(array):
     return P(*spec)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "permutation",
-        "chunk sort",
-        *(
-            pytest.param(name, marks=pytest.mark.slow("they are cut by the same code"))
-            for name in ("ragged_dot", "router", "feed_forward")
-        ),
-    ],
-)
+@of_each_op
 def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
     function = OPS[name]
     args = arguments(function)
@@ -173,7 +176,7 @@ def test_a_cut_width_moves_nothing_between_devices(kind, name):
     jax.tree.map(testing.assert_same_bits, results, jax.jit(function)(*args))
 
 
-@pytest.mark.parametrize("name", OPS)
+@of_each_op
 def test_cut_batches_move_nothing_between_devices(name):
     function = OPS[name]
     shared = ("w_gate_up", "w_down", "bias")

@@ -264,7 +264,7 @@ def test_a_descending_map_is_read_too():
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
 
 
-@pytest.mark.parametrize(("align_size", "top_k"), [(None, None), (4, 2)])
+@pytest.mark.parametrize(("align_size", "top_k"), [pytest.param(None, None, marks=SLOW), (4, 2)])
 def test_gradients(implementation, align_size, top_k):
     """Of inp and probs, through dispatch and through combine, against their definitions."""
     x, mask, probs = make_case(1)

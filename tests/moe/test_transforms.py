@@ -215,11 +215,16 @@ LAYERS = {
 def each(field):
     """Cases for each op and each entry of a field; of the plain path, whose rules are the same, for
     the first entry alone."""
+    more = pytest.mark.slow("the first entry of each op has the same rules")
     cases = [
-        pytest.param(name, entry, *path.values, marks=path.marks)
+        case
         for name, op in OPS.items()
-        for path in (pytest.param("interpret"), PLAIN)
-        for entry in getattr(op, field)[: 1 if path is PLAIN else None]
+        for first, *others in [getattr(op, field)]
+        for case in (
+            pytest.param(name, first, "interpret"),
+            *(pytest.param(name, entry, "interpret", marks=more) for entry in others),
+            pytest.param(name, first, *PLAIN.values, marks=PLAIN.marks),
+        )
     ]
     return pytest.mark.parametrize(("name", "entry", "implementation"), cases, ids=str)
 

@@ -92,7 +92,11 @@ def shapes_of(text):
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("num_tokens", "plan_calls", "workspaces"),
-    [(96, 1, set()), (600, 3, {(19, 40)})],  # of parts; there are as many blocks
+    [
+        (96, 1, set()),
+        # Workspaces of parts; there are as many blocks.
+        pytest.param(600, 3, {(19, 40)}, marks=pytest.mark.slow("Triton is the same")),
+    ],
 )
 def test_cuda_gets_kernels_alone(num_tokens, plan_calls, workspaces):
     text = lowered_text("cuda", num_tokens=num_tokens, num_rows=400)

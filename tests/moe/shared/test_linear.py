@@ -30,7 +30,17 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unpermute",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("all ops are made by the same function"))
+            for name in CALLS
+            if name != "unpermute"
+        ),
+    ],
+)
 def test_calls_outside_jit_compile_once(name):
     call = CALLS[name]
     gradient = jax.grad(lambda x: jnp.sum(call(x) ** 2))

@@ -15,10 +15,6 @@ from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
 
-# JAX's names for the matmul precisions that allow tensor cores to multiply float32.
-_TF32 = {"default", "fastest", "tensorfloat32", "TF32_TF32_F32"}
-_TF32X3 = {"high", "TF32_TF32_F32_X3"}
-
 
 def ragged_dot(
     rows: Any,
@@ -97,7 +93,8 @@ def ragged_dot(
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + (jnp.sum(rows[:0]) + jnp.sum(weights[:0])).astype(result)
-    multiply = derivatives.ragged_dot(False, Options(result, _precision()), implementation)
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    multiply = derivatives.ragged_dot(False, Options(result, precision), implementation)
     group_sizes = arguments.as_int32(group_sizes, num_rows)
     out = multiply(rows, weights, group_sizes, row_scales, group_scales)
     return checkpoint_name(out, "triax_ragged_dot")
@@ -127,11 +124,3 @@ def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | 
     scales = arguments.array(name, scales, (axis,), jnp.floating)
     arguments.check_length(name, scales, count, "value", axis)
     return scales
-
-
-def _precision() -> str:
-    """Triton's name for how to multiply float32."""
-    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if asked in _TF32:
-        return "tf32"
-    return "tf32x3" if asked in _TF32X3 else "ieee"

@@ -27,12 +27,27 @@ _ADDRESSES = 1 << 64
 _IMPRECISE = 128
 
 
+# JAX's names for the matmul precisions that allow tensor cores to multiply float32.
+_TF32 = {"default", "fastest", "tensorfloat32", "TF32_TF32_F32"}
+_TF32X3 = {"high", "TF32_TF32_F32_X3"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a product: the result's dtype, and how float32 is multiplied."""
+    """Options of a product: the result's dtype, and JAX's default for matmuls where it is called.
+
+    Gradients have that precision too, wherever they are traced.
+    """
 
     dtype: Any
-    precision: str
+    precision: str | None
+
+    @property
+    def input_precision(self) -> str:
+        """Triton's name for how to multiply float32."""
+        if self.precision in _TF32:
+            return "tf32"
+        return "tf32x3" if self.precision in _TF32X3 else "ieee"
 
     def for_partial_sums(self) -> Options:
         """The same with results that can be summed up: at least float32, if floats."""
@@ -114,7 +129,7 @@ def _ragged_dot(
         columns,
         depth,
         itemsize,
-        exact=itemsize == 4 and options.precision == "ieee",
+        exact=itemsize == 4 and options.input_precision == "ieee",
         hopper=is_hopper(target.compute_capability),
         tma=tma,
     )
@@ -154,7 +169,7 @@ def _ragged_dot(
         implementation=implementation,
         TRANSPOSED=transposed,
         DTYPE=_triton_dtype(options.dtype),
-        PRECISION=options.precision,
+        PRECISION=options.input_precision,
         TMA=tma,
         BLOCK_ROWS=config.block_rows,
         BLOCK_COLUMNS=config.block_columns,
@@ -186,7 +201,7 @@ def _group_outer(
         num_left,
         num_right,
         itemsize,
-        exact=itemsize == 4 and options.precision == "ieee",
+        exact=itemsize == 4 and options.input_precision == "ieee",
         hopper=is_hopper(target.compute_capability),
         tma=tma,
     )
@@ -218,7 +233,7 @@ def _group_outer(
         vmap_method="sequential",
         implementation=implementation,
         DTYPE=_triton_dtype(options.dtype),
-        PRECISION=options.precision,
+        PRECISION=options.input_precision,
         TMA=tma,
         BLOCK_LEFT=config.block_left,
         BLOCK_RIGHT=config.block_right,

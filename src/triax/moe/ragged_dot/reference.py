@@ -19,7 +19,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> jax.Array:
     """Each row times the weights of its group, or times them transposed; zeros past the groups."""
-    multiply = functools.partial(_ragged_dot, transposed=transposed, dtype=options.dtype)
+    multiply = functools.partial(_ragged_dot, transposed=transposed, options=options)
     # One after the other under vmap: JAX's ragged_dot does not batch group sizes.
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
@@ -32,42 +32,45 @@ def _ragged_dot(
     group_scales: jax.Array | None = None,
     *,
     transposed: bool,
-    dtype: Any,
+    options: Options,
 ) -> jax.Array:
-    wider = _sum_dtype(dtype)
+    wider = _sum_dtype(options.dtype)
     sizes, end = clipped(group_sizes, rows.shape[0])
     if transposed:
         weights = jnp.swapaxes(weights, 1, 2)
-    sums = jax.lax.ragged_dot(
-        _widened(rows), _widened(weights), sizes, preferred_element_type=wider
-    )
+    with jax.default_matmul_precision(options.precision):
+        sums = jax.lax.ragged_dot(
+            _widened(rows), _widened(weights), sizes, preferred_element_type=wider
+        )
     row = jnp.arange(rows.shape[0])
     if row_scales is not None:
         sums *= row_scales.astype(wider)[:, None]
     if group_scales is not None:
         group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
         sums *= jnp.take(group_scales.astype(wider), group, mode="clip")[:, None]
-    return jnp.where((row < end)[:, None], sums, 0).astype(dtype)
+    return jnp.where((row < end)[:, None], sums, 0).astype(options.dtype)
 
 
 def group_outer_reference(*operands: jax.Array, options: Options) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
-    multiply = functools.partial(_group_outer, dtype=options.dtype)
+    multiply = functools.partial(_group_outer, options=options)
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
 
 def _group_outer(
-    left: jax.Array, right: jax.Array, group_sizes: jax.Array, *, dtype: Any
+    left: jax.Array, right: jax.Array, group_sizes: jax.Array, *, options: Options
 ) -> jax.Array:
     sizes, end = clipped(group_sizes, left.shape[0])
     inside = (jnp.arange(left.shape[0]) < end)[:, None]
-    return jax.lax.ragged_dot_general(
-        jnp.where(inside, _widened(left), 0),
-        jnp.where(inside, _widened(right), 0),
-        sizes,
-        _OUTER,
-        preferred_element_type=_sum_dtype(dtype),
-    ).astype(dtype)
+    with jax.default_matmul_precision(options.precision):
+        sums = jax.lax.ragged_dot_general(
+            jnp.where(inside, _widened(left), 0),
+            jnp.where(inside, _widened(right), 0),
+            sizes,
+            _OUTER,
+            preferred_element_type=_sum_dtype(options.dtype),
+        )
+    return sums.astype(options.dtype)
 
 
 def clipped(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
