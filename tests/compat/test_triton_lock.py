@@ -176,7 +176,6 @@ print("held")
 """
 
 
-@pytest.mark.slow("processes are the same on every Python")
 def test_interrupts_at_any_instruction_leave_nothing_taken():
     """The main thread and two others take turns, and the main thread is hit again and again."""
     done = run_program(INTERRUPTED)

@@ -686,7 +686,6 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
     assert explain(x=np.zeros(8, np.float32)).source == "first config (mode auto)"
 
 
-@pytest.mark.slow("processes are the same on every Python")
 def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
     """A candidate that takes too long to compile is dropped; the others are measured."""
     original, release = compiler._compile, threading.Event()

@@ -48,7 +48,9 @@ def _poisoned(monkeypatch):
     params=[
         "ragged",
         *(
-            pytest.param(name, marks=pytest.mark.slow("test_equals_one_device has them all"))
+            pytest.param(
+                name, marks=pytest.mark.slow("test_equals_one_device is fast for slots too")
+            )
             for name in ("slots", "choices")
         ),
     ]
@@ -215,7 +217,7 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
 
 
 @pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
-@pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}])
+@pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
 def test_what_does_not_fit_is_dropped_and_counted(options, limits):
     mesh = local_mesh()
     count = 4 * TOKENS
@@ -226,6 +228,8 @@ def test_what_does_not_fit_is_dropped_and_counted(options, limits):
     assert kept == out.weights.sum() == out.group_sizes.sum()
     assert kept + out.num_dropped.sum() == experts.size
     assert out.num_dropped.sum() > 0
+    if limits == {"capacity": 0}:
+        assert kept == 0
     if limits == {"num_rows": 16}:
         assert out.rows.shape == (4 * 16, 8)
         assert out.group_sizes.reshape(4, -1).sum(1).max() == 16

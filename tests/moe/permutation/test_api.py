@@ -122,7 +122,8 @@ def test_what_comes_back():
 def test_heuristics(width, itemsize):
     parts, rows = MoveConfig.for_parts(width, itemsize, 8), MoveConfig.for_rows(width, itemsize)
     copies = [MoveConfig.for_copies(width, itemsize, top_k) for top_k in (1, 2, 4, 8)]
-    for config in (parts, rows, *copies):
+    sums = MoveConfig.for_plain_sums(width, itemsize, 8)
+    for config in (parts, sums, rows, *copies):
         for value in dataclasses.astuple(config):
             assert value & (value - 1) == 0 < value
         assert config.num_warps <= 8 * config.block_slots
@@ -142,6 +143,7 @@ def test_heuristics_for_the_shapes_that_matter():
     assert MoveConfig.for_parts(4096, 2, 2) == MoveConfig(1, 1024, 4)
     assert MoveConfig.for_parts(5120, 2, 1) == MoveConfig(1, 1024, 2)
     assert MoveConfig.for_parts(1, 1, 1) == MoveConfig(256, 1, 1)
+    assert MoveConfig.for_plain_sums(4096, 2, 8) == MoveConfig(2, 1024, 8)
     assert MoveConfig.for_rows(7168, 2) == MoveConfig(1, 8192, 8)
     assert MoveConfig.for_rows(2048, 2) == MoveConfig(1, 2048, 2)
     assert MoveConfig.for_rows(512, 2) == MoveConfig(2, 512, 1)

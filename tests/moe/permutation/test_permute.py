@@ -160,7 +160,7 @@ def test_many_experts_with_pad_rows(implementation):
         "bfloat16",
         "float64",
         *(
-            pytest.param(dtype, marks=pytest.mark.slow("JAX treats them as bfloat16"))
+            pytest.param(dtype, marks=pytest.mark.slow("bfloat16 stands for them"))
             for dtype in FLOATS
             if dtype != "bfloat16"
         ),

@@ -168,7 +168,6 @@ os._exit(os.waitstatus_to_exitcode(status))
 """
 
 
-@pytest.mark.slow("processes are the same on every Python")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_measures_and_ends(driver):
     driver()

@@ -87,7 +87,8 @@ def unpermute(
 
     num_tokens, top_k = routes.row_of.shape
     width = rows.shape[1]
-    config = MoveConfig.for_parts(width, rows.dtype.itemsize, top_k)
+    formula = MoveConfig.for_plain_sums if weights is None else MoveConfig.for_parts
+    config = formula(width, rows.dtype.itemsize, top_k)
     width_blocks = max(1, -(-width // config.block_width))
     x, token_weights = triton_call(
         rows,

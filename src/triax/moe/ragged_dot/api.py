@@ -36,9 +36,9 @@ def ragged_dot(
     and so are their gradients.
 
     Sums are in float32 and rounded once. float32 is multiplied exactly, unless JAX's matmul
-    precision (`jax.default_matmul_precision`) asks for TF32. Gradients have the dtypes of `rows`
-    and `weights`, and the incoming gradient is rounded to them before it is multiplied. Results
-    are the same bits in every run.
+    precision (`jax.default_matmul_precision`) asks for TF32 where the op is called, which holds for
+    its gradients too. Gradients have the dtypes of `rows` and `weights`, and the incoming gradient
+    is rounded to them before it is multiplied. Results are the same bits in every run.
 
     Group sizes are values on the device. A negative size is an empty group, and groups end at the
     last row; memory outside is never touched. NaNs and infinities in one group's rows or weights do

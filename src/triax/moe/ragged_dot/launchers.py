@@ -28,7 +28,7 @@ _IMPRECISE = 128
 
 
 # JAX's names for the matmul precisions that allow tensor cores to multiply float32.
-_TF32 = {"default", "fastest", "tensorfloat32", "TF32_TF32_F32"}
+_TF32 = {"default", "tensorfloat32", "TF32_TF32_F32"}
 _TF32X3 = {"high", "TF32_TF32_F32_X3"}
 
 
