@@ -146,6 +146,7 @@ def test_heuristics_for_the_shapes_that_matter():
     assert MoveConfig.for_plain_sums(4096, 2, 8) == MoveConfig(2, 1024, 8)
     assert MoveConfig.for_rows(7168, 2) == MoveConfig(1, 8192, 8)
     assert MoveConfig.for_rows(2048, 2) == MoveConfig(1, 2048, 2)
+    assert MoveConfig.for_rows(2048, 1) == MoveConfig(1, 2048, 2)
     assert MoveConfig.for_rows(512, 2) == MoveConfig(2, 512, 1)
 
 

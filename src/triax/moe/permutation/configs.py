@@ -79,10 +79,12 @@ class MoveConfig:
     def for_rows(cls, width: int, itemsize: int) -> MoveConfig:
         """Whole rows, so that a program can reduce over them; very wide ones in several steps.
 
-        Four accesses per thread, or more if that would take over 8 warps: with fewer warps there is
-        less to reduce over, and more tokens in flight where they use few of their slots.
+        Four accesses per thread, two of 8-bit elements, whose registers are as wide as others'; or
+        more if that would take over 8 warps. With fewer warps there is less to reduce over, and
+        more tokens are in flight where they use few of their slots.
         """
         widest = min(_MAX_ROW_ELEMENTS, _MAX_ROW_BYTES // itemsize)
         block_width = min(blocks.power_of_two(width), widest)
         elements = max(block_width, blocks.BYTES_PER_PROGRAM // itemsize)
-        return cls(*blocks.filled(block_width, elements, itemsize, _MAX_TOKENS, 4))
+        accesses = min(4, 2 * itemsize)
+        return cls(*blocks.filled(block_width, elements, itemsize, _MAX_TOKENS, accesses))
