@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from packaging.version import Version
 
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
@@ -340,6 +341,9 @@ def test_kernels_in_the_interpreter(options):
     jax.tree.map(assert_same_bits, plain, kernels)
 
 
+@pytest.mark.skipif(
+    Version(jax.__version__) < Version("0.9"), reason="XLA of JAX 0.8 cannot compile it on a CPU"
+)
 def test_no_tokens(options):
     out = dispatched(
         local_mesh(), normal(0, 0, 8), normal(0, 0, 2), np.ones((0, 2), int), **options

@@ -42,7 +42,8 @@ def _zero_other_slots(
     weights_ptr, token, num_slots, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr
 ):
     """Zeros for the slots that tokens do not visit."""
-    block: tl.constexpr = max(8, 256 // BLOCK_TOKENS)
+    # In Triton 3.5 `max` of constants is computed by the program, and is no size of a block.
+    block: tl.constexpr = 256 // BLOCK_TOKENS if BLOCK_TOKENS < 32 else 8
     zeros = tl.zeros([BLOCK_TOKENS, block], weights_ptr.dtype.element_ty)
     for first in range(0, TOP_K, block):
         slot = first + tl.arange(0, block)[None, :]

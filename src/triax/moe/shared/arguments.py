@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from triax import messages
+from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
 MAX_ROWS = 2**31 - 1
@@ -22,7 +23,7 @@ def array(
 
     `remedy` is for a dtype that is not, instead of a cast.
     """
-    if not isinstance(value, (jax.Array, np.ndarray)):
+    if not jax_private.is_array(value):
         instead = f"Use its `{name}`." if hasattr(value, name) else "Use jnp.asarray."
         raise ArgumentTypeError(
             f"Argument `{name}` must be an array of shape [{', '.join(axes)}]; got "
