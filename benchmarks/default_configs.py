@@ -123,7 +123,7 @@ def candidates(op: Op, width: int, itemsize: int, top_k: int) -> list[Any]:
     more or fewer warps, several rows of a token at once."""
     config = op.config
     formula = getattr(config, op.formula)
-    moves_parts = op.config is permute_configs.MoveConfig and op.formula != "for_rows"
+    moves_parts = op.formula in ("for_parts", "for_plain_sums", "for_copies")
     default = formula(width, itemsize, top_k) if moves_parts else formula(width, itemsize)
     found = [default]
     if op.formula == "for_copies":

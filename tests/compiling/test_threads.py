@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import triton
+from packaging.version import Version
 
 from tests.interrupts import run_program
 
@@ -166,11 +168,8 @@ def prepare(lock):
             "of Triton's parameters": (triton.runtime.jit.KernelParam, "annotation"),
             "of Triton's tuples": (triton.language.core.tuple_type, "name"),
         }[lock]
-        known = vars(owner).get(name)
-        if known is None:
-            return False  # in an older Triton
+        known = vars(owner)[name]
         known.func = slow(known.func, lock)
-    return True
 
 def use(lock):
     if lock == "of Triton's parameters":
@@ -184,9 +183,7 @@ compiler.compile_launch(launch_of(16)[0], 90)
 for lock in sys.argv[1:]:
     current = lock
     compiler.clear_cache()
-    if not prepare(lock):
-        print(lock, 0)
-        continue
+    prepare(lock)
     inside.clear()
     thread = threading.Thread(target=use, args=(lock,))
     thread.start()
@@ -208,7 +205,9 @@ for lock in sys.argv[1:]:
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_a_forked_child_does_not_wait_for_a_lock_that_another_thread_held(tmp_path):
     """`functools.cached_property` holds a lock before Python 3.12, a kernel's hash always."""
-    locks = ["of a launch", "of Triton's parameters", "of Triton's tuples", "of a kernel's hash"]
+    locks = ["of a launch", "of Triton's parameters", "of a kernel's hash"]
+    if Version(triton.__version__) >= Version("3.7"):
+        locks.insert(0, "of Triton's tuples")
     done = run_program(HELD, *locks, TRITON_CACHE_DIR=str(tmp_path))
     assert done.stdout == "".join(f"{lock} 0\n" for lock in locks), done.stderr
 
@@ -266,7 +265,7 @@ def entries(folder):
 
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 def test_interrupted_candidates_leave_triton_and_its_disk_cache_as_they_should_be(tmp_path):
-    for name, count in (("calm", 0), ("stormy", 6)):
+    for name, count in (("calm", 0), ("stormy", 12)):
         done = run_program(CANDIDATES, count, TRITON_CACHE_DIR=str(tmp_path / name))
         assert done.returncode == 0, done.stderr
     calm, stormy = entries(tmp_path / "calm"), entries(tmp_path / "stormy")

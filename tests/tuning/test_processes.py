@@ -35,10 +35,10 @@ def start(program, *arguments, **environment):
 @pytest.mark.slow("the store is files and the standard library")
 def test_many_write_the_same_keys_and_some_are_killed(tmp_path):
     """Every file there is parses, and what was there before is not lost."""
-    process = start("writers.py", tmp_path, 20)
+    process = start("writers.py", tmp_path, 40)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert output == "20 killed\n"
+    assert output == "40 killed\n"
     assert [r is not None for _, r in Store(tmp_path, "test").records()] == [True] * 5
 
 

@@ -49,9 +49,7 @@ def _poisoned(monkeypatch):
     params=[
         "ragged",
         *(
-            pytest.param(
-                name, marks=pytest.mark.slow("test_equals_one_device is fast for slots too")
-            )
+            pytest.param(name, marks=pytest.mark.slow("ragged stands for them"))
             for name in ("slots", "choices")
         ),
     ]
@@ -143,7 +141,7 @@ def make_mesh(name):
     [
         "slots",
         "ragged",
-        pytest.param("choices", marks=pytest.mark.slow("as slots, of one choice each")),
+        pytest.param("choices", marks=pytest.mark.slow("choices are sent as tokens are")),
     ],
 )
 @pytest.mark.parametrize(

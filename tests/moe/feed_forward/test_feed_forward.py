@@ -305,7 +305,7 @@ def test_kernels_on_cuda():
     [
         (1, 2, 3),
         *(
-            pytest.param(some, marks=pytest.mark.slow("one choice stands for all"))
+            pytest.param(some, marks=pytest.mark.slow("(1, 2, 3) stands for them"))
             for some in [(0,), (1,), (2,), (3,), (0, 1), (0, 3)]
         ),
     ],

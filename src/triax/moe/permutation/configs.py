@@ -54,7 +54,8 @@ class MoveConfig:
     def for_plain_sums(cls, width: int, itemsize: int, top_k: int) -> MoveConfig:
         """The same with twice the tokens and warps, for sums without weights.
 
-        As fast, but 4 to 6% faster for eight rows of 2,048 or 4,096 bfloat16.
+        4% faster for eight rows of 2,048 or 4,096 bfloat16 (`benchmarks/default_configs.json`), and
+        as fast elsewhere.
         """
         config = cls.for_parts(width, itemsize, top_k)
         return dataclasses.replace(

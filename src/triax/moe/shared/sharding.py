@@ -87,15 +87,10 @@ class FlatSplit(NamedTuple):
 def flatten(split: Split, function: Function, arguments: Any, results: Any) -> FlatSplit:
     """The split of `function`, which maps `arguments` to `results` (arrays, or their types)."""
     tree = jax.tree.structure(arguments)
-    # A part may be traced where another precision is in force.
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def local(shard: Shard) -> Function:
         def run(*leaves: Any) -> list[Any]:
-            with jax.default_matmul_precision(precision):
-                return jax.tree.leaves(
-                    split.run(function, shard, *jax.tree.unflatten(tree, leaves))
-                )
+            return jax.tree.leaves(split.run(function, shard, *jax.tree.unflatten(tree, leaves)))
 
         return run
 
