@@ -3,7 +3,8 @@
 Each GPU has 16,384 tokens of DeepSeek-V3's width, 8 of 256 experts each. Against them stands what
 one would write by hand: `permute` to a row per (token, expert), two `all_to_all`s of these rows in
 equal parts, `unpermute`. Times are the host's, of many calls after one another, in milliseconds.
-Triax's results are checked before anything is timed.
+Triax's results are checked before anything is timed. The same is timed where all tokens choose
+experts of one GPU, for which there is no such way by hand: parts are not equal.
 
 The layer with its experts spread over the GPUs is profiled, in one part and with its tokens in two,
 so that one part could be exchanged while experts work on the other. The layer with its tokens
@@ -58,8 +59,7 @@ def by_hand(x, weights, experts):
 
 def by_triax(**options):
     def run(x, weights, experts):
-        rows = num_rows(len(x))
-        sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, num_rows=rows, **options)
+        sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, **options)
         rows = jax.lax.optimization_barrier(sent.rows)
         return moe.combine(rows, sent.plan)
 
@@ -182,16 +182,31 @@ def main():
             sep="\n  ",
         )
 
-    functions = {name: by_triax(**options) for name, options in WAYS.items()}
-    for name, function in functions.items():
-        y = on_all(function)(x, weights, experts)
+    def check(name, function, *operands):
+        y = on_all(function)(x, *operands)
         error = jnp.abs(y.astype("float32") - x.astype("float32")).max()
         if not error < 0.1:
             sys.exit(f"{name}: weights that sum up to 1 do not give the tokens back: {error}")
+
+    rows = num_rows(TOKENS)
+    functions = {name: by_triax(num_rows=rows, **options) for name, options in WAYS.items()}
+    for name, function in functions.items():
+        check(name, function, weights, experts)
     functions["by hand"] = by_hand
     compare("forward", functions, x, weights, experts)
     functions = {name: with_gradients(function, fixed=1) for name, function in functions.items()}
     compare("forward and backward", functions, x, weights, experts, gradient)
+    all_to_one = route(normal(7, count * TOKENS, EXPERTS // count, dtype=jnp.float32))
+    for way in ("padded", "ragged"):
+        name = f"all tokens to one GPU, {way}"
+        function = by_triax(scheme="token", exchange=way)
+        check(name, function, *all_to_one)
+        both = with_gradients(function, fixed=1)
+        found[name] = {
+            "forward_ms": time_ms(on_all(function), x, *all_to_one),
+            "forward_and_backward_ms": time_ms(on_all(both), x, *all_to_one, gradient),
+        }
+        print(f"{name}: {found[name]}")
     found["exchange_of_tokens_ms"] = time_ms(
         on_all(exchange), normal(3, count * count * TOKENS, HIDDEN)
     )

@@ -83,9 +83,10 @@ def test_each_gpu_alone(mesh, index):
     assert client._workers[index].alive
 
 
+@pytest.mark.parametrize("kind", ["not routed", "one device"])
 @pytest.mark.parametrize("way", expert_parallel.WAYS)
-def test_expert_parallel_equals_one_gpu(mesh, way):
-    o, experts = expert_parallel.operands("not routed", 8)
+def test_expert_parallel_equals_one_gpu(mesh, way, kind):
+    o, experts = expert_parallel.operands(kind, 8)
     on_all = expert_parallel.on_all(mesh, "d", **expert_parallel.WAYS[way])
 
     def run(function):
