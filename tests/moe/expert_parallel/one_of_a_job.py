@@ -25,7 +25,7 @@ def run():
 
     o, experts = jax.tree.map(spread, cases.operands("not routed", 8))
     found = {}
-    for way in ("slots", "choices"):  # the two exchanges
+    for way in cases.WAYS:
         function = cases.on_all(mesh, "expert", **cases.WAYS[way])
 
         @jax.jit

@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.expert_parallel import tokens
 from triax.moe.expert_parallel.api import _choose
 from triax.moe.expert_parallel.exchange import _ragged, plan_slices
 from triax.testing import assert_same_bits
@@ -40,9 +41,11 @@ def _poisoned(monkeypatch):
         return jnp.full(shape, jnp.nan if shape[-1] == HIDDEN else 3, dtype)
 
     monkeypatch.setattr(jnp, "empty", poison)
-    _ragged.cache_clear()  # its traces are kept with it
+    for made in (_ragged, tokens._ops):
+        made.cache_clear()  # its traces are kept with it
     yield
-    _ragged.cache_clear()
+    for made in (_ragged, tokens._ops):
+        made.cache_clear()
 
 
 @pytest.fixture(
@@ -311,6 +314,27 @@ def test_transformations(options):
 
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     jax.tree.map(close, *(jax.jit(lambda f=f: all_of(f))() for f in (layer, plain)))
+
+
+@pytest.mark.parametrize("tokens_each", [8, 9])
+def test_rows_made_for_the_devices_first_are_the_same(monkeypatch, tokens_each):
+    """As where XLA's kernel does not write to the other devices."""
+    count = 4 * tokens_each
+    x, experts, weights = normal(0, count, 8), draw_experts("skewed", count), uniform(2, count, 3)
+
+    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
+    def layer(x, weights, experts):
+        how = {"capacity": tokens_each - 2, "exchange": "ragged"}
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **how)
+        return sent.rows, moe.combine(jnp.sin(sent.rows), sent.plan)
+
+    def run():
+        (rows, y), pull = jax.vjp(lambda *given: layer(*given, experts), x, weights)
+        return rows, y, pull((jnp.cos(rows), jnp.sin(y)))
+
+    straight = jax.jit(lambda: run())()
+    monkeypatch.setattr(tokens, "_MOST_GPUS", 1)
+    jax.tree.map(assert_same_bits, jax.jit(lambda: run())(), straight)
 
 
 def test_tokens_that_all_devices_share(options):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
-from triax.moe.expert_parallel.exchange import Slices
+from triax.moe.expert_parallel.tokens import Ways, collect, padded_ways, ragged_ways, send
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
@@ -37,7 +37,7 @@ _WORTH_A_TOKEN = 0.9
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["sent", "received", "slices", "weights"],
+    data_fields=["ways", "received", "weights"],
     meta_fields=["axis_name", "num_rows"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +45,16 @@ class DispatchPlan:
     """How rows come back; made by `dispatch` for `combine`.
 
     Attributes:
-      sent: the plan of this device's tokens; its groups are devices, or all experts.
+      ways: how this device's rows go and come; the groups of its plan are devices, or all experts.
       received: the plan of the tokens that came here, whose groups are the experts here; None
         where rows came straight to their experts.
-      slices: what is exchanged; None where all slots are of one size.
       weights: float [tokens, top_k], the weights of the tokens of the last of these plans.
       axis_name: the mesh axis.
       num_rows: the rows made on each device.
     """
 
-    sent: Plan
+    ways: Ways
     received: Plan | None
-    slices: Slices | None
     weights: jax.Array
     axis_name: Any
     num_rows: int
@@ -251,29 +249,24 @@ def _send_tokens(
     device_of = jnp.where(routed, experts // axis.experts, -1)
     needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices), axis=1)
     sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
-    room, slices = axis.devices * capacity, None
-    if padded:
-        sent = _with_groups_of(capacity, sent)
-    else:
-        counts = sent.group_sizes[:, None]
-        slices, *_ = exchanges.plan_slices(counts, axis.name, num_rows=room, align_size=1)
+    room = axis.devices * capacity
+    ways = padded_ways(sent, capacity) if padded else ragged_ways(sent, room, axis.name)
 
-    def send(array: jax.Array, *, fill: bool = False) -> jax.Array:
-        rows: jax.Array = permute(array, sent, **how)
-        return _exchange(rows, slices, room, axis.name, fill=fill)
+    def to_devices(array: jax.Array, *, fill: bool = False) -> jax.Array:
+        return send(array, ways, room, axis.name, fill=fill, **how)
 
     # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
     # float32, and so travel with the weights.
     dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
     numbers = (experts + 1).astype(dtype)
-    both = send(jnp.concatenate([weights.astype(dtype), numbers], axis=1), fill=True)
+    both = to_devices(jnp.concatenate([weights.astype(dtype), numbers], axis=1), fill=True)
     here_weights = both[:, :top_k].astype(weights.dtype)
     here_experts = both[:, top_k:].astype(jnp.int32) - 1
     received = make_plan(
         here_experts - jax.lax.axis_index(axis.name) * axis.experts, axis.experts, **sizes, **how
     )
-    here_scales = None if scales is None else send(scales)
-    moved: Any = permute(send(x), received, weights=here_weights, scales=here_scales, **how)
+    here_scales = None if scales is None else to_devices(scales)
+    moved: Any = permute(to_devices(x), received, weights=here_weights, scales=here_scales, **how)
     num_dropped = received.num_dropped
     if capacity < x.shape[0]:
         arrives = (sent.row_of >= 0)[:, None, :] & (
@@ -287,7 +280,7 @@ def _send_tokens(
         received.group_sizes,
         received.group_counts,
         num_dropped,
-        DispatchPlan(sent, received, slices, here_weights, axis.name, sizes["num_rows"]),
+        DispatchPlan(ways, received, here_weights, axis.name, sizes["num_rows"]),
     )
 
 
@@ -309,17 +302,17 @@ def _send_choices(
     slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, **sizes)
     num_rows = sizes["num_rows"]
 
-    def send(array: Any) -> jax.Array:
-        return _exchange(array, slices, num_rows, axis.name, fill=True)
+    def to_devices(array: Any) -> jax.Array:
+        return exchanges.ragged(array, slices, num_rows, axis.name, fill=True)
 
     return Dispatched(
-        send(moved.rows),
-        send(moved.weights[:, None])[:, 0],
-        None if scales is None else send(moved.scales),
+        to_devices(moved.rows),
+        to_devices(moved.weights[:, None])[:, 0],
+        None if scales is None else to_devices(moved.scales),
         group_sizes,
         totals,
         jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
-        DispatchPlan(sent, None, slices, weights, axis.name, num_rows),
+        DispatchPlan(Ways(sent, slices), None, weights, axis.name, num_rows),
     )
 
 
@@ -362,32 +355,12 @@ def combine(
         )
     weights = None if weighted else plan.weights
     how: dict[str, Any] = {"implementation": implementation}
-    slices = None if plan.slices is None else plan.slices.reversed()
+    ways = plan.ways
     if plan.received is not None:
-        rows, weights = unpermute(rows, plan.received, weights, **how), None
-    # In scheme "choice" the gradient's rows are the caller's, and zero past the groups.
-    fill = plan.received is None
-    rows = _exchange(rows, slices, plan.sent.num_rows, plan.axis_name, fill=fill)
-    return unpermute(rows, plan.sent, weights, **how)
-
-
-def _exchange(
-    rows: jax.Array, slices: Slices | None, num_rows: int, axis_name: Any, *, fill: bool
-) -> jax.Array:
-    if slices is None:
-        return exchanges.padded(rows, axis_name)
-    return exchanges.ragged(rows, slices, num_rows, axis_name, fill=fill)
-
-
-def _with_groups_of(capacity: int, plan: Plan) -> Plan:
-    """The plan with room for `capacity` rows in every group, whatever there are."""
-    starts = jnp.cumsum(plan.group_sizes) - plan.group_sizes
-    group = jnp.maximum(plan.expert_of, 0)
-    row_of = plan.row_of + (group * capacity - starts[group])
-    return dataclasses.replace(
-        plan,
-        row_of=jnp.where(plan.row_of >= 0, row_of, -1),
-        group_sizes=jnp.full_like(plan.group_sizes, capacity),
-        num_rows=plan.num_experts * capacity,
-        align_size=max(capacity, 2),  # more than 1: groups have rows without a token
-    )
+        rows = unpermute(rows, plan.received, weights, **how)
+        return collect(rows, ways, plan.axis_name, **how)
+    assert ways.slices is not None
+    # Rows of the gradient are the caller's, and zero past the groups.
+    back = ways.slices.reversed()
+    rows = exchanges.ragged(rows, back, ways.sent.num_rows, plan.axis_name, fill=True)
+    return unpermute(rows, ways.sent, weights, **how)

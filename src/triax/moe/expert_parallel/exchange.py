@@ -1,7 +1,8 @@
 """Rows from every device of a mesh axis to every other: in slots of one size, or as they come.
 
 `padded` exchanges slots of equal size, full or not. `ragged` exchanges slices whose sizes only the
-devices know; `Slices` says where they lie on both sides. Both run inside `jax.shard_map`.
+devices know; `Slices` says where they lie on both sides. `move` is what both run on: pieces of any
+size, from anywhere to anywhere. All run inside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,22 @@ class Slices(NamedTuple):
     def reversed(self) -> Slices:
         """The way back."""
         return Slices(*self[3:], *self[:3])
+
+
+class Pieces(NamedTuple):
+    """What `jax.lax.ragged_all_to_all` takes; int32 [devices, pieces of each].
+
+    Attributes:
+      offsets: the first row here of each piece for each device.
+      sizes: its rows.
+      targets: the row there that its first row becomes.
+      received_sizes: the rows of each piece from each device.
+    """
+
+    offsets: jax.Array
+    sizes: jax.Array
+    targets: jax.Array
+    received_sizes: jax.Array
 
 
 def padded(rows: jax.Array, axis_name: Any) -> jax.Array:
@@ -109,26 +126,29 @@ def _ragged(num_sent: int, num_rows: int, axis_name: Any, fill: bool) -> Any:
     def derivative(arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
         return linear.call(forth, back, arguments[1], {"rows": tangents[0]}, result)
 
-    def move(rows: jax.Array, slices: Slices) -> jax.Array:
-        return _move(rows, slices, num_rows, axis_name, fill)
+    def there(rows: jax.Array, slices: Slices) -> jax.Array:
+        pieces = _cut(slices, max(1, _PIECES // slices.sizes.shape[1]))
+        return move(rows, pieces, num_rows, axis_name, fill=fill)
 
-    return linear.op(move, derivative)
+    return linear.op(there, derivative)
 
 
-def _move(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any, fill: bool) -> jax.Array:
+def move(
+    rows: jax.Array, pieces: Pieces, num_rows: int, axis_name: Any, *, fill: bool
+) -> jax.Array:
+    """[num_rows, ...], the pieces from all devices. Has no derivative."""
     dtype = rows.dtype
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):  # some of them have no zero
         words = jax.lax.bitcast_convert_type(rows, jnp.uint8)
-        words = _move(words, slices, num_rows, axis_name, fill)
+        words = move(words, pieces, num_rows, axis_name, fill=fill)
         return jax.lax.bitcast_convert_type(words, dtype)
     out = (jnp.zeros if fill else jnp.empty)((num_rows, *rows.shape[1:]), dtype)
     if rows.size == 0 or out.size == 0:  # on some backends collectives of nothing are an error
-        return jax_private.insert_varying_casts([rows, out, *slices])[1]
-    pieces = _cut(slices, max(1, _PIECES // slices.sizes.shape[1]))
-    # `vmap` of `ragged_all_to_all` fails unless slices are mapped too: a zero of `rows` is added.
+        return jax_private.insert_varying_casts([rows, out, *pieces])[1]
+    # `vmap` of `ragged_all_to_all` fails unless pieces are mapped too: a zero of `rows` is added.
     none = jnp.count_nonzero(rows[:0]).astype(jnp.int32)
-    pieces = tuple(array + none for array in pieces)
-    operands = jax_private.insert_varying_casts([rows, out, *pieces])
+    flat = (array.reshape(-1) + none for array in pieces)
+    operands = jax_private.insert_varying_casts([rows, out, *flat])
     return jax.lax.platform_dependent(
         *operands,
         cuda=functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name),
@@ -136,8 +156,8 @@ def _move(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any, fill: 
     )
 
 
-def _cut(slices: Slices, count: int) -> tuple[jax.Array, ...]:
-    """What `jax.lax.ragged_all_to_all` takes, with every slice cut into `count` equal pieces."""
+def _cut(slices: Slices, count: int) -> Pieces:
+    """Every slice cut into `count` equal pieces."""
     piece = jnp.arange(count, dtype=jnp.int32)
 
     def cut(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +171,7 @@ def _cut(slices: Slices, count: int) -> tuple[jax.Array, ...]:
         slices.targets[..., None] + starts,
         cut(slices.received_sizes)[1],
     )
-    return tuple(array.reshape(-1).astype(jnp.int32) for array in found)
+    return Pieces(*(array.reshape(len(array), -1).astype(jnp.int32) for array in found))
 
 
 def _emulate(
@@ -166,16 +186,19 @@ def _emulate(
 ) -> jax.Array:
     """`jax.lax.ragged_all_to_all` where there is none: every device sees all rows."""
     del received_sizes
-    num_devices = jax.lax.axis_size(axis_name)
-    # The slice that each row is in: of several that begin at one row, the last is not empty.
-    order = jnp.lexsort((sizes, offsets))
-    row = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    place = jnp.searchsorted(offsets[order], row, side="right") - 1
-    slice_of = order[jnp.maximum(place, 0)]
-    behind = row - offsets[slice_of]
-    inside = (behind >= 0) & (behind < sizes[slice_of])
-    device = jnp.where(inside, slice_of // (len(sizes) // num_devices), -1)
-    target = jnp.where(inside, targets[slice_of] + behind, -1)
-    gather = functools.partial(jax.lax.all_gather, axis_name=axis_name, tiled=True)
-    mine = gather(device) == jax.lax.axis_index(axis_name)
-    return out.at[jnp.where(mine, gather(target), len(out))].set(gather(rows), mode="drop")
+    this, num_devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis_name)
+    # Of all pieces those that come here; their offsets among the rows of all devices.
+    offsets, sizes, targets = (
+        gather(array.reshape(num_devices, -1))[:, this] for array in (offsets, sizes, targets)
+    )
+    offsets += jnp.arange(num_devices, dtype=jnp.int32)[:, None] * len(rows)
+    offsets, sizes, targets = (array.reshape(-1) for array in (offsets, sizes, targets))
+    targets = jnp.where(sizes > 0, targets, len(out))
+    order = jnp.argsort(targets)
+    row = jnp.arange(len(out), dtype=jnp.int32)
+    piece = order[jnp.maximum(jnp.searchsorted(targets[order], row, side="right") - 1, 0)]
+    behind = row - targets[piece]
+    inside = (behind >= 0) & (behind < sizes[piece])
+    source = gather(rows, tiled=True)[jnp.where(inside, offsets[piece] + behind, 0)]
+    return jnp.where(inside.reshape(-1, *(1 for _ in rows.shape[1:])), source, out)

@@ -1,0 +1,145 @@
+"""Tokens to the devices that hold their experts, and the sums of what these make of them.
+
+`send` and `collect` are each other's transpose. XLA's kernel for ragged exchanges writes to the
+other GPUs' memory. It takes each token from where it is: `send` then makes no rows for the devices
+first. Where that kernel does not run, such a small slice is a message, and it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from triax.compat import jax_private
+from triax.moe.expert_parallel import exchange
+from triax.moe.expert_parallel.exchange import Pieces, Slices
+from triax.moe.permutation.api import permute, unpermute
+from triax.moe.plans.reference import Plan
+from triax.moe.shared import linear
+from triax.moe.shared.implementation import Implementation
+
+# XLA's kernel writes to as many GPUs, all of one process.
+_MOST_GPUS = 8
+
+
+class Ways(NamedTuple):
+    """How rows go, and how what comes back for them does.
+
+    Attributes:
+      sent: the plan of what is sent, in the order of the devices that it goes to.
+      slices: what lies together, on both sides; None where all slots are of one size.
+      pieces: one for each device and token; None where rows are made for the devices first.
+    """
+
+    sent: Plan
+    slices: Slices | None = None
+    pieces: Pieces | None = None
+
+
+def padded_ways(sent: Plan, capacity: int) -> Ways:
+    """Of a plan whose groups are devices: with room for `capacity` rows in every group."""
+    starts = jnp.cumsum(sent.group_sizes) - sent.group_sizes
+    group = jnp.maximum(sent.expert_of, 0)
+    row_of = sent.row_of + (group * capacity - starts[group])
+    padded = dataclasses.replace(
+        sent,
+        row_of=jnp.where(sent.row_of >= 0, row_of, -1),
+        group_sizes=jnp.full_like(sent.group_sizes, capacity),
+        num_rows=sent.num_experts * capacity,
+        align_size=max(capacity, 2),  # more than 1: groups have rows without a token
+    )
+    return Ways(padded)
+
+
+def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
+    """Of a plan whose groups are devices, each of which takes `num_rows`."""
+    slices, *_ = exchange.plan_slices(
+        sent.group_sizes[:, None], axis_name, num_rows=num_rows, align_size=1
+    )
+    if sent.num_experts > _MOST_GPUS or jax.process_count() > 1:
+        return Ways(sent, slices)
+    device = jnp.arange(sent.num_experts, dtype=jnp.int32)[:, None]
+    goes = sent.expert_of[:, None, :] == device  # [tokens, devices, slots]
+    row = jnp.max(jnp.where(goes, sent.row_of[:, None, :], -1), axis=2).T
+    place = row - slices.offsets
+    sizes = ((row >= 0) & (place < slices.sizes)).astype(jnp.int32)
+    # XLA's kernel has many blocks for a piece, unless their number is odd: then it has one.
+    rest = ((0, 0), (0, 1 - sizes.shape[1] % 2))
+    sizes, targets = (jnp.pad(array, rest) for array in (sizes, slices.targets + place))
+    token = jnp.arange(sizes.shape[1], dtype=jnp.int32)
+    pieces = Pieces(
+        offsets=jnp.minimum(jnp.broadcast_to(token, sizes.shape), max(0, row.shape[1] - 1)),
+        sizes=sizes,
+        targets=jnp.where(sizes > 0, targets, 0),
+        received_sizes=exchange.padded(sizes, axis_name),
+    )
+    return Ways(sent, slices, pieces)
+
+
+def send(
+    x: jax.Array,
+    ways: Ways,
+    num_rows: int,
+    axis_name: Any,
+    *,
+    fill: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """[tokens, ...] to [num_rows, ...]: a row for each token that comes, by devices and tokens.
+
+    Between the slices are zeros; with `fill=False`, which saves a pass over the result, anything.
+    """
+    # Tokens that all devices share differ between them once they are sent.
+    x, _ = jax_private.insert_varying_casts([x, jax.lax.axis_index(axis_name)])
+    rows: jax.Array = _ops(num_rows, axis_name, fill, implementation)[0](x, ways)
+    return rows
+
+
+def collect(
+    rows: jax.Array,
+    ways: Ways,
+    axis_name: Any,
+    *,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """[num_rows, ...] to [tokens, ...]: each token's rows from all devices, summed up."""
+    x = _ops(len(rows), axis_name, False, implementation)[1](rows, ways)
+    return checkpoint_name(x, "triax_unpermuted_tokens")
+
+
+@functools.cache
+def _ops(num_rows: int, axis_name: Any, fill: bool, implementation: Implementation | None) -> Any:
+    def to_devices(x: jax.Array, ways: Ways) -> jax.Array:
+        if ways.pieces is not None:
+            return exchange.move(x, ways.pieces, num_rows, axis_name, fill=fill)
+        rows = permute(x, ways.sent, implementation=implementation)
+        if ways.slices is None:
+            return exchange.padded(rows, axis_name)
+        return exchange.ragged(rows, ways.slices, num_rows, axis_name, fill=fill)
+
+    def to_tokens(rows: jax.Array, ways: Ways) -> jax.Array:
+        if ways.slices is None:
+            rows = exchange.padded(rows, axis_name)
+        else:
+            back = ways.slices.reversed()
+            rows = exchange.ragged(rows, back, ways.sent.num_rows, axis_name, fill=False)
+        return unpermute(rows, ways.sent, implementation=implementation)
+
+    def op(function: Any, transposed: Any) -> Any:
+        def derivative(arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
+            return linear.call(
+                lambda ways, moving: function(moving["rows"], ways),
+                lambda ways, cotangent: {"rows": transposed(cotangent, ways)},
+                arguments[1],
+                {"rows": tangents[0]},
+                result,
+            )
+
+        return linear.op(function, derivative, implementation=implementation)
+
+    return op(to_devices, to_tokens), op(to_tokens, to_devices)
