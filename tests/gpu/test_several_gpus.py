@@ -10,6 +10,7 @@ from tests.cases import CASES, argsort_then_gather, vector_add
 from tests.moe import test_sharding as cut
 from tests.moe.expert_parallel import test_expert_parallel as expert_parallel
 from triax import moe, testing
+from triax.moe.expert_parallel import tokens
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
 
@@ -85,7 +86,8 @@ def test_each_gpu_alone(mesh, index):
 
 @pytest.mark.parametrize("kind", ["not routed", "one device"])
 @pytest.mark.parametrize("way", expert_parallel.WAYS)
-def test_expert_parallel_equals_one_gpu(mesh, way, kind):
+def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
+    monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # as in the tests without a GPU
     o, experts = expert_parallel.operands(kind, 8)
     on_all = expert_parallel.on_all(mesh, "d", **expert_parallel.WAYS[way])
 

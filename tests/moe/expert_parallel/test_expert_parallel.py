@@ -41,6 +41,7 @@ def _poisoned(monkeypatch):
         return jnp.full(shape, jnp.nan if shape[-1] == HIDDEN else 3, dtype)
 
     monkeypatch.setattr(jnp, "empty", poison)
+    monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # tokens, and not what goes with them
     for made in (_ragged, tokens._ops):
         made.cache_clear()  # its traces are kept with it
     yield
@@ -318,7 +319,6 @@ def test_transformations(options):
 
 @pytest.mark.parametrize("tokens_each", [8, 9])
 def test_rows_made_for_the_devices_first_are_the_same(monkeypatch, tokens_each):
-    """As where XLA's kernel does not write to the other devices."""
     count = 4 * tokens_each
     x, experts, weights = normal(0, count, 8), draw_experts("skewed", count), uniform(2, count, 3)
 
@@ -333,7 +333,7 @@ def test_rows_made_for_the_devices_first_are_the_same(monkeypatch, tokens_each):
         return rows, y, pull((jnp.cos(rows), jnp.sin(y)))
 
     straight = jax.jit(lambda: run())()
-    monkeypatch.setattr(tokens, "_MOST_GPUS", 1)
+    monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 33)
     jax.tree.map(assert_same_bits, jax.jit(lambda: run())(), straight)
 
 
@@ -375,19 +375,23 @@ def test_no_tokens(options):
 
 
 @pytest.mark.parametrize(
-    ("devices", "top_k", "capacity", "expected"),
+    ("devices", "top_k", "capacity", "processes", "expected"),
     [
-        (2, 8, 100, ("token", "padded")),
-        (4, 8, 100, ("token", "ragged")),
-        (4, 8, 95, ("token", "padded")),
-        (8, 8, 100, ("token", "ragged")),
-        (8, 8, 70, ("token", "padded")),
-        (64, 8, 100, ("choice", "ragged")),
-        (8, 1, 100, ("choice", "ragged")),
-        (1, 1, 100, ("token", "padded")),
+        (2, 8, 100, 1, ("token", "padded")),
+        (4, 8, 100, 1, ("token", "ragged")),
+        (4, 8, 95, 1, ("token", "padded")),
+        (8, 8, 100, 1, ("token", "ragged")),
+        (8, 8, 70, 1, ("token", "padded")),
+        (64, 8, 100, 1, ("token", "padded")),
+        (8, 1, 100, 1, ("choice", "ragged")),
+        (8, 2, 100, 1, ("choice", "ragged")),
+        (4, 8, 100, 4, ("token", "padded")),
+        (8, 1, 100, 2, ("token", "padded")),
+        (1, 1, 100, 1, ("token", "padded")),
     ],
 )
-def test_defaults(devices, top_k, capacity, expected):
+def test_defaults(monkeypatch, devices, top_k, capacity, processes, expected):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     assert _choose(None, None, (100, top_k), devices, capacity) == expected
 
 

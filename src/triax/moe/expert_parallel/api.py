@@ -31,6 +31,9 @@ ExchangeMethod = Literal["padded", "ragged"]
 # Of the speed of `all_to_all` what `ragged_all_to_all` reaches in many pieces: 0.7 on two H100s,
 # 1.2 on two H200s and on four. Between the two, because a wrong choice costs more on the former.
 _RAGGED_SPEED = 0.92
+# The GPUs, all of one process, that XLA's kernel for ragged exchanges writes to; with more of either
+# XLA of JAX 0.11 wants flags, or stops with an error.
+_MOST_GPUS = 8
 # Where a token goes to more devices than this share of its choices, rows go straight to experts.
 _WORTH_A_TOKEN = 0.9
 
@@ -116,13 +119,14 @@ def dispatch(
 
     There are two schemes. "token": a token goes once to each device that holds one of its experts,
     is copied there, and comes back as one row. "choice": each pair of token and expert is a row of
-    its own, which goes straight to its place. By default the latter is taken if there is no
-    `capacity`, and tokens with even choices would go to more than 0.9 times as many devices as they
-    have choices.
+    its own, which goes straight to its place. By default the latter is taken if the exchange may be
+    ragged, there is no `capacity`, and tokens with even choices would go to more than 0.9 times as
+    many devices as they have choices.
 
     There are two ways to exchange. "padded" is `all_to_all`, with room for `capacity` tokens
-    between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is. By default
-    it is the former if choices, were they even, would fill 0.92 of that room.
+    between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is, for which
+    XLA wants up to eight GPUs of one process. By default it is the former where there are more
+    devices or processes, or if choices, were they even, would fill 0.92 of that room.
 
     Args:
       x: [tokens, hidden], this device's tokens, any dtype that `permute` takes.
@@ -215,9 +219,11 @@ def _choose(
     arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
     arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
+    ragged = num_devices <= _MOST_GPUS and jax.process_count() == 1
     if scheme is None:
-        many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k and exchange != "padded"
-        scheme = "choice" if many else "token"
+        many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k
+        may_be_ragged = exchange == "ragged" or (exchange is None and ragged)
+        scheme = "choice" if many and may_be_ragged else "token"
     if scheme == "choice":
         if exchange == "padded":
             raise ArgumentValueError(
@@ -227,7 +233,8 @@ def _choose(
         return "choice", "ragged"
     if exchange is None:
         slots = num_devices * min(1.0, capacity / max(1, num_tokens))
-        exchange = "padded" if slots <= min(needed, slots) / _RAGGED_SPEED else "ragged"
+        few = slots <= min(needed, slots) / _RAGGED_SPEED
+        exchange = "ragged" if ragged and not few else "padded"
     return scheme, exchange
 
 
