@@ -254,6 +254,18 @@ def expert_parallel() -> str:
     return table(head, rows)
 
 
+def all_to_one_gpu() -> str:
+    """Sending all tokens to the experts of one GPU and back."""
+    start = "all tokens to one GPU, "
+    rows = [
+        [gpus, name.removeprefix(start), *(f"{ms:.2f} ms" for ms in found.values())]
+        for gpus, results in of_several_gpus()
+        for name, found in results.items()
+        if name.startswith(start)
+    ]
+    return table(["", "", "there and back", "forward and backward"], rows)
+
+
 def layers_on_gpus() -> str:
     """The layer whose experts are spread, forward and backward, with its exchange in a profile."""
     rows = []
@@ -367,6 +379,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "matmuls": matmuls,
     "profile": profile,
     "expert_parallel": expert_parallel,
+    "all_to_one_gpu": all_to_one_gpu,
     "layers_on_gpus": layers_on_gpus,
     "tokens_cut": tokens_cut,
     "decode": decode,

@@ -31,8 +31,8 @@ ExchangeMethod = Literal["padded", "ragged"]
 # Of the speed of `all_to_all` what `ragged_all_to_all` reaches in many pieces: 0.7 on two H100s,
 # 1.2 on two H200s and on four. Between the two, because a wrong choice costs more on the former.
 _RAGGED_SPEED = 0.92
-# The GPUs, all of one process, that XLA's kernel for ragged exchanges writes to; with more of either
-# XLA of JAX 0.11 wants flags, or stops with an error.
+# The GPUs, all of one process, that XLA's kernel for ragged exchanges writes to; with more XLA of
+# JAX 0.11 wants flags, or stops with an error.
 _MOST_GPUS = 8
 # Where a token goes to more devices than this share of its choices, rows go straight to experts.
 _WORTH_A_TOKEN = 0.9

@@ -1,8 +1,8 @@
 """Rows from every device of a mesh axis to every other: in slots of one size, or as they come.
 
 `padded` exchanges slots of equal size, full or not. `ragged` exchanges slices whose sizes only the
-devices know; `Slices` says where they lie on both sides. `move` is what both run on: pieces of any
-size, from anywhere to anywhere. All run inside `jax.shard_map`.
+devices know; `Slices` says where they lie on both sides. `move` exchanges `Pieces`, which may lie
+anywhere. All run inside `jax.shard_map`.
 """
 
 from __future__ import annotations
