@@ -375,24 +375,22 @@ def test_no_tokens(options):
 
 
 @pytest.mark.parametrize(
-    ("devices", "top_k", "capacity", "processes", "expected"),
+    ("devices", "top_k", "processes", "expected"),
     [
-        (2, 8, 100, 1, ("token", "padded")),
-        (4, 8, 100, 1, ("token", "ragged")),
-        (4, 8, 95, 1, ("token", "padded")),
-        (8, 8, 100, 1, ("token", "ragged")),
-        (8, 8, 70, 1, ("token", "padded")),
-        (64, 8, 100, 1, ("token", "padded")),
-        (8, 1, 100, 1, ("choice", "ragged")),
-        (8, 2, 100, 1, ("choice", "ragged")),
-        (4, 8, 100, 4, ("token", "padded")),
-        (8, 1, 100, 2, ("token", "padded")),
-        (1, 1, 100, 1, ("token", "padded")),
+        (1, 8, 1, ("token", "padded")),
+        (1, 1, 1, ("token", "padded")),
+        (2, 8, 1, ("token", "ragged")),
+        (8, 8, 1, ("token", "ragged")),
+        (8, 2, 1, ("choice", "ragged")),
+        (8, 1, 1, ("choice", "ragged")),
+        (8, 1, 2, ("token", "padded")),
+        (4, 8, 4, ("token", "padded")),
+        (64, 8, 1, ("token", "padded")),
     ],
 )
-def test_defaults(monkeypatch, devices, top_k, capacity, processes, expected):
+def test_defaults(monkeypatch, devices, top_k, processes, expected):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    assert _choose(None, None, (100, top_k), devices, capacity) == expected
+    assert _choose(None, None, top_k, devices) == expected
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,6 @@ from triax.moe.shared.implementation import Implementation
 
 Scheme = Literal["token", "choice"]
 ExchangeMethod = Literal["padded", "ragged"]
-# Of the speed of `all_to_all` what `ragged_all_to_all` reaches in many pieces: 0.7 on two H100s,
-# 1.2 on two H200s and on four. Between the two, because a wrong choice costs more on the former.
-_RAGGED_SPEED = 0.92
 # The GPUs, all of one process, that XLA's kernel for ragged exchanges writes to; with more XLA of
 # JAX 0.11 wants flags, or stops with an error.
 _MOST_GPUS = 8
@@ -124,9 +121,8 @@ def dispatch(
     many devices as they have choices.
 
     There are two ways to exchange. "padded" is `all_to_all`, with room for `capacity` tokens
-    between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is, for which
-    XLA wants up to eight GPUs of one process. By default it is the former where there are more
-    devices or processes, or if choices, were they even, would fill 0.92 of that room.
+    between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is. It is the
+    default on up to eight devices in a job of one process: elsewhere XLA does not run it.
 
     Args:
       x: [tokens, hidden], this device's tokens, any dtype that `permute` takes.
@@ -187,7 +183,7 @@ def dispatch(
     if capacity is not None:
         limit = min(arguments.integer("capacity", capacity, 0), limit)
         scheme = scheme or "token"  # a choice's capacity is another
-    scheme, exchange = _choose(scheme, exchange, experts.shape, num_devices, limit)
+    scheme, exchange = _choose(scheme, exchange, experts.shape[1], num_devices)
     if num_rows is None:
         # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
         pairs = limit * experts.shape[1]
@@ -212,14 +208,13 @@ class _Axis(NamedTuple):
 
 
 def _choose(
-    scheme: Any, exchange: Any, shape: tuple[int, int], num_devices: int, capacity: int
+    scheme: Any, exchange: Any, top_k: int, num_devices: int
 ) -> tuple[Scheme, ExchangeMethod]:
     """Checks what was asked for; chooses the rest as the docstring of `dispatch` says."""
-    num_tokens, top_k = shape
     arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
     arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
-    ragged = num_devices <= _MOST_GPUS and jax.process_count() == 1
+    ragged = 1 < num_devices <= _MOST_GPUS and jax.process_count() == 1
     if scheme is None:
         many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k
         may_be_ragged = exchange == "ragged" or (exchange is None and ragged)
@@ -231,11 +226,7 @@ def _choose(
                 'straight to their places; got "padded".'
             )
         return "choice", "ragged"
-    if exchange is None:
-        slots = num_devices * min(1.0, capacity / max(1, num_tokens))
-        few = slots <= min(needed, slots) / _RAGGED_SPEED
-        exchange = "ragged" if ragged and not few else "padded"
-    return scheme, exchange
+    return scheme, exchange or ("ragged" if ragged else "padded")
 
 
 def _send_tokens(
