@@ -375,22 +375,24 @@ def test_no_tokens(options):
 
 
 @pytest.mark.parametrize(
-    ("devices", "top_k", "processes", "expected"),
+    ("devices", "top_k", "processes", "num_bytes", "expected"),
     [
-        (1, 8, 1, ("token", "padded")),
-        (1, 1, 1, ("token", "padded")),
-        (2, 8, 1, ("token", "ragged")),
-        (8, 8, 1, ("token", "ragged")),
-        (8, 2, 1, ("choice", "ragged")),
-        (8, 1, 1, ("choice", "ragged")),
-        (8, 1, 2, ("token", "padded")),
-        (4, 8, 4, ("token", "padded")),
-        (64, 8, 1, ("token", "padded")),
+        (1, 8, 1, 1 << 25, ("token", "padded")),
+        (1, 1, 1, 1 << 25, ("token", "padded")),
+        (2, 8, 1, 1 << 25, ("token", "ragged")),
+        (8, 8, 1, 1 << 25, ("token", "ragged")),
+        (8, 2, 1, 1 << 25, ("choice", "ragged")),
+        (8, 1, 1, 1 << 25, ("choice", "ragged")),
+        (8, 1, 2, 1 << 25, ("token", "padded")),
+        (4, 8, 4, 1 << 25, ("token", "padded")),
+        (64, 8, 1, 1 << 25, ("token", "padded")),
+        (8, 8, 1, (1 << 25) - 1, ("token", "padded")),
+        (8, 1, 1, 1 << 20, ("token", "padded")),
     ],
 )
-def test_defaults(monkeypatch, devices, top_k, processes, expected):
+def test_defaults(monkeypatch, devices, top_k, processes, num_bytes, expected):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    assert _choose(None, None, top_k, devices) == expected
+    assert _choose(None, None, top_k, devices, num_bytes) == expected
 
 
 @pytest.mark.parametrize(
