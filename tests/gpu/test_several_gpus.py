@@ -88,6 +88,7 @@ def test_each_gpu_alone(mesh, index):
 @pytest.mark.parametrize("way", expert_parallel.WAYS)
 def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
     monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # as in the tests without a GPU
+    expert_parallel.forget()
     o, experts = expert_parallel.operands(kind, 8)
     on_all = expert_parallel.on_all(mesh, "d", **expert_parallel.WAYS[way])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from packaging.version import Version
 
 from triax import moe
+from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.expert_parallel import tokens
+from triax.moe.expert_parallel import exchange, tokens
 from triax.moe.expert_parallel.api import _choose
-from triax.moe.expert_parallel.exchange import _ragged, plan_slices
 from triax.testing import assert_same_bits
 
 WAYS = {
@@ -33,20 +34,31 @@ MESHES = {
 EXPERTS, TOP_K, TOKENS, HIDDEN, WIDTH = 16, 3, 9, 20, 12
 
 
+def forget():
+    """The ops, with which their traces are kept."""
+    for made in (exchange._ragged, tokens._ops):
+        made.cache_clear()
+
+
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    """What is between the slices of a ragged exchange may be anything."""
+def _as_on_a_gpu(monkeypatch):
+    """What is between the slices of a ragged exchange may be anything; nobody differentiates it."""
+    emulate = exchange._emulate
 
     def poison(shape, dtype):  # NaN in tokens, and in what goes with them an expert that exists
         return jnp.full(shape, jnp.nan if shape[-1] == HIDDEN else 3, dtype)
 
+    def without_derivative(*operands, axis_name):
+        run = jax.custom_jvp(lambda *given: emulate(*given, axis_name=axis_name))
+        run.defjvp(lambda *_: pytest.fail("JAX's derivative of a ragged exchange is used"))
+        return run(*operands)
+
     monkeypatch.setattr(jnp, "empty", poison)
+    monkeypatch.setattr(exchange, "_emulate", without_derivative)
     monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # tokens, and not what goes with them
-    for made in (_ragged, tokens._ops):
-        made.cache_clear()  # its traces are kept with it
+    forget()
     yield
-    for made in (_ragged, tokens._ops):
-        made.cache_clear()
+    forget()
 
 
 @pytest.fixture(
@@ -265,7 +277,7 @@ def test_no_size_leads_outside(num_rows, align_size):
     @jax.jit
     @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
     def plan(counts):
-        made = plan_slices(counts[0], "d", num_rows=num_rows, align_size=align_size)
+        made = exchange.plan_slices(counts[0], "d", num_rows=num_rows, align_size=align_size)
         return jax.tree.map(lambda array: array[None], made[:2])
 
     counts = np.full((4, 4, 3), many, np.int32)
@@ -309,12 +321,44 @@ def test_transformations(options):
         batch = jnp.stack([x, tangent])
         return (
             jax.jvp(jax.value_and_grad(squares), (x,), (tangent,)),
+            jax.grad(lambda x: jnp.vdot(jax.grad(squares)(x), tangent))(x),
             jax.vmap(jax.value_and_grad(squares))(batch),
             jax.grad(jax.checkpoint(squares))(x),
         )
 
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     jax.tree.map(close, *(jax.jit(lambda f=f: all_of(f))() for f in (layer, plain)))
+
+
+@pytest.mark.parametrize("axes", [(None, None, 0), (None, 0, None), (0, None, 0)])
+def test_batches_of_some_operands(options, axes):
+    count = 2 * TOKENS
+    given = normal(0, count, 8), uniform(1, count, TOP_K), draw_experts("uniform", count)
+    batches = [
+        a if axis is None else np.stack([a, a[::-1]]) for a, axis in zip(given, axes, strict=True)
+    ]
+
+    @functools.partial(jax.shard_map, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
+    def layer(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+        return moe.combine(sent.rows, sent.plan)
+
+    plain = lambda x, weights, _: x * jnp.sum(weights, axis=1)[:, None]
+    results = (jax.jit(jax.vmap(f, axes))(*batches) for f in (layer, plain))
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_complex_tokens(options):
+    count = 2 * TOKENS
+    x, experts = jnp.ones((count, 8), np.complex64), draw_experts("uniform", count)
+
+    @functools.partial(jax.shard_map, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
+    def layer(x, experts):
+        sent = moe.dispatch(x, jnp.ones(experts.shape), experts, EXPERTS, "d", **options)
+        return moe.combine(jnp.imag(sent.rows), sent.plan)
+
+    found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x, experts))))(x)
+    np.testing.assert_allclose(found, np.full(x.shape, -1j * TOP_K))
 
 
 @pytest.mark.parametrize("tokens_each", [8, 9])
@@ -334,6 +378,7 @@ def test_rows_made_for_the_devices_first_are_the_same(monkeypatch, tokens_each):
 
     straight = jax.jit(lambda: run())()
     monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 33)
+    forget()
     jax.tree.map(assert_same_bits, jax.jit(lambda: run())(), straight)
 
 
@@ -361,6 +406,12 @@ def test_kernels_in_the_interpreter(options):
         for how in ("xla", "interpret")
     )
     jax.tree.map(assert_same_bits, plain, kernels)
+
+
+def test_no_choices(options):
+    x, nothing = normal(0, 8, 8), np.ones((8, 0))
+    out = dispatched(local_mesh(), x, nothing, nothing.astype(int), **options)
+    assert_same_bits(out.plan, np.zeros_like(x))
 
 
 @pytest.mark.skipif(
@@ -391,7 +442,8 @@ def test_no_tokens(options):
     ],
 )
 def test_defaults(monkeypatch, devices, top_k, processes, num_bytes, expected):
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    job = None if processes == 1 else types.SimpleNamespace(num_processes=processes)
+    monkeypatch.setattr(jax_private, "key_value_client", lambda: job)
     assert _choose(None, None, top_k, devices, num_bytes) == expected
 
 

@@ -357,3 +357,10 @@ def test_dtypes_triton_lacks_go_through_plain_jax():
     for dtype in ("complex64", "int4"):
         x = jnp.arange(6).reshape(2, 3).astype(dtype)
         np.testing.assert_array_equal(moe.permute(x, plan), np.asarray(x)[::-1])
+
+
+def test_gradients_of_complex_tokens():
+    plan = oracle.make_plan(np.array([[1, 0], [0, -1]]), 2)
+    x = jnp.arange(6).reshape(2, 3) * (1 + 2j)
+    grad = jax.grad(lambda x: jnp.sum(moe.permute(x, plan)).imag)(x)
+    np.testing.assert_array_equal(grad, np.array([[-2j] * 3, [-1j] * 3]))

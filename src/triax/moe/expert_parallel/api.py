@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
-from triax.moe.expert_parallel.tokens import Ways, collect, padded_ways, ragged_ways, send
+from triax.moe.expert_parallel.tokens import Ways, collect, padded_plan, ragged_ways, send
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
@@ -49,6 +50,7 @@ class DispatchPlan:
 
     Attributes:
       ways: how this device's rows go and come; the groups of its plan are devices, or all experts.
+        A plan alone for padded exchanges.
       received: the plan of the tokens that came here, whose groups are the experts here; None
         where rows came straight to their experts.
       weights: float [tokens, top_k], the weights of the tokens of the last of these plans.
@@ -56,7 +58,7 @@ class DispatchPlan:
       num_rows: the rows made on each device.
     """
 
-    ways: Ways
+    ways: Ways | Plan
     received: Plan | None
     weights: jax.Array
     axis_name: Any
@@ -219,7 +221,8 @@ def _choose(
     arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
     arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
-    local = 1 < num_devices <= _MOST_GPUS and jax.process_count() == 1
+    job = jax_private.key_value_client()  # `jax.process_count` would start a backend
+    local = 1 < num_devices <= _MOST_GPUS and (job is None or job.num_processes == 1)
     ragged = local and num_bytes >= _MIN_RAGGED_BYTES
     if scheme is None:
         many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k
@@ -254,7 +257,9 @@ def _send_tokens(
     needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices), axis=1)
     sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
     room = axis.devices * capacity
-    ways = padded_ways(sent, capacity) if padded else ragged_ways(sent, room, axis.name)
+    ways: Ways | Plan = (
+        padded_plan(sent, capacity) if padded else ragged_ways(sent, room, axis.name)
+    )
 
     def to_devices(array: jax.Array, *, fill: bool = False) -> jax.Array:
         return send(array, ways, room, axis.name, fill=fill, **how)
@@ -316,7 +321,7 @@ def _send_choices(
         group_sizes,
         totals,
         jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
-        DispatchPlan(Ways(sent, slices), None, weights, axis.name, num_rows),
+        DispatchPlan(Ways(sent, slices, None), None, weights, axis.name, num_rows),
     )
 
 
@@ -363,7 +368,7 @@ def combine(
     if plan.received is not None:
         rows = unpermute(rows, plan.received, weights, **how)
         return collect(rows, ways, plan.axis_name, **how)
-    assert ways.slices is not None
+    assert isinstance(ways, Ways)
     # Rows of the gradient are the caller's, and zero past the groups.
     back = ways.slices.reversed()
     rows = exchanges.ragged(rows, back, ways.sent.num_rows, plan.axis_name, fill=True)

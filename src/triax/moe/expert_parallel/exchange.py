@@ -136,7 +136,7 @@ def _ragged(num_sent: int, num_rows: int, axis_name: Any, fill: bool) -> Any:
 def move(
     rows: jax.Array, pieces: Pieces, num_rows: int, axis_name: Any, *, fill: bool
 ) -> jax.Array:
-    """[num_rows, ...], the pieces from all devices. Has no derivative."""
+    """[num_rows, ...], the pieces from all devices. JAX's derivative of it may be wrong."""
     dtype = rows.dtype
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):  # some of them have no zero
         words = jax.lax.bitcast_convert_type(rows, jnp.uint8)
@@ -145,8 +145,8 @@ def move(
     out = (jnp.zeros if fill else jnp.empty)((num_rows, *rows.shape[1:]), dtype)
     if rows.size == 0 or out.size == 0:  # on some backends collectives of nothing are an error
         return jax_private.insert_varying_casts([rows, out, *pieces])[1]
-    # `vmap` of `ragged_all_to_all` fails unless pieces are mapped too: a zero of `rows` is added.
-    none = jnp.count_nonzero(rows[:0]).astype(jnp.int32)
+    # `vmap` of `ragged_all_to_all` fails unless it maps all: zeros of all are added to the pieces.
+    none = sum(jnp.count_nonzero(array[:0]).astype(jnp.int32) for array in (rows, *pieces))
     flat = (array.reshape(-1) + none for array in pieces)
     operands = jax_private.insert_varying_casts([rows, out, *flat])
     return jax.lax.platform_dependent(

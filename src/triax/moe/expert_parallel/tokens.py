@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.compat import jax_private
 from triax.moe.expert_parallel import exchange
 from triax.moe.expert_parallel.exchange import Pieces, Slices
-from triax.moe.permutation.api import permute, unpermute
+from triax.moe.permutation.api import permute, sum_rows, unpermute
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import linear
 from triax.moe.shared.implementation import Implementation
@@ -28,32 +27,31 @@ _MIN_ROW_BYTES = 1024
 
 
 class Ways(NamedTuple):
-    """How rows go, and how what comes back for them does.
+    """How rows go in a ragged exchange, and how what comes back for them does.
 
     Attributes:
       sent: the plan of what is sent, in the order of the devices that it goes to.
-      slices: what lies together, on both sides; None where all slots are of one size.
-      pieces: the same, each token for itself.
+      slices: what lies together, on both sides.
+      pieces: the same, each token for itself; None where rows are not sent by token.
     """
 
     sent: Plan
-    slices: Slices | None = None
-    pieces: Pieces | None = None
+    slices: Slices
+    pieces: Pieces | None
 
 
-def padded_ways(sent: Plan, capacity: int) -> Ways:
-    """Of a plan whose groups are devices: with room for `capacity` rows in every group."""
+def padded_plan(sent: Plan, capacity: int) -> Plan:
+    """The plan, whose groups are devices, with room for `capacity` rows in every group."""
     starts = jnp.cumsum(sent.group_sizes) - sent.group_sizes
     group = jnp.maximum(sent.expert_of, 0)
     row_of = sent.row_of + (group * capacity - starts[group])
-    padded = dataclasses.replace(
+    return dataclasses.replace(
         sent,
         row_of=jnp.where(sent.row_of >= 0, row_of, -1),
         group_sizes=jnp.full_like(sent.group_sizes, capacity),
         num_rows=sent.num_experts * capacity,
         align_size=max(capacity, 2),  # more than 1: groups have rows without a token
     )
-    return Ways(padded)
 
 
 def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
@@ -63,11 +61,12 @@ def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
     )
     device = jnp.arange(sent.num_experts, dtype=jnp.int32)[:, None]
     goes = sent.expert_of[:, None, :] == device  # [tokens, devices, slots]
-    row = jnp.max(jnp.where(goes, sent.row_of[:, None, :], -1), axis=2).T
+    row = jnp.max(jnp.where(goes, sent.row_of[:, None, :], -1), axis=2, initial=-1).T
     place = row - slices.offsets
     sizes = ((row >= 0) & (place < slices.sizes)).astype(jnp.int32)
     targets = slices.targets + place
-    # XLA's kernel has many blocks for a piece, unless their number is odd: then it has one.
+    # Of an odd number of pieces each gets one block of XLA's kernel, of others 64 share in it: too
+    # many for one row.
     rest = ((0, 0), (0, 1 - sizes.shape[1] % 2))
     sizes, targets = jnp.pad(sizes, rest), jnp.pad(targets, rest)
     offsets = jnp.broadcast_to(jnp.arange(sizes.shape[1], dtype=jnp.int32), sizes.shape)
@@ -77,7 +76,7 @@ def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
 
 def send(
     x: jax.Array,
-    ways: Ways,
+    ways: Ways | Plan,
     num_rows: int,
     axis_name: Any,
     *,
@@ -86,50 +85,49 @@ def send(
 ) -> jax.Array:
     """[tokens, ...] to [num_rows, ...]: a row for each token that comes, by devices and tokens.
 
-    Between the slices are zeros; with `fill=False`, which saves a pass over the result, anything.
+    Between slices are zeros; with `fill=False`, which saves a pass over the result, anything. A
+    plan alone is for padded exchanges, whose `num_rows` follow from it.
     """
-    # Tokens that all devices share differ between them once they are sent.
-    x, _ = jax_private.insert_varying_casts([x, jax.lax.axis_index(axis_name)])
+    if isinstance(ways, Plan):
+        return exchange.padded(permute(x, ways, implementation=implementation), axis_name)
     rows: jax.Array = _ops(num_rows, axis_name, fill, implementation)[0](x, ways)
     return rows
 
 
 def collect(
     rows: jax.Array,
-    ways: Ways,
+    ways: Ways | Plan,
     axis_name: Any,
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """[num_rows, ...] to [tokens, ...]: each token's rows from all devices, summed up."""
+    if isinstance(ways, Plan):
+        return unpermute(exchange.padded(rows, axis_name), ways, implementation=implementation)
     x = _ops(len(rows), axis_name, False, implementation)[1](rows, ways)
     return checkpoint_name(x, "triax_unpermuted_tokens")
 
 
 @functools.cache
 def _ops(num_rows: int, axis_name: Any, fill: bool, implementation: Implementation | None) -> Any:
+    """From tokens to rows, and back."""
+
     def to_devices(x: jax.Array, ways: Ways) -> jax.Array:
-        row_bytes = x.shape[1] * x.dtype.itemsize
-        if ways.pieces is not None and row_bytes >= _MIN_ROW_BYTES:
+        if ways.pieces is not None and x.shape[1] * x.dtype.itemsize >= _MIN_ROW_BYTES:
             return exchange.move(x, ways.pieces, num_rows, axis_name, fill=fill)
         rows = permute(x, ways.sent, implementation=implementation)
-        if ways.slices is None:
-            return exchange.padded(rows, axis_name)
         return exchange.ragged(rows, ways.slices, num_rows, axis_name, fill=fill)
 
     def to_tokens(rows: jax.Array, ways: Ways) -> jax.Array:
-        if ways.slices is None:
-            rows = exchange.padded(rows, axis_name)
-        else:
-            back = ways.slices.reversed()
-            rows = exchange.ragged(rows, back, ways.sent.num_rows, axis_name, fill=False)
-        return unpermute(rows, ways.sent, implementation=implementation)
+        back = ways.slices.reversed()
+        rows = exchange.ragged(rows, back, ways.sent.num_rows, axis_name, fill=False)
+        return sum_rows(rows, ways.sent, implementation)
 
-    def op(function: Any, transposed: Any) -> Any:
+    def op(function: Any, index: int) -> Any:
         def derivative(arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
             return linear.call(
-                lambda ways, moving: function(moving["rows"], ways),
-                lambda ways, cotangent: {"rows": transposed(cotangent, ways)},
+                lambda ways, moving: ops[index](moving["rows"], ways),
+                lambda ways, cotangent: {"rows": ops[1 - index](cotangent, ways)},
                 arguments[1],
                 {"rows": tangents[0]},
                 result,
@@ -137,4 +135,5 @@ def _ops(num_rows: int, axis_name: Any, fill: bool, implementation: Implementati
 
         return linear.op(function, derivative, implementation=implementation)
 
-    return op(to_devices, to_tokens), op(to_tokens, to_devices)
+    ops = op(to_devices, 0), op(to_tokens, 1)
+    return ops

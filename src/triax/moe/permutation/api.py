@@ -159,14 +159,23 @@ def unpermute(
         )
     if weights is not None:
         weights = _check_weights(weights, routes)
-    implementation = implementations.resolve(implementation, rows=rows, weights=weights)
-    if routes.row_of.size == 0 or rows.size == 0:
-        implementation = "xla"
     if weights is None or weights.size == 0:
-        tokens = derivatives.gather_rows(implementation)(rows, None, None, routes).x
+        tokens = sum_rows(rows, plan, implementation)
     else:
+        implementation = implementations.resolve(implementation, rows=rows, weights=weights)
+        implementation = "xla" if rows.size == 0 else implementation
         tokens = derivatives.weigh_rows(implementation)(rows, weights, routes)
     return checkpoint_name(tokens, "triax_unpermuted_tokens")
+
+
+def sum_rows(rows: jax.Array, plan: Plan, implementation: Implementation | None) -> jax.Array:
+    """`unpermute` without weights, of any dtype that has gradients: the transpose of `permute`."""
+    routes = _routes(plan)
+    implementation = implementations.resolve(implementation, rows=rows)
+    if routes.row_of.size == 0 or rows.size == 0:
+        implementation = "xla"
+    tokens: jax.Array = derivatives.gather_rows(implementation)(rows, None, None, routes).x
+    return tokens
 
 
 def _routes(plan: Any) -> Routes:

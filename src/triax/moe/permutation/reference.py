@@ -114,9 +114,10 @@ def unpermute_grad_reference(
 
 
 def sum_dtype(rows: jax.Array, weights: jax.Array | None) -> jnp.dtype:
-    """What sums are computed in: float32, or float64 where an operand is."""
-    doubles = [array for array in (rows, weights) if array is not None and array.dtype == "float64"]
-    return jnp.dtype(jnp.float64 if doubles else jnp.float32)
+    """What sums are computed in: float32, or wider where an operand is: float64 or complex."""
+    dtypes = (array.dtype for array in (rows, weights) if array is not None)
+    wider = (d for d in dtypes if d == jnp.float64 or jnp.issubdtype(d, jnp.complexfloating))
+    return jnp.result_type(jnp.float32, *wider)
 
 
 def _existing_rows(routes: Routes) -> jax.Array:
