@@ -1,6 +1,7 @@
 """Two GPUs and more: a sharded program is tuned once and runs on all of them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
@@ -94,7 +95,10 @@ def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
 
     def run(function):
         y, pull = jax.vjp(lambda o: function(o, experts), o)
-        return y, pull(np.sin(np.arange(y.size, dtype=np.float32)).reshape(y.shape))[0]
+        upstream = np.sin(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
+        first = jax.grad(lambda o: jnp.vdot(jnp.sin(function(o, experts)), upstream))
+        second = jax.grad(lambda o: jnp.vdot(first(o)["x"], upstream))
+        return y, pull(upstream)[0], second(o)
 
     results = (jax.jit(run, static_argnums=0)(f) for f in (on_all, expert_parallel.on_one_device))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), *results)

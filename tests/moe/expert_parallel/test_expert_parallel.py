@@ -382,6 +382,26 @@ def test_rows_made_for_the_devices_first_are_the_same(monkeypatch, tokens_each):
     jax.tree.map(assert_same_bits, jax.jit(lambda: run())(), straight)
 
 
+def test_a_mesh_of_which_one_axis_is_manual(options):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("d", "automatic"))
+    count = 4 * TOKENS
+    x, experts, weights = normal(0, count, 8), draw_experts("uniform", count), uniform(2, count, 3)
+    specs = {"in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
+
+    @functools.partial(jax.shard_map, mesh=mesh, **specs)
+    def layer(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+        return moe.combine(jnp.sin(sent.rows), sent.plan)
+
+    plain = lambda x, weights, _: jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
+    found, expected = (
+        jax.jit(jax.value_and_grad(lambda x, f=f: jnp.sum(f(x, weights, experts) ** 2)))(x)
+        for f in (layer, plain)
+    )
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, found, expected)
+
+
 def test_tokens_that_all_devices_share(options):
     mesh, experts = local_mesh(), draw_experts("uniform", TOKENS)
     x = normal(0, TOKENS, 8)

@@ -197,7 +197,10 @@ def _emulate(
     targets = jnp.where(sizes > 0, targets, len(out))
     order = jnp.argsort(targets)
     row = jnp.arange(len(out), dtype=jnp.int32)
-    piece = order[jnp.maximum(jnp.searchsorted(targets[order], row, side="right") - 1, 0)]
+    # The last piece that begins at the row or before it. Not by `searchsorted`: JAX 0.10 cannot
+    # trace it where a part of the mesh axes is manual.
+    begun = jnp.cumsum(jnp.zeros(len(out) + 1, jnp.int32).at[targets].add(1))[:-1]
+    piece = order[jnp.maximum(begun - 1, 0)]
     behind = row - targets[piece]
     inside = (behind >= 0) & (behind < sizes[piece])
     source = gather(rows, tiled=True)[jnp.where(inside, offsets[piece] + behind, 0)]
