@@ -330,7 +330,7 @@ def test_transformations(options):
     jax.tree.map(close, *(jax.jit(lambda f=f: all_of(f))() for f in (layer, plain)))
 
 
-@pytest.mark.parametrize("axes", [(None, None, 0), (None, 0, None), (0, None, 0)])
+@pytest.mark.parametrize("axes", [(None, None, 0), (None, 0, None)])
 def test_batches_of_some_operands(options, axes):
     count = 2 * TOKENS
     given = normal(0, count, 8), uniform(1, count, TOP_K), draw_experts("uniform", count)
@@ -361,8 +361,8 @@ def test_gradients_of_complex_tokens(options):
     np.testing.assert_allclose(found, np.full(x.shape, -1j * TOP_K))
 
 
-@pytest.mark.parametrize("tokens_each", [8, 9])
-def test_rows_made_for_the_devices_first_are_the_same(monkeypatch, tokens_each):
+def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
+    tokens_each = TOKENS - 1  # an even number, for which a piece is added
     count = 4 * tokens_each
     x, experts, weights = normal(0, count, 8), draw_experts("skewed", count), uniform(2, count, 3)
 
