@@ -290,6 +290,20 @@ def test_no_size_leads_outside(num_rows, align_size):
     assert group_sizes.sum(axis=1).max() <= num_rows
 
 
+def test_no_piece_leads_outside():
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
+    def pieces(goes):
+        sent = moe.make_plan_from_mask(goes, 4)
+        return tokens.ragged_ways(sent, num_rows=13, axis_name="d").pieces
+
+    made = jax.tree.map(np.asarray, pieces(np.ones((4 * TOKENS, 4), bool)))
+    there = made.sizes > 0
+    assert made.sizes.sum() == made.received_sizes.sum() == 4 * 13
+    assert set(made.targets[there]) == set(range(13))
+    assert made.offsets[there].max() < TOKENS
+
+
 @pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_scales_of_rows_without_a_token_are_zero(options):
     """Also in an 8-bit float that has no zero."""
