@@ -16,8 +16,7 @@ from packaging.version import Version
 from triax import moe
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.expert_parallel import exchange, tokens
-from triax.moe.expert_parallel.api import _choose
+from triax.moe.expert_parallel import api, exchange, tokens
 from triax.testing import assert_same_bits
 
 WAYS = {
@@ -476,9 +475,30 @@ def test_no_tokens(options):
     ],
 )
 def test_defaults(monkeypatch, devices, top_k, processes, num_bytes, expected):
+    x = jax.ShapeDtypeStruct((num_bytes, 1), np.int8)
     job = None if processes == 1 else types.SimpleNamespace(num_processes=processes)
     monkeypatch.setattr(jax_private, "key_value_client", lambda: job)
-    assert _choose(None, None, top_k, devices, num_bytes) == expected
+    monkeypatch.setattr(api, "explicit_mesh", lambda _: None)
+    ragged = api._is_better_ragged(x, devices)
+    assert api._choose(None, None, top_k, devices, ragged) == expected
+
+
+def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
+    monkeypatch.setattr(api, "_MIN_RAGGED_BYTES", 0)
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("d", "explicit"), axis_types=kinds)
+    count = 4 * TOKENS
+    x, experts, weights = normal(0, count, 8), draw_experts("uniform", count), uniform(2, count, 3)
+
+    def layer(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
+        return moe.combine(sent.rows, sent.plan)
+
+    specs = {"in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
+    with jax.set_mesh(mesh):
+        given = jax.device_put((x, weights, experts), P("d"))
+        y = jax.jit(jax.shard_map(layer, mesh=mesh, **specs))(*given)
+    np.testing.assert_allclose(y, x * weights.sum(1)[:, None], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.sharding import explicit_mesh
 
 Scheme = Literal["token", "choice"]
 ExchangeMethod = Literal["padded", "ragged"]
@@ -189,8 +190,8 @@ def dispatch(
     if capacity is not None:
         limit = min(arguments.integer("capacity", capacity, 0), limit)
         scheme = scheme or "token"  # a choice's capacity is another
-    num_bytes = x.size * x.dtype.itemsize
-    scheme, exchange = _choose(scheme, exchange, experts.shape[1], num_devices, num_bytes)
+    ragged = _is_better_ragged(x, num_devices)
+    scheme, exchange = _choose(scheme, exchange, experts.shape[1], num_devices, ragged)
     if num_rows is None:
         # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
         pairs = limit * experts.shape[1]
@@ -214,16 +215,20 @@ class _Axis(NamedTuple):
     experts: int  # of each device
 
 
+def _is_better_ragged(x: jax.Array, num_devices: int) -> bool:
+    job = jax_private.key_value_client()  # `jax.process_count` would start a backend
+    local = 1 < num_devices <= _MOST_GPUS and (job is None or job.num_processes == 1)
+    # Beside explicit axes JAX cannot trace collectives in an op.
+    return local and x.size * x.dtype.itemsize >= _MIN_RAGGED_BYTES and explicit_mesh(x) is None
+
+
 def _choose(
-    scheme: Any, exchange: Any, top_k: int, num_devices: int, num_bytes: int
+    scheme: Any, exchange: Any, top_k: int, num_devices: int, ragged: bool
 ) -> tuple[Scheme, ExchangeMethod]:
     """Checks what was asked for; chooses the rest as the docstring of `dispatch` says."""
     arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
     arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
-    job = jax_private.key_value_client()  # `jax.process_count` would start a backend
-    local = 1 < num_devices <= _MOST_GPUS and (job is None or job.num_processes == 1)
-    ragged = local and num_bytes >= _MIN_RAGGED_BYTES
     if scheme is None:
         many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k
         may_be_ragged = exchange == "ragged" or (exchange is None and ragged)
