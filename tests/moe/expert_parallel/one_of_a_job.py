@@ -5,6 +5,7 @@ Writes what its own devices hold: by how it was exchanged, the array's name and 
 
 import pickle
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -33,7 +34,10 @@ def run():
             y, pull = jax.vjp(lambda o: function(o, experts), o)
             return {"y": y, **pull(jax.numpy.sin(y))[0]}
 
-        for name, array in both_ways(o, experts).items():
+        with mock.patch.object(cases.tokens, "_MIN_ROW_BYTES", 32):  # as in tests of one process
+            cases.forget()
+            results = both_ways(o, experts)
+        for name, array in results.items():
             for shard in array.addressable_shards:
                 found[way, name, shard.index[0].start] = np.asarray(shard.data)
     return found

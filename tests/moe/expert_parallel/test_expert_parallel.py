@@ -478,7 +478,6 @@ def test_defaults(monkeypatch, devices, top_k, processes, num_bytes, expected):
     x = jax.ShapeDtypeStruct((num_bytes, 1), np.int8)
     job = None if processes == 1 else types.SimpleNamespace(num_processes=processes)
     monkeypatch.setattr(jax_private, "key_value_client", lambda: job)
-    monkeypatch.setattr(api, "explicit_mesh", lambda _: None)
     ragged = api._is_better_ragged(x, devices)
     assert api._choose(None, None, top_k, devices, ragged) == expected
 

@@ -122,14 +122,15 @@ def dispatch(
 
     There are two schemes. "token": a token goes once to each device that holds one of its experts,
     is copied there, and comes back as one row. "choice": each pair of token and expert is a row of
-    its own, which goes straight to its place. By default the latter is taken if the exchange may be
-    ragged, there is no `capacity`, and tokens with even choices would go to more than 0.9 times as
-    many devices as they have choices.
+    its own, which goes straight to its place. By default the latter is taken if the exchange is
+    ragged by default or by name, there is no `capacity`, and tokens with even choices would go to
+    more than 0.9 times as many devices as they have choices.
 
     There are two ways to exchange. "padded" is `all_to_all`, with room for `capacity` tokens
     between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is. It is the
-    default on up to eight devices in a job of one process, for 32 MiB of tokens on each or more:
-    elsewhere XLA does not run it, and smaller exchanges are faster padded.
+    default on two to eight devices in a job of one process, for 32 MiB of tokens on each or more,
+    unless the mesh has explicit axes beside: elsewhere XLA or JAX may refuse it, and smaller
+    exchanges are faster padded.
 
     Args:
       x: [tokens, hidden], this device's tokens, any dtype that `permute` takes.
@@ -155,8 +156,8 @@ def dispatch(
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
-      ArgumentValueError: an argument has the wrong shape or is out of range.
-      NameError: there is no mesh axis of that name: the call is outside of `shard_map`.
+      ArgumentValueError: an argument has the wrong shape or is out of range, or there is no mesh
+        axis of that name: the call is outside of `shard_map`.
     """
     x = arguments.array("x", x, ("tokens", "hidden"))
     experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax.moe.expert_parallel import exchange
 from triax.moe.expert_parallel.exchange import Pieces, Slices
-from triax.moe.permutation.api import permute, sum_rows, unpermute
+from triax.moe.permutation.api import permute, routes_of, sum_rows, unpermute
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import linear
 from triax.moe.shared.implementation import Implementation
@@ -121,7 +121,7 @@ def _ops(num_rows: int, axis_name: Any, fill: bool, implementation: Implementati
     def to_tokens(rows: jax.Array, ways: Ways) -> jax.Array:
         back = ways.slices.reversed()
         rows = exchange.ragged(rows, back, ways.sent.num_rows, axis_name, fill=False)
-        return sum_rows(rows, ways.sent, implementation)
+        return sum_rows(rows, routes_of(ways.sent), implementation)
 
     def op(function: Any, index: int) -> Any:
         def derivative(arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:

@@ -87,7 +87,7 @@ def permute(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
-    routes = _routes(plan)
+    routes = routes_of(plan)
     num_tokens, top_k = routes.row_of.shape
     x = arguments.array("x", x, ("tokens", "hidden"))
     _check_tokens("x", x, num_tokens)
@@ -150,7 +150,7 @@ def unpermute(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
-    routes = _routes(plan)
+    routes = routes_of(plan)
     rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating)
     if rows.shape[0] != routes.num_rows:
         raise ArgumentValueError(
@@ -160,7 +160,7 @@ def unpermute(
     if weights is not None:
         weights = _check_weights(weights, routes)
     if weights is None or weights.size == 0:
-        tokens = sum_rows(rows, plan, implementation)
+        tokens = sum_rows(rows, routes, implementation)
     else:
         implementation = implementations.resolve(implementation, rows=rows, weights=weights)
         implementation = "xla" if rows.size == 0 else implementation
@@ -168,9 +168,8 @@ def unpermute(
     return checkpoint_name(tokens, "triax_unpermuted_tokens")
 
 
-def sum_rows(rows: jax.Array, plan: Plan, implementation: Implementation | None) -> jax.Array:
+def sum_rows(rows: jax.Array, routes: Routes, implementation: Implementation | None) -> jax.Array:
     """`unpermute` without weights, of any dtype that has gradients: the transpose of `permute`."""
-    routes = _routes(plan)
     implementation = implementations.resolve(implementation, rows=rows)
     if routes.row_of.size == 0 or rows.size == 0:
         implementation = "xla"
@@ -178,7 +177,8 @@ def sum_rows(rows: jax.Array, plan: Plan, implementation: Implementation | None)
     return tokens
 
 
-def _routes(plan: Any) -> Routes:
+def routes_of(plan: Any) -> Routes:
+    """What the ops need of a plan, which is checked."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"Argument `plan` must be a Plan, from `make_plan`; got {messages.shown(plan)}."
