@@ -84,10 +84,7 @@ def feed_forward(
     _check_shape("w_gate_up", w_gate_up, shape, "`x`, `logits` and `w_down`")
 
     bias = router.pop("bias", None)
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    options = Options(
-        top_k, activation, capacity, align_size, implementation, precision, (*router.items(),)
-    )
+    options = Options(top_k, activation, capacity, align_size, implementation, (*router.items(),))
     return parts.feed_forward(options, x, logits, w_gate_up, w_down, bias)
 
 
