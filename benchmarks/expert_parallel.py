@@ -61,7 +61,7 @@ def by_triax(**options):
     def run(x, weights, experts):
         sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, **options)
         rows = jax.lax.optimization_barrier(sent.rows)
-        return moe.combine(rows, sent.plan)
+        return moe.combine(rows, sent.plan, weights=sent.weights)
 
     return run
 
@@ -91,7 +91,8 @@ def layer(exchange, parts):
         how = {"num_rows": num_rows(len(x)), "scheme": "token", "exchange": exchange}
         sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, **how)
         h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
-        return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan, weighted=True)
+        y = moe.ragged_dot(h, w_down, sent.group_sizes)
+        return moe.combine(y, sent.plan, weights=None)
 
     def run_parts(x, logits, w_gate_up, w_down):
         pairs = zip(jnp.split(x, parts), jnp.split(logits, parts), strict=True)

@@ -21,7 +21,7 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
 from triax.moe.expert_parallel.tokens import Ways, collect, padded_plan, ragged_ways, send
-from triax.moe.permutation.api import permute, unpermute
+from triax.moe.permutation.api import permute, routes_of, unpermute, weights_by_slot
 from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
@@ -42,7 +42,7 @@ _WORTH_A_TOKEN = 0.9
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ways", "received", "weights"],
+    data_fields=["ways", "received"],
     meta_fields=["axis_name", "num_rows"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +54,12 @@ class DispatchPlan:
         A plan alone for padded exchanges.
       received: the plan of the tokens that came here, whose groups are the experts here; None
         where rows came straight to their experts.
-      weights: float [tokens, top_k], the weights of the tokens of the last of these plans.
       axis_name: the mesh axis.
       num_rows: the rows made on each device.
     """
 
     ways: Ways | Plan
     received: Plan | None
-    weights: jax.Array
     axis_name: Any
     num_rows: int
 
@@ -112,7 +110,8 @@ def dispatch(
             weights, experts = moe.route(logits, top_k=8)
             sent = moe.dispatch(x, weights, experts, num_experts=256, axis_name="x")
             h = jax.nn.silu(moe.ragged_dot(sent.rows, w_up, sent.group_sizes))
-            return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan)
+            y = moe.ragged_dot(h, w_down, sent.group_sizes)
+            return moe.combine(y, sent.plan, weights=sent.weights)
 
     To be called inside `jax.shard_map` over `axis_name`. Device d of the axis' D holds the experts
     from ``d * num_experts // D`` on. Rows of one expert keep the order of devices, tokens and
@@ -295,7 +294,7 @@ def _send_tokens(
         received.group_sizes,
         received.group_counts,
         num_dropped,
-        DispatchPlan(ways, received, here_weights, axis.name, sizes["num_rows"]),
+        DispatchPlan(ways, received, axis.name, sizes["num_rows"]),
     )
 
 
@@ -327,7 +326,7 @@ def _send_choices(
         group_sizes,
         totals,
         jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
-        DispatchPlan(Ways(sent, slices, None), None, weights, axis.name, num_rows),
+        DispatchPlan(Ways(sent, slices, None), None, axis.name, num_rows),
     )
 
 
@@ -335,10 +334,14 @@ def combine(
     rows: Any,
     plan: DispatchPlan,
     *,
-    weighted: bool = False,
+    weights: Any = ...,
     implementation: Implementation | None = None,
+    **unknown: Any,
 ) -> jax.Array:
-    """Sums each token's rows, multiplied by its weights, on the token's own device.
+    """Sums each token's rows, multiplied by their weights, on the token's own device.
+
+        y = moe.combine(rows, sent.plan, weights=sent.weights)  # [tokens, hidden]
+        y = moe.combine(rows, sent.plan, weights=None)  # `moe.glu` has applied sent.weights already
 
     The inverse of `dispatch`, to be called inside the same `shard_map`. A device sums the rows of
     its experts for each token that came, in float32 or wider, and rounds that once to the dtype of
@@ -347,17 +350,24 @@ def combine(
     Args:
       rows: float [rows, hidden], what the experts of this device made of `Dispatched.rows`.
       plan: `Dispatched.plan`.
-      weighted: True if the rows have been multiplied by `Dispatched.weights` already, as `glu` does
-        it with no pass of its own; otherwise they are multiplied here.
+      weights: float [rows], what each row is multiplied by: `Dispatched.weights`; None if the rows
+        have been multiplied already, as `glu` does in its own kernel. There is no default.
       implementation: as for `dispatch`.
 
     Returns:
       [tokens, hidden] in the dtype of `rows`. A token without rows is exactly zero.
 
     Raises:
-      ArgumentTypeError: an argument has the wrong type.
+      ArgumentTypeError: an argument has the wrong type, or `weights` is not given.
       ArgumentValueError: an argument has the wrong shape.
     """
+    if unknown or weights is ...:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        problem = f"no argument {names}" if unknown else "no default for `weights`"
+        raise ArgumentTypeError(
+            f"`combine` has {problem}. Pass `weights=sent.weights`, or `weights=None` if the rows "
+            "have been multiplied by them already, as `glu` does (formerly `weighted=True`)."
+        )
     if not isinstance(plan, DispatchPlan):
         raise ArgumentTypeError(
             f"Argument `plan` must be the plan of `dispatch`; got {type(plan).__name__}."
@@ -368,14 +378,34 @@ def combine(
             f"Argument `rows` must have the {plan.num_rows} rows that `dispatch` made; got shape "
             f"{rows.shape}."
         )
-    weights = None if weighted else plan.weights
+    if weights is not None:
+        if getattr(weights, "ndim", 1) != 1:
+            raise ArgumentValueError(
+                "Argument `weights` must have shape [rows], like the `weights` that `dispatch` "
+                f"returns; got {weights.shape}."
+            )
+        weights = arguments.array("weights", weights, ("rows",), jnp.floating)
+        arguments.check_length("weights", weights, plan.num_rows, "weight", "rows of the plan")
     how: dict[str, Any] = {"implementation": implementation}
     ways = plan.ways
     if plan.received is not None:
-        rows = unpermute(rows, plan.received, weights, **how)
+        rows = _weighted_sum(rows, plan.received, weights, **how)
         return collect(rows, ways, plan.axis_name, **how)
     assert isinstance(ways, Ways)
-    # Rows of the gradient are the caller's, and zero past the groups.
-    back = ways.slices.reversed()
-    rows = exchanges.ragged(rows, back, ways.sent.num_rows, plan.axis_name, fill=True)
-    return unpermute(rows, ways.sent, weights, **how)
+    home = functools.partial(
+        exchanges.ragged,
+        slices=ways.slices.reversed(),
+        num_rows=ways.sent.num_rows,
+        axis_name=plan.axis_name,
+        fill=True,  # the rows of the gradient are the caller's, and zero past the groups
+    )
+    if weights is not None:
+        weights = home(weights[:, None])[:, 0]
+    return _weighted_sum(home(rows), ways.sent, weights, **how)
+
+
+def _weighted_sum(rows: jax.Array, plan: Plan, weights: Any, implementation: Any) -> jax.Array:
+    """`unpermute` with a weight for each row."""
+    if weights is not None:
+        weights = weights_by_slot(weights, routes_of(plan), implementation)
+    return unpermute(rows, plan, weights, implementation=implementation)
