@@ -51,21 +51,39 @@ def weigh_reference(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> 
     """The weights float32 [tokens, top_k] of experts; differentiable in the logits."""
     logits = logits.astype(jnp.float32)
     taken = jnp.take_along_axis(logits, experts, axis=1)
-    if spec.score == "sigmoid":
-        weights = jax.nn.sigmoid(taken)
-        if spec.normalize:
-            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
-    elif spec.normalize:
-        weights = scores_reference(taken, "softmax")
+    if spec.normalize:
+        weights = normalized_scores(taken, spec.score)
+    elif spec.score == "sigmoid":
+        weights = _sigmoid(taken)
     else:
-        most = jax.lax.stop_gradient(jnp.max(logits, axis=1, keepdims=True))
-        weights = jnp.exp(taken - most) / jnp.sum(jnp.exp(logits - most), axis=1, keepdims=True)
+        weights = _shares(taken, logits)
     return weights * jnp.float32(spec.scale)
 
 
 def scores_reference(logits: jax.Array, score: str) -> jax.Array:
     """The scores of all logits, in their dtype."""
-    return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, axis=1)
+    return _sigmoid(logits) if score == "sigmoid" else _shares(logits, logits)
+
+
+def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
+    """The scores of logits divided by each token's sum: the softmax of their logarithms."""
+    logs = jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits
+    return _shares(logs, logs)
+
+
+def _sigmoid(logits: jax.Array) -> jax.Array:
+    """The sigmoid; near 1 it has a derivative, where that of `jax.nn.sigmoid` is rounded to zero."""
+    above = logits >= 0
+    small = jnp.exp(jnp.where(above, -logits, logits))
+    return jnp.where(above, 1, small) / (1 + small)
+
+
+def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """exp(part), divided by each token's sum of exp(whole); zeros where all of that is -inf."""
+    most = jax.lax.stop_gradient(jnp.max(whole, axis=1, keepdims=True))
+    most = jnp.where(most == -jnp.inf, 0, most)
+    total = jnp.sum(jnp.exp(whole - most), axis=1, keepdims=True)
+    return jnp.exp(part - most) / jnp.where(total == 0, 1, total)
 
 
 def route_grad_reference(

@@ -12,7 +12,7 @@ from triax.errors import ArgumentValueError
 from triax.messages import short
 from triax.moe.router import api
 from triax.moe.router.configs import RouterSpec
-from triax.moe.router.losses import normalized_scores
+from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
 
