@@ -121,6 +121,13 @@ def backend_for(compute_capability: int) -> Any:
 
 
 @functools.cache
+def small_floats(compute_capability: int) -> frozenset[str]:
+    """Triton's names of the 8-bit floats that its kernels have on an architecture."""
+    options = {"enable_fp_fusion": True}  # Triton 3.9 warns where it is left out
+    return frozenset(backend_for(compute_capability).parse_options(options).supported_fp8_dtypes)
+
+
+@functools.cache
 def option_names() -> frozenset[str]:
     """The compiler options that Triton's CUDA backend knows."""
     module = importlib.import_module("triton.backends.nvidia.compiler")

@@ -541,6 +541,16 @@ def test_dispatch_wants_a_mesh():
         moe.dispatch(np.ones((4, 4)), np.ones((4, 2)), np.ones((4, 2), int), 4, "d")
 
 
+def test_dispatch_wants_each_axis_once():
+    with pytest.raises(ArgumentValueError, match=r"`axis_name` must name each mesh axis once; got"):
+        jax.shard_map(
+            lambda x: moe.dispatch(x, x, x.astype(int), 4, ("d", "d")).rows,
+            mesh=local_mesh(2),
+            in_specs=P("d"),
+            out_specs=P("d"),
+        )(np.ones((4, 2), np.float32))
+
+
 def test_combine_wants_its_plan():
     plan = jax.jit(moe.make_plan, static_argnums=1)(np.ones((4, 2), int), 4)
     with pytest.raises(ArgumentTypeError, match="`plan` must be the plan of `dispatch`"):

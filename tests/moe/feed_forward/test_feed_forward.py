@@ -179,14 +179,21 @@ def test_capacity_makes_no_more_rows_than_experts_take():
         assert f"f32[{rows},{2 * WIDTH}]" in program
 
 
-def test_wider_weights_widen_the_matmuls_and_not_the_result():
-    x, logits, *weights = draw(5)
-    small = x.astype(jnp.bfloat16)
-    out, gradients = value_and_gradients(layer, (small, logits, *weights))
-    assert out.tokens.dtype == gradients[0].dtype == jnp.bfloat16
-    assert gradients[2].dtype == jnp.float32
-    wide = jax.jit(layer)(small.astype(jnp.float32), logits, *weights)
-    assert_same_bits(out.tokens, wide.tokens.astype(jnp.bfloat16))
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_what_is_no_number_stays_with_its_expert_and_its_token(implementation):
+    x, logits, w_gate_up, w_down = (np.array(a) for a in draw(8))
+    logits[:, 1] = -50  # nobody's
+    run = lambda *args: value_and_gradients(layer, args, implementation=implementation)
+    clean = run(x, logits, w_gate_up, w_down)
+    w_gate_up[1] = w_down[1] = np.nan
+    jax.tree.map(assert_same_bits, run(x, logits, w_gate_up, w_down), clean)
+    w_gate_up[1] = w_down[1] = 0
+    x[5], w_down[3] = np.nan, np.inf
+    out, (d_x, *_) = run(x, logits, w_gate_up, w_down)
+    hit = (np.argsort(-logits, axis=1)[:, :2] == 3).any(1) | (np.arange(TOKENS) == 5)
+    assert_same_bits(out.tokens[~hit], clean[0].tokens[~hit])
+    assert_same_bits(d_x[~hit], clean[1][0][~hit])
+    assert not np.isfinite(out.tokens[hit]).all(1).any()
 
 
 LIGHT = jax.checkpoint_policies.save_only_these_names(
@@ -330,6 +337,31 @@ def test_kernels_do_all_on_cuda(monkeypatch):
             r"`w_down` must have shape \(5, 24, 16\) to go with `x` and `logits`; got \(6, ",
         ),
         (
+            {"w_down": jnp.ones((EXPERTS, HIDDEN, WIDTH))},
+            ArgumentValueError,
+            r"`w_down` must have shape \(5, 24, 16\) .*; got \(5, 16, 24\)\. .*w_down\.swapaxes",
+        ),
+        (
+            {"w_gate_up": jnp.ones((EXPERTS, 2 * WIDTH, HIDDEN))},
+            ArgumentValueError,
+            r"`w_gate_up` must have shape \(5, 16, 48\).*`w_gate_up\.swapaxes\(1, 2\)`",
+        ),
+        (
+            {"x": jnp.ones((TOKENS, HIDDEN), jnp.bfloat16)},
+            ArgumentTypeError,
+            r"`w_gate_up` must have the dtype of `x`, bfloat16; got float32. Cast it, `w_gate",
+        ),
+        (
+            {"w_down": jnp.ones((EXPERTS, WIDTH, HIDDEN), jnp.float16)},
+            ArgumentTypeError,
+            "`w_down` must have the dtype of `x`, float32; got float16",
+        ),
+        (
+            {"w_down": jnp.ones((EXPERTS, WIDTH, HIDDEN), jnp.int8)},
+            ArgumentTypeError,
+            "`w_down` must have a floating-point dtype; got int8",
+        ),
+        (
             {"activation": "relu"},
             ArgumentValueError,
             "`activation` must be one of 'swiglu', 'geglu'",
@@ -339,7 +371,7 @@ def test_kernels_do_all_on_cuda(monkeypatch):
         ({"align_size": 0}, ArgumentValueError, "`align_size` must be at least 1"),
         ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
         ({"score": "tanh"}, ArgumentValueError, "`score` must be one of"),
-        ({"scores": "softmax"}, TypeError, "unexpected keyword argument 'scores'"),
+        ({"scores": "softmax"}, TypeError, r"^feed_forward\(\) got an unexpected.* 'scores'"),
     ],
 )
 def test_what_is_wrong_is_named(changes, error, message):

@@ -163,6 +163,10 @@ def dispatch(
     weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
     if isinstance(axis_name, list):
         axis_name = tuple(axis_name)
+    if isinstance(axis_name, tuple) and len(set(axis_name)) < len(axis_name):
+        raise ArgumentValueError(
+            f"Argument `axis_name` must name each mesh axis once; got {axis_name!r}."
+        )
     try:
         num_devices = jax.lax.axis_size(axis_name)
     except NameError as error:
@@ -259,7 +263,7 @@ def _send_tokens(
     top_k = experts.shape[1]
     routed = experts >= 0
     device_of = jnp.where(routed, experts // axis.experts, -1)
-    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices), axis=1)
+    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices)[None, None, :], axis=1)
     sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
     room = axis.devices * capacity
     ways: Ways | Plan = (

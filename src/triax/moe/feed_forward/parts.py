@@ -48,7 +48,7 @@ class Options(NamedTuple):
     capacity: int | None
     align_size: int
     implementation: Implementation | None
-    router: tuple[tuple[str, Any], ...]
+    router: dict[str, Any]
 
 
 def feed_forward(options: Options, *operands: Any) -> FeedForward:
@@ -69,12 +69,13 @@ def _run(
     activated = _activate(options, gate_up, row_weights)
     out = _multiply(options, plan, activated, w_down)
     tokens = unpermute(out, plan, implementation=options.implementation)
-    return FeedForward(tokens.astype(x.dtype), plan.group_counts, plan.num_dropped)
+    return FeedForward(tokens, plan.group_counts, plan.num_dropped)
 
 
 def _route(options: Options, logits: Any, bias: Any) -> Routed:
-    router = {**dict(options.router), "bias": bias, "implementation": options.implementation}
-    return route(logits, options.top_k, **router)
+    return route(
+        logits, options.top_k, bias=bias, implementation=options.implementation, **options.router
+    )
 
 
 def _plan(options: Options, experts: Any, num_experts: int) -> Plan:

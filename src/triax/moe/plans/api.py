@@ -16,6 +16,7 @@ from triax.moe.plans.configs import MAX_SORTED_EXPERTS
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments, linear
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arrays import is_nonzero
 from triax.moe.shared.implementation import Implementation
 
 
@@ -127,7 +128,7 @@ def make_plan_from_mask(
         return _named(linear.constant(place, implementation)(mask))
     selected = select_experts(mask, top_k, implementation)
     plan = _place_pairs(selected, num_experts, sizes, implementation)
-    counts = jnp.sum(mask != 0, axis=0, dtype=jnp.int32)
+    counts = jnp.sum(is_nonzero(mask), axis=0, dtype=jnp.int32)
     num_dropped = plan.num_dropped + jnp.sum(counts - plan.group_counts, dtype=jnp.int32)
     return _named(dataclasses.replace(plan, group_counts=counts, num_dropped=num_dropped))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from triax.moe.router.api import SCORES, Score, check_logits
 from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
+from triax.moe.shared.arrays import at_least_float32
 
 
 def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softmax") -> jax.Array:
@@ -73,7 +74,7 @@ def router_z_loss(logits: Any) -> jax.Array:
       ArgumentValueError: `logits` has the wrong shape.
     """
     logits = _wider(check_logits(logits))
-    # -inf alone would be an infinite loss, and its gradient no number: zeros instead, which count 0.
+    # -inf alone would be an infinite loss with a gradient of NaN.
     padding = jnp.all(logits == -jnp.inf, axis=1, keepdims=True)
     size = jax.scipy.special.logsumexp(jnp.where(padding, 0, logits), axis=1)
     size = jnp.where(padding[:, 0], 0, size)
@@ -81,4 +82,4 @@ def router_z_loss(logits: Any) -> jax.Array:
 
 
 def _wider(logits: jax.Array) -> jax.Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return logits.astype(at_least_float32(logits.dtype))

@@ -39,7 +39,7 @@ def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec
     if bias is not None or not spec.group_by_logits:
         by_score = scores_reference(logits, spec.score)
     if bias is not None:
-        by_score = choice = _choosable(by_score + bias.astype(jnp.float32))
+        by_score = choice = _choosable(by_score + bias.astype(jnp.float32)[None, :])
     if spec.num_groups > 1:
         # As integers of the same order, so that excluded experts rank below all others.
         kept = _kept_groups(by_score, spec)
@@ -72,7 +72,7 @@ def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
 
 
 def _sigmoid(logits: jax.Array) -> jax.Array:
-    """The sigmoid; near 1 it has a derivative, where that of `jax.nn.sigmoid` is rounded to zero."""
+    """The sigmoid; near 1, where `jax.nn.sigmoid` has a gradient of zero, it has the right one."""
     above = logits >= 0
     small = jnp.exp(jnp.where(above, -logits, logits))
     return jnp.where(above, 1, small) / (1 + small)
@@ -103,7 +103,7 @@ def _kept_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
     grouped = scores.reshape(num_tokens, spec.num_groups, group_size)
     group_scores = jnp.sum(jax.lax.top_k(grouped, spec.group_best)[0], axis=2)
     groups = jax.lax.top_k(_choosable(group_scores), spec.top_groups)[1]
-    kept = jnp.any(groups[:, :, None] == jnp.arange(spec.num_groups), axis=1)
+    kept = jnp.any(groups[:, :, None] == jnp.arange(spec.num_groups)[None, None, :], axis=1)
     return jnp.repeat(kept, group_size, axis=1)
 
 
