@@ -380,7 +380,7 @@ def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, ca
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[1, 2]", "it must be an object; got list"),
-        ('{"key": {"format": 0}}', "format 0 is not 2"),
+        ('{"key": {"format": 0}}', "format 0 is not 3"),
         ("null", "it must be an object; got NoneType"),
     ],
 )

@@ -99,6 +99,23 @@ def is_jit_function(value: Any) -> bool:
     return isinstance(value, triton().JITFunction)
 
 
+def is_called_in_kernels(value: Any) -> bool:
+    """Whether `value` is a function with a source that kernels call: jitted, or for constexprs."""
+    return isinstance(value, triton().runtime.jit.JITCallable)
+
+
+def is_seen_by_kernels(value: Any) -> bool:
+    """Whether a global `value` is more to a kernel than a name: a function or a constant."""
+    language = triton().language
+    constants = (int, float, str, tuple, language.constexpr, language.dtype)
+    return isinstance(value, constants) or is_called_in_kernels(value)
+
+
+def without_constexpr(value: Any) -> Any:
+    """What a `tl.constexpr` holds; any other value as it is."""
+    return value.value if isinstance(value, triton().language.constexpr) else value
+
+
 def is_autotuner(value: Any) -> bool:
     return isinstance(value, triton().runtime.Autotuner)
 

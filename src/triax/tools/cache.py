@@ -21,7 +21,7 @@ MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, packed and unpacked
 
 NOTHING_YET = (
     "kernels with several configs are measured when they are first compiled on a GPU, or by "
-    "`triax tune FILE:FUNCTION`"
+    "`triax tune FILE:FUNCTION` or `triax tune package.module:FUNCTION`"
 )
 
 

@@ -228,7 +228,7 @@ class _Lookup:
             raise TuningError(
                 f"Kernel {self.call.display_name!r} has {len(self.launches)} configs and none is "
                 f"known to be tuned for {name}, but tuning mode 'strict' requires it. Tune it with "
-                "`triax tune FILE:FUNCTION`, or run once with TRIAX_AUTOTUNE=auto."
+                f"{failures.HOW_TO_TUNE}, or run once with TRIAX_AUTOTUNE=auto."
             )
         problem = self._why_not()
         config = agree.settle(name, able=problem is None)
@@ -316,11 +316,12 @@ def _unavailable(device: Device | None) -> str | None:
 def _log_fallback(name: str, key: str, config: str, reason: str) -> None:
     logger.warning(
         "kernel %s (%s): no tuned config is known and none is measured: %s. Its first is used: "
-        "[%s]. Tune it with `triax tune FILE:FUNCTION` on the GPU it will run on.",
+        "[%s]. Tune it on the GPU it will run on, with %s.",
         name,
         key,
         reason,
         config,
+        failures.HOW_TO_TUNE,
     )
 
 
