@@ -338,7 +338,10 @@ def drain(index: int) -> None:
     Raises:
       TuningError: the driver refuses.
     """
-    from cuda.bindings import driver
+    try:
+        from cuda.bindings import driver
+    except Exception as error:  # also what it raises where there is no driver
+        raise TuningError(f"cuda-bindings cannot be imported: {error}") from error
 
     def call(function: Any, *arguments: Any) -> Any:
         try:

@@ -32,9 +32,9 @@ def one_at_a_time(uuid: str) -> Iterator[None]:
     # By UUID, because CUDA_VISIBLE_DEVICES can give the GPU another index in each process.
     with contextlib.ExitStack() as stack:
         reasons = []
-        for folder in (settings.cache_folder(), _temporary_folder()):
+        for place in (settings.cache_folder, _temporary_folder):
             try:
-                if folder is not None:
+                if (folder := place()) is not None:
                     _lock(stack, folder / f"gpu-{uuid}.lock")
                     break
             except OSError as error:
