@@ -131,6 +131,8 @@ def test_cache_folder(monkeypatch):
     for useless in ("", "caches"):
         monkeypatch.setenv("XDG_CACHE_HOME", useless)
         assert settings.cache_folder() == Path("/home/someone/.cache/triax")
+    monkeypatch.setenv("HOME", ".")
+    assert settings.cache_folder() is None  # not in the working directory
 
 
 def test_cache_path(monkeypatch):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, get_args
@@ -102,7 +104,28 @@ def cache_folder() -> Path | None:
             base = Path.home() / ".cache"
         except RuntimeError:
             return None
+        if not base.is_absolute():  # it would be in the working directory
+            return None
     return base / "triax"
+
+
+def temporary_folder() -> Path:
+    """This user's own folder among the temporary files, made if there is none.
+
+    Raises:
+      OSError: it cannot be made, or somebody else may write to it.
+    """
+    base = tempfile.gettempdir()
+    named = {os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")}
+    # Python's last resort.
+    if base not in {*named, "/tmp", "/var/tmp", "/usr/tmp"} and base == os.getcwd():
+        raise FileNotFoundError("there is no folder for temporary files; set TMPDIR")
+    folder = Path(base, f"triax-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
 
 
 def cache_path() -> list[Path]:

@@ -346,6 +346,7 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(measurer, monkeypatch, tm
     monkeypatch.setenv("TRIAX_CACHE_DIR", str(file / "below"))
     assert explain().source == "measured now"
     assert "could not be stored" in caplog.text
+    assert "; set TRIAX_CACHE_DIR" in caplog.text
 
 
 @pytest.mark.parametrize(

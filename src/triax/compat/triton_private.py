@@ -94,6 +94,16 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(triton().knobs.cache.dir)
 
 
+def cache_folder_is_given() -> bool:
+    """Whether somebody chose that folder: by ``TRITON_CACHE_DIR``, or in the program."""
+    return bool(os.environ.get("TRITON_CACHE_DIR") or vars(triton().knobs.cache).get("dir"))
+
+
+def set_cache_folder(folder: pathlib.Path) -> None:
+    """Chooses that folder, also for processes that this one starts."""
+    triton().knobs.cache.dir = str(folder)
+
+
 def is_jit_function(value: Any) -> bool:
     """Whether `value` is a `@triton.jit` function, Gluon's included."""
     return isinstance(value, triton().JITFunction)

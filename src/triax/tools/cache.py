@@ -129,8 +129,15 @@ def import_(file: Path) -> int:
         except ValueError as error:
             _complain(f"{name!r} in {file} is not usable: {error}")
             status = 1
-    for record in records:
-        place.put(record)
+    try:
+        for record in records:
+            place.put(record)
+    except OSError as error:
+        _complain(
+            f"{place.folder} cannot be written: {error.strerror}. Set TRIAX_CACHE_DIR to a folder "
+            "that can."
+        )
+        return 1
     print(f"added {counted(len(records), 'config')} to {place.folder}")
     return status
 

@@ -12,9 +12,7 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -22,7 +20,8 @@ import numpy as np
 
 from triax import devices, settings
 from triax.compat import triton_private, versions
-from triax.errors import TriaxError
+from triax.compiling import disk_cache
+from triax.errors import CompilationError, TriaxError
 from triax.messages import counted, near_misses
 from triax.tuning import store
 
@@ -222,32 +221,32 @@ def _folders(machine: Machine) -> Iterator[Finding]:
         name = "tuned configs" if place.folder == folder else place.name.partition(" /")[0]
         try:
             text = f"{place.folder}, {counted(len(place.paths()), 'config')}"
-            problem = _cannot_write(place.folder) if place.folder == folder else ""
+            problem = disk_cache.why_not(place.folder) if place.folder == folder else ""
         except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
+            problem = f"{place.folder} cannot be read: {error.strerror}"
         if problem:
-            yield Finding("folders", name, "warn", f"{place.folder}: {problem}", remedy)
+            yield Finding("folders", name, "warn", problem, remedy)
         else:
             yield Finding("folders", name, "ok", text)
     if isinstance(machine.triton, str):
-        caches = triton_private.cache_folder()
-        if problem := _cannot_write(caches):
-            text = f"{caches}: {problem}, so nothing can be compiled"
-            remedy = "set TRITON_CACHE_DIR to a folder that can be written"
-            level: Any = "fix" if machine.gpus or machine.plugin else "warn"
-            yield Finding("folders", "Triton's cache", level, text, remedy)
-        else:
-            yield Finding("folders", "Triton's cache", "ok", str(caches))
+        yield _tritons_folder(machine)
 
 
-def _cannot_write(folder: Path) -> str:
-    """Why files cannot be made in a folder, or in the one that it is to be made in; else ""."""
+def _tritons_folder(machine: Machine) -> Finding:
+    remedy = "set TRITON_CACHE_DIR to a folder that can be written"
     try:
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
-        with tempfile.TemporaryFile(dir=existing):
-            return ""
-    except OSError as error:
-        return f"cannot be written: {error.strerror}"
+        caches, own_problem = disk_cache.choose()
+        problem = disk_cache.why_not(caches)
+    except CompilationError as error:
+        caches, own_problem, problem = triton_private.cache_folder(), "", str(error)
+    if problem:
+        level: Any = "fix" if machine.gpus or machine.plugin else "warn"
+        text = f"{problem}, so nothing can be compiled"
+        return Finding("folders", "Triton's cache", level, text, remedy)
+    if own_problem:
+        text = f"{caches}, because {own_problem}"
+        return Finding("folders", "Triton's cache", "warn", text, remedy)
+    return Finding("folders", "Triton's cache", "ok", str(caches))
 
 
 def _settings() -> Iterator[Finding]:

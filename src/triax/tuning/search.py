@@ -103,7 +103,8 @@ def search(
     try:
         store.user_store().put(record)
     except OSError as error:
-        logger.warning("the tuned config of %s could not be stored: %s", key.name, error)
+        remedy = "; set TRIAX_CACHE_DIR" if error.filename else ""  # else it says so itself
+        logger.warning("the tuned config of %s could not be stored: %s%s", key.name, error, remedy)
     return record
 
 
