@@ -91,6 +91,11 @@ def cuda_arch() -> int | None:
     return int(match.group(1)) * 10 + int(match.group(2))
 
 
+def gpu() -> str | None:
+    """``TRIAX_GPU``: the name of the GPU that programs are for which do not run here, or None."""
+    return _read("TRIAX_GPU") or None
+
+
 def cache_folder() -> Path | None:
     """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
 
@@ -167,6 +172,7 @@ VARIABLES: dict[str, Callable[[], object]] = {
     "TRIAX_CACHE_PATH": cache_path,
     "TRIAX_CUDA_ARCH": cuda_arch,
     "TRIAX_ENFORCE_AUTOTUNING": enforce_autotuning,
+    "TRIAX_GPU": gpu,
     "TRIAX_TUNING_BYTES": tuning_bytes,
     "TRIAX_TUNING_TIMEOUT": tuning_timeout_s,
 }

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.tuning.records import record
 from triax import cli
 from triax.compat import triton_private, versions
 from triax.tools import doctor, trial
 from triax.tools.doctor import Machine
+from triax.tuning import store
 
 JAX = "0.12.0"
 WITH_GPU = Machine(
@@ -151,6 +153,26 @@ def test_settings(report, monkeypatch):
     assert "such as 90, 9.0 or sm_90; got 'hopper'" in found["TRIAX_CUDA_ARCH"]["text"]
     assert "Did you mean `TRIAX_TUNING_BYTES`" in found["TRIAX_TUNING_BITES"]["text"]
     assert found["TRIAX_AUTOTUNE"]["text"] == "cached"
+
+
+@pytest.mark.parametrize(
+    ("machine", "target", "arch", "expected"),
+    [
+        (WITHOUT_GPU, "Imaginary GPU", "90", None),
+        (WITHOUT_GPU, "Imaginary GPU", "", "TRIAX_CUDA_ARCH must name its architecture, too"),
+        (WITHOUT_GPU, "imaginary", "90", "no stored config is for it. Did you mean `Imaginary GPU"),
+        (WITH_GPU, "NVIDIA H200", "", "no stored config is for it. Known: Imaginary GPU."),
+        (WITH_GPU, "Imaginary GPU", "90", "only for exporting: programs that run here use configs"),
+    ],
+)
+def test_the_gpu_that_is_named(report, monkeypatch, machine, target, arch, expected):
+    store.user_store().put(record(0))
+    monkeypatch.setenv("TRIAX_GPU", target)
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", arch)
+    _, found, _ = report(machine)
+    finding = found["TRIAX_GPU"]
+    assert finding["text"] == target if expected is None else expected in finding["text"]
+    assert finding["level"] == ("ok" if expected is None else "warn")
 
 
 def test_no_home(report, monkeypatch):

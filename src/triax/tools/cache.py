@@ -11,8 +11,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+from triax import settings
 from triax.errors import ArgumentValueError
-from triax.messages import counted
+from triax.messages import counted, near_misses
 from triax.tuning import store
 from triax.tuning.store import Record, Store
 
@@ -48,6 +49,8 @@ def list_configs() -> int:
             print(f"{line}  {record.config}  {where}")
     if count:
         print(f"{counted(count, 'config')}, {total / 1e3:.1f} kB")
+        if (target := settings.gpu()) is not None and target not in store.gpus():
+            print(f"none is for TRIAX_GPU, {target!r}.{near_misses(target, store.gpus())}")
     elif not status:
         print(f"no tuned configs yet: {NOTHING_YET}")
     return status

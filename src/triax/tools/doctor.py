@@ -125,7 +125,7 @@ def examine(machine: Machine) -> Iterator[Finding]:
     yield _gpu(machine)
     yield from _gates(machine)
     yield from _folders(machine)
-    yield from _settings()
+    yield from _settings(machine)
     yield from _trial(machine)
 
 
@@ -175,7 +175,10 @@ def _gpu(machine: Machine) -> Finding:
     if machine.gpus:
         return Finding("GPU", "GPU", "ok", f"{', '.join(machine.gpus)}{driver}")
     if not machine.driver:
-        remedy = "to lower for one, set TRIAX_CUDA_ARCH (90 for an H100 or H200)"
+        remedy = (
+            "to lower for one, set TRIAX_CUDA_ARCH (90 for an H100 or H200), and TRIAX_GPU to its "
+            "name for its tuned configs"
+        )
         return Finding("GPU", "GPU", "warn", "neither JAX nor nvidia-smi finds one", remedy)
     text = f"{machine.driver[0][0]}{driver}, but JAX does not use it: {machine.no_gpu}"
     platforms = os.environ.get("JAX_PLATFORMS")
@@ -249,7 +252,7 @@ def _tritons_folder(machine: Machine) -> Finding:
     return Finding("folders", "Triton's cache", "ok", str(caches))
 
 
-def _settings() -> Iterator[Finding]:
+def _settings(machine: Machine) -> Iterator[Finding]:
     for name in sorted(os.environ):
         value = os.environ[name]
         if name in _OF_OTHERS and value:
@@ -257,7 +260,8 @@ def _settings() -> Iterator[Finding]:
         elif name in settings.VARIABLES:
             try:
                 settings.VARIABLES[name]()
-                yield Finding("settings", name, "ok", value)
+                problem = _about_target(machine) if name == "TRIAX_GPU" and value.strip() else ""
+                yield Finding("settings", name, "warn" if problem else "ok", problem or value)
             except TriaxError as error:
                 yield Finding("settings", name, "fix", str(error))
         elif name.startswith("TRIAX_"):
@@ -266,6 +270,20 @@ def _settings() -> Iterator[Finding]:
     mode = "TRIAX_AUTOTUNE"
     if mode not in os.environ:
         yield Finding("settings", mode, "ok", f"{settings.mode_in_force()}, as it is not set")
+
+
+def _about_target(machine: Machine) -> str:
+    """What to know of the GPU that ``TRIAX_GPU`` names, if it is not as it should be."""
+    target, here = str(settings.gpu()), [name.rpartition(" (")[0] for name in machine.gpus]
+    problems = []
+    if here and target not in here:
+        problems.append(f"only for exporting: programs that run here use configs of {here[0]}")
+    if target not in here and settings.cuda_arch() is None:
+        problems.append("TRIAX_CUDA_ARCH must name its architecture, too")
+    known = store.gpus()
+    if target not in known:
+        problems.append(f"no stored config is for it.{near_misses(target, known)}")
+    return f"{target}: {'; '.join(problems)}" if problems else ""
 
 
 def _trial(machine: Machine) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.errors import ArgumentValueError
 from triax.moe.feed_forward import parts
 from triax.moe.feed_forward.parts import FeedForward, Options
@@ -75,6 +76,7 @@ def feed_forward(
     x = _float_array("x", x, ("tokens", "hidden"))
     logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
     w_down = _float_array("w_down", w_down, ("experts", "width", "hidden"))
+    messages.check_sizes_known("x", x.shape)
     num_tokens, hidden = x.shape
     num_experts, width = logits.shape[1], w_down.shape[1]
     _check_shape("logits", logits, (num_tokens, num_experts), "the tokens of `x`")
