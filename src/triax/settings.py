@@ -1,12 +1,16 @@
 """The environment variables and modes that configure Triax, validated in one place.
 
 Each variable is read when it is needed, so a program or a test may set it late. A value that is not
-allowed is a `SettingError` that lists those that are; an empty one counts as unset.
+allowed is a `SettingError` that lists those that are; an empty one counts as unset. What is set and
+has no effect, such as a misspelt name, is logged once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import logging
 import os
 import re
 import stat
@@ -19,6 +23,8 @@ import jax
 
 from triax.errors import ArgumentValueError, SettingError
 from triax.messages import short
+
+logger = logging.getLogger(__name__)
 
 _MOST_SECONDS = 3600
 TuningMode = Literal["auto", "cached", "strict", "off", "runtime"]
@@ -101,7 +107,7 @@ def cache_folder() -> Path | None:
 
     None if the user has no home folder, as in a container that runs under an arbitrary user id.
     """
-    if folder := os.environ.get("TRIAX_CACHE_DIR"):
+    if folder := _environment("TRIAX_CACHE_DIR"):
         return _absolute("TRIAX_CACHE_DIR", folder)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # XDG says to ignore it
@@ -135,8 +141,12 @@ def temporary_folder() -> Path:
 
 def cache_path() -> list[Path]:
     """Read-only stores of tuned configs: ``TRIAX_CACHE_PATH``, separated as in PATH."""
-    folders = os.environ.get("TRIAX_CACHE_PATH", "").split(os.pathsep)
-    return [_absolute("TRIAX_CACHE_PATH", folder) for folder in folders if folder]
+    named = _environment("TRIAX_CACHE_PATH").split(os.pathsep)
+    folders = [_absolute("TRIAX_CACHE_PATH", folder) for folder in named if folder]
+    for folder in folders:
+        if not os.path.exists(folder):
+            _report_missing(folder)
+    return folders
 
 
 def tuning_bytes() -> int | None:
@@ -179,7 +189,40 @@ VARIABLES: dict[str, Callable[[], object]] = {
 
 
 def _read(name: str) -> str:
-    return os.environ.get(name, "").strip()
+    return _environment(name).strip()
+
+
+def _environment(name: str) -> str:
+    _report_unknown()
+    return os.environ.get(name, "")
+
+
+def suggestion(name: str) -> str:
+    """A sentence with the variable that may have been meant, or with all."""
+    prefix = "TRIAX_"  # which makes any two alike
+    known = [known.removeprefix(prefix) for known in VARIABLES]
+    close = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
+    return f"Did you mean {prefix}{close[0]}?" if close else f"Known: {', '.join(VARIABLES)}."
+
+
+# Log lines, not Python warnings, which a program may have made errors.
+
+
+@functools.cache
+def _report_unknown() -> None:
+    """Logs variables that look like Triax's and are not, when the first setting is read."""
+    for name in sorted(os.environ):
+        if name.startswith("TRIAX_") and name not in VARIABLES:
+            logger.warning(
+                "the environment variable %s is set, and Triax does not know it. %s",
+                name,
+                suggestion(name),
+            )
+
+
+@functools.cache
+def _report_missing(folder: Path) -> None:
+    logger.warning("TRIAX_CACHE_PATH names %s, which does not exist or cannot be seen", folder)
 
 
 def _wrong(name: str, rule: str, value: str) -> SettingError:

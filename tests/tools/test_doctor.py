@@ -151,7 +151,7 @@ def test_settings(report, monkeypatch):
     status, found, _ = report(WITH_GPU)
     assert (status, found["TRIAX_CUDA_ARCH"]["level"]) == (1, "fix")
     assert "such as 90, 9.0 or sm_90; got 'hopper'" in found["TRIAX_CUDA_ARCH"]["text"]
-    assert "Did you mean `TRIAX_TUNING_BYTES`" in found["TRIAX_TUNING_BITES"]["text"]
+    assert "Did you mean TRIAX_TUNING_BYTES?" in found["TRIAX_TUNING_BITES"]["text"]
     assert found["TRIAX_AUTOTUNE"]["text"] == "cached"
 
 
@@ -173,6 +173,14 @@ def test_the_gpu_that_is_named(report, monkeypatch, machine, target, arch, expec
     finding = found["TRIAX_GPU"]
     assert finding["text"] == target if expected is None else expected in finding["text"]
     assert finding["level"] == ("ok" if expected is None else "warn")
+
+
+def test_a_cache_path_that_does_not_exist(report, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRIAX_CACHE_PATH", str(tmp_path / "nothing"))
+    _, found, _ = report(WITH_GPU)
+    assert found["store"]["level"] == "warn"
+    assert found["store"]["text"] == f"{tmp_path / 'nothing'} does not exist"
+    assert found["store"]["remedy"] == "correct TRIAX_CACHE_PATH"
 
 
 def test_no_home(report, monkeypatch):

@@ -224,11 +224,16 @@ def _folders(machine: Machine) -> Iterator[Finding]:
         name = "tuned configs" if place.folder == folder else place.name.partition(" /")[0]
         try:
             text = f"{place.folder}, {counted(len(place.paths()), 'config')}"
-            problem = disk_cache.why_not(place.folder) if place.folder == folder else ""
+            problem = ""
+            if place.folder == folder:
+                problem = disk_cache.why_not(place.folder)
+            elif not place.folder.exists():
+                problem = f"{place.folder} does not exist"
         except OSError as error:
             problem = f"{place.folder} cannot be read: {error.strerror}"
         if problem:
-            yield Finding("folders", name, "warn", problem, remedy)
+            named = remedy if place.folder == folder else "correct TRIAX_CACHE_PATH"
+            yield Finding("folders", name, "warn", problem, named)
         else:
             yield Finding("folders", name, "ok", text)
     if isinstance(machine.triton, str):
@@ -265,7 +270,7 @@ def _settings(machine: Machine) -> Iterator[Finding]:
             except TriaxError as error:
                 yield Finding("settings", name, "fix", str(error))
         elif name.startswith("TRIAX_"):
-            text = f"Triax does not know it.{near_misses(name, settings.VARIABLES)}"
+            text = f"Triax does not know it. {settings.suggestion(name)}"
             yield Finding("settings", name, "warn", text)
     mode = "TRIAX_AUTOTUNE"
     if mode not in os.environ:
