@@ -18,11 +18,15 @@ PROGRAM = """
 import jax, numpy as np, triton, triton.language as tl, triax
 from lab.helpers import FACTOR, twice
 
-@triton.autotune([triton.Config({"BLOCK": block}) for block in (64, 128)], key=[])
 @triton.jit
-def scale_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def minus(x):
+    return -x
+
+@triton.autotune([triton.Config({"BLOCK": b, "LAST": minus}) for b in (64, 128)], key=["LAST"])
+@triton.jit
+def scale_kernel(x_ptr, out_ptr, n, LAST: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = twice(tl.load(x_ptr + offsets, mask=offsets < n)) * FACTOR
+    x = LAST(twice(tl.load(x_ptr + offsets, mask=offsets < n)) * FACTOR)
     tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=offsets < n)
 
 def scale(x):
