@@ -92,8 +92,9 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
 
 def _array_types(ctx: Any) -> tuple[tuple[ArrayType, ...], tuple[ArrayType, ...]]:
     """The types of the operands and of the results."""
-    for index, aval in enumerate((*ctx.avals_in, *ctx.avals_out)):
-        messages.check_sizes_known(f"array {index} of operands and results", aval.shape)
+    for name, avals in (("operands", ctx.avals_in), ("results", ctx.avals_out)):
+        for index, aval in enumerate(avals):
+            messages.check_sizes_known(f"{name}[{index}]", aval.shape)
     return tuple(map(ArrayType.of, ctx.avals_in)), tuple(map(ArrayType.of, ctx.avals_out))
 
 

@@ -126,16 +126,29 @@ def temporary_folder() -> Path:
     Raises:
       OSError: it cannot be made, or somebody else may write to it.
     """
-    base = tempfile.gettempdir()
-    named = {os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")}
-    # Python's last resort.
-    if base not in {*named, "/tmp", "/var/tmp", "/usr/tmp"} and base == os.getcwd():
-        raise FileNotFoundError("there is no folder for temporary files; set TMPDIR")
-    folder = Path(base, f"triax-{os.getuid()}")
+    folder = Path(_temporary_files(), f"triax-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
+
+
+def new_temporary_folder() -> Path:
+    """A folder among the temporary files that nobody else knows.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    return Path(tempfile.mkdtemp(prefix="triax-", dir=_temporary_files()))
+
+
+def _temporary_files() -> str:
+    folder = tempfile.gettempdir()
+    named = {os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")}
+    # The working directory is Python's last resort.
+    if folder not in {*named, "/tmp", "/var/tmp", "/usr/tmp"} and folder == os.getcwd():
+        raise FileNotFoundError("there is no folder for temporary files; set TMPDIR")
     return folder
 
 

@@ -41,14 +41,16 @@ def choose() -> tuple[Path, str]:
       CompilationError: there is no folder that can be written.
     """
     own = triton_private.cache_folder()
-    if triton_private.cache_folder_is_given() or not (problem := why_not(own)):
+    problem = why_not(own) if own.is_absolute() else "this user has no home folder"
+    if triton_private.cache_folder_is_given() or not problem:
         return own, ""
     problems = [problem]
-    for base in (settings.cache_folder, settings.temporary_folder, tempfile.mkdtemp):
+    places = settings.cache_folder, settings.temporary_folder, settings.new_temporary_folder
+    for place in places:
         try:
-            found = base()
+            found = place()
         except OSError as error:
-            problems.append(f"{error.filename or 'there'}: {error.strerror or error}")
+            problems.append(str(error))
             continue
         if found is not None:
             folder = Path(found, "triton")
@@ -63,8 +65,6 @@ def choose() -> tuple[Path, str]:
 
 def why_not(folder: Path) -> str:
     """Why files cannot be made in a folder, or in the one that it is to be made in; else ""."""
-    if not folder.is_absolute():
-        return "this user has no home folder"
     try:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         with tempfile.TemporaryFile(dir=existing):
