@@ -359,6 +359,7 @@ def _flatten_out_type(out_type: Any, keywords: Mapping[str, Any]) -> tuple[list[
                 f"Argument `{label}` has dtype {leaf.dtype}, which JAX has disabled. Enable it "
                 f"(jax.config.update('jax_enable_x64', True)), or ask for {canonical}."
             )
+        messages.check_sizes_known(label, leaf.shape)
         shape = []
         for size in leaf.shape:
             if not is_int(size) or size < 0:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 import triax
 from triax import moe
 from triax.emitting import reading
+from triax.errors import UnsupportedError
 from triax.moe import transformer_engine as te
 
 # By default the platform decides; on the CPU that is plain JAX.
@@ -435,6 +436,27 @@ def test_export_for_both_platforms_runs_on_the_cpu(name):
     )(*args)
     assert "triton_kernel_call" in exported.mlir_module()
     close(exported.call(*args), run(*args))
+
+
+SYMBOLIC = {"router"}  # exported with sizes left open, as plain JAX
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_export_of_symbolic_sizes_works_or_is_refused(name, implementation):
+    op = OPS[name]
+    args = op.draw(0)
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    shapes = [(tokens, *a.shape[1:]) if a.shape[0] == args[0].shape[0] else a.shape for a in args]
+    run = jax.jit(lambda *args: jax.tree.leaves(op.run(*args, implementation=implementation)))
+    export = jax.export.export(run, platforms=("cpu",))
+    types = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, args, strict=True)]
+    if name in SYMBOLIC and implementation == "xla":
+        close(export(*types).call(*args), run(*args))
+        return
+    remedy = ", or pass `implementation='xla'`" if name in SYMBOLIC else ""
+    with pytest.raises(UnsupportedError, match=rf"\[tokens, \d+\]\. Export once .* size{remedy}\."):
+        export(*types)
 
 
 NEW_SIZES = {

@@ -346,6 +346,7 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(measurer, monkeypatch, tm
     monkeypatch.setenv("TRIAX_CACHE_DIR", str(file / "below"))
     assert explain().source == "measured now"
     assert "could not be stored" in caplog.text
+    assert "; set TRIAX_CACHE_DIR" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -380,7 +381,7 @@ def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, ca
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[1, 2]", "it must be an object; got list"),
-        ('{"key": {"format": 0}}', "format 0 is not 2"),
+        ('{"key": {"format": 0}}', "format 0 is not 3"),
         ("null", "it must be an object; got NoneType"),
     ],
 )

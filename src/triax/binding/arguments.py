@@ -129,6 +129,7 @@ class Flattened:
 
     def _add_array(self, name: str, value: Any) -> int:
         dtypes.check(value.dtype, name)
+        messages.check_sizes_known(name, value.shape)
         index = len(self.arrays)
         if isinstance(value, jax.Ref):  # first: JAX 0.8 calls a traced Ref an array too
             value = self._read(name, index, value)

@@ -56,8 +56,9 @@ def unpack_values(values: Values) -> dict[str, Any]:
 
 
 def describe(values: dict[str, Any]) -> str:
-    """Values as people read them: "BLOCK=64, num_warps=4"."""
-    return ", ".join(f"{name}={value}" for name, value in values.items()) or "default"
+    """Values as people read them: "BLOCK=64, num_warps=4"; a function by its name alone."""
+    texts = (f"{name}={getattr(value, '__qualname__', value)}" for name, value in values.items())
+    return ", ".join(texts) or "default"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,9 +94,36 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(triton().knobs.cache.dir)
 
 
+def cache_folder_is_given() -> bool:
+    """Whether somebody chose that folder: by ``TRITON_CACHE_DIR``, or in the program."""
+    return bool(os.environ.get("TRITON_CACHE_DIR") or vars(triton().knobs.cache).get("dir"))
+
+
+def set_cache_folder(folder: pathlib.Path) -> None:
+    """Chooses that folder, also for processes that this one starts."""
+    triton().knobs.cache.dir = str(folder)
+
+
 def is_jit_function(value: Any) -> bool:
     """Whether `value` is a `@triton.jit` function, Gluon's included."""
     return isinstance(value, triton().JITFunction)
+
+
+def is_called_in_kernels(value: Any) -> bool:
+    """Whether `value` is a function with a source that kernels call: jitted, or for constexprs."""
+    return isinstance(value, triton().runtime.jit.JITCallable)
+
+
+def is_seen_by_kernels(value: Any) -> bool:
+    """Whether a global `value` is more to a kernel than a name: a function or a constant."""
+    language = triton().language
+    constants = (int, float, str, tuple, language.constexpr, language.dtype)
+    return isinstance(value, constants) or is_called_in_kernels(value)
+
+
+def without_constexpr(value: Any) -> Any:
+    """What a `tl.constexpr` holds; any other value as it is."""
+    return value.value if isinstance(value, triton().language.constexpr) else value
 
 
 def is_autotuner(value: Any) -> bool:

@@ -24,7 +24,7 @@ from triax.binding.launch import CompiledKernel, Descriptor, Launch, Leaf, Scala
 from triax.binding.values import Static
 from triax.compat import triton_private, versions
 from triax.compat.triton_lock import TRITON
-from triax.compiling import compiled_kernel, threads
+from triax.compiling import compiled_kernel, disk_cache, threads
 from triax.errors import CompilationError, CompilationTimeout, TriaxError
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,7 @@ def _compile(
         found, is_mine = _find_or_begin(key, function, count=not ahead)
         if is_mine:
             try:
+                disk_cache.prepare()
                 compiled = triton_private.compile_specialization(
                     function, backend, specialization, options, on_miss
                 )

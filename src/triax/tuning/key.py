@@ -7,17 +7,19 @@ processes of a job.
 from __future__ import annotations
 
 import dataclasses
+import dis
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+import re
+from collections.abc import Collection, Iterator, Sequence
+from types import CodeType, ModuleType
 from typing import Any
 
 from triax.binding.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
 from triax.compat import triton_private
 from triax.devices import Device
 
-FORMAT = 2
+FORMAT = 3
 SIZE_FACTOR = 4
 """A config is also used for calls that move up to this many times more or fewer bytes."""
 
@@ -28,7 +30,7 @@ class Key:
 
     `arguments` are the values of the parameters in `@triton.autotune`'s `key`, and `dtypes` are
     those of all arrays, as in Triton's own autotuner; `candidates` are the configs left after
-    pruning, and `source` is a hash of the source of the kernel and all it calls. `moved_bytes`
+    pruning, and `source` is a hash of the source of the kernel and all it reaches. `moved_bytes`
     counts all operands and outputs; keys that differ only in it, by at most a factor of
     `SIZE_FACTOR`, may share a config (`is_near`).
     """
@@ -121,46 +123,84 @@ def _text(launch: Launch, value: Any) -> str:
         return repr(value.value)
     if isinstance(value, tuple):
         return "(" + ", ".join(_text(launch, part) for part in value) + ")"
-    return repr(value)
+    if triton_private.is_called_in_kernels(value):
+        return _fingerprint(value)
+    return _stable_text(value)
 
 
 def _fingerprint(function: Any) -> str:
-    """A hash of a kernel's source and of all jitted functions and constants it can reach.
+    """A hash of a kernel's source and of all functions and constants that it can reach.
 
-    Unlike Triton's own hash, it does not depend on the kernel's position in its file.
+    Functions count by their source and by what their names stand for, not by the module that they
+    are in: a kernel is the same run as a script, imported, or loaded by `triax tune`. Unlike
+    Triton's own hash, it does not depend on the kernel's position in its file either.
     """
-    texts: dict[str, str] = {}
-    pending = [function]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        texts[f"{current.fn.__module__}.{current.fn.__qualname__}"] = str(current.src)
-        for name, value in _names_reached(current.fn):
-            if triton_private.is_jit_function(value):
-                pending.append(value)
-            elif isinstance(value, (int, float, str)) or type(value).__name__ == "constexpr":
-                texts[f"{current.fn.__qualname__}:{name}"] = repr(getattr(value, "value", value))
-    parts = sorted(texts.items())
+    functions, numbers = [function], {id(function): 0}
+
+    def text(value: Any) -> str:
+        if triton_private.is_called_in_kernels(value):
+            if id(value) not in numbers:
+                numbers[id(value)] = len(functions)
+                functions.append(value)
+            return f"function {numbers[id(value)]}"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(text, value))})"
+        return _stable_text(value)
+
+    parts = []
+    for current in functions:  # grows
+        defaults = text(current.fn.__defaults__ or ())
+        reached = [
+            (name, text(triton_private.without_constexpr(value)))
+            for name, value in _names_reached(current.fn)
+            if triton_private.is_seen_by_kernels(value)
+        ]
+        parts.append((str(current.src), defaults, reached))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 
 def _names_reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals and closure variables a function names, and attributes of modules it may use."""
+    """The globals and closure variables a function reads, each with its name, sorted by that.
+
+    A name in a module is read through the module: "helpers.scale".
+    """
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     namespace = {**function.__globals__, **{n: c.cell_contents for n, c in cells}}
-    for name in (*code.co_names, *code.co_freevars):
-        if name not in namespace:
+    for names in sorted(set(_names_read(code, code.co_freevars))):
+        value = namespace.get(names[0])
+        for name in names[1:]:
+            if not isinstance(value, ModuleType):
+                break
+            # Triton's version is part of every key.
+            is_tritons = value.__name__.split(".")[0] == "triton"
+            value = None if is_tritons else getattr(value, name, None)
+        yield ".".join(names), value
+
+
+def _names_read(code: CodeType, closure: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """The names that code reads from outside it, each with the attributes read from it.
+
+    By its instructions, because `co_names` has attributes too, and these may be the names of
+    globals that a program has only if it is run as a script.
+    """
+    names: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        operation, name = instruction.opname, instruction.argval
+        if operation in ("EXTENDED_ARG", "NOP"):
             continue
-        value = namespace[name]
-        if isinstance(value, ModuleType):
-            if value.__name__.split(".")[0] == "triton":
-                continue  # Triton's version is part of every key
-            for attribute in code.co_names:
-                if hasattr(value, attribute):
-                    yield f"{name}.{attribute}", getattr(value, attribute)
-        else:
-            yield name, value
+        if names and operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            names = (*names, name)
+            continue
+        if names:
+            yield names
+        is_outside = operation == "LOAD_GLOBAL" or (operation == "LOAD_DEREF" and name in closure)
+        names = (name,) if is_outside else ()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_read(constant, closure)
+
+
+def _stable_text(value: Any) -> str:
+    """A value as text that is the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))

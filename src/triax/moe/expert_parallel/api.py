@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
@@ -161,6 +162,7 @@ def dispatch(
     x = arguments.array("x", x, ("tokens", "hidden"))
     experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
     weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
+    messages.check_sizes_known("experts", experts.shape)
     if isinstance(axis_name, list):
         axis_name = tuple(axis_name)
     if isinstance(axis_name, tuple) and len(set(axis_name)) < len(axis_name):

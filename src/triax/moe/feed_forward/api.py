@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.feed_forward import parts
 from triax.moe.feed_forward.parts import FeedForward, Options
@@ -81,6 +82,7 @@ def feed_forward(
     x = _float_array("x", x, ("tokens", "hidden"))
     logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
     w_down = _float_array("w_down", w_down, ("experts", "width", "hidden"))
+    messages.check_sizes_known("x", x.shape)
     num_tokens, hidden = x.shape
     num_experts = logits.shape[1]
     width = w_down.shape[1 if w_down.shape[2] == hidden else 2]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.plans import launchers, reference
 from triax.moe.plans.configs import MAX_SORTED_EXPERTS
@@ -65,6 +66,7 @@ def make_plan(
     selected = arguments.array(
         "selected_experts", selected_experts, ("tokens", "top_k"), jnp.integer, remedy
     )
+    messages.check_sizes_known("selected_experts", selected.shape)
     num_experts = arguments.integer("num_experts", num_experts, 1)
     selected = arguments.as_int32(selected, num_experts)
     sizes = _sizes(selected.shape, num_experts, capacity, num_rows, align_size)
@@ -109,6 +111,7 @@ def make_plan_from_mask(
             f"Argument `routing_map` must have a boolean or integer dtype; got {mask.dtype}. Use "
             "`routing_map != 0`."
         )
+    messages.check_sizes_known("routing_map", mask.shape)
     if mask.shape[1] == 0:
         raise ArgumentValueError(
             f"Argument `routing_map` must have at least one expert; got shape {mask.shape}."

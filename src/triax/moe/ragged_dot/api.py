@@ -78,6 +78,8 @@ def ragged_dot(
     rows = arguments.array("rows", rows, ("rows", "depth"))
     weights = arguments.array("weights", weights, ("groups", "depth", "columns"))
     group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
+    messages.check_sizes_known("rows", rows.shape)
+    messages.check_sizes_known("weights", weights.shape)
     num_rows, depth = rows.shape
     num_groups = weights.shape[0]
     if weights.shape[1] != depth:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from triax import messages
 from triax.binding import dtypes
 from triax.compat import triton_private
 from triax.errors import ArgumentTypeError, UnsupportedError
@@ -33,10 +34,14 @@ def resolve(implementation: Any, **arrays: jax.Array | None) -> Implementation |
       ArgumentTypeError: a kernel was requested, but Triton has no element type for one of `arrays`,
         which have the names of the op's arguments.
       MissingDependencyError: a kernel was requested, but Triton is not installed.
+      UnsupportedError: one of `arrays` has a symbolic size, and "xla" was not requested.
     """
     arguments.check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "xla":
         return implementation
+    for name, array in arrays.items():
+        if array is not None:
+            messages.check_sizes_known(name, array.shape, ", or pass `implementation='xla'`")
     try:
         for name, array in arrays.items():
             if array is not None:
