@@ -162,7 +162,7 @@ class CheckedMemory(Memory):
         if unwritten.any():
             offset = index[unwritten.argmax()] * elements.itemsize
             raise UninitializedRead(
-                f"{self._where()}: {access} {preposition(access)} "
+                f"{self.where()}: {access} {preposition(access)} "
                 f"{self._element(buffer, offset)}, which nothing has written. An output holds "
                 "anything at first: store to it before, name it in `zeroed_outputs`, or alias it "
                 "to an operand that holds the first values."
@@ -180,7 +180,7 @@ class CheckedMemory(Memory):
         if differs.any():
             offset = index[order][differs.argmax()] * elements.itemsize
             raise DataRace(
-                f"{self._where()}: one store writes different values to "
+                f"{self.where()}: one store writes different values to "
                 f"{self._element(buffer, offset)}, and any of them may stay. Give each element one "
                 "lane, or use an atomic."
             )
@@ -210,7 +210,7 @@ class CheckedMemory(Memory):
             lane = (segments == segment).any(1).argmax()
             offset = index[lane] * elements.itemsize
             raise DataRace(
-                f"{self._where()}: {access} {preposition(access)} "
+                f"{self.where()}: {access} {preposition(access)} "
                 f"{self._element(buffer, offset)}, {what.format(self._programs[segment])}. On a "
                 "GPU nothing orders the two programs: let one do both, use atomics, or split the "
                 "kernel in two."
