@@ -84,9 +84,10 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(self.memory.moved(ptr.data, offsets), ptr.dtype)
 
     def create_masked_load(
-        self, ptrs: Any, mask: Any, other: Any, *hints: Any, **more_hints: Any
+        self, ptrs: Any, mask: Any, other: Any, *hints: Any, is_volatile: bool = False, **more: Any
     ) -> TensorHandle:
-        return self._load(ptrs, mask, None if other is None else other.data)
+        order = "volatile" if is_volatile or (hints and hints[-1] is True) else None
+        return self._load(ptrs, mask, None if other is None else other.data, order)
 
     def create_masked_store(
         self, ptrs: Any, value: Any, mask: Any, *hints: Any, **more_hints: Any

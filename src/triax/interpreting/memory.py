@@ -106,7 +106,7 @@ class Memory:
         """The values at `addresses`, and `other` (default 0) where the mask is off.
 
         An atomic load has an `order`: "relaxed", "acquire", "release" or "acquire_release", in
-        which it orders the accesses of programs.
+        which it orders the accesses of programs. A volatile one is "volatile", which is relaxed.
         """
         if mask.all():
             return self._read(addresses.reshape(-1), dtype, order).reshape(addresses.shape)
@@ -170,7 +170,8 @@ class Memory:
 
     def _read(self, addresses: np.ndarray, dtype: np.dtype, order: str | None) -> np.ndarray:
         values = np.empty(addresses.shape, dtype)
-        access = "atomic load" if order else "load"
+        kind = "volatile " if order == "volatile" else "atomic " if order else ""
+        access = kind + "load"
         for lanes, buffer, elements, index in self._locate(access, addresses, dtype):
             if order:
                 self._updating(access, buffer, elements, index, order)
@@ -192,7 +193,7 @@ class Memory:
     def _updating(
         self, access: str, buffer: Buffer, elements: np.ndarray, index: np.ndarray, order: str
     ) -> None:
-        """An atomic on each of ``elements[index]``."""
+        """An atomic, or a volatile load, of each of ``elements[index]``."""
 
     def _locate(
         self, access: str, addresses: np.ndarray, dtype: np.dtype
