@@ -1,8 +1,8 @@
-"""Conditions in kernels: `if`, `while`, `and`, `or`, `not`, as the compiler understands them.
+"""Conditions in kernels, `assert`, `and`, `or` and `not`, as the compiler understands them.
 
 Triton's interpreter leaves these to Python, for which every block is true: ``a and b`` is then
-silently ``b``, and ``if`` on a block always taken. Here `and`, `or` and `not` work element by
-element, without short circuit between tensors, as in compiled code; a condition must be a scalar.
+silently ``b``, and ``if`` on a block always taken. Here all but conditions work element by element,
+without short circuit between tensors, as in compiled code; a condition must be a scalar.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 
 from triax.errors import UnsupportedError
@@ -28,6 +29,20 @@ def scalar(value: Any) -> Any:
             "or reduce the block to a scalar."
         )
     return value
+
+
+def choice(
+    condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any], semantic: Any
+) -> Any:
+    """``then if condition else otherwise``, a tensor where the condition is one."""
+    value = then() if scalar(condition) else otherwise()
+    return semantic.to_tensor(value, False) if isinstance(condition, tl.tensor) else value
+
+
+def assertion(condition: Any, message: Any = "") -> None:
+    """``assert condition, message``, which is a `tl.device_assert`."""
+    if not np.all(condition.handle.data if isinstance(condition, tl.tensor) else condition):
+        raise AssertionError(message)
 
 
 def conjunction(*values: Callable[[], Any]) -> Any:
@@ -71,6 +86,8 @@ def _combine(
 
 NAMES: dict[str, Any] = {
     "interpreter_scalar": scalar,
+    "interpreter_choice": choice,
+    "interpreter_assert": assertion,
     "interpreter_and": conjunction,
     "interpreter_or": disjunction,
     "interpreter_not": negation,
@@ -84,27 +101,38 @@ class Conditions(ast.NodeTransformer):
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         self.generic_visit(node)
         name = "interpreter_and" if isinstance(node.op, ast.And) else "interpreter_or"
-        return _call(name, *(_lazy(value) for value in node.values), at=node)
+        return call(name, *(_lazy(value) for value in node.values), at=node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.op, ast.Not):
             return node
-        return _call("interpreter_not", node.operand, at=node)
+        return call("interpreter_not", node.operand, at=node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if name == "static_assert" and len(node.args) > 1:
-            node.args[1] = _call("interpreter_message", _lazy(node.args[1]), at=node.args[1])
+            node.args[1] = call("interpreter_message", _lazy(node.args[1]), at=node.args[1])
         return node
 
     def _visit_test(self, node: Any) -> ast.AST:
         self.generic_visit(node)
-        node.test = _call("interpreter_scalar", node.test, at=node.test)
+        node.test = call("interpreter_scalar", node.test, at=node.test)
         return node
 
-    visit_If = visit_While = visit_IfExp = _visit_test
+    visit_If = visit_While = _visit_test
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        semantic = ast.Name(id="interpreter_semantic", ctx=ast.Load())
+        sides = (_lazy(node.body), _lazy(node.orelse))
+        return call("interpreter_choice", node.test, *sides, semantic, at=node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        self.generic_visit(node)
+        arguments = [node.test, *filter(None, [node.msg])]
+        return ast.copy_location(ast.Expr(call("interpreter_assert", *arguments, at=node)), node)
 
 
 def _lazy(value: ast.expr) -> ast.expr:
@@ -112,6 +140,7 @@ def _lazy(value: ast.expr) -> ast.expr:
     return ast.copy_location(ast.Lambda(args=empty, body=value), value)
 
 
-def _call(name: str, *arguments: ast.expr, at: ast.expr) -> ast.expr:
+def call(name: str, *arguments: ast.expr, at: ast.AST) -> ast.expr:
+    """The expression ``name(*arguments)``, in the place of `at`."""
     function = ast.Name(id=name, ctx=ast.Load())
     return ast.copy_location(ast.Call(func=function, args=list(arguments), keywords=[]), at)
