@@ -10,6 +10,7 @@ import triton.language as tl
 
 import triax
 from triax.binding.launch import Result
+from triax.compat import triton_interpreter as compat
 from triax.errors import CompilationError
 
 SIXTEEN = tl.constexpr(16)
@@ -118,6 +119,30 @@ def plain_tuple(o_ptr):
 
 
 @triton.jit
+def sign(x):
+    if x > 0:
+        return 1
+    elif x < 0:
+        return -1
+    return 0
+
+
+@triton.jit
+def eight(FLAG: tl.constexpr):
+    if FLAG:
+        return 8
+    else:
+        return 4
+
+
+@triton.jit
+def returns(x_ptr, o_ptr):
+    x = tl.load(x_ptr + tl.program_id(0))
+    tl.store(o_ptr + tl.program_id(0), sign(x) // 2 + sign(x).to(tl.int64))
+    tl.store(o_ptr + 4, (eight(False) - 7) // 2)
+
+
+@triton.jit
 def counters(n_ptr, o_ptr):
     n = tl.load(n_ptr)
     for i in range(n):
@@ -189,6 +214,15 @@ def test_a_plain_tuple_from_outside_is_refused_as_by_the_compiler(interpret):
     text = r"`PLAIN`, which is defined outside of it as a Python tuple.*`PLAIN = tl.constexpr"
     with pytest.raises(CompilationError, match=text):
         interpret(plain_tuple, {"o_ptr": Result(0)}, FLOAT)
+
+
+def test_numbers_that_functions_return(agree):
+    x = np.array([5, -5, 0], np.int32)
+    (out,) = agree(returns, {"x_ptr": x, "o_ptr": Result(0)}, INT, grid=(3, 1, 1))
+    # Which one is returned is known when a program runs; only then is the number a tensor, ...
+    assert out[:3].tolist() == [1, -1, 0]
+    # ... and before Triton 3.7 always.
+    assert out[4] == (-1 if compat.NUMBERS_DECAY else -2)
 
 
 @pytest.mark.parametrize(

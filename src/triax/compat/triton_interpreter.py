@@ -99,6 +99,8 @@ BUILTIN_NAMES = frozenset(CodeGenerator.builtin_namespace)
 TRANSFORM_NAMES: dict[str, Any] = {
     name: getattr(_stock, name) for name in ("_InterpreterComparison",) if hasattr(_stock, name)
 }
+NUMBERS_DECAY = not hasattr(CodeGenerator, "decide_return_type")
+"""Whether a number that a function returns is always a tensor, as it is before Triton 3.7."""
 CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
 """Whether this Triton knows what ``a < b < c`` means."""
 
@@ -144,6 +146,8 @@ class Semantic(TritonSemantic):
         return self._stretched(lhs, left, sizes), self._stretched(rhs, right, sizes)
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        if type(x) is tl.tensor:
+            return x
         # Not checked is what a kernel assigns: the compiler makes tensors of a tuple's numbers too.
         if not check_type and isinstance(x, (tuple, tl.core.tuple)):
             return _tuple_like(x, [self.to_tensor(part, False) for part in x])

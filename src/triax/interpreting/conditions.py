@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
+from triax.compat.triton_interpreter import NUMBERS_DECAY
 from triax.errors import UnsupportedError
 
 
@@ -37,6 +38,22 @@ def choice(
     """``then if condition else otherwise``, a tensor where the condition is one."""
     value = then() if scalar(condition) else otherwise()
     return semantic.to_tensor(value, False) if isinstance(condition, tl.tensor) else value
+
+
+def branch(condition: Any, branches: list[Any]) -> Any:
+    """The condition of an `if` with a `return`, noted in `branches` unless it is constant."""
+    if isinstance(condition, tl.tensor):
+        branches.append(condition)
+    return scalar(condition)
+
+
+def returned(value: Any, branches: list[Any], semantic: Any) -> Any:
+    """What ``return value`` returns, of numbers tensors where another branch may return others."""
+    if isinstance(value, tuple):
+        parts = [returned(part, branches, semantic) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    is_number = isinstance(value, (int, float))
+    return semantic.to_tensor(value) if is_number and (branches or NUMBERS_DECAY) else value
 
 
 def assertion(condition: Any, message: Any = "") -> None:
@@ -86,6 +103,8 @@ def _combine(
 
 NAMES: dict[str, Any] = {
     "interpreter_scalar": scalar,
+    "interpreter_branch": branch,
+    "interpreter_returned": returned,
     "interpreter_choice": choice,
     "interpreter_assert": assertion,
     "interpreter_and": conjunction,
@@ -93,6 +112,9 @@ NAMES: dict[str, Any] = {
     "interpreter_not": negation,
     "interpreter_message": message,
 }
+
+
+_SEMANTIC, _BRANCHES = "interpreter_semantic", "interpreter_branches"
 
 
 class Conditions(ast.NodeTransformer):
@@ -121,13 +143,33 @@ class Conditions(ast.NodeTransformer):
         node.test = call("interpreter_scalar", node.test, at=node.test)
         return node
 
-    visit_If = visit_While = _visit_test
+    visit_While = _visit_test
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if not any(isinstance(part, ast.Return) for part in ast.walk(node)):
+            return self._visit_test(node)
+        self.generic_visit(node)
+        node.test = call("interpreter_branch", node.test, _name(_BRANCHES), at=node.test)
+        return node
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        self.generic_visit(node)
+        if node.value is not None:
+            arguments = (node.value, _name(_BRANCHES), _name(_SEMANTIC))
+            node.value = call("interpreter_returned", *arguments, at=node.value)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.generic_visit(node)
+        # Annotated, so that Triton's transformation leaves it alone.
+        begin = f"{_BRANCHES}: list = []"
+        node.body.insert(0, ast.copy_location(ast.parse(begin).body[0], node.body[0]))
+        return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         self.generic_visit(node)
-        semantic = ast.Name(id="interpreter_semantic", ctx=ast.Load())
         sides = (_lazy(node.body), _lazy(node.orelse))
-        return call("interpreter_choice", node.test, *sides, semantic, at=node)
+        return call("interpreter_choice", node.test, *sides, _name(_SEMANTIC), at=node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         self.generic_visit(node)
@@ -140,7 +182,10 @@ def _lazy(value: ast.expr) -> ast.expr:
     return ast.copy_location(ast.Lambda(args=empty, body=value), value)
 
 
+def _name(name: str) -> ast.expr:
+    return ast.Name(id=name, ctx=ast.Load())
+
+
 def call(name: str, *arguments: ast.expr, at: ast.AST) -> ast.expr:
     """The expression ``name(*arguments)``, in the place of `at`."""
-    function = ast.Name(id=name, ctx=ast.Load())
-    return ast.copy_location(ast.Call(func=function, args=list(arguments), keywords=[]), at)
+    return ast.copy_location(ast.Call(func=_name(name), args=list(arguments), keywords=[]), at)
