@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from triax import messages, settings
-from triax.binding import arguments, candidates, dtypes
+from triax.binding import arguments, candidates, dtypes, sources
 from triax.binding.grid import GridLike, is_int
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
@@ -275,10 +275,12 @@ def triton_call(
         block_shapes=flat.block_shapes,
         other_names=_ARGUMENTS,
     )
+    found = candidates.build(request)
+    constants = {static: None for candidate in found for _, static in candidate.constants}
     call = Call(
         kernel=view,
         arguments=placed,
-        candidates=candidates.build(request),
+        candidates=found,
         aliases=aliases,
         name=name,
         tuning=mode,
@@ -290,6 +292,7 @@ def triton_call(
         debug=debug,
         tuning_inputs=tuning_inputs,
         checked=settings.checked(),
+        code=sources.fingerprint(view.function, *(static.value for static in constants)),
     )
     jax_private.require_devices(triton_call_p)
     outputs = triton_call_p.bind(

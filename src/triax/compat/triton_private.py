@@ -280,11 +280,14 @@ def compile_specialization(
     backend: Any,
     specialization: Specialization,
     options: Mapping[str, Any],
+    code: Callable[[], str],
     on_miss: Callable[[], None] | None = None,
 ) -> Compiled:
     """Compiles up to PTX, through Triton's disk cache; only under `TRITON.shared`.
 
-    `on_miss` is called where that cache has no entry, before the work begins.
+    `code` tells what the function is compiled from, helpers and constants included; Triton's own
+    hash of it is as old as its first compilation. `on_miss` is called where the cache has no entry,
+    before the work begins.
     """
     source_class = triton().compiler.ASTSource
     if function.is_gluon():
@@ -292,15 +295,18 @@ def compile_specialization(
     source = source_class(
         function, specialization.signature, specialization.constants, specialization.attributes
     )
-    if on_miss is not None:
-        make_ir = source.make_ir
+    environment = {**_environment_up_to_ptx(), _CODE: code()}
+    make_ir = source.make_ir
 
-        def make_ir_after_miss(*args: Any, **kwargs: Any) -> Any:
+    def make_ir_after_miss(*args: Any, **kwargs: Any) -> Any:
+        if on_miss is not None:
             on_miss()
-            return make_ir(*args, **kwargs)
+        module = make_ir(*args, **kwargs)
+        if code() != environment[_CODE]:
+            raise CompilationError("it was changed while it was compiled; call it again")
+        return module
 
-        source.make_ir = make_ir_after_miss  # a hit needs no IR
-    environment = _environment_up_to_ptx()
+    source.make_ir = make_ir_after_miss  # a hit needs no IR
     kernel = triton().compile(
         source, target=backend.target, options=dict(options), _env_vars=environment
     )
@@ -320,6 +326,7 @@ def compile_specialization(
 
 
 STOPS_AT = "TRIAXSTOPS_AT"
+_CODE = "TRIAXCODE"
 
 
 def _environment_up_to_ptx() -> dict[str, str]:
@@ -348,18 +355,3 @@ def host_element_type(device_element_type: int, *, tf32: bool) -> int:
     if tf32:
         return int(module.TMA_TF32)
     return int(module.TMA_DTYPE_DEVICE_TO_HOST[device_element_type])
-
-
-def check_globals(function: Any) -> None:
-    """Raises `CompilationError` if a global that the compiled kernel captured has changed.
-
-    Triton's own launcher makes the same check before every launch.
-    """
-    missing = object()
-    for (name, _), (value, namespace) in function.used_global_vals.items():
-        found = namespace.get(name, missing)
-        if found is not value and found != value:
-            raise CompilationError(
-                f"Global variable {name!r} has changed since kernel {function.fn.__name__!r} "
-                f"was compiled, from {value} to {'nothing' if found is missing else found}."
-            )

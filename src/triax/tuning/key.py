@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
+from triax.binding import sources
 from triax.binding.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
 from triax.compat import triton_private
 from triax.devices import Device
@@ -94,7 +94,7 @@ def make_key(
     return Key(
         format=FORMAT,
         kernel=call.kernel.name,
-        source=_fingerprint(call.kernel.function),
+        source=sources.fingerprint(call.kernel.function),
         arguments=tuple(sorted(arguments.items())),
         dtypes=tuple(sorted(dtypes.items())),
         candidates=tuple(label(launch) for launch in launches),
@@ -122,45 +122,3 @@ def _text(launch: Launch, value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(_text(launch, part) for part in value) + ")"
     return repr(value)
-
-
-def _fingerprint(function: Any) -> str:
-    """A hash of a kernel's source and of all jitted functions and constants it can reach.
-
-    Unlike Triton's own hash, it does not depend on the kernel's position in its file.
-    """
-    texts: dict[str, str] = {}
-    pending = [function]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        texts[f"{current.fn.__module__}.{current.fn.__qualname__}"] = str(current.src)
-        for name, value in _names_reached(current.fn):
-            if triton_private.is_jit_function(value):
-                pending.append(value)
-            elif isinstance(value, (int, float, str)) or type(value).__name__ == "constexpr":
-                texts[f"{current.fn.__qualname__}:{name}"] = repr(getattr(value, "value", value))
-    parts = sorted(texts.items())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-
-
-def _names_reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals and closure variables a function names, and attributes of modules it may use."""
-    code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    namespace = {**function.__globals__, **{n: c.cell_contents for n, c in cells}}
-    for name in (*code.co_names, *code.co_freevars):
-        if name not in namespace:
-            continue
-        value = namespace[name]
-        if isinstance(value, ModuleType):
-            if value.__name__.split(".")[0] == "triton":
-                continue  # Triton's version is part of every key
-            for attribute in code.co_names:
-                if hasattr(value, attribute):
-                    yield f"{name}.{attribute}", getattr(value, attribute)
-        else:
-            yield name, value
