@@ -100,6 +100,14 @@ WRONG_TYPES = {
         lambda: add(grid=lambda meta: "4"),
         GRID + r"type=str, value='4' from its callable",
     ),
+    "grid_constexpr": (
+        lambda: add(grid=tl.constexpr(2)),
+        GRID + r"type=constexpr, value=.*2.*\. Use the Python int that is its `value`\.",
+    ),
+    "grid_of_constexprs": (
+        lambda: add(grid=lambda meta: (tl.constexpr(2),)),
+        GRID + r"type=tuple, value=\(.*2.*\) from its callable\. Use the Python int",
+    ),
     "grid_divided": (lambda: add(grid=100 / 64), r"value=1\.5625\. Divide ints with // or"),
     "grid_array": (
         lambda: add(grid=(jnp.int32(2),)),
@@ -115,8 +123,8 @@ WRONG_TYPES = {
         r"Kernel 'add_kernel' has no parameter `BLOK`.*Did you mean `BLOCK`",
     ),
     "option_as_keyword": (
-        lambda: add(enable_fp_fusion=False),
-        r"no parameter `enable_fp_fusion`.*compiler option: pass it in `backend_options`",
+        lambda: add(maxnreg=32),
+        r"no parameter `maxnreg`.*compiler option: pass it in `backend_options`",
     ),
     "missing_constexpr": (
         lambda: without("BLOCK"),
@@ -563,6 +571,37 @@ def test_out_shape_still_works_with_a_warning():
 def test_out_shape_beside_out_type():
     with pytest.raises(ArgumentTypeError, match="old name of `out_type`, which is given too"):
         add(out_shape=OUT)
+
+
+def fused(**options):
+    call = lambda: triax.triton_call(
+        X, X, n=100, BLOCK=64, kernel=kernels.add_kernel, out_type=OUT, grid=2, **options
+    )
+    (equation,) = jax.make_jaxpr(call)().eqns
+    return dict(equation.params["call"].candidates[0].options)
+
+
+def test_enable_fp_fusion_is_an_option_with_a_warning():
+    """jax-triton 0.3 has it as an argument."""
+    plain = fused(backend_options={"enable_fp_fusion": False})
+    with pytest.warns(DeprecationWarning, match="`enable_fp_fusion` in `backend_options`") as said:
+        assert fused(enable_fp_fusion=False) == plain != fused()
+    assert said[0].filename == __file__
+    with (
+        pytest.warns(DeprecationWarning, match="enable_fp_fusion"),
+        pytest.raises(ArgumentValueError, match="`enable_fp_fusion` is also in `backend_options`"),
+    ):
+        fused(enable_fp_fusion=False, backend_options={"enable_fp_fusion": False})
+
+
+def test_a_kernels_own_enable_fp_fusion_is_its_own(recwarn):
+    @triton.jit
+    def kernel(out_ptr, enable_fp_fusion: tl.constexpr):
+        tl.store(out_ptr, enable_fp_fusion)
+
+    output = jax.ShapeDtypeStruct((), np.int32)
+    assert triax.triton_call(enable_fp_fusion=7, kernel=kernel, out_type=output, grid=1) == 7
+    assert not recwarn
 
 
 def test_positional_scalars_and_constexprs():

@@ -234,6 +234,12 @@ def triton_call(
             )
         warnings.warn("`out_shape` is called `out_type` now.", DeprecationWarning, stacklevel=3)
         out_type = kwargs.pop("out_shape")
+    options: dict[str, Any] = {}
+    if "enable_fp_fusion" in kwargs and "enable_fp_fusion" not in view.parameter_names:
+        warnings.warn(
+            "Pass `enable_fp_fusion` in `backend_options`.", DeprecationWarning, stacklevel=3
+        )
+        options["enable_fp_fusion"] = kwargs.pop("enable_fp_fusion")
     kwargs |= kwargs.pop(_KERNELS_OWN, {})
     _check_type("name", name, str, "a string")
     _check_type("serialized_metadata", serialized_metadata, bytes, "bytes")
@@ -254,7 +260,7 @@ def triton_call(
     )
     types = flat.types()
     placed = arguments.place_outputs(view, bound, supplied, types, results, aliases)
-    options = {
+    options |= {
         "num_warps": num_warps,
         "num_stages": num_stages,
         "num_ctas": num_ctas,

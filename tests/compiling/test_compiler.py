@@ -1,5 +1,6 @@
 """Compiling: unique names, bytes that are the same everywhere, caches, what does not fit."""
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import triton.compiler.code_generator as code_generator
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import FileCacheManager
 
 import triax
 from tests import kernels
@@ -240,6 +242,39 @@ def test_triton_is_left_as_it_was(monkeypatch):
 
     assert TRITON.shared(lambda: TRITON.shared(compiling) and compiling())
     assert (state(), dict(vars(triton.knobs.compilation)), dict(os.environ)) == before
+
+
+class TestTritonsCache:
+    """The error names the folder and what to do, whichever file could not be written."""
+
+    @staticmethod
+    def check(monkeypatch, folder, reason):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        compiler.clear_cache()
+        message = rf"cannot keep what it compiles in {folder} \({reason}.*set TRITON_CACHE_DIR"
+        with pytest.raises(CompilationError, match=message):
+            lower(lambda x: copy(x), X)
+
+    def test_cannot_be_written(self, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        self.check(monkeypatch, tmp_path / "file" / "cache", "Not a directory")
+
+    def test_is_full(self, monkeypatch, tmp_path):
+        def put(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(FileCacheManager, "put", put)
+        self.check(monkeypatch, tmp_path, "No space left on device.*Make room there")
+
+    def test_is_not_blamed_for_other_files(self, monkeypatch, tmp_path):
+        def make_ir(*args, **kwargs):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/elsewhere")
+
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(ASTSource, "make_ir", make_ir)
+        compiler.clear_cache()
+        with pytest.raises(CompilationError, match="No such file or directory: '/elsewhere'"):
+            lower(lambda x: copy(x), X)
 
 
 class TestWhatAKernelNames:

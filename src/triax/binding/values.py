@@ -47,9 +47,14 @@ def unpack_values(values: Values) -> dict[str, Any]:
     return {name: static.value for name, static in values}
 
 
+def is_constexpr(value: Any) -> bool:
+    """Whether a value is one of Triton's `constexpr`s."""
+    return type(value).__name__ == "constexpr"
+
+
 def plain(value: Any) -> Any:
     """A value without Triton's `constexpr` around it, and a NumPy scalar as Python's."""
-    value = value.value if type(value).__name__ == "constexpr" else value
+    value = value.value if is_constexpr(value) else value
     return value.item() if isinstance(value, np.generic) else value
 
 

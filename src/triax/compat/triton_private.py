@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import importlib
 import importlib.metadata
@@ -307,9 +308,20 @@ def compile_specialization(
         return module
 
     source.make_ir = make_ir_after_miss  # a hit needs no IR
-    kernel = triton().compile(
-        source, target=backend.target, options=dict(options), _env_vars=environment
-    )
+    try:
+        kernel = triton().compile(
+            source, target=backend.target, options=dict(options), _env_vars=environment
+        )
+    except OSError as error:
+        folder, is_full = cache_folder(), error.errno in (errno.ENOSPC, errno.EDQUOT)
+        place = pathlib.Path(os.fsdecode(error.filename or os.devnull))
+        if is_full or place.is_relative_to(folder) or folder.is_relative_to(place):
+            remedy = "Make room there" if is_full else "Make it a folder that can be written"
+            raise CompilationError(
+                f"Triton cannot keep what it compiles in {folder} ({error.strerror}). {remedy}, or "
+                "set TRITON_CACHE_DIR to another folder."
+            ) from error
+        raise
     metadata = kernel.metadata
     return Compiled(
         entry=metadata.name,
