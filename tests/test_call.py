@@ -878,6 +878,40 @@ def test_pruning_and_perf_model():
     assert seen == [256]
 
 
+@pytest.mark.parametrize(
+    ("top_k", "left"), [(0.5, [256, 1024]), (0.74, [256, 1024]), (0.1, [256]), (1.0, None)]
+)
+def test_a_fraction_of_the_configs_that_perf_model_likes_best(top_k, left):
+    times = {64: 3.0, 1024: 2.0, 512: 4.0, 256: 1.0}
+    kernel = triton.autotune(
+        [triton.Config({"BLOCK": block}) for block in times],
+        key=["n"],
+        prune_configs_by={"perf_model": lambda BLOCK, **_: times[BLOCK], "top_k": top_k},
+    )(kernels.add_kernel)
+    seen = []
+    grid = lambda meta: seen.append(meta["BLOCK"]) or (2,)
+    jax.make_jaxpr(lambda: triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid))()
+    assert seen == (list(times) if left is None else left)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function])
+def test_an_empty_grid_hands_on_the_operand_that_is_aliased(jit):
+    total, other = jit(
+        lambda x, y: triax.triton_call(
+            x_ptr=x,
+            y_ptr=y,
+            n=100,
+            BLOCK=64,
+            kernel=kernels.accumulate_kernel,
+            out_type=(OUT, OUT),
+            input_output_aliases={"x_ptr": 1, "y_ptr": 0},
+            grid=0,
+        )
+    )(X, X + 1)
+    testing.assert_same_bits(total, X + 1)
+    testing.assert_same_bits(other, X)
+
+
 def test_heuristics_outside_and_inside_autotune():
     order = []
 
