@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from triax.binding import exact
+from triax.compat.triton_patches import parse
 
 _LIBRARIES = sys.stdlib_module_names | {"triton", "numpy", "ml_dtypes", "jax", "jaxlib"}
 
@@ -130,7 +131,7 @@ def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]
     if known is None or known[0] != source:
         outer = set(_outer_names(function.__code__))
         found: dict[Name, None] = {}
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse(source)):
             attributes: list[str] = []
             while isinstance(node, ast.Attribute):
                 attributes.insert(0, node.attr)
