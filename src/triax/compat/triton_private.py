@@ -261,7 +261,7 @@ def _torch_left_alone() -> Iterator[None]:
 class Compiled:
     """What Triton's compiler returned up to PTX, as plain data. Sizes in bytes.
 
-    `ir` is the code its front end made.
+    `ir_path` is the file, in its cache, with the code that its front end made: see `read_ir`.
     """
 
     entry: str
@@ -273,7 +273,7 @@ class Compiled:
     global_scratch_align: int
     profile_scratch_bytes: int
     tensor_descriptors: tuple[dict[str, Any], ...]
-    ir: str
+    ir_path: str
 
 
 def compile_specialization(
@@ -323,6 +323,7 @@ def compile_specialization(
             ) from error
         raise
     metadata = kernel.metadata
+    files = {pathlib.Path(path).suffix: str(path) for path in kernel.metadata_group.values()}
     return Compiled(
         entry=metadata.name,
         ptx=kernel.asm["ptx"],
@@ -333,8 +334,28 @@ def compile_specialization(
         global_scratch_align=metadata.global_scratch_align or 1,
         profile_scratch_bytes=getattr(metadata, "profile_scratch_size", 0) or 0,
         tensor_descriptors=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
-        ir=kernel.asm.get("ttir") or kernel.asm.get("ttgir", ""),
+        ir_path=files.get(".ttir") or files[".ttgir"],
     )
+
+
+def read_ir(path: str, compute_capability: int) -> Any:
+    """Triton's own view of a module that its compiler wrote to a file; under `front_end_lock`."""
+    ir = importlib.import_module("triton._C.libtriton").ir
+    try:
+        return ir.parse_mlir_module(path, _ir_context(compute_capability))
+    except RuntimeError as error:
+        raise CompilationError(f"Triton cannot read {path}, which it has written") from error
+
+
+@functools.cache  # to make one takes longer than to read most kernels
+def _ir_context(compute_capability: int) -> Any:
+    ir = importlib.import_module("triton._C.libtriton").ir
+    context = ir.context()
+    if hasattr(context, "disable_multithreading"):  # Triton 3.5; a forked child has no threads
+        context.disable_multithreading()
+    ir.load_dialects(context)
+    backend_for(compute_capability).load_dialects(context)
+    return context
 
 
 STOPS_AT = "TRIAXSTOPS_AT"
