@@ -70,6 +70,14 @@ class Endless:
 
 
 OPAQUE = Opaque()
+
+
+def opaque(**members):
+    found = Opaque()
+    vars(found).update(members)
+    return found
+
+
 NAN = float("nan")
 ARRAY = np.arange(3000.0)
 
@@ -108,6 +116,7 @@ DIFFERENT = [
     (Options(ml_dtypes.bfloat16(1)), Options(ml_dtypes.float8_e5m2(1))),
     (Loose(3), Loose(4)),
     (Opaque(), Opaque()),
+    (opaque(x=1), opaque(x=1)),
     (tl.float32, tl.float16),
     (np.dtype("float32"), np.dtype("float16")),
     (np.dtype("float32"), np.float32),

@@ -238,6 +238,21 @@ def read(tmp_path, body):
             """,
             [(1,)],
         ),
+        # Code whose arguments are not one for each operand.
+        (
+            """
+            %t = tt.splat %x : !tt.ptr<f32> -> tensor<4x!tt.ptr<f32>>
+            %i = tt.ptr_to_int %t : tensor<4x!tt.ptr<f32>> -> tensor<4xi64>
+            %m = "tt.reduce"(%i) <{axis = 0 : i32}> ({
+            ^e(%a: i64, %b: i64):
+              %r = arith.maxsi %a, %b : i64
+              tt.reduce.return %r : i64
+            }) : (tensor<4xi64>) -> i64
+            %p = tt.int_to_ptr %m : i64 -> !tt.ptr<f32>
+            tt.store %p, %v : !tt.ptr<f32>
+            """,
+            [(0,)],
+        ),
         # Gluon's warps with code of their own.
         (
             """
@@ -494,6 +509,10 @@ def apart(x_ptr, y_ptr, n, out_ptr):
     address = tl.load(x_ptr.to(tl.pointer_type(tl.int64)))
     tl.store(address.to(tl.pointer_type(tl.float32)), 1.0)
     tl.device_assert(x_ptr.to(tl.int64) != 0)
+    doubled = tl.inline_asm_elementwise(
+        "ld.global.b32 $0, [$1];", "=r,l", [x_ptr.to(tl.int64)], tl.int32, is_pure=True, pack=1
+    )
+    tl.store(out_ptr + x_ptr.to(tl.int64) % 16, doubled.to(tl.float32))
 
 
 def test_pointers_side_by_side_stay_apart():

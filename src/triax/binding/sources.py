@@ -26,7 +26,7 @@ Name: TypeAlias = tuple[str, ...]
 
 _names: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, tuple[Name, ...]]]
 _names = weakref.WeakKeyDictionary()
-_serial_numbers: dict[int, tuple[Callable[[], Any], str]] = {}
+_serial_numbers: dict[int, tuple[Any, str]] = {}
 
 
 def fingerprint(function: Any, *constants: Any) -> str:
@@ -158,12 +158,10 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
 def _serial_number(value: Any) -> str:
     """A name for an object that no other has, also once it is gone; the id may be used again."""
     key = id(value)
-    get, number = _serial_numbers.get(key, (lambda: _MISSING, ""))
-    if get() is not value:
-        number = uuid.uuid4().hex
+    if key not in _serial_numbers:
         try:
-            get = weakref.ref(value, lambda _: _serial_numbers.pop(key, None))
+            held = weakref.ref(value, lambda _: _serial_numbers.pop(key, None))
         except TypeError:
-            get = lambda: value
-        _serial_numbers[key] = get, number
-    return number
+            held = value  # it lives as long as its number
+        _serial_numbers[key] = held, uuid.uuid4().hex
+    return _serial_numbers[key][1]
