@@ -8,8 +8,8 @@ experts of one GPU, for which there is no such way by hand: parts are not equal.
 
 The layer with its experts spread over the GPUs is profiled, in one part and with its tokens in two,
 so that one part could be exchanged while experts work on the other. The layer with its tokens
-cut under plain `jit`, and all experts on each GPU, is compared with one GPU that has all tokens.
-Prints what it finds and writes `--output`.
+cut over an explicit axis, and all experts on each GPU, is compared with one GPU that has all
+tokens. Prints what it finds and writes `--output`.
 
     python benchmarks/expert_parallel.py [--output FILE]
 """
@@ -28,7 +28,7 @@ import gpu_record
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from triax import moe
@@ -61,7 +61,7 @@ def by_triax(**options):
     def run(x, weights, experts):
         sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, **options)
         rows = jax.lax.optimization_barrier(sent.rows)
-        return moe.combine(rows, sent.plan)
+        return moe.combine(rows, sent.plan, weights=sent.weights)
 
     return run
 
@@ -91,7 +91,8 @@ def layer(exchange, parts):
         how = {"num_rows": num_rows(len(x)), "scheme": "token", "exchange": exchange}
         sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, **how)
         h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
-        return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan, weighted=True)
+        y = moe.ragged_dot(h, w_down, sent.group_sizes)
+        return moe.combine(y, sent.plan, weights=None)
 
     def run_parts(x, logits, w_gate_up, w_down):
         pairs = zip(jnp.split(x, parts), jnp.split(logits, parts), strict=True)
@@ -223,8 +224,13 @@ def main():
         found[name] = times
         print(f"{name}: {times}")
 
-    everywhere = [jax.device_put(w, NamedSharding(mesh, P())) for w in (gate_up, down)]
-    cut = x, logits, *everywhere, gradient
+    explicit = jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Explicit,))
+    specs = P(AXIS), P(AXIS), P(), P(), P(AXIS)
+    operands = x, logits, gate_up, down, gradient
+    cut = [
+        jax.device_put(operand, NamedSharding(explicit, spec))
+        for operand, spec in zip(operands, specs, strict=True)
+    ]
     one = jax.device_put(cut, jax.devices()[0])
     programs = {
         "forward": (whole_layer, 4),

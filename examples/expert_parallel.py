@@ -55,7 +55,7 @@ def on_all_devices(params: Params, x: jax.Array) -> jax.Array:
     sent = moe.dispatch(x, weights, experts, EXPERTS, "expert")
     inner = moe.ragged_dot(sent.rows, params["gate_up"], sent.group_sizes)
     rows = moe.ragged_dot(moe.glu(inner, sent.weights), params["down"], sent.group_sizes)
-    return moe.combine(rows, sent.plan, weighted=True)
+    return moe.combine(rows, sent.plan, weights=None)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -17,9 +17,16 @@ from jax.sharding import PartitionSpec as P
 import triax
 from tests import kernels
 from tests.cases import accumulate_by_alias, blockwise, cuda_calls, gather, vector_add
+from tests.primitives import sum_and_accumulate
 from triax import testing
 from triax.compiling import compiler
-from triax.errors import ArgumentValueError, DifferentiationError, OutOfBounds, ReadOnlyOperand
+from triax.errors import (
+    ArgumentValueError,
+    DifferentiationError,
+    OutOfBounds,
+    ReadOnlyOperand,
+    UnsupportedError,
+)
 
 X = np.arange(300, dtype=np.float32)
 
@@ -469,15 +476,64 @@ class TestExport:
         with pytest.raises(Exception, match="triax_interpreted_kernel_cannot_be_exported_for_cpu"):
             exported.call(X, X)
 
-    def test_an_op_with_an_xla_path_exports_for_all_platforms(self):
+    @pytest.mark.parametrize(
+        ("platforms", "expected"),
+        [
+            (["rocm"], "lowered for ROCm, which Triax does not support"),
+            (["tpu"], "lowered for 'tpu'; Triton kernels run on CUDA GPUs"),
+            (["rocm", "tpu"], "lowered for ROCm"),
+            (["cpu"], "exported for 'cpu' to run in Triton's interpreter"),
+            (["cpu", "tpu"], "lowered for 'tpu'|exported for 'cpu'"),
+        ],
+    )
+    def test_where_it_could_never_run_is_refused(self, platforms, expected):
+        export = jax.export.export(
+            jax.jit(vector_add), platforms=platforms, disabled_checks=triax.export_checks()
+        )
+        with pytest.raises(UnsupportedError, match=f"Kernel 'add_kernel' is .*({expected})"):
+            export(X, X)
+
+    @pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]])
+    def test_a_callback_for_the_interpreter_is_refused(self, platforms):
+        interpreted = functools.partial(blockwise, BLOCK=128, implementation="interpret")
+        function = jax.jit(lambda x, y: interpreted(kernels.add_kernel, x, y))
+        export = jax.export.export(
+            function, platforms=platforms, disabled_checks=triax.export_checks()
+        )
+        with pytest.raises(UnsupportedError, match="interpreter, which is not part of an exported"):
+            export(X, X)
+
+    @pytest.mark.parametrize("through", ["operands", "out_type", "a rule"])
+    def test_symbolic_sizes_are_refused(self, through):
+        def function(x):
+            if through == "a rule":
+                return sum_and_accumulate(x, x)
+            known = jax.ShapeDtypeStruct((4,), np.float32)
+            out_type = known if through == "operands" else x
+            return triax.triton_call(
+                x, n=4, BLOCK=64, kernel=kernels.copy_kernel, out_type=out_type, grid=1
+            )
+
+        (size,) = jax.export.symbolic_shape("size")
+        x = jax.ShapeDtypeStruct((size,), np.float32)
+        export = jax.export.export(
+            jax.jit(function), platforms=["cuda"], disabled_checks=triax.export_checks()
+        )
+        with pytest.raises(UnsupportedError, match=r"sizes that are numbers; got the .*\[size\]"):
+            export(x)
+
+    @pytest.mark.parametrize("platforms", [["cuda", "cpu", "tpu"], ["cpu", "tpu", "rocm"], ["tpu"]])
+    def test_an_op_with_an_xla_path_exports_for_all_platforms(self, platforms):
         """Exporting lowers the CUDA branch for the other platforms too, where it never runs."""
         x = np.arange(12, dtype=np.float32).reshape(6, 2)
         sizes, order = np.array([2, 4], np.int32), np.array([1, 0], np.int32)
         exported = jax.export.export(
             jax.jit(lambda x: triax.moe.sort_chunks_by_index(x, sizes, order).rows),
-            platforms=["cuda", "cpu", "tpu"],
+            platforms=platforms,
             disabled_checks=triax.export_checks(),
         )(x)
+        if "cpu" not in platforms:
+            return
         testing.assert_same_bits(exported.call(x), np.concatenate([x[2:], x[:2]]))
 
     def test_without_the_checks_jax_refuses(self):

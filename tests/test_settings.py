@@ -131,6 +131,8 @@ def test_cache_folder(monkeypatch):
     for useless in ("", "caches"):
         monkeypatch.setenv("XDG_CACHE_HOME", useless)
         assert settings.cache_folder() == Path("/home/someone/.cache/triax")
+    monkeypatch.setenv("HOME", ".")
+    assert settings.cache_folder() is None  # not in the working directory
 
 
 def test_cache_path(monkeypatch):
@@ -148,3 +150,42 @@ def test_cache_folders_are_absolute(monkeypatch, value):
     monkeypatch.setenv("TRIAX_CACHE_PATH", f"/fine:{value}")
     with pytest.raises(SettingError, match="TRIAX_CACHE_PATH must hold absolute paths; got"):
         settings.cache_path()
+
+
+@pytest.fixture
+def fresh(caplog):
+    """As if nothing had been read yet; what is logged."""
+    settings._report_unknown.cache_clear()
+    settings._report_missing.cache_clear()
+    yield caplog
+    settings._report_unknown.cache_clear()
+
+
+@pytest.mark.parametrize("read", [settings.mode_in_force, settings.cache_folder])
+def test_a_misspelt_variable_is_logged_once(monkeypatch, fresh, read):
+    monkeypatch.setenv("TRIAX_AUTOTUN", "off")
+    monkeypatch.setenv("TRIAX_ZZZ", "")
+    assert fresh.text == ""
+    read()
+    assert "TRIAX_AUTOTUN is set, and Triax does not know it. Did you mean TRIAX_AUTOTUNE?" in (
+        fresh.text
+    )
+    assert "TRIAX_ZZZ is set, and Triax does not know it. Known: TRIAX_AUTOTUNE, " in fresh.text
+    read()
+    assert len(fresh.records) == 2
+
+
+def test_known_variables_are_not_logged(monkeypatch, fresh):
+    for name in settings.VARIABLES:
+        monkeypatch.setenv(name, "")
+    settings.mode_in_force()
+    assert fresh.text == ""
+
+
+def test_a_cache_path_that_does_not_exist_is_logged_once(monkeypatch, fresh, tmp_path):
+    monkeypatch.setenv("TRIAX_CACHE_PATH", f"{tmp_path}:{tmp_path / 'nothing'}")
+    for _ in range(2):
+        settings.cache_path()
+    assert [r.getMessage() for r in fresh.records] == [
+        f"TRIAX_CACHE_PATH names {tmp_path / 'nothing'}, which does not exist or cannot be seen"
+    ]

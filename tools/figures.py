@@ -304,7 +304,7 @@ def layers() -> str:
         ]
         for r in find(source="layer", op="layer")
     ]
-    return table(["", "hidden / width", "time", "TFLOP/s", "of dense matmuls"], rows)
+    return table(["shape of", "hidden / width", "time", "TFLOP/s", "of dense matmuls"], rows)
 
 
 def gallery() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import logging
 import os
@@ -11,14 +10,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
 
 from triax.bench import command as bench
 from triax.compat.versions import __version__
-from triax.errors import ArgumentValueError, TriaxError
-from triax.tools import cache, doctor
+from triax.errors import TriaxError
+from triax.tools import cache, doctor, programs
 from triax.tools.explain import Explanation, explain
 from triax.tools.tune import Tuned, tune
 
@@ -113,24 +110,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:
-    what = "a function without arguments that calls Triton kernels"
+    what = "a function without arguments that calls Triton kernels; or package.module:FUNCTION"
     command.add_argument("function", metavar="FILE:FUNCTION", help=what)
 
 
 def _with_function(options: argparse.Namespace) -> int:
     """Applies a tool to a user's function, and prints what it finds."""
-    path, _, name = options.function.rpartition(":")
-    command = f"`triax {options.command}`"
-    if not path or not os.path.isfile(path):
-        raise ArgumentValueError(
-            f"{command} needs FILE:FUNCTION with a file that exists; got {options.function!r}."
-        )
-    path = os.path.abspath(path)
+    path = ""
     try:
-        function = getattr(_load(path), name, None)
-        if not callable(function):
-            raise ArgumentValueError(f"{command} finds no function {name!r} in {path}.")
-        results = options.tool(function)
+        program = programs.find(options.function, f"triax {options.command}")
+        path = program.path
+        results = options.tool(program.load())
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -155,20 +145,11 @@ def _show_explained(result: Explanation, options: argparse.Namespace) -> None:
     print(result, *(result.ptx if options.ptx else ()), sep="\n")
 
 
-def _load(path: str) -> ModuleType:
-    """Loads a user's file as a module, whatever its suffix."""
-    sys.path.insert(0, os.path.dirname(path))
-    loader = SourceFileLoader(Path(path).stem, path)
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    loader.exec_module(module)
-    return module
-
-
 def _said(error: Exception, path: str) -> str:
-    """The message of an exception in a user's program, with the user's last line that led to it."""
+    """The message of an exception in a user's program, with the user's last line that led to it.
+
+    `path` is the program's file, "" if that is not known.
+    """
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == path]
     where = f"{path}:{lines[-1]}: " if lines else ""
@@ -178,4 +159,4 @@ def _said(error: Exception, path: str) -> str:
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}: " if error.filename else ""
         what = error.msg
-    return f"{where or f'{path}: '}{type(error).__name__}: {what}".removesuffix(": ")
+    return f"{where or f'{path}: ' * bool(path)}{type(error).__name__}: {what}".removesuffix(": ")

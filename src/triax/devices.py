@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -13,13 +15,16 @@ from triax import settings
 from triax.compat import jax_private
 from triax.errors import ArgumentValueError, UnsupportedError
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A local GPU that a program is lowered for.
+    """A GPU that a program is lowered for.
 
     `index` is the driver's ordinal. If not `measurable`, as when a program is exported, the GPU's
-    name is used to look configs up, but nothing is timed on it.
+    name is used to look configs up, but nothing is timed on it. It need not be here then, and
+    `index` means nothing.
     """
 
     index: int
@@ -28,8 +33,14 @@ class Device:
 
 
 def gpus(ctx: Any) -> list[Any]:
-    """The GPUs that the program is lowered for, else those of this process."""
-    return [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
+    """The GPUs that the program is lowered for, else those of this process.
+
+    If ``TRIAX_GPU`` names the GPU that a program is exported for, others do not count.
+    """
+    found = [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
+    if jax_private.is_exporting(ctx) and (named := settings.gpu()) is not None:
+        return [device for device in found if device.device_kind == named]
+    return found
 
 
 def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -> int:
@@ -47,18 +58,37 @@ def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -
     if (arch := settings.cuda_arch()) is not None:
         return arch
     raise ArgumentValueError(
-        f"Kernel {kernel!r} is lowered for CUDA, and there is no GPU here to tell the "
-        "architecture. Pass `compute_capability` (90 for an H100 or H200), or set TRIAX_CUDA_ARCH."
+        f"Kernel {kernel!r} is lowered for CUDA, and there is no {settings.gpu() or 'GPU'} here to "
+        "tell the architecture. Pass `compute_capability` (90 for an H100 or H200), or set "
+        "TRIAX_CUDA_ARCH."
     )
 
 
 def for_tuning(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Device | None:
-    """The first of the GPUs that belongs to this process and has this compute capability."""
+    """The GPU whose configs a program takes, None if it is not known.
+
+    The first of `devices` that belongs to this process and has this compute capability, because
+    the program runs there; else the one that ``TRIAX_GPU`` names.
+    """
+    named = settings.gpu()
     for device in devices:
         index = jax_private.local_index(device)
         if index is not None and capability_of(device) == compute_capability:
-            return Device(index, str(device.device_kind), not jax_private.is_exporting(ctx))
-    return None
+            found = Device(index, str(device.device_kind), not jax_private.is_exporting(ctx))
+            if named not in (None, found.name):
+                _say_ignored(str(named), found.name)
+            return found
+    return Device(-1, named, measurable=False) if named is not None else None
+
+
+@functools.cache
+def _say_ignored(named: str, found: str) -> None:
+    logger.warning(
+        "TRIAX_GPU is %r, and programs that run here take the tuned configs of the GPU here, %r: "
+        "it counts for what is exported, or lowered for another architecture",
+        named,
+        found,
+    )
 
 
 def capability_of(device: Any) -> int:

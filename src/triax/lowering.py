@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from triax import devices, settings
+from triax import devices, messages, settings
 from triax.binding import candidates
 from triax.binding.kernel import Kernel
 from triax.binding.launch import ArrayType, Call, Operand, Result
@@ -39,9 +39,11 @@ def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
 
 def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
     """Emits a call for one platform: "cuda", "cpu", or an error for any other."""
-    if platform not in ("cuda", "cpu") and jax_private.is_exporting(ctx):
-        # Exporting for several platforms lowers every branch of `jax.lax.platform_dependent` for
-        # all of them, so a call that will never run must not stop the export.
+    exported = jax_private.exported_platforms(ctx)
+    # Exporting for several platforms lowers every branch of `jax.lax.platform_dependent` that one
+    # of them takes for all of them, so a call that will never run must not stop the export.
+    may_be_dead = "cuda" in exported and platform != "cuda"
+    if platform != "cpu" and may_be_dead:
         return emit.placeholder(ctx, operands, emit.NO_CODE)
     if platform == "rocm":
         raise UnsupportedError(
@@ -67,8 +69,14 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     if call.fallback is not None and not call.fallback.is_empty:
         fallback = call.launch(call.fallback, *types)
     if platform == "cpu" or call.implementation == "interpret":
-        if jax_private.is_exporting(ctx):  # a host callback cannot be serialised
+        if may_be_dead and call.implementation is None:
             return emit.placeholder(ctx, operands, emit.INTERPRETED)
+        if exported:  # a host callback cannot be serialised
+            raise UnsupportedError(
+                f"Kernel {call.display_name!r} is exported for {platform!r} to run in Triton's "
+                "interpreter, which is not part of an exported program. Export it for CUDA "
+                "(platforms=['cuda']), with `implementation` None or 'triton'."
+            )
         # Every config gives a valid result, and speed does not matter in the interpreter.
         return callback.emit_callback(ctx, operands, call, fallback or launches[0])
     gpus = devices.gpus(ctx)
@@ -84,6 +92,9 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
 
 def _array_types(ctx: Any) -> tuple[tuple[ArrayType, ...], tuple[ArrayType, ...]]:
     """The types of the operands and of the results."""
+    for name, avals in (("operands", ctx.avals_in), ("results", ctx.avals_out)):
+        for index, aval in enumerate(avals):
+            messages.check_sizes_known(f"{name}[{index}]", aval.shape)
     return tuple(map(ArrayType.of, ctx.avals_in)), tuple(map(ArrayType.of, ctx.avals_out))
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 
-from triax.errors import ArgumentTypeError
+from triax.errors import ArgumentTypeError, UnsupportedError
 
 
 class _Short(reprlib.Repr):
@@ -50,6 +51,18 @@ def check_callable(argument: str, value: object) -> None:
     """Raises `ArgumentTypeError` if a value cannot be called."""
     if not callable(value):
         raise ArgumentTypeError(f"Argument `{argument}` must be a function; got {shown(value)}.")
+
+
+def check_sizes_known(argument: str, shape: Sequence[Any], remedy: str = "") -> None:
+    """Raises `UnsupportedError` if a size is symbolic, as `jax.export` allows.
+
+    A kernel's grid and scalars, and the rows of a plan, are numbers in the program.
+    """
+    if any(map(jax.export.is_symbolic_dim, shape)):
+        raise UnsupportedError(
+            f"Argument `{argument}` must have sizes that are numbers; got the symbolic "
+            f"[{', '.join(map(str, shape))}]. Export once for each size{remedy}."
+        )
 
 
 def near_misses(name: str, known: Iterable[str], also: Iterable[str] = ()) -> str:

@@ -1,14 +1,20 @@
 """The environment variables and modes that configure Triax, validated in one place.
 
 Each variable is read when it is needed, so a program or a test may set it late. A value that is not
-allowed is a `SettingError` that lists those that are; an empty one counts as unset.
+allowed is a `SettingError` that lists those that are; an empty one counts as unset. What is set and
+has no effect, such as a misspelt name, is logged once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import logging
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,6 +23,8 @@ import jax
 
 from triax.errors import ArgumentValueError, SettingError
 from triax.messages import short
+
+logger = logging.getLogger(__name__)
 
 _MOST_SECONDS = 3600
 TuningMode = Literal["auto", "cached", "strict", "off", "runtime"]
@@ -89,12 +97,17 @@ def cuda_arch() -> int | None:
     return int(match.group(1)) * 10 + int(match.group(2))
 
 
+def gpu() -> str | None:
+    """``TRIAX_GPU``: the name of the GPU that programs are for which do not run here, or None."""
+    return _read("TRIAX_GPU") or None
+
+
 def cache_folder() -> Path | None:
     """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
 
     None if the user has no home folder, as in a container that runs under an arbitrary user id.
     """
-    if folder := os.environ.get("TRIAX_CACHE_DIR"):
+    if folder := _environment("TRIAX_CACHE_DIR"):
         return _absolute("TRIAX_CACHE_DIR", folder)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # XDG says to ignore it
@@ -102,13 +115,51 @@ def cache_folder() -> Path | None:
             base = Path.home() / ".cache"
         except RuntimeError:
             return None
+        if not base.is_absolute():  # it would be in the working directory
+            return None
     return base / "triax"
+
+
+def temporary_folder() -> Path:
+    """This user's own folder among the temporary files, made if there is none.
+
+    Raises:
+      OSError: it cannot be made, or somebody else may write to it.
+    """
+    folder = Path(_temporary_files(), f"triax-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
+
+
+def new_temporary_folder() -> Path:
+    """A folder among the temporary files that nobody else knows.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    return Path(tempfile.mkdtemp(prefix="triax-", dir=_temporary_files()))
+
+
+def _temporary_files() -> str:
+    folder = tempfile.gettempdir()
+    named = {os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")}
+    # The working directory is Python's last resort.
+    if folder not in {*named, "/tmp", "/var/tmp", "/usr/tmp"} and folder == os.getcwd():
+        raise FileNotFoundError("there is no folder for temporary files; set TMPDIR")
+    return folder
 
 
 def cache_path() -> list[Path]:
     """Read-only stores of tuned configs: ``TRIAX_CACHE_PATH``, separated as in PATH."""
-    folders = os.environ.get("TRIAX_CACHE_PATH", "").split(os.pathsep)
-    return [_absolute("TRIAX_CACHE_PATH", folder) for folder in folders if folder]
+    named = _environment("TRIAX_CACHE_PATH").split(os.pathsep)
+    folders = [_absolute("TRIAX_CACHE_PATH", folder) for folder in named if folder]
+    for folder in folders:
+        if not os.path.exists(folder):
+            _report_missing(folder)
+    return folders
 
 
 def tuning_bytes() -> int | None:
@@ -144,13 +195,47 @@ VARIABLES: dict[str, Callable[[], object]] = {
     "TRIAX_CACHE_PATH": cache_path,
     "TRIAX_CUDA_ARCH": cuda_arch,
     "TRIAX_ENFORCE_AUTOTUNING": enforce_autotuning,
+    "TRIAX_GPU": gpu,
     "TRIAX_TUNING_BYTES": tuning_bytes,
     "TRIAX_TUNING_TIMEOUT": tuning_timeout_s,
 }
 
 
 def _read(name: str) -> str:
-    return os.environ.get(name, "").strip()
+    return _environment(name).strip()
+
+
+def _environment(name: str) -> str:
+    _report_unknown()
+    return os.environ.get(name, "")
+
+
+def suggestion(name: str) -> str:
+    """A sentence with the variable that may have been meant, or with all."""
+    prefix = "TRIAX_"  # which makes any two alike
+    known = [known.removeprefix(prefix) for known in VARIABLES]
+    close = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
+    return f"Did you mean {prefix}{close[0]}?" if close else f"Known: {', '.join(VARIABLES)}."
+
+
+# Log lines, not Python warnings, which a program may have made errors.
+
+
+@functools.cache
+def _report_unknown() -> None:
+    """Logs variables that look like Triax's and are not, when the first setting is read."""
+    for name in sorted(os.environ):
+        if name.startswith("TRIAX_") and name not in VARIABLES:
+            logger.warning(
+                "the environment variable %s is set, and Triax does not know it. %s",
+                name,
+                suggestion(name),
+            )
+
+
+@functools.cache
+def _report_missing(folder: Path) -> None:
+    logger.warning("TRIAX_CACHE_PATH names %s, which does not exist or cannot be seen", folder)
 
 
 def _wrong(name: str, rule: str, value: str) -> SettingError:

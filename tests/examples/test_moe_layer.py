@@ -123,9 +123,8 @@ def test_stack_is_the_loop():
     check_close(actual, loss_of(loop)(params, x), 2e-5)
 
 
-def test_policy_keeps_what_was_routed(capsys, monkeypatch):
+def test_policy_keeps_what_was_routed(capsys):
     """The tokens in expert order and integers of the plan, and nothing else."""
-    monkeypatch.setattr("triax.moe.shared.sharding.may_be_cut", lambda: False)  # one device
     params, x = make()
     layer = jax.checkpoint(
         lambda params, x: layers.moe_layer(params, x, top_k=2)[0], policy=layers.KEEP_ROUTED

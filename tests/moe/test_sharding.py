@@ -225,11 +225,11 @@ def test_partial_products_are_summed_in_float32(kind):
     testing.assert_same_bits(out, jnp.ones((8, 4), jnp.bfloat16))
 
 
-def test_the_layers_tokens_stay_on_their_device(kind):
-    """Each device routes its own; their counts and the gradients of the weights are summed."""
+def test_the_layers_tokens_stay_on_their_device():
+    """On explicit axes each device routes its own; counts and gradients of weights are summed."""
     args = arguments(layer)
     specs = [P(("data", "model")), P(("data", "model")), P(), P(), P()]
-    program, (tokens, counts) = compiled(layer, mesh_of(kind), args, specs)
+    program, (tokens, counts) = compiled(layer, mesh_of("explicit"), args, specs)
     assert set(collectives(program)) == {"all-reduce"}
     assert spec_of(tokens) == specs[0]
     expected, expected_counts = jax.jit(layer)(*args)
@@ -237,13 +237,33 @@ def test_the_layers_tokens_stay_on_their_device(kind):
     testing.assert_same_bits(counts, expected_counts)
 
     both = with_gradients(layer, args)
-    program, (gradients, _) = compiled(both, mesh_of(kind), args, specs)
+    program, (gradients, _) = compiled(both, mesh_of("explicit"), args, specs)
     assert set(collectives(program)) == {"all-reduce"}
     assert [spec_of(g) for g in gradients[:4]] == specs[:4]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         gradients,
         jax.jit(both)(*args)[0],
+    )
+
+
+@pytest.mark.parametrize("specs", [("a", "b"), ("a", "ab"), ("ab", "b")], ids=str)
+def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):
+    """What is kept for the backward means the same, however XLA cuts either."""
+    of_tokens, of_targets = (P(tuple(spec)) for spec in specs)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=2 * (AxisType.Auto,))
+    args = [*arguments(layer)[:4], drawn(1)["x"]]
+
+    def loss(x, logits, w_gate_up, w_down, targets):
+        out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K)
+        return jnp.sum((out.tokens - targets) ** 2)
+
+    both = jax.value_and_grad(loss, (0, 1, 2, 3))
+    _, actual = compiled(both, mesh, args, [of_tokens, of_tokens, P(), P(), of_targets])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        actual,
+        jax.jit(both)(*args),
     )
 
 

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 import triax
 from triax import moe
 from triax.emitting import reading
+from triax.errors import UnsupportedError
+from triax.moe import transformer_engine as te
 
 # By default the platform decides; on the CPU that is plain JAX.
 PLAIN = pytest.param(None, marks=pytest.mark.slow("the kernels' path has the same rules"))
@@ -254,6 +256,65 @@ def test_vmap_is_the_loop(name, entry, implementation):
     )
 
 
+def masks(x, mask, implementation=None):
+    """Masks of bools and of floats, and what else takes no part in a layer above."""
+    plan = moe.make_plan_from_mask(mask, 2, capacity=5, align_size=4, implementation=implementation)
+    rows = moe.permute(x, plan, scales=x.astype(jnp.float8_e4m3fn), implementation=implementation)
+    out = moe.unpermute(rows.rows, plan, implementation=implementation)
+    balance = moe.load_balancing_loss(x, plan.group_counts, score="sigmoid")
+    there, _, row_id_map, *_ = te.token_dispatch(x, mask.astype(jnp.int32), plan.num_rows)
+    back = te.token_combine(there, row_id_map, merging_probs=jnp.abs(x))
+    return out, (balance + moe.router_z_loss(x)).astype(x.dtype), back
+
+
+def exchanged(x, weights, ids, implementation=None):
+    """There and back between two devices, by tokens and by choices."""
+    how = {"implementation": implementation}
+
+    def run(x, weights, ids):
+        total = jnp.zeros_like(x)
+        for options in ({"capacity": 4}, {"exchange": "ragged"}, {"scheme": "choice"}):
+            sent = moe.dispatch(x, weights, ids, 4, "d", align_size=4, **options, **how)
+            total += moe.combine(sent.rows, sent.plan, weights=sent.weights, **how)
+        return total
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    spec = PartitionSpec("d")
+    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)(x, weights, ids)
+
+
+STRICT = OPS | {
+    "masks": Op(
+        masks,
+        lambda seed: (*normal(seed, (9, 4)), normal(seed, (9, 4))[0] > 0),
+        axes=[],
+        replicated=[],
+        kernels=[],
+    ),
+    "expert parallel": Op(
+        exchanged,
+        lambda seed: tuple(np.repeat(a[:8], 2, 0) for a in draw_permutation(seed)),
+        axes=[],
+        replicated=[],
+        kernels=[],
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["interpret", None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", STRICT)
+def test_jaxs_strict_modes(name, dtype, implementation):
+    """No op relies on JAX to promote dtypes or ranks, in either way or on any platform."""
+    if name == "expert parallel" and jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    floats = lambda a: jnp.asarray(a, dtype) if jnp.issubdtype(a.dtype, FLOATS) else jnp.asarray(a)
+    args = [floats(arg) for arg in STRICT[name].draw(0)]
+    both = STRICT[name].both_ways(implementation)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.jit(both).lower(*args)
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @each("replicated")
 def test_shard_map_is_local(name, entry, implementation):
@@ -375,6 +436,27 @@ def test_export_for_both_platforms_runs_on_the_cpu(name):
     )(*args)
     assert "triton_kernel_call" in exported.mlir_module()
     close(exported.call(*args), run(*args))
+
+
+SYMBOLIC = {"router"}  # exported with sizes left open, as plain JAX
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_export_of_symbolic_sizes_works_or_is_refused(name, implementation):
+    op = OPS[name]
+    args = op.draw(0)
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    shapes = [(tokens, *a.shape[1:]) if a.shape[0] == args[0].shape[0] else a.shape for a in args]
+    run = jax.jit(lambda *args: jax.tree.leaves(op.run(*args, implementation=implementation)))
+    export = jax.export.export(run, platforms=("cpu",))
+    types = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, args, strict=True)]
+    if name in SYMBOLIC and implementation == "xla":
+        close(export(*types).call(*args), run(*args))
+        return
+    remedy = ", or pass `implementation='xla'`" if name in SYMBOLIC else ""
+    with pytest.raises(UnsupportedError, match=rf"\[tokens, \d+\]\. Export once .* size{remedy}\."):
+        export(*types)
 
 
 NEW_SIZES = {

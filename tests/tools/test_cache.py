@@ -176,6 +176,14 @@ class TestExport:
 
 
 class TestImport:
+    def test_into_a_store_that_cannot_be_written(self, filled, tmp_path, monkeypatch, capsys):
+        file = tmp_path / "tuned.zip"
+        cli.main(["cache", "export", str(file)])
+        monkeypatch.setenv("TRIAX_CACHE_DIR", str(file / "below"))
+        assert cli.main(["cache", "import", str(file)]) == 1
+        said = one_line(capsys)
+        assert f"{file}/below cannot be written: Not a directory. Set TRIAX_CACHE_DIR" in said
+
     @pytest.mark.parametrize(
         "kernel", ["../../x", "../x", "/tmp/x", "..", ".x", "a/b", "a\\b", "x\0", "a b", "x\n", ""]
     )

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.tuning.records import record
 from triax import cli
 from triax.compat import triton_private, versions
 from triax.tools import doctor, trial
 from triax.tools.doctor import Machine
+from triax.tuning import store
 
 JAX = "0.12.0"
 WITH_GPU = Machine(
@@ -149,8 +151,36 @@ def test_settings(report, monkeypatch):
     status, found, _ = report(WITH_GPU)
     assert (status, found["TRIAX_CUDA_ARCH"]["level"]) == (1, "fix")
     assert "such as 90, 9.0 or sm_90; got 'hopper'" in found["TRIAX_CUDA_ARCH"]["text"]
-    assert "Did you mean `TRIAX_TUNING_BYTES`" in found["TRIAX_TUNING_BITES"]["text"]
+    assert "Did you mean TRIAX_TUNING_BYTES?" in found["TRIAX_TUNING_BITES"]["text"]
     assert found["TRIAX_AUTOTUNE"]["text"] == "cached"
+
+
+@pytest.mark.parametrize(
+    ("machine", "target", "arch", "expected"),
+    [
+        (WITHOUT_GPU, "Imaginary GPU", "90", None),
+        (WITHOUT_GPU, "Imaginary GPU", "", "TRIAX_CUDA_ARCH must name its architecture, too"),
+        (WITHOUT_GPU, "imaginary", "90", "no stored config is for it. Did you mean `Imaginary GPU"),
+        (WITH_GPU, "NVIDIA H200", "", "no stored config is for it. Known: Imaginary GPU."),
+        (WITH_GPU, "Imaginary GPU", "90", "only for exporting: programs that run here use configs"),
+    ],
+)
+def test_the_gpu_that_is_named(report, monkeypatch, machine, target, arch, expected):
+    store.user_store().put(record(0))
+    monkeypatch.setenv("TRIAX_GPU", target)
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", arch)
+    _, found, _ = report(machine)
+    finding = found["TRIAX_GPU"]
+    assert finding["text"] == target if expected is None else expected in finding["text"]
+    assert finding["level"] == ("ok" if expected is None else "warn")
+
+
+def test_a_cache_path_that_does_not_exist(report, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRIAX_CACHE_PATH", str(tmp_path / "nothing"))
+    _, found, _ = report(WITH_GPU)
+    assert found["store"]["level"] == "warn"
+    assert found["store"]["text"] == f"{tmp_path / 'nothing'} does not exist"
+    assert found["store"]["remedy"] == "correct TRIAX_CACHE_PATH"
 
 
 def test_no_home(report, monkeypatch):
@@ -210,10 +240,17 @@ def test_a_home_that_cannot_be_written(tmp_path):
     home = tmp_path / "home"
     home.touch()
     unset = dict.fromkeys(("TRIAX_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"))
-    done = run(HOME=str(home), **unset)
-    assert (done.returncode, done.stderr) == (1, "")
+    done = run(HOME=str(home), TMPDIR=str(tmp_path), **unset)
+    assert done.returncode == 0
+    assert "so Triton keeps what it compiles in" in done.stderr
     assert "warn  tuned configs   " in done.stdout
     assert "→ set TRIAX_CACHE_DIR to a folder that can be written" in done.stdout
-    assert "fix   Triton's cache  " in done.stdout
+    place = tmp_path / f"triax-{os.getuid()}" / "triton"
+    assert f"warn  Triton's cache  {place}, because {home}/.triton/cache cannot be" in done.stdout
     assert "→ set TRITON_CACHE_DIR to a folder that can be written" in done.stdout
+    assert "ok    for CUDA" in done.stdout
+
+    done = run(HOME=str(home), **{**unset, "TRITON_CACHE_DIR": str(home)})
+    assert done.returncode == 1
+    assert f"fix   Triton's cache  {home} cannot be written" in done.stdout
     assert "fix   for CUDA" in done.stdout

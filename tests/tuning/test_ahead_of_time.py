@@ -20,7 +20,13 @@ from tests.tuning.conftest import DEVICE
 from triax.binding.launch import ArrayType
 from triax.compat import versions
 from triax.compiling import compiler
-from triax.errors import ArgumentTypeError, CompilationError, SettingError, TuningError
+from triax.errors import (
+    ArgumentTypeError,
+    CompilationError,
+    CompilationTimeout,
+    SettingError,
+    TuningError,
+)
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.key import make_key
 from triax.tuning.store import Store
@@ -346,6 +352,7 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(measurer, monkeypatch, tm
     monkeypatch.setenv("TRIAX_CACHE_DIR", str(file / "below"))
     assert explain().source == "measured now"
     assert "could not be stored" in caplog.text
+    assert "; set TRIAX_CACHE_DIR" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -380,7 +387,7 @@ def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, ca
         ("", "Expecting value"),
         ("{", "Expecting property name"),
         ("[1, 2]", "it must be an object; got list"),
-        ('{"key": {"format": 0}}', "format 0 is not 2"),
+        ('{"key": {"format": 0}}', "format 0 is not 3"),
         ("null", "it must be an object; got NoneType"),
     ],
 )
@@ -684,6 +691,20 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
     monkeypatch.setattr("triax.devices.for_tuning", lambda *_: frozen)
     assert explain().source == "user store"
     assert explain(x=np.zeros(8, np.float32)).source == "first config (mode auto)"
+
+
+def test_where_nothing_is_measured_slow_configs_come_last(measurer, monkeypatch):
+    original = compiler._compile
+
+    def compile_slowly(launch, capability, *, machine_code=False, **options):
+        if machine_code and launch.candidate.grid[0] == 16:
+            raise CompilationTimeout("it was not compiled after 60 s")
+        return original(launch, capability, machine_code=machine_code, **options)
+
+    monkeypatch.setattr(compiler, "_compile", compile_slowly)
+    measurer.error = TuningError("the worker has died")
+    call = explain()
+    assert (call.source, call.grid) == ("first config (mode auto)", ((4, 1, 1),))
 
 
 def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):

@@ -94,7 +94,7 @@ def test_not_in_a_temporary_folder_of_somebody_else(monkeypatch, temporary):
     monkeypatch.setenv("TRIAX_CACHE_DIR", "/proc/triax")
     somebody_else = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: somebody_else)
-    gpu_lock._temporary_folder().mkdir()
+    temporary.with_name(f"triax-{somebody_else}").mkdir()
     with pytest.raises(TuningError, match="belongs to somebody else"):
         gpu_lock.one_at_a_time("x").__enter__()
 
@@ -103,3 +103,12 @@ def test_without_a_home_it_is_in_the_temporary_folder(monkeypatch, temporary):
     monkeypatch.setattr(settings, "cache_folder", lambda: None)
     with gpu_lock.one_at_a_time("x"):
         assert (temporary / "gpu-x.lock").exists()
+
+
+def test_where_nothing_is_temporary_it_is_in_the_cache_folder(monkeypatch):
+    def refuse():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+    with gpu_lock.one_at_a_time("x"):
+        assert (settings.cache_folder() / "gpu-x.lock").exists()

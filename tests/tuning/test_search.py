@@ -1,7 +1,9 @@
 """From a program to a stored record: the real compiler, the real worker, an imaginary driver."""
 
 import subprocess
+import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import triax
 from tests import kernels
 from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE
+from triax.compiling import compiler
 from triax.errors import CompilationError
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
@@ -89,7 +92,7 @@ def test_what_was_not_tried_goes_before_what_never_ended(gpu, monkeypatch):
 def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, monkeypatch):
     gpu()
     monkeypatch.setenv("TMPDIR", "/nonexistent")
-    call = explain(tuning_inputs=lambda x, y: (jnp.full(x.shape, 3.0), jnp.full(y.shape, 4.0)))
+    call = explain(tuning_inputs=zeros)
     assert call.source == "measured now"
 
 
@@ -100,11 +103,15 @@ def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, mon
         ("os.memfd_create", OSError(28, "No space left on device")),
         ("subprocess.Popen", OSError(7, "Argument list too long")),
         ("fcntl.flock", OSError(37, "No locks available")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+        ("multiprocessing.connection.Connection.send", ValueError("no name for it")),
+        ("tempfile.NamedTemporaryFile", OSError(28, "No space left on device")),
     ],
 )
 def test_what_the_system_refuses_is_a_reason_to_fall_back(gpu, monkeypatch, caplog, fault, error):
     gpu()
     client.stop_all()
+    compiler.clear_cache()  # with the machine code that other tests had made
 
     popen = subprocess.Popen
 
@@ -114,9 +121,54 @@ def test_what_the_system_refuses_is_a_reason_to_fall_back(gpu, monkeypatch, capl
         raise error
 
     monkeypatch.setattr(fault, refuse)
-    call = explain(tuning_inputs=lambda x, y: (jnp.zeros(x.shape), jnp.zeros(y.shape)))
+    call = explain(tuning_inputs=zeros)
     assert call.source == "first config (mode auto)"
-    assert error.strerror in caplog.text
+    assert str(error) in caplog.text
+
+
+def zeros(*shapes):
+    return [jnp.zeros(shape.shape) for shape in shapes]
+
+
+def test_a_system_without_files_in_memory(gpu, monkeypatch, caplog):
+    gpu()
+    monkeypatch.delattr("os.memfd_create")
+    assert explain(tuning_inputs=zeros).source == "first config (mode auto)"
+    assert "this Python has no os.memfd_create" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("Unable to allocate"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out")],
+)
+def test_no_memory_for_tuning_inputs(gpu, caplog, error):
+    def inputs(*shapes):
+        raise error
+
+    gpu()
+    assert explain(tuning_inputs=inputs).source == "first config (mode auto)"
+    assert f"no memory for its operands: {error}" in caplog.text
+
+
+def test_a_mistake_in_tuning_inputs_is_an_error(gpu):
+    gpu()
+    with pytest.raises(ZeroDivisionError):
+        explain(tuning_inputs=lambda *shapes: 1 / 0)
+
+
+@pytest.mark.parametrize("name", ["cuda.py", "cuda/__init__.py"])
+def test_a_program_with_a_file_called_cuda(monkeypatch, tmp_path, caplog, name):
+    """Not run to look at it, if it is no package."""
+    monkeypatch.setattr("triax.devices.for_tuning", lambda *_: DEVICE)
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("raise SystemExit\n" if name == "cuda.py" else "")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in [m for m in sys.modules if m.split(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, module)
+    assert explain().source == "first config (mode auto)"
+    assert f"`import cuda` finds {file}, which is not of cuda-bindings; rename it" in caplog.text
+    sys.modules.pop("cuda", None)
 
 
 def test_a_driver_that_fails_before_measuring(gpu, caplog):

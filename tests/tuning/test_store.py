@@ -87,7 +87,7 @@ def test_the_type_of_every_field_is_checked():
     [
         (lambda d: d.pop("inputs"), "it lacks inputs"),
         (lambda d: d.update(more=1), "it has an unknown field 'more'"),
-        (lambda d: d["key"].update(format=1), "format 1 is not 2"),
+        (lambda d: d["key"].update(format=1), "format 1 is not 3"),
         (lambda d: d["key"].pop("format"), "key lacks format"),
         (lambda d: d["key"].update(compute_capability=True), "compute_capability must be an int"),
         (lambda d: d["key"].update(dtypes=[["x", "y"]]), "dtypes must be an object; got list"),

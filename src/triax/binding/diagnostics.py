@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from triax.binding.launch import Launch, Operand, Scalar
+from triax.compat import triton_private
 
 
 def hint(launch: Launch, error: BaseException | None) -> str:
@@ -10,6 +11,12 @@ def hint(launch: Launch, error: BaseException | None) -> str:
 
     A scalar that JAX computes is an array, so the kernel gets a pointer to it.
     """
+    if isinstance(error, OSError):
+        folder = triton_private.cache_folder()
+        return (
+            f". Triton keeps what it compiles in {folder}; set TRITON_CACHE_DIR to a folder that "
+            "can be written."
+        )
     text = ""
     while error is not None:  # an error in a helper has a cause
         text, error = f"{text}{error}\n", error.__cause__

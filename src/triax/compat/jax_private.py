@@ -118,7 +118,14 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
 
 
 def is_exporting(ctx: Any) -> bool:
-    return bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+    return bool(exported_platforms(ctx))
+
+
+def exported_platforms(ctx: Any) -> tuple[str, ...]:
+    """All platforms that the program is exported for; none if it is not exported."""
+    module = ctx.module_context
+    for_export = getattr(module.lowering_parameters, "for_export", False)
+    return tuple(module.platforms) if for_export else ()
 
 
 def several_devices(platform: str | None = None) -> bool:
@@ -338,7 +345,10 @@ def drain(index: int) -> None:
     Raises:
       TuningError: the driver refuses.
     """
-    from cuda.bindings import driver
+    try:
+        from cuda.bindings import driver
+    except Exception as error:  # also what it raises where there is no driver
+        raise TuningError(f"cuda-bindings cannot be imported: {error}") from error
 
     def call(function: Any, *arguments: Any) -> Any:
         try:

@@ -11,8 +11,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+from triax import settings
 from triax.errors import ArgumentValueError
-from triax.messages import counted
+from triax.messages import counted, near_misses
 from triax.tuning import store
 from triax.tuning.store import Record, Store
 
@@ -21,7 +22,7 @@ MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, packed and unpacked
 
 NOTHING_YET = (
     "kernels with several configs are measured when they are first compiled on a GPU, or by "
-    "`triax tune FILE:FUNCTION`"
+    "`triax tune FILE:FUNCTION` or `triax tune package.module:FUNCTION`"
 )
 
 
@@ -48,6 +49,8 @@ def list_configs() -> int:
             print(f"{line}  {record.config}  {where}")
     if count:
         print(f"{counted(count, 'config')}, {total / 1e3:.1f} kB")
+        if (target := settings.gpu()) is not None and target not in store.gpus():
+            print(f"none is for TRIAX_GPU, {target!r}.{near_misses(target, store.gpus())}")
     elif not status:
         print(f"no tuned configs yet: {NOTHING_YET}")
     return status
@@ -129,8 +132,15 @@ def import_(file: Path) -> int:
         except ValueError as error:
             _complain(f"{name!r} in {file} is not usable: {error}")
             status = 1
-    for record in records:
-        place.put(record)
+    try:
+        for record in records:
+            place.put(record)
+    except OSError as error:
+        _complain(
+            f"{place.folder} cannot be written: {error.strerror}. Set TRIAX_CACHE_DIR to a folder "
+            "that can."
+        )
+        return 1
     print(f"added {counted(len(records), 'config')} to {place.folder}")
     return status
 

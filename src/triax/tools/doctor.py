@@ -12,9 +12,7 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -22,7 +20,8 @@ import numpy as np
 
 from triax import devices, settings
 from triax.compat import triton_private, versions
-from triax.errors import TriaxError
+from triax.compiling import disk_cache
+from triax.errors import CompilationError, TriaxError
 from triax.messages import counted, near_misses
 from triax.tuning import store
 
@@ -126,7 +125,7 @@ def examine(machine: Machine) -> Iterator[Finding]:
     yield _gpu(machine)
     yield from _gates(machine)
     yield from _folders(machine)
-    yield from _settings()
+    yield from _settings(machine)
     yield from _trial(machine)
 
 
@@ -176,7 +175,10 @@ def _gpu(machine: Machine) -> Finding:
     if machine.gpus:
         return Finding("GPU", "GPU", "ok", f"{', '.join(machine.gpus)}{driver}")
     if not machine.driver:
-        remedy = "to lower for one, set TRIAX_CUDA_ARCH (90 for an H100 or H200)"
+        remedy = (
+            "to lower for one, set TRIAX_CUDA_ARCH (90 for an H100 or H200), and TRIAX_GPU to its "
+            "name for its tuned configs"
+        )
         return Finding("GPU", "GPU", "warn", "neither JAX nor nvidia-smi finds one", remedy)
     text = f"{machine.driver[0][0]}{driver}, but JAX does not use it: {machine.no_gpu}"
     platforms = os.environ.get("JAX_PLATFORMS")
@@ -222,35 +224,40 @@ def _folders(machine: Machine) -> Iterator[Finding]:
         name = "tuned configs" if place.folder == folder else place.name.partition(" /")[0]
         try:
             text = f"{place.folder}, {counted(len(place.paths()), 'config')}"
-            problem = _cannot_write(place.folder) if place.folder == folder else ""
+            problem = ""
+            if place.folder == folder:
+                problem = disk_cache.why_not(place.folder)
+            elif not place.folder.exists():
+                problem = f"{place.folder} does not exist"
         except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
+            problem = f"{place.folder} cannot be read: {error.strerror}"
         if problem:
-            yield Finding("folders", name, "warn", f"{place.folder}: {problem}", remedy)
+            named = remedy if place.folder == folder else "correct TRIAX_CACHE_PATH"
+            yield Finding("folders", name, "warn", problem, named)
         else:
             yield Finding("folders", name, "ok", text)
     if isinstance(machine.triton, str):
-        caches = triton_private.cache_folder()
-        if problem := _cannot_write(caches):
-            text = f"{caches}: {problem}, so nothing can be compiled"
-            remedy = "set TRITON_CACHE_DIR to a folder that can be written"
-            level: Any = "fix" if machine.gpus or machine.plugin else "warn"
-            yield Finding("folders", "Triton's cache", level, text, remedy)
-        else:
-            yield Finding("folders", "Triton's cache", "ok", str(caches))
+        yield _tritons_folder(machine)
 
 
-def _cannot_write(folder: Path) -> str:
-    """Why files cannot be made in a folder, or in the one that it is to be made in; else ""."""
+def _tritons_folder(machine: Machine) -> Finding:
+    remedy = "set TRITON_CACHE_DIR to a folder that can be written"
     try:
-        existing = next(p for p in (folder, *folder.parents) if p.exists())
-        with tempfile.TemporaryFile(dir=existing):
-            return ""
-    except OSError as error:
-        return f"cannot be written: {error.strerror}"
+        caches, own_problem = disk_cache.choose()
+        problem = disk_cache.why_not(caches)
+    except CompilationError as error:
+        caches, own_problem, problem = triton_private.cache_folder(), "", str(error)
+    if problem:
+        level: Any = "fix" if machine.gpus or machine.plugin else "warn"
+        text = f"{problem}, so nothing can be compiled"
+        return Finding("folders", "Triton's cache", level, text, remedy)
+    if own_problem:
+        text = f"{caches}, because {own_problem}"
+        return Finding("folders", "Triton's cache", "warn", text, remedy)
+    return Finding("folders", "Triton's cache", "ok", str(caches))
 
 
-def _settings() -> Iterator[Finding]:
+def _settings(machine: Machine) -> Iterator[Finding]:
     for name in sorted(os.environ):
         value = os.environ[name]
         if name in _OF_OTHERS and value:
@@ -258,15 +265,30 @@ def _settings() -> Iterator[Finding]:
         elif name in settings.VARIABLES:
             try:
                 settings.VARIABLES[name]()
-                yield Finding("settings", name, "ok", value)
+                problem = _about_target(machine) if name == "TRIAX_GPU" and value.strip() else ""
+                yield Finding("settings", name, "warn" if problem else "ok", problem or value)
             except TriaxError as error:
                 yield Finding("settings", name, "fix", str(error))
         elif name.startswith("TRIAX_"):
-            text = f"Triax does not know it.{near_misses(name, settings.VARIABLES)}"
+            text = f"Triax does not know it. {settings.suggestion(name)}"
             yield Finding("settings", name, "warn", text)
     mode = "TRIAX_AUTOTUNE"
     if mode not in os.environ:
         yield Finding("settings", mode, "ok", f"{settings.mode_in_force()}, as it is not set")
+
+
+def _about_target(machine: Machine) -> str:
+    """What to know of the GPU that ``TRIAX_GPU`` names, if it is not as it should be."""
+    target, here = str(settings.gpu()), [name.rpartition(" (")[0] for name in machine.gpus]
+    problems = []
+    if here and target not in here:
+        problems.append(f"only for exporting: programs that run here use configs of {here[0]}")
+    if target not in here and settings.cuda_arch() is None:
+        problems.append("TRIAX_CUDA_ARCH must name its architecture, too")
+    known = store.gpus()
+    if target not in known:
+        problems.append(f"no stored config is for it.{near_misses(target, known)}")
+    return f"{target}: {'; '.join(problems)}" if problems else ""
 
 
 def _trial(machine: Machine) -> Iterator[Finding]:

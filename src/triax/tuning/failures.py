@@ -14,6 +14,12 @@ from triax.errors import CompilationError
 logger = logging.getLogger(__name__)
 
 
+HOW_TO_TUNE = (
+    "`triax tune FILE:FUNCTION` or `triax tune package.module:FUNCTION` (a function without "
+    "arguments that calls it)"
+)
+
+
 class CompileAll(Protocol):
     """Compiles launches in parallel; one that cannot be compiled yields its exception.
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,9 +31,9 @@ def one_at_a_time(uuid: str) -> Iterator[None]:
     # By UUID, because CUDA_VISIBLE_DEVICES can give the GPU another index in each process.
     with contextlib.ExitStack() as stack:
         reasons = []
-        for folder in (settings.cache_folder(), _temporary_folder()):
+        for place in (settings.cache_folder, settings.temporary_folder):
             try:
-                if folder is not None:
+                if (folder := place()) is not None:
                     _lock(stack, folder / f"gpu-{uuid}.lock")
                     break
             except OSError as error:
@@ -47,14 +46,8 @@ def one_at_a_time(uuid: str) -> Iterator[None]:
         yield  # closing the file releases the lock, even if the process dies
 
 
-def _temporary_folder() -> Path:
-    return Path(tempfile.gettempdir(), f"triax-{os.getuid()}")
-
-
 def _lock(stack: contextlib.ExitStack, path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.parent == _temporary_folder() and path.parent.lstat().st_uid != os.getuid():
-        raise PermissionError(f"{path.parent} belongs to somebody else")
     flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | os.O_RDWR, 0o644)

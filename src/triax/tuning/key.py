@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+import re
+from collections.abc import Sequence
 from typing import Any
 
+from triax.binding import exact, sources
 from triax.binding.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
 from triax.compat import triton_private
 from triax.devices import Device
 
-FORMAT = 2
+FORMAT = 3
 SIZE_FACTOR = 4
 """A config is also used for calls that move up to this many times more or fewer bytes."""
 
@@ -28,7 +29,7 @@ class Key:
 
     `arguments` are the values of the parameters in `@triton.autotune`'s `key`, and `dtypes` are
     those of all arrays, as in Triton's own autotuner; `candidates` are the configs left after
-    pruning, and `source` is a hash of the source of the kernel and all it calls. `moved_bytes`
+    pruning, and `source` is a hash of the source of the kernel and all it reaches. `moved_bytes`
     counts all operands and outputs; keys that differ only in it, by at most a factor of
     `SIZE_FACTOR`, may share a config (`is_near`).
     """
@@ -94,7 +95,7 @@ def make_key(
     return Key(
         format=FORMAT,
         kernel=call.kernel.name,
-        source=_fingerprint(call.kernel.function),
+        source=sources.fingerprint(call.kernel.function),
         arguments=tuple(sorted(arguments.items())),
         dtypes=tuple(sorted(dtypes.items())),
         candidates=tuple(label(launch) for launch in launches),
@@ -121,46 +122,6 @@ def _text(launch: Launch, value: Any) -> str:
         return repr(value.value)
     if isinstance(value, tuple):
         return "(" + ", ".join(_text(launch, part) for part in value) + ")"
-    return repr(value)
-
-
-def _fingerprint(function: Any) -> str:
-    """A hash of a kernel's source and of all jitted functions and constants it can reach.
-
-    Unlike Triton's own hash, it does not depend on the kernel's position in its file.
-    """
-    texts: dict[str, str] = {}
-    pending = [function]
-    seen: set[int] = set()
-    while pending:
-        current = pending.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        texts[f"{current.fn.__module__}.{current.fn.__qualname__}"] = str(current.src)
-        for name, value in _names_reached(current.fn):
-            if triton_private.is_jit_function(value):
-                pending.append(value)
-            elif isinstance(value, (int, float, str)) or type(value).__name__ == "constexpr":
-                texts[f"{current.fn.__qualname__}:{name}"] = repr(getattr(value, "value", value))
-    parts = sorted(texts.items())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-
-
-def _names_reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals and closure variables a function names, and attributes of modules it may use."""
-    code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    namespace = {**function.__globals__, **{n: c.cell_contents for n, c in cells}}
-    for name in (*code.co_names, *code.co_freevars):
-        if name not in namespace:
-            continue
-        value = namespace[name]
-        if isinstance(value, ModuleType):
-            if value.__name__.split(".")[0] == "triton":
-                continue  # Triton's version is part of every key
-            for attribute in code.co_names:
-                if hasattr(value, attribute):
-                    yield f"{name}.{attribute}", getattr(value, attribute)
-        else:
-            yield name, value
+    if exact.is_jitted(value):
+        return sources.fingerprint(value)
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))

@@ -54,12 +54,22 @@ NOT_TRIED = "not tried: measuring was over"
 
 def unavailable() -> str | None:
     """Why this installation cannot measure, or None."""
-    if (
-        importlib.util.find_spec("cuda") is None
-        or importlib.util.find_spec("cuda.bindings") is None
-    ):
-        return "cuda-bindings is not installed (`pip install cuda-bindings`)"
-    return None
+    missing = "cuda-bindings is not installed (`pip install cuda-bindings`)"
+    try:
+        package = importlib.util.find_spec("cuda")
+        if package is None:
+            return missing
+        is_package = package.submodule_search_locations is not None  # else looking would run it
+        if is_package and importlib.util.find_spec("cuda.bindings") is not None:
+            return None
+    except Exception as error:  # also what somebody else's package of that name raises
+        return f"cuda-bindings cannot be looked for: {type(error).__name__}: {error}"
+    if package.origin is None:  # a package without code of its own
+        return missing
+    return (
+        f"`import cuda` finds {package.origin}, which is not of cuda-bindings; rename it if it is "
+        "yours, or `pip install cuda-bindings`"
+    )
 
 
 # --- the worker's job ----------------------------------------------------
@@ -291,7 +301,13 @@ class _Measurement:
 
 @contextlib.contextmanager
 def operand_files(arrays: Sequence[np.ndarray | None]) -> Iterator[list[str | None]]:
-    """Arrays as in-memory files with paths that the worker can read."""
+    """Arrays as in-memory files with paths that the worker can read.
+
+    Raises:
+      TuningError, OSError: there is no room, or this system has no such files.
+    """
+    if any(array is not None for array in arrays) and not hasattr(os, "memfd_create"):
+        raise TuningError("this Python has no os.memfd_create, which hands operands to the worker")
     with contextlib.ExitStack() as files:
         paths: list[str | None] = []
         for array in arrays:

@@ -207,7 +207,10 @@ class _Lookup:
             _first_config(self.call.tuning),
         )
         config, name = choice.decision.config, self.key.name
-        _log_fallback(self.call.display_name, name, config, fallback.reason)
+        call = self.call
+        _log_fallback(
+            call.display_name, name, config, fallback.reason, call.kernel.name, self.device
+        )
         agreed = self._agreed(choice.decision)
         if agree.is_job():  # and so settled for good
             _resolved[name] = agreed
@@ -228,7 +231,8 @@ class _Lookup:
             raise TuningError(
                 f"Kernel {self.call.display_name!r} has {len(self.launches)} configs and none is "
                 f"known to be tuned for {name}, but tuning mode 'strict' requires it. Tune it with "
-                "`triax tune FILE:FUNCTION`, or run once with TRIAX_AUTOTUNE=auto."
+                f"{failures.HOW_TO_TUNE}, or run once with TRIAX_AUTOTUNE=auto."
+                + _about_gpus(self.call.kernel.name, self.device)
             )
         problem = self._why_not()
         config = agree.settle(name, able=problem is None)
@@ -312,15 +316,30 @@ def _unavailable(device: Device | None) -> str | None:
     return measure.unavailable()
 
 
+def _about_gpus(kernel: str, device: Device | None) -> str:
+    """What helps if the program's GPU is not here: which it is, and which are known."""
+    if device is not None and device.measurable:
+        return ""
+    known = [repr(name) for name in store.gpus(kernel) if device is None or name != device.name]
+    stored = f" Stored configs of this kernel are for {', '.join(known)}." if known else ""
+    if device is None:
+        return f" Where that GPU is not here, TRIAX_GPU names it.{stored}"
+    return f" The GPU is {device.name!r}.{stored}"
+
+
 @functools.cache  # one line per kernel and choice, however often it is traced
-def _log_fallback(name: str, key: str, config: str, reason: str) -> None:
+def _log_fallback(
+    name: str, key: str, config: str, reason: str, kernel: str, device: Device | None
+) -> None:
     logger.warning(
         "kernel %s (%s): no tuned config is known and none is measured: %s. Its first is used: "
-        "[%s]. Tune it with `triax tune FILE:FUNCTION` on the GPU it will run on.",
+        "[%s]. Tune it on the GPU it will run on, with %s.%s",
         name,
         key,
         reason,
         config,
+        failures.HOW_TO_TUNE,
+        _about_gpus(kernel, device),
     )
 
 

@@ -14,7 +14,7 @@ from triax import settings
 from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
 from triax.compat import jax_private
 from triax.devices import Device
-from triax.errors import ArgumentTypeError, CompilationTimeout, TuningError
+from triax.errors import ArgumentTypeError, CompilationTimeout, TriaxError, TuningError
 from triax.tuning import failures, measure, store
 from triax.tuning.failures import CompileAll, Fallback
 from triax.tuning.key import Key, label
@@ -23,6 +23,9 @@ from triax.tuning.store import Record, Timing
 from triax.tuning.worker import client
 
 logger = logging.getLogger(__name__)
+
+# Of what compiling raises; the program itself may need less: no ptxas, no machine code.
+_NOT_THE_CONFIGS_FAULT = (CompilationTimeout, OSError, MemoryError)
 
 
 def search(
@@ -42,7 +45,7 @@ def search(
       CompilationError: every candidate fails to compile or to run.
     """
     with contextlib.closing(Progress(call.display_name, len(launches))) as progress:
-        with contextlib.suppress(TuningError):  # `measure` will raise it again
+        with contextlib.suppress(Exception):  # `measure` will raise it again
             client.start(device.index)  # it starts while the candidates compile
         results = compile_all(
             launches,
@@ -57,19 +60,28 @@ def search(
             if isinstance(result, CompiledKernel):
                 compiled.append((launch, result))
             else:
-                late = isinstance(result, CompilationTimeout)
+                late = isinstance(result, _NOT_THE_CONFIGS_FAULT)
                 reason = failures.dropped(launch, result)
                 timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
         if compiled:
-            arrays = _tuning_arrays(call, launches[0], inputs)
+            try:
+                arrays = _tuning_arrays(call, launches[0], inputs)
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                return _fallback(f"no memory for its operands: {error}", timings.values())
             try:
                 # The program's own work on the GPU would distort the timings.
                 jax_private.drain(device.index)
                 with measure.operand_files(arrays) as paths:
                     job = measure.make_job(call, compiled, paths)
                     found = measure.measure(job, device, progress)
-            except (TuningError, OSError, MemoryError) as error:
-                return _fallback(str(error) or "no memory", timings.values())
+            except (TuningError, OSError) as error:
+                return _fallback(str(error), timings.values())
+            except TriaxError:  # a setting
+                raise
+            except Exception as error:  # what a machine may lack has many names
+                return _fallback(f"{type(error).__name__}: {error}", timings.values())
             timings |= {timing.config: timing for timing in found}
     ordered = [timings[label(launch)] for launch in launches]
     timed = [timing for timing in ordered if timing.error is None]
@@ -91,7 +103,8 @@ def search(
     try:
         store.user_store().put(record)
     except OSError as error:
-        logger.warning("the tuned config of %s could not be stored: %s", key.name, error)
+        remedy = "; set TRIAX_CACHE_DIR" if error.filename else ""  # else it says so itself
+        logger.warning("the tuned config of %s could not be stored: %s%s", key.name, error, remedy)
     return record
 
 
@@ -101,8 +114,7 @@ def _nothing_timed(call: Call, timings: Sequence[Timing]) -> Fallback:
         raise failures.none_left(call, [f"[{timing.config}] {timing.error}" for timing in timings])
     reasons = "; ".join(f"[{timing.config}] {timing.error}" for timing in timings)
     return _fallback(
-        f"no config could be timed ({reasons}); set TRIAX_TUNING_TIMEOUT to give a run more time",
-        timings,
+        f"no config could be timed ({reasons}); TRIAX_TUNING_TIMEOUT gives a run more time", timings
     )
 
 

@@ -170,9 +170,11 @@ class Store:
         """The files of all records, sorted by name; none if there is no such folder yet."""
         return [p for p in self._files() if p.suffix == ".json" and not p.name.startswith(".")]
 
-    def records(self) -> Iterator[tuple[Path, Record | None]]:
-        """All files with their records, None for those that are not usable."""
+    def records(self, kernel: str | None = None) -> Iterator[tuple[Path, Record | None]]:
+        """All files, or those of a kernel, with their records, None for those not usable."""
         for path in self.paths():
+            if kernel is not None and not path.name.startswith(f"{kernel}-"):
+                continue
             try:
                 yield path, read(path)
             except (OSError, ValueError):
@@ -214,6 +216,16 @@ def stores() -> list[Store]:
     users = [] if settings.cache_folder() is None else [user_store()]
     read_only = [Store(path, f"store {path}") for path in settings.cache_path()]
     return [*users, *read_only, Store(SHIPPED, "shipped with Triax")]
+
+
+def gpus(kernel: str | None = None) -> list[str]:
+    """The names of the GPUs that stored configs are for, of all kernels or those of one name."""
+    found = set()
+    for place in stores():
+        with contextlib.suppress(OSError):
+            records = [record for _, record in place.records(kernel)]
+            found |= {record.key.gpu for record in records if record is not None}
+    return sorted(found - {""})
 
 
 def find(key: Key) -> tuple[Record, Store] | None:

@@ -126,7 +126,7 @@ def on_all(mesh, axis, **options):
     def run(o, experts):
         sent = moe.dispatch(o["x"], o["weights"], experts, EXPERTS, axis, **options)
         rows = run_experts(sent.rows, sent.group_sizes, o["up"], o["down"])
-        y = moe.combine(rows, sent.plan)
+        y = moe.combine(rows, sent.plan, weights=sent.weights)
         return y if tensor is None else jax.lax.psum(y, tensor)
 
     return run
@@ -191,9 +191,8 @@ def dispatched(mesh, *arguments, experts=EXPERTS, scales=None, **options):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     def run(x, weights, selected, scales):
         sent = moe.dispatch(x, weights, selected, experts, "d", scales=scales, **options)
-        return sent._replace(
-            plan=moe.combine(sent.rows, sent.plan), num_dropped=sent.num_dropped[None]
-        )
+        y = moe.combine(sent.rows, sent.plan, weights=sent.weights)
+        return sent._replace(plan=y, num_dropped=sent.num_dropped[None])
 
     return jax.tree.map(np.asarray, run(*arguments, scales))
 
@@ -323,7 +322,7 @@ def test_transformations(options):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     def layer(x, weights, experts):
         sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
-        return moe.combine(jnp.sin(sent.rows), sent.plan)
+        return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
 
     def plain(x, weights, experts):
         return jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
@@ -354,7 +353,7 @@ def test_batches_of_some_operands(options, axes):
     @functools.partial(jax.shard_map, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
     def layer(x, weights, experts):
         sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
-        return moe.combine(sent.rows, sent.plan)
+        return moe.combine(sent.rows, sent.plan, weights=sent.weights)
 
     plain = lambda x, weights, _: x * jnp.sum(weights, axis=1)[:, None]
     results = (jax.jit(jax.vmap(f, axes))(*batches) for f in (layer, plain))
@@ -368,7 +367,7 @@ def test_gradients_of_complex_tokens(options):
     @functools.partial(jax.shard_map, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
     def layer(x, experts):
         sent = moe.dispatch(x, jnp.ones(experts.shape), experts, EXPERTS, "d", **options)
-        return moe.combine(jnp.imag(sent.rows), sent.plan)
+        return moe.combine(jnp.imag(sent.rows), sent.plan, weights=sent.weights)
 
     found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x, experts))))(x)
     np.testing.assert_allclose(found, np.full(x.shape, -1j * TOP_K))
@@ -383,7 +382,7 @@ def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
     def layer(x, weights, experts):
         how = {"capacity": tokens_each - 2, "exchange": "ragged"}
         sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **how)
-        return sent.rows, moe.combine(jnp.sin(sent.rows), sent.plan)
+        return sent.rows, moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
 
     def run():
         (rows, y), pull = jax.vjp(lambda *given: layer(*given, experts), x, weights)
@@ -404,7 +403,7 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
     @functools.partial(jax.shard_map, mesh=mesh, **specs)
     def layer(x, weights, experts):
         sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
-        return moe.combine(jnp.sin(sent.rows), sent.plan)
+        return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
 
     plain = lambda x, weights, _: jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
     found, expected = (
@@ -422,7 +421,7 @@ def test_tokens_that_all_devices_share(options):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P("d"))
     def layer(x):
         sent = moe.dispatch(x, jnp.ones(experts.shape), experts, EXPERTS, "d", **options)
-        return moe.combine(jnp.sin(sent.rows), sent.plan)
+        return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
 
     found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x))))(x)
     np.testing.assert_allclose(found, 4 * TOP_K * np.cos(x), rtol=1e-5, atol=1e-5)
@@ -491,7 +490,7 @@ def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
 
     def layer(x, weights, experts):
         sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
-        return moe.combine(sent.rows, sent.plan)
+        return moe.combine(sent.rows, sent.plan, weights=sent.weights)
 
     specs = {"in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
     with jax.set_mesh(mesh):
@@ -529,7 +528,7 @@ def test_mistakes(change, error, text):
 def test_combine_wants_the_rows_of_dispatch(options, shape):
     def run(x, weights, experts):
         sent = moe.dispatch(x, weights, experts, 4, "d", num_rows=8, **options)
-        return moe.combine(jnp.ones(shape), sent.plan)
+        return moe.combine(jnp.ones(shape), sent.plan, weights=sent.weights)
 
     mesh = local_mesh(2)
     function = jax.shard_map(run, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
@@ -542,7 +541,66 @@ def test_dispatch_wants_a_mesh():
         moe.dispatch(np.ones((4, 4)), np.ones((4, 2)), np.ones((4, 2), int), 4, "d")
 
 
+def test_dispatch_wants_each_axis_once():
+    with pytest.raises(ArgumentValueError, match=r"`axis_name` must name each mesh axis once; got"):
+        jax.shard_map(
+            lambda x: moe.dispatch(x, x, x.astype(int), 4, ("d", "d")).rows,
+            mesh=local_mesh(2),
+            in_specs=P("d"),
+            out_specs=P("d"),
+        )(np.ones((4, 2), np.float32))
+
+
 def test_combine_wants_its_plan():
     plan = jax.jit(moe.make_plan, static_argnums=1)(np.ones((4, 2), int), 4)
     with pytest.raises(ArgumentTypeError, match="`plan` must be the plan of `dispatch`"):
-        moe.combine(np.ones((8, 4)), plan)
+        moe.combine(np.ones((8, 4)), plan, weights=None)
+
+
+def test_weights_are_those_that_are_passed(options):
+    """Other ones than `dispatch` returned, or none; and their gradient."""
+    mesh, count = local_mesh(), 4 * TOKENS
+    x, selected = normal(0, count, 8), draw_experts("not routed", count)
+    weights = uniform(1, *selected.shape)
+
+    def layer(passed):
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+        def run(x, weights, experts):
+            sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+            return moe.combine(jnp.sin(sent.rows), sent.plan, weights=passed(sent.weights))
+
+        def whole(x, weights, experts):
+            y, pull = jax.vjp(lambda x, weights: run(x, weights, experts), x, weights)
+            return y, pull(jnp.cos(y))
+
+        return jax.jit(whole)(x, weights, selected)
+
+    there = (selected >= 0) & (selected < EXPERTS)
+    plain = lambda w: jnp.sin(x) * jnp.sum(jnp.where(there, w, 0), 1, keepdims=True)
+    for passed in (lambda w: w, lambda w: 2 * w * w, lambda _: None):
+        function = lambda w, passed=passed: plain(1.0 if passed(w) is None else passed(w))
+        expected, pull = jax.vjp(function, weights)
+        y, (_, d_weights) = layer(passed)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(d_weights, pull(jnp.cos(y))[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({}, ArgumentTypeError, "no default for `weights`. Pass `weights=sent.weights`, or"),
+        ({"weighted": True}, ArgumentTypeError, "no argument `weighted`. .*or `weights=None`"),
+        ({"weights": None, "weighted": False}, ArgumentTypeError, "no argument `weighted`"),
+        ({"weights": np.ones((4, 2))}, ArgumentValueError, "like the `weights` that `dispatch` re"),
+        ({"weights": np.ones(7)}, ArgumentValueError, "`weights` must have one weight for each"),
+        ({"weights": np.ones(8, int)}, ArgumentTypeError, "`weights` must have a floating"),
+    ],
+)
+def test_combine_is_told_which_weights(change, error, text):
+    def run(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, 4, "d", num_rows=8)
+        return moe.combine(sent.rows, sent.plan, **change)
+
+    function = jax.shard_map(run, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
+    with pytest.raises(error, match=text):
+        jax.make_jaxpr(function)(np.ones((4, 4)), np.ones((4, 2)), np.ones((4, 2), int))

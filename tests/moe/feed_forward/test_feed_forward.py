@@ -15,7 +15,6 @@ import pytest
 from triax import moe
 from triax.emitting import reading
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.shared import sharding
 from triax.testing import assert_close, assert_same_bits, checked
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 24, 16, 24, 5
@@ -180,14 +179,21 @@ def test_capacity_makes_no_more_rows_than_experts_take():
         assert f"f32[{rows},{2 * WIDTH}]" in program
 
 
-def test_wider_weights_widen_the_matmuls_and_not_the_result():
-    x, logits, *weights = draw(5)
-    small = x.astype(jnp.bfloat16)
-    out, gradients = value_and_gradients(layer, (small, logits, *weights))
-    assert out.tokens.dtype == gradients[0].dtype == jnp.bfloat16
-    assert gradients[2].dtype == jnp.float32
-    wide = jax.jit(layer)(small.astype(jnp.float32), logits, *weights)
-    assert_same_bits(out.tokens, wide.tokens.astype(jnp.bfloat16))
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_what_is_no_number_stays_with_its_expert_and_its_token(implementation):
+    x, logits, w_gate_up, w_down = (np.array(a) for a in draw(8))
+    logits[:, 1] = -50  # nobody's
+    run = lambda *args: value_and_gradients(layer, args, implementation=implementation)
+    clean = run(x, logits, w_gate_up, w_down)
+    w_gate_up[1] = w_down[1] = np.nan
+    jax.tree.map(assert_same_bits, run(x, logits, w_gate_up, w_down), clean)
+    w_gate_up[1] = w_down[1] = 0
+    x[5], w_down[3] = np.nan, np.inf
+    out, (d_x, *_) = run(x, logits, w_gate_up, w_down)
+    hit = (np.argsort(-logits, axis=1)[:, :2] == 3).any(1) | (np.arange(TOKENS) == 5)
+    assert_same_bits(out.tokens[~hit], clean[0].tokens[~hit])
+    assert_same_bits(d_x[~hit], clean[1][0][~hit])
+    assert not np.isfinite(out.tokens[hit]).all(1).any()
 
 
 LIGHT = jax.checkpoint_policies.save_only_these_names(
@@ -202,13 +208,6 @@ def residuals(function, args):
     return sorted(leaf.shape for leaf in jax.tree.leaves(pull) if leaf.shape[:1] == (rows,))
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    """As where there is one device: the layer is its ops, and not one op that can be cut."""
-    monkeypatch.setattr(sharding, "may_be_cut", lambda: False)
-
-
-@pytest.mark.usefixtures("one_device")
 def test_what_is_kept_for_the_backward_pass():
     """The rows, the first matmul's result, and what the activation makes of it; and no rows that
     come out of the experts, for the weights are applied before."""
@@ -217,7 +216,6 @@ def test_what_is_kept_for_the_backward_pass():
     assert residuals(layer, draw(7, "bfloat16")) == kept
 
 
-@pytest.mark.usefixtures("one_device")
 def test_policy_that_permutes_again():
     args = draw(7)
     light = jax.checkpoint(layer, policy=LIGHT)
@@ -225,34 +223,6 @@ def test_policy_that_permutes_again():
     actual, expected = (value_and_gradients(f, args) for f in (light, layer))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
-    )
-
-
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
-def test_as_one_op_the_derivatives_are_those_of_its_ops(monkeypatch):
-    """Where there are several devices; of second order, in forward mode, with fixed arguments."""
-    floats, bias = draw(3), np.arange(5, dtype=np.float32)
-    options = {"top_k": 2, "score": "sigmoid", "normalize": True}
-    layer = lambda *floats: moe.feed_forward(*floats, bias=bias, **options).tokens
-    tangents = tuple(np.cos(3 * np.asarray(a)) for a in floats)
-
-    def second(*floats):
-        first = jax.grad(lambda *f: jnp.sum(jnp.sin(layer(*f))), (0, 3))(*floats)
-        return sum(jnp.sum(jnp.cos(g)) for g in first)
-
-    def derivatives():
-        with_bias = lambda bias: moe.feed_forward(*floats, bias=bias, **options).tokens.sum()
-        return (
-            jax.jit(lambda *moved: jax.jvp(layer, floats, moved))(*tangents),
-            jax.jit(jax.grad(second, (0, 1, 2, 3)))(*floats),
-            jax.jit(jax.grad(with_bias))(bias),
-        )
-
-    actual = derivatives()
-    assert "triax_op" in str(jax.make_jaxpr(layer)(*floats)).split("pjit")[0]
-    monkeypatch.setattr(sharding, "may_be_cut", lambda: False)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, derivatives()
     )
 
 
@@ -284,7 +254,6 @@ def gradients(*args, layer=layer):
 
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.cuda_plugin
-@pytest.mark.usefixtures("one_device")
 def test_kernels_on_cuda():
     assert kernels(layer) == sorted(FORWARD)
     backward = [
@@ -300,42 +269,6 @@ def test_kernels_on_cuda():
     assert again == sorted([*FORWARD, *backward, "permute", "glu"])
 
 
-@pytest.mark.parametrize(
-    "moving",
-    [
-        (1, 2, 3),
-        *(
-            pytest.param(some, marks=pytest.mark.slow("(1, 2, 3) stands for them"))
-            for some in [(0,), (1,), (2,), (3,), (0, 1), (0, 3)]
-        ),
-    ],
-    ids=str,
-)
-def test_as_one_op_it_keeps_what_its_ops_keep(monkeypatch, moving):
-    """For the gradients of some arguments: as many numbers of rows, and the same gradients."""
-    args = draw(5)
-
-    def measured():
-        def run(*moved):
-            every = list(args)
-            for index, value in zip(moving, moved, strict=True):
-                every[index] = value
-            return layer(*every, top_k=2).tokens
-
-        out, pull = jax.vjp(run, *(args[i] for i in moving))
-        rows = [leaf.size for leaf in jax.tree.leaves(pull) if leaf.size >= TOKENS * 2 * WIDTH]
-        inputs = {arg.size for arg in args}
-        return sorted(size for size in rows if size not in inputs), pull(jnp.cos(out))
-
-    kept, gradients = measured()
-    monkeypatch.setattr(sharding, "may_be_cut", lambda: False)
-    expected_kept, expected = measured()
-    assert kept == expected_kept
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, expected
-    )
-
-
 def test_a_mistake_spoils_no_later_call():
     """An op is made once for the same options, and 3.0 equals 3."""
     args = draw(6)
@@ -345,7 +278,7 @@ def test_a_mistake_spoils_no_later_call():
         moe.feed_forward(*args, **{"top_k": 2, **right})
 
 
-def test_as_one_op_the_gradient_multiplies_as_the_layer_was_asked_to():
+def test_the_gradient_multiplies_as_the_layer_was_asked_to():
     """The precision in force where the layer is called holds where its gradient is traced."""
     tf32 = functools.partial(jax.default_matmul_precision, "tensorfloat32")
     plain = contextlib.nullcontext
@@ -404,6 +337,31 @@ def test_kernels_do_all_on_cuda(monkeypatch):
             r"`w_down` must have shape \(5, 24, 16\) to go with `x` and `logits`; got \(6, ",
         ),
         (
+            {"w_down": jnp.ones((EXPERTS, HIDDEN, WIDTH))},
+            ArgumentValueError,
+            r"`w_down` must have shape \(5, 24, 16\) .*; got \(5, 16, 24\)\. .*w_down\.swapaxes",
+        ),
+        (
+            {"w_gate_up": jnp.ones((EXPERTS, 2 * WIDTH, HIDDEN))},
+            ArgumentValueError,
+            r"`w_gate_up` must have shape \(5, 16, 48\).*`w_gate_up\.swapaxes\(1, 2\)`",
+        ),
+        (
+            {"x": jnp.ones((TOKENS, HIDDEN), jnp.bfloat16)},
+            ArgumentTypeError,
+            r"`w_gate_up` must have the dtype of `x`, bfloat16; got float32. Cast it, `w_gate",
+        ),
+        (
+            {"w_down": jnp.ones((EXPERTS, WIDTH, HIDDEN), jnp.float16)},
+            ArgumentTypeError,
+            "`w_down` must have the dtype of `x`, float32; got float16",
+        ),
+        (
+            {"w_down": jnp.ones((EXPERTS, WIDTH, HIDDEN), jnp.int8)},
+            ArgumentTypeError,
+            "`w_down` must have a floating-point dtype; got int8",
+        ),
+        (
             {"activation": "relu"},
             ArgumentValueError,
             "`activation` must be one of 'swiglu', 'geglu'",
@@ -413,7 +371,7 @@ def test_kernels_do_all_on_cuda(monkeypatch):
         ({"align_size": 0}, ArgumentValueError, "`align_size` must be at least 1"),
         ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
         ({"score": "tanh"}, ArgumentValueError, "`score` must be one of"),
-        ({"scores": "softmax"}, TypeError, "unexpected keyword argument 'scores'"),
+        ({"scores": "softmax"}, TypeError, r"^feed_forward\(\) got an unexpected.* 'scores'"),
     ],
 )
 def test_what_is_wrong_is_named(changes, error, message):

@@ -16,7 +16,8 @@ SIZES = jnp.array([2, 3])
 MISTAKES = {
     "rows": (([1.0], W, SIZES), {}, "`rows` must be an array of shape"),
     "rank": ((X, W[0], SIZES), {}, r"`weights` must have shape \[groups, depth, columns\]"),
-    "depth": ((X, W[:, :3], SIZES), {}, "`weights` must have the depth of `rows`, 4"),
+    "depth": ((X, W[:, :3], SIZES), {}, r"`weights` must have the depth of `rows`, 4.*3, 3\)\.$"),
+    "torch's layout": ((X, jnp.ones((2, 3, 4)), SIZES), {}, r"`weights\.swapaxes\(1, 2\)`"),
     "groups": ((X, W, jnp.array([1, 2, 3])), {}, "one size for each of the 2 groups"),
     "sizes": ((X, W, jnp.array([1.0, 2.0])), {}, "`group_sizes` must have an integer dtype"),
     "row scales": ((X, W, SIZES), {"row_scales": jnp.ones(5)}, "for each of the 6 rows"),
@@ -30,8 +31,48 @@ MISTAKES = {
     "one of 8 bits": (
         (X.astype("float8_e5m2"), W, SIZES),
         {},
-        "must both be 8-bit floats, or neither; got float8_e5m2 and float32",
+        "both 8-bit floats or both integers; got float8_e5m2 and float32. Cast one",
     ),
+    "quantised weights": (
+        (X.astype("bfloat16"), W.astype("int8"), SIZES),
+        {},
+        "got bfloat16 and int8. Integers are multiplied as they are: cast them",
+    ),
+    "quantised weights and scales": (
+        (X, W.astype("int8"), SIZES),
+        {"group_scales": jnp.ones(2), "implementation": "xla"},
+        "both integers; got float32 and int8",
+    ),
+    "integer rows": ((X.astype("int32"), W, SIZES), {}, "got int32 and float32. Integers are"),
+    "bool": ((X.astype(bool), W.astype(bool), SIZES), {}, "`rows` must be floats or integers; got"),
+    "complex": ((X, W.astype("complex64"), SIZES), {}, "`weights` must be floats or.*complex64"),
+    "scaled integers": (
+        (X.astype("int8"), W.astype("int8"), SIZES),
+        {"row_scales": jnp.ones(6)},
+        "must scale a float; the result is int8. Pass `preferred_element_type=jnp.float32`",
+    ),
+    "scales of blocks": (
+        (X, W, SIZES),
+        {"group_scales": jnp.ones((2, 1, 1))},
+        r"`group_scales` must have shape \[groups\].*Reshape them: `group_scales.reshape\(2\)`",
+    ),
+    "scales of many blocks": (
+        (X, W, SIZES),
+        {"row_scales": jnp.ones((6, 2))},
+        r"`row_scales` must have shape \[rows\].*For scales of blocks, multiply them into the",
+    ),
+    "integers of floats": (
+        (X, W, SIZES),
+        {"preferred_element_type": "int8", "implementation": "xla"},
+        "`preferred_element_type` must be a float; got int8 for operands of float32",
+    ),
+    "no dtype": (
+        (X, W, SIZES),
+        {"preferred_element_type": "float33"},
+        "`preferred_element_type` must be a dtype such as jnp.float32; got 'float33'",
+    ),
+    "precision": ((X, W, SIZES), {"precision": "exact"}, "`precision` must be a jax.lax.Precis"),
+    "precisions": ((X, W, SIZES), {"precision": ("high", "high")}, "`precision` must be a jax"),
     "result": (
         (X, W, SIZES),
         {"implementation": "interpret", "preferred_element_type": jnp.int32},
@@ -44,6 +85,13 @@ MISTAKES = {
 def test_mistakes(args, kwargs, match):
     with pytest.raises((ArgumentTypeError, ArgumentValueError), match=match):
         moe.ragged_dot(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("rows", "weights"), [("bfloat16", "float32"), ("float32", "float16")])
+def test_a_product_in_float32_of_shorter_operands_is_told(rows, weights):
+    with pytest.warns(UserWarning, match=f"{rows} rows by {weights} weights in float32") as told:
+        moe.ragged_dot(X.astype(rows), W.astype(weights), SIZES)
+    assert [warning.filename for warning in told] == [__file__]
 
 
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import jax
 import pytest
 
 from triax import moe
 from triax.compat import jax_private, triton_proto
 from triax.emitting import reading
+from triax.errors import UnsupportedError
 
 WIDE = (512, 1024)  # rows that descriptors can address
 
@@ -66,6 +70,75 @@ def test_cuda_gets_kernels_alone(monkeypatch, arch, dtype, num_rows, widths):
     assert sum("cp.async.bulk.tensor" in text for text in ptx) == (3 if descriptors else 0)
     if arch == 90 and dtype == "bfloat16" and num_rows == 4000:
         assert sum("wgmma" in text for text in ptx) == 3
+
+
+@pytest.mark.cuda_plugin
+def test_precision_says_how_float32_is_multiplied(monkeypatch):
+    """By name or as JAX's value; "high" is three products of TF32, which add up to float32's."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((40, 64), (2, 64, 48))]
+
+    def products(precision):
+        multiply = functools.partial(moe.ragged_dot, precision=precision)
+        sizes = jax.ShapeDtypeStruct((2,), "int32")
+        program = jax.jit(multiply).trace(*types, sizes).lower(lowering_platforms=("cuda",))
+        return sum(text.count("tf32.tf32") for text in kernels(program))
+
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert products(jax.lax.Precision.HIGHEST) == products("float32") == 0
+        tf32 = products(None)
+    assert products(None) == 0
+    assert tf32 == products("tensorfloat32") == products(jax.lax.Precision.DEFAULT) > 0
+    assert products(jax.lax.DotAlgorithmPreset.TF32_TF32_F32) == tf32
+    assert products(jax.lax.Precision.HIGH) == products("high") == 3 * tf32
+
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def lowered_8_bits(num_rows, depth, dtypes, **options):
+    types = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(
+            [(num_rows, depth), (2, depth, 48), (2,)], [*dtypes, "int32"], strict=True
+        )
+    ]
+    multiply = functools.partial(moe.ragged_dot, preferred_element_type="float32", **options)
+    return jax.jit(multiply).trace(*types).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("depth", [4, 16, pytest.param(48, marks=SLOW)])
+def test_eight_bits_of_any_depth_compile(depth):
+    """Tensor cores take at least 32 of depth; what is missing is zeros."""
+    ptx = kernels(lowered_8_bits(4000, depth, (E4M3, E5M2)))
+    assert sum("e4m3.e5m2" in text for text in ptx) == 1
+
+
+@pytest.mark.cuda_plugin
+def test_sums_of_eight_bits_are_added_in_float32():
+    """Tensor cores keep about 14 bits of a sum: every 128 of depth it is added to a float32 one."""
+    (product,) = (
+        text for text in kernels(lowered_8_bits(4000, 256, (E4M3, E4M3))) if "wgmma" in text
+    )
+    assert len(re.findall(r"\badd(\.rn)?\.f32", product)) >= 32
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize(
+    ("arch", "dtypes", "lacking"),
+    [
+        (80, (E5M2, E4M3), E4M3),
+        (90, ("float8_e4m3fnuz", "float8_e5m2fnuz"), "float8_e4m3fnuz, float8_e5m2fnuz"),
+    ],
+)
+def test_eight_bits_that_a_gpu_lacks_take_plain_jax(monkeypatch, arch, dtypes, lacking):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
+    program = lowered_8_bits(40, 64, dtypes)
+    assert kernels(program) == []
+    assert "stablehlo.dot_general" in program.as_text()
+    with pytest.raises(UnsupportedError, match=f"capability {arch} have no {lacking}"):
+        lowered_8_bits(40, 64, dtypes, implementation="triton")
 
 
 @SLOW

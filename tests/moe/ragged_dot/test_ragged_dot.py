@@ -82,6 +82,34 @@ def test_rows_past_the_groups_are_zero(implementation):
     assert np.all(np.isfinite(d_weights))
 
 
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_is_no_number_stays_in_its_group(implementation, value, group):
+    """In the weights of a group with rows, or of one without, and in both gradients."""
+    sizes = [40, 0, 50, 20]
+    case = oracle.draw(7, *WIDTHS["descriptors"], "float32")
+    clean = list(run(case, sizes, implementation))
+    case.weights[group, 3, 5] = value
+    out, d_rows, d_weights = run(case, sizes, implementation)
+    span = list(oracle.spans(sizes, oracle.NUM_ROWS))[group]
+    others = np.delete(np.arange(oracle.NUM_ROWS), span)
+    assert_same_bits(out[others], clean[0][others])
+    assert_same_bits(d_rows[others], clean[1][others])
+    assert_same_bits(d_weights, clean[2])
+    assert not np.isfinite(out[span, 5]).any()
+    assert not np.isfinite(d_rows[span, 3]).any()
+
+    case = oracle.draw(7, *WIDTHS["descriptors"], "float32")
+    case.rows[3] = case.gradient[3] = value  # of the first group
+    out, d_rows, d_weights = run(case, sizes, implementation)
+    others = np.delete(np.arange(oracle.NUM_ROWS), 3)
+    assert_same_bits(out[others], clean[0][others])
+    assert_same_bits(d_rows[others], clean[1][others])
+    assert_same_bits(d_weights[1:], clean[2][1:])
+    assert not np.isfinite(d_weights[0]).any()
+
+
 @pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("group", [1, 2])
@@ -157,19 +185,50 @@ def test_preferred_element_type_and_mixed_dtypes(implementation):
     )
     assert wide.dtype == jnp.float32
     assert_close(wide, oracle.ragged_dot(case.rows, case.weights, sizes))
-    mixed = moe.ragged_dot(
-        case.rows, case.weights.astype("float32"), as_sizes(sizes), implementation=implementation
-    )
+    with pytest.warns(UserWarning, match="in float32"):
+        mixed = moe.ragged_dot(
+            case.rows,
+            case.weights.astype("float32"),
+            as_sizes(sizes),
+            implementation=implementation,
+        )
     assert mixed.dtype == jnp.float32
+    assert_close(mixed, oracle.ragged_dot(case.rows, case.weights, sizes))
 
 
-def test_dtypes_without_kernels_take_plain_jax():
-    rows, weights = jnp.arange(12).reshape(6, 2), jnp.arange(12).reshape(2, 2, 3)
-    out = moe.ragged_dot(rows, weights, jnp.array([2, 3]))
+@pytest.mark.parametrize(
+    ("rows_dtype", "weights_dtype", "result"),
+    [
+        ("int32", "int32", None),
+        ("int8", "int8", "int32"),
+        ("uint8", "int8", "float32"),
+        ("int4", "int4", "int32"),
+    ],
+)
+def test_integers_take_plain_jax(rows_dtype, weights_dtype, result):
+    rows = jnp.arange(12).reshape(6, 2).astype(rows_dtype)
+    weights = jnp.arange(100, 112).reshape(2, 2, 3).astype(weights_dtype)
+    out = moe.ragged_dot(rows, weights, jnp.array([2, 3]), preferred_element_type=result)
+    x, w = (np.asarray(array).astype(int) for array in (rows, weights))
     expected = np.zeros((6, 3), int)
-    expected[:2] = np.asarray(rows)[:2] @ np.asarray(weights)[0]
-    expected[2:5] = np.asarray(rows)[2:5] @ np.asarray(weights)[1]
+    expected[:2] = x[:2] @ w[0]
+    expected[2:5] = x[2:5] @ w[1]
+    assert out.dtype == (result or rows_dtype)
     np.testing.assert_array_equal(out, expected)
+
+
+def test_sums_of_8_bit_integers_are_exact():
+    """Of more than 2**24, where float32 is not; scaled where they are floats."""
+    rows, weights = np.full((3, 4096), 127, np.int8), np.full((1, 4096, 2), 127, np.int8)
+    weights[:, 0] = 126
+    total = 127 * 127 * 4096 - 127
+    scales = np.float32([1, 2, 0.5])
+    product = functools.partial(moe.ragged_dot, rows, weights, np.array([3]))
+    np.testing.assert_array_equal(product(preferred_element_type="int32"), np.full((3, 2), total))
+    scaled = product(preferred_element_type="float32", row_scales=scales, group_scales=scales[1:2])
+    np.testing.assert_array_equal(
+        scaled, np.float32(total) * 2 * scales[:, None] * np.ones((1, 2), "f")
+    )
 
 
 @pytest.mark.parametrize("implementation", [None, *PATHS])
@@ -177,6 +236,10 @@ def test_dtypes_without_kernels_take_plain_jax():
     ("rows", "weights"), [((0, 4), (2, 4, 3)), ((5, 0), (2, 0, 3)), ((5, 4), (2, 4, 0))]
 )
 def test_nothing_to_multiply(implementation, rows, weights):
+    small = jnp.zeros(rows, "float8_e4m3fn"), jnp.zeros(weights, "float8_e5m2")
+    out = moe.ragged_dot(*small, np.array([2, 2]), implementation=implementation)
+    assert_same_bits(out, jnp.zeros((rows[0], weights[2]), "float8_e4m3fn"))
+
     def loss(x, w):
         out = moe.ragged_dot(x, w, np.array([2, 2]), implementation=implementation)
         assert out.shape == (rows[0], weights[2])

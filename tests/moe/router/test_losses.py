@@ -69,6 +69,29 @@ def test_router_z_loss(dtype):
     assert_close(gradient, expected, terms=4)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_losses_of_tiny_scores_and_of_padding(score):
+    """Shares of scores that sum to nothing in float32; padding counts as a token without any."""
+    logits = draw()
+    logits[0], logits[1], logits[2] = -60, -1e9, -np.inf
+    counts = np.arange(EXPERTS)
+
+    def losses(logits):
+        return moe.load_balancing_loss(logits, counts, score=score), moe.router_z_loss(logits)
+
+    (balance, size), pull = jax.vjp(jax.jit(losses), logits)
+    wide = np.delete(logits, 2, axis=0).astype(np.float64)
+    logs = wide if score == "softmax" else -np.logaddexp(0, -wide)
+    scores = np.exp(logs - np.logaddexp.reduce(logs, axis=1, keepdims=True))
+    expected = EXPERTS * (scores.sum(0) / TOKENS * counts / counts.sum()).sum()
+    assert_close(balance, expected, terms=TOKENS)
+    assert_close(size, (np.logaddexp.reduce(wide, axis=1) ** 2).sum() / TOKENS, terms=TOKENS)
+    for index in range(2):
+        gradient = np.asarray(pull(tuple(np.float32(i == index) for i in range(2)))[0])
+        assert np.isfinite(gradient).all()
+        assert not gradient[2].any()
+
+
 def test_without_tokens_there_is_no_loss():
     logits = jnp.zeros((0, EXPERTS))
     assert moe.router_z_loss(logits) == 0

@@ -141,12 +141,13 @@ def test_logits_that_differ_in_their_last_bit(close, implementation):
     rng = np.random.default_rng(6)
     logits = rng.standard_normal((20, 100)).astype(np.float32)
     # Experts in the reverse order of their logits, so that a tie broken by number is wrong.
-    steps = np.float32(3) + np.arange(12, dtype=np.float32) * np.float32(2**-22)
+    steps = np.float32(5) + np.arange(12, dtype=np.float32) * np.spacing(np.float32(5))
+    assert len(set(steps)) == len(steps)
     if close == "first":
-        logits[:, 10:12] = steps[:2] + 2
+        logits[:, 10:12] = steps[:2]
     elif close == "last":
         logits[:, :3] += 10
-        logits[:, 20:22] = steps[:2] + 2
+        logits[:, 20:22] = steps[:2]
     else:
         logits[:, 30:42] = steps
         logits[:, 60:72] = -steps - 5
@@ -202,6 +203,86 @@ def test_a_group_is_worth_its_two_best(implementation):
     logits = np.log(scores / (1 - scores))
     op = functools.partial(route, logits, 2, score="sigmoid", num_groups=3, top_groups=1)
     np.testing.assert_array_equal(op(implementation=implementation).experts, [[3, 4]])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_equal_scores_of_groups_and_of_experts(implementation):
+    """Sigmoids of 1: groups in their order, and in a group the logits decide."""
+    logits = np.float32([[20, 21, 22, 23, 24, 25, 26, 27]])
+    op = functools.partial(route, logits, 3, score="sigmoid", num_groups=2, top_groups=1)
+    np.testing.assert_array_equal(op(implementation=implementation).experts, [[3, 2, 1]])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_of_sigmoids_near_zero_and_one(normalize, implementation):
+    """Where 1 - sigmoid is rounded to zero, its gradient is still a number."""
+    logits = np.float32([[17, 18, 20, 25], [-20, -25, -18, -17], [40, -40, 0, 18]])
+    d_weights = draw(13, (3, 4))
+    options = {"score": "sigmoid", "normalize": normalize}
+    routed, d_logits = call(logits, 4, d_weights, implementation, **options)
+    order = np.asarray(routed.experts)
+    taken = np.take_along_axis(logits, order, 1).astype(np.float64)
+    weights, upstream = 1 / (1 + np.exp(-taken)), d_weights
+    if normalize:
+        weights /= weights.sum(1, keepdims=True)
+        upstream = d_weights - (d_weights * weights).sum(1, keepdims=True)
+    expected = weights * upstream / (1 + np.exp(taken))
+    actual = np.take_along_axis(np.asarray(d_logits), order, 1)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5 if not normalize else 1e-3)
+
+
+FAR_BELOW = {
+    "sums that are below the smallest float": [[-1e9, -1e9 - 64, -2e9, -1e9]],
+    "sums of about 1e-26": [[-60, -61, -62, -60]],
+    "padding beside a token": [[-np.inf] * 4, [1, -np.inf, 2, -np.inf]],
+    "one left": [[-np.inf, -np.inf, -60, -np.inf]],
+}
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("case", FAR_BELOW)
+def test_tiny_scores_have_shares_and_none_are_zeros(case, score, implementation):
+    """Normalised: the softmax of the scores' logarithms, zeros where all logits are -inf."""
+    logits = np.float32(FAR_BELOW[case])
+    d_weights = draw(14, (len(logits), 2))
+    routed, d_logits = call(
+        logits, 2, d_weights, implementation, score=score, normalize=True, scale=3.0
+    )
+    wide = logits.astype(np.float64)
+    logs = wide if score == "softmax" else -np.logaddexp(0, -wide)
+    logs = np.take_along_axis(logs, np.asarray(routed.experts), 1)
+    parts = np.exp(logs - np.maximum(logs.max(1, keepdims=True), -1e300))
+    weights = parts / np.maximum(parts.sum(1, keepdims=True), 1e-300)
+    np.testing.assert_allclose(routed.weights, 3 * weights, rtol=1e-5)
+    moved = 3 * weights * (d_weights - (weights * d_weights).sum(1, keepdims=True))
+    if score == "sigmoid":
+        moved /= 1 + np.exp(np.take_along_axis(wide, np.asarray(routed.experts), 1))
+    expected = np.zeros_like(wide)
+    np.put_along_axis(expected, np.asarray(routed.experts), moved, 1)
+    np.testing.assert_allclose(d_logits, expected, rtol=1e-4, atol=1e-6)
+    op = lambda x: moe.route(
+        x, 2, score=score, normalize=True, scale=3.0, implementation=implementation
+    )
+    along = jax.jvp(lambda x: op(x).weights, (logits,), (np.ones_like(logits),))[1]
+    assert np.isfinite(along).all()
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_padding_has_no_weights_and_no_gradient(biased, score, implementation):
+    """Tokens whose logits are all -inf, not normalised; with a bias the best of it are chosen."""
+    logits = np.full((2, 8), -np.inf, np.float32)
+    logits[1] = draw(15, 8)
+    bias = np.arange(8, dtype=np.float32) if biased else None
+    routed, d_logits = call(logits, 3, draw(16, (2, 3)), implementation, score=score, bias=bias)
+    assert_same_bits(np.asarray(routed.weights)[0], np.zeros(3, np.float32))
+    assert_same_bits(np.abs(np.asarray(d_logits)[0]), np.zeros(8, np.float32))
+    assert np.isfinite(routed.weights).all()
+    assert np.isfinite(d_logits).all()
+    np.testing.assert_array_equal(routed.experts[0], [7, 6, 5] if biased else [0, 1, 2])
 
 
 @pytest.mark.parametrize("implementation", PATHS)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.errors import ArgumentValueError
 from triax.moe.chunk_sort import derivatives
 from triax.moe.shared import arguments
@@ -72,6 +73,7 @@ def sort_chunks_by_index(
     x = arguments.array("x", x, ("tokens", "hidden"))
     split_sizes = arguments.array("split_sizes", split_sizes, ("chunks",), jnp.integer)
     sorted_indices = arguments.array("sorted_indices", sorted_indices, ("chunks",), jnp.integer)
+    messages.check_sizes_known("x", x.shape)
     num_rows, num_chunks = x.shape[0], split_sizes.shape[0]
     if num_rows > arguments.MAX_ROWS:
         raise ArgumentValueError(

@@ -35,7 +35,7 @@ def chunk_maps(
 def move_chunks(implementation: str | None) -> linear.Function:
     """Rows and probs moved by ``maps.forward``; their gradients move by ``maps.inverse``."""
     either = implementations.choose(
-        implementation, launchers.move_rows, reference.move_rows_reference
+        implementation, launchers.move_rows, reference.move_rows_reference, any_bits=True
     )
 
     def run(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Moved:

@@ -11,7 +11,7 @@ from triax.binding.launch import KernelImplementation
 from triax.call import triton_call
 from triax.moe.chunk_sort.configs import ChunkMoveConfig
 from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps
-from triax.moe.shared.arrays import absent
+from triax.moe.shared.arrays import absent, as_words, from_words
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -61,17 +61,15 @@ def move_rows(
     row_blocks = -(-num_rows // config.block_rows)
     # At least one, because probs move even if rows have no elements.
     width_blocks = max(1, -(-width // config.block_width))
-    moved = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
-    moved_probs = None if probs is None else jax.ShapeDtypeStruct(probs.shape, probs.dtype)
-    return triton_call(
-        rows,
-        probs,
+    words = [as_words(array) for array in (rows, probs)]
+    moved, moved_probs = triton_call(
+        *words,
         *chunk_map,
         num_rows,
         num_chunks,
         config.search_steps(num_chunks),
         kernel=_move_rows_kernel,
-        out_type=(moved, moved_probs),
+        out_type=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(words)),
         # Exactly the blocks that hold elements: one program too few leaves rows unwritten, one too
         # many only costs time. All on one axis: the others are limited to 65535 programs.
         grid=row_blocks * width_blocks,
@@ -85,3 +83,4 @@ def move_rows(
         SEARCH_WAYS=config.search_ways,
         **absent(moved_probs_ptr=probs),
     )
+    return from_words(moved, rows), from_words(moved_probs, probs)

@@ -17,11 +17,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
 from triax.moe.expert_parallel.tokens import Ways, collect, padded_plan, ragged_ways, send
-from triax.moe.permutation.api import permute, unpermute
+from triax.moe.permutation.api import permute, routes_of, unpermute, weights_by_slot
 from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
@@ -42,7 +43,7 @@ _WORTH_A_TOKEN = 0.9
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ways", "received", "weights"],
+    data_fields=["ways", "received"],
     meta_fields=["axis_name", "num_rows"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +55,12 @@ class DispatchPlan:
         A plan alone for padded exchanges.
       received: the plan of the tokens that came here, whose groups are the experts here; None
         where rows came straight to their experts.
-      weights: float [tokens, top_k], the weights of the tokens of the last of these plans.
       axis_name: the mesh axis.
       num_rows: the rows made on each device.
     """
 
     ways: Ways | Plan
     received: Plan | None
-    weights: jax.Array
     axis_name: Any
     num_rows: int
 
@@ -75,9 +74,9 @@ class Dispatched(NamedTuple):
       scales: [rows, scales] in the dtype of `scales`, or None.
       group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
       group_counts: int32 [local experts], the pairs of token and expert that came here.
-      num_dropped: int32 [], dropped pairs: those of this device's tokens for want of `capacity`,
-        and for want of `num_rows` those that came here (in scheme "choice" those from here).
-        `jax.lax.psum` over the axis gives all of them.
+      num_dropped: int32 [], dropped pairs: this device's pairs beyond `capacity`, and pairs
+        received that did not fit in `num_rows` (in scheme "choice", pairs sent that did not fit
+        there). `jax.lax.psum` over the axis gives the total.
       plan: for `combine`.
     """
 
@@ -112,7 +111,8 @@ def dispatch(
             weights, experts = moe.route(logits, top_k=8)
             sent = moe.dispatch(x, weights, experts, num_experts=256, axis_name="x")
             h = jax.nn.silu(moe.ragged_dot(sent.rows, w_up, sent.group_sizes))
-            return moe.combine(moe.ragged_dot(h, w_down, sent.group_sizes), sent.plan)
+            y = moe.ragged_dot(h, w_down, sent.group_sizes)
+            return moe.combine(y, sent.plan, weights=sent.weights)
 
     To be called inside `jax.shard_map` over `axis_name`. Device d of the axis' D holds the experts
     from ``d * num_experts // D`` on. Rows of one expert keep the order of devices, tokens and
@@ -121,15 +121,17 @@ def dispatch(
     No count leaves the devices, and no shape depends on one. Gradients go the same way back.
 
     There are two schemes. "token": a token goes once to each device that holds one of its experts,
-    is copied there, and comes back as one row. "choice": each pair of token and expert is a row of
-    its own, which goes straight to its place. By default the latter is taken if the exchange is
-    ragged by default or by name, there is no `capacity`, and tokens with even choices would go to
-    more than 0.9 times as many devices as they have choices.
+    is copied there, and comes back as one row. "choice": each pair of token and expert is a
+    separate row, which goes straight to its place. "choice" is the default if all of these hold:
 
-    There are two ways to exchange. "padded" is `all_to_all`, with room for `capacity` tokens
-    between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is. It is the
-    default on two to eight devices in a job of one process, for 32 MiB of tokens on each or more,
-    unless the mesh has explicit axes beside: elsewhere XLA or JAX may refuse it, and smaller
+    - the exchange is "ragged", by default or by name;
+    - there is no `capacity`;
+    - with choices spread evenly, a token would go to more than ``0.9 * top_k`` devices.
+
+    There are two ways to exchange. "padded" is `all_to_all`: every pair of devices exchanges room
+    for `capacity` tokens, full or not. "ragged" is `ragged_all_to_all`: only the tokens there are.
+    "ragged" is the default on two to eight devices of one process with 32 MiB of tokens or more on
+    each, unless the mesh also has explicit axes. Elsewhere XLA or JAX may refuse it, and smaller
     exchanges are faster padded.
 
     Args:
@@ -162,8 +164,13 @@ def dispatch(
     x = arguments.array("x", x, ("tokens", "hidden"))
     experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
     weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
+    messages.check_sizes_known("experts", experts.shape)
     if isinstance(axis_name, list):
         axis_name = tuple(axis_name)
+    if isinstance(axis_name, tuple) and len(set(axis_name)) < len(axis_name):
+        raise ArgumentValueError(
+            f"Argument `axis_name` must name each mesh axis once; got {axis_name!r}."
+        )
     try:
         num_devices = jax.lax.axis_size(axis_name)
     except NameError as error:
@@ -260,7 +267,7 @@ def _send_tokens(
     top_k = experts.shape[1]
     routed = experts >= 0
     device_of = jnp.where(routed, experts // axis.experts, -1)
-    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices), axis=1)
+    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices)[None, None, :], axis=1)
     sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
     room = axis.devices * capacity
     ways: Ways | Plan = (
@@ -295,7 +302,7 @@ def _send_tokens(
         received.group_sizes,
         received.group_counts,
         num_dropped,
-        DispatchPlan(ways, received, here_weights, axis.name, sizes["num_rows"]),
+        DispatchPlan(ways, received, axis.name, sizes["num_rows"]),
     )
 
 
@@ -327,7 +334,7 @@ def _send_choices(
         group_sizes,
         totals,
         jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
-        DispatchPlan(Ways(sent, slices, None), None, weights, axis.name, num_rows),
+        DispatchPlan(Ways(sent, slices, None), None, axis.name, num_rows),
     )
 
 
@@ -335,10 +342,14 @@ def combine(
     rows: Any,
     plan: DispatchPlan,
     *,
-    weighted: bool = False,
+    weights: Any = ...,
     implementation: Implementation | None = None,
+    **unknown: Any,
 ) -> jax.Array:
-    """Sums each token's rows, multiplied by its weights, on the token's own device.
+    """Sums each token's rows, multiplied by their weights, on the token's own device.
+
+        y = moe.combine(rows, sent.plan, weights=sent.weights)  # [tokens, hidden]
+        y = moe.combine(rows, sent.plan, weights=None)  # `moe.glu` has applied sent.weights already
 
     The inverse of `dispatch`, to be called inside the same `shard_map`. A device sums the rows of
     its experts for each token that came, in float32 or wider, and rounds that once to the dtype of
@@ -347,17 +358,24 @@ def combine(
     Args:
       rows: float [rows, hidden], what the experts of this device made of `Dispatched.rows`.
       plan: `Dispatched.plan`.
-      weighted: True if the rows have been multiplied by `Dispatched.weights` already, as `glu` does
-        it with no pass of its own; otherwise they are multiplied here.
+      weights: float [rows], what each row is multiplied by: `Dispatched.weights`; None if the rows
+        have been multiplied already, as `glu` does in its own kernel. There is no default.
       implementation: as for `dispatch`.
 
     Returns:
       [tokens, hidden] in the dtype of `rows`. A token without rows is exactly zero.
 
     Raises:
-      ArgumentTypeError: an argument has the wrong type.
+      ArgumentTypeError: an argument has the wrong type, or `weights` is not given.
       ArgumentValueError: an argument has the wrong shape.
     """
+    if unknown or weights is ...:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        problem = f"no argument {names}" if unknown else "no default for `weights`"
+        raise ArgumentTypeError(
+            f"`combine` has {problem}. Pass `weights=sent.weights`, or `weights=None` if the rows "
+            "have been multiplied by them already, as `glu` does (formerly `weighted=True`)."
+        )
     if not isinstance(plan, DispatchPlan):
         raise ArgumentTypeError(
             f"Argument `plan` must be the plan of `dispatch`; got {type(plan).__name__}."
@@ -368,14 +386,34 @@ def combine(
             f"Argument `rows` must have the {plan.num_rows} rows that `dispatch` made; got shape "
             f"{rows.shape}."
         )
-    weights = None if weighted else plan.weights
+    if weights is not None:
+        if getattr(weights, "ndim", 1) != 1:
+            raise ArgumentValueError(
+                "Argument `weights` must have shape [rows], like the `weights` that `dispatch` "
+                f"returns; got {weights.shape}."
+            )
+        weights = arguments.array("weights", weights, ("rows",), jnp.floating)
+        arguments.check_length("weights", weights, plan.num_rows, "weight", "rows of the plan")
     how: dict[str, Any] = {"implementation": implementation}
     ways = plan.ways
     if plan.received is not None:
-        rows = unpermute(rows, plan.received, weights, **how)
+        rows = _weighted_sum(rows, plan.received, weights, **how)
         return collect(rows, ways, plan.axis_name, **how)
     assert isinstance(ways, Ways)
-    # Rows of the gradient are the caller's, and zero past the groups.
-    back = ways.slices.reversed()
-    rows = exchanges.ragged(rows, back, ways.sent.num_rows, plan.axis_name, fill=True)
-    return unpermute(rows, ways.sent, weights, **how)
+    home = functools.partial(
+        exchanges.ragged,
+        slices=ways.slices.reversed(),
+        num_rows=ways.sent.num_rows,
+        axis_name=plan.axis_name,
+        fill=True,  # the rows of the gradient are the caller's, and zero past the groups
+    )
+    if weights is not None:
+        weights = home(weights[:, None])[:, 0]
+    return _weighted_sum(home(rows), ways.sent, weights, **how)
+
+
+def _weighted_sum(rows: jax.Array, plan: Plan, weights: Any, implementation: Any) -> jax.Array:
+    """`unpermute` with a weight for each row."""
+    if weights is not None:
+        weights = weights_by_slot(weights, routes_of(plan), implementation)
+    return unpermute(rows, plan, weights, implementation=implementation)

@@ -90,7 +90,7 @@ def plan_slices(
     aligned = held + jnp.minimum(-held % align_size, num_rows - held)
     ends = running_sum(aligned.T, num_rows).T
     zero = jnp.zeros_like
-    starts = jnp.concatenate([zero(ends[:, :1]), ends[:, :-1]], axis=1)
+    starts = jnp.concatenate([zero(ends[:, :1]), ends[:, :-1]], axis=1)[None]
     before = jnp.concatenate([zero(before[:1]), before[:-1]])
     targets = starts + jnp.minimum(before, num_rows - starts)
     sizes = jnp.minimum(of_all, num_rows - targets)
@@ -158,11 +158,11 @@ def move(
 
 def _cut(slices: Slices, count: int) -> Pieces:
     """Every slice cut into `count` equal pieces."""
-    piece = jnp.arange(count, dtype=jnp.int32)
+    piece = jnp.arange(count, dtype=jnp.int32)[None, None, :]
 
     def cut(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
         each, rest = sizes[..., None] // count, sizes[..., None] % count
-        return piece * each + jnp.minimum(piece, rest), each + (piece < rest)
+        return piece * each + jnp.minimum(piece, rest), each + (piece < rest).astype(jnp.int32)
 
     starts, sizes = cut(slices.sizes)
     found = (

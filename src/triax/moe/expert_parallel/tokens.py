@@ -60,7 +60,7 @@ def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
         sent.group_sizes[:, None], axis_name, num_rows=num_rows, align_size=1
     )
     device = jnp.arange(sent.num_experts, dtype=jnp.int32)[:, None]
-    goes = sent.expert_of[:, None, :] == device  # [tokens, devices, slots]
+    goes = sent.expert_of[:, None, :] == device[None]  # [tokens, devices, slots]
     row = jnp.max(jnp.where(goes, sent.row_of[:, None, :], -1), axis=2, initial=-1).T
     place = row - slices.offsets
     sizes = ((row >= 0) & (place < slices.sizes)).astype(jnp.int32)

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.errors import ArgumentValueError
+from triax import messages
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.feed_forward import parts
 from triax.moe.feed_forward.parts import FeedForward, Options
 from triax.moe.glu.reference import Activation
+from triax.moe.router.api import Score
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
 
@@ -25,8 +27,13 @@ def feed_forward(
     activation: Activation = "swiglu",
     capacity: int | None = None,
     align_size: int = 1,
+    score: Score = "softmax",
+    bias: Any = None,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
+    normalize: bool = False,
+    scale: float = 1.0,
     implementation: Implementation | None = None,
-    **router: Any,
 ) -> FeedForward:
     """Runs each token through its best experts, gated feed-forward networks, and sums their
     outputs.
@@ -43,27 +50,27 @@ def feed_forward(
     This calls `route`, `make_plan`, `permute`, `ragged_dot`, `glu`, `ragged_dot` and `unpermute` in
     turn. If you need anything else in between, call them yourself.
 
-    Routing is in float32. Matmuls sum in float32 and round their results to the dtype of `x`, or to
-    that of the weights if it is wider. The activation, its product and the router's weight are
-    computed in float32 and rounded once, and so is the sum over a token's experts. Each gradient
-    has the dtype of its argument.
+    Routing is in float32. Matmuls sum in float32 and round their results to the dtype of `x`. The
+    activation, its product and the router's weight are computed in float32 and rounded once, and so
+    is the sum over a token's experts. Each gradient has the dtype of its argument.
 
     The residuals are the routing, the permuted rows, the results of the first matmul and the
     activation's, all with their ops' names for `jax.checkpoint`. The experts' outputs are not kept.
 
     Args:
-      x: float [tokens, hidden], 16 bits or more, like the weights.
+      x: float [tokens, hidden], 16 bits or more.
       logits: float [tokens, experts], usually from a matmul in float32.
-      w_gate_up: float [experts, hidden, 2 * width], with the gate's columns first.
-      w_down: float [experts, width, hidden].
+      w_gate_up: [experts, hidden, 2 * width] in the dtype of `x`, with the gate's columns first.
+      w_down: [experts, width, hidden] in the dtype of `x`.
       top_k: experts per token.
       activation: "swiglu", or "geglu" with the tanh form of GELU.
       capacity: the most pairs an expert takes, first come first served; None for no limit. A pair
         that is dropped contributes nothing to its token. A capacity also bounds the rows made.
       align_size: each group of rows is padded to a multiple of this; `ragged_dot` needs no padding.
+      score, bias, num_groups, top_groups, normalize, scale: how experts are chosen and weighted, as
+        in `route`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
-      **router: other keywords of `route`: score, bias, num_groups, top_groups, normalize, scale.
 
     Returns:
       `FeedForward`: the tokens, group_counts and num_dropped.
@@ -75,19 +82,24 @@ def feed_forward(
     x = _float_array("x", x, ("tokens", "hidden"))
     logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
     w_down = _float_array("w_down", w_down, ("experts", "width", "hidden"))
+    messages.check_sizes_known("x", x.shape)
     num_tokens, hidden = x.shape
-    num_experts, width = logits.shape[1], w_down.shape[1]
+    num_experts = logits.shape[1]
+    width = w_down.shape[1 if w_down.shape[2] == hidden else 2]
     _check_shape("logits", logits, (num_tokens, num_experts), "the tokens of `x`")
     _check_shape("w_down", w_down, (num_experts, width, hidden), "`x` and `logits`")
     w_gate_up = _float_array("w_gate_up", w_gate_up, ("experts", "hidden", "2 * width"))
     shape = (num_experts, hidden, 2 * width)
     _check_shape("w_gate_up", w_gate_up, shape, "`x`, `logits` and `w_down`")
-
-    bias = router.pop("bias", None)
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    options = Options(
-        top_k, activation, capacity, align_size, implementation, precision, (*router.items(),)
-    )
+    _check_dtypes(x, w_gate_up=w_gate_up, w_down=w_down)
+    router = {
+        "score": score,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "normalize": normalize,
+        "scale": scale,
+    }
+    options = Options(top_k, activation, capacity, align_size, implementation, router)
     return parts.feed_forward(options, x, logits, w_gate_up, w_down, bias)
 
 
@@ -99,6 +111,18 @@ def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
 
 def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...], of: str) -> None:
     if array.shape != shape:
+        swapped = len(shape) == 3 and array.shape == (shape[0], shape[2], shape[1])
         raise ArgumentValueError(
             f"Argument `{name}` must have shape {shape} to go with {of}; got {array.shape}."
+            + (arguments.transpose_remedy(name) if swapped else "")
         )
+
+
+def _check_dtypes(x: jax.Array, **weights: jax.Array) -> None:
+    for name, array in weights.items():
+        if array.dtype != x.dtype:
+            raise ArgumentTypeError(
+                f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {array.dtype}. Cast "
+                f"it, `{name}.astype(x.dtype)`, and its gradient still has its own dtype; or cast "
+                "`x`, which makes the matmuls many times slower if that is float32."
+            )

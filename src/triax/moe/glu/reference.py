@@ -9,6 +9,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from triax.moe.shared.arrays import at_least_float32
+
 Activation = Literal["swiglu", "geglu"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
@@ -20,7 +22,7 @@ def glu_reference(
     gate_up: jax.Array, row_weights: jax.Array | None, *, activation: str
 ) -> jax.Array:
     """``row_weights * activation(gate) * up``, computed in float32 or wider."""
-    wider = jnp.promote_types(gate_up.dtype, jnp.float32)
+    wider = at_least_float32(gate_up.dtype)
     gate, up = (half.astype(wider) for half in jnp.split(gate_up, 2, axis=1))
     out = ACTIVATIONS[activation](gate) * up
     if row_weights is not None:
@@ -32,7 +34,7 @@ def glu_grad_reference(
     gate_up: jax.Array, row_weights: jax.Array | None, gradient: jax.Array, *, activation: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradients of `gate_up` and, in float32 or wider, of `row_weights`."""
-    wider = jnp.promote_types(gate_up.dtype, jnp.float32)
+    wider = at_least_float32(gate_up.dtype)
     if row_weights is not None:
         row_weights = row_weights.astype(wider)
     unit = functools.partial(glu_reference, activation=activation)

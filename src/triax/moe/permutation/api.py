@@ -177,6 +177,19 @@ def sum_rows(rows: jax.Array, routes: Routes, implementation: Implementation | N
     return tokens
 
 
+def weights_by_slot(
+    row_weights: jax.Array, routes: Routes, implementation: Implementation | None
+) -> jax.Array:
+    """The weight of each slot's row, [tokens, top_k]; zero where there is no row."""
+    implementation = implementations.resolve(implementation, weights=row_weights)
+    if routes.row_of.size == 0 or row_weights.size == 0:
+        implementation = "xla"
+    no_columns = jnp.zeros((routes.num_rows, 0), jnp.float32)
+    gather = derivatives.gather_rows(implementation)
+    weights: jax.Array = gather(no_columns, None, row_weights, routes).weights
+    return weights
+
+
 def routes_of(plan: Any) -> Routes:
     """What the ops need of a plan, which is checked."""
     if not isinstance(plan, Plan):

@@ -23,7 +23,9 @@ from triax.moe.shared.sharding import Shard, Split
 @functools.cache
 def permute_rows(implementation: str | None) -> linear.Function:
     """Tokens, weights and scales copied to the rows given by `routes`."""
-    run = implementations.choose(implementation, launchers.permute, reference.permute_reference)
+    run = implementations.choose(
+        implementation, launchers.permute, reference.permute_reference, any_bits=True
+    )
 
     def derivative(primals: Any, tangents: Any, like: Any) -> Permuted:
         return linear.call_each(copy, gather, primals[3], Permuted(*tangents[:3]), like)

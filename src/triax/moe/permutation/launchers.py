@@ -12,7 +12,7 @@ from triax.call import triton_call
 from triax.moe.permutation import configs
 from triax.moe.permutation.configs import MoveConfig, step_slots
 from triax.moe.permutation.reference import Gathered, Permuted, Routes, sum_dtype
-from triax.moe.shared.arrays import absent, stored
+from triax.moe.shared.arrays import absent, as_words, from_words, stored
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -39,7 +39,7 @@ def permute(
     config = MoveConfig.for_copies(width, x.dtype.itemsize, top_k)
     width_blocks = max(1, -(-width // config.block_width))
     num_zeroing = _num_zeroing(routes, config)
-    words = [_words(array) for array in (x, weights, scales)]
+    words = [as_words(array) for array in (x, weights, scales)]
     rows, row_weights, row_scales = triton_call(
         *words,
         *_plan_operands(routes, num_zeroing),
@@ -70,7 +70,7 @@ def permute(
         **absent(row_weights_ptr=weights, row_scales_ptr=scales),
     )
     return Permuted(
-        _as_dtype(rows, x), _as_dtype(row_weights, weights), _as_dtype(row_scales, scales)
+        from_words(rows, x), from_words(row_weights, weights), from_words(row_scales, scales)
     )
 
 
@@ -186,16 +186,3 @@ def _num_zeroing(routes: Routes, config: MoveConfig) -> int:
     """How many programs share the rows without a token."""
     blocks = -(-routes.num_rows // config.block_tokens)
     return min(blocks, configs.MAX_ZEROING_PROGRAMS)
-
-
-def _words(array: jax.Array | None) -> Any:
-    """Floats as integers of their size: a move keeps every bit, and dtypes share kernels."""
-    if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
-
-
-def _as_dtype(moved: jax.Array | None, original: jax.Array | None) -> Any:
-    if moved is None or original is None or moved.dtype == original.dtype:
-        return moved
-    return jax.lax.bitcast_convert_type(moved, original.dtype)

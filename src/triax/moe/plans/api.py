@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.plans import launchers, reference
 from triax.moe.plans.configs import MAX_SORTED_EXPERTS
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments, linear
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arrays import is_nonzero
 from triax.moe.shared.implementation import Implementation
 
 
@@ -64,6 +66,7 @@ def make_plan(
     selected = arguments.array(
         "selected_experts", selected_experts, ("tokens", "top_k"), jnp.integer, remedy
     )
+    messages.check_sizes_known("selected_experts", selected.shape)
     num_experts = arguments.integer("num_experts", num_experts, 1)
     selected = arguments.as_int32(selected, num_experts)
     sizes = _sizes(selected.shape, num_experts, capacity, num_rows, align_size)
@@ -108,6 +111,7 @@ def make_plan_from_mask(
             f"Argument `routing_map` must have a boolean or integer dtype; got {mask.dtype}. Use "
             "`routing_map != 0`."
         )
+    messages.check_sizes_known("routing_map", mask.shape)
     if mask.shape[1] == 0:
         raise ArgumentValueError(
             f"Argument `routing_map` must have at least one expert; got shape {mask.shape}."
@@ -127,7 +131,7 @@ def make_plan_from_mask(
         return _named(linear.constant(place, implementation)(mask))
     selected = select_experts(mask, top_k, implementation)
     plan = _place_pairs(selected, num_experts, sizes, implementation)
-    counts = jnp.sum(mask != 0, axis=0, dtype=jnp.int32)
+    counts = jnp.sum(is_nonzero(mask), axis=0, dtype=jnp.int32)
     num_dropped = plan.num_dropped + jnp.sum(counts - plan.group_counts, dtype=jnp.int32)
     return _named(dataclasses.replace(plan, group_counts=counts, num_dropped=num_dropped))
 

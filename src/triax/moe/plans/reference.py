@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from triax.moe.shared.arrays import running_sum
+from triax.moe.shared.arrays import is_nonzero, running_sum
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ class Plan:
 def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:
     """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
     num_tokens, num_experts = routing_map.shape
-    chosen = routing_map != 0
+    chosen = is_nonzero(routing_map)
     slot = jnp.cumsum(chosen, axis=1, dtype=jnp.int32) - 1
     slot = jnp.where(chosen, slot, top_k)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.ragged_dot import derivatives
 from triax.moe.ragged_dot.launchers import Options
@@ -23,6 +25,7 @@ def ragged_dot(
     *,
     row_scales: Any = None,
     group_scales: Any = None,
+    precision: Any = None,
     preferred_element_type: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -35,24 +38,30 @@ def ragged_dot(
     the next ``group_sizes[1]`` by ``weights[1]``, and so on. Rows past the groups are exactly zero,
     and so are their gradients.
 
-    Sums are in float32 and rounded once. float32 is multiplied exactly, unless JAX's matmul
-    precision (`jax.default_matmul_precision`) asks for TF32 where the op is called, which holds for
-    its gradients too. Gradients have the dtypes of `rows` and `weights`, and the incoming gradient
-    is rounded to them before it is multiplied. Results are the same bits in every run.
+    Sums are in float32 and rounded once. float32 is multiplied exactly, unless `precision` or JAX's
+    default for matmuls allows TF32, which holds for the gradients too. Gradients have the dtypes of
+    `rows` and `weights`, and the incoming gradient is rounded to them before it is multiplied.
+    Results are the same bits in every run.
 
     Group sizes are values on the device. A negative size is an empty group, and groups end at the
     last row; memory outside is never touched. NaNs and infinities in one group's rows or weights do
-    not reach another group's results (with "xla", only if `jax.lax.ragged_dot` ensures that).
+    not reach another group's results or gradients.
 
     Under `jax.checkpoint` the result carries the name "triax_ragged_dot".
 
     Args:
-      rows: [rows, depth], float32, bfloat16, float16 or an 8-bit float.
+      rows: [rows, depth]: float32, bfloat16, float16, an 8-bit float; by plain JAX also float64
+        and integers, of which sums are exact in 32 bits.
       weights: [groups, depth, columns], of the same dtype, or any 8-bit float if `rows` is one.
+        Other floats or other integers are cast to a dtype that holds both, with a warning if that
+        makes the matmul slower.
       group_sizes: integer [groups].
       row_scales: float [rows], multiplied with the result's rows before they are rounded.
-      group_scales: float [groups], likewise for the rows of each group. Results with scales have no
-        gradient.
+      group_scales: float [groups], likewise for the rows of each group. Results with scales are
+        floats and have no gradient.
+      precision: how float32 is multiplied: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`,
+        or the name of one. None is the default that is in force
+        (`jax.default_matmul_precision`), and without one exact.
       preferred_element_type: the dtype of the result; by default that of `rows`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
@@ -61,28 +70,36 @@ def ragged_dot(
       [rows, columns].
 
     Raises:
-      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
+      ArgumentTypeError: an argument is not an array, or of the wrong dtype; `rows` and `weights`
+        are not both floats or both integers.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
       DifferentiationError: 8-bit operands, or scales, were differentiated.
     """
     rows = arguments.array("rows", rows, ("rows", "depth"))
     weights = arguments.array("weights", weights, ("groups", "depth", "columns"))
     group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
+    messages.check_sizes_known("rows", rows.shape)
+    messages.check_sizes_known("weights", weights.shape)
     num_rows, depth = rows.shape
     num_groups = weights.shape[0]
     if weights.shape[1] != depth:
         raise ArgumentValueError(
             f"Argument `weights` must have the depth of `rows`, {depth}, as its second size; got "
             f"shape {weights.shape}."
+            + (arguments.transpose_remedy("weights") if weights.shape[2] == depth else "")
         )
     of = "groups of `weights`"
     arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
     row_scales = _check_scales("row_scales", row_scales, num_rows, "rows")
     group_scales = _check_scales("group_scales", group_scales, num_groups, "groups")
     rows, weights = _alike(rows, weights)
-    result = rows.dtype
-    if preferred_element_type is not None:
-        result = jax.dtypes.canonicalize_dtype(preferred_element_type)
+    result = _result_dtype(preferred_element_type, rows.dtype)
+    scaled = row_scales is not None or group_scales is not None
+    if scaled and not jnp.issubdtype(result, jnp.floating):
+        raise ArgumentTypeError(
+            "Arguments `row_scales` and `group_scales` must scale a float; the result is "
+            f"{result}. Pass `preferred_element_type=jnp.float32`."
+        )
     implementation = implementations.resolve_for_floats(
         implementation,
         rows=rows,
@@ -92,9 +109,9 @@ def ragged_dot(
     if not (num_rows and depth and num_groups and weights.shape[2]):
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
-        return empty + (jnp.sum(rows[:0]) + jnp.sum(weights[:0])).astype(result)
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    multiply = derivatives.ragged_dot(False, Options(result, precision), implementation)
+        return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
+    options = Options(result, _precision_name(precision))
+    multiply = derivatives.ragged_dot(False, options, implementation)
     group_sizes = arguments.as_int32(group_sizes, num_rows)
     out = multiply(rows, weights, group_sizes, row_scales, group_scales)
     return checkpoint_name(out, "triax_ragged_dot")
@@ -102,25 +119,96 @@ def ragged_dot(
 
 def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both in one dtype. 8-bit floats stay as they are: kernels multiply any two of them."""
-    small = [_is_small_float(a) for a in (rows, weights)]
-    if all(small) or rows.dtype == weights.dtype:
+    kinds = [_kind("rows", rows), _kind("weights", weights)]
+    if rows.dtype == weights.dtype or kinds == ["8-bit floats"] * 2:
         return rows, weights
-    if any(small):
-        raise ArgumentTypeError(
-            "Arguments `rows` and `weights` must both be 8-bit floats, or neither; got "
-            f"{rows.dtype} and {weights.dtype}. Cast one."
+    remedy = "Cast one."
+    if kinds[0] != kinds[1] and "integers" in kinds:
+        remedy = (
+            "Integers are multiplied as they are: cast them to the floats' dtype, and multiply by "
+            "their scales, if they have some."
         )
-    dtype = jnp.promote_types(rows.dtype, weights.dtype)
+    try:
+        dtype = jnp.promote_types(rows.dtype, weights.dtype) if kinds[0] == kinds[1] else None
+    except TypeError:  # JAX's strict mode, or a dtype that it does not promote
+        dtype = None
+    if dtype is None:
+        raise ArgumentTypeError(
+            "Arguments `rows` and `weights` must both be floats, both 8-bit floats or both "
+            f"integers; got {rows.dtype} and {weights.dtype}. {remedy}"
+        )
+    if kinds[0] == "floats":
+        warnings.warn(
+            f"ragged_dot multiplies {rows.dtype} rows by {weights.dtype} weights in {dtype}, which "
+            "takes many times as long as in 16 bits. Cast one to the dtype of the other.",
+            UserWarning,
+            stacklevel=3,
+        )
     return rows.astype(dtype), weights.astype(dtype)
 
 
-def _is_small_float(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1
+def _kind(name: str, array: jax.Array) -> str:
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return "integers"
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be floats or integers; got {array.dtype}. Cast it; of complex "
+            "numbers multiply the real and the imaginary parts."
+        )
+    return "8-bit floats" if array.dtype.itemsize == 1 else "floats"
+
+
+def _result_dtype(preferred: Any, dtype: Any) -> Any:
+    """The dtype of the result, of operands of a dtype."""
+    if preferred is None:
+        return dtype
+    try:
+        result = jax.dtypes.canonicalize_dtype(preferred)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            "Argument `preferred_element_type` must be a dtype such as jnp.float32; got "
+            f"{messages.short(preferred)}."
+        ) from error
+    floats = jnp.issubdtype(dtype, jnp.floating)
+    kinds = (jnp.floating,) if floats else (jnp.floating, jnp.integer)
+    if not any(jnp.issubdtype(result, kind) for kind in kinds):
+        raise ArgumentTypeError(
+            "Argument `preferred_element_type` must be a float"
+            f"{'' if floats else ' or an integer'}; got {result} for operands of {dtype}."
+        )
+    return result
+
+
+def _precision_name(precision: Any) -> str | None:
+    """JAX's name of a precision for `jax.default_matmul_precision`; by default the one in force."""
+    if precision is None:
+        default: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        return default
+    if isinstance(precision, jax.lax.Precision):
+        return precision.name.lower()
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        precision = precision.name
+    try:
+        with jax.default_matmul_precision(precision):
+            return str(precision)
+    except (TypeError, ValueError) as error:
+        raise ArgumentValueError(
+            "Argument `precision` must be a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the "
+            f"name of one, or None; got {messages.short(precision)}."
+        ) from error
 
 
 def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | None:
     if scales is None:
         return None
+    if getattr(scales, "ndim", 1) > 1:
+        remedy = f"Reshape them: `{name}.reshape({count})`."
+        if scales.size != count:
+            remedy = "For scales of blocks, multiply them into the operand, in bfloat16."
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape [{axis}], one value for each of the {count} "
+            f"{axis}; got {scales.shape}. {remedy}"
+        )
     scales = arguments.array(name, scales, (axis,), jnp.floating)
     arguments.check_length(name, scales, count, "value", axis)
     return scales

@@ -7,6 +7,7 @@ import dataclasses
 from triax.moe.shared import blocks
 
 _LEAST = 16  # what tensor cores take of rows, columns or depth
+_LEAST_DEPTH_OF_8_BITS = 32
 _HOPPER = 90
 
 
@@ -48,6 +49,7 @@ class DotConfig:
             return cls(min(rows, 64), _fit(columns, 64), _fit(depth, 32), 4, 3, False)
         deep = 128 // itemsize  # the 128 bytes of a swizzled line in shared memory
         widest = 256 if itemsize <= 2 else 128
+        depth = max(depth, _LEAST_DEPTH_OF_8_BITS if itemsize == 1 else _LEAST)
         if tma and rows == 128:
             return cls(128, _fit(columns, widest), _fit(depth, deep), 8, 3, True)
         if tma:  # few rows: what matters is how much of the weights is in flight

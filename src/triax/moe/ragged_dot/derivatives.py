@@ -126,8 +126,7 @@ def _sizes_of_part(shard: Shard, sizes: jax.Array, num_rows: int) -> jax.Array:
     part, count = shard.index("r"), shard.count("r")
     if count == 1:
         return sizes
-    sizes, _ = reference.clipped(sizes, num_rows * count)
-    ends = jnp.cumsum(sizes) - part * num_rows
+    ends = reference.group_ends(sizes, num_rows * count) - part * num_rows
     return jnp.diff(jnp.clip(ends, 0, num_rows), prepend=0)
 
 

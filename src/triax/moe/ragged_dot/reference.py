@@ -1,26 +1,30 @@
-"""ragged_dot in plain JAX: the path for every platform without Triton."""
+"""ragged_dot in plain JAX: the path for every platform without Triton.
+
+Not `jax.lax.ragged_dot`, which on a CPU multiplies all rows by the weights of all groups and masks
+the products: a NaN in one group's weights then reaches every row. Here, as in the kernels, rows are
+cut into tiles of one group each, and a tile is multiplied by the weights of its group alone.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from triax.compat import jax_private
 from triax.moe.ragged_dot.launchers import Options
+from triax.moe.shared.arrays import at_least_float32, running_sum
 
-_OUTER = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[],
-)
+_MOST_ROWS = 128  # of a tile
 
 
 def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> jax.Array:
     """Each row times the weights of its group, or times them transposed; zeros past the groups."""
     multiply = functools.partial(_ragged_dot, transposed=transposed, options=options)
-    # One after the other under vmap: JAX's ragged_dot does not batch group sizes.
+    # One after the other under vmap: group sizes differ, and so does the number of tiles.
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
 
@@ -34,21 +38,26 @@ def _ragged_dot(
     transposed: bool,
     options: Options,
 ) -> jax.Array:
-    wider = _sum_dtype(options.dtype)
-    sizes, end = clipped(group_sizes, rows.shape[0])
-    if transposed:
-        weights = jnp.swapaxes(weights, 1, 2)
-    with jax.default_matmul_precision(options.precision):
-        sums = jax.lax.ragged_dot(
-            _widened(rows), _widened(weights), sizes, preferred_element_type=wider
-        )
-    row = jnp.arange(rows.shape[0])
+    wider = _sum_dtype(rows.dtype, options.dtype)
+    rows, weights = (_widened(array, wider) for array in (rows, weights))
+    columns = weights.shape[1 if transposed else 2]
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def multiply(tile: _Tile, sums: jax.Array) -> jax.Array:
+        matrix = jax.lax.dynamic_index_in_dim(weights, tile.group, keepdims=False)
+        product = jax.lax.dot_general(tile.of(rows), matrix, contract, preferred_element_type=wider)
+        found = jnp.where(tile.inside, product, tile.of(sums))
+        return jax.lax.dynamic_update_slice_in_dim(sums, found, tile.start, axis=0)
+
+    shape = (rows.shape[0], columns)
+    sums = _over_tiles(multiply, shape, wider, options, group_sizes, rows, weights)
+    sums = sums.astype(_sum_dtype(options.dtype, options.dtype))
     if row_scales is not None:
-        sums *= row_scales.astype(wider)[:, None]
+        sums *= row_scales.astype(sums.dtype)[:, None]
     if group_scales is not None:
-        group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
-        sums *= jnp.take(group_scales.astype(wider), group, mode="clip")[:, None]
-    return jnp.where((row < end)[:, None], sums, 0).astype(options.dtype)
+        group = _group_of(jnp.arange(rows.shape[0]), group_ends(group_sizes, rows.shape[0]))
+        sums *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
+    return sums.astype(options.dtype)
 
 
 def group_outer_reference(*operands: jax.Array, options: Options) -> jax.Array:
@@ -60,40 +69,81 @@ def group_outer_reference(*operands: jax.Array, options: Options) -> jax.Array:
 def _group_outer(
     left: jax.Array, right: jax.Array, group_sizes: jax.Array, *, options: Options
 ) -> jax.Array:
-    sizes, end = clipped(group_sizes, left.shape[0])
-    inside = (jnp.arange(left.shape[0]) < end)[:, None]
-    with jax.default_matmul_precision(options.precision):
-        sums = jax.lax.ragged_dot_general(
-            jnp.where(inside, _widened(left), 0),
-            jnp.where(inside, _widened(right), 0),
-            sizes,
-            _OUTER,
-            preferred_element_type=_sum_dtype(options.dtype),
-        )
+    wider = _sum_dtype(left.dtype, options.dtype)
+    left, right = (_widened(array, wider) for array in (left, right))
+    shape = (group_sizes.shape[0], left.shape[1], right.shape[1])
+
+    def add(tile: _Tile, sums: jax.Array) -> jax.Array:
+        # Both sides are zero outside of the tile: zero times another group's NaN is NaN.
+        x, y = (jnp.where(tile.inside, tile.of(side), 0) for side in (left, right))
+        product = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=wider)
+        return sums.at[tile.group].add(product)
+
+    sums = _over_tiles(add, shape, wider, options, group_sizes, left, right)
     return sums.astype(options.dtype)
 
 
-def clipped(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Sizes that are not negative and end at the last row, and where they end."""
-    sizes = jnp.clip(group_sizes, 0, num_rows)
+class _Tile(NamedTuple):
+    """A group, and rows from `start` on, of which those `inside` [rows, 1] are the tile's."""
 
-    def add(a: jax.Array, b: jax.Array) -> jax.Array:
-        total = a.astype(jnp.uint32) + b.astype(jnp.uint32)  # no sum of two wraps around
-        return jnp.minimum(total, num_rows).astype(jnp.int32)
+    group: jax.Array
+    start: jax.Array
+    inside: jax.Array
 
-    ends = jax.lax.associative_scan(add, sizes)
-    return jnp.diff(ends, prepend=0), ends[-1]
-
-
-def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    if dtype.itemsize == 1:  # JAX does not promote 8-bit floats
-        return jnp.dtype(jnp.float32)
-    return jnp.promote_types(dtype, jnp.float32)
+    def of(self, rows: jax.Array) -> jax.Array:
+        """This tile's of all rows."""
+        return jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0])
 
 
-def _widened(array: jax.Array) -> jax.Array:
-    """8-bit floats as bfloat16, which holds them all: not every platform multiplies them."""
-    small = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1
-    return array.astype(jnp.bfloat16) if small else array
+def _over_tiles(
+    step: Callable[[_Tile, jax.Array], jax.Array],
+    shape: tuple[int, ...],
+    dtype: Any,
+    options: Options,
+    group_sizes: jax.Array,
+    *rows: jax.Array,
+) -> jax.Array:
+    """Zeros of a shape, after a step for every tile of every group of `rows`."""
+    num_rows = rows[0].shape[0]
+    block = min(num_rows, _MOST_ROWS)
+    ends = group_ends(group_sizes, num_rows)
+    sizes = jnp.diff(ends, prepend=0)
+    last_tiles = jnp.cumsum(-(-sizes // block))
+
+    def body(index: jax.Array, sums: jax.Array) -> jax.Array:
+        group = _group_of(index[None], last_tiles)[0]
+        end, tiles_left = ends[group], last_tiles[group] - index
+        first = end - sizes[group] + (-(-sizes[group] // block) - tiles_left) * block
+        start = jnp.minimum(first, num_rows - block)
+        row = start + jnp.arange(block)[:, None]
+        with jax.default_matmul_precision(options.precision):
+            return step(_Tile(group, start, (row >= first) & (row < end)), sums)
+
+    zeros = jnp.zeros(shape, dtype)
+    zeros, *_ = jax_private.insert_varying_casts([zeros, group_sizes, *rows])
+    return jax.lax.fori_loop(0, last_tiles[-1], body, zeros)
+
+
+def group_ends(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """Where groups end: negative sizes are empty, and no group ends after the last row."""
+    return running_sum(jnp.clip(group_sizes, 0, num_rows), num_rows)
+
+
+def _group_of(index: jax.Array, ends: jax.Array) -> jax.Array:
+    """Which group each index is in."""
+    # Not by `searchsorted`, which JAX 0.10 cannot trace where a part of the mesh axes is manual.
+    return jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+
+
+def _sum_dtype(operand: Any, result: Any) -> jnp.dtype:
+    """What products of operands are summed in."""
+    if not jnp.issubdtype(operand, jnp.floating):
+        return operand if operand.itemsize >= 4 else jnp.dtype(jnp.int32)
+    return at_least_float32(result)
+
+
+def _widened(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Small operands in a type that every platform multiplies, and that holds them all."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array.astype(dtype)
+    return array.astype(jnp.bfloat16) if array.dtype.itemsize == 1 else array

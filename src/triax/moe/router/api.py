@@ -53,8 +53,10 @@ def route(
     its `top_groups` best. A group's score is the sum of its two best scores, bias included.
 
     Everything is computed in float32. The weights have a gradient to the logits, the same bits in
-    every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest logit;
-    weights that depend on it are NaN, and other tokens are not affected.
+    every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest logit
+    (one with the sign bit as the least, as in `jax.lax.top_k`); weights that depend on it are NaN,
+    and other tokens are not affected. A token whose logits are all -inf has weights of zero, and no
+    gradient.
 
     Under `jax.checkpoint` both results carry the name "triax_routing".
 
@@ -65,8 +67,8 @@ def route(
       bias: float [experts], or None.
       num_groups, top_groups: both or neither. Groups must have at least two experts each, and
         `top_groups` of them at least `top_k` together.
-      normalize: whether a token's weights sum to `scale`. For sigmoids 1e-20 is added to the sum,
-        as in DeepSeek-V3.
+      normalize: whether a token's weights sum to `scale`. They do however small the scores are:
+        the weights are the softmax of the scores' logarithms.
       scale: a Python number that the weights are multiplied by.
       implementation: None picks by the program's platform: a Triton kernel on CUDA, plain JAX
         elsewhere and for more than 1,024 experts. "triton", "interpret" (the kernel, interpreted on

@@ -71,7 +71,7 @@ def _choose(
     """
     LAST: tl.constexpr = 2**BITS - 1
     slot = tl.arange(0, BLOCK_SLOTS)[None, :]
-    # What is not eligible is below all keys, and no further from any than 2**31.
+    # Below all keys, but so near that the difference to any of them fits in 32 bits.
     keys = tl.where(eligible, ((order >> (BITS + 1)) << BITS) | (LAST - place), -(2**30) - 1)
     best = tl.max(keys, 1)
     chosen = tl.zeros([order.shape[0], BLOCK_SLOTS], tl.int32)
@@ -152,17 +152,32 @@ def _kept_groups(
 
 
 @triton.jit
-def _softmax_parts(logits, most):
-    """exp(logits - most), and its sum over each row."""
-    parts = libdevice.fast_expf(logits - most[:, None])
-    return parts, tl.sum(parts, 1)
+def _shift(most):
+    """What is subtracted from a row's logits before exp: 0 where all of them are -inf."""
+    return tl.where(most == float("-inf"), 0.0, most)
 
 
 @triton.jit
-def _order_of_scores(logits, most, total, bias_ptr, expert, known, SOFTMAX: tl.constexpr):
+def _softmax_parts(logits, shift):
+    """exp(logits - shift), and its sum over each row; 1 instead of 0, which is divided by."""
+    parts = libdevice.fast_expf(logits - shift[:, None])
+    total = tl.sum(parts, 1)
+    return parts, tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def _normalized(taken, SOFTMAX: tl.constexpr):
+    """The scores of the chosen divided by their sum: the softmax of their logarithms."""
+    logs = taken if SOFTMAX else _log_sigmoid(taken)
+    parts, total = _softmax_parts(logs, _shift(tl.max(logs, 1)))
+    return parts / total[:, None]
+
+
+@triton.jit
+def _order_of_scores(logits, shift, total, bias_ptr, expert, known, SOFTMAX: tl.constexpr):
     """The order of each logit's score, plus its expert's bias where there is one."""
     if SOFTMAX:
-        scores = libdevice.fast_dividef(_softmax_parts(logits, most)[0], total[:, None])
+        scores = libdevice.fast_dividef(_softmax_parts(logits, shift)[0], total[:, None])
     else:
         scores = libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-logits))
     if bias_ptr is not None:
@@ -174,6 +189,11 @@ def _order_of_scores(logits, most, total, bias_ptr, expert, known, SOFTMAX: tl.c
 @triton.jit
 def _sigmoid(logits):
     return 1.0 / (1.0 + tl.exp(-logits))
+
+
+@triton.jit
+def _log_sigmoid(logits):
+    return tl.minimum(logits, 0.0) - libdevice.log1p(tl.exp(-tl.abs(logits)))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -217,14 +237,14 @@ def _route_kernel(
 
     order = _order(logits)
     BY_SCORE: tl.constexpr = bias_ptr is not None or (NUM_GROUPS > 1 and not GROUP_BY_LOGITS)
-    most = tl.zeros([BLOCK_TOKENS], tl.float32)
+    shift = tl.zeros([BLOCK_TOKENS], tl.float32)
     total = tl.zeros([BLOCK_TOKENS], tl.float32)
     if SOFTMAX and (BY_SCORE or not NORMALIZE):
-        most = _value(tl.max(order, 1))
-        total = _softmax_parts(logits, most)[1]
+        shift = _shift(_value(tl.max(order, 1)))
+        total = _softmax_parts(logits, shift)[1]
     by_score = order
     if BY_SCORE:
-        by_score = _order_of_scores(logits, most, total, bias_ptr, expert, known, SOFTMAX)
+        by_score = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SOFTMAX)
     if NUM_GROUPS > 1:
         eligible &= _kept_groups(
             by_score, eligible, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, BLOCK_GROUPS, BLOCK_SIZE
@@ -239,7 +259,7 @@ def _route_kernel(
             logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
             order = _order(logits)
             if bias_ptr is not None:
-                order = _order_of_scores(logits, most, total, bias_ptr, expert, known, SOFTMAX)
+                order = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SOFTMAX)
             # As the float's own bits, which are empty where logits were computed in bfloat16.
             left_out = (order ^ (order >> 31)) & ((2 << BITS) - 1)
             if tl.max(tl.max(left_out, 1), 0) != 0:
@@ -251,17 +271,12 @@ def _route_kernel(
     mask = inside[:, None] & (slot < TOP_K)
     at = logits_ptr + token[:, None] * NUM_EXPERTS + chosen
     taken = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
-    if SOFTMAX:
-        if NORMALIZE:
-            most = tl.max(taken, 1)
-            parts, total = _softmax_parts(taken, most)
-        else:
-            parts = tl.exp(taken - most[:, None])
-        weights = parts / total[:, None]
+    if NORMALIZE:
+        weights = _normalized(taken, SOFTMAX)
+    elif SOFTMAX:
+        weights = tl.exp(taken - shift[:, None]) / total[:, None]
     else:
         weights = _sigmoid(taken)
-        if NORMALIZE:
-            weights /= (tl.sum(weights, 1) + 1e-20)[:, None]
     out = token[:, None] * TOP_K + slot
     tl.store(weights_ptr + out, weights * scale, mask=mask)
     tl.store(experts_ptr + out, chosen, mask=mask)
@@ -297,27 +312,22 @@ def _route_grad_kernel(
     mask = inside[:, None] & (expert < NUM_EXPERTS)
     everywhere = token[:, None] * NUM_EXPERTS + expert
     rest = tl.zeros([BLOCK_TOKENS, BLOCK], tl.float32)
-    if SOFTMAX:
-        if NORMALIZE:
-            parts, total = _softmax_parts(taken, tl.max(taken, 1))
-            scores = parts / total[:, None]
-            mean = tl.sum(gradient * scores, 1)
-        else:
-            logits = tl.load(logits_ptr + everywhere, mask=mask, other=float("-inf"))
-            logits = logits.to(tl.float32)
-            most = _value(tl.max(_order(logits), 1))
-            parts, total = _softmax_parts(logits, most)
-            scores = tl.exp(taken - most[:, None]) / total[:, None]
-            mean = tl.sum(gradient * scores, 1)
-            rest = parts * (-scale * mean / total)[:, None]
-        d_taken = scale * scores * (gradient - mean[:, None])
+    if NORMALIZE:
+        scores = _normalized(taken, SOFTMAX)
+        gradient -= tl.sum(gradient * scores, 1)[:, None]
+    elif SOFTMAX:
+        logits = tl.load(logits_ptr + everywhere, mask=mask, other=float("-inf")).to(tl.float32)
+        shift = _shift(_value(tl.max(_order(logits), 1)))
+        parts, total = _softmax_parts(logits, shift)
+        scores = tl.exp(taken - shift[:, None]) / total[:, None]
+        mean = tl.sum(gradient * scores, 1)
+        rest = parts * (-scale * mean / total)[:, None]
+        gradient -= mean[:, None]
     else:
         scores = _sigmoid(taken)
-        if NORMALIZE:
-            total = tl.sum(scores, 1) + 1e-20
-            mean = tl.sum(gradient * scores, 1) / total
-            gradient = (gradient - mean[:, None]) / total[:, None]
-        d_taken = scale * gradient * scores * _sigmoid(-taken)
+    d_taken = scale * scores * gradient
+    if not SOFTMAX:
+        d_taken *= _sigmoid(-taken)
     dtype = d_logits_ptr.dtype.element_ty
     tl.store(d_logits_ptr + everywhere, rest.to(dtype), mask=mask)
     tl.debug_barrier()  # the gradients of the chosen overwrite some of these

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from triax.moe.router.api import SCORES, Score, check_logits
+from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
+from triax.moe.shared.arrays import at_least_float32
 
 
 def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softmax") -> jax.Array:
@@ -19,7 +21,8 @@ def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softm
 
     ``experts * sum over e of share[e] * mean[e]``: the share of all (token, choice) pairs that went
     to expert e, and its mean score over the tokens. A token's scores sum to 1: the softmax, or the
-    sigmoids divided by their sum. Only the scores have a gradient.
+    sigmoids divided by their sum; if its logits are all -inf, they are zeros. Only the scores have
+    a gradient.
 
     Equations 4 to 6 of "Switch Transformers" (arXiv:2101.03961), for any number of choices; with
     "sigmoid", equations 17 to 20 of "DeepSeek-V3 Technical Report" (arXiv:2412.19437) for the given
@@ -57,7 +60,8 @@ def router_z_loss(logits: Any) -> jax.Array:
 
         loss = task_loss + 1e-3 * moe.router_z_loss(logits)
 
-    Equation 5 of "ST-MoE" (arXiv:2202.08906), where its coefficient is 1e-3.
+    Equation 5 of "ST-MoE" (arXiv:2202.08906), where its coefficient is 1e-3. A token whose logits
+    are all -inf counts as one with a logsumexp of zero.
 
     Args:
       logits: float [tokens, experts].
@@ -70,17 +74,12 @@ def router_z_loss(logits: Any) -> jax.Array:
       ArgumentValueError: `logits` has the wrong shape.
     """
     logits = _wider(check_logits(logits))
-    size = jax.scipy.special.logsumexp(logits, axis=1)
+    # -inf alone would be an infinite loss with a gradient of NaN.
+    padding = jnp.all(logits == -jnp.inf, axis=1, keepdims=True)
+    size = jax.scipy.special.logsumexp(jnp.where(padding, 0, logits), axis=1)
+    size = jnp.where(padding[:, 0], 0, size)
     return jnp.sum(size * size) / max(logits.shape[0], 1)
 
 
-def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
-    """Scores of all experts, which sum to 1 for each token."""
-    if score == "softmax":
-        return jax.nn.softmax(logits, axis=1)
-    scores = jax.nn.sigmoid(logits)
-    return scores / (jnp.sum(scores, axis=1, keepdims=True) + 1e-20)
-
-
 def _wider(logits: jax.Array) -> jax.Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return logits.astype(at_least_float32(logits.dtype))

@@ -39,7 +39,7 @@ def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec
     if bias is not None or not spec.group_by_logits:
         by_score = scores_reference(logits, spec.score)
     if bias is not None:
-        by_score = choice = _choosable(by_score + bias.astype(jnp.float32))
+        by_score = choice = _choosable(by_score + bias.astype(jnp.float32)[None, :])
     if spec.num_groups > 1:
         # As integers of the same order, so that excluded experts rank below all others.
         kept = _kept_groups(by_score, spec)
@@ -51,21 +51,39 @@ def weigh_reference(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> 
     """The weights float32 [tokens, top_k] of experts; differentiable in the logits."""
     logits = logits.astype(jnp.float32)
     taken = jnp.take_along_axis(logits, experts, axis=1)
-    if spec.score == "sigmoid":
-        weights = jax.nn.sigmoid(taken)
-        if spec.normalize:
-            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
-    elif spec.normalize:
-        weights = scores_reference(taken, "softmax")
+    if spec.normalize:
+        weights = normalized_scores(taken, spec.score)
+    elif spec.score == "sigmoid":
+        weights = _sigmoid(taken)
     else:
-        most = jax.lax.stop_gradient(jnp.max(logits, axis=1, keepdims=True))
-        weights = jnp.exp(taken - most) / jnp.sum(jnp.exp(logits - most), axis=1, keepdims=True)
+        weights = _shares(taken, logits)
     return weights * jnp.float32(spec.scale)
 
 
 def scores_reference(logits: jax.Array, score: str) -> jax.Array:
     """The scores of all logits, in their dtype."""
-    return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, axis=1)
+    return _sigmoid(logits) if score == "sigmoid" else _shares(logits, logits)
+
+
+def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
+    """The scores of logits divided by each token's sum: the softmax of their logarithms."""
+    logs = jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits
+    return _shares(logs, logs)
+
+
+def _sigmoid(logits: jax.Array) -> jax.Array:
+    """The sigmoid; near 1, where `jax.nn.sigmoid` has a gradient of zero, it has the right one."""
+    above = logits >= 0
+    small = jnp.exp(jnp.where(above, -logits, logits))
+    return jnp.where(above, 1, small) / (1 + small)
+
+
+def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
+    """exp(part), divided by each token's sum of exp(whole); zeros where all of that is -inf."""
+    most = jax.lax.stop_gradient(jnp.max(whole, axis=1, keepdims=True))
+    most = jnp.where(most == -jnp.inf, 0, most)
+    total = jnp.sum(jnp.exp(whole - most), axis=1, keepdims=True)
+    return jnp.exp(part - most) / jnp.where(total == 0, 1, total)
 
 
 def route_grad_reference(
@@ -85,7 +103,7 @@ def _kept_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
     grouped = scores.reshape(num_tokens, spec.num_groups, group_size)
     group_scores = jnp.sum(jax.lax.top_k(grouped, spec.group_best)[0], axis=2)
     groups = jax.lax.top_k(_choosable(group_scores), spec.top_groups)[1]
-    kept = jnp.any(groups[:, :, None] == jnp.arange(spec.num_groups), axis=1)
+    kept = jnp.any(groups[:, :, None] == jnp.arange(spec.num_groups)[None, None, :], axis=1)
     return jnp.repeat(kept, group_size, axis=1)
 
 

@@ -53,6 +53,11 @@ def check_length(name: str, array: jax.Array, length: int, one: str, of: str) ->
         )
 
 
+def transpose_remedy(name: str) -> str:
+    """What to do about weights that are right but for the order of their last two axes."""
+    return f" If they are [experts, out, in], as in torch, transpose them: `{name}.swapaxes(1, 2)`."
+
+
 def check_wide(name: str, array: jax.Array, remedy: str) -> None:
     """Raises if `array` has 8-bit floats."""
     if array.dtype.itemsize < 2:

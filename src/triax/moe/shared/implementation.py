@@ -13,11 +13,14 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from triax import messages
 from triax.binding import dtypes
 from triax.compat import triton_private
-from triax.errors import ArgumentTypeError
+from triax.errors import ArgumentTypeError, UnsupportedError
 from triax.moe.shared import arguments
+from triax.moe.shared.target import Target, for_target
 
 Implementation = Literal["triton", "interpret", "xla"]
 IMPLEMENTATIONS = (None, *get_args(Implementation))
@@ -31,10 +34,14 @@ def resolve(implementation: Any, **arrays: jax.Array | None) -> Implementation |
       ArgumentTypeError: a kernel was requested, but Triton has no element type for one of `arrays`,
         which have the names of the op's arguments.
       MissingDependencyError: a kernel was requested, but Triton is not installed.
+      UnsupportedError: one of `arrays` has a symbolic size, and "xla" was not requested.
     """
     arguments.check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "xla":
         return implementation
+    for name, array in arrays.items():
+        if array is not None:
+            messages.check_sizes_known(name, array.shape, ", or pass `implementation='xla'`")
     try:
         for name, array in arrays.items():
             if array is not None:
@@ -73,11 +80,60 @@ def resolve_for_floats(implementation: Any, **arrays: Any) -> Implementation | N
     return implementation
 
 
+def _if_gpu_has_dtypes(
+    implementation: str | None,
+    kernels: Callable[..., Any],
+    xla: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """`kernels`, unless the GPU that the program is lowered for lacks an operand's 8-bit float."""
+    found = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(operands)} & dtypes.FLOAT8.keys()
+    if not found:
+        return kernels(*operands)
+    return for_target(
+        _with_small_floats,
+        *operands,
+        out_type=jax.eval_shape(xla, *operands),
+        implementation=implementation,
+        kernels=kernels,
+        xla=xla,
+        small=tuple(sorted(found, key=str)),
+    )
+
+
+def _with_small_floats(
+    target: Target,
+    *operands: Any,
+    kernels: Callable[..., Any],
+    xla: Callable[..., Any],
+    small: tuple[np.dtype, ...],
+    implementation: str | None,
+) -> Any:
+    known = triton_private.small_floats(target.compute_capability)
+    lacking = [dtype.name for dtype in small if dtypes.triton_name(dtype) not in known]
+    if not lacking:
+        return kernels(*operands)
+    if implementation is not None:
+        raise UnsupportedError(
+            f"Argument `implementation` is {implementation!r}, and kernels for compute capability "
+            f"{target.compute_capability} have no {', '.join(lacking)}. Let it be None, which then "
+            "takes plain JAX, or cast the operands to bfloat16."
+        )
+    return xla(*operands)
+
+
 @functools.lru_cache(maxsize=1024)  # options may be sizes
 def choose(
-    implementation: str | None, kernels: Callable[..., Any], xla: Callable[..., Any], **options: Any
+    implementation: str | None,
+    kernels: Callable[..., Any],
+    xla: Callable[..., Any],
+    *,
+    any_bits: bool = False,
+    **options: Any,
 ) -> Callable[..., Any]:
     """Returns `kernels` or `xla`, which give the same, as a function of arrays alone.
+
+    With `any_bits` the kernels only move numbers, and need not know their dtypes.
 
     It is the same function for the same options, so that JAX can tell that it has compiled it.
     """
@@ -89,6 +145,8 @@ def choose(
     # By default None, not "triton": a program exported for several platforms lowers every branch
     # for each of them, even dead ones.
     kernels = functools.partial(kernels, implementation=implementation, **options)
+    if implementation != "interpret" and not any_bits:
+        kernels = functools.partial(_if_gpu_has_dtypes, implementation, kernels, xla)
     if implementation is not None:
         return kernels
     return functools.partial(jax.lax.platform_dependent, cuda=kernels, default=xla)

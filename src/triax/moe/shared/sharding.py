@@ -135,12 +135,6 @@ def is_partitioned(ctx: Any) -> bool:
     )
 
 
-def may_be_cut() -> bool:
-    """Whether XLA may cut the program that is traced: not inside `shard_map`."""
-    axis_types = jax.sharding.get_abstract_mesh().axis_types
-    return jax_private.several_devices() and AxisType.Manual not in axis_types
-
-
 def partitioned(split: FlatSplit, function: Function) -> Function:
     """`function` of flat arrays, which XLA runs in parts by `split` where it pays."""
     run = custom_partitioning(functools.partial(_as_tuple, function))

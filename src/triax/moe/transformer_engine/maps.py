@@ -142,10 +142,10 @@ def token_combine(
             f"{row_id_map.shape}. Pass the third result of `token_dispatch`."
         )
     num_tokens, top_k = row_id_map.shape[0], row_id_map.shape[1] // 2
-    slot = jnp.arange(top_k, dtype=jnp.int32)
-    exists = slot < row_id_map[:, -1:]
-    row = jnp.where(exists, row_id_map[:, :top_k], -1).astype(jnp.int32)
-    expert = jnp.where(exists, row_id_map[:, top_k:-1], -1).astype(jnp.int32)
+    row_id_map = row_id_map.astype(jnp.int32)
+    exists = jnp.arange(top_k, dtype=jnp.int32)[None, :] < row_id_map[:, -1:]
+    row = jnp.where(exists, row_id_map[:, :top_k], -1)
+    expert = jnp.where(exists, row_id_map[:, top_k:-1], -1)
     if pad_offsets is None:
         # Without alignment nothing lies between the experts' rows: they are one group.
         filled = jnp.sum(exists, dtype=jnp.int32)[None]

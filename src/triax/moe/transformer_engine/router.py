@@ -12,8 +12,9 @@ from triax.errors import ArgumentValueError
 from triax.messages import short
 from triax.moe.router import api
 from triax.moe.router.configs import RouterSpec
-from triax.moe.router.losses import normalized_scores
+from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
+from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
 
 
@@ -150,7 +151,7 @@ def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: flo
     arguments.check_length("tokens_per_expert", counts, num_experts, "count", of)
     topk = arguments.integer("topk", topk, 1)
     coeff = api.check_scale("coeff", coeff)
-    wider = jnp.promote_types(probs.dtype, jnp.float32)
+    wider = at_least_float32(probs.dtype)
     mean = jnp.sum(probs, axis=0, dtype=wider) / max(num_tokens, 1)
     share = counts.astype(wider) / max(num_tokens * topk, 1)
     return (num_experts * coeff * jnp.sum(mean * share)).astype(probs.dtype)

@@ -60,7 +60,11 @@ class Worker:
         self._printed: list[bytes] = []
         self._ready: messages.Ready | None = None
         self._reader = threading.Thread(target=self._read_printed, daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError as error:  # there are as many threads as may be
+            self.kill()
+            raise TuningError(f"the tuning worker cannot be started: {error}") from error
 
     def _read_printed(self) -> None:
         assert self._process.stdout is not None
