@@ -102,6 +102,14 @@ WRONG_TYPES = {
         lambda: add(grid=lambda meta: "4"),
         GRID + r"type=str, value='4' from its callable",
     ),
+    "grid_constexpr": (
+        lambda: add(grid=tl.constexpr(2)),
+        GRID + r"type=constexpr, value=.*2.*\. Use the Python int that is its `value`\.",
+    ),
+    "grid_of_constexprs": (
+        lambda: add(grid=lambda meta: (tl.constexpr(2),)),
+        GRID + r"type=tuple, value=\(.*2.*\) from its callable\. Use the Python int",
+    ),
     "grid_divided": (lambda: add(grid=100 / 64), r"value=1\.5625\. Divide ints with // or"),
     "grid_array": (
         lambda: add(grid=(jnp.int32(2),)),
@@ -117,8 +125,8 @@ WRONG_TYPES = {
         r"Kernel 'add_kernel' has no parameter `BLOK`.*Did you mean `BLOCK`",
     ),
     "option_as_keyword": (
-        lambda: add(enable_fp_fusion=False),
-        r"no parameter `enable_fp_fusion`.*compiler option: pass it in `backend_options`",
+        lambda: add(maxnreg=32),
+        r"no parameter `maxnreg`.*compiler option: pass it in `backend_options`",
     ),
     "missing_constexpr": (
         lambda: without("BLOCK"),
@@ -567,6 +575,37 @@ def test_out_shape_beside_out_type():
         add(out_shape=OUT)
 
 
+def fused(**options):
+    call = lambda: triax.triton_call(
+        X, X, n=100, BLOCK=64, kernel=kernels.add_kernel, out_type=OUT, grid=2, **options
+    )
+    (equation,) = jax.make_jaxpr(call)().eqns
+    return dict(equation.params["call"].candidates[0].options)
+
+
+def test_enable_fp_fusion_is_an_option_with_a_warning():
+    """jax-triton 0.3 has it as an argument."""
+    plain = fused(backend_options={"enable_fp_fusion": False})
+    with pytest.warns(DeprecationWarning, match="`enable_fp_fusion` in `backend_options`") as said:
+        assert fused(enable_fp_fusion=False) == plain != fused()
+    assert said[0].filename == __file__
+    with (
+        pytest.warns(DeprecationWarning, match="enable_fp_fusion"),
+        pytest.raises(ArgumentValueError, match="`enable_fp_fusion` is also in `backend_options`"),
+    ):
+        fused(enable_fp_fusion=False, backend_options={"enable_fp_fusion": False})
+
+
+def test_a_kernels_own_enable_fp_fusion_is_its_own(recwarn):
+    @triton.jit
+    def kernel(out_ptr, enable_fp_fusion: tl.constexpr):
+        tl.store(out_ptr, enable_fp_fusion)
+
+    output = jax.ShapeDtypeStruct((), np.int32)
+    assert triax.triton_call(enable_fp_fusion=7, kernel=kernel, out_type=output, grid=1) == 7
+    assert not recwarn
+
+
 def test_positional_scalars_and_constexprs():
     out = triax.triton_call(
         X, Y, n=np.int64(100), BLOCK=np.int32(64), kernel=kernels.add_kernel, out_type=OUT, grid=2
@@ -839,6 +878,40 @@ def test_pruning_and_perf_model():
 
     triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid)
     assert seen == [256]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "left"), [(0.5, [256, 1024]), (0.74, [256, 1024]), (0.1, [256]), (1.0, None)]
+)
+def test_a_fraction_of_the_configs_that_perf_model_likes_best(top_k, left):
+    times = {64: 3.0, 1024: 2.0, 512: 4.0, 256: 1.0}
+    kernel = triton.autotune(
+        [triton.Config({"BLOCK": block}) for block in times],
+        key=["n"],
+        prune_configs_by={"perf_model": lambda BLOCK, **_: times[BLOCK], "top_k": top_k},
+    )(kernels.add_kernel)
+    seen = []
+    grid = lambda meta: seen.append(meta["BLOCK"]) or (2,)
+    jax.make_jaxpr(lambda: triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid))()
+    assert seen == (list(times) if left is None else left)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function])
+def test_an_empty_grid_hands_on_the_operand_that_is_aliased(jit):
+    total, other = jit(
+        lambda x, y: triax.triton_call(
+            x_ptr=x,
+            y_ptr=y,
+            n=100,
+            BLOCK=64,
+            kernel=kernels.accumulate_kernel,
+            out_type=(OUT, OUT),
+            input_output_aliases={"x_ptr": 1, "y_ptr": 0},
+            grid=0,
+        )
+    )(X, X + 1)
+    testing.assert_same_bits(total, X + 1)
+    testing.assert_same_bits(other, X)
 
 
 def test_heuristics_outside_and_inside_autotune():

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import triton
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -61,6 +62,30 @@ def test_who_wins_where_caller_and_config_disagree(arrays):
     assert grids("auto") == [512]  # lowered without a GPU: nothing to measure on
     if versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
         assert grids("runtime") == [64, 256, 1024]
+
+
+def test_an_aliased_result_of_another_index_than_its_operand(arrays):
+    """Its own parameter points to that operand's memory, in the interpreter too."""
+    primitive = Primitive("accumulate_into_the_first")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda x, y: [x, y])
+
+    def rule(ctx, x, y):
+        return triax.triton_call_lowering(
+            ctx,
+            kernels.sum_and_accumulate_kernel,
+            x,
+            y,
+            grid=lambda meta: triton.cdiv(1003, meta["BLOCK"]),
+            input_output_aliases={0: 1},
+            constexprs={"n": 1003, "SCALE": 2.0},
+        )
+
+    mlir.register_lowering(primitive, rule, platform="cpu")
+    x, y = arrays
+    total, updated = jax.jit(primitive.bind)(x, y)
+    testing.assert_same_bits(total, x + y)
+    testing.assert_close(updated, y.astype(float) + 2.0 * x, terms=2)
 
 
 def test_one_pointer_for_an_aliased_pair(arrays):

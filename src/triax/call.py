@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from triax import messages, settings
-from triax.binding import arguments, candidates, dtypes
+from triax.binding import arguments, candidates, dtypes, sources
 from triax.binding.grid import GridLike, is_int
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
@@ -234,6 +234,12 @@ def triton_call(
             )
         warnings.warn("`out_shape` is called `out_type` now.", DeprecationWarning, stacklevel=3)
         out_type = kwargs.pop("out_shape")
+    options: dict[str, Any] = {}
+    if "enable_fp_fusion" in kwargs and "enable_fp_fusion" not in view.parameter_names:
+        warnings.warn(
+            "Pass `enable_fp_fusion` in `backend_options`.", DeprecationWarning, stacklevel=3
+        )
+        options["enable_fp_fusion"] = kwargs.pop("enable_fp_fusion")
     kwargs |= kwargs.pop(_KERNELS_OWN, {})
     _check_type("name", name, str, "a string")
     _check_type("serialized_metadata", serialized_metadata, bytes, "bytes")
@@ -254,7 +260,7 @@ def triton_call(
     )
     types = flat.types()
     placed = arguments.place_outputs(view, bound, supplied, types, results, aliases)
-    options = {
+    options |= {
         "num_warps": num_warps,
         "num_stages": num_stages,
         "num_ctas": num_ctas,
@@ -275,10 +281,12 @@ def triton_call(
         block_shapes=flat.block_shapes,
         other_names=_ARGUMENTS,
     )
+    found = candidates.build(request)
+    constants = {static: None for candidate in found for _, static in candidate.constants}
     call = Call(
         kernel=view,
         arguments=placed,
-        candidates=candidates.build(request),
+        candidates=found,
         aliases=aliases,
         name=name,
         tuning=mode,
@@ -290,6 +298,7 @@ def triton_call(
         debug=debug,
         tuning_inputs=tuning_inputs,
         checked=settings.checked(),
+        code=sources.fingerprint(view.function, *(static.value for static in constants)),
     )
     jax_private.require_devices(triton_call_p)
     outputs = triton_call_p.bind(

@@ -67,6 +67,27 @@ def check(kernel, **options):
         np.testing.assert_array_equal(actual[:16], expected[:16], err_msg=str(value))
 
 
+@triton.jit
+def add_number(x_ptr, out_ptr, number):
+    tl.store(out_ptr, tl.load(x_ptr) + number)
+
+
+def test_scalars_of_ml_dtypes_are_numbers():
+    one = np.ones(1, np.float32)
+    for number in (ml_dtypes.bfloat16(1.5), ml_dtypes.float8_e4m3fn(1.5), ml_dtypes.int4(-3)):
+        call = lambda x: triax.triton_call(x, number=number, kernel=add_number, out_type=x, grid=1)  # noqa: B023
+        assert jax.jit(call)(one) == 1 + float(number)
+        mine, plain = (
+            jax.make_jaxpr(
+                lambda x: triax.triton_call(x, number=n, kernel=add_number, out_type=x, grid=1)  # noqa: B023
+            )(one)
+            .eqns[0]
+            .params["call"]
+            for n in (number, number.item())
+        )
+        assert mine == plain
+
+
 def name(kernel):
     return kernel.fn.__name__
 

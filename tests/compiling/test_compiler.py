@@ -1,5 +1,6 @@
 """Compiling: unique names, bytes that are the same everywhere, caches, what does not fit."""
 
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import triton.compiler.code_generator as code_generator
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import FileCacheManager
 
 import triax
 from tests import kernels
@@ -197,6 +199,7 @@ class TestMachineCode:
                 triton_private.backend_for(90),
                 triton_private.Specialization(signature, {(3,): 64}, {}),
                 options,
+                lambda: "code",
             )
             return mine, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -241,16 +244,93 @@ def test_triton_is_left_as_it_was(monkeypatch):
     assert (state(), dict(vars(triton.knobs.compilation)), dict(os.environ)) == before
 
 
-def test_a_changed_global_is_noticed():
-    namespace = first
-    original = namespace.FACTOR
-    try:
-        lower(lambda x: copy(x, kernel=first.global_kernel), X)
-        namespace.FACTOR = tl.constexpr(99)
-        with pytest.raises(CompilationError, match="Global variable 'FACTOR' has changed"):
-            lower(lambda x: copy(x, kernel=first.global_kernel), X)
-    finally:
-        namespace.FACTOR = original
+class TestTritonsCache:
+    """The error names the folder and what to do, whichever file could not be written."""
+
+    @staticmethod
+    def check(monkeypatch, folder, reason):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        compiler.clear_cache()
+        message = rf"cannot keep what it compiles in {folder} \({reason}.*set TRITON_CACHE_DIR"
+        with pytest.raises(CompilationError, match=message):
+            lower(lambda x: copy(x), X)
+
+    def test_cannot_be_written(self, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        self.check(monkeypatch, tmp_path / "file" / "cache", "Not a directory")
+
+    def test_is_full(self, monkeypatch, tmp_path):
+        def put(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(FileCacheManager, "put", put)
+        self.check(monkeypatch, tmp_path, "No space left on device.*Make room there")
+
+    def test_is_not_blamed_for_other_files(self, monkeypatch, tmp_path):
+        def make_ir(*args, **kwargs):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/elsewhere")
+
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(ASTSource, "make_ir", make_ir)
+        compiler.clear_cache()
+        with pytest.raises(CompilationError, match="No such file or directory: '/elsewhere'"):
+            lower(lambda x: copy(x), X)
+
+
+class TestWhatAKernelNames:
+    """Its helpers and constants may change: a notebook's cell that is run again."""
+
+    @staticmethod
+    def change(monkeypatch, name):
+        value = {"FACTOR": tl.constexpr(99), "helper": second.helper, "inner": second.inner}[name]
+        monkeypatch.setattr(first, name, value)
+
+    @pytest.mark.parametrize("name", ["FACTOR", "helper", "inner"])
+    def test_is_compiled_as_it_is_now(self, monkeypatch, name):
+        run = lambda x: copy(x, kernel=first.calling_kernel)
+        (before,) = lower(lambda x: run(x), X)
+        with monkeypatch.context() as patch:
+            self.change(patch, name)
+            (after,) = lower(lambda x: run(x), X)
+            assert after.entries != before.entries
+            compiler.clear_cache()  # from Triton's disk cache
+            assert lower(lambda x: run(x), X)[0].entries == after.entries
+        assert lower(lambda x: run(x), X)[0].entries == before.entries
+        assert first.calling_kernel.used_global_vals  # Triton's own record is left to it
+
+    def test_an_old_trace_in_a_new_program_has_it(self, monkeypatch):
+        inner = jax.jit(lambda x: copy(x, kernel=first.calling_kernel))
+        (before,) = lower(lambda x: inner(x), X)
+        self.change(monkeypatch, "helper")
+        (after,) = lower(lambda x: inner(x), X)
+        assert after.entries != before.entries
+
+    def test_an_eager_call_is_not_found_under_the_old(self, monkeypatch):
+        """Eager calls are compiled by `jax.jit`, with the call as a static argument."""
+        call = lambda: jax.make_jaxpr(lambda x: copy(x, kernel=first.calling_kernel))(X)
+        before = call().eqns[0].params["call"]
+        assert call().eqns[0].params["call"] == before
+        self.change(monkeypatch, "inner")
+        assert call().eqns[0].params["call"] != before
+
+    def test_a_helper_that_is_a_constant_counts_too(self, monkeypatch):
+        call = lambda x: copy(x, kernel=first.given_kernel, FUNCTION=first.helper)
+        (before,) = lower(lambda x: call(x), X)
+        self.change(monkeypatch, "inner")
+        (after,) = lower(lambda x: call(x), X)
+        assert after.entries != before.entries
+
+    def test_a_change_while_it_compiles_is_an_error(self, monkeypatch):
+        compiler.clear_cache()
+        make_ir = ASTSource.make_ir
+
+        def change_meanwhile(*args, **kwargs):
+            self.change(monkeypatch, "helper")
+            return make_ir(*args, **kwargs)
+
+        monkeypatch.setattr(ASTSource, "make_ir", change_meanwhile)
+        with pytest.raises(CompilationError, match="changed while it was compiled; call it again"):
+            lower(lambda x: copy(x, kernel=first.calling_kernel, num_warps=1), X)
 
 
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")

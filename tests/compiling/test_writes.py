@@ -1,6 +1,8 @@
 """Which operands a kernel writes to: found in its code, and refused where XLA is unaware."""
 
 import functools
+import re
+import textwrap
 
 import jax
 import numpy as np
@@ -15,9 +17,9 @@ from triton.experimental.gluon import language as gl
 import triax
 from tests import kernels
 from triax.binding.launch import ArrayType
-from triax.compat import versions
+from triax.compat import triton_private, versions
 from triax.compiling import compiler, writes
-from triax.errors import ReadOnlyOperand
+from triax.errors import CompilationError, ReadOnlyOperand
 
 pytestmark = pytest.mark.cuda_plugin
 X = np.zeros((16, 32), np.float32)
@@ -128,7 +130,7 @@ FOLLOWED = {
     loops: [(1,), (2,)],
     after_loops: [(0, 1), (1,)],
     function_call: [(1, 2)],  # the function is one, whoever calls it
-    from_memory: [(2,)],
+    from_memory: [(0,), (2,)],
     compare_and_swap: [(0,), (2,)],
     reductions: [(2,)],
     same_names_in_branches: [(0,), (2,)],
@@ -166,9 +168,134 @@ def test_followed(kernel):
     assert list(compiled.writes) == FOLLOWED[kernel]
 
 
-def test_a_text_that_is_no_code_says_nothing():
-    assert writes.origins("") == (0, [])
-    assert writes.origins("}}} {\n^bb0(\n%0 = scf.for\ntt.store\n  tt.func {\n% = ptr")[1] == []
+CODE = """
+module attributes {{"ttg.num-ctas" = 1 : i32, "ttg.num-warps" = 4 : i32}} {{
+  tt.func public @kernel(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>, %z: !tt.ptr<f32>, %n: i32) {{
+    %v = arith.constant 1.0 : f32
+    %zero = arith.constant 0 : i32
+    %c = arith.cmpi eq, %n, %zero : i32
+    {}
+    tt.return
+  }}
+}}
+"""
+
+
+def read(tmp_path, body):
+    path = tmp_path / "kernel.ttir"
+    path.write_text(CODE.format(textwrap.dedent(body)))
+    return writes.origins(triton_private.read_ir(str(path), 90))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        # Where a jump goes is seen by how many values it hands on.
+        (
+            """
+            cf.cond_br %c, ^a(%x : !tt.ptr<f32>), ^b
+            ^a(%p: !tt.ptr<f32>):
+            tt.store %p, %v : !tt.ptr<f32>
+            cf.br ^d(%y, %z : !tt.ptr<f32>, !tt.ptr<f32>)
+            ^b:
+            cf.br ^d(%z, %y : !tt.ptr<f32>, !tt.ptr<f32>)
+            ^d(%q: !tt.ptr<f32>, %r: !tt.ptr<f32>):
+            tt.store %q, %v : !tt.ptr<f32>
+            """,
+            [(0,), (1, 2)],
+        ),
+        # Where that does not tell, to all that it may be.
+        (
+            """
+            cf.cond_br %c, ^a(%x : !tt.ptr<f32>), ^b(%y : !tt.ptr<f32>)
+            ^a(%p: !tt.ptr<f32>):
+            tt.store %p, %v : !tt.ptr<f32>
+            cf.br ^b(%z : !tt.ptr<f32>)
+            ^b(%q: !tt.ptr<f32>):
+            """,
+            [(0, 1, 2)],
+        ),
+        # An operation that the module does not know.
+        (
+            """
+            %p = builtin.unrealized_conversion_cast %x, %z
+                : !tt.ptr<f32>, !tt.ptr<f32> to !tt.ptr<f32>
+            tt.store %p, %v : !tt.ptr<f32>
+            """,
+            [(0, 2)],
+        ),
+        # A descriptor that a Gluon kernel makes lies in scratch memory.
+        (
+            """
+            %s = ttg.global_scratch_alloc {alignment = 128 : i32, nbytes = 128 : i32} : !tt.ptr<i8>
+            %l = arith.constant 4 : i64
+            ttng.tensormap_create %s, %y, [%n, %n], [%n, %n], [%l], [%n, %n]
+                {elem_type = 7 : i32, fill_mode = 0 : i32, interleave_layout = 0 : i32,
+                 swizzle_mode = 0 : i32}
+                : (!tt.ptr<i8>, !tt.ptr<f32>, i32, i32, i32, i32, i64, i32, i32) -> ()
+            %p = tt.bitcast %s : !tt.ptr<i8> -> !tt.ptr<f32>
+            tt.store %p, %v : !tt.ptr<f32>
+            """,
+            [(1,)],
+        ),
+        # Code whose arguments are not one for each operand.
+        (
+            """
+            %t = tt.splat %x : !tt.ptr<f32> -> tensor<4x!tt.ptr<f32>>
+            %i = tt.ptr_to_int %t : tensor<4x!tt.ptr<f32>> -> tensor<4xi64>
+            %m = "tt.reduce"(%i) <{axis = 0 : i32}> ({
+            ^e(%a: i64, %b: i64):
+              %r = arith.maxsi %a, %b : i64
+              tt.reduce.return %r : i64
+            }) : (tensor<4xi64>) -> i64
+            %p = tt.int_to_ptr %m : i64 -> !tt.ptr<f32>
+            tt.store %p, %v : !tt.ptr<f32>
+            """,
+            [(0,)],
+        ),
+        # Gluon's warps with code of their own.
+        (
+            """
+            ttg.warp_specialize(%x, %y)
+            default { ttg.warp_yield }
+            partition0(%p: !tt.ptr<f32>, %q: !tt.ptr<f32>) num_warps(1) {
+              %w = tt.load %p : !tt.ptr<f32>
+              tt.store %q, %w : !tt.ptr<f32>
+              ttg.warp_return
+            } : (!tt.ptr<f32>, !tt.ptr<f32>) -> ()
+            """,
+            [(1,)],
+        ),
+        # A pointer that is stored is a value like others.
+        (
+            """
+            %o = tt.bitcast %y : !tt.ptr<f32> -> !tt.ptr<i64>
+            %i = tt.ptr_to_int %x : !tt.ptr<f32> -> i64
+            tt.store %o, %i : !tt.ptr<i64>
+            """,
+            [(1,)],
+        ),
+    ],
+)
+def test_code_that_kernels_seldom_have(tmp_path, body, expected):
+    assert read(tmp_path, body) == (3, expected)
+
+
+def test_what_results_in_nothing_is_a_write_unless_it_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(writes, "_WRITES", re.compile("nothing"))
+    assert read(tmp_path, "tt.store %x, %v : !tt.ptr<f32>") == (3, [(0,)])
+
+
+@pytest.mark.parametrize("body", ["tt.store %y", "tt.unheard"])
+def test_what_cannot_be_read_is_an_error(tmp_path, body):
+    with pytest.raises(CompilationError, match=r"cannot read .*kernel\.ttir"):
+        read(tmp_path, body)
+
+
+def test_another_number_of_pointers_is_an_error(monkeypatch):
+    monkeypatch.setattr(writes, "origins", lambda module: (2, []))
+    with pytest.raises(CompilationError, match="it has 3 arrays, and Triton's code for it 2"):
+        compile_only(aliased_everywhere(direct), X, X, X)(89)
 
 
 # --- refusing ---------------------------------------------------------------------------
@@ -219,24 +346,180 @@ def partly_aliased(kernel, *aliased):
         (direct, (0,), "`z_ptr`"),
         (direct, (2,), "`x_ptr`"),
         (choice, (0,), "`y_ptr` or `z_ptr`"),
-        # What may go to an output is let through.
-        (choice, (1,), None),
-        (after_loops, (1,), None),
+        (choice, (0, 1), "may `z_ptr`"),
+        (choice, (1, 2), "may `x_ptr`"),
+        (choice, (0, 1, 2), None),
+        (after_loops, (1,), "may `x_ptr`"),
         (after_loops, (0,), "`y_ptr`"),
-        (from_memory, (2,), None),
+        (after_loops, (0, 1), None),
+        (from_memory, (0, 2), None),
+        (from_memory, (2,), "`x_ptr`"),
         (from_memory, (0, 1), "`z_ptr`"),
-        (function_call, (2,), None),
+        (function_call, (2,), "may `y_ptr`"),
         (function_call, (0,), "`y_ptr` or `z_ptr`"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_refused_where_no_operand_written_to_is_an_output(kernel, aliased, written):
+def test_refused_where_an_operand_written_to_is_no_output(kernel, aliased, written):
     function = partly_aliased(kernel, *aliased)
     if written is None:
         lower(function, X, X, X)
         return
-    with pytest.raises(ReadOnlyOperand, match=rf"'{kernel.__name__}' writes to {written}, an"):
+    does = "may write" if written.startswith("may") else "writes"
+    written = written.removeprefix("may ")
+    with pytest.raises(ReadOnlyOperand, match=rf"'{kernel.__name__}' {does} to {written}, an"):
         lower(function, X, X, X)
+
+
+# --- what may reach an operand or an output ---------------------------------------------
+
+
+@triton.jit
+def reassigned(x_ptr, n, out_ptr):
+    target = out_ptr
+    if n > 5:
+        target = x_ptr
+    tl.store(target, 1.0)
+
+
+@triton.jit
+def selected(x_ptr, n, out_ptr):
+    offsets = tl.arange(0, 16)
+    tl.store(tl.where(offsets < n, x_ptr + offsets, out_ptr + offsets), 1.0)
+
+
+@triton.jit
+def exchanged(x_ptr, n, out_ptr):
+    source, target = x_ptr, out_ptr
+    for _ in range(n):
+        tl.store(target, tl.load(source))
+        source, target = target, source
+
+
+@triton.jit
+def while_exchanged(x_ptr, n, out_ptr):
+    source, target, i = x_ptr, out_ptr, 0
+    while i < n:
+        tl.store(target, tl.load(source) + i)
+        source, target = target, source
+        i += 1
+
+
+@triton.jit
+def joined(x_ptr, n, out_ptr):
+    offsets = tl.arange(0, 16)
+    tl.store(tl.join(out_ptr + offsets, x_ptr + offsets), 1.0)
+
+
+@triton.jit
+def by_number(x_ptr, n, out_ptr):
+    distance = tl.where(n > 5, x_ptr.to(tl.int64) - out_ptr.to(tl.int64), 0)
+    tl.store((out_ptr.to(tl.int64) + distance).to(tl.pointer_type(tl.float32)), 1.0)
+
+
+@triton.jit
+def after_return(x_ptr, n, out_ptr):
+    target = out_ptr
+    if n > 7:
+        tl.store(out_ptr, 3.0)
+        return
+    else:
+        if n > 5:
+            target = x_ptr
+    tl.store(target, 1.0)
+
+
+@triton.jit(noinline=True)
+def either(x_ptr, out_ptr, n):
+    result = out_ptr
+    if n > 5:
+        result = x_ptr
+    return result
+
+
+@triton.jit
+def called(x_ptr, n, out_ptr):
+    tl.store(either(x_ptr, out_ptr, n), 1.0)
+
+
+@triton.jit
+def assembled(x_ptr, n, out_ptr):
+    tl.inline_asm_elementwise(
+        "st.global.f32 [$1], 0f3F800000; mov.u32 $0, 0;",
+        "=r,l",
+        [x_ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(out_ptr, 1.0)
+
+
+def with_output(kernel, n=7):
+    return lambda x: triax.triton_call(x, n=n, kernel=kernel, out_type=x, grid=1)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [reassigned, selected, exchanged, while_exchanged, joined, by_number, after_return, called],
+)
+def test_what_may_reach_an_operand_is_refused(kernel):
+    text = rf"'{kernel.__name__}' may write to `x_ptr`, an .*counts as all that it may be: give"
+    with pytest.raises(ReadOnlyOperand, match=text):
+        lower(with_output(kernel), X)
+    in_place = lambda x, y: triax.triton_call(
+        x,
+        7,
+        y,
+        kernel=kernel,
+        out_type=(x, x),
+        input_output_aliases={"x_ptr": 0, "out_ptr": 1},
+        grid=1,
+    )
+    lower(in_place, X, X)
+
+
+@pytest.mark.parametrize("kernel", [reassigned, selected, exchanged, while_exchanged, by_number])
+def test_the_interpreter_refuses_what_does(kernel):
+    with pytest.raises(ReadOnlyOperand, match="store to `x_ptr` at element 0, an operand that no"):
+        with_output(kernel)(X)
+
+
+def test_assembly_that_may_write_does():
+    with pytest.raises(ReadOnlyOperand, match="'assembled' writes to `x_ptr`"):
+        lower(with_output(assembled), X)
+
+
+@triton.jit
+def apart(x_ptr, y_ptr, n, out_ptr):
+    """Pointers that are carried, chosen and returned side by side, each for its own use."""
+    offsets = tl.arange(0, 16)
+    source, target = x_ptr + offsets, out_ptr + offsets
+    if n > 100:
+        tl.store(target, 0.0)
+        return
+    i = 0
+    while i < n:
+        for j in range(n):
+            other = tl.load(y_ptr + j if j > 3 else x_ptr + j)
+            tl.store(target, tl.load(source) + other, mask=tl.load(y_ptr + offsets) > 0)
+            source += 16
+            target += 16
+        i += 1
+    address = tl.load(x_ptr.to(tl.pointer_type(tl.int64)))
+    tl.store(address.to(tl.pointer_type(tl.float32)), 1.0)
+    tl.device_assert(x_ptr.to(tl.int64) != 0)
+    doubled = tl.inline_asm_elementwise(
+        "ld.global.b32 $0, [$1];", "=r,l", [x_ptr.to(tl.int64)], tl.int32, is_pure=True, pack=1
+    )
+    tl.store(out_ptr + x_ptr.to(tl.int64) % 16, doubled.to(tl.float32))
+
+
+def test_pointers_side_by_side_stay_apart():
+    def function(x, y):
+        return triax.triton_call(x, y, n=7, kernel=apart, out_type=x, grid=1, debug=True)
+
+    lower(function, X, X)
 
 
 def test_the_same_code_is_right_in_one_call_and_wrong_in_another():

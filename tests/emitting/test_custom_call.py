@@ -16,7 +16,7 @@ from tests.cases import cuda_call, cuda_calls
 from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
-from triax.compat import versions
+from triax.compat import jax_private, versions
 from triax.emitting.custom_call import order_buffers
 from triax.errors import CompilationError
 
@@ -174,6 +174,29 @@ class TestScratch:
             match=r"'device_kernel' needs 256 bytes of scratch memory for each of 140735340806145",
         ):
             cuda_call(call, self.X)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize(("kind", "fill"), [("host", 0), ("host_nan", 1)])
+def test_what_jaxlib_is_told_of_a_descriptor(kind, fill, monkeypatch):
+    """With a stand-in for the function that only some jaxlibs have."""
+    module, told = jax_private.gpu_triton(), []
+
+    def create(**fields):
+        told.append(fields)
+        return module.create_array_parameter(0, 16)
+
+    monkeypatch.setattr(module, "create_tma_descriptor_parameter", create, raising=False)
+    cuda_call(functools.partial(descriptors.call, kind), np.zeros((35, 44), np.float32))
+    (fields,) = told
+    assert fields.pop("elem_type") > 0
+    assert fields == {
+        "swizzle": 3,
+        "shape": (35, 44),
+        "strides": (44, 1),
+        "block_shape": (16, 32),
+        "oob_fill": fill,
+    }
 
 
 @pytest.mark.cuda_plugin

@@ -22,6 +22,7 @@ from triax.binding.launch import (
     Scalar,
 )
 from triax.binding.values import Config, Static, pack_values
+from triax.compiling.compiler import compile_launch
 from triax.interpreting.run import run
 
 
@@ -101,6 +102,18 @@ def interpret() -> Callable[..., tuple[np.ndarray, ...]]:
         return run(launch, operands)
 
     return interpret
+
+
+@pytest.fixture(scope="session")
+def agree() -> Callable[..., tuple[np.ndarray, ...]]:
+    """Like `interpret`, of a kernel that compiles."""
+
+    def agree(*args: Any, **kwargs: Any) -> tuple[np.ndarray, ...]:
+        launch, operands = make_launch(*args, **kwargs)
+        compile_launch(launch, 90)
+        return run(launch, operands)
+
+    return agree
 
 
 @pytest.fixture(scope="session")

@@ -38,22 +38,24 @@ def in_place(x_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_then(x_ptr, o_ptr, HOW: tl.constexpr):
+def access(x_ptr, o_ptr, HOW: tl.constexpr):
+    if HOW == "store":
+        tl.store(x_ptr, 5)
+    elif HOW == "add":
+        tl.atomic_add(x_ptr, 3)
+    elif HOW == "load":
+        tl.store(o_ptr, tl.load(x_ptr))
+    elif HOW == "volatile":
+        tl.store(o_ptr, tl.load(x_ptr, volatile=True))
+
+
+@triton.jit
+def first_then(x_ptr, o_ptr, FIRST: tl.constexpr, THEN: tl.constexpr):
     pid = tl.program_id(0)
     if pid == 0:
-        if HOW == "store, add" or HOW == "store, load" or HOW == "store, atomic load":
-            tl.store(x_ptr, 5)
-        else:
-            tl.atomic_add(x_ptr, 5)
+        access(x_ptr, o_ptr, FIRST)
     else:
-        if HOW == "store, add":
-            tl.atomic_add(x_ptr, 1)
-        elif HOW == "add, store":
-            tl.store(x_ptr, 1)
-        elif HOW == "add, load" or HOW == "store, load":
-            tl.store(o_ptr, tl.load(x_ptr))
-        elif HOW == "add, add":
-            tl.atomic_add(x_ptr, 1)
+        access(x_ptr, o_ptr + 1, THEN)
 
 
 @triton.jit
@@ -202,18 +204,33 @@ def test_in_place_on_its_own_elements_is_fine(check):
         ),
         ("store, load", "load from `x_ptr` at element 0, which program (0, 0, 0) stored: it"),
         ("add, store", "store to `x_ptr` at element 0, which program (0, 0, 0) updated with an"),
-        ("add, load", None),
+        ("add, load", "load from `x_ptr` at element 0, which program (0, 0, 0) updated with an"),
+        ("load, add", "atomic add to `x_ptr` at element 0, which program (0, 0, 0) loaded without"),
+        ("volatile, add", None),
+        ("add, volatile", None),
+        (
+            "volatile, store",
+            "store to `x_ptr` at element 0, which program (0, 0, 0) loaded as volatile",
+        ),
+        (
+            "store, volatile",
+            "volatile load from `x_ptr` at element 0, which program (0, 0, 0) stored",
+        ),
+        ("volatile, volatile", None),
+        ("load, volatile", None),
         ("add, add", None),
     ],
 )
 def test_atomics_and_plain_accesses(check, how, text):
+    first, then = how.split(", ")
     arguments = {"x_ptr": np.zeros(1, I32), "o_ptr": Result(1)}
-    outputs = [((1,), I32), ((1,), I32)]
+    outputs = [((1,), I32), ((2,), I32)]
+    keywords = {"grid": (2, 1, 1), "aliases": {0: 0}, "FIRST": first, "THEN": then}
     if text is None:
-        check(first_then, arguments, outputs, grid=(2, 1, 1), aliases={0: 0}, HOW=how)
+        check(first_then, arguments, outputs, **keywords)
         return
     with pytest.raises(DataRace, match=re.escape("program (1, 0, 0): " + text)):
-        check(first_then, arguments, outputs, grid=(2, 1, 1), aliases={0: 0}, HOW=how)
+        check(first_then, arguments, outputs, **keywords)
 
 
 def test_an_equal_store_does_not_hide_a_later_one(check):

@@ -13,7 +13,9 @@ from triton.language import static_range as unrolled
 from triton.runtime import interpreter as stock
 
 from triax.binding.launch import Result
+from triax.compat import triton_interpreter as compat
 from triax.errors import OutOfBounds, UnsupportedError
+from triax.interpreting.builder import Builder
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
@@ -221,24 +223,6 @@ def inline_asm(o_ptr):
 
 
 @triton.jit
-def descriptor_add(x, o, BM: tl.constexpr, BN: tl.constexpr):
-    i, j = tl.program_id(0) * BM, tl.program_id(1) * BN
-    o.store([i, j], x.load([i, j]) + 1)
-
-
-@triton.jit
-def device_descriptor(x_ptr, o_ptr, m, n, BM: tl.constexpr, BN: tl.constexpr):
-    x = tl.make_tensor_descriptor(x_ptr, [m, n], [n, 1], [BM, BN])
-    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    tl.store(o_ptr + at, x.load([tl.program_id(0) * BM, 0]))
-
-
-@triton.jit
-def descriptor_reduce(x, BM: tl.constexpr, BN: tl.constexpr):
-    x.atomic_add([0, 0], tl.zeros([BM, BN], tl.float32))
-
-
-@triton.jit
 def block_pointers(x_ptr, o_ptr, m, n, BM: tl.constexpr, BN: tl.constexpr):
     x = tl.make_block_ptr(x_ptr, (m, n), (n, 1), (tl.program_id(0) * BM, 0), (BM, BN), (1, 0))
     o = tl.make_block_ptr(o_ptr, (m, n), (n, 1), (tl.program_id(0) * BM, 0), (BM, BN), (1, 0))
@@ -292,6 +276,26 @@ def shapes(x_ptr, o_ptr, N: tl.constexpr):
     tl.store(o_ptr + 3 * N + at, tl.reshape(tl.join(odd, even), [N]))
     tl.store(o_ptr + 4 * N + at, tl.histogram((x * 10).to(tl.int32), N))
     tl.store(o_ptr + 5 * N + at, tl.broadcast_to(tl.sum(x, 0), [N]))
+
+
+@triton.jit
+def gather(x_ptr, index_ptr, o_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.reshape(tl.load(x_ptr + at), [2, N // 2])
+    index = tl.reshape(tl.load(index_ptr + at), [2, N // 2])
+    tl.store(o_ptr + at, tl.reshape(tl.gather(x, index, 1), [N]))
+
+
+@triton.jit
+def histogram(x_ptr, o_ptr, n, N: tl.constexpr, BINS: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(o_ptr + tl.arange(0, BINS), tl.histogram(tl.load(x_ptr + at), BINS, mask=at < n))
+
+
+@triton.jit
+def high_half(x_ptr, y_ptr, o_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(o_ptr + at, tl.umulhi(tl.load(x_ptr + at), tl.load(y_ptr + at)))
 
 
 def matrix(rng, m, n, dtype=np.float32):
@@ -415,6 +419,49 @@ def test_shapes(interpret, rng):
     np.testing.assert_allclose(out[5], x.astype(np.float64).sum(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_gather_stays_in_its_source(interpret, wrong):
+    x, index = np.arange(16, dtype=np.int32), np.tile(np.arange(7, -1, -1, dtype=np.int32), 2)
+    arguments = {"x_ptr": x, "index_ptr": index, "o_ptr": Result(0)}
+    (out,) = interpret(gather, arguments, [((16,), np.int32)], N=16)
+    assert out.tolist() == [*range(7, -1, -1), *range(15, 7, -1)]
+    index[11] = wrong
+    text = (
+        f"Kernel `gather`, program (0, 0, 0): tl.gather with index {wrong}, outside the 8 elements "
+        "of axis 1 of its source; 1 of 16 indices are outside."
+    )
+    with pytest.raises(OutOfBounds, match=re.escape(text)):
+        interpret(gather, arguments, [((16,), np.int32)], N=16)
+
+
+@pytest.mark.parametrize("value", [-1, 8, 9])
+def test_histograms_count_what_lies_in_their_bins(interpret, monkeypatch, value):
+    x = np.array([0, 7, 7, value] + [value] * 12, np.int32)
+    arguments = {"x_ptr": x, "o_ptr": Result(0), "n": 3}
+    expected = [1, 0, 0, 0, 0, 0, 0, 2]
+    for wraps in (False, True):
+        monkeypatch.setattr(compat, "HISTOGRAMS_WRAP", wraps)
+        (out,) = interpret(histogram, arguments, [((8,), np.int32)], N=16, BINS=8)
+        assert out.tolist() == expected
+    arguments["n"] = 4
+    text = rf"`histogram`, program \(0, 0, 0\): tl.histogram of the value {value} in 8 bins"
+    with pytest.raises(OutOfBounds, match=text):
+        interpret(histogram, arguments, [((8,), np.int32)], N=16, BINS=8)
+    monkeypatch.setattr(compat, "HISTOGRAMS_WRAP", False)
+    (out,) = interpret(histogram, arguments, [((8,), np.int32)], N=16, BINS=8)
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64], ids=str)
+def test_the_high_half_of_a_product_is_unsigned(agree, dtype):
+    x, y = (np.array(v, np.int64).astype(dtype) for v in ([-1, -5, 3, 2], [-1, 7, -2, 2]))
+    bits = 8 * x.itemsize
+    expected = [(int(a) % 2**bits) * (int(b) % 2**bits) >> bits for a, b in zip(x, y, strict=True)]
+    arguments = {"x_ptr": x, "y_ptr": y, "o_ptr": Result(0)}
+    (out,) = agree(high_half, arguments, [((4,), dtype)], N=4)
+    assert out.view(f"u{x.itemsize}").tolist() == expected
+
+
 def test_sort(interpret, rng):
     x = rng.normal(size=64).astype(np.float32)
     (out,) = interpret(sort, {"x_ptr": x, "o_ptr": Result(0)}, [((64,), np.float32)], N=64)
@@ -490,44 +537,9 @@ def test_what_only_a_gpu_can_do_is_refused(interpret, kernel, text):
         interpret(kernel, {"o_ptr": Result(0)}, [((1,), np.float32)])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.int8], ids=str)
-def test_host_descriptors(interpret, rng, host_descriptor, dtype):
-    x = rng.integers(-9, 9, (20, 48)).astype(dtype)
-    arguments = {
-        "x": host_descriptor(x, (16, 32)),
-        "o": host_descriptor(np.zeros((20, 48), dtype), (16, 32)),
-    }
-    (out,) = interpret(
-        descriptor_add, arguments, [((20, 48), dtype)], aliases={1: 0}, grid=(2, 2, 1), BM=16, BN=32
-    )
-    np.testing.assert_array_equal(out, x + np.ones((), dtype))
-
-
-@pytest.mark.parametrize(("padding", "fill"), [("zero", 1), ("nan", np.nan)])
-def test_descriptor_padding(interpret, host_descriptor, padding, fill):
-    x = np.ones((4, 16), np.float32)
-    outside = host_descriptor(np.zeros((8, 16), np.float32), (8, 16))
-    arguments = {"x": host_descriptor(x, (8, 16), padding), "o": outside}
-    (out,) = interpret(
-        descriptor_add, arguments, [((8, 16), np.float32)], aliases={1: 0}, BM=8, BN=16
-    )
-    np.testing.assert_array_equal(out[:4], x + 1)
-    np.testing.assert_array_equal(out[4:], np.full((4, 16), fill))
-
-
-def test_descriptors_made_in_the_kernel(interpret, rng):
-    x = matrix(rng, 6, 16)
-    arguments = {"x_ptr": x, "o_ptr": Result(0), "m": 6, "n": 16}
-    (out,) = interpret(device_descriptor, arguments, [((8, 16), np.float32)], BM=8, BN=16)
-    np.testing.assert_array_equal(out, np.concatenate([x, np.zeros((2, 16), np.float32)]))
-
-
-def test_operations_that_are_missing_are_named(interpret, host_descriptor):
-    arguments = {"x": host_descriptor(np.zeros((8, 16), np.float32), (8, 16))}
-    with pytest.raises(UnsupportedError, match="has no operation `create_descriptor_reduce`"):
-        interpret(
-            descriptor_reduce, arguments, [((8, 16), np.float32)], aliases={0: 0}, BM=8, BN=16
-        )
+def test_operations_that_are_missing_are_named():
+    with pytest.raises(UnsupportedError, match="has no operation `create_miracle`; run the kernel"):
+        Builder().create_miracle()
 
 
 @pytest.mark.skipif(not HAS_BLOCK_POINTERS, reason="this Triton has no block pointers")

@@ -57,6 +57,13 @@ def write_operand(x_ptr, o_ptr, HOW: tl.constexpr):
 
 
 @triton.jit
+def extrema(x_ptr, o_ptr):
+    at = tl.arange(0, 4)
+    tl.store(o_ptr + at, tl.atomic_min(x_ptr + at, -1.0))
+    tl.store(o_ptr + 4 + at, tl.atomic_max(x_ptr + 4 + at, 2.0))
+
+
+@triton.jit
 def masked_anywhere(x_ptr, o_ptr, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     far = tl.where(at < n, at, 1 << 30)
@@ -352,6 +359,14 @@ def test_bfloat16_atomics_round_each_time(interpret):
     arguments = {"x_ptr": x, "count_ptr": np.ones(7, BFLOAT16), "n": 14}
     (out,) = interpret(histogram, arguments, [((7,), BFLOAT16)], aliases={1: 0}, BLOCK=16, OP="add")
     np.testing.assert_array_equal(out.astype(np.float32), np.ones(7))
+
+
+def test_float_extrema_return_what_was_there(agree):
+    x = np.array([-2, -1, 0, 3, -0.5, -2, 1, 4], np.float32)
+    arguments = {"x_ptr": x, "o_ptr": Result(1)}
+    after, found = agree(extrema, arguments, [((8,), np.float32)] * 2, aliases={0: 0})
+    np.testing.assert_array_equal(found, x)
+    np.testing.assert_array_equal(after, [*np.minimum(x[:4], -1), *np.maximum(x[4:], 2)])
 
 
 def test_atomics_return_what_was_there(interpret):

@@ -20,7 +20,13 @@ from tests.tuning.conftest import DEVICE
 from triax.binding.launch import ArrayType
 from triax.compat import versions
 from triax.compiling import compiler
-from triax.errors import ArgumentTypeError, CompilationError, SettingError, TuningError
+from triax.errors import (
+    ArgumentTypeError,
+    CompilationError,
+    CompilationTimeout,
+    SettingError,
+    TuningError,
+)
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.key import make_key
 from triax.tuning.store import Store
@@ -685,6 +691,20 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
     monkeypatch.setattr("triax.devices.for_tuning", lambda *_: frozen)
     assert explain().source == "user store"
     assert explain(x=np.zeros(8, np.float32)).source == "first config (mode auto)"
+
+
+def test_where_nothing_is_measured_slow_configs_come_last(measurer, monkeypatch):
+    original = compiler._compile
+
+    def compile_slowly(launch, capability, *, machine_code=False, **options):
+        if machine_code and launch.candidate.grid[0] == 16:
+            raise CompilationTimeout("it was not compiled after 60 s")
+        return original(launch, capability, machine_code=machine_code, **options)
+
+    monkeypatch.setattr(compiler, "_compile", compile_slowly)
+    measurer.error = TuningError("the worker has died")
+    call = explain()
+    assert (call.source, call.grid) == ("first config (mode auto)", ((4, 1, 1),))
 
 
 def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):

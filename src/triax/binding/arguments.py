@@ -175,10 +175,12 @@ class Flattened:
 
 def _scalar(name: str, value: Any) -> Scalar | None:
     """A scalar as a plain Python number, which Triton gives a type; None if it is not a scalar."""
-    if isinstance(value, (bool, np.bool_)):
-        return Scalar(Static(bool(value)))
-    if isinstance(value, (int, np.integer)):
-        if not -(2**63) <= int(value) < 2**64:
+    if isinstance(value, np.generic) and value.dtype.kind in "biufV":  # V: those of ml_dtypes
+        value = value.item()
+    if isinstance(value, bool):
+        return Scalar(Static(value))
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
             raise ArgumentValueError(f"Argument `{name}` must fit 64 bits; got {int(value)}.")
         return Scalar(Static(int(value)))
     if isinstance(value, (float, np.floating)):

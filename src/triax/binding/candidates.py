@@ -7,6 +7,7 @@ the values that config is compiled with.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -26,7 +27,7 @@ from triax.binding.launch import (
     leaves,
     rebuild,
 )
-from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, unpack_values
+from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, plain, unpack_values
 from triax.compat import jax_private, triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from triax.messages import counted, near_misses, short
@@ -96,7 +97,18 @@ def build(request: Request) -> tuple[Candidate, ...]:
     distinct: dict[Candidate, Candidate] = {}
     for candidate in found:
         distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
-    return tuple(distinct.values())
+    return _distinguished(distinct.values())
+
+
+def _distinguished(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates with configs of different texts, because configs are stored by their text."""
+    numbers = collections.Counter[str]()
+    named = []
+    for candidate in found:
+        numbers[str(candidate.config)] += 1
+        config = dataclasses.replace(candidate.config, number=numbers[str(candidate.config)])
+        named.append(dataclasses.replace(candidate, config=config))
+    return tuple(named)
 
 
 def _check_numbers(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
@@ -178,15 +190,13 @@ def static_value(name: str, value: Any) -> Any:
     """
     if type(value) in (bool, int, float, str):
         return value
-    value = getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+    value = plain(value)
     if jax_private.is_array(value):
         raise ArgumentTypeError(
             f"Argument `{name}` must be known when the function is traced, because the kernel is "
             f"compiled for it; got {messages.shown(value)}. Pass a Python value; under jax.jit, "
             "mark it static (static_argnames), under custom_vmap or custom_vjp close over it."
         )
-    if isinstance(value, np.generic):
-        value = value.item()
     if isinstance(value, list):
         value = tuple(value)
     if isinstance(value, tuple):

@@ -31,6 +31,13 @@ def hint(launch: Launch, error: BaseException | None) -> str:
             "needs the number, pass a Python int or float, or read the array in the kernel with "
             "tl.load. Under jax.jit, a number must be a static argument."
         )
+    ones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value == 1]
+    if ones and "'int' object has no attribute" in text:
+        return (
+            f" Triton compiles an argument of 1 in, as a constant that is no tensor: "
+            f"{', '.join(ones)}. Annotate the parameter (`: tl.int32`), or list it in "
+            "`@triton.jit(do_not_specialize=…)`."
+        )
     return f" The kernel gets None for {', '.join(nones)}." if nones and "NoneType" in text else ""
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from triax.binding.launch import Grid
+from triax.binding.values import is_constexpr
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.messages import short
 
@@ -28,7 +29,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
       ArgumentValueError: not one to three dimensions, a negative size, or one above CUDA's limits.
     """
     source = ""
-    if callable(grid):
+    if callable(grid) and not is_constexpr(grid):
         grid = grid(meta)
         source = " from its callable"
     if is_int(grid):
@@ -73,6 +74,8 @@ def _not_a_grid(grid: object, source: str) -> ArgumentTypeError:
         remedy = " Divide ints with // or triton.cdiv."
     elif any(isinstance(size, (jax.Array, np.ndarray)) for size in sizes):
         remedy = " Use Python ints, from shapes or static arguments."
+    elif any(map(is_constexpr, sizes)):
+        remedy = " Use the Python int that is its `value`."
     return ArgumentTypeError(
         "Argument `grid` must be an int, a tuple or a callable but received: "
         f"type={type(grid).__name__}, value={short(grid)}{source}.{remedy}"

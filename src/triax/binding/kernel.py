@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from triax import messages
-from triax.binding.values import CONFIG_OPTIONS, Config, pack_values
+from triax.binding.values import CONFIG_OPTIONS, Config, Static, pack_values, plain
 from triax.compat import triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
@@ -227,7 +227,9 @@ class _Branch:
     def agrees(self, config: Any) -> bool:
         given = {**self.keywords, **self.options}
         return all(
-            given[name] == value for name, value in config.all_kwargs().items() if name in given
+            Static(given[name]) == Static(plain(value))
+            for name, value in config.all_kwargs().items()
+            if name in given
         )
 
     def with_config(self, config: Any, *, caller_wins: bool) -> _Branch:

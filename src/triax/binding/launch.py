@@ -160,7 +160,8 @@ class Call:
     `arguments` gives the runtime parameters in the kernel's order; `aliases`
     count array operands and flattened outputs; `tuning` is the tuning mode and
     `implementation` one of None, "triton", "interpret". `fallback` is used if no candidate is
-    chosen; None means the first of them. `checked` is for the interpreter.
+    chosen; None means the first of them. `checked` is for the interpreter. `code` tells what the
+    kernel was compiled from when it was traced: an eager call must not find an older program.
     """
 
     kernel: Kernel
@@ -179,6 +180,7 @@ class Call:
     tuning_inputs: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     fallback: Candidate | None = None
     checked: bool = False
+    code: str = ""
 
     @property
     def display_name(self) -> str:

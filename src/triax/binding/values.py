@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeAlias
 
+import numpy as np
+
+from triax.binding import exact
+
 CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """The compiler options that a Triton config can set."""
 
 
 class Static:
-    """A compile-time value that equals only itself.
+    """A compile-time value that equals only itself: see `exact`."""
 
-    In Python ``1 == 1.0 == True``, ``0.0 == -0.0`` and ``nan != nan``, but a kernel compiled for
-    one of these must not be used for another.
-    """
-
-    __slots__ = ("_key", "value")
+    __slots__ = ("_key", "_others", "value")
 
     def __init__(self, value: Any):
         self.value = value
-        self._key = _identity(value)
+        self._others: list[Any] = []  # keeps alive those whose ids are in the key
+        text = exact.spell(value, self._others)
+        self._key = (text, *map(id, self._others))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key == other._key
@@ -30,16 +32,6 @@ class Static:
 
     def __repr__(self) -> str:
         return repr(self.value)
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, float):
-        return (float, value.hex())
-    if isinstance(value, tuple):
-        return (type(value), tuple(_identity(v) for v in value))
-    if hasattr(type(value), "cache_key"):  # a jitted function, whose own hash parses its source
-        return (type(value), id(value))
-    return (type(value), value)
 
 
 Values: TypeAlias = tuple[tuple[str, Static], ...]
@@ -55,6 +47,17 @@ def unpack_values(values: Values) -> dict[str, Any]:
     return {name: static.value for name, static in values}
 
 
+def is_constexpr(value: Any) -> bool:
+    """Whether a value is one of Triton's `constexpr`s."""
+    return type(value).__name__ == "constexpr"
+
+
+def plain(value: Any) -> Any:
+    """A value without Triton's `constexpr` around it, and a NumPy scalar as Python's."""
+    value = value.value if is_constexpr(value) else value
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def describe(values: dict[str, Any]) -> str:
     """Values as people read them: "BLOCK=64, num_warps=4"; a function by its name alone."""
     texts = (f"{name}={getattr(value, '__qualname__', value)}" for name, value in values.items())
@@ -66,7 +69,7 @@ class Config:
     """One way to compile a kernel: its meta-parameters and the compiler's options.
 
     `num_warps`, `num_stages`, `num_ctas` and `maxnreg` are Triton's; None leaves
-    the choice to Triton's default.
+    the choice to Triton's default. `number` tells apart configs of a kernel that look the same.
     """
 
     values: Values = ()
@@ -74,10 +77,12 @@ class Config:
     num_stages: int | None = None
     num_ctas: int | None = None
     maxnreg: int | None = None
+    number: int = 1
 
     def options(self) -> dict[str, int]:
         """The compiler options that this config sets."""
         return {n: v for n in CONFIG_OPTIONS if (v := getattr(self, n)) is not None}
 
     def __str__(self) -> str:
-        return describe({**unpack_values(self.values), **self.options()})
+        text = describe({**unpack_values(self.values), **self.options()})
+        return text if self.number == 1 else f"{text} ({self.number})"

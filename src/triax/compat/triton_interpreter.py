@@ -18,7 +18,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import triton
 import triton.language as tl
+from packaging.version import Version
 from triton.compiler.code_generator import CodeGenerator
 from triton.language.semantic import TritonSemantic
 from triton.runtime import JITFunction
@@ -50,9 +52,15 @@ _NUMPY_DTYPES = {
     **{f"fp{n}": np.dtype(f"float{n}") for n in (16, 32, 64)},
     # Stock Triton computes on the bit patterns of bfloat16 as if they were integers.
     "bf16": np.dtype(ml_dtypes.bfloat16),
-    # Float8 is held as bytes: Triton allows no arithmetic on it without a cast.
-    **{f"fp8{name}": np.dtype(np.uint8) for name in ("e4nv", "e5", "e4b8", "e5b16", "e4b15")},
+    # Stock Triton computes on the bytes of float8 too.
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
+    "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "fp8e4b15": np.dtype(np.uint8),
 }
+HISTOGRAMS_WRAP = Version(triton.__version__) < Version("3.8")
+"""Whether compiled histograms count values outside of the bins, in the bin of their lowest bits."""
 _ADDRESS = np.dtype(np.uint64)
 _MANY = 10_000
 
@@ -91,6 +99,8 @@ BUILTIN_NAMES = frozenset(CodeGenerator.builtin_namespace)
 TRANSFORM_NAMES: dict[str, Any] = {
     name: getattr(_stock, name) for name in ("_InterpreterComparison",) if hasattr(_stock, name)
 }
+NUMBERS_DECAY = not hasattr(CodeGenerator, "decide_return_type")
+"""Whether a number that a function returns is always a tensor, as it is before Triton 3.7."""
 CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
 """Whether this Triton knows what ``a < b < c`` means."""
 
@@ -135,6 +145,27 @@ class Semantic(TritonSemantic):
             return super().broadcast_impl_value(lhs, rhs)
         return self._stretched(lhs, left, sizes), self._stretched(rhs, right, sizes)
 
+    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        if type(x) is tl.tensor:
+            return x
+        # Not checked is what a kernel assigns: the compiler makes tensors of a tuple's numbers too.
+        if not check_type and isinstance(x, (tuple, tl.core.tuple)):
+            return _tuple_like(x, [self.to_tensor(part, False) for part in x])
+        return super().to_tensor(x, check_type)
+
+    def dot_scaled(
+        self, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any,
+        *more: Any,
+    ) -> Any:  # fmt: skip
+        formats = [_Format(getattr(f, "value", f)) for f in (lhs_format, rhs_format)]
+        return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *more)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        # Triton 3.5's `atomic_min` says that half of its result is pointers.
+        if isinstance(y, tl.tensor) and y.dtype.is_ptr() and not y.handle.dtype.scalar.is_ptr():
+            y = tensor(y.handle.data.reshape(y.shape), y.handle.dtype.scalar)
+        return super().where(condition, x, y)
+
     def _splat_like(self, scalar: Any, like: Any) -> Any:
         type = tl.block_type(scalar.dtype, like.shape)
         return self.tensor(self.builder.create_splat(type, scalar.handle), type)
@@ -144,6 +175,18 @@ class Semantic(TritonSemantic):
             return block
         handle = self.builder.create_broadcast(block.handle, new)
         return self.tensor(handle, tl.block_type(block.dtype, list(new)))
+
+
+class _Format(str):
+    """The name of a format, of which Triton 3.5 and 3.6 want the `.value`."""
+
+    value = property(str.__str__)
+
+
+def _tuple_like(old: Any, parts: list[Any]) -> Any:
+    if isinstance(old, tl.core.tuple):
+        return tl.core.tuple(parts)
+    return type(old)(*parts) if hasattr(old, "_fields") else tuple(parts)
 
 
 _PROMOTED_TO_THEMSELVES = {f"{u}int{n}" for n in (8, 16, 32, 64) for u in ("", "u")}

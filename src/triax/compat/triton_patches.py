@@ -51,7 +51,7 @@ def prepare() -> None:
             (cache, "triton_key", _installation_key),
             (nvidia, "get_ptxas_version", _ptxas_key),
             (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
-            (triton().runtime.jit, "ast", _copy(ast, parse=_parse)),
+            (triton().runtime.jit, "ast", _copy(ast, parse=parse)),
             (jit_callable, "cache_key", property(_one_at_a_time(jit_callable.cache_key.fget))),
             # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
             # that it visits. That takes time, and changes them for other threads too, permanently
@@ -81,7 +81,7 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
-def _parse(*args: Any, **kwargs: Any) -> Any:
+def parse(*args: Any, **kwargs: Any) -> Any:
     """`ast.parse`, one at a time.
 
     Before 3.13, CPython counts the depth of the tree in a variable that all threads share. If a

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import importlib
 import importlib.metadata
@@ -107,23 +108,6 @@ def set_cache_folder(folder: pathlib.Path) -> None:
 def is_jit_function(value: Any) -> bool:
     """Whether `value` is a `@triton.jit` function, Gluon's included."""
     return isinstance(value, triton().JITFunction)
-
-
-def is_called_in_kernels(value: Any) -> bool:
-    """Whether `value` is a function with a source that kernels call: jitted, or for constexprs."""
-    return isinstance(value, triton().runtime.jit.JITCallable)
-
-
-def is_seen_by_kernels(value: Any) -> bool:
-    """Whether a global `value` is more to a kernel than a name: a function or a constant."""
-    language = triton().language
-    constants = (int, float, str, tuple, language.constexpr, language.dtype)
-    return isinstance(value, constants) or is_called_in_kernels(value)
-
-
-def without_constexpr(value: Any) -> Any:
-    """What a `tl.constexpr` holds; any other value as it is."""
-    return value.value if isinstance(value, triton().language.constexpr) else value
 
 
 def is_autotuner(value: Any) -> bool:
@@ -294,7 +278,7 @@ def _torch_left_alone() -> Iterator[None]:
 class Compiled:
     """What Triton's compiler returned up to PTX, as plain data. Sizes in bytes.
 
-    `ir` is the code its front end made.
+    `ir_path` is the file, in its cache, with the code that its front end made: see `read_ir`.
     """
 
     entry: str
@@ -306,7 +290,7 @@ class Compiled:
     global_scratch_align: int
     profile_scratch_bytes: int
     tensor_descriptors: tuple[dict[str, Any], ...]
-    ir: str
+    ir_path: str
 
 
 def compile_specialization(
@@ -314,11 +298,14 @@ def compile_specialization(
     backend: Any,
     specialization: Specialization,
     options: Mapping[str, Any],
+    code: Callable[[], str],
     on_miss: Callable[[], None] | None = None,
 ) -> Compiled:
     """Compiles up to PTX, through Triton's disk cache; only under `TRITON.shared`.
 
-    `on_miss` is called where that cache has no entry, before the work begins.
+    `code` tells what the function is compiled from, helpers and constants included; Triton's own
+    hash of it is as old as its first compilation. `on_miss` is called where the cache has no entry,
+    before the work begins.
     """
     source_class = triton().compiler.ASTSource
     if function.is_gluon():
@@ -326,19 +313,34 @@ def compile_specialization(
     source = source_class(
         function, specialization.signature, specialization.constants, specialization.attributes
     )
-    if on_miss is not None:
-        make_ir = source.make_ir
+    environment = {**_environment_up_to_ptx(), _CODE: code()}
+    make_ir = source.make_ir
 
-        def make_ir_after_miss(*args: Any, **kwargs: Any) -> Any:
+    def make_ir_after_miss(*args: Any, **kwargs: Any) -> Any:
+        if on_miss is not None:
             on_miss()
-            return make_ir(*args, **kwargs)
+        module = make_ir(*args, **kwargs)
+        if code() != environment[_CODE]:
+            raise CompilationError("it was changed while it was compiled; call it again")
+        return module
 
-        source.make_ir = make_ir_after_miss  # a hit needs no IR
-    environment = _environment_up_to_ptx()
-    kernel = triton().compile(
-        source, target=backend.target, options=dict(options), _env_vars=environment
-    )
+    source.make_ir = make_ir_after_miss  # a hit needs no IR
+    try:
+        kernel = triton().compile(
+            source, target=backend.target, options=dict(options), _env_vars=environment
+        )
+    except OSError as error:
+        folder, is_full = cache_folder(), error.errno in (errno.ENOSPC, errno.EDQUOT)
+        place = pathlib.Path(os.fsdecode(error.filename or os.devnull))
+        if is_full or place.is_relative_to(folder) or folder.is_relative_to(place):
+            remedy = "Make room there" if is_full else "Make it a folder that can be written"
+            raise CompilationError(
+                f"Triton cannot keep what it compiles in {folder} ({error.strerror}). {remedy}, or "
+                "set TRITON_CACHE_DIR to another folder."
+            ) from error
+        raise
     metadata = kernel.metadata
+    files = {pathlib.Path(path).suffix: str(path) for path in kernel.metadata_group.values()}
     return Compiled(
         entry=metadata.name,
         ptx=kernel.asm["ptx"],
@@ -349,11 +351,32 @@ def compile_specialization(
         global_scratch_align=metadata.global_scratch_align or 1,
         profile_scratch_bytes=getattr(metadata, "profile_scratch_size", 0) or 0,
         tensor_descriptors=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
-        ir=kernel.asm.get("ttir") or kernel.asm.get("ttgir", ""),
+        ir_path=files.get(".ttir") or files[".ttgir"],
     )
 
 
+def read_ir(path: str, compute_capability: int) -> Any:
+    """Triton's own view of a module that its compiler wrote to a file; under `front_end_lock`."""
+    ir = importlib.import_module("triton._C.libtriton").ir
+    try:
+        return ir.parse_mlir_module(path, _ir_context(compute_capability))
+    except RuntimeError as error:
+        raise CompilationError(f"Triton cannot read {path}, which it has written") from error
+
+
+@functools.cache  # to make one takes longer than to read most kernels
+def _ir_context(compute_capability: int) -> Any:
+    ir = importlib.import_module("triton._C.libtriton").ir
+    context = ir.context()
+    if hasattr(context, "disable_multithreading"):  # Triton 3.5; a forked child has no threads
+        context.disable_multithreading()
+    ir.load_dialects(context)
+    backend_for(compute_capability).load_dialects(context)
+    return context
+
+
 STOPS_AT = "TRIAXSTOPS_AT"
+_CODE = "TRIAXCODE"
 
 
 def _environment_up_to_ptx() -> dict[str, str]:
@@ -382,18 +405,3 @@ def host_element_type(device_element_type: int, *, tf32: bool) -> int:
     if tf32:
         return int(module.TMA_TF32)
     return int(module.TMA_DTYPE_DEVICE_TO_HOST[device_element_type])
-
-
-def check_globals(function: Any) -> None:
-    """Raises `CompilationError` if a global that the compiled kernel captured has changed.
-
-    Triton's own launcher makes the same check before every launch.
-    """
-    missing = object()
-    for (name, _), (value, namespace) in function.used_global_vals.items():
-        found = namespace.get(name, missing)
-        if found is not value and found != value:
-            raise CompilationError(
-                f"Global variable {name!r} has changed since kernel {function.fn.__name__!r} "
-                f"was compiled, from {value} to {'nothing' if found is missing else found}."
-            )

@@ -83,7 +83,7 @@ def finish(
         global_scratch_bytes=compiled.global_scratch_bytes,
         global_scratch_align=compiled.global_scratch_align,
         parameters=tuple(_parameters(launch, specialization, compiled)),
-        writes=_writes(launch, compiled),
+        writes=_writes(launch, compute_capability, compiled),
     )
 
 
@@ -109,12 +109,19 @@ def _parameters(
         )
 
 
-def _writes(launch: Launch, compiled: triton_private.Compiled) -> tuple[tuple[int, ...], ...]:
-    """Which leaves the kernel writes to; nothing if its pointers cannot be matched to them."""
+def _writes(
+    launch: Launch, compute_capability: int, compiled: triton_private.Compiled
+) -> tuple[tuple[int, ...], ...]:
+    """For each write of the kernel the leaves that it may reach."""
     pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
-    count, found = writes.origins(compiled.ir)
+    with triton_private.front_end_lock:
+        module = triton_private.read_ir(compiled.ir_path, compute_capability)
+        count, found = writes.origins(module)
     if count != len(pointers):
-        return ()
+        raise CompilationError(
+            f"it has {len(pointers)} arrays, and Triton's code for it {count} pointers, so what it "
+            "writes to cannot be told"
+        )
     return tuple(tuple(pointers[i] for i in reached) for reached in found)
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from triax.binding import diagnostics, dtypes
+from triax.binding import diagnostics, dtypes, sources
 from triax.binding.launch import CompiledKernel, Descriptor, Launch, Leaf, Scalar, map_leaves
 from triax.binding.values import Static
 from triax.compat import triton_private, versions
@@ -41,7 +41,7 @@ class _Specialization:
 
 
 _cache: dict[Any, _Specialization] = {}
-_launched: dict[tuple[Launch, int], CompiledKernel] = {}  # finds repeated requests at once
+_launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated requests at once
 _MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
 _compilations = 0
@@ -179,9 +179,8 @@ def compile_launch(
     Raises:
       CompilationError: Triton refuses the kernel or it does not fit the GPU.
     """
-    known = _launched.get((launch, compute_capability))
-    if known is not None:
-        triton_private.check_globals(launch.kernel.function)
+    key = (launch, compute_capability, _code(launch))
+    if (known := _launched.get(key)) is not None:
         return known
     (result,) = compile_all([launch], compute_capability, on_miss=on_miss)
     if isinstance(result, TriaxError) and not isinstance(result, CompilationError):
@@ -190,7 +189,7 @@ def compile_launch(
         raise CompilationError(diagnostics.failure(launch, result)) from result
     if len(_launched) >= _MOST_LAUNCHED:
         _launched.clear()
-    _launched[launch, compute_capability] = result
+    _launched[key] = result
     return result
 
 
@@ -225,8 +224,10 @@ def _compile(
     specialization = triton_private.specialize(
         function, backend, _values(launch), frozenset(launch.constants)
     )
+    code = functools.partial(_code, launch)
     key = (
         id(function),
+        code(),
         compute_capability,
         repr(specialization.signature),
         tuple((path, Static(value)) for path, value in specialization.constants.items()),
@@ -239,7 +240,7 @@ def _compile(
             try:
                 disk_cache.prepare()
                 compiled = triton_private.compile_specialization(
-                    function, backend, specialization, options, on_miss
+                    function, backend, specialization, options, code, on_miss
                 )
                 compiled_kernel.check_fits(compiled, compute_capability)
                 found.kernel = compiled_kernel.finish(
@@ -262,7 +263,6 @@ def _compile(
             found.done.wait()
             if found.kernel is None:
                 continue  # the other thread failed: meet the same failure here
-            triton_private.check_globals(function)
         if machine_code and found.kernel.cubin is None:
             cubin = triton_private.assemble(backend, found.kernel.ptx, options)
             found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
@@ -281,6 +281,11 @@ def _find_or_begin(key: Any, function: Any, *, count: bool) -> tuple[_Specializa
             found.counted = True
             _compilations += 1
     return found, is_new
+
+
+def _code(launch: Launch) -> str:
+    """What the kernel is compiled from, as it is now."""
+    return sources.fingerprint(launch.kernel.function, *launch.constants.values())
 
 
 def _values(launch: Launch) -> dict[str, Any]:

@@ -1,236 +1,149 @@
-"""Finds the operands that a compiled kernel writes to, in Triton's intermediate code.
+"""Finds the operands that a compiled kernel may write to, in Triton's intermediate code.
 
-In: the text of the module that Triton's front end made. Out: for every store and atomic, the
-pointer parameters whose memory it may reach. A pointer is followed back through arithmetic,
-choices, loops, branches and calls. One from anywhere else (memory, an integer) has an unknown
-origin, and writes through it are left out.
+In: the module that Triton's compiler wrote. Out: for every write the pointer parameters whose
+memory it may reach. A pointer comes from all that it is computed from: through arithmetic, choices,
+loops, branches and calls. What memory holds comes from nowhere.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 # These write through their first operand.
-_WRITES = {
-    "tt.store",
-    "tt.atomic_rmw",
-    "tt.atomic_cas",
-    "tt.descriptor_store",
-    "tt.descriptor_reduce",
-    "tt.descriptor_scatter",
-    "ttng.async_tma_copy_local_to_global",
-    "ttng.async_tma_reduce",
-    "ttng.async_tma_scatter",
-}
-# The result points to the same memory as the first operand.
-_FOLLOWS = {
-    "tt.addptr",
-    "tt.splat",
-    "tt.unsplat",
-    "tt.broadcast",
-    "tt.expand_dims",
-    "tt.reshape",
-    "tt.trans",
-    "tt.bitcast",
-    "tt.make_tensor_descriptor",
-    "tt.make_tensor_ptr",
-    "tt.advance",
-    "ttg.convert_layout",
-}
+_WRITES = re.compile(
+    r"tt\.(store|atomic_(store|rmw|cas)|descriptor_(store|reduce|scatter))"
+    r"|ttng\.async_tma_(copy_local_to_global|reduce|scatter)"
+)
+# These write nothing, and result in what they have read.
+_READS = re.compile(
+    r"tt\.(load|atomic_(load|poll)|descriptor_(load|gather)|assert|print)"
+    r"|ttg\.(async_copy_global_to_local|local_load)"
+    r"|ttng\.(async_tma_(copy_global_to_local|gather)|tensormap_fenceproxy_acquire|tmem_load)"
+)
+# What Triton cannot look into, unless it is marked as pure.
+_FOREIGN = ("tt.elementwise_inline_asm", "tt.extern_elementwise", "ttg.inline_asm")
+_ENDS = (".yield", "_yield", ".return", "_return", ".condition")
 _POINTERS = ("!tt.ptr", "!tt.tensordesc", "!ttng.tensordesc")
-_UNKNOWN = -1
-
-_LOCATION = re.compile(r" ?loc\((?:[^()]|\([^()]*\))*\)")
-_NAME = re.compile(r"%[\w$.-]+(?:#\d+)?")
-_OPERATION = re.compile(r'(?:(%[^=]*) = )?"?([\w.]+)')
-_RESULT = re.compile(r"(%[\w$.-]+)(?::(\d+))?")
-_PARAMETER = re.compile(r"(%[\w$.-]+): (\S*)")
-_JUMP = re.compile(r"(\^\w+)(?:\(([^:)]*))?")
-_FUNCTION = re.compile(r"@([^(]+)\((.*)")
-_CALL = re.compile(r"@([^(]+)\(([^)]*)\)")
-_CARRIED = re.compile(r"(?:iter_args|scf\.while )\(([^)]*)\)")
 
 
-def origins(code: str) -> tuple[int, list[tuple[int, ...]]]:
+def origins(module: Any) -> tuple[int, list[tuple[int, ...]]]:
     """How many pointers and descriptors a kernel takes, and which of them each write may reach."""
     flow = _Flow()
-    for line in code.splitlines():
-        if "ptr" in line or "desc" in line or "{" in line or "}" in line or "^" in line:
-            flow.read(_LOCATION.sub("", line).strip())
-    return len(flow.parameters), sorted(set(flow.written()))
-
-
-@dataclasses.dataclass
-class _Region:
-    """The code between two braces.
-
-    `names` are the values it defines and `blocks` the arguments of its blocks, by label. Its
-    terminator passes values on to `carried` and `results`.
-    """
-
-    operation: str = ""
-    carried: Sequence[int] = ()
-    results: Sequence[int] = ()
-    names: dict[str, int] = dataclasses.field(default_factory=dict)
-    blocks: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    module.walk(flow.add)
+    kernel = module.get_function(module.get_entry_func_name())
+    arguments = [kernel.args(i) for i in range(kernel.get_num_args())]
+    pointers = [a.id() for a in arguments if str(a.get_type()).startswith(_POINTERS)]
+    reached = {tuple(i for i, p in enumerate(pointers) if p in seen) for seen in flow.written()}
+    return len(pointers), sorted(reached - {()})
 
 
 class _Flow:
-    """Where pointers come from: for each value the values that it may be.
+    """Where values come from: for each, those that it may be or that it is computed from.
 
-    Names are looked up from the inside out. An unknown name is not a pointer, or has an unknown
-    origin; so has a value without sources.
+    Values, blocks and regions are their ids. Triton's bindings do not say where a jump goes.
     """
 
     def __init__(self) -> None:
-        self.parameters: dict[int, int] = {}  # the kernel's own, by value
-        self._sources: list[list[int]] = []
-        self._regions = [_Region()]
-        self._functions: dict[str, list[int]] = {}
-        self._calls: list[tuple[str, list[int]]] = []
-        self._jumps: list[tuple[_Region, str, list[int]]] = []
-        self._writes: list[int] = []
+        self._sources: dict[int, list[int]] = collections.defaultdict(list)
+        self._written: list[int] = []
+        # By region: the arguments of its blocks, the entry's first; what ends it and jumps in it
+        # hand on; and the regions of operations in it that have no operands of their own.
+        self._blocks: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
+        self._ends: dict[int, list[list[int]]] = collections.defaultdict(list)
+        self._jumps: list[tuple[int, bool, list[int]]] = []
+        self._grouped: dict[int, list[int]] = collections.defaultdict(list)
+        self._functions: dict[str, int] = {}
+        self._calls: list[tuple[str, list[int], list[int]]] = []
 
-    def read(self, line: str) -> None:
-        """Reads one line: an operation, the head of a block, or braces."""
-        opens = line.endswith("{")
-        if line.startswith("}") and len(self._regions) > 1:
-            closed = self._regions.pop()
-            if opens:  # "} else {", "} do {"
-                self._regions.append(dataclasses.replace(closed, names={}))
-        elif line.startswith("^"):
-            self._block(line)
+    def written(self) -> list[set[int]]:
+        """For each write, all that its pointer comes from; call it once, at the end."""
+        for name, operands, results in self._calls:
+            self._run(self._functions[name], operands, results)
+        for region, is_choice, values in self._jumps:
+            for block in list(self._blocks[region].values())[1:]:
+                size = len(block)
+                if size == len(values) or (is_choice and size < len(values)):
+                    self._hand_on(values[:size], block)
+                    self._hand_on(values[len(values) - size :], block)
+        return [self._reached(value) for value in self._written]
+
+    def add(self, op: Any) -> None:
+        """Adds an operation; those in its regions come before it."""
+        name, block = op.get_name(), op.get_block()
+        if block is None:  # the module
+            return
+        operands = [op.get_operand(i).id() for i in range(op.get_num_operands())]
+        results = [op.get_result(i).id() for i in range(op.get_num_results())]
+        bodies = [op.get_region(i).id() for i in range(op.get_num_regions())]
+        around = block.get_parent().id()
+        arguments = [block.arg(i).id() for i in range(block.get_num_arguments())]
+        self._blocks[around].setdefault(block.id(), arguments)
+        if _WRITES.fullmatch(name):
+            self._written.append(operands[0])
+        elif _READS.fullmatch(name):
+            pass
+        elif name.startswith("cf."):
+            is_choice = name == "cf.cond_br"
+            self._jumps.append((around, is_choice, operands[is_choice:]))
+        elif name.endswith(_ENDS):
+            self._ends[around].append(operands[name == "scf.condition" :])
+        elif name == "tt.addptr":
+            self._mix(operands[:1], results)
+        elif name == "arith.select":
+            self._mix(operands[1:], results)
+        elif name == "ttng.tensormap_create":  # puts an address where its first operand points
+            self._mix(operands[1:2], operands[:1])
+        elif name == "tt.call":
+            self._calls.append((op.get_flat_symbol_ref_attr("callee"), operands, results))
+        elif name == "tt.func":
+            self._functions[op.get_str_attr("sym_name")] = bodies[0]
+        elif name == "scf.for":  # its first operands are the bounds; it may not run at all
+            carried = self._entry(bodies[0])[1:]
+            self._hand_on(operands[3:], carried)
+            self._run(bodies[0], [], carried)
+            self._hand_on(carried, results)
+        elif name == "scf.while":
+            self._run(bodies[0], operands, results)
+            self._run(bodies[1], results, self._entry(bodies[0]))
+        elif bodies:
+            if not operands:
+                self._grouped[around] += bodies
+            for body in [*bodies, *(g for b in bodies for g in self._grouped[b])]:
+                self._run(body, operands, results)
         else:
-            region = self._operation(line)
-            if opens:
-                self._regions.append(region)
-
-    def written(self) -> Iterator[tuple[int, ...]]:
-        """For each write through pointers of known origin the parameters it may reach."""
-        for name, values in self._calls:
-            self._hand_on(values, self._functions.get(name, []))
-        for region, label, values in self._jumps:
-            self._hand_on(values, region.blocks.get(label, []))
-        for value in self._writes:
-            reached = self._reached(value)
-            if reached and _UNKNOWN not in reached:
-                yield tuple(sorted(reached))
+            self._mix(operands, results)
+            is_foreign = name in _FOREIGN and not op.get_bool_attr("pure")
+            if is_foreign or not results:
+                self._written += operands
 
     def _reached(self, value: int) -> set[int]:
-        reached, pending, seen = set(), [value], {value}
+        pending, seen = [value], {value}
         while pending:
-            current = pending.pop()
-            if current in self.parameters:
-                reached.add(self.parameters[current])
-            elif current == _UNKNOWN or not self._sources[current]:
-                return {_UNKNOWN}
-            else:
-                new = set(self._sources[current]) - seen
-                seen |= new
-                pending += new
-        return reached
+            new = set(self._sources[pending.pop()]) - seen
+            seen |= new
+            pending += new
+        return seen
 
-    def _operation(self, line: str) -> _Region:
-        """Records what an operation does with pointers; returns the region that it may open."""
-        match = _OPERATION.match(line)
-        if match is None:
-            return _Region()
-        defined, operation = match.groups()
-        rest = line[match.end() :]
-        if operation == "tt.func":
-            return self._function(rest)
-        results = self._define(defined or "")
-        if operation in _WRITES:
-            self._writes += self._values(rest)[:1]
-        elif operation in _FOLLOWS:
-            self._hand_on(self._values(rest)[:1], results)
-        elif operation == "arith.select":
-            for choice in self._values(rest)[1:3]:
-                self._hand_on([choice], results)
-        elif operation in ("scf.for", "scf.while"):
-            return self._loop(operation, line, results)
-        elif operation == "scf.if":
-            return _Region(operation, results=results)
-        elif operation in ("scf.yield", "scf.condition"):
-            self._terminate(operation, self._values(rest))
-        elif operation == "tt.call" and (called := _CALL.search(rest)):
-            self._calls.append((called[1], self._values(called[2])))
-        for label, values in _JUMP.findall(rest):
-            self._jumps.append((self._regions[-1], label, self._values(values)))
-        return _Region()
+    def _entry(self, region: int) -> list[int]:
+        return next(iter(self._blocks[region].values()), [])
 
-    def _function(self, text: str) -> _Region:
-        region = _Region()
-        if (match := _FUNCTION.search(text)) is not None:
-            arguments = []
-            for name, kind in _PARAMETER.findall(match[2]):
-                value = region.names[name] = self._new()
-                arguments.append(value)
-                if text.startswith(" public") and kind.startswith(_POINTERS):
-                    self.parameters[value] = len(self.parameters)
-            self._functions[match[1]] = arguments
-        return region
-
-    def _loop(self, operation: str, line: str, results: Sequence[int]) -> _Region:
-        region = _Region(operation, results=results)
-        carried = []
-        if (match := _CARRIED.search(line)) is not None:
-            names = _NAME.findall(match[1])
-            for name, initial in zip(names[::2], names[1::2], strict=False):
-                region.names[name] = self._new(self._value(initial))
-                carried.append(region.names[name])
-            if operation == "scf.for":  # it may not run at all
-                self._hand_on([self._value(name) for name in names[1::2]], results)
-        region.carried = carried
-        return region
-
-    def _terminate(self, operation: str, values: list[int]) -> None:
-        """`scf.yield` and `scf.condition`, whose first operand is the condition itself."""
-        region = self._regions[-1]
-        if operation == "scf.condition":
-            self._hand_on(values[1:], region.results)
-            region.blocks["handed on"] = values[1:]
-            return
-        self._hand_on(values, region.carried)
-        if region.operation != "scf.while":
-            self._hand_on(values, region.results)
-
-    def _block(self, line: str) -> None:
-        region = self._regions[-1]
-        label, _, rest = line.partition(":" if line.find("(") < 0 else "(")
-        arguments = self._define(", ".join(name for name, _ in _PARAMETER.findall(rest)))
-        handed_on = region.blocks.pop("handed on", None)
-        if handed_on is not None:
-            self._hand_on(handed_on, arguments)
-        region.blocks[label] = arguments
-
-    def _new(self, *sources: int) -> int:
-        self._sources.append(list(sources))
-        return len(self._sources) - 1
-
-    def _define(self, names: str) -> list[int]:
-        values = []
-        for name, count in _RESULT.findall(names):
-            labels = [f"{name}#{i}" for i in range(int(count))] if count else [name]
-            for label in labels:
-                values.append(self._new())
-                self._regions[-1].names[label] = values[-1]
-        return values
-
-    def _value(self, name: str) -> int:
-        for region in reversed(self._regions):
-            if name in region.names:
-                return region.names[name]
-        return _UNKNOWN
-
-    def _values(self, text: str) -> list[int]:
-        return [self._value(name) for name in _NAME.findall(text)]
+    def _run(self, region: int, given: Sequence[int], results: Sequence[int]) -> None:
+        """Hands values to the code of a region, and what ends it to its results."""
+        self._hand_on(given, self._entry(region))
+        for values in self._ends[region]:
+            self._hand_on(values, results)
 
     def _hand_on(self, values: Sequence[int], targets: Sequence[int]) -> None:
-        """Makes values the sources of targets, one by one; unknown ones if the counts differ."""
+        """Makes values the sources of targets, one by one; all of all if their numbers differ."""
         if len(values) != len(targets):
-            values = [_UNKNOWN] * len(targets)
+            self._mix(values, targets)
+            return
         for value, target in zip(values, targets, strict=True):
             self._sources[target].append(value)
+
+    def _mix(self, values: Sequence[int], targets: Sequence[int]) -> None:
+        for target in targets:
+            self._sources[target] += values

@@ -136,6 +136,13 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
     )
 
 
+_ADVICE = {
+    "writes": "If an argument keeps it from writing, declare that one as tl.constexpr.",
+    "may write": "A pointer that is chosen, or exchanged in a loop, counts as all that it may be: "
+    "give each a store of its own.",
+}
+
+
 def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     """Refuses a kernel that writes where XLA does not expect it to."""
     names = [name for name, _ in launch.named_leaves]
@@ -148,15 +155,15 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     tuner = launch.kernel.autotuner
     reset = () if tuner is None else tuner.reset_to_zero
     writes = [*kernel.writes, *((names.index(name),) for name in reset if name in names)]
-    for reached in writes:
-        if read_only.issuperset(reached):
-            written = " or ".join(f"`{names[index]}`" for index in reached)
+    for reached in sorted(writes, key=lambda reached: not read_only.issuperset(reached)):
+        if wrong := [index for index in reached if index in read_only]:
+            written = " or ".join(f"`{names[index]}`" for index in wrong)
+            does = "writes" if len(wrong) == len(reached) else "may write"
             raise ReadOnlyOperand(
-                f"Kernel {launch.name!r} writes to {written}, an operand that no output is aliased "
+                f"Kernel {launch.name!r} {does} to {written}, an operand that no output is aliased "
                 "to. XLA may share its memory with other values: alias an output to the operand, "
-                "or write to an output of its own. If an argument keeps it from writing, declare "
-                "that one as tl.constexpr. (Outputs are the parameters that are not supplied: "
-                "pass operands that follow one by name.)"
+                f"or write to an output of its own. {_ADVICE[does]} (Outputs are the parameters "
+                "that are not supplied: pass operands that follow one by name.)"
             )
 
 

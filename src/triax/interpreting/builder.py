@@ -8,26 +8,51 @@ touch real memory, or that fail without saying what is missing.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import triton
 import triton.language as tl
 
-from triax.binding import dtypes
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_interpreter import TensorHandle, numpy_dtype
-from triax.errors import UnsupportedError
-from triax.interpreting.memory import Memory
+from triax.errors import OutOfBounds, UnsupportedError
+from triax.interpreting import conversions, dots
+from triax.interpreting.conversions import BFLOAT16
+from triax.interpreting.memory import Memory, unsigned
 
-_FLOAT8 = {name: dtype for dtype, name in dtypes.FLOAT8.items()}
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _INT1_ARITHMETIC = (np.add, np.subtract, np.multiply)
 
 
 class MissingOperation(UnsupportedError, AttributeError):
     """An operation that the interpreter does not have; also answers `hasattr`."""
+
+
+class Descriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has no types
+    """A tensor descriptor, whose blocks may begin at any element.
+
+    Triton's refuses a last offset that is no multiple of 16 bytes; the hardware does not.
+    """
+
+    def materialize_pointers(self, offsets: Any) -> tuple[TensorHandle, TensorHandle]:
+        dtype = self.base.dtype.scalar
+        axes = zip(offsets, self.block_shape, strict=True)
+        at = np.ix_(*(o.data.astype(np.int64).item() + np.arange(n) for o, n in axes))
+        mask, elements = np.ones(self.block_shape, bool), np.zeros(self.block_shape, np.int64)
+        for index, size, stride in zip(at, self.shape, self.strides, strict=True):
+            mask &= (index >= 0) & (index < size.data)
+            elements += index * stride.data
+        step = numpy_dtype(dtype.element_ty).itemsize
+        addresses = self.base.data + (elements * step).astype(np.uint64)
+        return TensorHandle(addresses, dtype), TensorHandle(mask, tl.int1)
+
+
+def _integer(dtype: tl.dtype) -> Callable[[Any, int], TensorHandle]:
+    """The constants of a type, which wrap."""
+    stored = numpy_dtype(dtype)
+    wide = np.dtype(f"{stored.kind}8")
+    return lambda self, value: TensorHandle(np.array([value], wide).astype(stored), dtype)
 
 
 class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no types
@@ -59,9 +84,10 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(self.memory.moved(ptr.data, offsets), ptr.dtype)
 
     def create_masked_load(
-        self, ptrs: Any, mask: Any, other: Any, *hints: Any, **more_hints: Any
+        self, ptrs: Any, mask: Any, other: Any, *hints: Any, is_volatile: bool = False, **more: Any
     ) -> TensorHandle:
-        return self._load(ptrs, mask, None if other is None else other.data)
+        order = "volatile" if is_volatile or (hints and hints[-1] is True) else None
+        return self._load(ptrs, mask, None if other is None else other.data, order)
 
     def create_masked_store(
         self, ptrs: Any, value: Any, mask: Any, *hints: Any, **more_hints: Any
@@ -133,28 +159,41 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
                 "The base and all strides but the last of a tensor descriptor must be "
                 "multiples of 16 bytes."
             )
-        return compat.TensorDescHandle(base, shape, strides, block_shape, padding)
+        return Descriptor(base, shape, strides, block_shape, padding)
+
+    def create_descriptor_reduce(
+        self, kind: Any, descriptor: Any, value: Any, indices: Any
+    ) -> None:
+        ptrs, mask = descriptor.materialize_pointers(indices)
+        self.memory.update(kind.name, ptrs.data, value.data, mask.data, "relaxed")
 
     # Conversions.
 
     def cast_impl(self, src: Any, dst_type: Any) -> TensorHandle:
-        return TensorHandle(src.data.astype(numpy_dtype(dst_type)), dst_type.scalar)
+        source, target, dtype = src.dtype.scalar, dst_type.scalar, numpy_dtype(dst_type)
+        if target.is_floating():
+            data = conversions.to_float(src.data, dtype)
+        elif source.is_floating():
+            data = conversions.to_integer(src.data, dtype)
+        else:
+            data = src.data.astype(dtype)
+        return TensorHandle(data, target)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> TensorHandle:
-        source, target = src.dtype.scalar, dst_type.scalar
+        target = dst_type.scalar
+        if "fp8e4b15" in (src.dtype.scalar.name, target.name):
+            raise UnsupportedError(
+                "The interpreter cannot convert `tl.float8e4b15`; run the kernel on a GPU."
+            )
         toward_zero = getattr(rounding_mode, "name", "RTNE") != "RTNE"
-        if toward_zero or "fp8e4b15" in (source.name, target.name):
-            return super().create_fp_to_fp(src, dst_type, rounding_mode)
-        data = _as_float(src)
-        if target.name not in _FLOAT8:
-            return TensorHandle(data.astype(numpy_dtype(target)), target)
-        # GPUs convert to float8 with saturation.
-        limit = float(ml_dtypes.finfo(_FLOAT8[target.name]).max)
-        data = np.clip(data, -limit, limit).astype(_FLOAT8[target.name])
-        return TensorHandle(data.view(np.uint8), target)
+        data = conversions.to_float(src.data, numpy_dtype(target), toward_zero)
+        return TensorHandle(data, target)
+
+    get_int8, get_int16, get_int32 = map(_integer, (tl.int8, tl.int16, tl.int32))
+    get_uint8, get_uint16, get_uint32 = map(_integer, (tl.uint8, tl.uint16, tl.uint32))
 
     def get_bf16(self, value: float) -> TensorHandle:
-        return TensorHandle(np.array([value], _BFLOAT16), tl.bfloat16)
+        return TensorHandle(np.array([value], BFLOAT16), tl.bfloat16)
 
     def get_all_ones_value(self, type: Any) -> TensorHandle:
         dtype = numpy_dtype(type)
@@ -166,6 +205,29 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         data = np.empty(compat.sizes_of(type), numpy_dtype(value.dtype))
         data[...] = value.data
         return TensorHandle(data, value.dtype.scalar)
+
+    def create_gather(self, src: Any, indices: Any, axis: int) -> TensorHandle:
+        size = src.data.shape[axis]
+        outside = (indices.data < 0) | (indices.data >= size)
+        if outside.any():
+            raise OutOfBounds(
+                f"{self.memory.where()}: tl.gather with index {indices.data[outside][0]}, outside "
+                f"the {size} elements of axis {axis} of its source; {outside.sum()} of "
+                f"{outside.size} indices are outside. Clamp the indices."
+            )
+        return TensorHandle(np.take_along_axis(src.data, indices.data, axis), src.dtype.scalar)
+
+    def create_histogram(self, data: Any, bins: int, mask: Any) -> TensorHandle:
+        values = data.data if mask is None else data.data[_lanes(mask, data)]
+        inside = (values >= 0) & (values < bins)
+        if compat.HISTOGRAMS_WRAP and not inside.all():
+            raise OutOfBounds(
+                f"{self.memory.where()}: tl.histogram of the value {values[~inside][0]} in {bins} "
+                "bins. Triton leaves such values out from 3.8 on, and counts them in another bin "
+                f"until then (installed: {triton.__version__}): mask them."
+            )
+        counts = np.bincount(values[inside].astype(np.int64), minlength=bins)
+        return TensorHandle(counts.astype(np.int32), tl.int32)
 
     # Arithmetic.
 
@@ -196,13 +258,27 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
 
         return TensorHandle(libdevice.fma(x.data, y.data, z.data), z.dtype.scalar)
 
+    def create_umulhi(self, lhs: Any, rhs: Any) -> TensorHandle:
+        # Up to Triton 3.8 signed numbers are multiplied as such.
+        bits = (TensorHandle(unsigned(h.data), h.dtype) for h in (lhs, rhs))
+        return TensorHandle(
+            super().create_umulhi(*bits).data.view(lhs.data.dtype), lhs.dtype.scalar
+        )
+
     def create_dot(self, a: Any, b: Any, d: Any, *precision: Any) -> TensorHandle:
-        dtype = d.data.dtype
-        wide = np.dtype(np.float32) if d.dtype.scalar.is_floating() else dtype
-        wide = np.promote_types(wide, dtype) if dtype != _BFLOAT16 else wide
-        x, y = (_as_float(h) if h.dtype.scalar.is_floating() else h.data for h in (a, b))
-        product = np.matmul(x.astype(wide, copy=False), y.astype(wide, copy=False))
-        return TensorHandle((product + d.data.astype(wide)).astype(dtype), d.dtype.scalar)
+        return TensorHandle(dots.dot(a.data, b.data, d.data), d.dtype.scalar)
+
+    def create_dot_scaled(
+        self, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any,
+        fast_math: bool, a_packs_depth: bool, b_packs_depth: bool, d: Any,
+    ) -> TensorHandle:  # fmt: skip
+        dtype = np.dtype(np.float16 if "FP16" in (a_format.name, b_format.name) else BFLOAT16)
+        left = dots.scaled(a, a_scale, a_format.name, a_packs_depth, dtype)
+        # The scales of both have the depth last.
+        b = TensorHandle(np.swapaxes(b.data, -1, -2), b.dtype)
+        right = dots.scaled(b, b_scale, b_format.name, b_packs_depth, dtype)
+        product = dots.dot(left, np.swapaxes(right, -1, -2), d.data)
+        return TensorHandle(product, d.dtype.scalar)
 
     # The rest.
 
@@ -238,14 +314,6 @@ def missing_function(symbol: str, library: str) -> UnsupportedError:
         f"The interpreter does not have `{symbol}` of the GPU library {library!r}; use a function "
         "of `tl.math`, or run the kernel on a GPU."
     )
-
-
-def _as_float(handle: Any) -> np.ndarray:
-    """Floats of any width as float32, or as they are where they are wider."""
-    data = handle.data
-    if handle.dtype.scalar.name in _FLOAT8:
-        data = data.view(_FLOAT8[handle.dtype.scalar.name])
-    return data if data.dtype.itemsize > 4 else data.astype(np.float32, copy=False)
 
 
 def _lanes(mask: Any, pointers: Any) -> np.ndarray:

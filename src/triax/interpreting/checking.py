@@ -1,7 +1,7 @@
 """Memory that also finds races between programs, and uninitialised reads.
 
 Programs run one after another here but at the same time on a GPU, so a kernel can be right here and
-wrong there: if two programs access one element, one with a plain store that changes it, and nothing
+wrong there: if two programs access one element, one changes it, not both use atomics, and nothing
 orders the two. The last access to each element is kept as the number of a segment, the part of a
 program between two of its atomics. Atomics order programs as on a GPU: everything before a release
 comes before everything after an acquire of the same address by a later program.
@@ -37,8 +37,14 @@ class _Trace:
         self.latest[at] = segment
 
     def of_others(self, at: np.ndarray, first: int) -> np.ndarray:
+        """The last segments of other programs."""
         latest = self.latest[at]
         return np.where(latest < first, latest, self._before[at])
+
+    def unless_own(self, at: np.ndarray, first: int) -> np.ndarray:
+        """The last segments, where they are of other programs."""
+        latest = self.latest[at]
+        return np.where(latest < first, latest, 0)
 
     def split(self, parts: int) -> None:
         self.latest, self._before = (np.repeat(a, parts) for a in (self.latest, self._before))
@@ -51,13 +57,13 @@ class _Shadow:
         self.is_fresh = is_fresh
         self.itemsize = buffer.type.dtype.itemsize
         size = buffer.data.nbytes // self.itemsize
-        self.stored, self.loaded, self.updated = (_Trace(size) for _ in range(3))
+        self.stored, self.loaded, self.updated, self.polled = (_Trace(size) for _ in range(4))
 
     def at(self, index: np.ndarray, itemsize: int) -> np.ndarray:
         """Positions here of elements of `itemsize` bytes, a row for each."""
         if itemsize < self.itemsize:
             # A pointer to a narrower type: from now on every part is tracked separately.
-            for trace in (self.stored, self.loaded, self.updated):
+            for trace in (self.stored, self.loaded, self.updated, self.polled):
                 trace.split(self.itemsize // itemsize)
             self.itemsize = itemsize
         parts = itemsize // self.itemsize
@@ -97,10 +103,10 @@ class CheckedMemory(Memory):
             return
         at = shadow.at(index, elements.itemsize)
         self._expect_written("load", buffer, shadow, at, index, elements)
-        what = "which program {} stored: it finds the old value or the new one"
-        self._expect_ordered(
-            "load", buffer, shadow.stored.latest[at], index, elements, what, itself=True
-        )
+        for trace, did in ((shadow.stored, "stored"), (shadow.updated, "updated with an atomic")):
+            what = f"which program {{}} {did}: it finds the old value or the new one"
+            segments = trace.unless_own(at, self._first)
+            self._expect_ordered("load", buffer, segments, index, elements, what)
         shadow.loaded.mark(at.reshape(-1), self._segment, self._first)
 
     def _storing(
@@ -111,16 +117,17 @@ class CheckedMemory(Memory):
         at = shadow.at(index, elements.itemsize)
         # A store that changes nothing does not race.
         changed = (_bits(elements[index]) != _bits(values))[:, None]
+        found = "that one finds the old value or the new one"
         for trace, what in (
             (shadow.stored, "where program {} stored another value: either may stay"),
-            (shadow.loaded, "which program {} loaded: that one finds the old value or the new one"),
+            (shadow.loaded, f"which program {{}} loaded: {found}"),
+            (shadow.polled, f"which program {{}} loaded as volatile or with an atomic: {found}"),
             (shadow.updated, "which program {} updated with an atomic: either value may stay"),
         ):
-            itself = trace is shadow.updated  # an atomic of one's own orders the two
-            segments = trace.latest[at] if itself else trace.of_others(at, self._first)
-            self._expect_ordered(
-                "store", buffer, np.where(changed, segments, 0), index, elements, what, itself
-            )
+            own_counts = trace is shadow.updated  # an atomic of one's own orders the two
+            last = trace.unless_own if own_counts else trace.of_others
+            segments = np.where(changed, last(at, self._first), 0)
+            self._expect_ordered("store", buffer, segments, index, elements, what)
         shadow.stored.mark(at.reshape(-1), self._segment, self._first)
 
     def _updating(
@@ -137,14 +144,17 @@ class CheckedMemory(Memory):
         if access not in _WRITES_ONLY:
             self._expect_written(access, buffer, shadow, at, index, elements)
         what = "which program {} stored without an atomic: either may come first"
-        self._expect_ordered(
-            access, buffer, shadow.stored.latest[at], index, elements, what, itself=True
-        )
+        segments = shadow.stored.unless_own(at, self._first)
+        self._expect_ordered(access, buffer, segments, index, elements, what)
+        if not access.endswith("load"):
+            what = "which program {} loaded without an atomic: either may come first"
+            segments = shadow.loaded.of_others(at, self._first)
+            self._expect_ordered(access, buffer, segments, index, elements, what)
         if "release" in order:
             for address in addresses:
                 self._released.setdefault(address, []).append(self._segment)
-        if access != "atomic load":
-            shadow.updated.mark(at.reshape(-1), self._segment, self._first)
+        trace = shadow.polled if access.endswith("load") else shadow.updated
+        trace.mark(at.reshape(-1), self._segment, self._first)
         self._programs.append(self.program)
 
     def _expect_written(
@@ -162,7 +172,7 @@ class CheckedMemory(Memory):
         if unwritten.any():
             offset = index[unwritten.argmax()] * elements.itemsize
             raise UninitializedRead(
-                f"{self._where()}: {access} {preposition(access)} "
+                f"{self.where()}: {access} {preposition(access)} "
                 f"{self._element(buffer, offset)}, which nothing has written. An output holds "
                 "anything at first: store to it before, name it in `zeroed_outputs`, or alias it "
                 "to an operand that holds the first values."
@@ -180,7 +190,7 @@ class CheckedMemory(Memory):
         if differs.any():
             offset = index[order][differs.argmax()] * elements.itemsize
             raise DataRace(
-                f"{self._where()}: one store writes different values to "
+                f"{self.where()}: one store writes different values to "
                 f"{self._element(buffer, offset)}, and any of them may stay. Give each element one "
                 "lane, or use an atomic."
             )
@@ -193,14 +203,8 @@ class CheckedMemory(Memory):
         index: np.ndarray,
         elements: np.ndarray,
         what: str,
-        itself: bool = False,
     ) -> None:
-        """Raises if a segment of another program is not ordered before the current access.
-
-        With `itself`, segments of the program itself may be among them; they are in order.
-        """
-        if itself:
-            segments = np.where(segments < self._first, segments, 0)
+        """Raises if a segment of another program is not ordered before the current access."""
         if not segments.any():
             return
         before = self._ordered_before()
@@ -210,7 +214,7 @@ class CheckedMemory(Memory):
             lane = (segments == segment).any(1).argmax()
             offset = index[lane] * elements.itemsize
             raise DataRace(
-                f"{self._where()}: {access} {preposition(access)} "
+                f"{self.where()}: {access} {preposition(access)} "
                 f"{self._element(buffer, offset)}, {what.format(self._programs[segment])}. On a "
                 "GPU nothing orders the two programs: let one do both, use atomics, or split the "
                 "kernel in two."

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special  # comes with JAX, which needs it
 
+from triax.interpreting.conversions import to_integer
+
 Function = Callable[..., np.ndarray]
 
 
@@ -61,17 +63,6 @@ def _exactly(x: float, y: float, z: float) -> float:
 
 
 _fma64 = np.vectorize(_exactly, otypes=[np.float64])
-
-
-def to_integer(x: np.ndarray, kind: np.dtype) -> np.ndarray:
-    """Whole floats as integers, saturated; NaN becomes 0, or 2**63 where they have 64 bits."""
-    info = np.iinfo(kind)
-    x = x.astype(np.float64)
-    low, high = x <= float(info.min), x >= float(info.max)
-    whole = np.where(low | high | np.isnan(x), 0, x).astype(kind)
-    whole = np.where(low, kind.type(info.min), np.where(high, kind.type(info.max), whole))
-    nan = np.array([0 if kind.itemsize == 4 else -(2**63)]).astype(kind)
-    return np.where(np.isnan(x), nan, whole)
 
 
 def _in_float64(function: Function) -> Function:

@@ -25,12 +25,13 @@ _FAR = _REACH - 64
 """Offsets of this size or more represent all that leave the region."""
 
 
-def _unsigned(array: np.ndarray) -> np.ndarray:
+def unsigned(array: np.ndarray) -> np.ndarray:
+    """The bits of an array as unsigned integers."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def _on_unsigned(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda old, new: function(_unsigned(old), _unsigned(new)).view(old.dtype)
+    return lambda old, new: function(unsigned(old), unsigned(new)).view(old.dtype)
 
 
 # What an atomic leaves in memory, by the name of Triton's operation.
@@ -105,7 +106,7 @@ class Memory:
         """The values at `addresses`, and `other` (default 0) where the mask is off.
 
         An atomic load has an `order`: "relaxed", "acquire", "release" or "acquire_release", in
-        which it orders the accesses of programs.
+        which it orders the accesses of programs. A volatile one is "volatile", which is relaxed.
         """
         if mask.all():
             return self._read(addresses.reshape(-1), dtype, order).reshape(addresses.shape)
@@ -155,8 +156,8 @@ class Memory:
     ) -> np.ndarray:
         """Writes each value where memory holds the expected bits; returns what was there."""
         shape, dtype = addresses.shape, values.dtype
-        expected = _unsigned(np.broadcast_to(expected, shape).reshape(-1))
-        values = _unsigned(np.broadcast_to(values, shape).reshape(-1))
+        expected = unsigned(np.broadcast_to(expected, shape).reshape(-1))
+        values = unsigned(np.broadcast_to(values, shape).reshape(-1))
         before = np.empty_like(values)
         located = self._locate("atomic cas", addresses.reshape(-1), values.dtype)
         for lanes, buffer, elements, index in located:
@@ -169,7 +170,8 @@ class Memory:
 
     def _read(self, addresses: np.ndarray, dtype: np.dtype, order: str | None) -> np.ndarray:
         values = np.empty(addresses.shape, dtype)
-        access = "atomic load" if order else "load"
+        kind = "volatile " if order == "volatile" else "atomic " if order else ""
+        access = kind + "load"
         for lanes, buffer, elements, index in self._locate(access, addresses, dtype):
             if order:
                 self._updating(access, buffer, elements, index, order)
@@ -191,7 +193,7 @@ class Memory:
     def _updating(
         self, access: str, buffer: Buffer, elements: np.ndarray, index: np.ndarray, order: str
     ) -> None:
-        """An atomic on each of ``elements[index]``."""
+        """An atomic, or a volatile load, of each of ``elements[index]``."""
 
     def _locate(
         self, access: str, addresses: np.ndarray, dtype: np.dtype
@@ -213,7 +215,7 @@ class Memory:
         for lanes, owner in pieces:
             if not 0 <= owner < len(self._buffers):
                 raise OutOfBounds(
-                    f"{self._where()}: {access} at the address {int(addresses[lanes][0]):#x}, "
+                    f"{self.where()}: {access} at the address {int(addresses[lanes][0]):#x}, "
                     "which belongs to no operand. A loaded or computed number is no valid "
                     "address here, because arrays are not where a GPU has them: pass the array."
                 )
@@ -226,7 +228,7 @@ class Memory:
                 self._refuse(access, buffer, offsets, dtype)
             if not access.endswith("load") and not buffer.writable:
                 raise ReadOnlyOperand(
-                    f"{self._where()}: {access} to {self._element(buffer, offsets[0])}, an operand "
+                    f"{self.where()}: {access} to {self._element(buffer, offsets[0])}, an operand "
                     "that no output is aliased to. XLA may share its memory with other values: "
                     "alias an output to the operand, or write to an output of its own."
                 )
@@ -243,7 +245,7 @@ class Memory:
         if outside.any():
             first = offsets[outside.argmax()]
             raise OutOfBounds(
-                f"{self._where()}: {access} {preposition(access)} {self._element(buffer, first)}, "
+                f"{self.where()}: {access} {preposition(access)} {self._element(buffer, first)}, "
                 f"outside its {buffer.type.size} elements "
                 f"(shape {buffer.type.shape}, {buffer.type.dtype}); "
                 f"{np.count_nonzero(outside)} of {offsets.size} active lanes are outside. "
@@ -251,12 +253,13 @@ class Memory:
             )
         first = offsets[(offsets % dtype.itemsize != 0).argmax()]
         raise OutOfBounds(
-            f"{self._where()}: misaligned {access} {preposition(access)} "
+            f"{self.where()}: misaligned {access} {preposition(access)} "
             f"{self._element(buffer, first)}: byte {first} of the array is not a multiple of "
             f"{dtype.itemsize}, the size of the element accessed."
         )
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Which program is running, for an error."""
         return f"Kernel `{self._kernel}`, program {self.program}"
 
     def _element(self, buffer: Buffer, offset: int) -> str:

@@ -86,7 +86,9 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
         calls = [function(*map(compat.tensor, map(np.asarray, lane), types)) for lane in lanes]
 
     def join(values: Sequence[Any]) -> tl.tensor:
-        dtype = next((v.dtype for v in values if isinstance(v, tl.tensor)), types[0])
+        # A number that a branch returns has a type of its own.
+        found = [v.dtype for v in values if isinstance(v, tl.tensor)]
+        dtype = next((dtype for dtype in found if dtype in types), (*found, types[0])[0])
         data = [v.handle.data if isinstance(v, tl.tensor) else [_unwrap(v)] for v in values]
         lanes = [np.asarray(lane).astype(compat.numpy_dtype(dtype)).reshape(1) for lane in data]
         return compat.tensor(np.concatenate(lanes).reshape(arrays[0].shape), dtype)

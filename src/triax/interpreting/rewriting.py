@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import types
 import weakref
@@ -22,7 +23,7 @@ from triton.runtime import JITFunction
 
 from triax.compat import triton_interpreter as compat
 from triax.errors import CompilationError, UnsupportedError
-from triax.interpreting import conditions, frames
+from triax.interpreting import conditions, constants, frames
 
 _codes: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, types.CodeType]]
 _codes = weakref.WeakKeyDictionary()
@@ -51,6 +52,16 @@ class Rewriter:
             known = self._functions[id(jitted)] = (jitted, self._make(jitted))
         return known[1]
 
+    def inside(self, value: Any) -> Any:
+        """A value from outside of a kernel, with the stand-ins for functions of the language."""
+        value = constants.plain(value)
+        if id(value) in self._replaced:
+            return self._replaced[id(value)][1]
+        if isinstance(value, tuple):
+            parts = map(self.inside, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value
+
     def explained(self, error: Exception) -> Exception:
         """The error, or for what was left out one that names the remedy."""
         if not isinstance(error, NameError) or error.name not in self._refused:
@@ -69,7 +80,7 @@ class Rewriter:
         original = jitted.fn
         code = _code(jitted)
         namespace = {
-            "range": tensor_range,
+            "range": tensor_range(self._semantic),
             "min": _minimum,
             "max": _maximum,
             **original.__globals__,
@@ -78,18 +89,21 @@ class Rewriter:
         all_allowed = triton.knobs.compilation.allow_non_constexpr_globals
         for name in set(_global_names(code)) & namespace.keys():
             value = namespace[name]
-            if id(value) in self._replaced:
-                namespace[name] = self._replaced[id(value)][1]
-            elif not all_allowed and _is_refused(name, value):
+            namespace[name] = self.inside(value)
+            replaced = id(value) in self._replaced
+            if not replaced and not all_allowed and _is_refused(name, value):
                 self._refused[name] = namespace.pop(name)
         namespace |= {
             **compat.TRANSFORM_NAMES,
             **conditions.NAMES,
+            **constants.NAMES,
             "interpreter_semantic": self._semantic,
             frames.MARK: True,
         }
-        function = types.FunctionType(code, namespace, original.__name__, original.__defaults__)
-        function.__kwdefaults__ = original.__kwdefaults__
+        defaults = self.inside(original.__defaults__)
+        function = types.FunctionType(code, namespace, original.__name__, defaults)
+        keywords = original.__kwdefaults__ or {}
+        function.__kwdefaults__ = {name: self.inside(value) for name, value in keywords.items()}
         return function
 
 
@@ -100,7 +114,7 @@ def _is_refused(name: str, value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         is_tritons = (value.__module__ or "").startswith("triton.")
         return not is_tritons and not hasattr(value, "__triton_builtin__")
-    return isinstance(value, (int, float, str)) and not name.startswith("__")
+    return isinstance(value, (int, float, str, tuple)) and not name.startswith("__")
 
 
 def _code(jitted: JITFunction) -> types.CodeType:
@@ -124,6 +138,7 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
     arguments.defaults = []
     arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
     _check(definition, jitted)
+    constants.Constants().visit(tree)
     conditions.Conditions().visit(tree)
     tree = compat.transform(tree)
     # Errors show the line as it stands in its file.
@@ -169,16 +184,18 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def tensor_range(*bounds: Any, **hints: Any) -> Iterator[tl.tensor]:
-    """`range` and `tl.range` in a kernel: the counter is an integer tensor, as when compiled."""
-    bounds += tuple(hints[n] for n in ("arg1", "arg2", "step") if hints.get(n) is not None)
-    bounds = tuple(b.value if isinstance(b, tl.constexpr) else b for b in bounds if b is not None)
-    counters = builtins.range(*bounds)
-    wide = any(isinstance(b, tl.tensor) and b.dtype.primitive_bitwidth > 32 for b in bounds)
-    wide = wide or not all(-(2**31) <= int(b) < 2**31 for b in bounds)
-    numpy_type, dtype = (np.int64, tl.int64) if wide else (np.int32, tl.int32)
-    for counter in counters:
-        yield compat.tensor(np.array(counter, numpy_type), dtype)
+def tensor_range(semantic: Any) -> Callable[..., Iterator[tl.tensor]]:
+    """`range` and `tl.range` in a kernel: the counter is a tensor of the type of the bounds."""
+
+    def counters(*bounds: Any, **hints: Any) -> Iterator[tl.tensor]:
+        bounds += tuple(hints[n] for n in ("arg1", "arg2", "step") if hints.get(n) is not None)
+        bounds = tuple(constants.plain(b) for b in bounds if b is not None)
+        types = (semantic.to_tensor(bound).dtype for bound in bounds)
+        dtype = functools.reduce(semantic.integer_promote_impl, types, tl.int32)
+        for counter in builtins.range(*bounds):
+            yield compat.tensor(np.array(counter, compat.numpy_dtype(dtype)), dtype)
+
+    return counters
 
 
 def _minimum(*values: Any) -> Any:

@@ -16,7 +16,7 @@ from triax.binding.launch import ArrayType, Descriptor, Launch, Leaf, Scalar, ma
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_lock import TRITON
 from triax.errors import ArgumentValueError, UnsupportedError
-from triax.interpreting import language_extra, reductions, rewriting
+from triax.interpreting import constants, language_extra, reductions, rewriting
 from triax.interpreting.builder import Builder
 from triax.interpreting.checking import CheckedMemory
 from triax.interpreting.memory import Buffer, Memory
@@ -118,13 +118,15 @@ def _interpret(launch: Launch, memory: Memory) -> None:
     machine = _machine()
     with np.errstate(all="ignore"), machine.running(memory) as rewriter:
         function = rewriter.function(launch.kernel.function)
-        annotations = {p.name: p.annotation_type for p in launch.kernel.function.params}
+        parameters = {p.name: p for p in launch.kernel.function.params}
         arguments = {}
         for name, argument in launch.arguments:
-            annotation = "" if isinstance(argument, tuple) else annotations.get(name, "")
-            convert = functools.partial(_convert, machine, launch, memory, annotation)
+            annotation = "" if isinstance(argument, tuple) else parameters[name].annotation_type
+            # Triton compiles an argument of 1 in.
+            folds_one = not annotation and not parameters[name].do_not_specialize
+            convert = functools.partial(_convert, machine, launch, memory, annotation, folds_one)
             arguments[name] = map_leaves(convert, argument)
-        arguments.update(launch.constants)
+        arguments.update({n: rewriter.inside(value) for n, value in launch.constants.items()})
         nx, ny, nz = launch.grid
         machine.builder.num_warps = launch.options.get("num_warps", 4)
         machine.builder.set_grid_dim(nx, ny, nz)
@@ -147,11 +149,17 @@ def _interpret(launch: Launch, memory: Memory) -> None:
 
 
 def _convert(
-    machine: _Machine, launch: Launch, memory: Memory, annotation: str, argument: Leaf
+    machine: _Machine,
+    launch: Launch,
+    memory: Memory,
+    annotation: str,
+    folds_one: bool,
+    argument: Leaf,
 ) -> Any:
     """A leaf of the arguments as the interpreter expects it."""
     if isinstance(argument, Scalar):
-        return _scalar(argument.value, annotation)
+        value = argument.value
+        return 1 if folds_one and value == 1 and type(value) is int else _scalar(value, annotation)
     type_name = dtypes.triton_name(launch.array_type(argument).dtype)
     address = np.array(memory.address(launch.buffer_index(argument)), np.uint64)
     pointer = compat.tensor(address, compat.type_from_name("*" + type_name))
@@ -209,11 +217,12 @@ class _Machine:
 
     def _changes(self) -> Iterator[compat.Change]:
         yield from language_extra.changes(self.builder, self.semantic)
+        yield from constants.changes()
         for holder in (tl, tl.core):
             yield compat.Change(holder, "reduce", reductions.reduce)
             yield compat.Change(holder, "associative_scan", reductions.associative_scan)
             yield compat.Change(holder, "map_elementwise", reductions.map_elementwise)
-            yield compat.Change(holder, "range", rewriting.tensor_range)
+            yield compat.Change(holder, "range", rewriting.tensor_range(self.semantic))
         tensor = tl.core.tensor
         yield compat.Change(tensor, "reduce", reductions.reduce)
         yield compat.Change(tensor, "associative_scan", reductions.associative_scan)

@@ -7,14 +7,13 @@ processes of a job.
 from __future__ import annotations
 
 import dataclasses
-import dis
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
-from types import CodeType, ModuleType
+from collections.abc import Sequence
 from typing import Any
 
+from triax.binding import exact, sources
 from triax.binding.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
 from triax.compat import triton_private
 from triax.devices import Device
@@ -96,7 +95,7 @@ def make_key(
     return Key(
         format=FORMAT,
         kernel=call.kernel.name,
-        source=_fingerprint(call.kernel.function),
+        source=sources.fingerprint(call.kernel.function),
         arguments=tuple(sorted(arguments.items())),
         dtypes=tuple(sorted(dtypes.items())),
         candidates=tuple(label(launch) for launch in launches),
@@ -123,84 +122,6 @@ def _text(launch: Launch, value: Any) -> str:
         return repr(value.value)
     if isinstance(value, tuple):
         return "(" + ", ".join(_text(launch, part) for part in value) + ")"
-    if triton_private.is_called_in_kernels(value):
-        return _fingerprint(value)
-    return _stable_text(value)
-
-
-def _fingerprint(function: Any) -> str:
-    """A hash of a kernel's source and of all functions and constants that it can reach.
-
-    Functions count by their source and by what their names stand for, not by the module that they
-    are in: a kernel is the same run as a script, imported, or loaded by `triax tune`. Unlike
-    Triton's own hash, it does not depend on the kernel's position in its file either.
-    """
-    functions, numbers = [function], {id(function): 0}
-
-    def text(value: Any) -> str:
-        if triton_private.is_called_in_kernels(value):
-            if id(value) not in numbers:
-                numbers[id(value)] = len(functions)
-                functions.append(value)
-            return f"function {numbers[id(value)]}"
-        if isinstance(value, tuple):
-            return f"({', '.join(map(text, value))})"
-        return _stable_text(value)
-
-    parts = []
-    for current in functions:  # grows
-        defaults = text(current.fn.__defaults__ or ())
-        reached = [
-            (name, text(triton_private.without_constexpr(value)))
-            for name, value in _names_reached(current.fn)
-            if triton_private.is_seen_by_kernels(value)
-        ]
-        parts.append((str(current.src), defaults, reached))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
-
-
-def _names_reached(function: Any) -> Iterator[tuple[str, Any]]:
-    """The globals and closure variables a function reads, each with its name, sorted by that.
-
-    A name in a module is read through the module: "helpers.scale".
-    """
-    code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    namespace = {**function.__globals__, **{n: c.cell_contents for n, c in cells}}
-    for names in sorted(set(_names_read(code, code.co_freevars))):
-        value = namespace.get(names[0])
-        for name in names[1:]:
-            if not isinstance(value, ModuleType):
-                break
-            # Triton's version is part of every key.
-            is_tritons = value.__name__.split(".")[0] == "triton"
-            value = None if is_tritons else getattr(value, name, None)
-        yield ".".join(names), value
-
-
-def _names_read(code: CodeType, closure: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """The names that code reads from outside it, each with the attributes read from it.
-
-    By its instructions, because `co_names` has attributes too, and these may be the names of
-    globals that a program has only if it is run as a script.
-    """
-    names: tuple[str, ...] = ()
-    for instruction in dis.get_instructions(code):
-        operation, name = instruction.opname, instruction.argval
-        if operation in ("EXTENDED_ARG", "NOP"):
-            continue
-        if names and operation in ("LOAD_ATTR", "LOAD_METHOD"):
-            names = (*names, name)
-            continue
-        if names:
-            yield names
-        is_outside = operation == "LOAD_GLOBAL" or (operation == "LOAD_DEREF" and name in closure)
-        names = (name,) if is_outside else ()
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_read(constant, closure)
-
-
-def _stable_text(value: Any) -> str:
-    """A value as text that is the same in every process."""
+    if exact.is_jitted(value):
+        return sources.fingerprint(value)
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))

@@ -74,9 +74,9 @@ class Dispatched(NamedTuple):
       scales: [rows, scales] in the dtype of `scales`, or None.
       group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
       group_counts: int32 [local experts], the pairs of token and expert that came here.
-      num_dropped: int32 [], dropped pairs: those of this device's tokens for want of `capacity`,
-        and for want of `num_rows` those that came here (in scheme "choice" those from here).
-        `jax.lax.psum` over the axis gives all of them.
+      num_dropped: int32 [], dropped pairs: this device's pairs beyond `capacity`, and pairs
+        received that did not fit in `num_rows` (in scheme "choice", pairs sent that did not fit
+        there). `jax.lax.psum` over the axis gives the total.
       plan: for `combine`.
     """
 
@@ -121,15 +121,17 @@ def dispatch(
     No count leaves the devices, and no shape depends on one. Gradients go the same way back.
 
     There are two schemes. "token": a token goes once to each device that holds one of its experts,
-    is copied there, and comes back as one row. "choice": each pair of token and expert is a row of
-    its own, which goes straight to its place. By default the latter is taken if the exchange is
-    ragged by default or by name, there is no `capacity`, and tokens with even choices would go to
-    more than 0.9 times as many devices as they have choices.
+    is copied there, and comes back as one row. "choice": each pair of token and expert is a
+    separate row, which goes straight to its place. "choice" is the default if all of these hold:
 
-    There are two ways to exchange. "padded" is `all_to_all`, with room for `capacity` tokens
-    between two devices, full or not. "ragged" is `ragged_all_to_all`, of what there is. It is the
-    default on two to eight devices in a job of one process, for 32 MiB of tokens on each or more,
-    unless the mesh has explicit axes beside: elsewhere XLA or JAX may refuse it, and smaller
+    - the exchange is "ragged", by default or by name;
+    - there is no `capacity`;
+    - with choices spread evenly, a token would go to more than ``0.9 * top_k`` devices.
+
+    There are two ways to exchange. "padded" is `all_to_all`: every pair of devices exchanges room
+    for `capacity` tokens, full or not. "ragged" is `ragged_all_to_all`: only the tokens there are.
+    "ragged" is the default on two to eight devices of one process with 32 MiB of tokens or more on
+    each, unless the mesh also has explicit axes. Elsewhere XLA or JAX may refuse it, and smaller
     exchanges are faster padded.
 
     Args:

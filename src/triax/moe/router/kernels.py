@@ -71,7 +71,7 @@ def _choose(
     """
     LAST: tl.constexpr = 2**BITS - 1
     slot = tl.arange(0, BLOCK_SLOTS)[None, :]
-    # What is not eligible is below all keys, and no further from any than 2**31.
+    # Below all keys, but so near that the difference to any of them fits in 32 bits.
     keys = tl.where(eligible, ((order >> (BITS + 1)) << BITS) | (LAST - place), -(2**30) - 1)
     best = tl.max(keys, 1)
     chosen = tl.zeros([order.shape[0], BLOCK_SLOTS], tl.int32)

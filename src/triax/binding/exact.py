@@ -1,0 +1,84 @@
+"""Tells Python values apart where `==` would call them the same.
+
+In Python ``1 == 1.0 == True``, ``0.0 == -0.0`` and ``nan != nan``, and so for what holds them, such
+as a dataclass; but a kernel compiled for one of these must not be used for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+NAMED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_DEEPEST = 16
+
+
+def spell(value: Any, others: list[Any], depth: int = 0) -> str:
+    """A text of a value and all its members.
+
+    What a text cannot tell apart is added to `others`: types, functions, and objects that equal
+    only themselves. Two values are the same if their texts are equal and their `others` identical.
+    """
+    kind: Any = type(value)
+    if kind in (bool, int, str, bytes, types.NoneType):
+        return repr(value)
+    if kind is float:
+        return float.hex(value)
+    if isinstance(value, NAMED) or is_jitted(value) or depth > _DEEPEST:
+        others.append(value)
+        return "_"
+    others.append(kind)
+    inner = functools.partial(spell, others=others, depth=depth + 1)
+    members = [f"{name}={inner(member)}" for name, member in _attributes(value)]
+    if isinstance(value, (int, str, bytes)):
+        base = next(base for base in (int, str, bytes) if isinstance(value, base))
+        members.append(base.__repr__(value))
+    elif isinstance(value, (float, complex)):
+        members += (value.real.hex(), value.imag.hex())
+    elif isinstance(value, (tuple, list)):
+        members += map(inner, value)
+    elif isinstance(value, dict):
+        members += (f"{inner(key)}: {inner(member)}" for key, member in value.items())
+    elif isinstance(value, (set, frozenset)):
+        spelt: list[tuple[str, list[Any]]] = []
+        for member in value:
+            found: list[Any] = []
+            spelt.append((spell(member, found, depth + 1), found))
+        for text, found in sorted(spelt, key=lambda pair: pair[0]):
+            members.append(text)
+            others += found
+    elif isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
+        content = hashlib.sha256(value.tobytes()).hexdigest()
+        members.append(f"{value.dtype.str}{value.shape}{content}")
+    elif kind.__eq__ is object.__eq__:
+        others.append(value)
+    elif not members and kind.__hash__ is not None and kind.__repr__ is not object.__repr__:
+        members.append(repr(value))
+    elif not members:
+        others.append(value)
+    return f"({', '.join(members)})"
+
+
+def is_jitted(value: Any) -> bool:
+    """Whether a value is a function for Triton's compiler, whose own hash parses its source."""
+    return hasattr(type(value), "cache_key")
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    kind: Any = type(value)
+    for name, slot in _slots(kind):
+        with contextlib.suppress(AttributeError):  # never set
+            yield name, slot.__get__(value)
+
+
+@functools.lru_cache(256)
+def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
+    members = [pair for owner in kind.__mro__ for pair in vars(owner).items()]
+    return tuple(pair for pair in members if isinstance(pair[1], types.MemberDescriptorType))

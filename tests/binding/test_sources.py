@@ -1,0 +1,129 @@
+"""What a kernel is compiled from, and what it is not."""
+
+import dataclasses
+import gc
+import types
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+from tests.same_name import first, second
+from triax.binding.sources import fingerprint
+
+OUTER = types.ModuleType("outer")
+OUTER.inner = types.ModuleType("outer.inner")
+FACTOR = tl.constexpr(2)
+x_ptr = np.zeros(3)  # the name of a kernel's own parameter
+
+
+class Opaque:
+    pass
+
+
+def plain(scale):
+    def function(x):
+        return x * scale
+
+    return function
+
+
+def helper_times(factor):
+    value = tl.constexpr(factor)
+
+    @triton.jit
+    def helper(x):
+        return x * value
+
+    return helper
+
+
+class Holder:
+    helper = first.helper
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    size: int
+
+    @property
+    def half(self):
+        return self.size // 2
+
+
+SHAPE = tl.constexpr(Shape(4))
+one, other = helper_times(1), helper_times(2)
+
+
+@triton.constexpr_function
+def twice(x):
+    return x * FACTOR
+
+
+@triton.jit
+def kernel(x_ptr, out_ptr):
+    x = tl.load(x_ptr)
+    x = OUTER.inner.helper(Holder.helper(x)) + one(x) + other(x) * SHAPE.half
+    sizes = [FACTOR + i for i in (1, 2)]
+    tl.store(out_ptr, x + sizes[0] + twice(2))
+
+
+@pytest.fixture(autouse=True)
+def _module(monkeypatch):
+    monkeypatch.setattr(OUTER.inner, "helper", first.helper, raising=False)
+
+
+def replace_globals(**values):
+    return lambda patch: [patch.setitem(globals(), *pair) for pair in values.items()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(OUTER.inner, "helper", second.helper),
+        lambda patch: patch.setattr(Holder, "helper", second.helper),
+        lambda patch: patch.setattr(first, "inner", second.inner),  # called by what is called
+        lambda patch: patch.setattr(Shape, "half", property(lambda shape: shape.size // 3)),
+        replace_globals(FACTOR=tl.constexpr(2.0)),  # in a list, and in a function of constants
+        replace_globals(SHAPE=tl.constexpr(Shape(5))),
+        replace_globals(one=other, other=one),
+        replace_globals(other=helper_times(3)),
+    ],
+)
+def test_it_is_another_one_if(change, monkeypatch):
+    before = fingerprint(kernel)
+    assert fingerprint(kernel) == before
+    change(monkeypatch)
+    assert fingerprint(kernel) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_globals(x_ptr=np.ones(3)),
+        replace_globals(helper_times=None),
+        lambda patch: patch.setattr(OUTER.inner, "another", first.inner, raising=False),
+    ],
+)
+def test_it_is_the_same_if(change, monkeypatch):
+    before = fingerprint(kernel)
+    change(monkeypatch)
+    assert fingerprint(kernel) == before
+
+
+def test_constants():
+    values = [None, 0.0, -0.0, (1,), (1.0,), plain(2), plain(3), Shape(1), first.helper, Opaque]
+    assert len({fingerprint(kernel, value) for value in values}) == len(values)
+    assert fingerprint(kernel, plain(2)) == fingerprint(kernel, plain(2))
+    assert fingerprint(kernel, (1, 2)) == fingerprint(kernel, (1, 2)) != fingerprint(kernel, 1, 2)
+
+
+def test_the_number_of_an_object_is_never_anothers():
+    opaque = Opaque()
+    assert fingerprint(kernel, opaque) == fingerprint(kernel, opaque)
+    found = set()
+    for _ in range(50):
+        found.add(fingerprint(kernel, Opaque()))
+        gc.collect()
+    assert len(found) == 50
