@@ -56,11 +56,11 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 gc.set_threshold(20_000, 5, 5)
 
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
-# An example may compile several programs, so there are few; --hypothesis-profile=thorough has more.
-hypothesis_settings.register_profile("thorough", deadline=None, max_examples=50)
-hypothesis_settings.register_profile("developer", deadline=None, max_examples=3)
+# Examples of one test share their shapes, and so the programs that plain JAX compiles for them.
+hypothesis_settings.register_profile("thorough", deadline=None, max_examples=200)
+hypothesis_settings.register_profile("developer", deadline=None, max_examples=8)
 hypothesis_settings.register_profile(
-    "ci", deadline=None, max_examples=3, derandomize=True, print_blob=True
+    "ci", deadline=None, max_examples=25, derandomize=True, print_blob=True
 )
 hypothesis_settings.load_profile("ci" if IN_CI else "developer")
 

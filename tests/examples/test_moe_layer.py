@@ -78,7 +78,7 @@ def check_close(actual, expected, tolerance):
     jax.tree.map(check, actual, expected)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
+@pytest.mark.slow("what it calls has tests of its own")
 @pytest.mark.parametrize(
     ("top_k", "capacity", "dtype", "tolerance"),
     [

@@ -6,12 +6,14 @@ float64. `draw_ids` and `draw_values` give inputs that are hard on them.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 
 from triax import moe
+from triax.testing import assert_close
 
 WILD_IDS = (-(2**31), -1, 2**31 - 1)
 
@@ -169,4 +171,21 @@ def random_bits(rng, shape, dtype):
     return data.view(dtype).reshape(shape)
 
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+def assert_rounded_once(actual, expected, *, terms=1, size=0.0, err_msg=""):
+    """`assert_close`, and every element is the nearest of its dtype to a sum in float32 or wider.
+
+    That is more than the former sees in small dtypes, such as a sum that was rounded before it was
+    scaled. `size` is that of the largest term, where it is more than the largest sum.
+    """
+    assert_close(actual, expected, terms=terms, err_msg=err_msg)
+    got, want = (np.asarray(array).astype(np.float64) for array in (actual, expected))
+    finite = np.isfinite(got) & np.isfinite(want)
+    got, want = got[finite], want[finite]
+    kind = ml_dtypes.finfo(actual.dtype)
+    power = np.floor(np.log2(np.maximum(np.abs(want), float(kind.smallest_normal))))
+    nearest = float(kind.eps) * 2.0**power / 2
+    summed = 2e-6 * math.sqrt(terms) * max(size, np.max(np.abs(want), initial=0))
+    worst = np.max(np.abs(got - want) - nearest - summed, initial=0)
+    assert worst <= 0, (
+        f"{err_msg} {worst:.3g} further away than rounding to {actual.dtype} takes it"
+    )

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import triax.testing
 from triax import moe
@@ -11,7 +10,6 @@ from triax import moe
 RUN = {"implementation": "interpret"}
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_routing_forward_and_backward():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((96, 32)), jnp.float32)

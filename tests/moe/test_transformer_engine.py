@@ -91,9 +91,6 @@ def gradients(op, args, cotangents):
     return jax.jit(lambda args, cotangents: jax.vjp(op, *args)[1](cotangents))(args, cotangents)
 
 
-SLOW = pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
-
-
 @pytest.fixture(params=PATHS)
 def implementation(request):
     return request.param
@@ -129,8 +126,8 @@ def check_map(row_id_map, expected, width):
         (None, None, True, False, "int32"),
         (None, 2, False, True, "float32"),
         (4, 2, True, True, "int32"),
-        pytest.param(1, 4, True, True, "bool", marks=SLOW),
-        pytest.param(4, None, False, False, "bfloat16", marks=SLOW),
+        (1, 4, True, True, "bool"),
+        (4, None, False, False, "bfloat16"),
     ],
 )
 def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, three_d, map_dtype):
@@ -168,7 +165,6 @@ def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, thr
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
 
 
-@SLOW
 @given(seed=st.integers(0, 2**32 - 1), top_k=st.integers(1, 5), align_size=st.sampled_from([1, 8]))
 def test_top_k_changes_the_width_of_the_map_alone(seed, top_k, align_size):
     """Where tokens have few of many experts, results and gradients are those without it."""
@@ -264,7 +260,7 @@ def test_a_descending_map_is_read_too():
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
 
 
-@pytest.mark.parametrize(("align_size", "top_k"), [pytest.param(None, None, marks=SLOW), (4, 2)])
+@pytest.mark.parametrize(("align_size", "top_k"), [(None, None), (4, 2)])
 def test_gradients(implementation, align_size, top_k):
     """Of inp and probs, through dispatch and through combine, against their definitions."""
     x, mask, probs = make_case(1)
@@ -360,7 +356,6 @@ def test_a_zero_prob_keeps_the_row(implementation):
     )
 
 
-@SLOW
 @pytest.mark.parametrize("align_size", [None, 4])
 def test_nans_stay_with_their_tokens(implementation, align_size):
     x, mask, probs = make_case()
@@ -388,7 +383,6 @@ def test_nans_stay_with_their_tokens(implementation, align_size):
         np.testing.assert_array_equal(np.isnan(d_rows).any(1), wanted)
 
 
-@SLOW
 @pytest.mark.parametrize(("num_out_tokens", "align_size"), [(0, None), (20, None), (0, 4), (7, 4)])
 def test_what_does_not_fit_is_dropped(implementation, num_out_tokens, align_size):
     """The interpreter checks every access; all sizes are of rows that there are."""
@@ -483,7 +477,6 @@ def test_errors_name_the_argument(call, error, match):
         call()
 
 
-@SLOW
 @pytest.mark.parametrize("implementation", [None, "interpret"])
 def test_maps_wider_than_what_is_unrolled_inside_shard_map(implementation):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

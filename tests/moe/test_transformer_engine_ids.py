@@ -30,7 +30,6 @@ def make_case(seed=0, routing="distinct"):
     return x, oracle.draw_ids(rng, TOKENS, TOP_K, EXPERTS, routing), weights
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("three_d", "align_size", "roll", "routing"),
     [

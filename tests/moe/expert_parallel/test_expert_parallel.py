@@ -73,6 +73,9 @@ def options(request):
     return WAYS[request.param]
 
 
+every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+
+
 def draw_experts(kind, count):
     rng = np.random.default_rng(3)
     experts = rng.integers(0, EXPERTS, (count, TOP_K))
@@ -151,14 +154,7 @@ def make_mesh(name):
     return Mesh(devices, tuple(sizes)), axis
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "slots",
-        "ragged",
-        pytest.param("choices", marks=pytest.mark.slow("choices are sent as tokens are")),
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("mesh_name", "kind"),
     [
@@ -197,6 +193,7 @@ def dispatched(mesh, *arguments, experts=EXPERTS, scales=None, **options):
     return jax.tree.map(np.asarray, run(*arguments, scales))
 
 
+@every_way
 def test_rows_are_sorted_by_expert_then_device_then_token(options):
     mesh = local_mesh()
     count = 4 * TOKENS
@@ -229,7 +226,7 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
     assert not out.num_dropped.any()
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
+@every_way
 @pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
 def test_what_does_not_fit_is_dropped_and_counted(options, limits):
     mesh = local_mesh()
@@ -302,7 +299,6 @@ def test_no_piece_leads_outside():
     assert made.offsets[there].max() < TOKENS
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_scales_of_rows_without_a_token_are_zero(options):
     """Also in an 8-bit float that has no zero."""
     mesh, experts = local_mesh(2), np.zeros((2, 1), np.int32)
@@ -363,14 +359,16 @@ def test_batches_of_some_operands(options, axes):
 def test_gradients_of_complex_tokens(options):
     count = 2 * TOKENS
     x, experts = jnp.ones((count, 8), np.complex64), draw_experts("uniform", count)
+    weights, factors = uniform(1, *experts.shape), normal(2, count, 8)
 
     @functools.partial(jax.shard_map, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
-    def layer(x, experts):
-        sent = moe.dispatch(x, jnp.ones(experts.shape), experts, EXPERTS, "d", **options)
+    def layer(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
         return moe.combine(jnp.imag(sent.rows), sent.plan, weights=sent.weights)
 
-    found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x, experts))))(x)
-    np.testing.assert_allclose(found, np.full(x.shape, -1j * TOP_K))
+    found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x, weights, experts) * factors)))(x)
+    expected = -1j * factors * weights.sum(1, keepdims=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
@@ -427,12 +425,12 @@ def test_tokens_that_all_devices_share(options):
     np.testing.assert_allclose(found, 4 * TOP_K * np.cos(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
+@every_way
 def test_kernels_in_the_interpreter(options):
     mesh = local_mesh(2)
     experts = draw_experts("uniform", 2 * TOKENS) % 4
     x = normal(0, 2 * TOKENS, 16).astype(jnp.bfloat16)
-    weights = np.full(experts.shape, 0.25, np.float32)
+    weights = np.float32(np.arange(experts.size).reshape(experts.shape) % 7 + 1) / 8
     plain, kernels = (
         dispatched(mesh, x, weights, experts, experts=4, implementation=how, **options)
         for how in ("xla", "interpret")
@@ -557,6 +555,7 @@ def test_combine_wants_its_plan():
         moe.combine(np.ones((8, 4)), plan, weights=None)
 
 
+@every_way
 def test_weights_are_those_that_are_passed(options):
     """Other ones than `dispatch` returned, or none; and their gradient."""
     mesh, count = local_mesh(), 4 * TOKENS

@@ -114,7 +114,6 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     return out
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
 )
@@ -133,7 +132,6 @@ def test_layer_through_the_kernels(case):
         check_against_dense(draw(1, offsets=offsets), implementation="interpret", **options)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_paths_agree_in_bfloat16():
     args = draw(2, "bfloat16")
     actual = value_and_gradients(layer, args, implementation="interpret")

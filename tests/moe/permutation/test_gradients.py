@@ -39,7 +39,6 @@ def draw(*shapes, dtype=np.float64):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_finite_differences(plan, implementation):
     """By x, weights, scales and rows; forward, backward, and one of the other."""
     with jax.enable_x64(True):
@@ -58,7 +57,6 @@ def test_finite_differences(plan, implementation):
         check_grads(jax.jit(function), (x, weights, scales, rows), order, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_forward_mode_of_one_argument_alone(plan, implementation):
     """What is not differentiated has no tangent, and integers none at all."""
     x, weights, rows = draw((TOKENS, WIDTH), (TOKENS, TOP_K), (16, WIDTH), dtype=np.float32)
@@ -83,7 +81,6 @@ def test_forward_mode_of_one_argument_alone(plan, implementation):
         np.testing.assert_allclose(actual, 2 * unpermute(rows, plan, weights), rtol=1e-5)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_hessians_agree(plan, implementation):
     """Forward over reverse, as in `jax.hessian`; in plain JAX, which takes less time, also the
     other three orders and a batch of products."""

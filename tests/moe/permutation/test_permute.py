@@ -135,7 +135,6 @@ def test_example(implementation):
     assert y.tolist() == [[1, 2], [6, 8]]
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -149,7 +148,6 @@ def test_equals_definition(shape, seed, routing, capacity, hostile):
         check(case, implementation)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 def test_many_experts_with_pad_rows(implementation):
     check(make_case(np.random.default_rng(8), (10, 3, 384, 2, 4, None)), implementation)
 
@@ -173,7 +171,6 @@ def test_floats(dtype, implementation):
         check(make_case(rng, shape, hostile=True, dtype=jnp.dtype(dtype)), implementation)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS])
 def test_moves_keep_every_bit(dtype, implementation):
     rng = np.random.default_rng(2)
@@ -202,7 +199,6 @@ def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
     check(tuple(case), implementation)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [(1, "bfloat16"), (1024, "bfloat16"), (4097, "float32"), (9000, "float32")],
@@ -213,7 +209,6 @@ def test_widths(width, dtype, implementation):
     check(case, implementation)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 4), (11, 1), (11, 4), (11, 5)])
 def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     """From four choices on, two rows of a token are written at once; the last may be alone."""
@@ -223,7 +218,6 @@ def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     check(make_case(np.random.default_rng(9), shape, capacity=5), implementation)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("wide", [False, True])
 def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
     """JAX casts what float8_e4m3fn does not hold to NaN; a GPU would saturate."""
@@ -242,7 +236,6 @@ def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
         np.testing.assert_array_equal(np.asarray(d_weights).astype(np.float32), expected)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(("num_tokens", "width"), [(3, 1100), (70, 2)])
 def test_a_wide_map_is_the_narrow_one_with_room(num_tokens, width, implementation):
     """More slots than rows, in any place, change nothing: values and gradients to the bit."""
@@ -313,7 +306,6 @@ def test_a_zero_weight_is_a_weight(implementation):
     assert y[1, 0] == 2.0  # the weight of a slot that is not routed is not looked at
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("damage", "top_k"), [("far", 2), ("past", 20), ("negative", 2), ("sizes", 2), ("sizes", 20)]
 )

@@ -11,7 +11,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 SIZES = {
     "even": [30] * 4,
-    "uneven": [0, 1, 63, 40],
+    "uneven": [0, 1, 64, 40],  # 64 are whole tiles
     "one": [0, 0, 120, 0],
     "none": [0, 0, 0, 0],
     "too many": [100, 50, 2**31 - 1, 2**31 - 1],

@@ -35,7 +35,6 @@ def run(case, sizes, implementation):
     return map(np.asarray, _run(case.rows, case.weights, sizes, case.gradient, implementation))
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("sizes", "widths", "dtype"),
@@ -55,7 +54,6 @@ def test_product_and_gradients(implementation, dtype, widths, sizes):
         assert_close(actual, expected)
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "depth", "columns"),
     [(1, 1, 16, 16), (500, 2, 80, 300), (9, 260, 16, 24), (40, 5, 1, 1), (150, 1, 130, 264)],
@@ -110,7 +108,6 @@ def test_what_is_no_number_stays_in_its_group(implementation, value, group):
     assert not np.isfinite(d_weights[0]).any()
 
 
-@pytest.mark.slow("plain JAX and the interpreter do the same on every Python")
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("group", [1, 2])
 def test_nothing_of_a_group_reaches_another(widths, group):

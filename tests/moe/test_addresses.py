@@ -1,0 +1,92 @@
+"""Offsets are 64-bit wherever rows × width can pass 2**31, which a CPU has no memory to try."""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from triax import moe
+from triax.interpreting.builder import Builder
+from triax.moe.plans.configs import FewPairsConfig
+
+# More than any row, column, group or masked lane here, and less than the elements of an array.
+LARGEST = 4096
+ROWS, WIDTH = 90, 99
+RUN = {"implementation": "interpret"}
+
+
+def draw(*shape):
+    return np.random.default_rng(0).random(shape, np.float32)
+
+
+def forward_and_backward(op, *args):
+    results, pull = jax.vjp(functools.partial(op, **RUN), *args)
+    pull(results)
+
+
+def pairs(num_experts):
+    """With more pairs than one program looks at."""
+    ids = np.random.default_rng(0).integers(0, num_experts, (256, 4))
+    with mock.patch.object(FewPairsConfig, "max_pairs", 0):
+        moe.make_plan(ids, num_experts, **RUN)
+
+
+def masks(num_tokens, num_experts, top_k):
+    moe.make_plan_from_mask(draw(num_tokens, num_experts) < 0.5, top_k, **RUN)
+
+
+def permutation():
+    plan = moe.make_plan(np.arange(2 * ROWS).reshape(ROWS, 2) % 3, 3, align_size=64)
+    move = lambda x, w, s, **how: moe.permute(x, plan, weights=w, scales=s, **how)
+    forward_and_backward(move, draw(ROWS, WIDTH), draw(ROWS, 2), draw(ROWS, 3))
+    back = lambda rows, weights, **how: moe.unpermute(rows, plan, weights, **how)
+    forward_and_backward(back, draw(plan.num_rows, WIDTH), draw(ROWS, 2))
+
+
+def chunks():
+    op = lambda x, **how: moe.sort_chunks_by_index(x, np.array([70, 9]), np.array([1, 0]), **how)
+    forward_and_backward(op, draw(ROWS, WIDTH))
+
+
+def router():
+    op = lambda logits, **how: moe.route(logits, 2, **how).weights
+    forward_and_backward(op, draw(ROWS, WIDTH))
+
+
+def products():
+    op = lambda rows, weights, **how: moe.ragged_dot(rows, weights, np.array([40, 0, 45]), **how)
+    forward_and_backward(op, draw(ROWS, WIDTH), draw(3, WIDTH, 21))
+
+
+CASES = {
+    "pairs": functools.partial(pairs, 600),
+    "masks of which some experts are kept": functools.partial(masks, 40, 120, 2),
+    "masks of which all are": functools.partial(masks, 130, 40, 40),
+    "permutation": permutation,
+    "chunk sort": chunks,
+    "router": router,
+    "ragged_dot": products,
+    "glu": lambda: forward_and_backward(moe.glu, draw(ROWS, 100), draw(ROWS)),
+}
+
+
+@pytest.mark.parametrize("run", CASES.values(), ids=CASES.keys())
+def test_offsets_that_pass_32_bits_have_64(run, monkeypatch):
+    add, wide, narrow = Builder.create_addptr, 0, set()
+
+    def create_addptr(self, ptr, offset):
+        nonlocal wide
+        if np.max(np.abs(offset.data), initial=0) > LARGEST:
+            if offset.dtype.scalar.primitive_bitwidth < 64:
+                narrow.add(str(ptr.dtype))
+            wide += 1
+        return add(self, ptr, offset)
+
+    monkeypatch.setattr(Builder, "create_addptr", create_addptr)
+    run()
+    assert wide, "the arrays are too small for this test"
+    assert not narrow
