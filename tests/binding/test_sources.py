@@ -122,8 +122,5 @@ def test_constants():
 def test_the_number_of_an_object_is_never_anothers():
     opaque = Opaque()
     assert fingerprint(kernel, opaque) == fingerprint(kernel, opaque)
-    found = set()
-    for _ in range(50):
-        found.add(fingerprint(kernel, Opaque()))
-        gc.collect()
+    found = {fingerprint(kernel, Opaque()) for _ in range(50)}
     assert len(found) == 50
