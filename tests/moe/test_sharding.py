@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 
@@ -177,7 +178,7 @@ def test_a_cut_width_moves_nothing_between_devices(kind, name):
 
 
 @of_each_op
-def test_cut_batches_move_nothing_between_devices(name):
+def test_cut_batches_move_nothing_between_devices(kind, name):
     function = OPS[name]
     shared = ("w_gate_up", "w_down", "bias")
     axes = [None if name in shared else 0 for name in names(function)]
@@ -187,7 +188,7 @@ def test_cut_batches_move_nothing_between_devices(name):
     ]
     specs = [P() if axis is None else P(("data", "model")) for axis in axes]
     batched = jax.vmap(function, axes)
-    program, results = compiled(batched, mesh_of("plain"), args, specs)
+    program, results = compiled(batched, mesh_of(kind), args, specs)
     assert collectives(program) == []
     expected = jax.jit(batched)(*args)
     for actual, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
@@ -283,6 +284,61 @@ def test_types_alone_name_the_mesh(name):
         jax.jit(both)(*placed),
         jax.jit(both)(*args),
     )
+
+
+@pytest.mark.parametrize("over", ["vmap of the gradient", "gradient of the vmap"])
+def test_gradients_of_cut_batches_on_explicit_axes(over):
+    """Of an array that all share, and that is cut over another axis, too."""
+    x, _, ids = arguments(permutation)
+    xs = np.stack([x, x[::-1]])
+    weights = drawn()["weights"]
+
+    def loss(x, weights, ids):
+        tokens, _ = permutation(x, weights, ids)
+        return jnp.sum(jax.sharding.reshard(tokens, P()) ** 2)
+
+    axes = (0, None, None)
+    if over == "vmap of the gradient":
+        both = jax.vmap(jax.value_and_grad(loss, (0, 1)), axes)
+    else:
+        both = jax.value_and_grad(lambda *args: jnp.sum(jax.vmap(loss, axes)(*args)), (0, 1))
+    specs = [P("data", None, "model"), P("model"), P("model")]
+    _, actual = compiled(both, mesh_of("explicit"), [xs, weights, ids], specs)
+    with jax.set_mesh(mesh_of("explicit")):
+        expected = jax.jit(both)(xs, weights, ids)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("plain", "permutation"), ("plain", "chunk sort"), ("explicit", "router")]
+)
+def test_beside_manual_axes(kind, name):
+    """An op is whole on automatic axes that `shard_map` leaves, and cut over explicit ones."""
+    function = OPS[name]
+    args = arguments(function)
+    batches = [np.stack([arg, arg]) for arg in args]
+
+    @functools.partial(jax.shard_map, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    def each(*args):
+        return jax.tree.map(lambda a: a[None], function(*(arg[0] for arg in args)))
+
+    specs = [P("data", *(["model"] if a.ndim > 1 else [])) for a in args]
+    program, actual = compiled(each, mesh_of(kind), batches, specs)
+    # XLA, cutting a gather itself, would add up parts.
+    assert "all-reduce" not in collectives(program)
+    expected = jax.jit(function)(*args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, [b, b], rtol=1e-5, atol=1e-6), actual, expected
+    )
+
+
+def test_types_of_what_is_not_cut_name_the_mesh_too():
+    x, weights, ids = arguments(permutation)
+    whole = NamedSharding(mesh_of("explicit"), P())
+    tokens, _ = jax.eval_shape(lambda x: permutation(x, weights, ids), jax.device_put(x, whole))
+    assert tokens.sharding.mesh == whole.mesh.abstract_mesh
 
 
 def test_dimensions_cut_over_a_part_of_a_mesh_axis():

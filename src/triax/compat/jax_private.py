@@ -6,11 +6,13 @@ folded away by probing for the symbol itself. Nothing here decides anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -102,6 +104,15 @@ def result_aval(
         axes = _core.ManualAxisType(varying=varying)
         return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, vma=varying)
+
+
+def no_vmapped_axes() -> AbstractContextManager[Any]:
+    """A context in which all explicit mesh axes may be used, also those that `vmap` took.
+
+    They are what a batch is cut over: JAX keeps them from what is called inside.
+    """
+    taken = getattr(_core.get_axis_env(), "explicit_mesh_axis_names", None)
+    return _core.remove_explicit_mesh_axis_names(taken) if taken else contextlib.nullcontext()
 
 
 def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from packaging.version import Version
 
@@ -408,6 +408,30 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
         jax.jit(jax.value_and_grad(lambda x, f=f: jnp.sum(f(x, weights, experts) ** 2)))(x)
         for f in (layer, plain)
     )
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, found, expected)
+
+
+def test_a_mesh_whose_other_axis_is_explicit(options):
+    """What `shard_map` leaves may cut everything, each array otherwise."""
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("d", "explicit"), axis_types=kinds)
+    count = 4 * (TOKENS - 1)
+    x, experts, weights = normal(0, count, 8), draw_experts("uniform", count), uniform(2, count, 3)
+    cuts = P(None, "explicit"), P("explicit"), P()
+
+    @functools.partial(jax.shard_map, in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
+    def layer(*args):
+        args = map(jax.sharding.reshard, args, cuts)
+        sent = moe.dispatch(*args, EXPERTS, "d", **options)
+        return jax.sharding.reshard(moe.combine(jnp.sin(sent.rows), sent.plan), P())
+
+    plain = lambda x, weights, _: jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
+    with jax.set_mesh(mesh):
+        found, expected = (
+            jax.jit(jax.value_and_grad(lambda x, f=f: jnp.sum(f(x, weights, experts) ** 2)))(x)
+            for f in (layer, plain)
+        )
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     jax.tree.map(close, found, expected)
 

@@ -58,7 +58,10 @@ def move_rows_reference(
     """Rows [rows, width] and probs [rows] as the map says."""
     num_rows = rows.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    chunk = jnp.searchsorted(chunk_map.ends, row, side="right", method="scan_unrolled")
+    # The chunks that have ended. Not by `searchsorted`: JAX 0.10 cannot trace it where a part of
+    # the mesh axes is manual.
+    ended = jnp.zeros(num_rows + 1, jnp.int32).at[chunk_map.ends].add(1)
+    chunk = jnp.cumsum(ended)[:-1]
     shifts = jnp.concatenate([chunk_map.shifts, jnp.zeros_like(chunk_map.shifts[:1])])
     # Clipped before the sum, which could pass 2**31.
     shift = shifts[chunk]

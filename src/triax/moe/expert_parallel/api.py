@@ -27,7 +27,7 @@ from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
-from triax.moe.shared.sharding import explicit_mesh
+from triax.moe.shared.sharding import explicit_mesh, gathered
 
 Scheme = Literal["token", "choice"]
 ExchangeMethod = Literal["padded", "ragged"]
@@ -207,7 +207,7 @@ def dispatch(
             pairs = min(experts.size, capacity * num_local)
         num_rows = arguments.most_rows(num_devices * pairs, num_local, align_size)
     sizes = {"num_rows": arguments.rows_of_groups(num_rows, align_size), "align_size": align_size}
-    experts = arguments.as_int32(experts, num_experts)
+    weights, experts = gathered(weights), gathered(arguments.as_int32(experts, num_experts))
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
     operands = (x, weights, experts, scales, _Axis(axis_name, num_devices, num_local))
     how = {"implementation": implementation}
@@ -226,7 +226,7 @@ class _Axis(NamedTuple):
 def _is_better_ragged(x: jax.Array, num_devices: int) -> bool:
     job = jax_private.key_value_client()  # `jax.process_count` would start a backend
     local = 1 < num_devices <= _MOST_GPUS and (job is None or job.num_processes == 1)
-    # Beside explicit axes JAX cannot trace collectives in an op.
+    # Beside explicit axes it has not been tried on GPUs.
     return local and x.size * x.dtype.itemsize >= _MIN_RAGGED_BYTES and explicit_mesh(x) is None
 
 

@@ -9,7 +9,6 @@ some arguments, with its transpose. Forward mode runs it, reverse mode transpose
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,13 +90,15 @@ def _bind(function: Function, rule: Function, split: Split, may_cut: bool, *argu
     leaves = jax_private.insert_varying_casts(leaves)
     arguments = tree.unflatten(leaves)
     mesh = sharding.explicit_mesh(leaves)
-    with contextlib.nullcontext() if mesh is None else sharding.without_mesh():
-        types = arguments if mesh is None else sharding.whole(arguments)
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*types)
+    if mesh is None:
+        run = sharding.left_whole(function)
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    else:
+        shapes = sharding.shapes(mesh, function, arguments)
     _, out_tree = _flatten(shapes)
     flat_split = sharding.flatten(split, function, arguments, shapes)
     if mesh is not None:
-        jaxpr = jax.make_jaxpr(sharding.over_explicit_mesh(mesh, flat_split, leaves))(*leaves)
+        jaxpr = _in_parts(mesh, flat_split, leaves)
 
     def flat_rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         results, moved = rule(tree.unflatten(primals), tree.unflatten(tangents))
@@ -113,9 +114,15 @@ def _bind(function: Function, rule: Function, split: Split, may_cut: bool, *argu
         function=jaxpr_as_fun(jaxpr),
         rule=flat_rule,
         types=tuple(map(sharding.type_of, jaxpr.out_avals)),
-        split=flat_split if may_cut else None,
+        split=flat_split if may_cut or mesh is not None else None,
+        mesh=mesh,
     )
     return out_tree.unflatten(outputs)
+
+
+def _in_parts(mesh: Any, split: sharding.FlatSplit, operands: Sequence[Any]) -> Any:
+    with jax_private.no_vmapped_axes():
+        return jax.make_jaxpr(sharding.over_explicit_mesh(mesh, split, operands))(*operands)
 
 
 def call(
@@ -193,9 +200,9 @@ def _primitive(name: str) -> Primitive:
         return [jax_private.result_aval(name, avals, a.shape, a.dtype, a.sharding) for a in types]
 
     def lower(
-        ctx: Any, *operands: Any, function: Function, split: Any = None, **_: Any
+        ctx: Any, *operands: Any, function: Function, split: Any = None, mesh: Any = None, **_: Any
     ) -> Sequence[Any]:
-        if split is not None and sharding.is_partitioned(ctx):
+        if split is not None and mesh is None and sharding.is_partitioned(ctx):
             function = sharding.partitioned(split, function)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
@@ -229,15 +236,22 @@ def _op_batch(
     rule: Function,
     types: Sequence[Any],
     split: sharding.FlatSplit | None,
+    mesh: Any,
 ) -> Any:
     axes = tuple(axes)
-    size = _batch_size(args, axes)
+    split = None if split is None else sharding.batched(split, axes)
+    function = jax.vmap(function, axes)
+    types = tuple(sharding.batched_type(a, _batch_size(args, axes)) for a in types)
+    if mesh is not None and split is not None:  # cut over more axes now, perhaps: by batches
+        jaxpr = _in_parts(mesh, split, args)
+        function, types = jaxpr_as_fun(jaxpr), tuple(map(sharding.type_of, jaxpr.out_avals))
     outputs = _op_p.bind(
         *args,
-        function=jax.vmap(function, axes),
+        function=function,
         rule=jax.vmap(rule, (axes, axes)),
-        types=tuple(sharding.batched_type(size, a) for a in types),
-        split=None if split is None else sharding.batched(split, axes),
+        types=types,
+        split=split,
+        mesh=mesh,
     )
     return outputs, [0] * len(outputs)
 
@@ -271,13 +285,17 @@ def _linear_batch(
     num_residuals: int,
     types: Sequence[Any],
 ) -> Any:
-    size = _batch_size(args, axes)
+    size, batch = _batch_size(args, axes), sharding.explicit_batch(args, axes)
+
     # Put the batch in front of all tangents, so that all cotangents have it there. JAX transposes
     # that too: a tangent without a batch gets the sum over it.
-    tangents = [
-        jnp.broadcast_to(arg, (size, *arg.shape)) if axis is None else jnp.moveaxis(arg, axis, 0)
-        for arg, axis in zip(args[num_residuals:], axes[num_residuals:], strict=True)
-    ]
+    def in_front(arg: Any, axis: int | None) -> Any:
+        if axis is not None:
+            return jnp.moveaxis(arg, axis, 0)
+        kind = sharding.batched_type(sharding.type_of(arg), size, batch)
+        return sharding.cast(jnp.broadcast_to(arg, (size, *arg.shape)), kind)
+
+    tangents = list(map(in_front, args[num_residuals:], axes[num_residuals:]))
     known = tuple(axes[:num_residuals])
     outputs = _linear_p.bind(
         *args[:num_residuals],
@@ -285,7 +303,7 @@ def _linear_batch(
         function=jax.vmap(function, (*known, *(0 for _ in tangents))),
         transpose=jax.vmap(transpose, (*known, *(0 for _ in types))),
         num_residuals=num_residuals,
-        types=tuple(sharding.batched_type(size, a) for a in types),
+        types=tuple(sharding.batched_type(a, size, batch) for a in types),
     )
     return outputs, [0] * len(outputs)
 

@@ -211,6 +211,26 @@ def _spec(letters: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
     return PartitionSpec(*(axes.get(letter) for letter in letters))
 
 
+# --- inside shard_map ---------------------------------------------------------------------------
+
+
+def left_whole(function: Function) -> Function:
+    """`function` of arrays, which XLA does not cut over axes that `shard_map` leaves to it.
+
+    Where it cuts plain JAX there, XLA of JAX 0.10 may end the process (at a gather).
+    """
+
+    def run(*operands: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not {AxisType.Manual, AxisType.Auto} <= {*mesh.axis_types}:
+            return function(*operands)
+        whole = NamedSharding(mesh, PartitionSpec())
+        constrain = lambda array: jax.lax.with_sharding_constraint(array, whole)
+        return jax.tree.map(constrain, function(*jax.tree.map(constrain, operands)))
+
+    return run
+
+
 # --- explicit meshes ---------------------------------------------------------------------------
 
 
@@ -221,16 +241,28 @@ def explicit_mesh(arrays: Any) -> Any | None:
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
-def without_mesh() -> Any:
-    """A context without a mesh, in which the shapes of a whole op's results can be traced."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+def shapes(mesh: Any, function: Function, arguments: Any) -> Any:
+    """The types of the results of a whole op, whose arguments are cut over explicit axes.
+
+    Traced as if these axes were automatic; those that are manual are so still.
+    """
+    kinds = (AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
+    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple(kinds))
+
+    def whole(array: Any) -> Any:
+        return jax_private.result_aval("op", [jax.typeof(array)], array.shape, array.dtype)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.eval_shape(function, *jax.tree.map(whole, arguments))
 
 
 def explicit(array: Any) -> NamedSharding | None:
-    """The sharding that is part of an array's type, if it is cut at all."""
+    """The sharding that is part of an array's type, if its mesh has explicit axes."""
     is_type = isinstance(array, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
     sharding = (array if is_type else jax.typeof(array)).sharding
-    return sharding if any(part is not None for part in getattr(sharding, "spec", ())) else None
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding
 
 
 def type_of(array: Any) -> jax.ShapeDtypeStruct:
@@ -238,33 +270,51 @@ def type_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=explicit(array))
 
 
-def batched_type(size: int, kind: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The type of a batch in front."""
+def explicit_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> Any:
+    """The explicit axes that a batch is cut over, which `vmap` wants to be the same for all."""
+    cuts = [
+        sharding.spec[axis]
+        for array, axis in zip(arrays, axes, strict=True)
+        if axis is not None and (sharding := explicit(array)) is not None
+    ]
+    return next(filter(None, cuts), None)
+
+
+def batched_type(kind: jax.ShapeDtypeStruct, size: int, batch: Any = None) -> jax.ShapeDtypeStruct:
+    """The type with a batch in front, which is cut over the explicit axes `batch`."""
     sharding = kind.sharding
     if sharding is not None:
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(batch, *sharding.spec))
     return jax.ShapeDtypeStruct((size, *kind.shape), kind.dtype, sharding=sharding)
 
 
 def cast(array: Any, kind: jax.ShapeDtypeStruct) -> Any:
     """The array with the sharding of a type."""
     have, want = explicit(array), kind.sharding
-    if have is None and want is None:
+    if have == want:
         return array
     mesh = (have or want).mesh
     return jax.sharding.reshard(array, want or NamedSharding(mesh, PartitionSpec()))
 
 
-def whole(arrays: Any) -> Any:
-    """The types of arrays as if they were not cut."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+def gathered(array: Any, *kept: int) -> Any:
+    """The array, which explicit axes cut over no dimensions but those given.
+
+    For plain JAX, which wants operands that are cut alike.
+    """
+    sharding = explicit(array)
+    if sharding is None:
+        return array
+    spec = (part if i in kept else None for i, part in enumerate(sharding.spec))
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
     """The op in parts, as the types of its operands are cut."""
     axes = _explicit_axes(mesh, split.operands, operands)
-    names = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return _in_parts(mesh, {name for name, kind in names if kind is AxisType.Explicit}, split, axes)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, kind in kinds if kind is AxisType.Explicit}
+    return _in_parts(mesh, names, split, axes)
 
 
 def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
@@ -273,30 +323,38 @@ def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
     mesh = explicit_mesh(arguments)
     if mesh is None:
         return function(*arguments)
-    with without_mesh():
-        shapes = jax.eval_shape(function, *whole(arguments))
-    flat, operands = flatten(split, function, arguments, shapes), jax.tree.leaves(arguments)
+    results = shapes(mesh, function, arguments)
+    flat, operands = flatten(split, function, arguments, results), jax.tree.leaves(arguments)
     axes = _explicit_axes(mesh, flat.operands, operands)
     if not axes:
         return function(*arguments)
     used = {name for names in axes.values() for name in names}
-    results = _in_parts(mesh, used, flat, axes)(*operands)
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    parts = _in_parts(mesh, used, flat, axes)(*operands)
+    return jax.tree.unflatten(jax.tree.structure(results), parts)
 
 
 def _explicit_axes(
     mesh: Any, strings: Sequence[str], operands: Sequence[Any]
 ) -> dict[str, MeshAxes]:
-    cut = zip(strings, operands, map(explicit, operands), strict=True)
-    return _mesh_axes(mesh, ((letters, a.shape, s.spec) for letters, a, s in cut if s is not None))
+    cut = (
+        (letters, operand.shape, sharding.spec)
+        for letters, operand in zip(strings, operands, strict=True)
+        if (sharding := explicit(operand)) is not None and any(sharding.spec)
+    )
+    return _mesh_axes(mesh, cut)
 
 
 def _in_parts(
     mesh: Any, names: set[str], split: FlatSplit, axes: Mapping[str, MeshAxes]
 ) -> Function:
     specs = [_spec(letters, axes) for letters in split.operands]
+    local = left_whole(split.local(Shard(axes)))
+
+    def on_device(*operands: Any) -> Any:
+        return local(*map(_of_no_axis, operands))
+
     part = jax.shard_map(
-        split.local(Shard(axes)),
+        on_device,
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=[_spec(letters, axes) for letters in split.results],
@@ -314,3 +372,11 @@ def _in_parts(
         )
 
     return run
+
+
+def _of_no_axis(array: jax.Array) -> jax.Array:
+    """The array, whose type says no more that it varies over axes that were manual before.
+
+    JAX lets operands keep that with `check_vma=False`, and most results lose it.
+    """
+    return jax.lax.squeeze(jax.lax.expand_dims(array, (0,)), (0,))

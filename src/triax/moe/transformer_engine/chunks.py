@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.moe.chunk_sort import api as chunks
+from triax.moe.shared import sharding
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 
@@ -26,7 +27,9 @@ def sort_chunks_by_index(
     sort = chunks.sort_chunks_by_index
     output = sort(x, split_sizes, sorted_indices, implementation=implementation).rows
     # Row numbers, sorted back, tell each row of `inp` where it went.
-    split_sizes, sorted_indices = jnp.asarray(split_sizes), jnp.asarray(sorted_indices)
+    split_sizes, sorted_indices = (
+        sharding.gathered(jnp.asarray(array)) for array in (split_sizes, sorted_indices)
+    )
     sizes, back = split_sizes[sorted_indices], jnp.argsort(sorted_indices)
     numbers = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     return output, sort(numbers, sizes, back, implementation=implementation).rows[:, 0]

@@ -7,18 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from triax.compat import jax_private
 from triax.errors import ArgumentValueError
-from triax.moe.shared import arguments
+from triax.moe.shared import arguments, sharding
 
 
 def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
-    """Returns an array of two or three dimensions as one of two, [tokens, `last`]."""
+    """Returns an array of two or three dimensions as one of two, [tokens, `last`].
+
+    Over explicit axes of a mesh it is not cut any more, but for "hidden".
+    """
     ndim = getattr(value, "ndim", 2)
     if ndim not in (2, 3):
         raise ArgumentValueError(
             f"Argument `{name}` must have shape [tokens, {last}] or [batch, sequence, {last}]; "
             f"got {value.shape}. Reshape it."
         )
+    if jax_private.is_array(value):
+        value = sharding.gathered(value, *([ndim - 1] if last == "hidden" else []))
     if ndim == 3:
         value = value.reshape(value.shape[0] * value.shape[1], value.shape[2])
     return arguments.array(name, value, ("tokens", last), kind)
