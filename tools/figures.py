@@ -282,7 +282,7 @@ def layers_on_gpus() -> str:
 
 
 def tokens_cut() -> str:
-    """The layer with tokens cut under plain `jit`, against one GPU with all of them."""
+    """The layer with tokens cut over an explicit axis, against one GPU with all of them."""
     rows = []
     for gpus, results in of_several_gpus():
         for name, found in results.items():
@@ -290,6 +290,15 @@ def tokens_cut() -> str:
                 times = f"{found['ms']:.1f} ms", f"{found['one_gpu_ms']:.1f} ms"
                 rows.append([gpus, name.split(", ")[1], *times, f"{found['speedup']:.2f}"])
     return table(["", "", "tokens cut", "one GPU", "times as fast"], rows)
+
+
+def float32() -> str:
+    """`ragged_dot` in float32 against bfloat16."""
+    rows = [
+        [name, f"{found['median_us'] / 1000:.2f} ms", f"{found['of_bfloat16']:.1f}"]
+        for name, found in record("float32")["results"].items()
+    ]
+    return table(["operands", "", "times as long as bfloat16"], rows)
 
 
 def layers() -> str:
@@ -382,6 +391,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "all_to_one_gpu": all_to_one_gpu,
     "layers_on_gpus": layers_on_gpus,
     "tokens_cut": tokens_cut,
+    "float32": float32,
+    "where/float32": lambda: where("float32"),
     "decode": decode,
     "gallery": gallery,
     "where/gallery": lambda: where("gallery"),

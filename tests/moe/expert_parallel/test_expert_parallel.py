@@ -424,7 +424,8 @@ def test_a_mesh_whose_other_axis_is_explicit(options):
     def layer(*args):
         args = map(jax.sharding.reshard, args, cuts)
         sent = moe.dispatch(*args, EXPERTS, "d", **options)
-        return jax.sharding.reshard(moe.combine(jnp.sin(sent.rows), sent.plan), P())
+        tokens = moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
+        return jax.sharding.reshard(tokens, P())
 
     plain = lambda x, weights, _: jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
     with jax.set_mesh(mesh):
