@@ -1,7 +1,6 @@
 """What a kernel is compiled from, and what it is not."""
 
 import dataclasses
-import gc
 import types
 
 import numpy as np
