@@ -60,8 +60,7 @@ def move_rows_reference(
     row = jnp.arange(num_rows, dtype=jnp.int32)
     # The chunks that have ended. Not by `searchsorted`: JAX 0.10 cannot trace it where a part of
     # the mesh axes is manual.
-    ended = jnp.zeros(num_rows + 1, jnp.int32).at[chunk_map.ends].add(1)
-    chunk = jnp.cumsum(ended)[:-1]
+    chunk = jnp.cumsum(jnp.zeros(num_rows, jnp.int32).at[chunk_map.ends].add(1, mode="drop"))
     shifts = jnp.concatenate([chunk_map.shifts, jnp.zeros_like(chunk_map.shifts[:1])])
     # Clipped before the sum, which could pass 2**31.
     shift = shifts[chunk]

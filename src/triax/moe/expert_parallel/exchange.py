@@ -199,7 +199,7 @@ def _emulate(
     row = jnp.arange(len(out), dtype=jnp.int32)
     # The last piece that begins at the row or before it. Not by `searchsorted`: JAX 0.10 cannot
     # trace it where a part of the mesh axes is manual.
-    begun = jnp.cumsum(jnp.zeros(len(out) + 1, jnp.int32).at[targets].add(1))[:-1]
+    begun = jnp.cumsum(jnp.zeros(len(out), jnp.int32).at[targets].add(1, mode="drop"))
     piece = order[jnp.maximum(begun - 1, 0)]
     behind = row - targets[piece]
     inside = (behind >= 0) & (behind < sizes[piece])
