@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.moe.feed_forward.test_feed_forward import CASES, check_against_dense, draw
+from tests.moe.layer.test_feed_forward import CASES, check_against_dense, draw
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import functools
 import jax
 import pytest
 
-from tests.moe.glu.test_glu import ACTIVATIONS, draw, expected
+from tests.moe.activations.test_glu import ACTIVATIONS, draw, expected
 from triax import moe
 from triax.testing import assert_close, assert_same_bits, poison
 

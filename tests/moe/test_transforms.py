@@ -161,7 +161,7 @@ OPS = {
         draw_layer,
         axes=[(0, 0, None, None)],
         replicated=[(2, 3)],
-        kernels=[],  # tests/moe/feed_forward has them
+        kernels=[],  # tests/moe/layer has them
     ),
 }
 
@@ -406,7 +406,7 @@ def test_cpu_gets_plain_jax_alone(name):
 @pytest.mark.parametrize(
     ("name", "arch"),
     [(name, "90") for name in WITH_KERNELS]
-    # ragged_dot has its own test for these: tests/moe/ragged_dot/test_programs.py.
+    # ragged_dot has its own test for these: tests/moe/grouped_matmul/test_programs.py.
     + [
         pytest.param(name, arch, marks=pytest.mark.slow("Triton is the same"))
         for name in WITH_KERNELS

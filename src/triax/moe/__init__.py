@@ -1,21 +1,21 @@
 """MoE layers: routing, moving tokens to their experts and back, grouped matmuls, with gradients."""
 
+from triax.moe.activations.api import glu as glu
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
 from triax.moe.expert_parallel.api import Dispatched as Dispatched
 from triax.moe.expert_parallel.api import DispatchPlan as DispatchPlan
 from triax.moe.expert_parallel.api import combine as combine
 from triax.moe.expert_parallel.api import dispatch as dispatch
-from triax.moe.feed_forward.api import feed_forward as feed_forward
-from triax.moe.feed_forward.parts import FeedForward as FeedForward
-from triax.moe.glu.api import glu as glu
+from triax.moe.grouped_matmul.api import ragged_dot as ragged_dot
+from triax.moe.layer.api import feed_forward as feed_forward
+from triax.moe.layer.parts import FeedForward as FeedForward
 from triax.moe.permutation.api import permute as permute
 from triax.moe.permutation.api import unpermute as unpermute
 from triax.moe.permutation.reference import Permuted as Permuted
 from triax.moe.plans.api import make_plan as make_plan
 from triax.moe.plans.api import make_plan_from_mask as make_plan_from_mask
 from triax.moe.plans.reference import Plan as Plan
-from triax.moe.ragged_dot.api import ragged_dot as ragged_dot
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss
 from triax.moe.router.losses import router_z_loss as router_z_loss

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from triax import moe
-from triax.moe.chunk_sort import derivatives
+from triax.moe.chunk_sort import ops
 
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 OTHERS = ["int8", "uint16", "int32", "bool"]
@@ -186,9 +186,8 @@ def test_no_rows_no_chunks_no_width(implementation):
 
 def test_maps_of_sums_beyond_32_bits(implementation):
     """Of 2**30 rows that are named three times, the second and third time past the last row."""
-    maps = derivatives.chunk_maps(
-        jnp.full(3, 2**30), jnp.zeros(3, jnp.int32), 2**30, implementation
-    )
+    sizes, indices = jnp.full(3, 2**30), jnp.zeros(3, jnp.int32)
+    maps = ops.chunk_maps(sizes, indices, num_rows=2**30, implementation=implementation)
     assert maps.forward.ends.tolist() == maps.inverse.ends.tolist() == [2**30] * 3
     assert maps.forward.shifts.tolist() == [0, -(2**30), -(2**30)]
     assert maps.inverse.shifts.tolist() == [0, 0, 0]

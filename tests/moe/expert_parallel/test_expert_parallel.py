@@ -35,8 +35,8 @@ EXPERTS, TOP_K, TOKENS, HIDDEN, WIDTH = 16, 3, 9, 20, 12
 
 def forget():
     """The ops, with which their traces are kept."""
-    for made in (exchange._ragged, tokens._ops):
-        made.cache_clear()
+    for op in (exchange._exchange, tokens._send, tokens._collect):
+        op._calls.cache_clear()
 
 
 @pytest.fixture(autouse=True)

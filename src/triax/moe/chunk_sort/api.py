@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentValueError
-from triax.moe.chunk_sort import derivatives
+from triax.moe.chunk_sort import ops
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -87,10 +87,10 @@ def sort_chunks_by_index(
     implementation = implementations.resolve(implementation, x=x, probs=probs)
     if num_chunks == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
         return Sorted(x, probs)
-    maps = derivatives.chunk_maps(
+    maps = ops.chunk_maps(
         arguments.as_int32(split_sizes, num_rows),
         arguments.as_int32(sorted_indices, num_chunks),
-        num_rows,
-        implementation,
+        num_rows=num_rows,
+        implementation=implementation,
     )
-    return Sorted(*derivatives.move_chunks(implementation)(x, probs, maps))
+    return Sorted(*ops.move_chunks(x, probs, maps, implementation=implementation))

@@ -1,4 +1,4 @@
-"""The chunk sort's kernel launches: output types, grids, and the `triton_call`s."""
+"""The chunk sort's kernel launches: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
-from triax.call import triton_call
 from triax.moe.chunk_sort.configs import ChunkMoveConfig
-from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps
+from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps, Moved
 from triax.moe.shared.arrays import absent, as_words, from_words
+from triax.moe.shared.launching import launch
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -19,8 +19,8 @@ from triax.moe.shared.arrays import absent, as_words, from_words
 def chunk_maps(
     split_sizes: jax.Array,
     sorted_indices: jax.Array,
-    num_rows: int,
     *,
+    num_rows: int,
     implementation: KernelImplementation | None,
 ) -> ChunkMaps:
     """Both maps, from int32 sizes and indices [chunks], at least one of them."""
@@ -28,59 +28,52 @@ def chunk_maps(
 
     num_chunks = split_sizes.shape[0]
     ints: Any = jax.ShapeDtypeStruct((num_chunks,), jnp.int32)
-    return triton_call(
+    return launch(
+        _chunk_maps_kernel,
         split_sizes,
         sorted_indices,
         num_rows,
         num_chunks,
-        kernel=_chunk_maps_kernel,
         out_type=ChunkMaps(ChunkMap(ints, ints), ChunkMap(ints, ints)),
         # One program walks over all chunks. A second would write the same maps again.
         grid=1,
         num_warps=4,
-        name="chunk_maps",
-        vmap_method="sequential",
         implementation=implementation,
         BLOCK=1024,
     )
 
 
-def move_rows(
+def move_chunks(
     rows: jax.Array,
     probs: jax.Array | None,
-    chunk_map: ChunkMap,
+    maps: ChunkMaps,
     *,
     implementation: KernelImplementation | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Rows [rows, width] and probs [rows] as the map says."""
+) -> Moved:
+    """Rows [rows, width] and probs [rows] as the forward map says."""
     from triax.moe.chunk_sort.kernels import _move_rows_kernel
 
     num_rows, width = rows.shape
-    num_chunks = chunk_map.ends.shape[0]
+    num_chunks = maps.forward.ends.shape[0]
     config = ChunkMoveConfig.heuristic(width, rows.dtype.itemsize)
     row_blocks = -(-num_rows // config.block_rows)
     # At least one, because probs move even if rows have no elements.
     width_blocks = max(1, -(-width // config.block_width))
     words = [as_words(array) for array in (rows, probs)]
-    moved, moved_probs = triton_call(
+    moved, moved_probs = launch(
+        _move_rows_kernel,
         *words,
-        *chunk_map,
+        *maps.forward,
         num_rows,
         num_chunks,
         config.search_steps(num_chunks),
-        kernel=_move_rows_kernel,
         out_type=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(words)),
         # Exactly the blocks that hold elements: one program too few leaves rows unwritten, one too
         # many only costs time. All on one axis: the others are limited to 65535 programs.
         grid=row_blocks * width_blocks,
-        num_warps=config.num_warps,
-        name="move_rows",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
         WIDTH=width,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_WIDTH=config.block_width,
-        SEARCH_WAYS=config.search_ways,
         **absent(moved_probs_ptr=probs),
     )
-    return from_words(moved, rows), from_words(moved_probs, probs)
+    return Moved(from_words(moved, rows), from_words(moved_probs, probs))

@@ -33,8 +33,15 @@ class ChunkMaps(NamedTuple):
     inverse: ChunkMap
 
 
+class Moved(NamedTuple):
+    """Rows [rows, width], and probs [rows] or None."""
+
+    rows: jax.Array
+    probs: jax.Array | None
+
+
 def chunk_maps_reference(
-    split_sizes: jax.Array, sorted_indices: jax.Array, num_rows: int
+    split_sizes: jax.Array, sorted_indices: jax.Array, *, num_rows: int
 ) -> ChunkMaps:
     """Both maps, from int32 sizes and indices [chunks], at least one of them."""
     num_chunks = split_sizes.shape[0]
@@ -52,11 +59,9 @@ def chunk_maps_reference(
     return ChunkMaps(ChunkMap(sorted_ends, sorted_starts - outputs), ChunkMap(ends, inverse_shifts))
 
 
-def move_rows_reference(
-    rows: jax.Array, probs: jax.Array | None, chunk_map: ChunkMap
-) -> tuple[jax.Array, jax.Array | None]:
-    """Rows [rows, width] and probs [rows] as the map says."""
-    num_rows = rows.shape[0]
+def move_chunks_reference(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Moved:
+    """Rows [rows, width] and probs [rows] as the forward map says."""
+    num_rows, chunk_map = rows.shape[0], maps.forward
     row = jnp.arange(num_rows, dtype=jnp.int32)
     # The chunks that have ended. Not by `searchsorted`: JAX 0.10 cannot trace it where a part of
     # the mesh axes is manual.
@@ -68,4 +73,4 @@ def move_rows_reference(
         shift < 0, row - jnp.minimum(-shift, row), row + jnp.minimum(shift, num_rows - 1 - row)
     )
     take = functools.partial(take_rows, index=source, mode="clip")
-    return take(rows), None if probs is None else take(probs)
+    return Moved(take(rows), None if probs is None else take(probs))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from triax.compat import jax_private
 from triax.moe.shared import linear
 from triax.moe.shared.arrays import running_sum
+from triax.moe.shared.ops import Call, Op
 
 # XLA's kernel gives each slice a small part of the GPU: two H100s took 91 ms for 0.47 GB in one
 # slice for each peer, 1.36 in 512 pieces, where `all_to_all` took 0.95. On four H200s 256 to 2,048
@@ -111,26 +112,38 @@ def ragged(
     Between the slices, here and in the gradient, are zeros; with `fill=False`, which saves a pass
     over the result, anything.
     """
-    moved: jax.Array = _ragged(rows.shape[0], num_rows, axis_name, fill)(rows, slices)
+    how = {"num_rows": num_rows, "axis_name": axis_name, "fill": fill}
+    moved: jax.Array = _exchange(rows, slices, implementation=None, **how)
     return moved
 
 
-@functools.cache
-def _ragged(num_sent: int, num_rows: int, axis_name: Any, fill: bool) -> Any:
+def _there(
+    rows: jax.Array,
+    slices: Slices,
+    *,
+    num_rows: int,
+    axis_name: Any,
+    fill: bool,
+    implementation: None,
+) -> jax.Array:
+    pieces = _cut(slices, max(1, _PIECES // slices.sizes.shape[1]))
+    return move(rows, pieces, num_rows, axis_name, fill=fill)
+
+
+def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
+    num_sent = arguments[0].shape[0]
+
+    def forth(slices: Slices, moving: dict[str, jax.Array]) -> jax.Array:
+        moved: jax.Array = call(moving["rows"], slices)
+        return moved
+
     def back(slices: Slices, gradient: jax.Array) -> dict[str, jax.Array]:
-        return {"rows": ragged(gradient, slices.reversed(), num_sent, axis_name, fill=fill)}
+        return {"rows": call.like(num_rows=num_sent)(gradient, slices.reversed())}
 
-    def forth(slices: Slices, tangents: dict[str, jax.Array]) -> jax.Array:
-        return ragged(tangents["rows"], slices, num_rows, axis_name, fill=fill)
+    return linear.call(forth, back, arguments[1], {"rows": tangents[0]}, result)
 
-    def derivative(arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
-        return linear.call(forth, back, arguments[1], {"rows": tangents[0]}, result)
 
-    def there(rows: jax.Array, slices: Slices) -> jax.Array:
-        pieces = _cut(slices, max(1, _PIECES // slices.sizes.shape[1]))
-        return move(rows, pieces, num_rows, axis_name, fill=fill)
-
-    return linear.op(there, derivative)
+_exchange = Op("ragged_exchange", xla=_there, derivative=_derivative)
 
 
 def move(

@@ -7,7 +7,6 @@ other GPUs' memory: it takes each token from where it is, and no rows are made f
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from triax.moe.permutation.api import permute, routes_of, sum_rows, unpermute
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import linear
 from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.ops import Call, Op
 
 # Rows of fewer bytes are copied for the devices first: to start a block of XLA's kernel for each
 # takes longer. On two and four H200s 2,048 bytes go faster from where they are, 64 slower.
@@ -90,7 +90,8 @@ def send(
     """
     if isinstance(ways, Plan):
         return exchange.padded(permute(x, ways, implementation=implementation), axis_name)
-    rows: jax.Array = _ops(num_rows, axis_name, fill, implementation)[0](x, ways)
+    how = {"num_rows": num_rows, "axis_name": axis_name, "fill": fill}
+    rows: jax.Array = _send(x, ways, implementation=implementation, **how)
     return rows
 
 
@@ -104,36 +105,38 @@ def collect(
     """[num_rows, ...] to [tokens, ...]: each token's rows from all devices, summed up."""
     if isinstance(ways, Plan):
         return unpermute(exchange.padded(rows, axis_name), ways, implementation=implementation)
-    x = _ops(len(rows), axis_name, False, implementation)[1](rows, ways)
+    how = {"num_rows": len(rows), "axis_name": axis_name, "fill": False}
+    x = _collect(rows, ways, implementation=implementation, **how)
     return checkpoint_name(x, "triax_unpermuted_tokens")
 
 
-@functools.cache
-def _ops(num_rows: int, axis_name: Any, fill: bool, implementation: Implementation | None) -> Any:
-    """From tokens to rows, and back."""
+def _to_devices(
+    x: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, fill: bool, implementation: Any
+) -> jax.Array:
+    if ways.pieces is not None and x.shape[1] * x.dtype.itemsize >= _MIN_ROW_BYTES:
+        return exchange.move(x, ways.pieces, num_rows, axis_name, fill=fill)
+    rows = permute(x, ways.sent, implementation=implementation)
+    return exchange.ragged(rows, ways.slices, num_rows, axis_name, fill=fill)
 
-    def to_devices(x: jax.Array, ways: Ways) -> jax.Array:
-        if ways.pieces is not None and x.shape[1] * x.dtype.itemsize >= _MIN_ROW_BYTES:
-            return exchange.move(x, ways.pieces, num_rows, axis_name, fill=fill)
-        rows = permute(x, ways.sent, implementation=implementation)
-        return exchange.ragged(rows, ways.slices, num_rows, axis_name, fill=fill)
 
-    def to_tokens(rows: jax.Array, ways: Ways) -> jax.Array:
-        back = ways.slices.reversed()
-        rows = exchange.ragged(rows, back, ways.sent.num_rows, axis_name, fill=False)
-        return sum_rows(rows, routes_of(ways.sent), implementation)
+def _to_tokens(
+    rows: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, fill: bool, implementation: Any
+) -> jax.Array:
+    back = ways.slices.reversed()
+    rows = exchange.ragged(rows, back, ways.sent.num_rows, axis_name, fill=False)
+    return sum_rows(rows, routes_of(ways.sent), implementation)
 
-    def op(function: Any, index: int) -> Any:
-        def derivative(arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
-            return linear.call(
-                lambda ways, moving: ops[index](moving["rows"], ways),
-                lambda ways, cotangent: {"rows": ops[1 - index](cotangent, ways)},
-                arguments[1],
-                {"rows": tangents[0]},
-                result,
-            )
 
-        return linear.op(function, derivative, implementation=implementation)
+def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
+    transpose = call.like(_collect if call.op is _send else _send)
+    return linear.call(
+        lambda ways, moving: call(moving["rows"], ways),
+        lambda ways, cotangent: {"rows": transpose(cotangent, ways)},
+        arguments[1],
+        {"rows": tangents[0]},
+        result,
+    )
 
-    ops = op(to_devices, 0), op(to_tokens, 1)
-    return ops
+
+_send = Op("send_tokens", xla=_to_devices, derivative=_derivative)
+_collect = Op("collect_tokens", xla=_to_tokens, derivative=_derivative)

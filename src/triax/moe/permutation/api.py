@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from triax import messages
 from triax.binding import dtypes
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.permutation import configs, derivatives
+from triax.moe.permutation import configs, ops
 from triax.moe.permutation.reference import Permuted, Routes
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
@@ -104,8 +104,8 @@ def permute(
         x.shape[1] == 0 and weights is None and scales is None
     ):
         implementation = "xla"
-    rows, row_weights, row_scales = derivatives.permute_rows(implementation)(
-        x, weights, scales, routes
+    rows, row_weights, row_scales = ops.permute_rows(
+        x, weights, scales, routes, implementation=implementation
     )
     rows = checkpoint_name(rows, "triax_permuted_rows")
     if row_weights is None and row_scales is None:
@@ -164,7 +164,7 @@ def unpermute(
     else:
         implementation = implementations.resolve(implementation, rows=rows, weights=weights)
         implementation = "xla" if rows.size == 0 else implementation
-        tokens = derivatives.weigh_rows(implementation)(rows, weights, routes)
+        tokens = ops.weigh_rows(rows, weights, routes, implementation=implementation)
     return checkpoint_name(tokens, "triax_unpermuted_tokens")
 
 
@@ -173,7 +173,8 @@ def sum_rows(rows: jax.Array, routes: Routes, implementation: Implementation | N
     implementation = implementations.resolve(implementation, rows=rows)
     if routes.row_of.size == 0 or rows.size == 0:
         implementation = "xla"
-    tokens: jax.Array = derivatives.gather_rows(implementation)(rows, None, None, routes).x
+    gathered = ops.gather_rows(rows, None, None, routes, implementation=implementation)
+    tokens: jax.Array = gathered.x
     return tokens
 
 
@@ -185,8 +186,8 @@ def weights_by_slot(
     if routes.row_of.size == 0 or row_weights.size == 0:
         implementation = "xla"
     no_columns = jnp.zeros((routes.num_rows, 0), jnp.float32)
-    gather = derivatives.gather_rows(implementation)
-    weights: jax.Array = gather(no_columns, None, row_weights, routes).weights
+    gathered = ops.gather_rows(no_columns, None, row_weights, routes, implementation=implementation)
+    weights: jax.Array = gathered.weights
     return weights
 
 

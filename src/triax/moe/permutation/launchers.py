@@ -1,4 +1,4 @@
-"""The launches of permute and unpermute: output types, grids, and the `triton_call`s."""
+"""The launches of permute and unpermute: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
-from triax.call import triton_call
 from triax.moe.permutation import configs
 from triax.moe.permutation.configs import MoveConfig, step_slots
 from triax.moe.permutation.reference import Gathered, Permuted, Routes, sum_dtype
 from triax.moe.shared.arrays import absent, as_words, from_words, stored
+from triax.moe.shared.launching import launch
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -40,10 +40,10 @@ def permute(
     width_blocks = max(1, -(-width // config.block_width))
     num_zeroing = _num_zeroing(routes, config)
     words = [as_words(array) for array in (x, weights, scales)]
-    rows, row_weights, row_scales = triton_call(
+    rows, row_weights, row_scales = launch(
+        _permute_kernel,
         *words,
         *_plan_operands(routes, num_zeroing),
-        kernel=_permute_kernel,
         out_type=(
             jax.ShapeDtypeStruct((num_rows, width), words[0].dtype),
             None if weights is None else jax.ShapeDtypeStruct((num_rows,), words[1].dtype),
@@ -54,18 +54,13 @@ def permute(
         # First the programs that move the tokens, which write their rows whatever the plan says;
         # then those that share the rows without a token, whose number only the device knows.
         grid=-(-num_tokens // config.block_tokens) * width_blocks + num_zeroing,
-        num_warps=config.num_warps,
-        name="permute",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
         TOP_K=top_k,
         STEP_SLOTS=step_slots(top_k),
         WIDTH=width,
         SCALES=num_scales,
         STORES=_STORES,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_SLOTS=config.block_slots,
-        BLOCK_WIDTH=config.block_width,
         BLOCK_EXPERTS=configs.ZEROING_BLOCK_EXPERTS,
         **absent(row_weights_ptr=weights, row_scales_ptr=scales),
     )
@@ -90,7 +85,8 @@ def unpermute(
     formula = MoveConfig.for_plain_sums if weights is None else MoveConfig.for_parts
     config = formula(width, rows.dtype.itemsize, top_k)
     width_blocks = max(1, -(-width // config.block_width))
-    x, token_weights = triton_call(
+    x, token_weights = launch(
+        _unpermute_kernel,
         rows,
         weights,
         row_weights,
@@ -98,7 +94,6 @@ def unpermute(
         routes.num_slots,
         num_tokens,
         routes.num_rows,
-        kernel=_unpermute_kernel,
         out_type=(
             jax.ShapeDtypeStruct((num_tokens, width), stored(rows.dtype)),
             None
@@ -108,19 +103,26 @@ def unpermute(
         # Exactly the blocks that hold elements; at least one in width, for weights come back
         # also where rows have no elements.
         grid=-(-num_tokens // config.block_tokens) * width_blocks,
-        num_warps=config.num_warps,
-        name="unpermute",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
         TOP_K=top_k,
         STEP_SLOTS=step_slots(top_k),
         WIDTH=width,
         DOUBLE=sum_dtype(rows, weights) == jnp.float64,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_WIDTH=config.block_width,
         **absent(token_weights_ptr=row_weights),
     )
     return Gathered(x.astype(rows.dtype), token_weights)
+
+
+def weigh_rows(
+    rows: jax.Array,
+    weights: jax.Array,
+    routes: Routes,
+    *,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    """Each token's sum over its rows, multiplied by `weights` [tokens, top_k]."""
+    return unpermute(rows, weights, None, routes, implementation=implementation).x
 
 
 def unpermute_grad(
@@ -138,12 +140,12 @@ def unpermute_grad(
     width = rows.shape[1]
     config = MoveConfig.for_rows(width, rows.dtype.itemsize)
     num_zeroing = _num_zeroing(routes, config)
-    d_rows, d_weights = triton_call(
+    d_rows, d_weights = launch(
+        _unpermute_grad_kernel,
         rows,
         weights,
         gradient,
         *_plan_operands(routes, num_zeroing),
-        kernel=_unpermute_grad_kernel,
         out_type=(
             jax.ShapeDtypeStruct(rows.shape, stored(rows.dtype)),
             jax.ShapeDtypeStruct((num_tokens, top_k), stored(weights.dtype)),
@@ -151,16 +153,12 @@ def unpermute_grad(
         # First programs for whole tokens, which sum over the width in a fixed order; then those
         # that share the rows without a token.
         grid=-(-num_tokens // config.block_tokens) + num_zeroing,
-        num_warps=config.num_warps,
-        name="unpermute_grad",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
         TOP_K=top_k,
         STEP_SLOTS=step_slots(top_k),
         WIDTH=width,
         DOUBLE=sum_dtype(rows, weights) == jnp.float64,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_WIDTH=config.block_width,
         BLOCK_EXPERTS=configs.ZEROING_BLOCK_EXPERTS,
     )
     return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype)

@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.plans import launchers, reference
+from triax.moe.plans import ops
 from triax.moe.plans.configs import MAX_SORTED_EXPERTS
 from triax.moe.plans.reference import Plan
-from triax.moe.shared import arguments, linear
+from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arrays import is_nonzero
 from triax.moe.shared.implementation import Implementation
@@ -121,14 +121,8 @@ def make_plan_from_mask(
     num_tokens, num_experts = mask.shape
     sizes = _sizes((num_tokens, top_k), num_experts, capacity, num_rows, align_size)
     if top_k >= num_experts and num_experts > MAX_SORTED_EXPERTS:
-        place = implementations.choose(
-            implementation if num_tokens else "xla",
-            launchers.place_mask,
-            reference.place_mask_reference,
-            top_k=top_k,
-            **sizes,
-        )
-        return _named(linear.constant(place, implementation)(mask))
+        how = implementation if num_tokens else "xla"
+        return _named(ops.place_mask(mask, top_k=top_k, **sizes, implementation=how))
     selected = select_experts(mask, top_k, implementation)
     plan = _place_pairs(selected, num_experts, sizes, implementation)
     counts = jnp.sum(is_nonzero(mask), axis=0, dtype=jnp.int32)
@@ -138,13 +132,9 @@ def make_plan_from_mask(
 
 def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> jax.Array:
     """The first `top_k` experts in each token's mask, int32 [tokens, top_k], -1 past the last."""
-    select = implementations.choose(
-        implementation if mask.shape[0] * top_k else "xla",
-        launchers.select_experts,
-        reference.select_experts_reference,
-        top_k=top_k,
-    )
-    return linear.constant(select, implementation)(mask)
+    how = implementation if mask.shape[0] * top_k else "xla"
+    selected: jax.Array = ops.select_experts(mask, top_k=top_k, implementation=how)
+    return selected
 
 
 def _sizes(
@@ -172,14 +162,9 @@ def _sizes(
 def _place_pairs(
     selected: jax.Array, num_experts: int, sizes: dict[str, Any], implementation: str | None
 ) -> Plan:
-    place = implementations.choose(
-        implementation if selected.size else "xla",
-        launchers.place_pairs,
-        reference.place_pairs_reference,
-        num_experts=num_experts,
-        **sizes,
-    )
-    return linear.constant(place, implementation)(selected)
+    how = implementation if selected.size else "xla"
+    plan: Plan = ops.place_pairs(selected, num_experts=num_experts, **sizes, implementation=how)
+    return plan
 
 
 def _named(plan: Plan) -> Plan:

@@ -1,4 +1,4 @@
-"""The plan's kernel launches: output types, grids, and the `triton_call`s."""
+"""The plan's kernel launches: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
-from triax.call import triton_call
 from triax.moe.plans.configs import FewPairsConfig, MaskConfig, ScanConfig, SortConfig
 from triax.moe.plans.reference import Plan
+from triax.moe.shared.launching import launch
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -24,21 +24,17 @@ def select_experts(
 
     num_tokens, num_experts = routing_map.shape
     config = MaskConfig.to_select(num_experts)
-    return triton_call(
+    return launch(
+        _select_experts_kernel,
         routing_map,
         num_tokens,
         num_experts,
         top_k,
-        kernel=_select_experts_kernel,
         out_type=_ints(num_tokens, top_k),
         # Every token once: a program walks over all experts, because slots are counted along them.
         grid=-(-num_tokens // config.block_tokens),
-        num_warps=config.num_warps,
-        name="select_experts",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_EXPERTS=config.block_experts,
     )
 
 
@@ -60,7 +56,8 @@ def place_mask(
         _count_mask(routing_map, config, implementation), implementation
     )
     bounds = (num_rows, capacity, align_size)
-    plan = triton_call(
+    plan = launch(
+        _place_mask_kernel,
         routing_map,
         block_counts,
         group_counts,
@@ -68,16 +65,11 @@ def place_mask(
         num_experts,
         top_k,
         *bounds,
-        kernel=_place_mask_kernel,
         out_type=_plan_type((num_tokens, top_k), num_experts, bounds),
         # The blocks that were counted, no others; the first program writes the groups.
         grid=block_counts.shape[0],
-        num_warps=config.num_warps,
-        name="place_mask",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_EXPERTS=config.block_experts,
     )
     return dataclasses.replace(plan, group_counts=group_counts)
 
@@ -90,20 +82,16 @@ def _count_mask(
 
     num_tokens, num_experts = routing_map.shape
     num_blocks = -(-num_tokens // config.block_tokens)
-    return triton_call(
+    return launch(
+        _count_mask_kernel,
         routing_map,
         num_tokens,
         num_experts,
-        kernel=_count_mask_kernel,
         out_type=_ints(num_blocks, num_experts),
         # A program for each block of tokens, so that no two write the same counts.
         grid=num_blocks,
-        num_warps=config.num_warps,
-        name="count_mask",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_EXPERTS=config.block_experts,
     )
 
 
@@ -134,22 +122,17 @@ def _place_few_pairs(
     from triax.moe.plans.kernels import _place_few_pairs_kernel
 
     config = FewPairsConfig.heuristic(num_experts)
-    return triton_call(
+    return launch(
+        _place_few_pairs_kernel,
         selected,
         selected.size,
         num_experts,
         *bounds,
-        kernel=_place_few_pairs_kernel,
         out_type=_plan_type(selected.shape, num_experts, bounds, counts=_ints(num_experts)),
         # Every program looks at all pairs and places its own; the first writes the groups.
         grid=-(-selected.size // config.block_pairs),
-        num_warps=config.num_warps,
-        name="place_few_pairs",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
-        BLOCK_PAIRS=config.block_pairs,
-        BLOCK_OTHERS=config.block_others,
-        BLOCK_EXPERTS=config.block_experts,
     )
 
 
@@ -166,21 +149,18 @@ def _count_pairs(
     num_parts = -(-selected.size // config.part)
     parts_per_block = config.parts_per_block(selected.size)
     num_blocks = -(-num_parts // parts_per_block)
-    return triton_call(
+    return launch(
+        _count_pairs_kernel,
         selected,
         selected.size,
         num_experts,
         parts_per_block * config.part,
-        kernel=_count_pairs_kernel,
         out_type=(_ints(num_parts, num_experts), _ints(num_blocks, num_experts)),
         # A program for each block of pairs, so that no two write the same counts.
         grid=num_blocks,
         num_warps=config.count_warps,
-        name="count_pairs",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
-        PART=config.part,
-        BLOCK_EXPERTS=config.block_experts,
     )
 
 
@@ -192,21 +172,17 @@ def _scan_counts(
 
     config = ScanConfig()
     num_blocks, num_experts = counts.shape
-    return triton_call(
+    return launch(
+        _scan_counts_kernel,
         counts,
         num_blocks,
         num_experts,
-        kernel=_scan_counts_kernel,
         out_type=(_ints(num_blocks, num_experts), _ints(num_experts)),
         input_output_aliases={"counts_ptr": 0},
         # Over experts only: along the blocks the sum is sequential.
         grid=-(-num_experts // config.block_experts),
-        num_warps=config.num_warps,
-        name="scan_counts",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
-        BLOCK_BLOCKS=config.block_blocks,
-        BLOCK_EXPERTS=config.block_experts,
     )
 
 
@@ -223,7 +199,8 @@ def _place_pairs(
 
     num_parts, num_experts = part_counts.shape
     config = SortConfig.heuristic(num_experts)
-    plan = triton_call(
+    plan = launch(
+        _place_pairs_kernel,
         selected,
         part_counts,
         block_counts,
@@ -232,16 +209,12 @@ def _place_pairs(
         num_experts,
         config.parts_per_block(selected.size),
         *bounds,
-        kernel=_place_pairs_kernel,
         out_type=_plan_type(selected.shape, num_experts, bounds),
         # The parts that were counted, no others; the first program writes the groups.
         grid=num_parts,
         num_warps=config.place_warps,
-        name="place_pairs",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
-        PART=config.part,
-        BLOCK_EXPERTS=config.block_experts,
     )
     return dataclasses.replace(plan, group_counts=group_counts)
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.router import derivatives
+from triax.moe.router import ops
 from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
 from triax.moe.router.reference import Routed
 from triax.moe.shared import arguments
@@ -117,7 +117,7 @@ def route_by_spec(
         implementation = "xla"
     if num_tokens == 0:
         implementation = "xla"
-    routed = derivatives.route(spec, implementation)(logits, bias)
+    routed = ops.route(logits, bias, spec=spec, implementation=implementation)
     return Routed(*(checkpoint_name(array, "triax_routing") for array in routed))
 
 

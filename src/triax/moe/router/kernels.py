@@ -206,7 +206,7 @@ def _route_kernel(
     experts_ptr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SCORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -219,6 +219,8 @@ def _route_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BITS: tl.constexpr,
 ):
+    tl.static_assert(SCORE == "softmax" or SCORE == "sigmoid", "an unknown score")
+    SOFTMAX: tl.constexpr = SCORE == "softmax"
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_SIZE
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
@@ -292,12 +294,14 @@ def _route_grad_kernel(
     d_logits_ptr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SCORE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
 ):
+    tl.static_assert(SCORE == "softmax" or SCORE == "sigmoid", "an unknown score")
+    SOFTMAX: tl.constexpr = SCORE == "softmax"
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = token < num_tokens
     slot = tl.arange(0, BLOCK_SLOTS)[None, :]

@@ -1,4 +1,4 @@
-"""The router's launches: output types, grids, and the `triton_call`s."""
+"""The router's launches: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
-from triax.call import triton_call
 from triax.moe.router.configs import RouteConfig, RouterSpec, place_bits
 from triax.moe.router.reference import Routed
+from triax.moe.shared.launching import launch
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -33,32 +33,19 @@ def route(
     by_score = bias is not None or spec.num_groups > 1
     config = RouteConfig.for_choice(num_experts, spec.top_k, spec.num_groups, exact, by_score)
     shape = (num_tokens, spec.top_k)
-    weights, experts = triton_call(
+    weights, experts = launch(
+        _route_kernel,
         logits,
         bias,
         num_tokens,
         spec.scale,
-        kernel=_route_kernel,
         out_type=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)),
         # Whole rows, so that each program sees all the experts it chooses from.
         grid=-(-num_tokens // config.block_tokens),
-        num_warps=config.num_warps,
-        name="route",
-        vmap_method="sequential",
+        config=(spec, config),
         implementation=implementation,
         NUM_EXPERTS=num_experts,
-        TOP_K=spec.top_k,
-        SOFTMAX=spec.score == "softmax",
-        NORMALIZE=spec.normalize,
-        NUM_GROUPS=spec.num_groups,
-        TOP_GROUPS=spec.top_groups,
-        GROUP_BEST=spec.group_best,
-        GROUP_BY_LOGITS=spec.group_by_logits,
         EXACT=exact,
-        BLOCK_TOKENS=config.block_tokens,
-        BLOCK_GROUPS=config.block_groups,
-        BLOCK_SIZE=config.block_size,
-        BLOCK_SLOTS=config.block_slots,
         BITS=bits,
     )
     return Routed(weights, experts)
@@ -78,26 +65,19 @@ def route_grad(
     num_tokens, num_experts = logits.shape
     reads_rows = spec.score == "softmax" and not spec.normalize
     config = RouteConfig.for_gradient(num_experts, spec.top_k, reads_rows)
-    d_logits: jax.Array = triton_call(
+    d_logits: jax.Array = launch(
+        _route_grad_kernel,
         logits,
         experts,
         gradient,
         num_tokens,
         spec.scale,
-        kernel=_route_grad_kernel,
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
         # Whole rows, because a program writes first the rest of a row and then the chosen experts.
         grid=-(-num_tokens // config.block_tokens),
-        num_warps=config.num_warps,
-        name="route_grad",
-        vmap_method="sequential",
+        config=(spec, config),
         implementation=implementation,
         NUM_EXPERTS=num_experts,
-        TOP_K=spec.top_k,
-        SOFTMAX=spec.score == "softmax",
-        NORMALIZE=spec.normalize,
-        BLOCK_TOKENS=config.block_tokens,
         BLOCK=config.block_groups * config.block_size,
-        BLOCK_SLOTS=config.block_slots,
     )
     return d_logits

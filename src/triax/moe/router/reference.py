@@ -6,6 +6,7 @@ groups may differ in their last bit, and so may the choice between two that are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -53,21 +54,19 @@ def weigh_reference(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> 
     taken = jnp.take_along_axis(logits, experts, axis=1)
     if spec.normalize:
         weights = normalized_scores(taken, spec.score)
-    elif spec.score == "sigmoid":
-        weights = _sigmoid(taken)
     else:
-        weights = _shares(taken, logits)
+        weights = _SCORES[spec.score](taken, logits)
     return weights * jnp.float32(spec.scale)
 
 
 def scores_reference(logits: jax.Array, score: str) -> jax.Array:
     """The scores of all logits, in their dtype."""
-    return _sigmoid(logits) if score == "sigmoid" else _shares(logits, logits)
+    return _SCORES[score](logits, logits)
 
 
 def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
     """The scores of logits divided by each token's sum: the softmax of their logarithms."""
-    logs = jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits
+    logs = _LOGARITHMS[score](logits)
     return _shares(logs, logs)
 
 
@@ -84,6 +83,18 @@ def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
     most = jnp.where(most == -jnp.inf, 0, most)
     total = jnp.sum(jnp.exp(whole - most), axis=1, keepdims=True)
     return jnp.exp(part - most) / jnp.where(total == 0, 1, total)
+
+
+# The scores of some of a token's logits, given all of them; and the logarithms of scores, but for a
+# summand that a token's logits share.
+_SCORES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "softmax": _shares,
+    "sigmoid": lambda logits, _: _sigmoid(logits),
+}
+_LOGARITHMS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": lambda logits: logits,
+    "sigmoid": jax.nn.log_sigmoid,
+}
 
 
 def route_grad_reference(

@@ -122,7 +122,6 @@ def _with_small_floats(
     return xla(*operands)
 
 
-@functools.lru_cache(maxsize=1024)  # options may be sizes
 def choose(
     implementation: str | None,
     kernels: Callable[..., Any],
@@ -134,8 +133,6 @@ def choose(
     """Returns `kernels` or `xla`, which give the same, as a function of arrays alone.
 
     With `any_bits` the kernels only move numbers, and need not know their dtypes.
-
-    It is the same function for the same options, so that JAX can tell that it has compiled it.
     """
     xla = functools.partial(xla, **options)
     if implementation == "xla":

@@ -29,7 +29,13 @@ from triax.compat import jax_private
 
 Function = Callable[..., Any]
 MeshAxes = tuple[str, ...]
-_WHOLE = "_"
+Letters = str | Callable[[Any], list[str]] | None
+"""A letter for each dimension of an array, or of every array of a pytree.
+
+For arrays of several ranks a function that returns the letters of each; None for those that every
+device needs whole.
+"""
+_UNNAMED = "_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +64,17 @@ class Split(NamedTuple):
     """Which dimensions of an op's arrays may be cut.
 
     Attributes:
-      arguments: for each argument that is an array a string: a letter for each dimension, ``_`` for
-        one that every device needs whole. Equal letters are cut alike. None stands for an argument
-        that is needed whole, and so does a missing one at the end. For other pytrees a function
-        returns the strings of all arrays.
+      arguments: the `Letters` of each; None, or one that is missing at the end, is needed whole.
       results: likewise, for one array or for each of several.
-      run: ``run(function, shard, *arguments)`` runs the op on a part; by default just `function`.
-        It sums over letters that no result has.
+      cut: the letters that may be cut; equal letters are cut alike.
+      run: ``run(shard, *arguments)`` runs the op on a part. It sums over letters that no result
+        has.
     """
 
-    arguments: tuple[Any, ...]
-    results: Any
-    run: Function = lambda function, _, *arguments: function(*arguments)
-
-
-WHOLE = Split((), ())
-"""Every device runs the whole op, but for batches under `jax.vmap`."""
+    arguments: tuple[Letters, ...]
+    results: Letters | tuple[Letters, ...]
+    cut: str
+    run: Function
 
 
 class FlatSplit(NamedTuple):
@@ -81,33 +82,52 @@ class FlatSplit(NamedTuple):
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
+    cut: str
     local: Callable[[Shard], Function]
 
 
-def flatten(split: Split, function: Function, arguments: Any, results: Any) -> FlatSplit:
-    """The split of `function`, which maps `arguments` to `results` (arrays, or their types)."""
+def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
+    """The split of a function that maps `arguments` to `results` (arrays, or their types).
+
+    Raises:
+      TypeError: `name`, an op, was declared with other letters than these arrays have.
+    """
     tree = jax.tree.structure(arguments)
 
     def local(shard: Shard) -> Function:
         def run(*leaves: Any) -> list[Any]:
-            return jax.tree.leaves(split.run(function, shard, *jax.tree.unflatten(tree, leaves)))
+            return jax.tree.leaves(split.run(shard, *jax.tree.unflatten(tree, leaves)))
 
         return run
 
     outputs = results if isinstance(results, tuple) else (results,)
-    cuts = split.results if isinstance(split.results, tuple) else (split.results,)
-    return FlatSplit(_letters(split.arguments, arguments), _letters(cuts, outputs), local)
+    declared = split.results if isinstance(split.results, tuple) else (split.results,)
+    strings = _letters(split.arguments, arguments), _letters(declared, outputs)
+    _check(
+        name, (*strings[0], *strings[1]), (*jax.tree.leaves(arguments), *jax.tree.leaves(results))
+    )
+    return FlatSplit(*strings, split.cut, local)
 
 
-def _letters(cuts: Sequence[Any], arrays: Sequence[Any]) -> tuple[str, ...]:
+def _letters(declared: Sequence[Letters], arrays: Sequence[Any]) -> tuple[str, ...]:
     found: list[str] = []
-    for cut, part in itertools.zip_longest(cuts, arrays):
-        leaves = jax.tree.leaves(part)
-        if callable(cut):
-            found += cut(part)
+    for letters, part in itertools.zip_longest(declared, arrays):
+        if callable(letters):
+            found += letters(part)
         else:
-            found += [cut or _WHOLE * leaf.ndim for leaf in leaves]
+            found += [letters or _UNNAMED * leaf.ndim for leaf in jax.tree.leaves(part)]
     return tuple(found)
+
+
+def _check(name: str, strings: Sequence[str], arrays: Sequence[Any]) -> None:
+    sizes: dict[str, int] = {}
+    for letters, array in zip(strings, arrays, strict=True):
+        for letter, size in itertools.zip_longest(letters, array.shape):
+            if letter is None or size is None or sizes.setdefault(letter, size) != size:
+                raise TypeError(
+                    f"{name}: an array of shape {array.shape} is declared as {letters!r}"
+                )
+            sizes.pop(_UNNAMED, None)
 
 
 def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
@@ -120,7 +140,7 @@ def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
     )
     results = tuple(batch + letters for letters in split.results)
     local = lambda shard: jax.vmap(split.local(shard), tuple(axes))
-    return FlatSplit(operands, results, local)
+    return FlatSplit(operands, results, split.cut + batch, local)
 
 
 # --- plain jit ---------------------------------------------------------------------------------
@@ -142,7 +162,7 @@ def partitioned(split: FlatSplit, function: Function) -> Function:
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         arrays = zip(split.results + split.operands, (*results, *operands), strict=True)
         cut = ((letters, a.shape, jax_private.spec_of(a, mesh)) for letters, a in arrays)
-        axes = _mesh_axes(mesh, cut)
+        axes = _mesh_axes(mesh, split.cut, cut)
         to, of = (
             tuple(NamedSharding(mesh, _spec(letters, axes)) for letters in strings)
             for strings in (split.results, split.operands)
@@ -165,7 +185,7 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
     def names(letters: str) -> ArrayMapping:
         named = []
         for letter in letters:
-            if letter == _WHOLE:
+            if letter not in split.cut:
                 letter = f"whole{len(whole)}"
                 whole.append(letter)
             named.append(letter)
@@ -173,21 +193,17 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
 
     operands = tuple(map(names, split.operands))
     results = tuple(map(names, split.results))
-    in_results = {letter for letters in split.results for letter in letters}
-    summed = dict.fromkeys(
-        letter for letters in split.operands for letter in letters if letter not in in_results
-    )
-    summed.pop(_WHOLE, None)
+    summed = {*"".join(split.operands)} & {*split.cut} - {*"".join(split.results)}
     return SdyShardingRule(
         operands,
         results,
-        reduction_factors=tuple(summed),
+        reduction_factors=tuple(sorted(summed)),
         need_replication_factors=tuple(whole),
     )
 
 
 def _mesh_axes(
-    mesh: Any, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
+    mesh: Any, letters_cut: str, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
 ) -> dict[str, MeshAxes]:
     """The mesh axes each letter is cut over, from arrays' letters, shapes and specs in turn.
 
@@ -201,7 +217,8 @@ def _mesh_axes(
         for letter, size, part in zip(letters, shape, spec, strict=False):
             names = (part,) if isinstance(part, str) else tuple(part or ())
             count = math.prod(mesh.shape[name] for name in names)
-            if letter != _WHOLE and letter not in axes and not used & {*names} and not size % count:
+            free = letter in letters_cut and letter not in axes and not used & {*names}
+            if free and not size % count:
                 axes[letter] = names
                 used |= {*names}
     return {letter: names for letter, names in axes.items() if names}
@@ -311,7 +328,7 @@ def gathered(array: Any, *kept: int) -> Any:
 
 def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
     """The op in parts, as the types of its operands are cut."""
-    axes = _explicit_axes(mesh, split.operands, operands)
+    axes = _explicit_axes(mesh, split, operands)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     names = {name for name, kind in kinds if kind is AxisType.Explicit}
     return _in_parts(mesh, names, split, axes)
@@ -324,8 +341,9 @@ def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
     if mesh is None:
         return function(*arguments)
     results = shapes(mesh, function, arguments)
-    flat, operands = flatten(split, function, arguments, results), jax.tree.leaves(arguments)
-    axes = _explicit_axes(mesh, flat.operands, operands)
+    flat = flatten(split, arguments, results, "the layer")
+    operands = jax.tree.leaves(arguments)
+    axes = _explicit_axes(mesh, flat, operands)
     if not axes:
         return function(*arguments)
     used = {name for names in axes.values() for name in names}
@@ -333,15 +351,13 @@ def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(results), parts)
 
 
-def _explicit_axes(
-    mesh: Any, strings: Sequence[str], operands: Sequence[Any]
-) -> dict[str, MeshAxes]:
+def _explicit_axes(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> dict[str, MeshAxes]:
     cut = (
         (letters, operand.shape, sharding.spec)
-        for letters, operand in zip(strings, operands, strict=True)
+        for letters, operand in zip(split.operands, operands, strict=True)
         if (sharding := explicit(operand)) is not None and any(sharding.spec)
     )
-    return _mesh_axes(mesh, cut)
+    return _mesh_axes(mesh, split.cut, cut)
 
 
 def _in_parts(

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.ragged_dot import derivatives
-from triax.moe.ragged_dot.launchers import Options
+from triax.moe.grouped_matmul import ops
+from triax.moe.grouped_matmul.launchers import Options
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -111,9 +111,9 @@ def ragged_dot(
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
     options = Options(result, _precision_name(precision))
-    multiply = derivatives.ragged_dot(False, options, implementation)
     group_sizes = arguments.as_int32(group_sizes, num_rows)
-    out = multiply(rows, weights, group_sizes, row_scales, group_scales)
+    operands = rows, weights, group_sizes, row_scales, group_scales
+    out = ops.ragged_dot(*operands, options=options, implementation=implementation)
     return checkpoint_name(out, "triax_ragged_dot")
 
 

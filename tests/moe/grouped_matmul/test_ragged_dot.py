@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.moe.ragged_dot import oracle
+from tests.moe.grouped_matmul import oracle
 from triax import moe
 from triax.testing import assert_close, assert_same_bits, checked
 

@@ -11,6 +11,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
         s = tl.sigmoid(x)
         slope = s * (1 - s)
     else:  # GELU's tanh form: tanh(z) = 2 * sigmoid(2 * z) - 1
+        tl.static_assert(ACTIVATION == "geglu", "an unknown activation")
         s = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
         slope = s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * x * x)
     return x * s, s + x * slope

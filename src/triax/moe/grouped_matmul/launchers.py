@@ -1,4 +1,4 @@
-"""The launches of ragged_dot: output types, grids, and the `triton_call`s."""
+"""The launches of ragged_dot: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from triax.binding import dtypes
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
-from triax.call import triton_call
-from triax.moe.ragged_dot.configs import DotConfig, OuterConfig, is_hopper
+from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
 from triax.moe.shared.arrays import stored
+from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -116,7 +116,7 @@ def _ragged_dot(
     options: Options,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    from triax.moe.ragged_dot.kernels import _ragged_dot_kernel
+    from triax.moe.grouped_matmul.kernels import _ragged_dot_kernel
 
     num_rows, depth = rows.shape
     num_groups = group_sizes.shape[0]
@@ -151,7 +151,8 @@ def _ragged_dot(
             "out": _bounded_by_group(empty, config.block_rows, config.block_columns // 2),
             "input_output_aliases": {"out": 0},
         }
-    return triton_call(
+    return launch(
+        _ragged_dot_kernel,
         *operands,
         tiles,
         row_scales,
@@ -159,22 +160,15 @@ def _ragged_dot(
         num_rows,
         depth,
         columns,
-        kernel=_ragged_dot_kernel,
         out_type=out_type,
         grid=num_programs,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
         name="ragged_dot_transposed" if transposed else "ragged_dot",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
         TRANSPOSED=transposed,
         DTYPE=_triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_COLUMNS=config.block_columns,
-        BLOCK_DEPTH=config.block_depth,
-        ROW_TILES=config.row_tiles,
         IMPRECISE=min(_IMPRECISE, config.block_depth) if itemsize == 1 else None,
         **output,
     )
@@ -189,7 +183,7 @@ def _group_outer(
     options: Options,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    from triax.moe.ragged_dot.kernels import _group_outer_kernel
+    from triax.moe.grouped_matmul.kernels import _group_outer_kernel
 
     num_rows, num_left = left.shape
     num_right = right.shape[1]
@@ -219,26 +213,19 @@ def _group_outer(
             "out": TensorDescriptor.from_array(empty, block),
             "input_output_aliases": {"out": 0},
         }
-    return triton_call(
+    return launch(
+        _group_outer_kernel,
         *operands,
         ends,
         num_left,
         num_right,
-        kernel=_group_outer_kernel,
         out_type=out_type,
         grid=num_groups * _cdiv(num_left, config.block_left) * _cdiv(num_right, config.block_right),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        name="group_outer",
-        vmap_method="sequential",
+        config=config,
         implementation=implementation,
         DTYPE=_triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
-        BLOCK_LEFT=config.block_left,
-        BLOCK_RIGHT=config.block_right,
-        BLOCK_ROWS=config.block_rows,
-        ROW_TILES=config.row_tiles,
         **output,
     )
 
@@ -254,22 +241,20 @@ def _schedule(
     The first four begin with how many tiles there are and where the groups end; a tile's are its
     group, its first row and its group's end.
     """
-    from triax.moe.ragged_dot.kernels import _schedule_kernel
+    from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
 
     num_groups = group_sizes.shape[0]
     num_tiles = _cdiv(num_rows, block_rows) + min(num_groups, num_rows)
-    return triton_call(
+    return launch(
+        _ragged_dot_schedule_kernel,
         group_sizes,
         num_rows,
-        kernel=_schedule_kernel,
         out_type=(
             jax.ShapeDtypeStruct((4 * (1 + num_tiles),), jnp.int32),
             jax.ShapeDtypeStruct((num_groups,), jnp.int32),
         ),
         grid=num_groups,
         num_warps=4,
-        name="ragged_dot_schedule",
-        vmap_method="sequential",
         implementation=implementation,
         NUM_GROUPS=num_groups,
         BLOCK_ROWS=block_rows,

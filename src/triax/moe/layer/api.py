@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.feed_forward import parts
-from triax.moe.feed_forward.parts import FeedForward, Options
-from triax.moe.glu.reference import Activation
+from triax.moe.activations.reference import Activation
+from triax.moe.layer import parts
+from triax.moe.layer.parts import FeedForward, Options
 from triax.moe.router.api import Score
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from triax.errors import ArgumentValueError
-from triax.moe.glu import derivatives
-from triax.moe.glu.reference import ACTIVATIONS, Activation
+from triax.moe.activations import ops
+from triax.moe.activations.reference import ACTIVATIONS, Activation
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -75,5 +75,5 @@ def glu(
     )
     if not gate_up.size:
         implementation = "xla"
-    out = derivatives.glu(activation, implementation)(gate_up, row_weights)
+    out = ops.glu(gate_up, row_weights, activation=activation, implementation=implementation)
     return checkpoint_name(out, "triax_glu")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.compat import jax_private
-from triax.moe.ragged_dot.launchers import Options
+from triax.moe.grouped_matmul.launchers import Options
 from triax.moe.shared.arrays import at_least_float32, running_sum
 
 _MOST_ROWS = 128  # of a tile

@@ -1,6 +1,6 @@
 """The kernels of ragged_dot: rows times the weights of their group, and the weights' gradient.
 
-`_schedule_kernel` cuts the groups into row tiles, each of one group. `_ragged_dot_kernel` takes
+`_ragged_dot_schedule_kernel` cuts the groups into row tiles, each of one group. `_ragged_dot_kernel` takes
 tiles of rows × columns from it. `_group_outer_kernel` computes, for each group, the product of two
 sets of rows over those rows. Group sizes are clipped as they are read, so that no sizes, however
 wrong, lead outside.
@@ -20,7 +20,7 @@ _GROUP_END = tl.constexpr(1 << 30)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _schedule_kernel(
+def _ragged_dot_schedule_kernel(
     group_sizes_ptr,
     num_rows,
     tiles_ptr,

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from triax.moe.glu.api import glu
-from triax.moe.glu.reference import Activation
+from triax.moe.activations.api import glu
+from triax.moe.activations.reference import Activation
+from triax.moe.grouped_matmul.api import ragged_dot
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
 from triax.moe.plans.reference import Plan
-from triax.moe.ragged_dot.api import ragged_dot
 from triax.moe.router.api import route
 from triax.moe.router.reference import Routed
-from triax.moe.shared import arguments, linear, sharding
+from triax.moe.shared import arguments, sharding
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.sharding import Shard, Split
 
@@ -53,10 +53,17 @@ class Options(NamedTuple):
 
 def feed_forward(options: Options, *operands: Any) -> FeedForward:
     """The layer, of x, logits, w_gate_up, w_down and bias."""
-    run: linear.Function = functools.partial(_run, options)
-    if options.capacity is None:
-        return sharding.cut_only(run, _BY_TOKENS, *operands)
-    return run(*operands)
+    run = functools.partial(_run, options)
+    if options.capacity is not None:
+        return run(*operands)
+
+    def part(shard: Shard, *operands: Any) -> FeedForward:
+        tokens, group_counts, num_dropped = run(*operands)
+        return FeedForward(tokens, shard.sum("t", group_counts), shard.sum("t", num_dropped))
+
+    # Each device runs the layer on its tokens, and all sum up what they counted.
+    by_tokens = Split(("th", "te", "ehu", "ewh", "e"), ("th", "e", ""), "t", part)
+    return sharding.cut_only(run, by_tokens, *operands)
 
 
 def _run(
@@ -108,14 +115,3 @@ def _num_rows(
     align_size = arguments.integer("align_size", align_size, 1)
     full = -(-arguments.integer("capacity", capacity, 0) // align_size) * align_size
     return min(num_experts * full, arguments.most_rows(num_pairs, num_experts, align_size))
-
-
-# --- cut by tokens -----------------------------------------------------------------------------
-
-
-def _sum_counts(function: linear.Function, shard: Shard, *operands: Any) -> tuple[Any, ...]:
-    tokens, group_counts, num_dropped = function(*operands)
-    return tokens, shard.sum("t", group_counts), shard.sum("t", num_dropped)
-
-
-_BY_TOKENS = Split(("t_", "t_"), ("t_", None, None), _sum_counts)

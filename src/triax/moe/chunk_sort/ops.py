@@ -1,0 +1,46 @@
+"""The ops of the chunk sort: its maps, and the move by them, there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from triax.moe.chunk_sort import launchers, reference
+from triax.moe.chunk_sort.reference import ChunkMaps, Moved
+from triax.moe.shared import linear
+from triax.moe.shared.ops import Call, Op
+
+chunk_maps = Op(
+    "chunk_maps",
+    arguments=("c", "c"),  # sizes and indices
+    results="c",
+    kernels=launchers.chunk_maps,
+    xla=reference.chunk_maps_reference,
+)
+
+
+def _derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Moved:
+    def move(maps: ChunkMaps, moving: dict[str, jax.Array]) -> dict[str, Any]:
+        if "rows" not in moving:
+            return {"probs": call(moving["probs"][:, None], None, maps).rows[:, 0]}
+        moved = call(moving["rows"], moving.get("probs"), maps)
+        return {name: getattr(moved, name) for name in moving}
+
+    def move_back(maps: ChunkMaps, gradients: dict[str, jax.Array]) -> dict[str, Any]:
+        return move(ChunkMaps(forward=maps.inverse, inverse=maps.forward), gradients)
+
+    return linear.call_each(move, move_back, primals[2], Moved(*tangents[:2]), like)
+
+
+# Rows and probs moved by ``maps.forward``; their gradients move by ``maps.inverse``.
+move_chunks = Op(
+    "move_chunks",
+    arguments=("rh", "r", "c"),  # rows, probs, maps
+    results=("rh", "r"),
+    cut="h",
+    kernels=launchers.move_chunks,
+    xla=reference.move_chunks_reference,
+    derivative=_derivative,
+    any_bits=True,
+)

@@ -1,0 +1,162 @@
+"""The ops of permute and unpermute, whose derivatives are each other.
+
+`permute_rows` copies tokens to rows; its transpose, `gather_rows`, sums the rows up again. Both are
+linear. `weigh_rows` sums them up with weights; `spread_gradient` is its gradient, and closes the
+circle: its own derivatives are made of these four.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.moe.permutation import launchers, reference
+from triax.moe.permutation.reference import Gathered, Permuted, Routes
+from triax.moe.shared import linear
+from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.sharding import Shard
+
+
+def _routes(routes: Routes) -> list[str]:
+    """The letters of `Routes`: tokens, slots and experts."""
+    return ["tk", *([] if routes.num_slots is None else ["t"]), "e", "e"]
+
+
+def _no_columns(num_rows: int) -> jax.Array:
+    return jnp.zeros((num_rows, 0), jnp.float32)
+
+
+def _permute_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Permuted:
+    def copy(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
+        x = moving.get("rows", _no_columns(routes.row_of.shape[0]))
+        copies = call(x, moving.get("weights"), moving.get("scales"), routes)
+        return {name: getattr(copies, name) for name in moving}
+
+    def gather(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
+        gather = call.like(gather_rows)
+        rows = gradients.get("rows", _no_columns(routes.num_rows))
+        x, weights = gather(rows, None, gradients.get("weights"), routes)
+        gathered = {"rows": x, "weights": weights}
+        if "scales" in gradients:
+            gathered["scales"] = gather(gradients["scales"], None, None, routes).x
+        return gathered
+
+    return linear.call_each(copy, gather, primals[3], Permuted(*tangents[:3]), like)
+
+
+def _gather_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Gathered:
+    def gather(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
+        rows = moving.get("x", _no_columns(routes.num_rows))
+        sums = call(rows, None, moving.get("weights"), routes)
+        return {name: getattr(sums, name) for name in moving}
+
+    def copy(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
+        x = gradients.get("x", _no_columns(routes.row_of.shape[0]))
+        copies = call.like(permute_rows)(x, gradients.get("weights"), None, routes)
+        return {"x": copies.rows, "weights": copies.weights}
+
+    moving = Gathered(tangents[0], tangents[2])
+    return linear.call_each(gather, copy, primals[3], moving, like)
+
+
+def _weigh_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> jax.Array:
+    def weigh(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+        rows, weights, routes = primals
+        terms = []
+        if "rows" in moving:
+            terms.append(call(moving["rows"], weights, routes))
+        if "weights" in moving:
+            terms.append(call(rows, moving["weights"], routes))
+        return functools.reduce(jnp.add, terms)
+
+    def spread(primals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
+        rows, weights, routes = primals
+        d_rows, d_weights = call.like(spread_gradient)(rows, weights, gradient, routes)
+        return {"rows": d_rows, "weights": d_weights}
+
+    moving = {"rows": tangents[0], "weights": tangents[1]}
+    return linear.call(weigh, spread, primals, moving, like)
+
+
+def _spread_derivative(
+    call: Call, primals: Any, tangents: Any, like: Any
+) -> tuple[jax.Array, jax.Array]:
+    def spread(primals: Any, moving: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows, weights, gradient, routes = primals
+        terms = []
+        if "gradient" in moving:
+            terms.append((rows, weights, moving["gradient"]))
+        if "rows" in moving or "weights" in moving:
+            d_rows = moving.get("rows", jnp.zeros_like(rows))
+            terms.append((d_rows, moving.get("weights", jnp.zeros_like(weights)), gradient))
+        spreads = [call(*term, routes) for term in terms]
+        return functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), spreads)
+
+    def gather(primals: Any, seconds: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+        rows, weights, gradient, routes = primals
+        a, b = seconds  # like rows, like weights
+        d_rows, d_weights = call(a, b, gradient, routes)
+        weigh = call.like(weigh_rows)
+        d_gradient = weigh(a, weights, routes) + weigh(rows, b, routes)
+        return {"rows": d_rows, "weights": d_weights, "gradient": d_gradient}
+
+    moving = dict(zip(("rows", "weights", "gradient"), tangents[:3], strict=True))
+    return linear.call(spread, gather, primals, moving, like)
+
+
+def _sum_products(call: Call, shard: Shard, *arguments: Any) -> Any:
+    d_rows, d_weights = call.run(*arguments)
+    return d_rows, shard.sum("h", d_weights)
+
+
+# Tokens, weights and scales copied to the rows given by routes. A token goes to any row, so the
+# width alone can be cut.
+permute_rows = Op(
+    "permute_rows",
+    arguments=("th", "tk", "ts", _routes),
+    results=("rh", "r", "rs"),
+    cut="h",
+    kernels=launchers.permute,
+    xla=reference.permute_reference,
+    derivative=_permute_derivative,
+    any_bits=True,
+)
+
+# Each token's sum over its rows, and each slot's weight of the rows' weights. Of rows, None, rows'
+# weights and routes.
+gather_rows = Op(
+    "gather_rows",
+    arguments=("rh", "tk", "r", _routes),
+    results=("th", "tk"),
+    cut="th",
+    kernels=launchers.unpermute,
+    xla=reference.unpermute_reference,
+    derivative=_gather_derivative,
+)
+
+# Each token's sum over its rows times their weights.
+weigh_rows = Op(
+    "weigh_rows",
+    arguments=("rh", "tk", _routes),
+    results="th",
+    cut="th",
+    kernels=launchers.weigh_rows,
+    xla=reference.weigh_rows_reference,
+    derivative=_weigh_derivative,
+)
+
+# The gradients of `weigh_rows`: weight × gradient by row, <row, gradient> by slot. Of rows,
+# weights, the gradient and routes.
+spread_gradient = Op(
+    "spread_gradient",
+    arguments=("rh", "tk", "th", _routes),
+    results=("rh", "tk"),
+    cut="h",
+    kernels=launchers.unpermute_grad,
+    xla=reference.unpermute_grad_reference,
+    derivative=_spread_derivative,
+    part=_sum_products,
+)

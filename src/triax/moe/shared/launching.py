@@ -1,0 +1,21 @@
+"""How every kernel of the package is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triax.call import triton_call
+
+
+def launch(kernel: Any, *operands: Any, config: Any = (), **arguments: Any) -> Any:
+    """`triton_call`, under the kernel's name without `_` and `_kernel`.
+
+    `config` is an object, or a tuple of some, whose attributes are the kernel's constexprs, in
+    lower case, and its `num_warps` and `num_stages`. `arguments` take precedence.
+    """
+    names = {name: name.lower() for name in kernel.arg_names if name.isupper()}
+    names |= {"num_warps": "num_warps", "num_stages": "num_stages"}
+    found: dict[str, Any] = {"name": kernel.__name__.strip("_").removesuffix("_kernel")}
+    for part in config if type(config) is tuple else (config,):
+        found |= {n: getattr(part, at) for n, at in names.items() if hasattr(part, at)}
+    return triton_call(*operands, kernel=kernel, vmap_method="sequential", **found | arguments)
