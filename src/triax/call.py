@@ -6,22 +6,16 @@ import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import jax
-import numpy as np
 
 from triax import messages, settings
-from triax.binding import arguments, candidates, dtypes, sources
+from triax.binding import arguments, candidates, sources
 from triax.binding.grid import GridLike, is_int
 from triax.binding.kernel import Kernel
-from triax.binding.launch import (
-    Alias,
-    ArrayType,
-    Call,
-    KernelImplementation,
-)
+from triax.binding.launch import Alias, ArrayType, Call, KernelImplementation
 from triax.binding.values import pack_values
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
@@ -241,39 +235,40 @@ def triton_call(
         )
         options["enable_fp_fusion"] = kwargs.pop("enable_fp_fusion")
     kwargs |= kwargs.pop(_KERNELS_OWN, {})
-    _check_type("name", name, str, "a string")
-    _check_type("serialized_metadata", serialized_metadata, bytes, "bytes")
-    for argument, value in (("backend_options", backend_options), ("cost_estimate", cost_estimate)):
-        _check_type(argument, {} if value is None else value, Mapping, "a mapping")
-    _check_choice("implementation", implementation, IMPLEMENTATIONS)
-    _check_choice("vmap_method", vmap_method, (None, *VMAP_METHODS))
+    given = (name, serialized_metadata, backend_options, cost_estimate, input_output_aliases)
+    _check_arguments(*given, implementation, vmap_method, compute_capability)
     mode = (
         settings.mode_in_force() if tuning is None else settings.check_tuning_mode(tuning, "tuning")
     )
-    capability = _check_capability(compute_capability)
     results, out_tree = _flatten_out_type(out_type, kwargs)
     bound = arguments.bind(view, operands, kwargs)
     flat = arguments.Flattened(view.name)
     supplied = {name: flat.add(name, value) for name, value in bound.runtime.items()}
-    aliases = arguments.resolve_aliases(
-        view, {} if input_output_aliases is None else input_output_aliases, flat, results
-    )
-    types = flat.types()
-    placed = arguments.place_outputs(view, bound, supplied, types, results, aliases)
+    aliases: tuple[Alias, ...] = ()
+    if input_output_aliases:
+        aliases = arguments.resolve_aliases(view, input_output_aliases, flat, results)
+    placed = arguments.place_outputs(view, bound, supplied, flat.types, results, aliases)
     options |= {
         "num_warps": num_warps,
         "num_stages": num_stages,
         "num_ctas": num_ctas,
         "debug": debug or None,
     }
+    for option, value in (backend_options or {}).items():
+        if options.get(option) is not None:
+            raise ArgumentValueError(
+                f"Argument `{option}` is also in `backend_options` ({messages.short(value)}); give "
+                "it once."
+            )
+        options[option] = value
     # The value of each Ref is an operand with an output of its own.
     aliases += tuple(Alias(i, len(results) + k) for k, i in enumerate(flat.refs))
     request = candidates.Request(
         kernel=view,
         parameters=placed,
-        arguments=arguments.seen_by_callables(placed, types, results),
+        arguments=arguments.seen_by_callables(placed, flat.types, results),
         keywords=bound.keywords,
-        options=_merge_options(options, backend_options or {}),
+        options=options,
         grid=grid,
         num_results=len(results),
         aliases=aliases,
@@ -282,7 +277,10 @@ def triton_call(
         other_names=_ARGUMENTS,
     )
     found = candidates.build(request)
-    constants = {static: None for candidate in found for _, static in candidate.constants}
+    # Each value once: by object where there is one candidate, because comparing takes longer.
+    constants = [static for candidate in found for _, static in candidate.constants]
+    if len(found) > 1:
+        constants = [*dict.fromkeys(constants)]
     call = Call(
         kernel=view,
         arguments=placed,
@@ -291,8 +289,8 @@ def triton_call(
         name=name,
         tuning=mode,
         implementation=implementation,
-        compute_capability=capability,
-        cost_estimate=_check_costs(cost_estimate or {}),
+        compute_capability=None if compute_capability is None else int(compute_capability),
+        cost_estimate=_check_costs(cost_estimate) if cost_estimate else (),
         has_side_effect=has_side_effect,
         serialized_metadata=serialized_metadata,
         debug=debug,
@@ -306,7 +304,7 @@ def triton_call(
         call=call,
         result_avals=tuple(
             jax.core.ShapedArray(t.shape, t.dtype)
-            for t in (*results, *(types[index] for index in flat.refs))
+            for t in (*results, *(flat.types[index] for index in flat.refs))
         ),
         vmap_method=vmap_method,
     )
@@ -318,30 +316,44 @@ def triton_call(
 _ARGUMENTS = tuple(inspect.signature(triton_call).parameters)
 
 
-def _check_type(argument: str, value: Any, kind: type, what: str) -> None:
-    if not isinstance(value, kind):
-        raise ArgumentTypeError(
-            f"Argument `{argument}` must be {what}; got {messages.shown(value)}."
-        )
-
-
-def _check_choice(argument: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
-        raise ArgumentValueError(
-            f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "
-            f"{messages.short(value)}."
-        )
-
-
-def _check_capability(value: Any) -> int | None:
-    if value is None:
-        return None
-    if not is_int(value) or not 50 <= value < 200:
+def _check_arguments(
+    name: Any,
+    serialized_metadata: Any,
+    backend_options: Any,
+    cost_estimate: Any,
+    input_output_aliases: Any,
+    implementation: Any,
+    vmap_method: Any,
+    compute_capability: Any,
+) -> None:
+    """Checks the arguments that nothing else looks at."""
+    an_alias = "a mapping from operands to outputs, such as {0: 0}"
+    for argument, value, kind, what in (
+        ("name", name, str, "a string"),
+        ("serialized_metadata", serialized_metadata, bytes, "bytes"),
+        ("backend_options", backend_options, Mapping, "a mapping"),
+        ("cost_estimate", cost_estimate, Mapping, "a mapping"),
+        ("input_output_aliases", input_output_aliases, Mapping, an_alias),
+    ):
+        if not isinstance(value, kind) and not (value is None and kind is Mapping):
+            raise ArgumentTypeError(
+                f"Argument `{argument}` must be {what}; got {messages.shown(value)}."
+            )
+    for argument, value, choices in (
+        ("implementation", implementation, IMPLEMENTATIONS),
+        ("vmap_method", vmap_method, (None, *VMAP_METHODS)),
+    ):
+        if value not in choices:
+            raise ArgumentValueError(
+                f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "
+                f"{messages.short(value)}."
+            )
+    value = compute_capability
+    if value is not None and (not is_int(value) or not 50 <= value < 200):
         raise ArgumentValueError(
             "Argument `compute_capability` must be an int such as 90 (for 9.0); got "
             f"{messages.shown(value)}."
         )
-    return int(value)
 
 
 def _flatten_out_type(out_type: Any, keywords: Mapping[str, Any]) -> tuple[list[ArrayType], Any]:
@@ -361,35 +373,14 @@ def _flatten_out_type(out_type: Any, keywords: Mapping[str, Any]) -> tuple[list[
                 f"Argument `{label}` must have `shape` and `dtype`; got "
                 f"{messages.shown(leaf)}. Use jax.ShapeDtypeStruct(shape, dtype)."
             )
-        dtypes.check(leaf.dtype, label)
+        results.append(arguments.array_type(label, leaf))
         canonical = jax.dtypes.canonicalize_dtype(leaf.dtype)
         if canonical != leaf.dtype:
             raise ArgumentTypeError(
                 f"Argument `{label}` has dtype {leaf.dtype}, which JAX has disabled. Enable it "
                 f"(jax.config.update('jax_enable_x64', True)), or ask for {canonical}."
             )
-        messages.check_sizes_known(label, leaf.shape)
-        shape = []
-        for size in leaf.shape:
-            if not is_int(size) or size < 0:
-                raise ArgumentTypeError(
-                    f"Argument `{label}` must have a shape of non-negative ints; got {leaf.shape}."
-                )
-            shape.append(int(size))
-        results.append(ArrayType(tuple(shape), np.dtype(leaf.dtype)))
     return results, tree
-
-
-def _merge_options(
-    explicit: Mapping[str, Any], backend_options: Mapping[str, Any]
-) -> dict[str, Any]:
-    twice = [n for n, v in explicit.items() if v is not None and n in backend_options]
-    if twice:
-        raise ArgumentValueError(
-            f"Argument `{twice[0]}` is also in `backend_options` "
-            f"({messages.short(backend_options[twice[0]])}); give it once."
-        )
-    return {**{n: v for n, v in explicit.items() if v is not None}, **backend_options}
 
 
 def _check_costs(costs: Mapping[str, int]) -> Any:
@@ -403,4 +394,4 @@ def _check_costs(costs: Mapping[str, int]) -> Any:
                 f"Argument `cost_estimate` must have non-negative ints; got {name}="
                 f"{messages.short(value)}."
             )
-    return pack_values({name: int(value) for name, value in costs.items()}) if costs else ()
+    return pack_values({name: int(value) for name, value in costs.items()})

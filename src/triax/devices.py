@@ -38,7 +38,7 @@ def gpus(ctx: Any) -> list[Any]:
     If ``TRIAX_GPU`` names the GPU that a program is exported for, others do not count.
     """
     found = [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
-    if jax_private.is_exporting(ctx) and (named := settings.gpu()) is not None:
+    if found and jax_private.is_exporting(ctx) and (named := settings.gpu()) is not None:
         return [device for device in found if device.device_kind == named]
     return found
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from triax import devices, messages, settings
 from triax.binding import candidates
@@ -94,8 +95,10 @@ def _array_types(ctx: Any) -> tuple[tuple[ArrayType, ...], tuple[ArrayType, ...]
     """The types of the operands and of the results."""
     for name, avals in (("operands", ctx.avals_in), ("results", ctx.avals_out)):
         for index, aval in enumerate(avals):
-            messages.check_sizes_known(f"{name}[{index}]", aval.shape)
-    return tuple(map(ArrayType.of, ctx.avals_in)), tuple(map(ArrayType.of, ctx.avals_out))
+            if {*map(type, aval.shape)} - {int}:
+                messages.check_sizes_known(f"{name}[{index}]", aval.shape)
+    operands = tuple(ArrayType(aval.shape, np.dtype(aval.dtype)) for aval in ctx.avals_in)
+    return operands, tuple(ArrayType(aval.shape, np.dtype(aval.dtype)) for aval in ctx.avals_out)
 
 
 def triton_call_lowering(

@@ -39,10 +39,8 @@ def mode_in_force() -> str:
     """The mode of the innermost `tuning_mode` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
     if (mode := _tuning_mode.value) is not None:
         return str(mode)
-    mode = _read("TRIAX_AUTOTUNE") or "auto"
-    if mode not in TUNING_MODES:
-        raise _wrong("TRIAX_AUTOTUNE", f"be one of {', '.join(TUNING_MODES)}", mode)
-    return mode
+    rule = f"be one of {', '.join(TUNING_MODES)}"
+    return _read("TRIAX_AUTOTUNE", "|".join(TUNING_MODES), rule) or "auto"
 
 
 def check_tuning_mode(mode: object, argument: str = "mode") -> str:
@@ -79,22 +77,16 @@ def checked() -> bool:
 
 def enforce_autotuning() -> bool:
     """``TRIAX_ENFORCE_AUTOTUNING``: fail rather than fall back to one fixed config."""
-    value = _read("TRIAX_ENFORCE_AUTOTUNING") or "0"
-    if value not in ("0", "1"):
-        raise _wrong("TRIAX_ENFORCE_AUTOTUNING", "be 0 or 1", value)
-    return value == "1"
+    return _read("TRIAX_ENFORCE_AUTOTUNING", "[01]", "be 0 or 1") == "1"
 
 
 def cuda_arch() -> int | None:
     """``TRIAX_CUDA_ARCH`` as a compute capability (90 for "90", "9.0", "sm_90"), or None."""
-    if not (value := _read("TRIAX_CUDA_ARCH")):
-        return None
     # Triton has no target below 7.0, and LLVM accepts numbers that are no target without an error.
-    match = re.fullmatch(r"(?:sm_?)?([7-9]|1[0-9])\.?([0-9])a?", value)
-    if match is None:
-        rule = "be a CUDA compute capability such as 90, 9.0 or sm_90"
-        raise _wrong("TRIAX_CUDA_ARCH", rule, value)
-    return int(match.group(1)) * 10 + int(match.group(2))
+    pattern = r"(sm_?)?([7-9]|1[0-9])\.?[0-9]a?"
+    rule = "be a CUDA compute capability such as 90, 9.0 or sm_90"
+    value = _read("TRIAX_CUDA_ARCH", pattern, rule)
+    return int(re.sub("[^0-9]", "", value)) if value else None
 
 
 def gpu() -> str | None:
@@ -164,24 +156,17 @@ def cache_path() -> list[Path]:
 
 def tuning_bytes() -> int | None:
     """``TRIAX_TUNING_BYTES``: how much GPU memory measuring may take, or None."""
-    text = _read("TRIAX_TUNING_BYTES")
-    if not text:
-        return None
-    if not re.fullmatch("[0-9]{1,18}", text) or not int(text):
-        rule = "be a whole number of bytes above 0, such as 1000000000"
-        raise _wrong("TRIAX_TUNING_BYTES", rule, text)
-    return int(text)
+    rule = "be a whole number of bytes above 0, such as 1000000000"
+    text = _read("TRIAX_TUNING_BYTES", "(?=0*[1-9])[0-9]{1,18}", rule)
+    return int(text) if text else None
 
 
 def tuning_timeout_s() -> float:
     """``TRIAX_TUNING_TIMEOUT``: seconds for one run of a config; compiling gets six times that."""
     text = _read("TRIAX_TUNING_TIMEOUT")
-    if not text:
-        return 10.0
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
+    seconds = 0.0
+    with contextlib.suppress(ValueError):
+        seconds = float(text or "10")
     if not 0 < seconds <= _MOST_SECONDS:  # false for a NaN, too
         rule = f"be a number of seconds above 0 and up to {_MOST_SECONDS}"
         raise _wrong("TRIAX_TUNING_TIMEOUT", rule, text)
@@ -201,8 +186,17 @@ VARIABLES: dict[str, Callable[[], object]] = {
 }
 
 
-def _read(name: str) -> str:
-    return _environment(name).strip()
+def _read(name: str, pattern: str = "", rule: str = "") -> str:
+    """A variable's value without blanks, "" if it is not set.
+
+    Raises:
+      SettingError: it is set to something that does not match `pattern`, as `rule` says.
+    """
+    _report_unknown()
+    value = os.environ.get(name, "").strip()
+    if value and pattern and not re.fullmatch(pattern, value):
+        raise _wrong(name, rule, value)
+    return value
 
 
 def _environment(name: str) -> str:

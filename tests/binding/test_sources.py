@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tests.same_name import first, second
+from triax.binding import sources
 from triax.binding.sources import fingerprint
 
 OUTER = types.ModuleType("outer")
@@ -123,3 +124,36 @@ def test_the_number_of_an_object_is_never_anothers():
     assert fingerprint(kernel, opaque) == fingerprint(kernel, opaque)
     found = {fingerprint(kernel, Opaque()) for _ in range(50)}
     assert len(found) == 50
+
+
+MUTABLE = tl.constexpr(2)
+
+
+@triton.jit
+def reads_all_kinds(out_ptr):
+    tl.store(out_ptr, first.inner(MUTABLE) + one(MUTABLE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(MUTABLE, "value", 3),  # in place: the object stays the same
+        replace_globals(MUTABLE=tl.constexpr(3)),
+        lambda patch: patch.setattr(first, "inner", second.inner),
+        lambda patch: patch.setattr(one, "noinline", True),
+        lambda patch: patch.setattr(one.fn, "__defaults__", (1,)),
+        lambda patch: patch.setattr(one, "_src", one.src + "\n"),
+        lambda patch: patch.setattr(_cell_of(one), "cell_contents", tl.constexpr(5)),
+    ],
+)
+def test_a_repeated_walk_is_only_left_out_where_nothing_has_changed(change, monkeypatch):
+    before = fingerprint(reads_all_kinds)
+    walk = sources._walks[id(reads_all_kinds)]
+    assert fingerprint(reads_all_kinds) == before
+    assert sources._walks[id(reads_all_kinds)] is walk
+    change(monkeypatch)
+    assert fingerprint(reads_all_kinds) != before
+
+
+def _cell_of(helper):
+    return helper.fn.__closure__[0]

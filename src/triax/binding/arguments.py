@@ -24,11 +24,9 @@ from triax.binding.launch import (
     Argument,
     ArrayType,
     Descriptor,
-    Leaf,
     Operand,
     Result,
     Scalar,
-    map_leaves,
     rebuild,
 )
 from triax.binding.values import Static
@@ -41,12 +39,14 @@ class Bound:
     """What the caller gave, by parameter name.
 
     `runtime` has the runtime parameters with a value, given or by default, in the kernel's order;
-    `absent` names those whose value is a default of None. `keywords` are constexprs and names that
-    only grids and heuristics read.
+    `absent` names those whose value is a default of None, and `free` those that may take outputs,
+    in order: the ones without a value, and `absent`. `keywords` are constexprs and names that only
+    grids and heuristics read.
     """
 
     runtime: dict[str, Any]
     absent: frozenset[str]
+    free: tuple[str, ...]
     keywords: dict[str, Any]
 
 
@@ -70,17 +70,18 @@ def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bo
             f"Kernel {view.name!r} got `{twice[0]}` both as a positional operand and as a keyword."
         )
     given |= kwargs
-    settable = view.values_set_by_stages()
-    runtime, absent = {}, set()
+    settable = view.values_set_by_stages() if view.stages else ()
+    runtime, free = {}, []
     for parameter in view.runtime_parameters:
         name = parameter.name
         if name in given:
             runtime[name] = given.pop(name)
-        elif parameter.has_default and name not in settable:
-            runtime[name] = parameter.default
+        elif name not in settable:
+            if parameter.has_default:
+                runtime[name] = parameter.default
             if parameter.default is None:
-                absent.add(name)
-    return Bound(runtime, frozenset(absent), given)
+                free.append(name)
+    return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), given)
 
 
 @dataclasses.dataclass
@@ -88,13 +89,14 @@ class Flattened:
     """Collects array operands in order while arguments are turned into leaves.
 
     `leaves` are the flattened operands as aliases count them: a name, and an array's index or None
-    for a scalar. `names` are the arrays' names. `refs` are the Refs whose values are among the
-    arrays, by index, and `block_shapes` the descriptors' block shapes that are callables.
+    for a scalar. `names` and `types` are the arrays'. `refs` are the Refs whose values are among
+    the arrays, by index, and `block_shapes` the descriptors' block shapes that are callables.
     """
 
     kernel: str
     arrays: list[Any] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
+    types: list[ArrayType] = dataclasses.field(default_factory=list)
     leaves: list[tuple[str, int | None]] = dataclasses.field(default_factory=list)
     refs: dict[int, jax.Ref] = dataclasses.field(default_factory=dict)
     block_shapes: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -111,9 +113,15 @@ class Flattened:
                 f"Argument `{name}` of kernel {self.kernel!r} is a view of a Ref. Pass the whole "
                 "Ref, and the offsets as operands."
             )
-        if (scalar := _scalar(name, value)) is not None:
+        if isinstance(value, np.generic) and value.dtype.kind in "biufV":  # V: those of ml_dtypes
+            value = value.item()
+        if isinstance(value, (int, float, np.floating)):  # as a plain number, which Triton types
+            if not isinstance(value, bool):
+                value = int(value) if isinstance(value, int) else float(value)
+            if isinstance(value, int) and not -(2**63) <= value < 2**64:
+                raise ArgumentValueError(f"Argument `{name}` must fit 64 bits; got {value}.")
             self.leaves.append((name, None))
-            return scalar
+            return Scalar(Static(value))
         if isinstance(value, (jax.Array, jax.Ref)) or jax_private.is_array(value):
             return Operand(self._add_array(name, value))
         remedy = ""
@@ -128,8 +136,7 @@ class Flattened:
         )
 
     def _add_array(self, name: str, value: Any) -> int:
-        dtypes.check(value.dtype, name)
-        messages.check_sizes_known(name, value.shape)
+        self.types.append(array_type(name, value))
         index = len(self.arrays)
         if isinstance(value, jax.Ref):  # first: JAX 0.8 calls a traced Ref an array too
             value = self._read(name, index, value)
@@ -159,33 +166,27 @@ class Flattened:
         if callable(block_shape):
             self.block_shapes[index] = block_shape
             block_shape = ()
-        return Descriptor(
-            index,
-            value.shape,
-            value.strides,
-            block_shape,
-            value.layout,
-            value.padding,
-            value.round_f32_to_tf32,
-        )
-
-    def types(self) -> list[ArrayType]:
-        return [ArrayType.of(a) for a in self.arrays]
+        rest = value.layout, value.padding, value.round_f32_to_tf32
+        return Descriptor(index, value.shape, value.strides, block_shape, *rest)
 
 
-def _scalar(name: str, value: Any) -> Scalar | None:
-    """A scalar as a plain Python number, which Triton gives a type; None if it is not a scalar."""
-    if isinstance(value, np.generic) and value.dtype.kind in "biufV":  # V: those of ml_dtypes
-        value = value.item()
-    if isinstance(value, bool):
-        return Scalar(Static(value))
-    if isinstance(value, int):
-        if not -(2**63) <= value < 2**64:
-            raise ArgumentValueError(f"Argument `{name}` must fit 64 bits; got {int(value)}.")
-        return Scalar(Static(int(value)))
-    if isinstance(value, (float, np.floating)):
-        return Scalar(Static(float(value)))
-    return None
+def array_type(argument: str, array: Any) -> ArrayType:
+    """The type of an operand or output, checked.
+
+    Raises:
+      ArgumentTypeError, UnsupportedError: Triton has no such element type, or a size is not a
+        non-negative int.
+    """
+    if array.dtype not in dtypes.TRITON_NAMES:
+        dtypes.check(array.dtype, argument)
+    shape = array.shape
+    if {*map(type, shape)} - {int} or min(shape, default=0) < 0:
+        messages.check_sizes_known(argument, shape)
+        if not all(grid.is_int(size) and size >= 0 for size in shape):
+            raise ArgumentTypeError(
+                f"Argument `{argument}` must have a shape of non-negative ints; got {shape}."
+            )
+    return ArrayType(tuple(map(int, shape)), np.dtype(array.dtype))
 
 
 def resolve_aliases(
@@ -195,11 +196,6 @@ def resolve_aliases(
     results: Sequence[ArrayType],
 ) -> tuple[Alias, ...]:
     """The caller's aliases, from array operands to outputs."""
-    if not isinstance(aliases, Mapping):
-        raise ArgumentTypeError(
-            "Argument `input_output_aliases` must be a mapping from operands to outputs, such as "
-            f"{{0: 0}}; got {messages.shown(aliases)}."
-        )
     pairs: dict[int, int] = {}
     for key, result in aliases.items():
         name, index = _find_leaf(key, flat.leaves, view.parameter_names)
@@ -224,7 +220,7 @@ def resolve_aliases(
                 "its index. Name it once."
             )
         pairs[index] = int(result)
-    return candidates.check_aliases(pairs, flat.types(), results, flat.names) if pairs else ()
+    return candidates.check_aliases(pairs, flat.types, results, flat.names)
 
 
 def _find_leaf(
@@ -272,20 +268,16 @@ def place_outputs(
     Those are the parameters without a value and, if there are more outputs than that, all with a
     default of None. If only some of these are needed, we do not guess which.
     """
-    settable = view.values_set_by_stages()
-    runtime = [p.name for p in view.runtime_parameters]
-    names = [name for name in runtime if name in supplied or name not in settable]
-    free = [name for name in names if name not in supplied]
+    free = [name for name in bound.free if name not in supplied]
     aliased = {alias.result for alias in aliases}
     outputs = [i for i in range(len(results)) if i not in aliased]
-    taking = free
-    if len(outputs) > len(free):
-        taking = [name for name in names if name in free or name in bound.absent]
+    taking = bound.free if len(outputs) > len(free) else free
     if len(outputs) != len(taking):
         arrays = [(n, leaf) for n, leaf in supplied.items() if isinstance(leaf, Operand)]
         alike = [n for n, leaf in arrays if operands[leaf.index] in results]
         raise _wrong_number_of_outputs(view, bound, free, len(outputs), alike)
-    places = dict(zip(taking, map(Result, outputs), strict=True))
+    places: dict[str, Argument] = dict(zip(taking, map(Result, outputs), strict=True))
+    names = [p.name for p in view.runtime_parameters if p.name in supplied or p.name in places]
     return tuple((name, places.get(name) or supplied[name]) for name in names)
 
 
@@ -328,10 +320,18 @@ def seen_by_callables(
 ) -> dict[str, Any]:
     """The runtime arguments as grids, heuristics and pruning see them."""
 
-    def seen(leaf: Leaf) -> Any:
-        if isinstance(leaf, Scalar):
-            return leaf.value
-        array = results[leaf.index] if isinstance(leaf, Result) else operands[leaf.index]
-        return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-    return {name: map_leaves(seen, argument) for name, argument in placed}
+    structs = [
+        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in types]
+        for types in (operands, results)
+    ]
+    seen = {}
+    for name, argument in placed:
+        parts, tree = jax.tree_util.tree_flatten(argument)
+        values = [
+            leaf.static.value
+            if isinstance(leaf, Scalar)
+            else structs[isinstance(leaf, Result)][leaf.index]
+            for leaf in parts
+        ]
+        seen[name] = tree.unflatten(values)
+    return seen

@@ -12,12 +12,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from triax import messages
-from triax.binding import dtypes, hooks
+from triax.binding import dtypes, exact, hooks
 from triax.binding import grid as grids
-from triax.binding.kernel import Hook, Kernel, WatchedDict
+from triax.binding.kernel import Hook, Kernel, Parameter, WatchedDict
 from triax.binding.launch import (
     Alias,
     Argument,
@@ -27,7 +25,7 @@ from triax.binding.launch import (
     leaves,
     rebuild,
 )
-from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, plain, unpack_values
+from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, plain
 from triax.compat import jax_private, triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from triax.messages import counted, near_misses, short
@@ -83,8 +81,9 @@ def build(request: Request) -> tuple[Candidate, ...]:
         what the kernel's annotation says.
     """
     kernel = request.kernel
-    _check_numbers(kernel, request.arguments)
-    keywords = {name: static_value(name, value) for name, value in request.keywords.items()}
+    for parameter in kernel.number_parameters:
+        _check_number(kernel, parameter, request.arguments.get(parameter.name))
+    keywords = _static_values(request.keywords)
     options = check_options(request.options)
     expanded, used = kernel.expand(
         request.arguments, keywords, options, conflicts=request.conflicts
@@ -93,41 +92,35 @@ def build(request: Request) -> tuple[Candidate, ...]:
         _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
     ]
     _check_keywords(kernel, keywords, [config for config, _ in expanded], used, request.other_names)
-    # Configs that differ only in values the caller sets are duplicates.
+    if len(found) == 1:
+        return tuple(found)
+    # Configs that differ only in values the caller sets are duplicates. The others get different
+    # texts, because configs are stored by their text.
     distinct: dict[Candidate, Candidate] = {}
     for candidate in found:
         distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
-    return _distinguished(distinct.values())
-
-
-def _distinguished(found: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates with configs of different texts, because configs are stored by their text."""
     numbers = collections.Counter[str]()
     named = []
-    for candidate in found:
+    for candidate in distinct.values():
         numbers[str(candidate.config)] += 1
         config = dataclasses.replace(candidate.config, number=numbers[str(candidate.config)])
         named.append(dataclasses.replace(candidate, config=config))
     return tuple(named)
 
 
-def _check_numbers(kernel: Kernel, arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments that do not fit a parameter annotated as a number.
+def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
+    """Refuses an argument that does not fit a parameter annotated as a number.
 
     Triton trusts the annotation: it would use an array's address as the number.
     """
-    for parameter in kernel.parameters:
-        value = arguments.get(parameter.name)
-        if not parameter.number or value is None:
-            continue
-        if isinstance(value, (bool, int, float)):
-            dtypes.launch_scalar(parameter.name, value, parameter.number)
-        else:
-            raise ArgumentTypeError(
-                f"Argument `{parameter.name}` of kernel {kernel.name!r} must be a number, because "
-                f"the kernel declares it as {parameter.number}; got {value}. Pass a Python int or "
-                "float, or drop the annotation and read the array in the kernel with tl.load."
-            )
+    if isinstance(value, (bool, int, float)):
+        dtypes.launch_scalar(parameter.name, value, parameter.number)
+    elif value is not None:
+        raise ArgumentTypeError(
+            f"Argument `{parameter.name}` of kernel {kernel.name!r} must be a number, because "
+            f"the kernel declares it as {parameter.number}; got {value}. Pass a Python int or "
+            "float, or drop the annotation and read the array in the kernel with tl.load."
+        )
 
 
 def _candidate(
@@ -140,10 +133,11 @@ def _candidate(
 ) -> Candidate:
     kernel = request.kernel
     defaults = {p.name: p.default for p in kernel.parameters if p.is_constexpr and p.has_default}
-    set_by_config = {n: static_value(n, v) for n, v in unpack_values(config.values).items()}
+    set_by_config = {name: static_value(name, static.value) for name, static in config.values}
     # As in Triton, an option that is also a parameter of the kernel reaches both.
-    shared = {p.name for p in kernel.parameters} - request.arguments.keys()
-    set_by_config |= {n: v for n, v in config.options().items() if n in shared}
+    config_options = config.options()
+    shared = {*kernel.parameter_names} - request.arguments.keys()
+    set_by_config |= {n: v for n, v in config_options.items() if n in shared}
     meta = {**defaults, **keywords, **set_by_config}
     missing = [p.name for p in kernel.parameters if p.is_constexpr and p.name not in meta]
     if missing:
@@ -157,9 +151,10 @@ def _candidate(
     compiler_options = {
         **options,
         **{n: v for n, v in set_by_config.items() if n in triton_private.option_names()},
-        **config.options(),
+        **config_options,
     }
-    _refuse_launch_options(kernel.name, compiler_options)
+    if not _LAUNCH_OPTIONS.keys().isdisjoint(compiler_options):
+        _refuse_launch_options(kernel.name, compiler_options)
     seen = WatchedDict({**request.arguments, **meta, **compiler_options}, used)
     grid = grids.normalize(request.grid, seen)
     wanted = request.zeroed_outputs
@@ -178,8 +173,12 @@ def _candidate(
         options=pack_values(compiler_options),
         grid=grid,
         zeroed=zeroed,
-        block_shapes=_check_block_shapes(block_shapes, request.parameters),
+        block_shapes=_check_block_shapes(block_shapes, request.parameters) if block_shapes else (),
     )
+
+
+def _static_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: v if type(v) in exact.PLAIN else static_value(n, v) for n, v in values.items()}
 
 
 def static_value(name: str, value: Any) -> Any:
@@ -188,8 +187,6 @@ def static_value(name: str, value: Any) -> Any:
     Raises:
       ArgumentTypeError: it is an array, traced or not, or cannot be hashed.
     """
-    if type(value) in (bool, int, float, str):
-        return value
     value = plain(value)
     if jax_private.is_array(value):
         raise ArgumentTypeError(
@@ -224,7 +221,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"Argument `backend_options` has {name!r}, which Triton's CUDA compiler does not "
                 f"know.{near_misses(name, known)}"
             )
-    options = {n: static_value(n, v) for n, v in options.items() if v is not None}
+    options = _static_values({n: v for n, v in options.items() if v is not None})
     for name in options.keys() & CONFIG_OPTIONS:
         _check_count(name, options[name])
     return options
@@ -241,7 +238,7 @@ def _refuse_launch_options(kernel: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_count(name: str, value: Any) -> None:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    whole = grids.is_int(value)
     power = whole and value > 0 and value & (value - 1) == 0
     if name in ("num_warps", "num_ctas") and not power:
         raise ArgumentValueError(f"Argument `{name}` must be a power of two; got {short(value)}.")
@@ -258,24 +255,22 @@ def _check_keywords(
 ) -> None:
     """Refuses names that nothing reads, so that a misspelt parameter is not silently ignored."""
     known = {*kernel.parameter_names, *used}
-    for name in keywords:
-        if name in known:
-            continue
+    options = triton_private.option_names()
+    for name in [name for name in keywords if name not in known]:
         hint = near_misses(name, kernel.parameter_names, other_names)
-        if name in triton_private.option_names():
+        if name in options:
             hint = " It is a compiler option: pass it in `backend_options`."
         raise ArgumentTypeError(
             f"Kernel {kernel.name!r} has no parameter `{name}`, and no grid or heuristic reads "
             f"it.{hint}"
         )
-    for config in configs:
-        for name, _ in config.values:
-            if name not in known and name not in triton_private.option_names():
-                raise ArgumentTypeError(
-                    f"A config of kernel {kernel.name!r} sets `{name}`, which is not one of its "
-                    "parameters, not a compiler option, and not read by the grid."
-                    f"{near_misses(name, kernel.parameter_names)}"
-                )
+    for name in [name for config in configs for name, _ in config.values]:
+        if name not in known and name not in options:
+            raise ArgumentTypeError(
+                f"A config of kernel {kernel.name!r} sets `{name}`, which is not one of its "
+                "parameters, not a compiler option, and not read by the grid."
+                f"{near_misses(name, kernel.parameter_names)}"
+            )
 
 
 def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
@@ -303,7 +298,7 @@ def _check_block_shapes(
       ArgumentTypeError, ArgumentValueError: not one positive int per dimension of the descriptor.
     """
     found = []
-    for name, argument in parameters if block_shapes else ():
+    for name, argument in parameters:
         for leaf in leaves(argument):
             if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
                 given = block_shapes[leaf.index]
@@ -352,12 +347,8 @@ def check_aliases(
         if operands[operand] != results[result]:
             raise ArgumentValueError(
                 f"Argument `input_output_aliases` gives operand `{names[operand]}` "
-                f"({_describe(operands[operand])}) the buffer of output {result} "
-                f"({_describe(results[result])}); they must have the same shape and dtype."
+                f"({short(operands[operand])}) the buffer of output {result} "
+                f"({short(results[result])}); they must have the same shape and dtype."
             )
         aliases.append(Alias(operand, result))
     return tuple(aliases)
-
-
-def _describe(array: ArrayType) -> str:
-    return f"{array.dtype.name}[{','.join(map(str, array.shape))}]"

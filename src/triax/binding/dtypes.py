@@ -15,7 +15,7 @@ FLOAT8 = {
     np.dtype(ml_dtypes.float8_e4m3fnuz): "fp8e4b8",
     np.dtype(ml_dtypes.float8_e5m2fnuz): "fp8e5b16",
 }
-_TRITON_NAMES: dict[np.dtype, str] = {
+TRITON_NAMES: dict[np.dtype, str] = {
     np.dtype(np.bool_): "i1",
     **{np.dtype(f"int{bits}"): f"i{bits}" for bits in (8, 16, 32, 64)},
     **{np.dtype(f"uint{bits}"): f"u{bits}" for bits in (8, 16, 32, 64)},
@@ -25,19 +25,19 @@ _TRITON_NAMES: dict[np.dtype, str] = {
     np.dtype(np.float64): "fp64",
     **FLOAT8,
 }
-
-SUPPORTED = tuple(dtype.name for dtype in _TRITON_NAMES)
+"""What kernels can take, with Triton's names."""
+SUPPORTED = tuple(dtype.name for dtype in TRITON_NAMES)
 
 
 def triton_name(dtype: np.dtype) -> str:
     """Triton's name for an element type that passed `check`: "fp32" for float32."""
-    return _TRITON_NAMES[np.dtype(dtype)]
+    return TRITON_NAMES[np.dtype(dtype)]
 
 
 def check(dtype: object, argument: str) -> None:
     """Raises `ArgumentTypeError` if Triton has no element type for `dtype`."""
     try:
-        known = np.dtype(dtype) in _TRITON_NAMES  # type: ignore[call-overload]
+        known = np.dtype(dtype) in TRITON_NAMES  # type: ignore[call-overload]
     except TypeError:  # extended dtypes such as PRNG keys
         known = False
     if not known:

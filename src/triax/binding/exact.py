@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+PLAIN = frozenset({bool, int, str, bytes, types.NoneType})
+"""Types whose values are told apart by their type and their `repr`."""
 NAMED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _DEEPEST = 16
 
@@ -26,7 +28,7 @@ def spell(value: Any, others: list[Any], depth: int = 0) -> str:
     only themselves. Two values are the same if their texts are equal and their `others` identical.
     """
     kind: Any = type(value)
-    if kind in (bool, int, str, bytes, types.NoneType):
+    if kind in PLAIN:
         return repr(value)
     if kind is float:
         return float.hex(value)

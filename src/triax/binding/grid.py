@@ -32,8 +32,8 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
     if callable(grid) and not is_constexpr(grid):
         grid = grid(meta)
         source = " from its callable"
-    if is_int(grid):
-        grid = (grid,)  # type: ignore[assignment]
+    if type(grid) is int or is_int(grid):
+        grid = (grid,)
     if not isinstance(grid, (tuple, list)):
         raise _not_a_grid(grid, source)
     if not 1 <= len(grid) <= 3:
@@ -48,7 +48,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
                 f"Argument `grid` must be known when the function is traced, but its {axis} is the "
                 f"traced value {short(size)}{source}. Compute it from shapes or static arguments."
             )
-        if not is_int(size):
+        if type(size) is not int and not is_int(size):
             raise _not_a_grid(grid, source)
         if size < 0:
             raise ArgumentValueError(f"Argument `grid` must not be negative; got {grid!r}{source}.")

@@ -43,13 +43,14 @@ Hook: TypeAlias = Callable[[dict[str, Any]], Any]
 class Kernel:
     """A kernel as the user wrote it (`source`) and the function inside it (`function`).
 
-    `stages` are the decorators around the function, the outermost first. Two views are
-    equal if they are of the same object.
+    `stages` are the decorators around the function, the outermost first; `autotuner` is the
+    `@triton.autotune` among them, or None. Two views are equal if they are of the same object.
     """
 
     source: Any
     function: Any
     stages: tuple[Any, ...]
+    autotuner: Any | None
     name: str
     parameters: tuple[Parameter, ...]
     is_gluon: bool
@@ -72,12 +73,13 @@ class Kernel:
 
     @classmethod
     def _new(cls, source: Any) -> Kernel:
+        runtime = triton_private.triton().runtime
         stages = []
         function = source
-        while triton_private.is_autotuner(function) or triton_private.is_heuristics(function):
+        while isinstance(function, (runtime.Autotuner, runtime.Heuristics)):
             stages.append(function)
             function = function.fn
-        if not triton_private.is_jit_function(function):
+        if not isinstance(function, runtime.JITFunction):
             hint = " Decorate it with @triton.jit." if callable(function) else ""
             if getattr(function, "__qualname__", "").startswith("KernelInterface."):  # kernel[grid]
                 hint = " Pass the kernel without [grid], and give `grid` beside it."
@@ -89,7 +91,7 @@ class Kernel:
                 f"got {messages.shown(function)}.{hint}"
             )
         name = str(function.fn.__name__)
-        tuners = [stage for stage in stages if triton_private.is_autotuner(stage)]
+        tuners = [stage for stage in stages if isinstance(stage, runtime.Autotuner)]
         if len(tuners) > 1:
             raise UnsupportedError(
                 f"Kernel {name!r} is decorated with @triton.autotune {len(tuners)} times. "
@@ -101,6 +103,7 @@ class Kernel:
             source=source,
             function=function,
             stages=tuple(stages),
+            autotuner=tuners[0] if tuners else None,
             name=name,
             parameters=tuple(
                 Parameter(
@@ -130,21 +133,16 @@ class Kernel:
         """The parameters that are not constexpr."""
         return tuple(p for p in self.parameters if not p.is_constexpr)
 
-    @property
-    def autotuner(self) -> Any | None:
-        """The `@triton.autotune` object, if there is one."""
-        return next((s for s in self.stages if triton_private.is_autotuner(s)), None)
+    @functools.cached_property
+    def number_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that are annotated as numbers."""
+        return tuple(p for p in self.parameters if p.number)
 
     def values_set_by_stages(self) -> frozenset[str]:
         """The names that some config or heuristic gives a value."""
-        names: set[str] = set()
-        for stage in self.stages:
-            if triton_private.is_heuristics(stage):
-                names.update(stage.values)
-            else:
-                for config in stage.configs:
-                    names.update(config.all_kwargs())
-        return frozenset(names)
+        configs = () if self.autotuner is None else self.autotuner.configs
+        sets = [stage.values for stage in self.stages if stage is not self.autotuner]
+        return frozenset().union(*sets, *(config.all_kwargs() for config in configs))
 
     def expand(
         self,
@@ -174,12 +172,12 @@ class Kernel:
         branches = [_Branch(dict(keywords), {}, dict(options))]
         read: set[str] = set()
         for stage in self.stages:
-            if triton_private.is_heuristics(stage):
+            if stage is self.autotuner:
+                (branch,) = branches  # there is one autotuner
+                branches = self._branches(stage, branch, arguments, conflicts)
+            else:
                 for branch in branches:
                     branch.apply_heuristics(stage.values, arguments, read)
-            else:
-                (branch,) = branches  # Kernel.of allows one autotuner
-                branches = self._branches(stage, branch, arguments, conflicts)
         return [(branch.config(), branch.hook) for branch in branches], read
 
     def _branches(
@@ -264,7 +262,17 @@ class _Branch:
 
     def config(self) -> Config:
         options = {n: self.options[n] for n in CONFIG_OPTIONS if n in self.options}
-        return Config(pack_values(self.values), **options)
+        return Config(pack_values(self.values) if self.values else (), **options)
+
+
+def _reading_all(name: str) -> Any:
+    method = getattr(dict, name)
+
+    def read_all(self: WatchedDict) -> Any:
+        self._read.update(dict.keys(self))
+        return method(self)
+
+    return read_all
 
 
 class WatchedDict(dict[str, Any]):
@@ -295,21 +303,7 @@ class WatchedDict(dict[str, Any]):
         self._read.add(str(key))
         return super().__contains__(key)
 
-    def keys(self) -> Any:
-        self._read.update(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        self._read.update(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        self._read.update(super().keys())
-        return super().items()
-
-    def __iter__(self) -> Any:
-        self._read.update(super().keys())
-        return super().__iter__()
+    keys, values, items, __iter__ = map(_reading_all, ("keys", "values", "items", "__iter__"))
 
 
 def _refuse_hooks(name: str, tuner: Any) -> None:

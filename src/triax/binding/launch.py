@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from triax.binding.kernel import Kernel
-from triax.binding.values import Config, Static, Values, describe, unpack_values
+from triax.binding.values import Config, Static, Values, describe
 from triax.compat import triton_private
 
 Grid: TypeAlias = tuple[int, int, int]
@@ -150,7 +150,7 @@ class Candidate:
         return 0 in self.grid
 
     def __str__(self) -> str:
-        return describe({**unpack_values(self.constants), **unpack_values(self.options)})
+        return describe(self.constants, self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Call:
     checked: bool = False
     code: str = ""
 
-    @property
+    @functools.cached_property
     def display_name(self) -> str:
         """The name to show in logs, errors and profiles."""
         return self.name or self.kernel.name
@@ -191,28 +191,23 @@ class Call:
         self, candidate: Candidate, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
     ) -> Launch:
         """The launch of one candidate on arrays of the given types."""
-        block_shapes = dict(candidate.block_shapes)
+        arguments = self.arguments
+        if block_shapes := dict(candidate.block_shapes):
 
-        def complete(leaf: Leaf) -> Leaf:
-            if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
-                return dataclasses.replace(leaf, block_shape=block_shapes[leaf.index])
-            return leaf
+            def complete(leaf: Leaf) -> Leaf:
+                if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
+                    return dataclasses.replace(leaf, block_shape=block_shapes[leaf.index])
+                return leaf
 
-        return Launch(
-            self.kernel,
-            tuple((name, map_leaves(complete, argument)) for name, argument in self.arguments),
-            candidate,
-            operands,
-            results,
-            self.aliases,
-            self.display_name,
-        )
+            arguments = tuple((name, map_leaves(complete, part)) for name, part in arguments)
+        name, aliases = self.display_name, self.aliases
+        return Launch(self.kernel, arguments, candidate, operands, results, aliases, name)
 
     def launches(
         self, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
     ) -> list[Launch]:
         """The launches of all candidates whose grid is not empty."""
-        return [self.launch(c, operands, results) for c in self.candidates if not c.is_empty]
+        return [self.launch(c, operands, results) for c in self.candidates if 0 not in c.grid]
 
     def __repr__(self) -> str:
         return f"Call({self.display_name}, {len(self.candidates)} candidate(s))"
@@ -234,13 +229,13 @@ class Launch:
     def grid(self) -> Grid:
         return self.candidate.grid
 
-    @property
+    @functools.cached_property
     def constants(self) -> dict[str, Any]:
-        return unpack_values(self.candidate.constants)
+        return {name: static.value for name, static in self.candidate.constants}
 
-    @property
+    @functools.cached_property
     def options(self) -> dict[str, Any]:
-        return unpack_values(self.candidate.options)
+        return {name: static.value for name, static in self.candidate.options}
 
     @property
     def operand_of_result(self) -> dict[int, int]:
@@ -263,13 +258,10 @@ class Launch:
 
     def zeroed_bytes(self) -> dict[Operand | Result, int]:
         """How many bytes to zero before the launch, by the leaf that takes the buffer."""
-        operand_of = self.operand_of_result
-        zeroed: dict[Operand | Result, int] = {}
-        for index in self.candidate.zeroed:
-            zeroed[Result(index)] = self.results[index].nbytes
-            if index in operand_of:
-                zeroed[Operand(operand_of[index])] = self.results[index].nbytes
-        return zeroed
+        sizes = {index: self.results[index].nbytes for index in self.candidate.zeroed}
+        zeroed: dict[Operand | Result, int] = {Result(index): n for index, n in sizes.items()}
+        aliased = [alias for alias in self.aliases if alias.result in sizes]
+        return zeroed | {Operand(alias.operand): sizes[alias.result] for alias in aliased}
 
     @functools.cached_property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -279,14 +271,19 @@ class Launch:
     @functools.cached_property
     def named_leaves(self) -> tuple[tuple[str, Leaf], ...]:
         """The leaves with their names: the parameter's, plus the position in a tuple."""
-        return tuple(
-            (name + "".join(f"[{index}]" for index in path), leaf)
-            for name, argument in self.arguments
-            for path, leaf in leaves_with_paths(argument)
-        )
+        named: list[tuple[str, Leaf]] = []
+        for name, argument in self.arguments:
+            if not isinstance(argument, tuple):
+                named.append((name, argument))
+                continue
+            for path, leaf in leaves_with_paths(argument):
+                named.append((name + "".join(f"[{index}]" for index in path), leaf))
+        return tuple(named)
 
 
-os.register_at_fork(after_in_child=lambda: triton_private.renew_property_locks(Kernel, Launch))
+os.register_at_fork(
+    after_in_child=lambda: triton_private.renew_property_locks(Kernel, Call, Launch)
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,14 @@ kernel stays the same object. Triton looks only once, when it first compiles it.
 from __future__ import annotations
 
 import ast
-import contextlib
+import dataclasses
+import functools
 import hashlib
 import sys
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from triax.binding import exact
@@ -27,6 +28,9 @@ Name: TypeAlias = tuple[str, ...]
 _names: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, tuple[Name, ...]]]
 _names = weakref.WeakKeyDictionary()
 _serial_numbers: dict[int, tuple[Any, str]] = {}
+_walks: dict[int, _Walk] = {}  # by the function's id
+_MOST_WALKS = 1024
+_MISSING = object()
 
 
 def fingerprint(function: Any, *constants: Any) -> str:
@@ -37,37 +41,119 @@ def fingerprint(function: Any, *constants: Any) -> str:
     Of a function that is not jitted it covers the code, not what that calls; of a library's only
     the name.
     """
-    walk = _Walk()
-    for value in (function, *constants):
-        walk.visit(value)
-    return hashlib.sha256("\n".join(walk.parts).encode()).hexdigest()[:20]
+    walk = _walks.get(id(function))
+    if walk is None or not walk.is_current(function):
+        if len(_walks) >= _MOST_WALKS:
+            _walks.clear()
+        walk = _walks[id(function)] = _Walk(function)
+    texts = [repr(c) if type(c) in exact.PLAIN else _Walk(c).text for c in constants]
+    return hashlib.sha256("\n".join([walk.text, *texts]).encode()).hexdigest()[:20]
 
 
+@dataclasses.dataclass
 class _Walk:
-    """Collects texts in `parts`: each object once, later by the number that it has."""
+    """The text of all that can be reached from a value, and what it follows from.
 
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self._met: dict[int, tuple[int, Any]] = {}  # holds the objects, so that ids stay theirs
+    `reads` are the names that were looked up, each with what it was: `get(holder, name, _MISSING)`.
+    `spelt` are the values that can change in place, with their texts. Where these are the same, so
+    is `text`, unless the walk came to something that has to be looked at anew (`is_lasting`).
+    """
 
-    def visit(self, value: Any) -> None:
-        if not (isinstance(value, exact.NAMED) or exact.is_jitted(value)):
-            others: list[Any] = []
-            self.parts.append(exact.spell(value, others))
-            for other in others:
-                if isinstance(other, exact.NAMED) or exact.is_jitted(other):
-                    self.visit(other)
-                else:
-                    self.parts.append(_serial_number(other))
-            return
-        is_new = id(value) not in self._met
-        number, _ = self._met.setdefault(id(value), (len(self._met), value))
-        module, name = _module(value), getattr(getattr(value, "fn", value), "__qualname__", "")
-        is_library = _is_library(module)
-        self.parts.append(f"{number} {module}.{name}" if is_library else str(number))
-        if is_new and not is_library:
-            for member in _members(value):
-                self.visit(member)
+    root: Any
+    text: str = ""
+    is_lasting: bool = True
+    reads: list[tuple[Callable[..., Any], Any, str, Any]] = dataclasses.field(default_factory=list)
+    spelt: list[tuple[Any, str, list[Any]]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        parts: list[str] = []
+        met: dict[int, tuple[int, Any]] = {}  # holds the objects, so that ids stay theirs
+        left: list[tuple[Any, bool]] = [(self.root, False)]  # `True`: a member of something spelt
+        while left:
+            value, is_member = left.pop()
+            if type(value) in exact.PLAIN:
+                parts.append(repr(value))
+            elif isinstance(value, exact.NAMED) or exact.is_jitted(value):
+                is_new = id(value) not in met
+                number, _ = met.setdefault(id(value), (len(met), value))
+                module = _module(value)
+                if _is_library(module):
+                    name = getattr(getattr(value, "fn", value), "__qualname__", "")
+                    parts.append(f"{number} {module}.{name}")
+                    continue
+                parts.append(str(number))
+                members = self._members(value) if is_new else []
+                left += [(member, False) for member in reversed(members)]
+            elif is_member:
+                parts.append(_serial_number(value))
+            else:
+                others: list[Any] = []
+                parts.append(exact.spell(value, others))
+                self.spelt.append((value, parts[-1], others))
+                left += [(other, True) for other in reversed(others)]
+        self.text = "\n".join(parts)
+
+    def is_current(self, root: Any) -> bool:
+        """Whether a walk from `root` would find the same."""
+        if not self.is_lasting or self.root is not root:
+            return False
+        if not all(get(holder, name, _MISSING) is was for get, holder, name, was in self.reads):
+            return False
+        for value, text, others in self.spelt:
+            found: list[Any] = []
+            if exact.spell(value, found) != text or [*map(id, found)] != [*map(id, others)]:
+                return False
+        return True
+
+    def _members(self, value: Any) -> list[Any]:
+        """What a class or a function is made of, names first."""
+        if exact.is_jitted(value) and not hasattr(value, "__func__"):
+            return self._members_of_jitted(value)
+        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+            return []
+        self.is_lasting = False
+        if isinstance(value, types.FunctionType):
+            held = (value.__defaults__, value.__kwdefaults__, *_closure(value))
+            return [_code(value.__code__), held]
+        if not isinstance(value, type):  # a bound `constexpr_function`
+            return [value.__func__, value.__self__]
+        found = []
+        for owner in value.__mro__:
+            for name, member in {} if _is_library(_module(owner)) else dict(vars(owner)).items():
+                member = getattr(member, "fget", getattr(member, "__func__", member))
+                if isinstance(member, types.FunctionType) or exact.is_jitted(member):
+                    found += [name, member]
+        return found
+
+    def _members_of_jitted(self, jitted: Any) -> list[Any]:
+        function = jitted.fn
+        own: list[Any] = []
+        for holder, name in [
+            (jitted, "src"),
+            (jitted, "noinline"),
+            (function, "__kwdefaults__"),
+            (function, "__defaults__"),
+        ]:
+            own.append(getattr(holder, name, None))
+            self.reads.append((getattr, holder, name, getattr(holder, name, _MISSING)))
+        *members, defaults = own
+        members += defaults or ()
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for first, *attributes in _dotted_names(function, jitted.src):
+            get = _contents if first in cells else dict.get
+            holder = cells if first in cells else function.__globals__
+            found = get(holder, first, _MISSING)
+            self.reads.append((get, holder, first, found))
+            for attribute in attributes:  # of other objects than these all members count
+                follow = isinstance(found, (type, types.ModuleType))
+                if not follow or _is_library(_module(found)):
+                    found = _MISSING
+                    break
+                holder, found = found, getattr(found, attribute, _MISSING)
+                self.reads.append((getattr, holder, attribute, found))
+            if found is not _MISSING:
+                members += [".".join((first, *attributes)), found]
+        return members
 
 
 def _module(value: Any) -> str:
@@ -76,56 +162,22 @@ def _module(value: Any) -> str:
     return str(getattr(getattr(value, "fn", value), "__module__", ""))
 
 
+@functools.cache
 def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def _members(value: Any) -> Iterator[Any]:
-    """What a class or a function is made of, names first."""
-    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
-        return
-    if isinstance(value, type):
-        for owner in value.__mro__:
-            members = {} if _is_library(_module(owner)) else dict(vars(owner))
-            for name, found in members.items():
-                member = getattr(found, "fget", getattr(found, "__func__", found))
-                if isinstance(member, types.FunctionType) or exact.is_jitted(member):
-                    yield name
-                    yield member
-    elif isinstance(value, types.FunctionType):
-        yield _code(value.__code__)
-        yield value.__defaults__, value.__kwdefaults__, *_closure(value).values()
-    elif hasattr(value, "__func__"):  # a bound `constexpr_function`
-        yield value.__func__
-        yield value.__self__
-    else:
-        function = value.fn
-        yield value.src
-        yield getattr(value, "noinline", None)
-        yield function.__kwdefaults__
-        yield from function.__defaults__ or ()
-        closure = _closure(function)
-        for first, *attributes in _dotted_names(function, value.src):
-            holder: Any = closure if first in closure else function.__globals__
-            found = holder.get(first, _MISSING)
-            for attribute in attributes:  # of other objects than these all members count
-                follow = isinstance(found, (type, types.ModuleType))
-                follow = follow and not _is_library(_module(found))
-                found = getattr(found, attribute, _MISSING) if follow else _MISSING
-            if found is not _MISSING:
-                yield ".".join((first, *attributes))
-                yield found
+def _contents(cells: dict[str, types.CellType], name: str, default: Any) -> Any:
+    try:
+        return cells[name].cell_contents
+    except ValueError:  # assigned later in the enclosing function
+        return default
 
 
-_MISSING = object()
-
-
-def _closure(function: types.FunctionType) -> dict[str, Any]:
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # assigned later in the enclosing function
-            found[name] = cell.cell_contents
-    return found
+def _closure(function: types.FunctionType) -> list[Any]:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    found = [_contents(cells, name, _MISSING) for name in cells]
+    return [value for value in found if value is not _MISSING]
 
 
 def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]:
@@ -133,7 +185,7 @@ def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]
     known = _names.get(function)
     if known is None or known[0] != source:
         # `co_names` has attributes too, which may be called like a local variable.
-        outer = {*_outer_names(function.__code__)} - {*function.__code__.co_varnames}
+        outer = _outer_names(function.__code__) - {*function.__code__.co_varnames}
         found: dict[Name, None] = {}
         for node in ast.walk(parse(source)):
             attributes: list[str] = []
@@ -146,11 +198,9 @@ def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]
     return known[1]
 
 
-def _outer_names(code: types.CodeType) -> Iterator[str]:
-    yield from (*code.co_names, *code.co_freevars)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _outer_names(constant)
+def _outer_names(code: types.CodeType) -> set[str]:
+    inner = (_outer_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return {*code.co_names, *code.co_freevars}.union(*inner)
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:

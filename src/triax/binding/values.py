@@ -21,7 +21,8 @@ class Static:
     def __init__(self, value: Any):
         self.value = value
         self._others: list[Any] = []  # keeps alive those whose ids are in the key
-        text = exact.spell(value, self._others)
+        plain = type(value) in exact.PLAIN
+        text = repr(value) if plain else exact.spell(value, self._others)
         self._key = (text, *map(id, self._others))
 
     def __eq__(self, other: object) -> bool:
@@ -42,11 +43,6 @@ def pack_values(values: dict[str, Any]) -> Values:
     return tuple((name, Static(values[name])) for name in sorted(values))
 
 
-def unpack_values(values: Values) -> dict[str, Any]:
-    """The inverse of `pack_values`."""
-    return {name: static.value for name, static in values}
-
-
 def is_constexpr(value: Any) -> bool:
     """Whether a value is one of Triton's `constexpr`s."""
     return type(value).__name__ == "constexpr"
@@ -58,10 +54,10 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def describe(values: dict[str, Any]) -> str:
+def describe(*values: Values) -> str:
     """Values as people read them: "BLOCK=64, num_warps=4"; a function by its name alone."""
-    texts = (f"{name}={getattr(value, '__qualname__', value)}" for name, value in values.items())
-    return ", ".join(texts) or "default"
+    texts = {n: getattr(s.value, "__qualname__", s.value) for part in values for n, s in part}
+    return ", ".join(f"{name}={text}" for name, text in texts.items()) or "default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,5 +80,6 @@ class Config:
         return {n: v for n in CONFIG_OPTIONS if (v := getattr(self, n)) is not None}
 
     def __str__(self) -> str:
-        text = describe({**unpack_values(self.values), **self.options()})
+        options = tuple((n, Static(v)) for n, v in self.options().items())
+        text = describe(self.values, options)
         return text if self.number == 1 else f"{text} ({self.number})"

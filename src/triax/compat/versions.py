@@ -40,6 +40,7 @@ class Gate:
     below: str
     nightly: str | None = None
 
+    @functools.cache  # noqa: B019  # there are only a few
     def passes(self, version: str) -> bool:
         """Whether `version` has the feature."""
         if self.stable is None:

@@ -131,7 +131,7 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
         opaque,
         buffers,
         scratch_bytes,
-        _cost_estimate(call, target, version),
+        _cost_estimate(call, target, version) if call.cost_estimate else None,
         call.has_side_effect,
     )
 
@@ -155,7 +155,8 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     tuner = launch.kernel.autotuner
     reset = () if tuner is None else tuner.reset_to_zero
     writes = [*kernel.writes, *((names.index(name),) for name in reset if name in names)]
-    for reached in sorted(writes, key=lambda reached: not read_only.issuperset(reached)):
+    certain = [reached for reached in writes if read_only.issuperset(reached)]
+    for reached in certain or writes:
         if wrong := [index for index in reached if index in read_only]:
             written = " or ".join(f"`{names[index]}`" for index in wrong)
             does = "writes" if len(wrong) == len(reached) else "may write"
@@ -169,7 +170,7 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
 
 def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
     """The scratch memory of all blocks of a launch."""
-    blocks = math.prod(launch.grid) * kernel.num_ctas
+    blocks = math.prod(launch.candidate.grid) * kernel.num_ctas
     needed = blocks * kernel.global_scratch_bytes
     if needed > _MAX_SCRATCH_BYTES:
         raise CompilationError(
@@ -196,8 +197,6 @@ def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int,
 
 
 def _cost_estimate(call: Call, target: versions.Target, version: str) -> str | None:
-    if not call.cost_estimate:
-        return None
     if target.name == versions.NEW_TARGET and versions.COST_ESTIMATE.passes(version):
         return json.dumps({name: static.value for name, static in call.cost_estimate})
     logger.info(
@@ -211,15 +210,9 @@ def _cost_estimate(call: Call, target: versions.Target, version: str) -> str | N
 
 def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
     module = jax_private.gpu_triton()
-    parameters = _parameters(module, launch, kernel)
-    compiled = jax_private.make_triton_kernel(kernel)
-    return module.TritonKernelCall(compiled, *launch.grid, parameters)
-
-
-def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any]:
     zeroed = launch.zeroed_bytes()
     leaves = launch.named_leaves
-    parameters = []
+    parameters: list[Any] = []
     for parameter in kernel.parameters:
         name, leaf = leaves[parameter.leaf]
         if isinstance(leaf, Descriptor):
@@ -231,16 +224,16 @@ def _parameters(module: Any, launch: Launch, kernel: CompiledKernel) -> list[Any
                 )
             parameters += _tensor_map_parameters(module, launch, leaf, parameter.tensor_map)
         elif isinstance(leaf, Scalar):
-            assert leaf.value is not None  # None is compiled in
             assert parameter.scalar_type is not None
-            scalar = dtypes.launch_scalar(name, leaf.value, parameter.scalar_type)
+            scalar = dtypes.launch_scalar(name, leaf.static.value, parameter.scalar_type)
             parameters.append(module.create_scalar_parameter(*scalar))
         else:
             alignment = 16 if parameter.divisible_by_16 else 0
             parameters.append(module.create_array_parameter(zeroed.get(leaf, 0), alignment))
     if kernel.global_scratch_bytes:
         parameters.append(module.create_array_parameter(0, kernel.global_scratch_align))
-    return parameters
+    compiled = jax_private.make_triton_kernel(kernel)
+    return module.TritonKernelCall(compiled, *launch.candidate.grid, parameters)
 
 
 def _tensor_map_parameters(

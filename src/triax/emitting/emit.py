@@ -90,7 +90,7 @@ def _frontend_attributes(call: Call, launches: Sequence[Launch], key: str) -> di
         **({"triax.key": key} if key else {}),
         "triax.kernel": call.display_name,
         "triax.config": " | ".join(str(launch.candidate) for launch in launches),
-        "triax.grid": " | ".join("x".join(map(str, launch.grid)) for launch in launches),
+        "triax.grid": " | ".join("x".join(map(str, launch.candidate.grid)) for launch in launches),
     }
 
 
