@@ -1,7 +1,10 @@
 """What a kernel is compiled from, and what it is not."""
 
 import dataclasses
+import importlib.machinery
+import sys
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -46,12 +49,14 @@ class Holder:
 @dataclasses.dataclass(frozen=True)
 class Shape:
     size: int
+    scale: ClassVar[float] = 1.0
 
     @property
     def half(self):
-        return self.size // 2
+        return self.size // HALF
 
 
+HALF = 2
 SHAPE = tl.constexpr(Shape(4))
 one, other = helper_times(1), helper_times(2)
 
@@ -87,6 +92,8 @@ def replace_globals(**values):
         lambda patch: patch.setattr(Shape, "half", property(lambda shape: shape.size // 3)),
         replace_globals(FACTOR=tl.constexpr(2.0)),  # in a list, and in a function of constants
         replace_globals(SHAPE=tl.constexpr(Shape(5))),
+        replace_globals(HALF=3),  # read by a property of a constant
+        lambda patch: patch.setattr(Shape, "scale", 2.0),
         replace_globals(one=other, other=one),
         replace_globals(other=helper_times(3)),
     ],
@@ -117,6 +124,34 @@ def test_constants():
     assert len({fingerprint(kernel, value) for value in values}) == len(values)
     assert fingerprint(kernel, plain(2)) == fingerprint(kernel, plain(2))
     assert fingerprint(kernel, (1, 2)) == fingerprint(kernel, (1, 2)) != fingerprint(kernel, 1, 2)
+
+
+def test_modules_and_classes_as_constants():
+    constants = [types.ModuleType("held"), type("Held", (), {})]
+    for constant in constants:
+        constant.lock = Opaque()  # of which nothing can be compiled
+        constant.helper, constant.factor = first.helper, 3.0
+        before = fingerprint(kernel, constant)
+        constant.lock = Opaque()
+        assert fingerprint(kernel, constant) == before
+        for name, value in {"helper": second.helper, "factor": 5.0}.items():
+            setattr(constant, name, value)
+            assert fingerprint(kernel, constant) != before
+
+
+def test_a_file_called_like_a_standard_module(monkeypatch):
+    found = set()
+    for factor in (3, 5):
+        module = types.ModuleType("profile")
+        module.__spec__ = importlib.machinery.ModuleSpec("profile", None, origin="/home/profile.py")
+        monkeypatch.setitem(sys.modules, "profile", module)
+        sources._is_library.cache_clear()
+        helper = helper_times(factor)
+        helper.fn.__module__ = helper.__module__ = "profile"
+        monkeypatch.setitem(globals(), "one", helper)
+        found.add(fingerprint(kernel))
+    sources._is_library.cache_clear()
+    assert len(found) == 2
 
 
 def test_the_number_of_an_object_is_never_anothers():

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import sys
+import sysconfig
 import types
 import uuid
 import weakref
@@ -20,7 +21,9 @@ from typing import Any, TypeAlias
 from triax.binding import exact
 from triax.compat.triton_patches import parse
 
-_LIBRARIES = sys.stdlib_module_names | {"triton", "numpy", "ml_dtypes", "jax", "jaxlib"}
+_LIBRARIES = {"triton", "numpy", "ml_dtypes", "jax", "jaxlib"}
+
+_STANDARD = sysconfig.get_path("stdlib")
 
 Name: TypeAlias = tuple[str, ...]
 """A dotted name: ("module", "helper")."""
@@ -38,8 +41,7 @@ def fingerprint(function: Any, *constants: Any) -> str:
 
     It is equal in all processes, unless something is reached that equals only itself, and does not
     depend on the module that a function is in: run as a script or imported, a kernel is the same.
-    Of a function that is not jitted it covers the code, not what that calls; of a library's only
-    the name.
+    Of a library's functions and classes it covers only the name.
     """
     walk = _walks.get(id(function))
     if walk is None or not walk.is_current(function):
@@ -109,21 +111,19 @@ class _Walk:
         """What a class or a function is made of, names first."""
         if exact.is_jitted(value) and not hasattr(value, "__func__"):
             return self._members_of_jitted(value)
-        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+        if isinstance(value, types.BuiltinFunctionType):
             return []
         self.is_lasting = False
         if isinstance(value, types.FunctionType):
             held = (value.__defaults__, value.__kwdefaults__, *_closure(value))
-            return [_code(value.__code__), held]
+            read = {n: value.__globals__.get(n, _MISSING) for n in value.__code__.co_names}
+            return [_code(value.__code__), held, *_held(read)]
+        if isinstance(value, types.ModuleType):
+            return _held(dict(vars(value)))
         if not isinstance(value, type):  # a bound `constexpr_function`
             return [value.__func__, value.__self__]
-        found = []
-        for owner in value.__mro__:
-            for name, member in {} if _is_library(_module(owner)) else dict(vars(owner)).items():
-                member = getattr(member, "fget", getattr(member, "__func__", member))
-                if isinstance(member, types.FunctionType) or exact.is_jitted(member):
-                    found += [name, member]
-        return found
+        owners = [owner for owner in value.__mro__ if not _is_library(_module(owner))]
+        return [member for owner in owners for member in _held(dict(vars(owner)))]
 
     def _members_of_jitted(self, jitted: Any) -> list[Any]:
         function = jitted.fn
@@ -151,7 +151,8 @@ class _Walk:
                     break
                 holder, found = found, getattr(found, attribute, _MISSING)
                 self.reads.append((getattr, holder, attribute, found))
-            if found is not _MISSING:
+            # Of a module the attributes that are named count.
+            if found is not _MISSING and not isinstance(found, types.ModuleType):
                 members += [".".join((first, *attributes)), found]
         return members
 
@@ -164,7 +165,30 @@ def _module(value: Any) -> str:
 
 @functools.cache
 def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
+    top = module.partition(".")[0]
+    if top not in sys.stdlib_module_names:
+        return top in _LIBRARIES
+    # A user's file may be called like a module of the standard library.
+    origin = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
+    return origin in (None, "built-in", "frozen") or origin.startswith(_STANDARD)
+
+
+def _held(members: dict[str, Any]) -> list[Any]:
+    """What a compiler can use of the members of a class or module, or of the names in a function.
+
+    Not objects that equal only themselves, such as a lock: no constant is made of these.
+    """
+    found: list[Any] = []
+    for name, member in members.items():
+        member = getattr(member, "fget", getattr(member, "__func__", member))
+        is_named = isinstance(member, exact.NAMED) or exact.is_jitted(member)
+        if is_named and not isinstance(member, types.ModuleType):
+            found += [name, member]
+        elif not is_named and member is not _MISSING and not name.startswith("__"):
+            others: list[Any] = []
+            found += [name, exact.spell(member, others)]
+            found += [o for o in others if isinstance(o, exact.NAMED) or exact.is_jitted(o)]
+    return found
 
 
 def _contents(cells: dict[str, types.CellType], name: str, default: Any) -> Any:

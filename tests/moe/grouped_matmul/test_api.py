@@ -61,6 +61,11 @@ MISTAKES = {
         {"row_scales": jnp.ones((6, 2))},
         r"`row_scales` must have shape \[rows\].*For scales of blocks, multiply them into the",
     ),
+    "integers that no dtype holds": (
+        (X.astype("uint32"), W.astype("int32"), SIZES),
+        {},
+        "got uint32 and int32. No dtype holds both",
+    ),
     "integers of floats": (
         (X, W, SIZES),
         {"preferred_element_type": "int8", "implementation": "xla"},

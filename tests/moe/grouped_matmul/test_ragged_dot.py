@@ -81,6 +81,27 @@ def test_rows_past_the_groups_are_zero(implementation):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
+def test_rows_past_the_groups_are_zero_for_all_scales(implementation):
+    x, w, sizes = jnp.ones((6, 16)), jnp.ones((2, 16, 16)), jnp.array([4, 0])
+    scales = {
+        "row_scales": jnp.array([1, 1, 2, 1, jnp.nan, jnp.inf]),
+        "group_scales": jnp.array([3, jnp.inf]),
+    }
+    out = moe.ragged_dot(x, w, sizes, **scales, implementation=implementation)
+    np.testing.assert_array_equal(out[:, 0], [48, 48, 96, 48, 0, 0])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("precision", ["BF16_BF16_F32", "TF32_TF32_F32"])
+def test_precision_is_that_of_float32_alone(implementation, precision):
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float16) for shape in [(5, 64), (1, 64, 7)])
+    how = {"preferred_element_type": "float32", "implementation": implementation}
+    out = moe.ragged_dot(x, w, np.array([5]), precision=precision, **how)
+    assert_close(out, x.astype(np.float64) @ w[0].astype(np.float64), terms=64)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("group", [0, 1])
 def test_what_is_no_number_stays_in_its_group(implementation, value, group):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
@@ -110,7 +111,8 @@ def ragged_dot(
         empty = jnp.zeros((num_rows, weights.shape[2]), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
-    options = Options(result, _precision_name(precision))
+    name = _precision_name(precision)
+    options = Options(result, name if rows.dtype.itemsize >= 4 else None)
     group_sizes = arguments.as_int32(group_sizes, num_rows)
     operands = rows, weights, group_sizes, row_scales, group_scales
     out = ops.ragged_dot(*operands, options=options, implementation=implementation)
@@ -132,6 +134,10 @@ def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         dtype = jnp.promote_types(rows.dtype, weights.dtype) if kinds[0] == kinds[1] else None
     except TypeError:  # JAX's strict mode, or a dtype that it does not promote
         dtype = None
+    if dtype is not None and not all(
+        np.can_cast(array.dtype, dtype) for array in (rows, weights) if kinds[0] == "integers"
+    ):
+        dtype, remedy = None, "No dtype holds both. Cast one."  # without 64 bits
     if dtype is None:
         raise ArgumentTypeError(
             "Arguments `rows` and `weights` must both be floats, both 8-bit floats or both "

@@ -1,9 +1,9 @@
 """The kernels of ragged_dot: rows times the weights of their group, and the weights' gradient.
 
-`_ragged_dot_schedule_kernel` cuts the groups into row tiles, each of one group. `_ragged_dot_kernel`
-takes tiles of rows × columns from it. `_group_outer_kernel` computes, for each group, the product of
-two sets of rows over those rows. Group sizes are clipped as they are read, so that no sizes, however
-wrong, lead outside.
+`_ragged_dot_schedule_kernel` cuts the groups into row tiles, each of one group.
+`_ragged_dot_kernel` takes tiles of rows × columns from it. `_group_outer_kernel` computes, for each
+group, the product of two sets of rows over those rows. Group sizes are clipped as they are read, so
+that no sizes, however wrong, lead outside.
 
 Where TMA is set, operands are descriptors, else pointers. Rows of one group lie between rows of
 others, and a descriptor's bounds are those of the whole array. `_GROUP_END` gets the hardware to

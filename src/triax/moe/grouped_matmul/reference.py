@@ -52,11 +52,14 @@ def _ragged_dot(
     shape = (rows.shape[0], columns)
     sums = _over_tiles(multiply, shape, wider, options, group_sizes, rows, weights)
     sums = sums.astype(_sum_dtype(options.dtype, options.dtype))
+    group = _group_of(jnp.arange(rows.shape[0]), group_ends(group_sizes, rows.shape[0]))
+    scaled = sums
     if row_scales is not None:
-        sums *= row_scales.astype(sums.dtype)[:, None]
+        scaled *= row_scales.astype(sums.dtype)[:, None]
     if group_scales is not None:
-        group = _group_of(jnp.arange(rows.shape[0]), group_ends(group_sizes, rows.shape[0]))
-        sums *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
+        scaled *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
+    if scaled is not sums:  # rows past the groups are zero, whatever their scales
+        sums = jnp.where((group < group_sizes.shape[0])[:, None], scaled, 0)
     return sums.astype(options.dtype)
 
 
