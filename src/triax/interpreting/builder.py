@@ -23,6 +23,8 @@ from triax.interpreting.conversions import BFLOAT16
 from triax.interpreting.memory import Memory, unsigned
 
 _INT1_ARITHMETIC = (np.add, np.subtract, np.multiply)
+_ALL = TensorHandle(np.array(True), tl.int1)
+"""The mask of an access in all lanes."""
 
 
 class MissingOperation(UnsupportedError, AttributeError):
@@ -87,24 +89,31 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         self, ptrs: Any, mask: Any, other: Any, *hints: Any, is_volatile: bool = False, **more: Any
     ) -> TensorHandle:
         order = "volatile" if is_volatile or (hints and hints[-1] is True) else None
-        return self._load(ptrs, mask, None if other is None else other.data, order)
+        dtype = ptrs.dtype.scalar.element_ty
+        others = None if other is None else other.data
+        data = self.memory.load(ptrs.data, _lanes(mask, ptrs), others, numpy_dtype(dtype), order)
+        return TensorHandle(data, dtype)
 
     def create_masked_store(
-        self, ptrs: Any, value: Any, mask: Any, *hints: Any, **more_hints: Any
+        self, ptrs: Any, value: Any, mask: Any, *hints: Any, order: str | None = None, **more: Any
     ) -> None:
-        self._store(ptrs, value, mask)
+        # Where old versions computed in a wider type, only the element's bytes may be written.
+        values = value.data.astype(numpy_dtype(ptrs.dtype.scalar.element_ty), copy=False)
+        self.memory.store(ptrs.data, values, _lanes(mask, ptrs), order)
 
     def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
-        return self._load(ptr, mask, None, _order(sem, scope))
+        dtype = ptr.dtype.scalar.element_ty
+        order = _order(sem, scope)
+        data = self.memory.load(ptr.data, _lanes(mask, ptr), None, numpy_dtype(dtype), order)
+        return TensorHandle(data, dtype)
 
     def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:
-        self._store(ptr, val, mask, _order(sem, scope))
+        self.create_masked_store(ptr, val, mask, order=_order(sem, scope))
 
     def create_atomic_poll(
         self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any
     ) -> TensorHandle:
-        everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
-        matched = self._load(ptr, everywhere, None, _order(sem, scope)).data == expected.data
+        matched = self.create_atomic_load(ptr, _ALL, sem, scope).data == expected.data
         # Programs run one after another, so nothing can arrive while this one waits.
         if not matched.all() and not isinstance(timeout_ns, TensorHandle):
             raise UnsupportedError(
@@ -114,34 +123,21 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
             )
         return TensorHandle(matched, tl.int1)
 
-    def _load(
-        self, ptrs: Any, mask: Any, other: np.ndarray | None, order: str | None = None
-    ) -> TensorHandle:
-        dtype = ptrs.dtype.scalar.element_ty
-        data = self.memory.load(ptrs.data, _lanes(mask, ptrs), other, numpy_dtype(dtype), order)
-        return TensorHandle(data, dtype)
-
-    def _store(self, ptrs: Any, value: Any, mask: Any, order: str | None = None) -> None:
-        # Where old versions computed in a wider type, only the element's bytes may be written.
-        values = value.data.astype(numpy_dtype(ptrs.dtype.scalar.element_ty), copy=False)
-        self.memory.store(ptrs.data, values, _lanes(mask, ptrs), order)
-
     def create_atomic_rmw(
         self, operation: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
     ) -> TensorHandle:
-        dtype = val.dtype.scalar
-        values = val.data.astype(numpy_dtype(dtype), copy=False)
-        lanes = _lanes(mask, ptr)
-        order = _order(sem, scope)
-        old = self.memory.update(operation.name, ptr.data, values, lanes, order)
-        return TensorHandle(old, dtype)
+        return self._update(operation.name, ptr, [val], mask, _order(sem, scope))
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:
-        dtype = cmp.dtype.scalar
-        stored = numpy_dtype(dtype)
-        expected, values = (h.data.astype(stored, copy=False) for h in (cmp, val))
-        order = _order(sem, scope)
-        return TensorHandle(self.memory.compare_and_swap(ptr.data, expected, values, order), dtype)
+        return self._update("CAS", ptr, [val, cmp], _ALL, _order(sem, scope))
+
+    def _update(
+        self, operation: str, ptr: Any, operands: list[Any], mask: Any, order: str
+    ) -> TensorHandle:
+        dtype = operands[0].dtype.scalar
+        arrays = [operand.data.astype(numpy_dtype(dtype), copy=False) for operand in operands]
+        old = self.memory.update(operation, ptr.data, arrays, _lanes(mask, ptr), order)
+        return TensorHandle(old, dtype)
 
     def create_make_tensor_descriptor(
         self,
@@ -165,7 +161,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         self, kind: Any, descriptor: Any, value: Any, indices: Any
     ) -> None:
         ptrs, mask = descriptor.materialize_pointers(indices)
-        self.memory.update(kind.name, ptrs.data, value.data, mask.data, "relaxed")
+        self._update(kind.name, ptrs, [value], mask, "relaxed")
 
     # Conversions.
 
