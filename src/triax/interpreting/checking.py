@@ -19,8 +19,9 @@ from triax.interpreting.memory import Access, Buffer, Memory, unsigned
 
 _WRITES_ONLY = ("atomic xchg", "atomic store")
 _OLD_OR_NEW = "finds the old value or the new one"
-# By what a program does to an element: what another one may not have done before, whether anything
-# the program itself did since orders the two, and what to say of it. Volatile and atomic loads poll.
+# By what a program does to an element: what another one may not have done before, whether the two
+# are in order if the program itself did it too since then, and what to say. Volatile and atomic
+# loads poll.
 _CONFLICTS = {
     "loaded": [
         ("stored", True, f"which program {{}} stored: it {_OLD_OR_NEW}"),

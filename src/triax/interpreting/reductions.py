@@ -16,7 +16,7 @@ import triton.language as tl
 
 from triax.compat import triton_interpreter as compat
 from triax.errors import UnsupportedError
-from triax.interpreting.conditions import AmbiguousTruth
+from triax.interpreting.inside import AmbiguousTruth, plain
 
 Arrays = tuple[np.ndarray, ...]
 Types = Sequence[tl.dtype]
@@ -30,7 +30,7 @@ def reduce(
 ) -> Any:
     """`tl.reduce`."""
     arrays, types = _arrays_of(input)
-    axis, rank = _unwrap(axis), arrays[0].ndim
+    axis, rank = plain(axis), arrays[0].ndim
     if axis is None:
         arrays = tuple(a.reshape(-1) for a in arrays)
     at = 0 if axis is None else _position(axis, rank)
@@ -38,7 +38,7 @@ def reduce(
     if reduced is None:
         rows = tuple(np.moveaxis(a, at, 0) for a in arrays)
         reduced = _reduce_tree(_on_arrays(combine_fn, types), rows)
-    if _unwrap(keep_dims):
+    if plain(keep_dims):
         kept = tuple(range(rank)) if axis is None else at
         reduced = tuple(np.expand_dims(r, kept) for r in reduced)
     return _like(input, reduced, types)
@@ -49,8 +49,8 @@ def associative_scan(
 ) -> Any:
     """`tl.associative_scan`."""
     arrays, types = _arrays_of(input)
-    at = _position(_unwrap(axis), arrays[0].ndim)
-    order = slice(None, None, -1 if _unwrap(reverse) else 1)
+    at = _position(plain(axis), arrays[0].ndim)
+    order = slice(None, None, -1 if plain(reverse) else 1)
     rows = tuple(np.moveaxis(a, at, 0)[order] for a in arrays)
     # By identity: hashing a jitted function fills in its cache key.
     cumulate: Any = None
@@ -68,10 +68,9 @@ def associative_scan(
 
 def map_elementwise(scalar_fn: Callable[..., Any], *args: Any, pack: Any = 1, **_: Any) -> Any:
     """`tl.map_elementwise`."""
-    if _unwrap(pack) != 1:
+    if plain(pack) != 1:
         raise UnsupportedError(
-            "The interpreter has `tl.map_elementwise` for `pack=1` only, got "
-            f"`pack={_unwrap(pack)}`."
+            f"The interpreter has `tl.map_elementwise` for `pack=1` only, got `pack={plain(pack)}`."
         )
     arrays, types = _arrays_of(args)
     return _call(scalar_fn, np.broadcast_arrays(*arrays), types)
@@ -89,17 +88,13 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
         # A number that a branch returns has a type of its own.
         found = [v.dtype for v in values if isinstance(v, tl.tensor)]
         dtype = next((dtype for dtype in found if dtype in types), (*found, types[0])[0])
-        data = [v.handle.data if isinstance(v, tl.tensor) else [_unwrap(v)] for v in values]
+        data = [v.handle.data if isinstance(v, tl.tensor) else [plain(v)] for v in values]
         lanes = [np.asarray(lane).astype(compat.numpy_dtype(dtype)).reshape(1) for lane in data]
         return compat.tensor(np.concatenate(lanes).reshape(arrays[0].shape), dtype)
 
     if isinstance(calls[0], (tuple, tl.core.tuple)):
         return tuple(map(join, zip(*calls, strict=True)))
     return join(calls)
-
-
-def _unwrap(value: Any) -> Any:
-    return value.value if isinstance(value, tl.constexpr) else value
 
 
 def _arrays_of(input: Any) -> tuple[Arrays, Types]:

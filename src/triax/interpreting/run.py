@@ -16,7 +16,7 @@ from triax.binding.launch import ArrayType, Descriptor, Launch, Leaf, Scalar, ma
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_lock import TRITON
 from triax.errors import ArgumentValueError, UnsupportedError
-from triax.interpreting import constants, language_extra, reductions, rewriting
+from triax.interpreting import inside, language_extra, reductions, rewriting
 from triax.interpreting.builder import Builder
 from triax.interpreting.checking import CheckedMemory
 from triax.interpreting.memory import Buffer, Memory
@@ -217,12 +217,12 @@ class _Machine:
 
     def _changes(self) -> Iterator[compat.Change]:
         yield from language_extra.changes(self.builder, self.semantic)
-        yield from constants.changes()
+        yield from inside.constexpr_operators()
         for holder in (tl, tl.core):
             yield compat.Change(holder, "reduce", reductions.reduce)
             yield compat.Change(holder, "associative_scan", reductions.associative_scan)
             yield compat.Change(holder, "map_elementwise", reductions.map_elementwise)
-            yield compat.Change(holder, "range", rewriting.tensor_range(self.semantic))
+            yield compat.Change(holder, "range", inside.tensor_range(self.semantic))
         tensor = tl.core.tensor
         yield compat.Change(tensor, "reduce", reductions.reduce)
         yield compat.Change(tensor, "associative_scan", reductions.associative_scan)
