@@ -140,14 +140,9 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(old, dtype)
 
     def create_make_tensor_descriptor(
-        self,
-        base: Any,
-        shape: Any,
-        strides: Any,
-        block_shape: Any,
-        is_signed: bool,
+        self, base: Any, shape: Any, strides: Any, block_shape: Any, is_signed: bool,
         padding: Any = "zero",
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         # Triton's own check counts strides in elements in some versions and in bytes in others.
         itemsize = numpy_dtype(base.dtype.element_ty).itemsize
         if base.data.item() % 16 or any(s.data.item() * itemsize % 16 for s in strides[:-1]):
@@ -234,9 +229,8 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
             # A one-bit integer wraps; NumPy's booleans saturate or refuse.
             return TensorHandle((op(a.astype(np.int8), b.astype(np.int8)) & 1).astype(bool), dtype)
         output = op(a, b)
-        if output.dtype != np.bool_:
-            output = output.astype(numpy_dtype(dtype), copy=False)
-        return TensorHandle(output, dtype)
+        stored = output.dtype if output.dtype == np.bool_ else numpy_dtype(dtype)
+        return TensorHandle(output.astype(stored, copy=False), dtype)
 
     def create_minnumf(self, lhs: Any, rhs: Any) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmin)
@@ -255,11 +249,9 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(libdevice.fma(x.data, y.data, z.data), z.dtype.scalar)
 
     def create_umulhi(self, lhs: Any, rhs: Any) -> TensorHandle:
-        # Up to Triton 3.8 signed numbers are multiplied as such.
-        bits = (TensorHandle(unsigned(h.data), h.dtype) for h in (lhs, rhs))
-        return TensorHandle(
-            super().create_umulhi(*bits).data.view(lhs.data.dtype), lhs.dtype.scalar
-        )
+        # Workaround: triton <=3.8: it multiplies signed numbers as such.
+        high = super().create_umulhi(*(TensorHandle(unsigned(h.data), h.dtype) for h in (lhs, rhs)))
+        return TensorHandle(high.data.view(lhs.data.dtype), lhs.dtype.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, *precision: Any) -> TensorHandle:
         return TensorHandle(dots.dot(a.data, b.data, d.data), d.dtype.scalar)

@@ -132,6 +132,11 @@ def _extremum(of_numbers: Callable[..., Any], name: str) -> Callable[..., Any]:
     return extremum
 
 
+def number(value: Any, dtype: tl.dtype) -> tl.tensor:
+    """A scalar in a kernel."""
+    return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
+
+
 def tensor_range(semantic: Any) -> Callable[..., Iterator[tl.tensor]]:
     """`range` and `tl.range` in a kernel: the counter is a tensor of the type of the bounds."""
 
@@ -141,7 +146,7 @@ def tensor_range(semantic: Any) -> Callable[..., Iterator[tl.tensor]]:
         types = (semantic.to_tensor(bound).dtype for bound in bounds)
         dtype = functools.reduce(semantic.integer_promote_impl, types, tl.int32)
         for counter in builtins.range(*bounds):
-            yield compat.tensor(np.array(counter, compat.numpy_dtype(dtype)), dtype)
+            yield number(counter, dtype)
 
     return counters
 

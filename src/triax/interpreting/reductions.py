@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import triton.language as tl
 
 from triax.compat import triton_interpreter as compat
 from triax.errors import UnsupportedError
+from triax.interpreting.conversions import BFLOAT16
 from triax.interpreting.inside import AmbiguousTruth, plain
 
 Arrays = tuple[np.ndarray, ...]
 Types = Sequence[tl.dtype]
 Combine = Callable[[Arrays, Arrays], Arrays]
-
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def reduce(
@@ -58,7 +56,7 @@ def associative_scan(
         cumulate = np.cumsum
     elif combine_fn is compat.PROD_COMBINE:
         cumulate = np.cumprod
-    if cumulate is not None and rows[0].dtype != _BFLOAT16:
+    if cumulate is not None and rows[0].dtype != BFLOAT16:
         scanned: Arrays = (cumulate(rows[0], axis=0, dtype=rows[0].dtype),)
     else:
         scanned = _scan_tree(_on_arrays(combine_fn, types), rows)
@@ -159,20 +157,11 @@ def _scan_tree(combine: Combine, rows: Arrays) -> Arrays:
 def _fast_reduction(combine_fn: Callable[..., Any], arrays: Arrays, axis: int) -> Arrays | None:
     """NumPy's answer, where NumPy has the same function."""
     array = arrays[0]
-    floating = array.dtype == _BFLOAT16 or np.issubdtype(array.dtype, np.floating)
-    if combine_fn is compat.SUM_COMBINE and array.dtype not in (_BFLOAT16, np.bool_):
+    floating = array.dtype == BFLOAT16 or np.issubdtype(array.dtype, np.floating)
+    if combine_fn is compat.SUM_COMBINE and array.dtype not in (BFLOAT16, np.bool_):
         return (np.add.reduce(array, axis=axis, dtype=array.dtype),)
     if combine_fn is compat.MAX_COMBINE:
         return ((np.fmax if floating else np.maximum).reduce(array, axis=axis),)
     if combine_fn is compat.MIN_COMBINE:
         return ((np.fmin if floating else np.minimum).reduce(array, axis=axis),)
-    for combines, pick in (
-        (compat.ARGMAX_COMBINES, np.argmax),
-        (compat.ARGMIN_COMBINES, np.argmin),
-    ):
-        # NumPy lets NaNs win and takes the first of equals; Triton takes the lowest index.
-        if any(combine_fn is c for c in combines) and not (floating and np.isnan(array).any()):
-            where = np.expand_dims(pick(array, axis=axis), axis)
-            picked = (np.take_along_axis(a, where, axis) for a in arrays)
-            return tuple(np.squeeze(p, axis) for p in picked)
     return None
