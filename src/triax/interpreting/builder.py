@@ -32,11 +32,9 @@ class MissingOperation(UnsupportedError, AttributeError):
 
 
 class Descriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has no types
-    """A tensor descriptor, whose blocks may begin at any element.
+    """A tensor descriptor, whose blocks may begin at any element."""
 
-    Triton's refuses a last offset that is no multiple of 16 bytes; the hardware does not.
-    """
-
+    # Workaround: triton >=3.5: it refuses a last offset that is not a multiple of 16 bytes.
     def materialize_pointers(self, offsets: Any) -> tuple[TensorHandle, TensorHandle]:
         dtype = self.base.dtype.scalar
         axes = zip(offsets, self.block_shape, strict=True)
@@ -143,7 +141,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         self, base: Any, shape: Any, strides: Any, block_shape: Any, is_signed: bool,
         padding: Any = "zero",
     ) -> Any:  # fmt: skip
-        # Triton's own check counts strides in elements in some versions and in bytes in others.
+        # Workaround: triton 3.5: its own check counts strides in elements, not in bytes.
         itemsize = numpy_dtype(base.dtype.element_ty).itemsize
         if base.data.item() % 16 or any(s.data.item() * itemsize % 16 for s in strides[:-1]):
             raise ValueError(
@@ -226,11 +224,13 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         dtype = lhs.dtype.scalar
         a, b = lhs.data, rhs.data
         if a.dtype == np.bool_ and op in _INT1_ARITHMETIC:
-            # A one-bit integer wraps; NumPy's booleans saturate or refuse.
+            # Workaround: triton <=3.8, #10919: one-bit integers wrap, NumPy's booleans do not.
             return TensorHandle((op(a.astype(np.int8), b.astype(np.int8)) & 1).astype(bool), dtype)
         output = op(a, b)
         stored = output.dtype if output.dtype == np.bool_ else numpy_dtype(dtype)
         return TensorHandle(output.astype(stored, copy=False), dtype)
+
+    # Workaround: triton <=3.7: these three let a NaN win.
 
     def create_minnumf(self, lhs: Any, rhs: Any) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmin)
@@ -244,6 +244,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return self.binary_op(self.binary_op(arg, lo, low), hi, high)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> TensorHandle:
+        # Workaround: triton <=3.8: it rounds twice.
         from triax.interpreting import libdevice  # here: few kernels need scipy
 
         return TensorHandle(libdevice.fma(x.data, y.data, z.data), z.dtype.scalar)

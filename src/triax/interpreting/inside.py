@@ -161,7 +161,8 @@ def builtin_functions(semantic: Any) -> dict[str, Any]:
 
 
 def constexpr_operators() -> Iterator[Change]:
-    """The operators that Triton left out of `tl.constexpr`: its left operand never is an `int`."""
+    """The operators that `tl.constexpr` lacks for an `int` on the left."""
+    # Workaround: triton >=3.5: there a left operand is always a `tl.constexpr`.
     for name in ("mod", "and_", "or_", "xor", "lshift", "rshift"):
         reflected = functools.partialmethod(_reflected, getattr(operator, name))
         yield Change(tl.constexpr, f"__r{name.rstrip('_')}__", reflected)

@@ -75,7 +75,7 @@ def map_elementwise(scalar_fn: Callable[..., Any], *args: Any, pack: Any = 1, **
 
 
 def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Types) -> Any:
-    """A function of scalars on arrays of one shape, at once unless it has control flow."""
+    """A function of scalars on arrays of one shape; lane by lane only if it has control flow."""
     try:
         return function(*map(compat.tensor, map(np.ascontiguousarray, arrays), types))
     except AmbiguousTruth:
@@ -83,7 +83,7 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
         calls = [function(*map(compat.tensor, map(np.asarray, lane), types)) for lane in lanes]
 
     def join(values: Sequence[Any]) -> tl.tensor:
-        # A number that a branch returns has a type of its own.
+        # A number that a branch returns has its own type.
         found = [v.dtype for v in values if isinstance(v, tl.tensor)]
         dtype = next((dtype for dtype in found if dtype in types), (*found, types[0])[0])
         data = [v.handle.data if isinstance(v, tl.tensor) else [plain(v)] for v in values]

@@ -219,6 +219,7 @@ class _Machine:
         for holder in (tl, tl.core):
             yield compat.Change(holder, "map_elementwise", reductions.map_elementwise)
             yield compat.Change(holder, "range", inside.tensor_range(self.semantic))
+        # Workaround: triton <=3.6: NumPy from 2.4 on refuses its conversion.
         yield compat.Change(tensor, "__index__", lambda tensor: tensor.handle.data.item())
         for name, member in list(vars(tensor).items()):
             # As an attribute of a class, a jitted function does not bind to the instance.
