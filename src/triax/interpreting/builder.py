@@ -84,9 +84,11 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(self.memory.moved(ptr.data, offsets), ptr.dtype)
 
     def create_masked_load(
-        self, ptrs: Any, mask: Any, other: Any, *hints: Any, is_volatile: bool = False, **more: Any
-    ) -> TensorHandle:
-        order = "volatile" if is_volatile or (hints and hints[-1] is True) else None
+        self, ptrs: Any, mask: Any, other: Any, *hints: Any, is_volatile: bool = False,
+        order: str | None = None, **more: Any,
+    ) -> TensorHandle:  # fmt: skip
+        if is_volatile or (hints and hints[-1] is True):
+            order = "volatile"
         dtype = ptrs.dtype.scalar.element_ty
         others = None if other is None else other.data
         data = self.memory.load(ptrs.data, _lanes(mask, ptrs), others, numpy_dtype(dtype), order)
@@ -100,10 +102,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         self.memory.store(ptrs.data, values, _lanes(mask, ptrs), order)
 
     def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
-        dtype = ptr.dtype.scalar.element_ty
-        order = _order(sem, scope)
-        data = self.memory.load(ptr.data, _lanes(mask, ptr), None, numpy_dtype(dtype), order)
-        return TensorHandle(data, dtype)
+        return self.create_masked_load(ptr, mask, None, order=_order(sem, scope))
 
     def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:
         self.create_masked_store(ptr, val, mask, order=_order(sem, scope))
@@ -189,11 +188,6 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(np.array([-1]).astype(dtype), type.scalar)
 
     # Shapes.
-
-    def create_splat(self, type: Any, value: Any) -> TensorHandle:
-        data = np.empty(compat.sizes_of(type), numpy_dtype(value.dtype))
-        data[...] = value.data
-        return TensorHandle(data, value.dtype.scalar)
 
     def create_gather(self, src: Any, indices: Any, axis: int) -> TensorHandle:
         size = src.data.shape[axis]

@@ -65,7 +65,7 @@ class _Trace:
         self.latest[at] = segment
 
     def of_others(self, at: np.ndarray, first: int, own_orders: bool) -> np.ndarray:
-        """The last segments of other programs; with `own_orders`, 0 where the program's is later."""
+        """The last segments of other programs; with `own_orders`, 0 where its own is later."""
         latest = self.latest[at]
         return np.where(latest < first, latest, 0 if own_orders else self._earlier[at])
 

@@ -28,24 +28,20 @@ def changes(builder: Any, semantic: Any) -> Iterator[Change]:
     except ImportError:  # a Triton built without NVIDIA's backend
         return
     helpers = _helpers(builder)
-    functions = {
-        name: functools.partial(member, _semantic=semantic)
-        for name, member in vars(cuda.libdevice).items()
-        if tl.core.is_builtin(member)
-    }
     # Triton makes the package twice: `tl.extra.cuda` is not what `sys.modules` holds.
-    for module in {id(m): m for m in (cuda, getattr(tl.extra, "cuda", cuda))}.values():
+    modules = (cuda, getattr(tl.extra, "cuda", cuda), cuda.libdevice)
+    for module in {id(m): m for m in modules}.values():
         for name, member in vars(module).items():
             if name in helpers:
                 yield Change(module, name, helpers[name])
             elif tl.core.is_builtin(member):
                 yield Change(module, name, functools.partial(member, _semantic=semantic))
-    for name, function in functions.items():
-        yield Change(cuda.libdevice, name, function)
     generic = importlib.import_module("triton.language.extra.libdevice")
     for name, member in vars(generic).items():
         if inspect.isfunction(member):
-            yield Change(generic, name, functions.get(name) or _missing(name))
+            of_cuda: Any = getattr(cuda.libdevice, name, None)
+            bound = functools.partial(of_cuda or _missing(name), _semantic=semantic)
+            yield Change(generic, name, bound)
 
 
 def _helpers(builder: Any) -> dict[str, Callable[..., Any]]:

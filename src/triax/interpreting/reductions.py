@@ -51,13 +51,8 @@ def associative_scan(
     order = slice(None, None, -1 if plain(reverse) else 1)
     rows = tuple(np.moveaxis(a, at, 0)[order] for a in arrays)
     # By identity: hashing a jitted function fills in its cache key.
-    cumulate: Any = None
-    if combine_fn is compat.SUM_COMBINE:
-        cumulate = np.cumsum
-    elif combine_fn is compat.PROD_COMBINE:
-        cumulate = np.cumprod
-    if cumulate is not None and rows[0].dtype != BFLOAT16:
-        scanned: Arrays = (cumulate(rows[0], axis=0, dtype=rows[0].dtype),)
+    if combine_fn is compat.SUM_COMBINE and rows[0].dtype != BFLOAT16:
+        scanned: Arrays = (np.cumsum(rows[0], axis=0, dtype=rows[0].dtype),)
     else:
         scanned = _scan_tree(_on_arrays(combine_fn, types), rows)
     moved = (np.ascontiguousarray(np.moveaxis(s[order], 0, at)) for s in scanned)
@@ -139,19 +134,16 @@ def _reduce_tree(combine: Combine, rows: Arrays) -> Arrays:
 
 
 def _scan_tree(combine: Combine, rows: Arrays) -> Arrays:
-    """Scans the first axis, whose length is a power of two."""
-    if rows[0].shape[0] == 1:
-        return rows
-    evens, odds = tuple(r[0::2] for r in rows), tuple(r[1::2] for r in rows)
-    through_odds = _scan_tree(combine, combine(evens, odds))
-    # The first lane has no predecessor; it is computed with a stand-in and replaced.
-    before = tuple(np.concatenate([s[:1], s[:-1]]) for s in through_odds)
-    through_evens = combine(before, evens)
-    scanned = tuple(np.empty(r.shape, r.dtype) for r in rows)
-    for out, even, odd, row in zip(scanned, through_evens, through_odds, rows, strict=True):
-        out[0::2], out[1::2] = even, odd
-        out[0] = row[0]
-    return scanned
+    """Scans the first axis, whose length is a power of two, by doubling the distance."""
+    distance = 1
+    while distance < rows[0].shape[0]:
+        # Blocks keep their shape; the first lanes, which have no predecessor, are put back.
+        combined = combine(tuple(np.roll(r, distance, axis=0) for r in rows), rows)
+        for new, old in zip(combined, rows, strict=True):
+            new[:distance] = old[:distance]
+        rows = combined
+        distance *= 2
+    return rows
 
 
 def _fast_reduction(combine_fn: Callable[..., Any], arrays: Arrays, axis: int) -> Arrays | None:
