@@ -17,31 +17,29 @@ import numpy as np
 from triax.errors import DataRace, UninitializedRead
 from triax.interpreting.memory import Access, Buffer, Memory, unsigned
 
+_Program = tuple[int, int, int]
+_Address = tuple[int, int]
 _WRITES_ONLY = ("atomic xchg", "atomic store")
-_OLD_OR_NEW = "finds the old value or the new one"
+_IT = "it finds the old value or the new one"
+_THAT_ONE = "that one finds the old value or the new one"
+_STORED = ("stored", True, "which program {} stored without an atomic: either may come first")
 # By what a program does to an element: what another one may not have done before, whether the two
 # are in order if the program itself did it too since then, and what to say. Volatile and atomic
 # loads poll.
 _CONFLICTS = {
     "loaded": [
-        ("stored", True, f"which program {{}} stored: it {_OLD_OR_NEW}"),
-        ("updated", True, f"which program {{}} updated with an atomic: it {_OLD_OR_NEW}"),
+        ("stored", True, f"which program {{}} stored: {_IT}"),
+        ("updated", True, f"which program {{}} updated with an atomic: {_IT}"),
     ],
     "stored": [
         ("stored", False, "where program {} stored another value: either may stay"),
-        ("loaded", False, f"which program {{}} loaded: that one {_OLD_OR_NEW}"),
-        (
-            "polled",
-            False,
-            f"which program {{}} loaded as volatile or with an atomic: that one {_OLD_OR_NEW}",
-        ),
+        ("loaded", False, f"which program {{}} loaded: {_THAT_ONE}"),
+        ("polled", False, f"which program {{}} loaded as volatile or with an atomic: {_THAT_ONE}"),
         ("updated", True, "which program {} updated with an atomic: either value may stay"),
     ],
-    "polled": [
-        ("stored", True, "which program {} stored without an atomic: either may come first"),
-    ],
+    "polled": [_STORED],
     "updated": [
-        ("stored", True, "which program {} stored without an atomic: either may come first"),
+        _STORED,
         ("loaded", False, "which program {} loaded without an atomic: either may come first"),
     ],
 }
@@ -110,12 +108,10 @@ class CheckedMemory(Memory):
         self._first = 0
         # By program, its segments and the addresses that it acquires in them; by address, the
         # segments that release it.
-        self._acquired = collections.defaultdict[
-            tuple[int, ...], list[tuple[int, tuple[int, int]]]
-        ](list)
-        self._released = collections.defaultdict[tuple[int, int], list[int]](list)
+        self._acquired: dict[_Program, list[tuple[int, _Address]]] = collections.defaultdict(list)
+        self._released: dict[_Address, list[int]] = collections.defaultdict(list)
 
-    def enter(self, program: tuple[int, int, int]) -> None:
+    def enter(self, program: _Program) -> None:
         super().enter(program)
         self._programs.append(program)
         self._first = self._segment
@@ -192,11 +188,11 @@ class CheckedMemory(Memory):
                 "programs: let one do both, use atomics, or split the kernel in two."
             )
 
-    def _ordered_before(self) -> dict[tuple[int, ...], int]:
+    def _ordered_before(self) -> dict[_Program, int]:
         """For each program, its last segment that is before what the program does now."""
-        reached: dict[tuple[int, ...], int] = {}
+        reached: dict[_Program, int] = {}
         # How far the lists of `_acquired` and `_released` have been read.
-        walked = collections.Counter[tuple[int, ...]]()
+        walked = collections.Counter[_Program | _Address]()
         todo = [(self.program, self._segment)]
         while todo:
             program, until = todo.pop()
