@@ -303,7 +303,7 @@ def test_a_number_is_no_address(interpret):
         arguments = {"x_ptr": x, "a_ptr": np.array([address]), "o_ptr": Result(0)}
         text = (
             f"program (0, 0, 0): load at the address {address % 2**64:#x}, which belongs to no "
-            "operand. The interpreter's addresses are virtual, so a number that is loaded or computed"
+            "operand. The interpreter's addresses are virtual, so a number that is loaded"
         )
         with pytest.raises(OutOfBounds, match=re.escape(text)):
             interpret(through_integers, arguments, [((1,), np.float32)], HOW="loaded")
