@@ -39,14 +39,14 @@ def in_place(x_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def access(x_ptr, o_ptr, HOW: tl.constexpr):
-    if HOW == "store":
-        tl.store(x_ptr, 5)
-    elif HOW == "add":
-        tl.atomic_add(x_ptr, 3)
-    elif HOW == "load":
+    if "load" in HOW:
         tl.store(o_ptr, tl.load(x_ptr))
-    elif HOW == "volatile":
+    if "volatile" in HOW:
         tl.store(o_ptr, tl.load(x_ptr, volatile=True))
+    if "add" in HOW:
+        tl.atomic_add(x_ptr, 3)
+    if "store" in HOW:
+        tl.store(x_ptr, 5)
 
 
 @triton.jit
@@ -206,6 +206,9 @@ def test_in_place_on_its_own_elements_is_fine(check):
         ("add, store", "store to `x_ptr` at element 0, which program (0, 0, 0) updated with an"),
         ("add, load", "load from `x_ptr` at element 0, which program (0, 0, 0) updated with an"),
         ("load, add", "atomic add to `x_ptr` at element 0, which program (0, 0, 0) loaded without"),
+        ("load, load+add", "atomic add to `x_ptr` at element 0, which program (0, 0, 0) loaded"),
+        ("load, load+store", "store to `x_ptr` at element 0, which program (0, 0, 0) loaded: that"),
+        ("volatile, volatile+store", "store to `x_ptr` at element 0, which program (0, 0, 0) load"),
         ("volatile, add", None),
         ("add, volatile", None),
         (

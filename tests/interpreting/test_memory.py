@@ -301,7 +301,10 @@ def test_a_number_is_no_address(interpret):
     x = np.arange(4, dtype=np.float32)
     for address in (0, 8, 0x7F12_3456_7890, -1, 1 << 62):
         arguments = {"x_ptr": x, "a_ptr": np.array([address]), "o_ptr": Result(0)}
-        text = f"program (0, 0, 0): load at the address {address % 2**64:#x}, which belongs to no "
+        text = (
+            f"program (0, 0, 0): load at the address {address % 2**64:#x}, which belongs to no "
+            "operand. The interpreter's addresses are virtual, so a number that is loaded"
+        )
         with pytest.raises(OutOfBounds, match=re.escape(text)):
             interpret(through_integers, arguments, [((1,), np.float32)], HOW="loaded")
     (out,) = interpret(through_integers, arguments, [((1,), np.float32)], HOW="own")

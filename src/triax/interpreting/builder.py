@@ -23,6 +23,8 @@ from triax.interpreting.conversions import BFLOAT16
 from triax.interpreting.memory import Memory, unsigned
 
 _INT1_ARITHMETIC = (np.add, np.subtract, np.multiply)
+_ALL = TensorHandle(np.array(True), tl.int1)
+"""The mask of an access in all lanes."""
 
 
 class MissingOperation(UnsupportedError, AttributeError):
@@ -30,11 +32,9 @@ class MissingOperation(UnsupportedError, AttributeError):
 
 
 class Descriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has no types
-    """A tensor descriptor, whose blocks may begin at any element.
+    """A tensor descriptor, whose blocks may begin at any element."""
 
-    Triton's refuses a last offset that is no multiple of 16 bytes; the hardware does not.
-    """
-
+    # Workaround: triton >=3.5: it refuses a last offset that is not a multiple of 16 bytes.
     def materialize_pointers(self, offsets: Any) -> tuple[TensorHandle, TensorHandle]:
         dtype = self.base.dtype.scalar
         axes = zip(offsets, self.block_shape, strict=True)
@@ -84,27 +84,33 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(self.memory.moved(ptr.data, offsets), ptr.dtype)
 
     def create_masked_load(
-        self, ptrs: Any, mask: Any, other: Any, *hints: Any, is_volatile: bool = False, **more: Any
-    ) -> TensorHandle:
-        order = "volatile" if is_volatile or (hints and hints[-1] is True) else None
-        return self._load(ptrs, mask, None if other is None else other.data, order)
+        self, ptrs: Any, mask: Any, other: Any, *hints: Any, is_volatile: bool = False,
+        order: str | None = None, **more: Any,
+    ) -> TensorHandle:  # fmt: skip
+        if is_volatile or (hints and hints[-1] is True):
+            order = "volatile"
+        dtype = ptrs.dtype.scalar.element_ty
+        others = None if other is None else other.data
+        data = self.memory.load(ptrs.data, _lanes(mask, ptrs), others, numpy_dtype(dtype), order)
+        return TensorHandle(data, dtype)
 
     def create_masked_store(
-        self, ptrs: Any, value: Any, mask: Any, *hints: Any, **more_hints: Any
+        self, ptrs: Any, value: Any, mask: Any, *hints: Any, order: str | None = None, **more: Any
     ) -> None:
-        self._store(ptrs, value, mask)
+        # Where old versions computed in a wider type, only the element's bytes may be written.
+        values = value.data.astype(numpy_dtype(ptrs.dtype.scalar.element_ty), copy=False)
+        self.memory.store(ptrs.data, values, _lanes(mask, ptrs), order)
 
     def create_atomic_load(self, ptr: Any, mask: Any, sem: Any, scope: Any) -> TensorHandle:
-        return self._load(ptr, mask, None, _order(sem, scope))
+        return self.create_masked_load(ptr, mask, None, order=_order(sem, scope))
 
     def create_atomic_store(self, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> None:
-        self._store(ptr, val, mask, _order(sem, scope))
+        self.create_masked_store(ptr, val, mask, order=_order(sem, scope))
 
     def create_atomic_poll(
         self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any
     ) -> TensorHandle:
-        everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
-        matched = self._load(ptr, everywhere, None, _order(sem, scope)).data == expected.data
+        matched = self.create_atomic_load(ptr, _ALL, sem, scope).data == expected.data
         # Programs run one after another, so nothing can arrive while this one waits.
         if not matched.all() and not isinstance(timeout_ns, TensorHandle):
             raise UnsupportedError(
@@ -114,45 +120,27 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
             )
         return TensorHandle(matched, tl.int1)
 
-    def _load(
-        self, ptrs: Any, mask: Any, other: np.ndarray | None, order: str | None = None
-    ) -> TensorHandle:
-        dtype = ptrs.dtype.scalar.element_ty
-        data = self.memory.load(ptrs.data, _lanes(mask, ptrs), other, numpy_dtype(dtype), order)
-        return TensorHandle(data, dtype)
-
-    def _store(self, ptrs: Any, value: Any, mask: Any, order: str | None = None) -> None:
-        # Where old versions computed in a wider type, only the element's bytes may be written.
-        values = value.data.astype(numpy_dtype(ptrs.dtype.scalar.element_ty), copy=False)
-        self.memory.store(ptrs.data, values, _lanes(mask, ptrs), order)
-
     def create_atomic_rmw(
         self, operation: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
     ) -> TensorHandle:
-        dtype = val.dtype.scalar
-        values = val.data.astype(numpy_dtype(dtype), copy=False)
-        lanes = _lanes(mask, ptr)
-        order = _order(sem, scope)
-        old = self.memory.update(operation.name, ptr.data, values, lanes, order)
-        return TensorHandle(old, dtype)
+        return self._update(operation.name, ptr, [val], mask, _order(sem, scope))
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:
-        dtype = cmp.dtype.scalar
-        stored = numpy_dtype(dtype)
-        expected, values = (h.data.astype(stored, copy=False) for h in (cmp, val))
-        order = _order(sem, scope)
-        return TensorHandle(self.memory.compare_and_swap(ptr.data, expected, values, order), dtype)
+        return self._update("CAS", ptr, [val, cmp], _ALL, _order(sem, scope))
+
+    def _update(
+        self, operation: str, ptr: Any, operands: list[Any], mask: Any, order: str
+    ) -> TensorHandle:
+        dtype = operands[0].dtype.scalar
+        arrays = [operand.data.astype(numpy_dtype(dtype), copy=False) for operand in operands]
+        old = self.memory.update(operation, ptr.data, arrays, _lanes(mask, ptr), order)
+        return TensorHandle(old, dtype)
 
     def create_make_tensor_descriptor(
-        self,
-        base: Any,
-        shape: Any,
-        strides: Any,
-        block_shape: Any,
-        is_signed: bool,
+        self, base: Any, shape: Any, strides: Any, block_shape: Any, is_signed: bool,
         padding: Any = "zero",
-    ) -> Any:
-        # Triton's own check counts strides in elements in some versions and in bytes in others.
+    ) -> Any:  # fmt: skip
+        # Workaround: triton 3.5: its own check counts strides in elements, not in bytes.
         itemsize = numpy_dtype(base.dtype.element_ty).itemsize
         if base.data.item() % 16 or any(s.data.item() * itemsize % 16 for s in strides[:-1]):
             raise ValueError(
@@ -165,7 +153,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         self, kind: Any, descriptor: Any, value: Any, indices: Any
     ) -> None:
         ptrs, mask = descriptor.materialize_pointers(indices)
-        self.memory.update(kind.name, ptrs.data, value.data, mask.data, "relaxed")
+        self._update(kind.name, ptrs, [value], mask, "relaxed")
 
     # Conversions.
 
@@ -201,11 +189,6 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
 
     # Shapes.
 
-    def create_splat(self, type: Any, value: Any) -> TensorHandle:
-        data = np.empty(compat.sizes_of(type), numpy_dtype(value.dtype))
-        data[...] = value.data
-        return TensorHandle(data, value.dtype.scalar)
-
     def create_gather(self, src: Any, indices: Any, axis: int) -> TensorHandle:
         size = src.data.shape[axis]
         outside = (indices.data < 0) | (indices.data >= size)
@@ -235,12 +218,13 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         dtype = lhs.dtype.scalar
         a, b = lhs.data, rhs.data
         if a.dtype == np.bool_ and op in _INT1_ARITHMETIC:
-            # A one-bit integer wraps; NumPy's booleans saturate or refuse.
+            # Workaround: triton <=3.8, #10919: one-bit integers wrap, NumPy's booleans do not.
             return TensorHandle((op(a.astype(np.int8), b.astype(np.int8)) & 1).astype(bool), dtype)
         output = op(a, b)
-        if output.dtype != np.bool_:
-            output = output.astype(numpy_dtype(dtype), copy=False)
-        return TensorHandle(output, dtype)
+        stored = output.dtype if output.dtype == np.bool_ else numpy_dtype(dtype)
+        return TensorHandle(output.astype(stored, copy=False), dtype)
+
+    # Workaround: triton <=3.7: these three let a NaN win.
 
     def create_minnumf(self, lhs: Any, rhs: Any) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmin)
@@ -254,16 +238,15 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return self.binary_op(self.binary_op(arg, lo, low), hi, high)
 
     def create_fma(self, x: Any, y: Any, z: Any) -> TensorHandle:
+        # Workaround: triton <=3.8: it rounds twice.
         from triax.interpreting import libdevice  # here: few kernels need scipy
 
         return TensorHandle(libdevice.fma(x.data, y.data, z.data), z.dtype.scalar)
 
     def create_umulhi(self, lhs: Any, rhs: Any) -> TensorHandle:
-        # Up to Triton 3.8 signed numbers are multiplied as such.
-        bits = (TensorHandle(unsigned(h.data), h.dtype) for h in (lhs, rhs))
-        return TensorHandle(
-            super().create_umulhi(*bits).data.view(lhs.data.dtype), lhs.dtype.scalar
-        )
+        # Workaround: triton <=3.8: it multiplies signed numbers as such.
+        high = super().create_umulhi(*(TensorHandle(unsigned(h.data), h.dtype) for h in (lhs, rhs)))
+        return TensorHandle(high.data.view(lhs.data.dtype), lhs.dtype.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, *precision: Any) -> TensorHandle:
         return TensorHandle(dots.dot(a.data, b.data, d.data), d.dtype.scalar)

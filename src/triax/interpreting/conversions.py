@@ -36,15 +36,19 @@ def to_float(x: np.ndarray, dtype: np.dtype, toward_zero: bool = False) -> np.nd
         limit = float(ml_dtypes.finfo(dtype).max)
         x = np.clip(x, -limit, limit)
     if dtype == BFLOAT16 and x.dtype != np.float32:
-        x = _to_odd_float32(x)
+        near = x.astype(np.float32)
+        # The error is exact: 64 bits are enough for int64 as well.
+        x = to_odd(near, x.astype(np.longdouble) - near)
     return x.astype(dtype)
 
 
-def _to_odd_float32(x: np.ndarray) -> np.ndarray:
-    """Rounded to odd, so that rounding again, to bfloat16, gives what rounding once would."""
-    near = x.astype(np.float32)
-    error = x.astype(np.longdouble) - near  # exact: 64 bits are enough for int64 as well
-    inexact = np.isfinite(near) & (error != 0) & (near.view(np.uint32) & 1 == 0)
-    return np.where(
-        inexact, np.nextafter(near, np.copysign(np.inf, error.astype(np.float32))), near
-    )
+def to_odd(near: np.ndarray, error: np.ndarray) -> np.ndarray:
+    """The sum of `near` and `error`, so that rounding again gives what rounding once would.
+
+    `error` is what is missing to the exact number. Where it is not 0, the result is the neighbour
+    of the exact number whose last bit is 1.
+    """
+    is_even = near.view(f"u{near.itemsize}") & 1 == 0
+    inexact = np.isfinite(near) & (error != 0) & is_even
+    toward = np.copysign(np.inf, error).astype(near.dtype)
+    return np.where(inexact, np.nextafter(near, toward), near)

@@ -21,9 +21,8 @@ MARK = "__triax_kernel__"
 
 def of_kernels(trace: types.TracebackType | None) -> types.TracebackType | None:
     """The frames of a traceback that belong to a kernel and its helpers; None if there are none."""
-    kept = list(_kept(trace))
     result = None
-    for entry in reversed(kept):
+    for entry in reversed([*_kept(trace)]):
         result = types.TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return result
 
@@ -64,12 +63,7 @@ def _kept(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
         inside = inside or marked
         # Triton's own library is interpreted as kernels are; Triax's kernels are kernels.
         hidden = ("triton", "numpy") if marked else ("triton", "numpy", "triax")
-        if inside and not any(path.is_relative_to(folder) for folder in _folders(hidden)):
+        files = (getattr(sys.modules.get(package), "__file__", None) for package in hidden)
+        if inside and not any(file and path.is_relative_to(Path(file).parent) for file in files):
             yield trace
         trace = trace.tb_next
-
-
-def _folders(packages: tuple[str, ...]) -> Iterator[Path]:
-    for package in packages:
-        if file := getattr(sys.modules.get(package), "__file__", None):
-            yield Path(file).parent

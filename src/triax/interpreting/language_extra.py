@@ -7,18 +7,18 @@ inline assembly or facts about the launch.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import triton.language as tl
 
-from triax.compat import triton_interpreter as compat
 from triax.compat.triton_interpreter import Change
 from triax.interpreting.builder import missing_function
+from triax.interpreting.inside import number
 
 
 def changes(builder: Any, semantic: Any) -> Iterator[Change]:
@@ -28,50 +28,32 @@ def changes(builder: Any, semantic: Any) -> Iterator[Change]:
     except ImportError:  # a Triton built without NVIDIA's backend
         return
     helpers = _helpers(builder)
-    functions = {
-        name: _with_semantic(member, semantic)
-        for name, member in vars(cuda.libdevice).items()
-        if tl.core.is_builtin(member)
-    }
     # Triton makes the package twice: `tl.extra.cuda` is not what `sys.modules` holds.
-    for module in {id(m): m for m in (cuda, getattr(tl.extra, "cuda", cuda))}.values():
+    modules = (cuda, getattr(tl.extra, "cuda", cuda), cuda.libdevice)
+    for module in {id(m): m for m in modules}.values():
         for name, member in vars(module).items():
             if name in helpers:
                 yield Change(module, name, helpers[name])
             elif tl.core.is_builtin(member):
-                yield Change(module, name, _with_semantic(member, semantic))
-    for name, function in functions.items():
-        yield Change(cuda.libdevice, name, function)
+                yield Change(module, name, functools.partial(member, _semantic=semantic))
     generic = importlib.import_module("triton.language.extra.libdevice")
     for name, member in vars(generic).items():
         if inspect.isfunction(member):
-            yield Change(generic, name, functions.get(name) or _missing(name))
+            of_cuda: Any = getattr(cuda.libdevice, name, None)
+            bound = functools.partial(of_cuda or _missing(name), _semantic=semantic)
+            yield Change(generic, name, bound)
 
 
 def _helpers(builder: Any) -> dict[str, Callable[..., Any]]:
-    def helper(compute: Callable[[], Any]) -> Callable[..., Any]:
-        return lambda _semantic=None: compute()
-
     return {
-        "globaltimer": helper(lambda: _scalar(time.time_ns(), tl.int64)),
-        "smid": helper(lambda: _scalar(0, tl.int32)),  # one processor runs everything
-        "num_warps": helper(lambda: tl.constexpr(builder.num_warps)),
-        "num_threads": helper(lambda: tl.constexpr(builder.num_warps * 32)),
+        "globaltimer": lambda _semantic=None: number(time.time_ns(), tl.int64),
+        "smid": lambda _semantic=None: number(0, tl.int32),  # one processor runs everything
+        "num_warps": lambda _semantic=None: tl.constexpr(builder.num_warps),
+        "num_threads": lambda _semantic=None: tl.constexpr(builder.num_warps * 32),
         # Kernels run one after another: there is nothing to wait for, and nobody to launch.
-        "gdc_wait": helper(lambda: None),
-        "gdc_launch_dependents": helper(lambda: None),
+        "gdc_wait": lambda _semantic=None: None,
+        "gdc_launch_dependents": lambda _semantic=None: None,
     }
-
-
-def _scalar(value: int, dtype: tl.dtype) -> tl.tensor:
-    return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
-
-
-def _with_semantic(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
-    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-        return function(*args, **kwargs, _semantic=semantic)
-
-    return call
 
 
 def _missing(name: str) -> Callable[..., Any]:

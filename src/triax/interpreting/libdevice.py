@@ -17,7 +17,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special  # comes with JAX, which needs it
 
-from triax.interpreting.conversions import to_integer
+from triax.interpreting.conversions import to_integer, to_odd
+from triax.interpreting.memory import unsigned
 
 Function = Callable[..., np.ndarray]
 
@@ -46,9 +47,7 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     total = product + z64
     part = total - product
     error = (product - (total - part)) + (z64 - part)
-    inexact = np.isfinite(total) & (error != 0) & (total.view(np.int64) & 1 == 0)
-    total = np.where(inexact, np.nextafter(total, np.copysign(np.inf, error)), total)
-    return total.astype(x.dtype)
+    return to_odd(total, error).astype(x.dtype)
 
 
 def _exactly(x: float, y: float, z: float) -> float:
@@ -102,28 +101,30 @@ def _norm(*parts: np.ndarray) -> np.ndarray:
     return functools.reduce(np.hypot, parts)
 
 
+def _reciprocal(function: Function) -> Function:
+    return lambda *x: 1 / function(*x)
+
+
 def _exponent(x: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
     """The exponent of the power of two below `x`; `otherwise` for 0, infinities and NaN."""
     return np.where(np.isfinite(x) & (x != 0), np.frexp(x)[1] - 1, otherwise)
 
 
-_SAME_IN_NUMPY = "exp exp2 expm1 log log2 log10 log1p cbrt hypot sin cos tan sinh cosh tanh fmod"
+_SAME_IN_NUMPY = (
+    "exp exp2 expm1 log log2 log10 log1p cbrt hypot sin cos tan sinh cosh tanh fmod ldexp"
+)
 _SAME_IN_SCIPY = "exp10 erf erfc erfcx erfinv erfcinv j0 j1 y0 y1"
+_INVERSE = "sin cos tan tan2 sinh cosh tanh"
 _FLOAT: dict[str, Function] = {
-    **{name: getattr(np, name) for name in (*_SAME_IN_NUMPY.split(), "ldexp")},
+    **{name: getattr(np, name) for name in _SAME_IN_NUMPY.split()},
     **{name: getattr(special, name) for name in _SAME_IN_SCIPY.split()},
-    **{f"a{n}": getattr(np, f"arc{n}") for n in ("sin", "cos", "tan", "tan2")},
-    **{f"a{n}h": getattr(np, f"arc{n}h") for n in ("sin", "cos", "tan")},
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "frsqrt_rn": lambda x: 1 / np.sqrt(x),
+    **{f"a{n}": getattr(np, f"arc{n}") for n in _INVERSE.split()},
+    **{f"r{n}": _reciprocal(getattr(np, n)) for n in ("sqrt", "cbrt", "hypot")},
+    **dict.fromkeys(("norm3d", "norm4d"), _norm),
+    **dict.fromkeys(("rnorm3d", "rnorm4d"), _reciprocal(_norm)),
+    "frsqrt_rn": _reciprocal(np.sqrt),
     "pow": np.power,
     "powi": lambda x, n: np.power(x, n.astype(np.float64)),
-    "rcbrt": lambda x: 1 / np.cbrt(x),
-    "rhypot": lambda x, y: 1 / np.hypot(x, y),
-    "norm3d": _norm,
-    "norm4d": _norm,
-    "rnorm3d": lambda *x: 1 / _norm(*x),
-    "rnorm4d": lambda *x: 1 / _norm(*x),
     "sinpi": _sinpi,
     "cospi": _cospi,
     "normcdf": special.ndtr,
@@ -145,12 +146,8 @@ _FLOAT: dict[str, Function] = {
 """Functions of float64, whose results are rounded to the type wanted."""
 
 
-def _bits(kind: str) -> Function:
-    return lambda x: x.view(np.dtype(kind))
-
-
-def _unsigned(x: np.ndarray) -> np.ndarray:
-    return x.view(np.dtype(f"u{x.dtype.itemsize}"))
+def _viewed(kind: str) -> Function:
+    return lambda x: x.view(kind)
 
 
 def _bit_lengths(x: np.ndarray) -> np.ndarray:
@@ -159,11 +156,11 @@ def _bit_lengths(x: np.ndarray) -> np.ndarray:
 
 
 def _leading_zeros(x: np.ndarray) -> np.ndarray:
-    return 8 * x.dtype.itemsize - _bit_lengths(_unsigned(x))
+    return 8 * x.dtype.itemsize - _bit_lengths(unsigned(x))
 
 
 def _first_set(x: np.ndarray) -> np.ndarray:
-    bits = _unsigned(x)
+    bits = unsigned(x)
     return _bit_lengths(bits & (~bits + bits.dtype.type(1)))
 
 
@@ -177,9 +174,8 @@ def _wide(function: Function) -> Function:
 
     def call(*args: np.ndarray) -> np.ndarray:
         exact = np.asarray(function(*(a.astype(object) for a in args)))
-        mask = 2 ** (8 * args[0].dtype.itemsize) - 1
-        kind = np.dtype(f"u{args[0].dtype.itemsize}")
-        return (exact & mask).astype(kind).view(args[0].dtype)
+        kind = unsigned(args[0]).dtype
+        return (exact & np.iinfo(kind).max).astype(kind).view(args[0].dtype)
 
     return call
 
@@ -196,37 +192,8 @@ def _permuted_bytes(x: np.ndarray, y: np.ndarray, selector: np.ndarray) -> np.nd
 
 
 _EXACT_IN_NUMPY = "abs fabs floor ceil trunc rint sqrt copysign nextafter isnan isinf signbit"
-_AS_IS: dict[str, Function] = {
-    **{name: getattr(np, name) for name in _EXACT_IN_NUMPY.split()},
-    "llabs": np.abs,
-    "nearbyint": np.rint,
-    "llrint": lambda x: to_integer(np.rint(x), np.dtype(np.int64)),
-    "llround": lambda x: to_integer(_round_half_away(x), np.dtype(np.int64)),
-    "saturatef": lambda x: np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1)),
-    "fma": fma,
-    "finitef": np.isfinite,
-    "isfinited": np.isfinite,
-    "int_as_float": _bits("f4"),
-    "uint_as_float": _bits("f4"),
-    "float_as_int": _bits("i4"),
-    "float_as_uint": _bits("u4"),
-    "longlong_as_double": _bits("f8"),
-    "double_as_longlong": _bits("i8"),
-    "double2loint": lambda x: x.view(np.int64).astype(np.int32),
-    "double2hiint": lambda x: (x.view(np.int64) >> 32).astype(np.int32),
-    "hiloint2double": lambda high, low: (
-        high.astype(np.int64) << 32 | _unsigned(low).astype(np.int64)
-    ).view(np.float64),
-    "clz": _leading_zeros,
-    "popc": lambda x: np.bitwise_count(_unsigned(x)),
-    "ffs": _first_set,
-    "brev": _reversed_bits,
-    "byte_perm": _permuted_bytes,
-    "mul24": _mul24,
-    "umul24": _mul24,
-}
-"""Functions of the arguments as they come."""
-
+_SAME_BITS = "int_as_float:f4 uint_as_float:f4 float_as_int:i4 float_as_uint:u4"
+_SAME_BITS += " longlong_as_double:f8 double_as_longlong:i8"
 _OF_SIGNED_AND_UNSIGNED: dict[str, Function] = {
     "mulhi": lambda x, y: x * y >> 32,
     "mul64hi": lambda x, y: x * y >> 64,
@@ -234,20 +201,40 @@ _OF_SIGNED_AND_UNSIGNED: dict[str, Function] = {
     "hadd": lambda x, y: x + y >> 1,
     "rhadd": lambda x, y: x + y + 1 >> 1,
 }
-_AS_IS |= {f"{u}{n}": _wide(f) for n, f in _OF_SIGNED_AND_UNSIGNED.items() for u in ("", "u")}
 _ROUNDED_TO_NEAREST: dict[str, Function] = {
-    "add_rn": np.add,
-    "sub_rn": np.subtract,
-    "mul_rn": np.multiply,
-    "div_rn": np.divide,
-    "rcp_rn": np.reciprocal,
-    "sqrt_rn": np.sqrt,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
 }
-_AS_IS |= {f"{kind}{n}": f for n, f in _ROUNDED_TO_NEAREST.items() for kind in "fd"}
-_AS_IS |= {"fma_rn": fma, "fmaf_rn": fma, "double2float_rn": lambda x: x}
-_AS_IS |= {
-    f"{source}2{target}_rn": lambda x: x
-    for source in ("int", "uint", "ll", "ull")
-    for target in ("float", "double")
+_SAME = [f"{u}{n}2{to}_rn" for u in ("", "u") for n in ("int", "ll") for to in ("float", "double")]
+_AS_IS: dict[str, Function] = {
+    **{name: getattr(np, name) for name in _EXACT_IN_NUMPY.split()},
+    **{name: _viewed(kind) for name, kind in (n.split(":") for n in _SAME_BITS.split())},
+    **{u + name: _wide(f) for name, f in _OF_SIGNED_AND_UNSIGNED.items() for u in ("", "u")},
+    **{f"{kind}{name}_rn": f for name, f in _ROUNDED_TO_NEAREST.items() for kind in "fd"},
+    **dict.fromkeys((*_SAME, "double2float_rn"), lambda x: x),
+    **dict.fromkeys(("fma", "fma_rn", "fmaf_rn"), fma),
+    **dict.fromkeys(("finitef", "isfinited"), np.isfinite),
+    **dict.fromkeys(("mul24", "umul24"), _mul24),
+    "llabs": np.abs,
+    "nearbyint": np.rint,
+    "llrint": lambda x: to_integer(np.rint(x), np.dtype(np.int64)),
+    "llround": lambda x: to_integer(_round_half_away(x), np.dtype(np.int64)),
+    "saturatef": lambda x: np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1)),
+    "double2loint": lambda x: x.view(np.int64).astype(np.int32),
+    "double2hiint": lambda x: (x.view(np.int64) >> 32).astype(np.int32),
+    "hiloint2double": lambda high, low: (
+        high.astype(np.int64) << 32 | unsigned(low).astype(np.int64)
+    ).view(np.float64),
+    "clz": _leading_zeros,
+    "popc": lambda x: np.bitwise_count(unsigned(x)),
+    "ffs": _first_set,
+    "brev": _reversed_bits,
+    "byte_perm": _permuted_bytes,
 }
+"""Functions of the arguments as they come."""
+
 _DIRECTIONS: dict[str, Function] = {"n": np.rint, "z": np.trunc, "d": np.floor, "u": np.ceil}

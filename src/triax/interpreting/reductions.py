@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import triton.language as tl
 
 from triax.compat import triton_interpreter as compat
 from triax.errors import UnsupportedError
-from triax.interpreting.conditions import AmbiguousTruth
+from triax.interpreting.conversions import BFLOAT16
+from triax.interpreting.inside import AmbiguousTruth, plain
 
 Arrays = tuple[np.ndarray, ...]
 Types = Sequence[tl.dtype]
 Combine = Callable[[Arrays, Arrays], Arrays]
-
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def reduce(
@@ -30,7 +28,7 @@ def reduce(
 ) -> Any:
     """`tl.reduce`."""
     arrays, types = _arrays_of(input)
-    axis, rank = _unwrap(axis), arrays[0].ndim
+    axis, rank = plain(axis), arrays[0].ndim
     if axis is None:
         arrays = tuple(a.reshape(-1) for a in arrays)
     at = 0 if axis is None else _position(axis, rank)
@@ -38,7 +36,7 @@ def reduce(
     if reduced is None:
         rows = tuple(np.moveaxis(a, at, 0) for a in arrays)
         reduced = _reduce_tree(_on_arrays(combine_fn, types), rows)
-    if _unwrap(keep_dims):
+    if plain(keep_dims):
         kept = tuple(range(rank)) if axis is None else at
         reduced = tuple(np.expand_dims(r, kept) for r in reduced)
     return _like(input, reduced, types)
@@ -49,17 +47,12 @@ def associative_scan(
 ) -> Any:
     """`tl.associative_scan`."""
     arrays, types = _arrays_of(input)
-    at = _position(_unwrap(axis), arrays[0].ndim)
-    order = slice(None, None, -1 if _unwrap(reverse) else 1)
+    at = _position(plain(axis), arrays[0].ndim)
+    order = slice(None, None, -1 if plain(reverse) else 1)
     rows = tuple(np.moveaxis(a, at, 0)[order] for a in arrays)
     # By identity: hashing a jitted function fills in its cache key.
-    cumulate: Any = None
-    if combine_fn is compat.SUM_COMBINE:
-        cumulate = np.cumsum
-    elif combine_fn is compat.PROD_COMBINE:
-        cumulate = np.cumprod
-    if cumulate is not None and rows[0].dtype != _BFLOAT16:
-        scanned: Arrays = (cumulate(rows[0], axis=0, dtype=rows[0].dtype),)
+    if combine_fn is compat.SUM_COMBINE and rows[0].dtype != BFLOAT16:
+        scanned: Arrays = (np.cumsum(rows[0], axis=0, dtype=rows[0].dtype),)
     else:
         scanned = _scan_tree(_on_arrays(combine_fn, types), rows)
     moved = (np.ascontiguousarray(np.moveaxis(s[order], 0, at)) for s in scanned)
@@ -68,17 +61,16 @@ def associative_scan(
 
 def map_elementwise(scalar_fn: Callable[..., Any], *args: Any, pack: Any = 1, **_: Any) -> Any:
     """`tl.map_elementwise`."""
-    if _unwrap(pack) != 1:
+    if plain(pack) != 1:
         raise UnsupportedError(
-            "The interpreter has `tl.map_elementwise` for `pack=1` only, got "
-            f"`pack={_unwrap(pack)}`."
+            f"The interpreter has `tl.map_elementwise` for `pack=1` only, got `pack={plain(pack)}`."
         )
     arrays, types = _arrays_of(args)
     return _call(scalar_fn, np.broadcast_arrays(*arrays), types)
 
 
 def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Types) -> Any:
-    """A function of scalars on arrays of one shape, at once unless it has control flow."""
+    """A function of scalars on arrays of one shape; lane by lane only if it has control flow."""
     try:
         return function(*map(compat.tensor, map(np.ascontiguousarray, arrays), types))
     except AmbiguousTruth:
@@ -86,20 +78,16 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
         calls = [function(*map(compat.tensor, map(np.asarray, lane), types)) for lane in lanes]
 
     def join(values: Sequence[Any]) -> tl.tensor:
-        # A number that a branch returns has a type of its own.
+        # A number that a branch returns has its own type.
         found = [v.dtype for v in values if isinstance(v, tl.tensor)]
         dtype = next((dtype for dtype in found if dtype in types), (*found, types[0])[0])
-        data = [v.handle.data if isinstance(v, tl.tensor) else [_unwrap(v)] for v in values]
+        data = [v.handle.data if isinstance(v, tl.tensor) else [plain(v)] for v in values]
         lanes = [np.asarray(lane).astype(compat.numpy_dtype(dtype)).reshape(1) for lane in data]
         return compat.tensor(np.concatenate(lanes).reshape(arrays[0].shape), dtype)
 
     if isinstance(calls[0], (tuple, tl.core.tuple)):
         return tuple(map(join, zip(*calls, strict=True)))
     return join(calls)
-
-
-def _unwrap(value: Any) -> Any:
-    return value.value if isinstance(value, tl.constexpr) else value
 
 
 def _arrays_of(input: Any) -> tuple[Arrays, Types]:
@@ -146,38 +134,26 @@ def _reduce_tree(combine: Combine, rows: Arrays) -> Arrays:
 
 
 def _scan_tree(combine: Combine, rows: Arrays) -> Arrays:
-    """Scans the first axis, whose length is a power of two."""
-    if rows[0].shape[0] == 1:
-        return rows
-    evens, odds = tuple(r[0::2] for r in rows), tuple(r[1::2] for r in rows)
-    through_odds = _scan_tree(combine, combine(evens, odds))
-    # The first lane has no predecessor; it is computed with a stand-in and replaced.
-    before = tuple(np.concatenate([s[:1], s[:-1]]) for s in through_odds)
-    through_evens = combine(before, evens)
-    scanned = tuple(np.empty(r.shape, r.dtype) for r in rows)
-    for out, even, odd, row in zip(scanned, through_evens, through_odds, rows, strict=True):
-        out[0::2], out[1::2] = even, odd
-        out[0] = row[0]
-    return scanned
+    """Scans the first axis, whose length is a power of two, by doubling the distance."""
+    distance = 1
+    while distance < rows[0].shape[0]:
+        # Blocks keep their shape; the first lanes, which have no predecessor, are put back.
+        combined = combine(tuple(np.roll(r, distance, axis=0) for r in rows), rows)
+        for new, old in zip(combined, rows, strict=True):
+            new[:distance] = old[:distance]
+        rows = combined
+        distance *= 2
+    return rows
 
 
 def _fast_reduction(combine_fn: Callable[..., Any], arrays: Arrays, axis: int) -> Arrays | None:
     """NumPy's answer, where NumPy has the same function."""
     array = arrays[0]
-    floating = array.dtype == _BFLOAT16 or np.issubdtype(array.dtype, np.floating)
-    if combine_fn is compat.SUM_COMBINE and array.dtype not in (_BFLOAT16, np.bool_):
+    floating = array.dtype == BFLOAT16 or np.issubdtype(array.dtype, np.floating)
+    if combine_fn is compat.SUM_COMBINE and array.dtype not in (BFLOAT16, np.bool_):
         return (np.add.reduce(array, axis=axis, dtype=array.dtype),)
     if combine_fn is compat.MAX_COMBINE:
         return ((np.fmax if floating else np.maximum).reduce(array, axis=axis),)
     if combine_fn is compat.MIN_COMBINE:
         return ((np.fmin if floating else np.minimum).reduce(array, axis=axis),)
-    for combines, pick in (
-        (compat.ARGMAX_COMBINES, np.argmax),
-        (compat.ARGMIN_COMBINES, np.argmin),
-    ):
-        # NumPy lets NaNs win and takes the first of equals; Triton takes the lowest index.
-        if any(combine_fn is c for c in combines) and not (floating and np.isnan(array).any()):
-            where = np.expand_dims(pick(array, axis=axis), axis)
-            picked = (np.take_along_axis(a, where, axis) for a in arrays)
-            return tuple(np.squeeze(p, axis) for p in picked)
     return None

@@ -1,32 +1,22 @@
 """Turns jitted functions into Python functions for the interpreter.
 
-A kernel's source is parsed again, transformed as Triton's interpreter wants it,
-and executed in a namespace of its own, so that the user's module and function stay
-as they are. The code is kept for as long as the jitted function lives.
+A kernel's rewritten code is executed in a separate namespace, so that the user's module and
+function stay as they are.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
-import functools
-import inspect
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import triton
-import triton.language as tl
 from triton.runtime import JITFunction
 
+from triax.binding.launch import rebuild
 from triax.compat import triton_interpreter as compat
-from triax.errors import CompilationError, UnsupportedError
-from triax.interpreting import conditions, constants, frames
-
-_codes: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, types.CodeType]]
-_codes = weakref.WeakKeyDictionary()
+from triax.errors import CompilationError
+from triax.interpreting import frames, inside, syntax
 
 
 class Rewriter:
@@ -54,12 +44,11 @@ class Rewriter:
 
     def inside(self, value: Any) -> Any:
         """A value from outside of a kernel, with the stand-ins for functions of the language."""
-        value = constants.plain(value)
+        value = inside.plain(value)
         if id(value) in self._replaced:
             return self._replaced[id(value)][1]
         if isinstance(value, tuple):
-            parts = map(self.inside, value)
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+            return rebuild(value, [self.inside(part) for part in value])
         return value
 
     def explained(self, error: Exception) -> Exception:
@@ -78,11 +67,9 @@ class Rewriter:
 
     def _make(self, jitted: JITFunction) -> Callable[..., Any]:
         original = jitted.fn
-        code = _code(jitted)
+        code = syntax.code_of(jitted)
         namespace = {
-            "range": tensor_range(self._semantic),
-            "min": _minimum,
-            "max": _maximum,
+            **inside.builtin_functions(self._semantic),
             **original.__globals__,
             **_captured(original),
         }
@@ -95,8 +82,7 @@ class Rewriter:
                 self._refused[name] = namespace.pop(name)
         namespace |= {
             **compat.TRANSFORM_NAMES,
-            **conditions.NAMES,
-            **constants.NAMES,
+            **inside.NAMES,
             "interpreter_semantic": self._semantic,
             frames.MARK: True,
         }
@@ -117,55 +103,6 @@ def _is_refused(name: str, value: Any) -> bool:
     return isinstance(value, (int, float, str, tuple)) and not name.startswith("__")
 
 
-def _code(jitted: JITFunction) -> types.CodeType:
-    source = jitted.src
-    known = _codes.get(jitted.fn)
-    if known is None or known[0] != source:
-        known = _codes[jitted.fn] = (source, _compile(jitted, source))
-    return known[1]
-
-
-def _compile(jitted: JITFunction, source: str) -> types.CodeType:
-    tree = ast.parse(source)
-    definition = tree.body[0]
-    assert isinstance(definition, ast.FunctionDef)
-    # Annotations and defaults were evaluated where the function was defined, and may
-    # name what only exists there.
-    definition.decorator_list, definition.returns = [], None
-    arguments = definition.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        argument.annotation = None
-    arguments.defaults = []
-    arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
-    _check(definition, jitted)
-    constants.Constants().visit(tree)
-    conditions.Conditions().visit(tree)
-    tree = compat.transform(tree)
-    # Errors show the line as it stands in its file.
-    lines = (i for i, line in enumerate(jitted.raw_src) if line.lstrip().startswith("def "))
-    first = next(lines, 0)
-    ast.increment_lineno(tree, jitted.starting_line_number + first - 1)
-    indent = len(jitted.raw_src[first]) - len(jitted.raw_src[first].lstrip())
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.expr, ast.stmt)):
-            node.col_offset += indent
-            node.end_col_offset = (node.end_col_offset or 0) + indent
-    module = compile(tree, inspect.getfile(jitted.fn), "exec", dont_inherit=True)
-    return next(c for c in module.co_consts if isinstance(c, types.CodeType))
-
-
-def _check(definition: ast.FunctionDef, jitted: JITFunction) -> None:
-    """Refuses what this Triton does not compile and would interpret wrongly."""
-    if compat.CHAINED_COMPARISONS:
-        return
-    for node in ast.walk(definition):
-        if isinstance(node, ast.Compare) and len(node.ops) > 1:
-            raise UnsupportedError(
-                f"`{jitted.fn.__name__}` has the chained comparison `{ast.unparse(node)}`, which "
-                "the installed Triton does not support: write two comparisons and `&`."
-            )
-
-
 def _captured(function: Callable[..., Any]) -> dict[str, Any]:
     names, cells = function.__code__.co_freevars, function.__closure__ or ()
     captured = {}
@@ -182,34 +119,3 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _global_names(constant)
-
-
-def tensor_range(semantic: Any) -> Callable[..., Iterator[tl.tensor]]:
-    """`range` and `tl.range` in a kernel: the counter is a tensor of the type of the bounds."""
-
-    def counters(*bounds: Any, **hints: Any) -> Iterator[tl.tensor]:
-        bounds += tuple(hints[n] for n in ("arg1", "arg2", "step") if hints.get(n) is not None)
-        bounds = tuple(constants.plain(b) for b in bounds if b is not None)
-        types = (semantic.to_tensor(bound).dtype for bound in bounds)
-        dtype = functools.reduce(semantic.integer_promote_impl, types, tl.int32)
-        for counter in builtins.range(*bounds):
-            yield compat.tensor(np.array(counter, compat.numpy_dtype(dtype)), dtype)
-
-    return counters
-
-
-def _minimum(*values: Any) -> Any:
-    return _fold(builtins.min, tl.minimum, values)
-
-
-def _maximum(*values: Any) -> Any:
-    return _fold(builtins.max, tl.maximum, values)
-
-
-def _fold(plain: Callable[..., Any], tensors: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-    if not any(isinstance(value, tl.tensor) for value in values):
-        return plain(*values)
-    result, *others = values
-    for other in others:
-        result = tensors(result, other)
-    return result

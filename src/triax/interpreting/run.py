@@ -16,7 +16,7 @@ from triax.binding.launch import ArrayType, Descriptor, Launch, Leaf, Scalar, ma
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_lock import TRITON
 from triax.errors import ArgumentValueError, UnsupportedError
-from triax.interpreting import constants, language_extra, reductions, rewriting
+from triax.interpreting import inside, language_extra, reductions, rewriting
 from triax.interpreting.builder import Builder
 from triax.interpreting.checking import CheckedMemory
 from triax.interpreting.memory import Buffer, Memory
@@ -127,25 +127,22 @@ def _interpret(launch: Launch, memory: Memory) -> None:
             convert = functools.partial(_convert, machine, launch, memory, annotation, folds_one)
             arguments[name] = map_leaves(convert, argument)
         arguments.update({n: rewriter.inside(value) for n, value in launch.constants.items()})
-        nx, ny, nz = launch.grid
         machine.builder.num_warps = launch.options.get("num_warps", 4)
-        machine.builder.set_grid_dim(nx, ny, nz)
-        for z in range(nz):
-            for y in range(ny):
-                for x in range(nx):
-                    memory.enter((x, y, z))
-                    machine.builder.set_grid_idx(x, y, z)
-                    try:
-                        function(**arguments)
-                    except Exception as raised:
-                        error = rewriter.explained(raised)
-                        hint = diagnostics.hint(launch, error)
-                        where = f"`{launch.name}`, program {memory.program}"
-                        if hint or where not in str(error):
-                            error.add_note(f"Raised by kernel {where}.{hint}")
-                        if error is not raised:
-                            raise error from None
-                        raise
+        machine.builder.set_grid_dim(*launch.grid)
+        for z, y, x in np.ndindex(*reversed(launch.grid)):
+            memory.enter((x, y, z))
+            machine.builder.set_grid_idx(x, y, z)
+            try:
+                function(**arguments)
+            except Exception as raised:
+                error = rewriter.explained(raised)
+                hint = diagnostics.hint(launch, error)
+                where = f"`{launch.name}`, program {memory.program}"
+                if hint or where not in str(error):
+                    error.add_note(f"Raised by kernel {where}.{hint}")
+                if error is not raised:
+                    raise error from None
+                raise
 
 
 def _convert(
@@ -160,9 +157,9 @@ def _convert(
     if isinstance(argument, Scalar):
         value = argument.value
         return 1 if folds_one and value == 1 and type(value) is int else _scalar(value, annotation)
-    type_name = dtypes.triton_name(launch.array_type(argument).dtype)
-    address = np.array(memory.address(launch.buffer_index(argument)), np.uint64)
-    pointer = compat.tensor(address, compat.type_from_name("*" + type_name))
+    type_name = "*" + dtypes.triton_name(launch.array_type(argument).dtype)
+    address = memory.address(launch.buffer_index(argument))
+    pointer = inside.number(address, compat.type_from_name(type_name))
     if not isinstance(argument, Descriptor):
         return pointer
     descriptor = machine.semantic.make_tensor_descriptor(
@@ -181,14 +178,11 @@ def _scalar(value: bool | int | float | None, annotation: str) -> tl.tensor | No
         return None
     if annotation:
         name = annotation
-    elif isinstance(value, bool):
-        name = "i1"
-    elif isinstance(value, float):
-        name = "fp32"
+    elif isinstance(value, (bool, float)):
+        name = "i1" if isinstance(value, bool) else "fp32"
     else:
         name = next(n for n, low, high in _INTEGER_RANGES if low <= value < high)
-    dtype = compat.type_from_name(name)
-    return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
+    return inside.number(value, compat.type_from_name(name))
 
 
 class _Machine:
@@ -217,20 +211,20 @@ class _Machine:
 
     def _changes(self) -> Iterator[compat.Change]:
         yield from language_extra.changes(self.builder, self.semantic)
-        yield from constants.changes()
-        for holder in (tl, tl.core):
+        yield from inside.constexpr_operators()
+        tensor = tl.core.tensor
+        for holder in (tl, tl.core, tensor):
             yield compat.Change(holder, "reduce", reductions.reduce)
             yield compat.Change(holder, "associative_scan", reductions.associative_scan)
+        for holder in (tl, tl.core):
             yield compat.Change(holder, "map_elementwise", reductions.map_elementwise)
-            yield compat.Change(holder, "range", rewriting.tensor_range(self.semantic))
-        tensor = tl.core.tensor
-        yield compat.Change(tensor, "reduce", reductions.reduce)
-        yield compat.Change(tensor, "associative_scan", reductions.associative_scan)
+            yield compat.Change(holder, "range", inside.tensor_range(self.semantic))
+        # Workaround: triton <=3.6: NumPy from 2.4 on refuses its conversion.
         yield compat.Change(tensor, "__index__", lambda tensor: tensor.handle.data.item())
         for name, member in list(vars(tensor).items()):
             # As an attribute of a class, a jitted function does not bind to the instance.
             if isinstance(member, JITFunction):
-                yield compat.Change(tensor, name, _method(member))
+                yield compat.Change(tensor, name, functools.partialmethod(member))
 
         def call(jitted: JITFunction, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop("_semantic", None)
@@ -239,10 +233,6 @@ class _Machine:
             return self._rewriter.function(jitted)(*args, **kwargs)
 
         yield compat.Change(JITFunction, "__call__", call)
-
-
-def _method(function: JITFunction) -> Any:
-    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 _machine = functools.cache(_Machine)
