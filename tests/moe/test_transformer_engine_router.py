@@ -138,7 +138,7 @@ def test_the_map_as_bits():
         (
             {"score_function": "relu"},
             ArgumentValueError,
-            "'softmax', or a ScoreFunction",
+            "'sqrtsoftplus', or a ScoreFunction",
         ),
         ({"routing_map_format": 7}, ArgumentValueError, "or a RoutingMapFormat; got 7"),
         ({"expert_bias": jnp.zeros(EXPERTS)}, ArgumentValueError, "needs score_function='sigmoid'"),

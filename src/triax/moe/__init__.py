@@ -1,6 +1,7 @@
 """MoE layers: routing, moving tokens to their experts and back, grouped matmuls, with gradients."""
 
 from triax.moe.activations.api import glu as glu
+from triax.moe.activations.reference import Swiglu as Swiglu
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
 from triax.moe.expert_parallel.api import Dispatched as Dispatched
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "Routed",
     "Sorted",
+    "Swiglu",
     "combine",
     "dispatch",
     "feed_forward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,28 @@ import pytest
 from tests.moe.oracle import assert_rounded_once
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.testing import assert_close, checked, poison
+from triax.testing import assert_close, assert_same_bits, checked, poison
 
 PATHS = ["interpret", "xla"]
-ACTIVATIONS = ["swiglu", "geglu"]
+CLAMPED = moe.Swiglu(alpha=1.702, limit=1.5, up_offset=1.0)
+GATED = ["swiglu", "geglu", "geglu_exact", CLAMPED, moe.Swiglu(limit=0.5)]
+ACTIVATIONS = [*GATED, "silu", "gelu", "gelu_exact", "relu2"]
+
+
+def curve(x, name, alpha=1.0):
+    """An activation and its derivative."""
+    if name in ("swiglu", "silu"):
+        sigmoid = 1 / (1 + np.exp(-alpha * x))
+        return x * sigmoid, sigmoid + alpha * x * sigmoid * (1 - sigmoid)
+    if name == "relu2":
+        return np.maximum(x, 0) ** 2, 2 * np.maximum(x, 0)
+    if name in ("geglu_exact", "gelu_exact"):
+        below = 0.5 * (1 + np.vectorize(math.erf)(x / 2**0.5))
+        return x * below, below + x * np.exp(-x * x / 2) / (2 * np.pi) ** 0.5
+    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    d_inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    slope = (1 + np.tanh(inner)) / 2 + x / 2 * d_inner / np.cosh(inner) ** 2
+    return x / 2 * (1 + np.tanh(inner)), slope
 
 
 def draw(num_rows, width, dtype, seed=0):
@@ -29,30 +48,35 @@ def draw(num_rows, width, dtype, seed=0):
 def expected(gate_up, weights, gradient, activation):
     """The result, and the gradients of `gate_up` and `weights`."""
     gate_up, weights, gradient = (np.asarray(a, np.float64) for a in (gate_up, weights, gradient))
-    gate, up = np.split(gate_up, 2, axis=1)
-    if activation == "swiglu":
-        sigmoid = 1 / (1 + np.exp(-gate))
-        active, slope = gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
-    else:
-        inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-        d_inner = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * gate**2)
-        active = gate / 2 * (1 + np.tanh(inner))
-        slope = (1 + np.tanh(inner)) / 2 + gate / 2 * d_inner / np.cosh(inner) ** 2
     weighted = weights[:, None] * gradient
+    if activation not in GATED:
+        active, slope = curve(gate_up, activation)
+        return weights[:, None] * active, weighted * slope, np.sum(active * gradient, axis=1)
+    gate, up = np.split(gate_up, 2, axis=1)
+    gate_moves = up_moves = np.ones_like(gate)
+    alpha, offset = 1.0, 0.0
+    if isinstance(activation, moe.Swiglu):
+        alpha, limit, offset = activation.alpha, activation.limit, activation.up_offset
+        gate_moves, up_moves = gate <= limit, np.abs(up) <= limit
+        gate, up, activation = np.minimum(gate, limit), np.clip(up, -limit, limit), "swiglu"
+    active, slope = curve(gate, activation, alpha)
+    up = up + offset
     return (
         weights[:, None] * active * up,
-        np.concatenate([weighted * up * slope, weighted * active], axis=1),
+        np.concatenate([weighted * up * slope * gate_moves, weighted * active * up_moves], axis=1),
         np.sum(active * up * gradient, axis=1),
     )
 
 
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "num_rows", "width"), [("float32", 7, 40), ("bfloat16", 3, 1500), ("float16", 130, 1)]
 )
 def test_result_and_gradients(implementation, activation, dtype, num_rows, width):
     gate_up, weights, gradient = draw(num_rows, width, dtype)
+    if activation not in GATED:
+        gate_up = gate_up[:, :width]
     op = functools.partial(moe.glu, activation=activation, implementation=implementation)
     poison(8 * gate_up.nbytes)
 
@@ -76,7 +100,49 @@ def test_result_and_gradients(implementation, activation, dtype, num_rows, width
 
 
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["geglu", CLAMPED], ids=str)
+@pytest.mark.parametrize("layout", ["interleaved", "two"])
+def test_layouts_are_the_same_bit_by_bit(implementation, activation, layout):
+    gate_up, weights, gradient = draw(23, 40, "bfloat16")
+    how = {"activation": activation, "implementation": implementation}
+
+    def op(gate_up, weights):
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        if layout == "two":
+            return moe.glu((gate, up), weights, **how)
+        both = jnp.stack([gate, up], axis=2).reshape(gate_up.shape)
+        return moe.glu(both, weights, interleaved=True, **how)
+
+    def run(op):
+        with checked():
+            out, pull = jax.jit(functools.partial(jax.vjp, op))(gate_up, weights)
+            return out, *jax.jit(pull)(jnp.asarray(gradient))
+
+    # XLA may compile each layout another way, and zeros then have other signs.
+    same = assert_same_bits if implementation == "interpret" else assert_close
+    jax.tree.map(same, run(op), run(functools.partial(moe.glu, **how)))
+
+
+def test_functions_of_jax_and_what_they_close_over():
+    gate_up, weights, gradient = draw(9, 20, "float32")
+    steep = jnp.linspace(0.5, 2, 20)
+
+    def loss(gate_up, weights, steep):
+        function = lambda gate, up: jnp.tanh(steep * gate) * up
+        return jnp.sum(moe.glu(gate_up, weights, activation=function) * gradient)
+
+    def plain(gate_up, weights, steep):
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        return jnp.sum(jnp.tanh(steep * gate) * up * weights[:, None] * gradient)
+
+    found, wanted = (jax.grad(f, (0, 1, 2))(gate_up, weights, steep) for f in (loss, plain))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
+    out = moe.glu(gate_up[:, :20].astype(jnp.bfloat16), activation=jnp.cos)
+    assert_rounded_once(out, np.cos(gate_up[:, :20].astype(jnp.bfloat16).astype(np.float64)))
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_second_derivatives_forward_mode_and_vmap(implementation, activation):
     gate_up, weights, _ = draw(6, 10, "float32")
     op = functools.partial(moe.glu, activation=activation, implementation=implementation)

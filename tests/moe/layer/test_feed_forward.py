@@ -83,6 +83,8 @@ def dense(
         scale * jnp.einsum("tk,tke,teh->th", weights, pairs.reshape(taken.shape), each),
         jnp.sum(taken, axis=(0, 1)),
         jnp.sum(taken) - jnp.sum(pairs),
+        scale * weights,
+        jnp.argsort(-logits, axis=1)[:, :top_k],
     )
 
 
@@ -312,7 +314,51 @@ def test_kernels_do_all_on_cuda(monkeypatch):
     ("changes", "error", "message"),
     [
         ({"x": [1.0]}, ArgumentTypeError, r"`x` must be an array of shape \[tokens, hidden\]"),
-        ({"x": jnp.ones((2, 3, 4))}, ArgumentValueError, r"`x` must have shape \[tokens, hidden\]"),
+        ({"x": jnp.ones(4)}, ArgumentValueError, r"`x` must have shape \[tokens, hidden\]"),
+        ({"x": jnp.ones((2, 3, 16))}, ArgumentValueError, r"`logits` must have shape \(6, 5\)"),
+        ({"logits": None}, ArgumentTypeError, "`logits` and `routing`: one of them must be given"),
+        ({"top_k": None}, ArgumentTypeError, "`top_k` is missing"),
+        (
+            {"logits": None, "routing": (jnp.ones((TOKENS, 2)), jnp.ones((TOKENS, 3), int))},
+            ArgumentValueError,
+            "`routing` must have weights and experts for each of the 24 tokens",
+        ),
+        (
+            {"logits": None, "routing": jnp.ones((2, TOKENS, 2))},
+            ArgumentTypeError,
+            "`routing` must be two arrays",
+        ),
+        (
+            {
+                "logits": None,
+                "routing": (jnp.ones((TOKENS, 2)), jnp.ones((TOKENS, 2), int)),
+                "bias": jnp.ones(EXPERTS),
+            },
+            ArgumentTypeError,
+            "`routing` is given, and so are arguments of the router, `bias`",
+        ),
+        (
+            {"b_down": jnp.ones((EXPERTS, WIDTH))},
+            ArgumentValueError,
+            r"`b_down` must have shape \(5, 16\) to go with its weights; got \(5, 24\)",
+        ),
+        (
+            {"activation": "silu"},
+            ArgumentValueError,
+            r"`w_gate_up` must have shape \(5, 16, 24\)",
+        ),
+        (
+            {"activation": "relu2", "interleaved": True},
+            ArgumentValueError,
+            "`interleaved` is True, and `activation`, 'relu2', has no gate",
+        ),
+        (
+            {"w_gate_up": (jnp.ones((EXPERTS, HIDDEN, WIDTH)),)},
+            ArgumentValueError,
+            "`w_gate_up` must be one array, or two",
+        ),
+        ({"weights_on": "both"}, ArgumentValueError, "`weights_on` must be one of 'output', 'inp"),
+        ({"axis_name": "experts"}, ArgumentValueError, "`axis_name` must name a mesh axis of the"),
         ({"x": jnp.ones((TOKENS, HIDDEN), int)}, ArgumentTypeError, "`x` must have a floating"),
         (
             {"x": jnp.ones((TOKENS, HIDDEN), jnp.float8_e4m3fn)},

@@ -12,8 +12,12 @@ def order_of(values):
 
 
 def scores_of(logits, score):
+    if score == "none":
+        return logits
     if score == "sigmoid":
         return 1 / (1 + np.exp(-logits))
+    if score == "sqrtsoftplus":
+        return np.sqrt(np.logaddexp(0, logits))
     parts = np.exp(logits - logits.max(1, keepdims=True))
     return parts / parts.sum(1, keepdims=True)
 
@@ -23,7 +27,7 @@ def best(order, count):
     return np.lexsort((np.arange(len(order)), -order))[:count]
 
 
-def choose(logits, top_k, score, bias=None, num_groups=1, top_groups=1):
+def choose(logits, top_k, score, bias=None, num_groups=1, top_groups=1, group_best=2):
     """Experts [tokens, top_k], and what they were chosen by [tokens, experts]."""
     logits = np.asarray(logits, np.float32)
     by = scores_of(logits.astype(np.float64), score) + (0 if bias is None else np.float64(bias))
@@ -32,7 +36,7 @@ def choose(logits, top_k, score, bias=None, num_groups=1, top_groups=1):
         order = order_of(row if bias is None else by[token])
         if num_groups > 1:
             groups = by[token].reshape(num_groups, -1)
-            sums = np.sort(groups, 1)[:, -2:].sum(1)
+            sums = np.sort(groups, 1)[:, -group_best:].sum(1)
             kept = np.zeros(num_groups, bool)
             kept[best(order_of(sums), top_groups)] = True
             order = np.where(np.repeat(kept, groups.shape[1]), order, -(2**40))
@@ -59,6 +63,11 @@ def gradient(logits, experts, d_weights, score, normalize, scale):
         g = (g - (g * taken).sum(1, keepdims=True) / total) / total
     d_scores = np.zeros_like(scores)
     np.put_along_axis(d_scores, experts, g, 1)
-    if score == "sigmoid":
-        return d_scores * scores * (1 - scores)
+    slopes = {
+        "none": 1,
+        "sigmoid": scores * (1 - scores),
+        "sqrtsoftplus": 1 / (1 + np.exp(-logits)) / (2 * scores),
+    }
+    if score in slopes:
+        return d_scores * slopes[score]
     return scores * (d_scores - (d_scores * scores).sum(1, keepdims=True))

@@ -26,7 +26,7 @@ WRONG = [
     (
         {"score": "relu"},
         ArgumentValueError,
-        "`score` must be one of 'softmax', 'sigmoid'; got 'relu'",
+        "`score` must be one of 'softmax', 'sigmoid', 'sqrtsoftplus', 'none'; got 'relu'",
     ),
     ({"normalize": 1}, ArgumentTypeError, "`normalize` must be a bool; got 1"),
     ({"scale": jnp.ones(())}, ArgumentTypeError, "`scale` must be a Python number"),
@@ -89,7 +89,7 @@ def test_more_experts_than_the_kernel_takes():
         (
             functools.partial(moe.load_balancing_loss, LOGITS, jnp.zeros(12, int), score="tanh"),
             ArgumentValueError,
-            "`score` must be one of 'softmax', 'sigmoid'; got 'tanh'",
+            "`score` must be one of 'softmax', 'sigmoid', 'sqrtsoftplus', 'none'; got 'tanh'",
         ),
         (
             functools.partial(moe.router_z_loss, jnp.zeros(3)),

@@ -31,7 +31,16 @@ SHAPES = [
 ]
 
 
-OPTIONS = ["top_k", "score", "normalize", "scale", "num_groups", "top_groups", "implementation"]
+OPTIONS = [
+    "group_score",
+    "top_k",
+    "score",
+    "normalize",
+    "scale",
+    "num_groups",
+    "top_groups",
+    "implementation",
+]
 _compiled = jax.jit(moe.route, static_argnames=OPTIONS)
 
 
@@ -96,6 +105,62 @@ def test_options(shape, grouped, biased, normalize, score, implementation):
         assert np.abs(d_logits).max() < 1e-5
     else:
         assert_close(d_logits, expected, terms=4 * top_k)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("score", ["sqrtsoftplus", "none"])
+@pytest.mark.parametrize("options", [{}, {"normalize": True}, {"bias": True}, {"groups": True}])
+def test_scores_and_groups_by_their_best(options, score, implementation):
+    options = dict(options)
+    logits = draw(0, (21, 24)) * np.float32(4)
+    logits[3:6] -= np.float32([[20], [60], [90]])  # where softplus is tiny, or zero in float32
+    if score == "none":
+        logits = np.abs(logits)
+    bias = draw(1, (24,)) if options.pop("bias", False) else None
+    grouped = options.pop("groups", False)
+    groups = {"num_groups": 6, "top_groups": 3} if grouped else {}
+    how = {"score": score, "normalize": False, "scale": 1.5} | options
+    d_weights = draw(2, (21, 5))
+    best = {"group_score": "max"} if grouped else {}
+    routed, d_logits = call(
+        logits, 5, d_weights, implementation, bias=bias, **how, **groups, **best
+    )
+    experts, _ = oracle.choose(logits, 5, score, bias, **groups, group_best=1)
+    np.testing.assert_array_equal(routed.experts, experts)
+    np.testing.assert_allclose(routed.weights, oracle.weigh(logits, experts, **how), rtol=3e-5)
+    expected = oracle.gradient(logits, experts, d_weights, **how)
+    size = np.abs(expected).max(1, keepdims=True)
+    np.testing.assert_allclose(d_logits / size, expected / size, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus", "none"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_weights_of_experts_that_are_given(score, normalize):
+    """As if they had been chosen; zero for those that there are not, which no sum counts."""
+    logits, d_weights = np.abs(draw(3, (9, 12))), draw(4, (9, 4))
+    experts = np.argsort(draw(5, (9, 12)), axis=1)[:, :4].astype(np.int32)
+    how = {"score": score, "normalize": normalize, "scale": 2.0}
+    routed, d_logits = call(logits, 4, d_weights, None, experts=experts, **how)
+    np.testing.assert_array_equal(routed.experts, experts)
+    assert_close(routed.weights, oracle.weigh(logits, experts, **how), terms=4)
+    assert_close(d_logits, oracle.gradient(logits, experts, d_weights, **how), terms=16)
+    some = experts.copy()
+    some[:, 2:] = [-1, 12]
+    routed, d_logits = call(logits, 4, d_weights, None, experts=some, **how)
+    assert not routed.weights[:, 2:].any()
+    assert_close(routed.weights[:, :2], oracle.weigh(logits, experts[:, :2], **how), terms=4)
+    wanted = oracle.gradient(logits, experts[:, :2], d_weights[:, :2], **how)
+    assert_close(d_logits, wanted, terms=16)
+
+
+def test_scales_of_experts():
+    logits, scales, d_weights = draw(6, (7, 9)), draw(7, (9,)), draw(8, (7, 3))
+    routed, pull = jax.vjp(lambda s: moe.route(logits, 3, expert_scale=s).weights, scales)
+    plain = moe.route(logits, 3)
+    np.testing.assert_allclose(routed, plain.weights * scales[plain.experts], rtol=1e-6)
+    expected = np.zeros(9)
+    np.add.at(expected, np.asarray(plain.experts), d_weights * np.asarray(plain.weights))
+    assert_close(pull(d_weights)[0], expected, terms=21)
 
 
 @pytest.mark.parametrize("implementation", PATHS)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.errors import ArgumentValueError
+from triax import messages
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import ops
-from triax.moe.activations.reference import ACTIVATIONS, Activation
+from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu, halves
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
 
 
@@ -21,17 +26,18 @@ def glu(
     row_weights: Any = None,
     *,
     activation: Activation = "swiglu",
+    interleaved: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Applies a gated activation, and multiplies each row by its router weight.
+    """Applies an activation, and multiplies each row by its router weight.
 
         rows = moe.permute(x, plan, weights=routed.weights)
         gate_up = moe.ragged_dot(rows.rows, w_gate_up, plan.group_sizes)
         hidden = moe.glu(gate_up, rows.weights)
         y = moe.unpermute(moe.ragged_dot(hidden, w_down, plan.group_sizes), plan)
 
-    ``out[r] = row_weights[r] * activation(gate_up[r, :width]) * gate_up[r, width:]``, in float32,
-    rounded once.
+    ``out[r] = row_weights[r] * curve(gate[r]) * up[r]``, in float32, rounded once; without a gate
+    ``out[r] = row_weights[r] * curve(gate_up[r])``.
 
     Experts' outputs are linear in this result, so the weights can be applied here instead of in
     `unpermute`. Then the experts' outputs, which are wider, need not be kept as residuals, and the
@@ -40,10 +46,15 @@ def glu(
     Under `jax.checkpoint` the result carries the name "triax_glu".
 
     Args:
-      gate_up: [rows, 2 * width], floats of 16 bits or more, with the gate's columns first.
+      gate_up: [rows, 2 * width], floats of 16 bits or more, with the gate's columns first; or two
+        arrays [rows, width], gate and up, as a tuple. [rows, width] for activations without a gate.
       row_weights: float [rows], or None for ones.
-      activation: "swiglu" (SiLU), or "geglu" (GELU in its tanh form); Shazeer,
-        https://arxiv.org/abs/2002.05202.
+      activation: gated: "swiglu" (SiLU), "geglu" (GELU in its tanh form), "geglu_exact" (Shazeer,
+        https://arxiv.org/abs/2002.05202), or a `Swiglu`; not gated: "silu", "gelu" (tanh),
+        "gelu_exact", "relu2" (max(x, 0) squared); or a JAX function of arrays in float32, of gate
+        and up if it takes two arguments, which XLA compiles on every platform. In the backward
+        pass it is computed again.
+      interleaved: whether gate and up are the even and the odd columns of `gate_up`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
@@ -51,14 +62,18 @@ def glu(
       [rows, width], in the dtype of `gate_up`.
 
     Raises:
-      ArgumentTypeError: an argument is not an array, or of the wrong dtype.
+      ArgumentTypeError: an argument is not an array, or of the wrong dtype; `activation` is neither
+        a name nor a function.
       ArgumentValueError: an argument has the wrong shape, or `activation` or `implementation` is
         unknown.
     """
-    gate_up = arguments.array("gate_up", gate_up, ("rows", "2 * width"), jnp.floating)
-    remedy = "Make `ragged_dot` return one with `preferred_element_type`."
-    arguments.check_wide("gate_up", gate_up, remedy)
-    if gate_up.shape[1] % 2:
+    spec, function = resolve(activation, interleaved)
+    up = None
+    if isinstance(gate_up, tuple):
+        gate_up, up = _two(gate_up, spec)
+    else:
+        gate_up = _floats("gate_up", gate_up, "2 * width" if spec.gated else "width")
+    if spec.gated and up is None and gate_up.shape[1] % 2:
         raise ArgumentValueError(
             "Argument `gate_up` must have an even number of columns, half of them the gate's; got "
             f"shape {gate_up.shape}."
@@ -68,12 +83,95 @@ def glu(
         arguments.check_wide("row_weights", row_weights, "Cast it.")
         of = "rows of `gate_up`"
         arguments.check_length("row_weights", row_weights, gate_up.shape[0], "weight", of)
-    remedy = " Write another in JAX, which fuses it."
-    arguments.check_choice("activation", activation, ACTIVATIONS, remedy)
     implementation = implementations.resolve_for_floats(
         implementation, gate_up=gate_up, row_weights=row_weights
     )
+    if function is not None:
+        out = _by_function(function, halves(gate_up, up, spec), row_weights)
+        return checkpoint_name(out, "triax_glu")
     if not gate_up.size:
         implementation = "xla"
-    out = ops.glu(gate_up, row_weights, activation=activation, implementation=implementation)
+    op = ops.glu if spec.gated and up is None else ops.glu_of_two
+    out = op(gate_up, up, row_weights, spec=spec, implementation=implementation)
     return checkpoint_name(out, "triax_glu")
+
+
+def resolve(
+    activation: Any, interleaved: bool = False
+) -> tuple[GluSpec, Callable[..., Any] | None]:
+    """What an activation is; for a JAX function only whether it is gated, and the function."""
+    if isinstance(activation, Swiglu):
+        spec = GluSpec("silu", gated=True, **dataclasses.asdict(activation))
+    elif callable(activation):
+        spec = GluSpec("", gated=_num_arguments(activation) == 2)
+    else:
+        remedy = " Or pass a `Swiglu`, or a JAX function of gate and up."
+        arguments.check_choice("activation", activation, SPECS, remedy)
+        spec = SPECS[activation]
+    if interleaved and not spec.gated:
+        raise ArgumentValueError(
+            f"Argument `interleaved` is True, and `activation`, {messages.short(activation)}, has "
+            "no gate. Leave it out."
+        )
+    function = activation if not spec.curve else None
+    return dataclasses.replace(spec, interleaved=bool(interleaved)), function
+
+
+def _num_arguments(function: Callable[..., Any]) -> int:
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:  # built in, as jax.nn's are not
+        parameters = []
+    positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    count = sum(p.default is p.empty for p in positional)
+    if count not in (1, 2):
+        raise ArgumentTypeError(
+            "Argument `activation` must be a function of gate and up, or of one array; got "
+            f"{messages.shown(function)} with {count} arguments. Wrap it: `lambda gate, up: …`."
+        )
+    return count
+
+
+def _two(gate_up: Any, spec: GluSpec) -> tuple[jax.Array, jax.Array]:
+    if len(gate_up) != 2 or not spec.gated or spec.interleaved:
+        raise ArgumentValueError(
+            "Argument `gate_up` must be one array, or two (gate and up) for a gated activation "
+            f"without `interleaved`; got {len(gate_up)}."
+        )
+    gate, up = (_floats("gate_up", half, "width") for half in gate_up)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ArgumentValueError(
+            "Argument `gate_up` must be two arrays of one shape and dtype; got "
+            f"{gate.dtype}{list(gate.shape)} and {up.dtype}{list(up.shape)}."
+        )
+    return gate, up
+
+
+def _floats(name: str, value: Any, columns: str) -> jax.Array:
+    array = arguments.array(name, value, ("rows", columns), jnp.floating)
+    remedy = "Make `ragged_dot` return one with `preferred_element_type`."
+    arguments.check_wide(name, array, remedy)
+    return array
+
+
+def _by_function(
+    function: Callable[..., Any], parts: tuple[jax.Array, ...], row_weights: jax.Array | None
+) -> jax.Array:
+    """Plain JAX, of which only the operands are kept for the gradient."""
+    dtype = parts[0].dtype
+    wider = at_least_float32(dtype)
+
+    @jax.checkpoint
+    def run(parts: tuple[jax.Array, ...], row_weights: jax.Array | None) -> jax.Array:
+        out = function(*(part.astype(wider) for part in parts))
+        if getattr(out, "shape", None) != parts[0].shape:
+            raise ArgumentValueError(
+                "Argument `activation` must return an array of the shape of its arguments, "
+                f"{parts[0].shape}; got {messages.shown(out)}."
+            )
+        if row_weights is not None:
+            out *= row_weights.astype(wider)[:, None]
+        return out.astype(dtype)
+
+    result: jax.Array = run(parts, row_weights)
+    return result

@@ -1,84 +1,200 @@
-"""The kernels of glu: the activation of a gated linear unit, times each row's weight."""
+"""The kernels of glu: an activation, gated or not, times each row's weight.
+
+Gate and up lie side by side in one array, in turn, or in two arrays.
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    """The activation and its derivative, computed from one sigmoid."""
-    if ACTIVATION == "swiglu":
-        s = tl.sigmoid(x)
-        slope = s * (1 - s)
-    else:  # GELU's tanh form: tanh(z) = 2 * sigmoid(2 * z) - 1
-        tl.static_assert(ACTIVATION == "geglu", "an unknown activation")
+def _curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
+    """The activation and its derivative."""
+    if CURVE == "silu":
+        s = tl.sigmoid(ALPHA * x)
+        return x * s, s + x * (ALPHA * (s * (1 - s)))
+    elif CURVE == "gelu":  # the tanh form: tanh(z) = 2 * sigmoid(2 * z) - 1
         s = tl.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x))
         slope = s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * x * x)
-    return x * s, s + x * slope
+        return x * s, s + x * slope
+    elif CURVE == "gelu_exact":
+        s = 0.5 + 0.5 * tl.math.erf(0.7071067811865476 * x)
+        return x * s, s + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    else:
+        tl.static_assert(CURVE == "relu2", "an unknown activation")
+        x = tl.where(x < 0, 0.0, x)
+        return x * x, 2 * x
+
+
+@triton.jit
+def _clipped(gate, up, LIMIT: tl.constexpr):
+    """Both, and where they are not clipped. A NaN is not."""
+    gate_kept = ~(gate > LIMIT)
+    up_kept = ~(tl.abs(up) > LIMIT)
+    gate = tl.where(gate_kept, gate, LIMIT)
+    up = tl.where(up_kept, up, tl.where(up > 0, LIMIT, -LIMIT))
+    return gate, up, gate_kept, up_kept
+
+
+@triton.jit
+def _load(
+    gate_ptr,
+    up_ptr,
+    rows,
+    num_rows,
+    first,
+    width,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A block of gate and of up in float32, from column `first` on; one without a gate twice."""
+    inside = (rows < num_rows)[:, None]
+    row = rows.to(tl.int64)[:, None]
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    mask = inside & (columns < width)
+    if GATED and up_ptr is None:
+        if INTERLEAVED:
+            both = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
+            at = gate_ptr + 2 * row * width + both
+            block = tl.load(at, mask=inside & (both < 2 * width), other=0.0)
+            gate, up = block.reshape(ROWS, COLUMNS, 2).split()
+        else:
+            at = gate_ptr + 2 * row * width + columns
+            gate = tl.load(at, mask=mask, other=0.0)
+            up = tl.load(at + width, mask=mask, other=0.0)
+    else:
+        gate = tl.load(gate_ptr + row * width + columns, mask=mask, other=0.0)
+        up = gate
+        if GATED:
+            up = tl.load(up_ptr + row * width + columns, mask=mask, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _glu_kernel(
     gate_up_ptr,
+    up_ptr,
     row_weights_ptr,
     num_rows,
     width,
     out_ptr,
-    ACTIVATION: tl.constexpr,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     # One program for some rows and a block of their columns.
     column_blocks = tl.cdiv(width, BLOCK_COLUMNS)
     rows = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    first = tl.program_id(0) % column_blocks * BLOCK_COLUMNS
+    gate, up = _load(
+        gate_up_ptr,
+        up_ptr,
+        rows,
+        num_rows,
+        first,
+        width,
+        GATED,
+        INTERLEAVED,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+    )
+    if LIMIT is not None:
+        gate, up, _, _ = _clipped(gate, up, LIMIT)
+    out, _ = _curve(gate, CURVE, ALPHA)
+    if GATED:
+        out *= up + UP_OFFSET
     inside = rows < num_rows
-    mask = inside[:, None] & (columns < width)[None, :]
-    offset = rows.to(tl.int64)[:, None] * width
-    halves = gate_up_ptr + 2 * offset + columns[None, :]
-    gate = tl.load(halves, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(halves + width, mask=mask, other=0.0).to(tl.float32)
-    active, _ = _activate(gate, ACTIVATION)
-    out = active * up
     if row_weights_ptr is not None:
         out *= tl.load(row_weights_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-    tl.store(out_ptr + offset + columns[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    columns = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    at = out_ptr + rows.to(tl.int64)[:, None] * width + columns
+    mask = inside[:, None] & (columns < width)
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _glu_grad_kernel(
     gate_up_ptr,
+    up_ptr,
     row_weights_ptr,
     gradient_ptr,
     num_rows,
     width,
     d_gate_up_ptr,
+    d_up_ptr,
     d_row_weights_ptr,
-    ACTIVATION: tl.constexpr,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     # Whole rows, so that the gradient of a row's weight is summed up by one program.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
-    offset = rows.to(tl.int64)[:, None] * width
+    row = rows.to(tl.int64)[:, None]
     dtype: tl.constexpr = d_gate_up_ptr.dtype.element_ty
     if row_weights_ptr is not None:
         weight = tl.load(row_weights_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    for start in range(0, width, BLOCK_COLUMNS):
-        columns = start + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    for first in range(0, width, BLOCK_COLUMNS):
+        columns = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
         mask = inside[:, None] & (columns < width)
-        halves = gate_up_ptr + 2 * offset + columns
-        gate = tl.load(halves, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(halves + width, mask=mask, other=0.0).to(tl.float32)
-        gradient = tl.load(gradient_ptr + offset + columns, mask=mask, other=0.0).to(tl.float32)
-        active, slope = _activate(gate, ACTIVATION)
+        gate, up = _load(
+            gate_up_ptr,
+            up_ptr,
+            rows,
+            num_rows,
+            first,
+            width,
+            GATED,
+            INTERLEAVED,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+        )
+        gradient = tl.load(gradient_ptr + row * width + columns, mask=mask, other=0.0)
+        gradient = gradient.to(tl.float32)
+        if LIMIT is not None:
+            gate, up, gate_kept, up_kept = _clipped(gate, up, LIMIT)
+        active, slope = _curve(gate, CURVE, ALPHA)
+        if GATED:
+            up += UP_OFFSET
         if row_weights_ptr is not None:
-            total += active * up * gradient
+            if GATED:
+                total += active * up * gradient
+            else:
+                total += active * gradient
             gradient *= weight
-        d_halves = d_gate_up_ptr + 2 * offset + columns
-        tl.store(d_halves, (gradient * up * slope).to(dtype), mask=mask)
-        tl.store(d_halves + width, (gradient * active).to(dtype), mask=mask)
+        d_gate = gradient * slope
+        if GATED:
+            d_gate = gradient * up * slope
+            d_up = gradient * active
+            if LIMIT is not None:
+                d_gate = tl.where(gate_kept, d_gate, 0.0)
+                d_up = tl.where(up_kept, d_up, 0.0)
+        if GATED and d_up_ptr is None:
+            if INTERLEAVED:
+                both = 2 * first + tl.arange(0, 2 * BLOCK_COLUMNS)[None, :]
+                at = d_gate_up_ptr + 2 * row * width + both
+                block = tl.join(d_gate, d_up).reshape(BLOCK_ROWS, 2 * BLOCK_COLUMNS)
+                tl.store(at, block.to(dtype), mask=inside[:, None] & (both < 2 * width))
+            else:
+                at = d_gate_up_ptr + 2 * row * width + columns
+                tl.store(at, d_gate.to(dtype), mask=mask)
+                tl.store(at + width, d_up.to(dtype), mask=mask)
+        else:
+            tl.store(d_gate_up_ptr + row * width + columns, d_gate.to(dtype), mask=mask)
+            if GATED:
+                tl.store(d_up_ptr + row * width + columns, d_up.to(dtype), mask=mask)
     if row_weights_ptr is not None:
         tl.store(d_row_weights_ptr + rows, tl.sum(total, 1), mask=inside)

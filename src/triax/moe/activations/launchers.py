@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
+from triax.moe.activations.reference import GluSpec
 from triax.moe.shared import blocks
 from triax.moe.shared.arrays import absent
 from triax.moe.shared.launching import launch
@@ -17,27 +18,30 @@ _MAX_ROWS = 64  # of one program
 
 def glu(
     gate_up: jax.Array,
+    up: jax.Array | None,
     row_weights: jax.Array | None,
     *,
-    activation: str,
+    spec: GluSpec,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """``row_weights * activation(gate) * up``."""
+    """``row_weights * activation(gate, up)``."""
     from triax.moe.activations.kernels import _glu_kernel
 
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    num_rows, width = gate_up.shape
+    width = width // 2 if spec.gated and up is None else width
     block = blocks.part(width, gate_up.dtype.itemsize, _MAX_ROWS)
     return launch(
         _glu_kernel,
         gate_up,
+        up,
         row_weights,
         num_rows,
         width,
         out_type=jax.ShapeDtypeStruct((num_rows, width), gate_up.dtype),
         grid=-(-num_rows // block.rows) * -(-width // block.width),
+        config=spec,
         num_warps=block.num_warps,
         implementation=implementation,
-        ACTIVATION=activation,
         BLOCK_ROWS=block.rows,
         BLOCK_COLUMNS=block.width,
     )
@@ -45,13 +49,14 @@ def glu(
 
 def glu_grad(
     gate_up: jax.Array,
+    up: jax.Array | None,
     row_weights: jax.Array | None,
     gradient: jax.Array,
     *,
-    activation: str,
+    spec: GluSpec,
     implementation: KernelImplementation | None,
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of `gate_up` and, in float32, of `row_weights`."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The gradients of `gate_up`, `up` and, in float32, of `row_weights`."""
     from triax.moe.activations.kernels import _glu_grad_kernel
 
     num_rows, width = gradient.shape
@@ -59,19 +64,21 @@ def glu_grad(
     return launch(
         _glu_grad_kernel,
         gate_up,
+        up,
         row_weights,
         gradient,
         num_rows,
         width,
         out_type=(
             jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype),
+            None if up is None else jax.ShapeDtypeStruct(up.shape, up.dtype),
             None if row_weights is None else jax.ShapeDtypeStruct((num_rows,), jnp.float32),
         ),
         grid=-(-num_rows // block.rows),
+        config=spec,
         num_warps=block.num_warps,
         implementation=implementation,
-        ACTIVATION=activation,
         BLOCK_ROWS=block.rows,
         BLOCK_COLUMNS=block.width,
-        **absent(d_row_weights_ptr=row_weights),
+        **absent(d_up_ptr=up, d_row_weights_ptr=row_weights),
     )

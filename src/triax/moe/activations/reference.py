@@ -1,43 +1,113 @@
-"""glu in plain JAX: the path for every platform without Triton."""
+"""Activations, and glu in plain JAX: the path for every platform without Triton."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from triax.moe.shared.arrays import at_least_float32
 
-Activation = Literal["swiglu", "geglu"]
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": functools.partial(jax.nn.gelu, approximate=True),
+Name = Literal["swiglu", "geglu", "geglu_exact", "silu", "gelu", "gelu_exact", "relu2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Swiglu:
+    """SwiGLU with a steeper sigmoid, limits and an offset: an activation for `glu`.
+
+    ``gate * sigmoid(alpha * gate) * (up + up_offset)``, with `gate` clipped to at most `limit`
+    and `up` to [-limit, limit] before. What is clipped has a gradient of zero, as in torch.
+
+    gpt-oss's is ``Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)``, DeepSeek-V4's
+    ``Swiglu(limit=10.0)``.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
+Activation = Name | Swiglu | Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class GluSpec:
+    """What the kernels compute: a curve of the gate, times `up` if it is gated.
+
+    `interleaved` is how gate and up lie in one array: in turn, or the gate's columns first.
+    """
+
+    curve: str
+    gated: bool
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
+SPECS: dict[str, GluSpec] = {
+    "swiglu": GluSpec("silu", gated=True),
+    "geglu": GluSpec("gelu", gated=True),
+    "geglu_exact": GluSpec("gelu_exact", gated=True),
+    "silu": GluSpec("silu", gated=False),
+    "gelu": GluSpec("gelu", gated=False),
+    "gelu_exact": GluSpec("gelu_exact", gated=False),
+    "relu2": GluSpec("relu2", gated=False),
+}
+_CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    # Its tanh form, from a sigmoid, which keeps what 1 + tanh loses far below zero.
+    "gelu": lambda x: x * jax.nn.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x)),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "relu2": lambda x: jnp.where(x < 0, 0, x) ** 2,
 }
 
 
+def halves(gate_up: jax.Array, up: jax.Array | None, spec: GluSpec) -> tuple[jax.Array, ...]:
+    """Gate and up, or all of an array that is not gated."""
+    if not spec.gated:
+        return (gate_up,)
+    if up is not None:
+        return gate_up, up
+    if spec.interleaved:
+        return gate_up[:, ::2], gate_up[:, 1::2]
+    gate, up = jnp.split(gate_up, 2, axis=1)
+    return gate, up
+
+
 def glu_reference(
-    gate_up: jax.Array, row_weights: jax.Array | None, *, activation: str
+    gate_up: jax.Array, up: jax.Array | None, row_weights: jax.Array | None, *, spec: GluSpec
 ) -> jax.Array:
-    """``row_weights * activation(gate) * up``, computed in float32 or wider."""
+    """``row_weights * activation(gate, up)``, computed in float32 or wider."""
     wider = at_least_float32(gate_up.dtype)
-    gate, up = (half.astype(wider) for half in jnp.split(gate_up, 2, axis=1))
-    out = ACTIVATIONS[activation](gate) * up
+    gate, *rest = (half.astype(wider) for half in halves(gate_up, up, spec))
+    if spec.limit is not None:
+        gate = jnp.where(gate > spec.limit, spec.limit, gate)
+        rest = [jnp.where(abs(x) > spec.limit, spec.limit * jnp.sign(x), x) for x in rest]
+    out = gate * jax.nn.sigmoid(spec.alpha * gate) if spec.alpha != 1 else _CURVES[spec.curve](gate)
+    for x in rest:
+        out *= x + spec.up_offset if spec.up_offset else x
     if row_weights is not None:
         out *= row_weights.astype(wider)[:, None]
     return out.astype(gate_up.dtype)
 
 
 def glu_grad_reference(
-    gate_up: jax.Array, row_weights: jax.Array | None, gradient: jax.Array, *, activation: str
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of `gate_up` and, in float32 or wider, of `row_weights`."""
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    gradient: jax.Array,
+    *,
+    spec: GluSpec,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """The gradients of `gate_up`, `up` and, in float32 or wider, of `row_weights`."""
     wider = at_least_float32(gate_up.dtype)
-    if row_weights is not None:
-        row_weights = row_weights.astype(wider)
-    unit = functools.partial(glu_reference, activation=activation)
-    _, pull = jax.vjp(unit, gate_up.astype(wider), row_weights)
-    d_gate_up, d_row_weights = pull(gradient.astype(wider))
-    return d_gate_up.astype(gate_up.dtype), d_row_weights
+    given = [None if a is None else a.astype(wider) for a in (gate_up, up, row_weights)]
+    _, pull = jax.vjp(functools.partial(glu_reference, spec=spec), *given)
+    d_gate_up, d_up, d_row_weights = pull(gradient.astype(wider))
+    d_up = None if up is None else d_up.astype(up.dtype)
+    return d_gate_up.astype(gate_up.dtype), d_up, d_row_weights

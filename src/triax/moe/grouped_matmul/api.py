@@ -26,6 +26,9 @@ def ragged_dot(
     *,
     row_scales: Any = None,
     group_scales: Any = None,
+    bias: Any = None,
+    bias_weights: Any = None,
+    transpose_weights: bool = False,
     precision: Any = None,
     preferred_element_type: Any = None,
     implementation: Implementation | None = None,
@@ -60,6 +63,11 @@ def ragged_dot(
       row_scales: float [rows], multiplied with the result's rows before they are rounded.
       group_scales: float [groups], likewise for the rows of each group. Results with scales are
         floats and have no gradient.
+      bias: float [groups, columns], added to the rows of each group before they are rounded.
+      bias_weights: float [rows], what the bias is multiplied by in each row: the router's weights
+        where `glu` has multiplied the rows by them.
+      transpose_weights: whether `weights` is [groups, columns, depth], as in torch. Nothing is
+        transposed in memory.
       precision: how float32 is multiplied: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`,
         or the name of one. None is the default that is in force
         (`jax.default_matmul_precision`), and without one exact.
@@ -83,16 +91,18 @@ def ragged_dot(
     messages.check_sizes_known("weights", weights.shape)
     num_rows, depth = rows.shape
     num_groups = weights.shape[0]
-    if weights.shape[1] != depth:
+    contracted, columns = weights.shape[1:][:: -1 if transpose_weights else 1]
+    if contracted != depth:
         raise ArgumentValueError(
-            f"Argument `weights` must have the depth of `rows`, {depth}, as its second size; got "
-            f"shape {weights.shape}."
-            + (arguments.transpose_remedy("weights") if weights.shape[2] == depth else "")
+            f"Argument `weights` must have the depth of `rows`, {depth}, as its "
+            f"{'third' if transpose_weights else 'second'} size; got shape {weights.shape}."
+            + (arguments.transpose_remedy("weights") if columns == depth else "")
         )
     of = "groups of `weights`"
     arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
     row_scales = _check_scales("row_scales", row_scales, num_rows, "rows")
     group_scales = _check_scales("group_scales", group_scales, num_groups, "groups")
+    bias, bias_weights = _check_bias(bias, bias_weights, (num_groups, columns), num_rows)
     rows, weights = _alike(rows, weights)
     result = _result_dtype(preferred_element_type, rows.dtype)
     scaled = row_scales is not None or group_scales is not None
@@ -101,21 +111,29 @@ def ragged_dot(
             "Arguments `row_scales` and `group_scales` must scale a float; the result is "
             f"{result}. Pass `preferred_element_type=jnp.float32`."
         )
+    if bias is not None and not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ArgumentTypeError(
+            f"Argument `bias` must be added to a product of floats; got {rows.dtype}. Add it to "
+            "the result."
+        )
     implementation = implementations.resolve_for_floats(
         implementation,
         rows=rows,
         weights=weights,
         preferred_element_type=jax.ShapeDtypeStruct((), result),
+        bias=bias,
+        bias_weights=bias_weights,
     )
-    if not (num_rows and depth and num_groups and weights.shape[2]):
-        empty = jnp.zeros((num_rows, weights.shape[2]), result)
+    if not (num_rows and depth and num_groups and columns):
+        empty = jnp.zeros((num_rows, columns), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
     name = _precision_name(precision)
     options = Options(result, name if rows.dtype.itemsize >= 4 else None)
     group_sizes = arguments.as_int32(group_sizes, num_rows)
-    operands = rows, weights, group_sizes, row_scales, group_scales
-    out = ops.ragged_dot(*operands, options=options, implementation=implementation)
+    operands = rows, weights, group_sizes, row_scales, group_scales, bias, bias_weights
+    op = ops.ragged_dot_transposed if transpose_weights else ops.ragged_dot
+    out = op(*operands, options=options, implementation=implementation)
     return checkpoint_name(out, "triax_ragged_dot")
 
 
@@ -219,3 +237,22 @@ def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | 
     scales = arguments.array(name, scales, (axis,), jnp.floating)
     arguments.check_length(name, scales, count, "value", axis)
     return scales
+
+
+def _check_bias(
+    bias: Any, bias_weights: Any, shape: tuple[int, int], num_rows: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    if bias is None:
+        if bias_weights is not None:
+            raise ArgumentTypeError(
+                "Argument `bias_weights` is given without `bias`. Give both, or scale the rows."
+            )
+        return None, None
+    bias = arguments.array("bias", bias, ("groups", "columns"), jnp.floating)
+    arguments.check_wide("bias", bias, "Cast it.")
+    if bias.shape != shape:
+        raise ArgumentValueError(
+            f"Argument `bias` must have shape {shape}, a value for each group and column; got "
+            f"{bias.shape}."
+        )
+    return bias, _check_scales("bias_weights", bias_weights, num_rows, "rows")

@@ -117,6 +117,8 @@ def _ragged_dot_kernel(
     tiles_ptr,
     row_scales_ptr,
     group_scales_ptr,
+    bias_ptr,
+    bias_weights_ptr,
     num_rows,
     depth,
     num_columns,
@@ -171,6 +173,15 @@ def _ragged_dot_kernel(
             total *= scale.to(tl.float32)[:, None]
         if group_scales_ptr is not None:
             total *= tl.load(group_scales_ptr + group).to(tl.float32)
+        if bias_ptr is not None:
+            which = column + tl.arange(0, BLOCK_COLUMNS)
+            at = bias_ptr + group.to(tl.int64) * num_columns + which
+            bias = tl.load(at, mask=which < num_columns, other=0.0).to(tl.float32)[None, :]
+            if bias_weights_ptr is not None:
+                which = row + tl.arange(0, BLOCK_ROWS)
+                weight = tl.load(bias_weights_ptr + which, mask=which < end, other=0.0)
+                bias = bias * weight.to(tl.float32)[:, None]
+            total += bias
         # By halves, which need half the shared memory on their way to the output.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)
         _store_rows(out, left.to(DTYPE), row, end, column, num_columns, BLOCK_ROWS, half, TMA)
@@ -233,3 +244,35 @@ def _group_outer_kernel(
         _store_rows(
             matrix, block, first, num_left, second, num_right, BLOCK_LEFT, BLOCK_RIGHT, False
         )
+
+
+@triton.jit
+def _group_sum_kernel(
+    rows_ptr,
+    weights_ptr,
+    ends_ptr,
+    num_columns,
+    out_ptr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    # One program for each group and some columns: the rows are summed up in their order.
+    column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    group = tl.program_id(0) // column_blocks
+    column = tl.program_id(0) % column_blocks * BLOCK_COLUMNS
+    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends_ptr + group)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for row in range(start, end, BLOCK_ROWS):
+        block = _load_block(rows_ptr, row, end, column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS).to(
+            tl.float32
+        )
+        if weights_ptr is not None:
+            which = row + tl.arange(0, BLOCK_ROWS)
+            weight = tl.load(weights_ptr + which, mask=which < end, other=0.0)
+            block *= weight.to(tl.float32)[:, None]
+        total += block
+    columns = column + tl.arange(0, BLOCK_COLUMNS)
+    out = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
+    at = out_ptr + group.to(tl.int64) * num_columns + columns
+    tl.store(at, out, mask=columns < num_columns)

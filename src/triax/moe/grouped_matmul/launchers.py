@@ -25,6 +25,8 @@ _ADDRESSES = 1 << 64
 # Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
 # the sum is added to a float32 one.
 _IMPRECISE = 128
+# The block of rows that one program adds up at a time.
+_SUM_ROWS, _SUM_COLUMNS = 64, 64
 
 
 # JAX's names for the matmul precisions that allow tensor cores to multiply float32.
@@ -61,6 +63,8 @@ def ragged_dot(
     group_sizes: jax.Array,
     row_scales: jax.Array | None = None,
     group_scales: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    bias_weights: jax.Array | None = None,
     *,
     transposed: bool,
     options: Options,
@@ -76,6 +80,8 @@ def ragged_dot(
         group_sizes,
         row_scales,
         group_scales,
+        bias,
+        bias_weights,
         out_type=jax.ShapeDtypeStruct((rows.shape[0], columns), out_dtype),
         transposed=transposed,
         options=dataclasses.replace(options, dtype=out_dtype),
@@ -104,6 +110,35 @@ def group_outer(
     )
 
 
+def group_sum(
+    rows: jax.Array,
+    group_sizes: jax.Array,
+    weights: jax.Array | None,
+    *,
+    dtype: Any,
+    num_rows: int,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    """For each group the sum of its rows, times their weights: [groups, columns]."""
+    from triax.moe.grouped_matmul.kernels import _group_sum_kernel
+
+    columns, num_groups = rows.shape[1], group_sizes.shape[0]
+    _, ends = _schedule(group_sizes, num_rows, _SUM_ROWS, implementation)
+    return launch(
+        _group_sum_kernel,
+        rows,
+        weights,
+        ends,
+        columns,
+        out_type=jax.ShapeDtypeStruct((num_groups, columns), dtype),
+        grid=num_groups * _cdiv(columns, _SUM_COLUMNS),
+        num_warps=4,
+        implementation=implementation,
+        BLOCK_ROWS=_SUM_ROWS,
+        BLOCK_COLUMNS=_SUM_COLUMNS,
+    )
+
+
 def _ragged_dot(
     target: Target,
     rows: jax.Array,
@@ -111,6 +146,8 @@ def _ragged_dot(
     group_sizes: jax.Array,
     row_scales: jax.Array | None,
     group_scales: jax.Array | None,
+    bias: jax.Array | None,
+    bias_weights: jax.Array | None,
     *,
     transposed: bool,
     options: Options,
@@ -157,6 +194,8 @@ def _ragged_dot(
         tiles,
         row_scales,
         group_scales,
+        bias,
+        bias_weights,
         num_rows,
         depth,
         columns,

@@ -34,6 +34,8 @@ def _ragged_dot(
     group_sizes: jax.Array,
     row_scales: jax.Array | None = None,
     group_scales: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    bias_weights: jax.Array | None = None,
     *,
     transposed: bool,
     options: Options,
@@ -52,13 +54,15 @@ def _ragged_dot(
     shape = (rows.shape[0], columns)
     sums = _over_tiles(multiply, shape, wider, options, group_sizes, rows, weights)
     sums = sums.astype(_sum_dtype(options.dtype, options.dtype))
-    group = _group_of(jnp.arange(rows.shape[0]), group_ends(group_sizes, rows.shape[0]))
+    group = group_of_rows(group_sizes, rows.shape[0])
     scaled = sums
     if row_scales is not None:
         scaled *= row_scales.astype(sums.dtype)[:, None]
     if group_scales is not None:
         scaled *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
-    if scaled is not sums:  # rows past the groups are zero, whatever their scales
+    if bias is not None:
+        scaled += _rows_of(bias, group, bias_weights, sums.dtype)
+    if scaled is not sums:  # rows past the groups are zero for all scales
         sums = jnp.where((group < group_sizes.shape[0])[:, None], scaled, 0)
     return sums.astype(options.dtype)
 
@@ -84,6 +88,56 @@ def _group_outer(
 
     sums = _over_tiles(add, shape, wider, options, group_sizes, left, right)
     return sums.astype(options.dtype)
+
+
+def spread_bias_reference(
+    bias: jax.Array,
+    group_sizes: jax.Array,
+    weights: jax.Array | None,
+    *,
+    dtype: Any,
+    num_rows: int,
+    implementation: Any = None,
+) -> jax.Array:
+    """For each row its group's bias, times its weight: [rows, columns]; zeros past the groups."""
+    wider = _sum_dtype(bias.dtype, dtype)
+    group = group_of_rows(group_sizes, num_rows)
+    rows = _rows_of(bias, group, weights, wider)
+    return jnp.where((group < group_sizes.shape[0])[:, None], rows, 0).astype(dtype)
+
+
+def group_sum_reference(
+    rows: jax.Array, group_sizes: jax.Array, weights: jax.Array | None, *, dtype: Any, num_rows: int
+) -> jax.Array:
+    """For each group the sum of its rows, times their weights: [groups, columns]."""
+    wider = _sum_dtype(rows.dtype, dtype)
+    rows = rows.astype(wider)
+    if weights is not None:
+        rows *= weights.astype(wider)[:, None]
+    zeros = jnp.zeros((group_sizes.shape[0], rows.shape[1]), wider)
+    group = group_of_rows(group_sizes, num_rows)
+    return zeros.at[group].add(rows, mode="drop").astype(dtype)
+
+
+def bias_products_reference(
+    rows: jax.Array,
+    group_sizes: jax.Array,
+    bias: jax.Array,
+    *,
+    dtype: Any,
+    num_rows: int,
+    implementation: Any = None,
+) -> jax.Array:
+    """For each row its product with its group's bias: [rows]; zeros past the groups."""
+    wider = _sum_dtype(rows.dtype, dtype)
+    group = group_of_rows(group_sizes, num_rows)
+    products = jnp.sum(rows.astype(wider) * _rows_of(bias, group, None, wider), axis=1)
+    return jnp.where(group < group_sizes.shape[0], products, 0).astype(dtype)
+
+
+def _rows_of(bias: jax.Array, group: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+    rows = jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
+    return rows if weights is None else rows * weights.astype(dtype)[:, None]
 
 
 class _Tile(NamedTuple):
@@ -130,6 +184,11 @@ def _over_tiles(
 def group_ends(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Where groups end: negative sizes are empty, and no group ends after the last row."""
     return running_sum(jnp.clip(group_sizes, 0, num_rows), num_rows)
+
+
+def group_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """The group of each row; their number for rows past the last."""
+    return _group_of(jnp.arange(num_rows), group_ends(group_sizes, num_rows))
 
 
 def _group_of(index: jax.Array, ends: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.activations import api as activations
 from triax.moe.activations.reference import Activation
 from triax.moe.layer import parts
-from triax.moe.layer.parts import FeedForward, Options
-from triax.moe.router.api import Score
+from triax.moe.layer.parts import FeedForward, Operands, Options, WeightsOn
+from triax.moe.router.api import GroupScore, Score
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
 
@@ -23,20 +25,28 @@ def feed_forward(
     w_gate_up: Any,
     w_down: Any,
     *,
-    top_k: int,
+    top_k: int | None = None,
+    routing: Any = None,
+    b_gate_up: Any = None,
+    b_down: Any = None,
     activation: Activation = "swiglu",
+    interleaved: bool = False,
+    transpose_weights: bool = False,
+    weights_on: WeightsOn = "output",
     capacity: int | None = None,
     align_size: int = 1,
+    axis_name: Any = None,
     score: Score = "softmax",
     bias: Any = None,
     num_groups: int | None = None,
     top_groups: int | None = None,
+    group_score: GroupScore = "top2",
     normalize: bool = False,
     scale: float = 1.0,
+    expert_scale: Any = None,
     implementation: Implementation | None = None,
 ) -> FeedForward:
-    """Runs each token through its best experts, gated feed-forward networks, and sums their
-    outputs.
+    """Runs each token through its best experts, and sums their outputs.
 
         out = moe.feed_forward(x, x @ w_router, w_gate_up, w_down, top_k=8, normalize=True)
         out.tokens  # [tokens, hidden]
@@ -45,62 +55,221 @@ def feed_forward(
     ``tokens[t] = sum over k of weights[t, k] * ffn[experts[t, k]](x[t])``, with the weights and
     experts that `route` returns, where expert e is
 
-        ffn[e](x) = (activation(x @ w_gate[e]) * (x @ w_up[e])) @ w_down[e]
+        ffn[e](x) = inner @ w_down[e] + b_down[e]
+        inner = activation(x @ w_gate[e] + b_gate[e], x @ w_up[e] + b_up[e])
 
     This calls `route`, `make_plan`, `permute`, `ragged_dot`, `glu`, `ragged_dot` and `unpermute` in
     turn. If you need anything else in between, call them yourself.
 
-    Routing is in float32. Matmuls sum in float32 and round their results to the dtype of `x`. The
-    activation, its product and the router's weight are computed in float32 and rounded once, and so
-    is the sum over a token's experts. Each gradient has the dtype of its argument.
+    Routing is in float32. Matmuls sum in float32, add the bias, and round their results to the
+    dtype of `x`. The activation and its product with the router's weight are computed in float32
+    and rounded once, and so is the sum over a token's experts. Each gradient has the dtype of its
+    argument.
 
     The residuals are the routing, the permuted rows, the results of the first matmul and the
     activation's, all with their ops' names for `jax.checkpoint`. The experts' outputs are not kept.
 
     Args:
-      x: float [tokens, hidden], 16 bits or more.
-      logits: float [tokens, experts], usually from a matmul in float32.
-      w_gate_up: [experts, hidden, 2 * width] in the dtype of `x`, with the gate's columns first.
+      x: float [tokens, hidden], 16 bits or more; or with more dimensions in front, which `logits`,
+        `routing` and the results then have too.
+      logits: float [tokens, experts], usually from a matmul in float32; None with `routing`.
+      w_gate_up: [experts, hidden, 2 * width] in the dtype of `x`, with the gate's columns first; or
+        two arrays [experts, hidden, width], gate and up, as a tuple; [experts, hidden, width] for
+        activations without a gate.
       w_down: [experts, width, hidden] in the dtype of `x`.
       top_k: experts per token.
-      activation: "swiglu", or "geglu" with the tanh form of GELU.
+      routing: weights float [tokens, top_k] and experts integer [tokens, top_k], instead of logits
+        and all of `route`'s arguments. Experts out of range are not routed.
+      b_gate_up, b_down: [experts, columns of their weights], biases; two for two arrays.
+      activation: as in `glu`: a name, a `Swiglu`, or a JAX function of gate and up.
+      interleaved: whether gate and up are the even and the odd columns of `w_gate_up` (gpt-oss).
+      transpose_weights: whether weights are [experts, out, in], as in torch.
+      weights_on: "output", or "input": the router's weights multiply the tokens before the experts
+        (Llama 4).
       capacity: the most pairs an expert takes, first come first served; None for no limit. A pair
         that is dropped contributes nothing to its token. A capacity also bounds the rows made.
+        With `axis_name` it is that of `dispatch`: the most tokens from one device to another.
       align_size: each group of rows is padded to a multiple of this; `ragged_dot` needs no padding.
-      score, bias, num_groups, top_groups, normalize, scale: how experts are chosen and weighted, as
-        in `route`.
+      axis_name: for calls inside `jax.shard_map`: the mesh axis, or axes, over which the experts of
+        the weights and biases are cut. Tokens go to their experts and back by `dispatch` and
+        `combine`; `logits`, `bias` and `expert_scale` name all experts.
+      score, bias, num_groups, top_groups, group_score, normalize, scale, expert_scale: how experts
+        are chosen and weighted, as in `route`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
-      `FeedForward`: the tokens, group_counts and num_dropped.
+      `FeedForward`: the tokens, group_counts, num_dropped, weights and experts.
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
       ArgumentValueError: an argument has the wrong shape or is out of range.
     """
+    if (logits is None) == (routing is None):
+        raise ArgumentTypeError(
+            "Arguments `logits` and `routing`: one of them must be given, and the other None."
+        )
+    lead = getattr(x, "shape", (0,))[:-1]
+    if len(lead) != 1:
+        return _with_lead(lead, locals())
     x = _float_array("x", x, ("tokens", "hidden"))
-    logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
-    w_down = _float_array("w_down", w_down, ("experts", "width", "hidden"))
     messages.check_sizes_known("x", x.shape)
     num_tokens, hidden = x.shape
-    num_experts = logits.shape[1]
-    width = w_down.shape[1 if w_down.shape[2] == hidden else 2]
-    _check_shape("logits", logits, (num_tokens, num_experts), "the tokens of `x`")
-    _check_shape("w_down", w_down, (num_experts, width, hidden), "`x` and `logits`")
-    w_gate_up = _float_array("w_gate_up", w_gate_up, ("experts", "hidden", "2 * width"))
-    shape = (num_experts, hidden, 2 * width)
-    _check_shape("w_gate_up", w_gate_up, shape, "`x`, `logits` and `w_down`")
-    _check_dtypes(x, w_gate_up=w_gate_up, w_down=w_down)
-    router = {
-        "score": score,
+    given_router = {
+        "bias": bias,
+        "expert_scale": expert_scale,
         "num_groups": num_groups,
         "top_groups": top_groups,
-        "normalize": normalize,
-        "scale": scale,
     }
-    options = Options(top_k, activation, capacity, align_size, implementation, router)
-    return parts.feed_forward(options, x, logits, w_gate_up, w_down, bias)
+    if routing is not None:
+        unused = [name for name, value in given_router.items() if value is not None]
+        if unused or score != "softmax" or normalize or scale != 1:
+            raise ArgumentTypeError(
+                "Argument `routing` is given, and so are arguments of the router"
+                f"{', `' + '`, `'.join(unused) + '`' if unused else ''}. Pass them to `route`."
+            )
+        routing = _check_routing(routing, num_tokens, top_k)
+        top_k = routing[1].shape[1]
+    elif top_k is None:
+        raise ArgumentTypeError("Argument `top_k` is missing: how many experts a token chooses.")
+    down = ("experts", "hidden", "width") if transpose_weights else ("experts", "width", "hidden")
+    w_down = _float_array("w_down", w_down, down)
+    num_local = w_down.shape[0]
+    num_experts = num_local
+    if axis_name is not None:
+        num_experts *= _axis_size(axis_name)
+    if logits is not None:
+        logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
+        if axis_name is None:  # what is wrong is more often the weights
+            num_local = num_experts = logits.shape[1]
+        _check_shape("logits", logits, (num_tokens, num_experts), "the tokens of `x`")
+    right_way = w_down.shape[1 if transpose_weights else 2] == hidden
+    width = w_down.shape[1 if right_way != transpose_weights else 2]
+    shapes = _Shapes(num_local, transpose_weights)
+    shapes.check("w_down", w_down, width, hidden, "`x` and `logits`")
+    spec, _ = activations.resolve(activation, interleaved)
+    columns = 2 * width if spec.gated else width
+    if isinstance(w_gate_up, tuple):
+        if len(w_gate_up) != 2 or not spec.gated or interleaved:
+            raise ArgumentValueError(
+                "Argument `w_gate_up` must be one array, or two (gate and up) for a gated "
+                f"activation without `interleaved`; got {len(w_gate_up)}."
+            )
+        biases = b_gate_up if isinstance(b_gate_up, tuple) else (b_gate_up,) * 2
+        if (b_gate_up is not None and not isinstance(b_gate_up, tuple)) or len(biases) != 2:
+            raise ArgumentValueError(
+                "Argument `b_gate_up` must be two arrays, as `w_gate_up` is; got "
+                f"{messages.shown(b_gate_up)}."
+            )
+        w_gate_up = tuple(shapes.weights("w_gate_up", w, hidden, width) for w in w_gate_up)
+        b_gate_up = tuple(shapes.bias("b_gate_up", b, width) for b in biases)
+        gate_up_weights = {"w_gate_up": w_gate_up[0], "w_gate_up[1]": w_gate_up[1]}
+        if b_gate_up == (None, None):
+            b_gate_up = None
+    else:
+        w_gate_up = shapes.weights("w_gate_up", w_gate_up, hidden, columns)
+        b_gate_up = shapes.bias("b_gate_up", b_gate_up, columns)
+        gate_up_weights = {"w_gate_up": w_gate_up}
+    b_down = shapes.bias("b_down", b_down, hidden)
+    _check_dtypes(x, **gate_up_weights, w_down=w_down)
+    arguments.check_choice("weights_on", weights_on, ("output", "input"))
+    options = Options(
+        num_experts=num_experts,
+        top_k=top_k,
+        activation=activation,
+        interleaved=interleaved,
+        transpose_weights=transpose_weights,
+        weights_on=weights_on,
+        capacity=capacity,
+        align_size=align_size,
+        axis_name=axis_name,
+        implementation=implementation,
+        router={
+            "score": score,
+            "num_groups": num_groups,
+            "top_groups": top_groups,
+            "group_score": group_score,
+            "normalize": normalize,
+            "scale": scale,
+        },
+    )
+    operands = Operands(
+        x, logits, bias, expert_scale, routing, w_gate_up, w_down, b_gate_up, b_down
+    )
+    return parts.feed_forward(options, operands)
+
+
+def _with_lead(lead: tuple[int, ...], given: dict[str, Any]) -> FeedForward:
+    """`feed_forward` of arrays with more dimensions, or none, in front of the last."""
+    if not lead or not hasattr(given["x"], "ndim"):
+        _float_array("x", given["x"], ("tokens", "hidden"))
+    del given["lead"]
+    tokens = math.prod(lead)
+    for name in ("x", "logits"):
+        array = given[name]
+        if array is not None and getattr(array, "shape", ())[:-1] == lead:
+            given[name] = jnp.reshape(array, (tokens, array.shape[-1]))
+    if given["routing"] is not None:
+        given["routing"] = tuple(
+            jnp.reshape(array, (tokens, array.shape[-1])) for array in given["routing"]
+        )
+    out = feed_forward(**given)
+    back = {name: getattr(out, name) for name in ("tokens", "weights", "experts")}
+    return out._replace(**{n: jnp.reshape(a, (*lead, a.shape[-1])) for n, a in back.items()})
+
+
+def _axis_size(axis_name: Any) -> int:
+    try:
+        return int(jax.lax.axis_size(axis_name))
+    except NameError as error:
+        raise ArgumentValueError(
+            "Argument `axis_name` must name a mesh axis of the jax.shard_map that `feed_forward` "
+            f"is called in; got {axis_name!r}."
+        ) from error
+
+
+def _check_routing(routing: Any, num_tokens: int, top_k: Any) -> tuple[jax.Array, jax.Array]:
+    if not isinstance(routing, tuple) or len(routing) != 2:
+        raise ArgumentTypeError(
+            "Argument `routing` must be two arrays, weights and experts, as `route` returns them; "
+            f"got {messages.shown(routing)}."
+        )
+    weights = arguments.array("routing[0]", routing[0], ("tokens", "top_k"), jnp.floating)
+    experts = arguments.array("routing[1]", routing[1], ("tokens", "top_k"), jnp.integer)
+    if weights.shape != experts.shape or len(weights) != num_tokens:
+        raise ArgumentValueError(
+            f"Argument `routing` must have weights and experts for each of the {num_tokens} tokens "
+            f"of `x`; got {weights.shape} and {experts.shape}."
+        )
+    if top_k not in (None, weights.shape[1]):
+        raise ArgumentValueError(
+            f"Argument `top_k` is {top_k}, and `routing` has {weights.shape[1]} experts per token. "
+            "Leave it out."
+        )
+    return weights, experts
+
+
+class _Shapes:
+    """What the shapes of weights and biases must be."""
+
+    def __init__(self, num_experts: int, transposed: bool):
+        self.num_experts, self.transposed = num_experts, transposed
+
+    def check(self, name: str, array: jax.Array, depth: int, columns: int, of: str) -> None:
+        shape = (columns, depth) if self.transposed else (depth, columns)
+        _check_shape(name, array, (self.num_experts, *shape), of)
+
+    def weights(self, name: str, value: Any, depth: int, columns: int) -> jax.Array:
+        array = _float_array(name, value, ("experts", "hidden", "columns"))
+        self.check(name, array, depth, columns, "`x`, `logits` and `w_down`")
+        return array
+
+    def bias(self, name: str, value: Any, columns: int) -> jax.Array | None:
+        if value is None:
+            return None
+        array = _float_array(name, value, ("experts", "columns"))
+        _check_shape(name, array, (self.num_experts, columns), "its weights")
+        return array
 
 
 def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:

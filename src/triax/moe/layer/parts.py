@@ -1,4 +1,4 @@
-"""The layer's ops in turn, and how they are cut over devices together.
+"""The layer's ops in turn, on one device or with its experts spread over several.
 
 Without a capacity no token depends on another, so each device can route its own tokens. Op by op
 that cannot be seen: the rows of all tokens are sorted by expert. On a mesh with explicit axes the
@@ -7,22 +7,25 @@ types say how tokens are cut when the layer is traced, and each device runs the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from triax.moe.activations.api import glu
 from triax.moe.activations.reference import Activation
+from triax.moe.expert_parallel.api import combine, dispatch
 from triax.moe.grouped_matmul.api import ragged_dot
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
-from triax.moe.plans.reference import Plan
 from triax.moe.router.api import route
-from triax.moe.router.reference import Routed
 from triax.moe.shared import arguments, sharding
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.sharding import Shard, Split
+
+WeightsOn = Literal["output", "input"]
 
 
 class FeedForward(NamedTuple):
@@ -31,87 +34,157 @@ class FeedForward(NamedTuple):
     Attributes:
       tokens: [tokens, hidden], in the dtype of `x`.
       group_counts: int32 [experts], the pairs routed to each expert, including those dropped, as
-        `load_balancing_loss` expects.
+        `load_balancing_loss` expects; with `axis_name` of all devices' tokens.
       num_dropped: int32 [], the pairs dropped because their expert was full.
+      weights: float [tokens, top_k], the router's.
+      experts: int32 [tokens, top_k], those that each token chose.
     """
 
     tokens: jax.Array
     group_counts: jax.Array
     num_dropped: jax.Array
+    weights: jax.Array
+    experts: jax.Array
 
 
-class Options(NamedTuple):
+class Operands(NamedTuple):
+    """The arrays of the layer; `routing` stands for logits, bias and expert_scale."""
+
+    x: Any
+    logits: Any
+    bias: Any
+    expert_scale: Any
+    routing: Any
+    w_gate_up: Any
+    w_down: Any
+    b_gate_up: Any
+    b_down: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
     """The non-array arguments of `feed_forward`; `router` holds keywords of `route`."""
 
+    num_experts: int
     top_k: int
     activation: Activation
+    interleaved: bool
+    transpose_weights: bool
+    weights_on: WeightsOn
     capacity: int | None
     align_size: int
+    axis_name: Any
     implementation: Implementation | None
     router: dict[str, Any]
 
 
-def feed_forward(options: Options, *operands: Any) -> FeedForward:
-    """The layer, of x, logits, w_gate_up, w_down and bias."""
+def feed_forward(options: Options, operands: Operands) -> FeedForward:
+    """The layer."""
+    if options.axis_name is not None:
+        return _spread(options, operands)
     run = functools.partial(_run, options)
     if options.capacity is not None:
         return run(*operands)
 
     def part(shard: Shard, *operands: Any) -> FeedForward:
-        tokens, group_counts, num_dropped = run(*operands)
-        return FeedForward(tokens, shard.sum("t", group_counts), shard.sum("t", num_dropped))
+        out = run(*operands)
+        counts, dropped = (shard.sum("t", a) for a in (out.group_counts, out.num_dropped))
+        return out._replace(group_counts=counts, num_dropped=dropped)
 
     # Each device runs the layer on its tokens, and all sum up what they counted.
-    by_tokens = Split(("th", "te", "ehu", "ewh", "e"), ("th", "e", ""), "t", part)
+    by_tokens = Split(("th", "te", "e", "e", "tk"), ("th", "e", "", "tk", "tk"), "t", part)
     return sharding.cut_only(run, by_tokens, *operands)
 
 
-def _run(
-    options: Options, x: Any, logits: Any, w_gate_up: Any, w_down: Any, bias: Any
-) -> FeedForward:
-    weights, experts = _route(options, logits, bias)
-    plan = _plan(options, experts, logits.shape[1])
-    rows, row_weights, _ = permute(x, plan, weights=weights, implementation=options.implementation)
-    gate_up = _multiply(options, plan, rows, w_gate_up)
-    activated = _activate(options, gate_up, row_weights)
-    out = _multiply(options, plan, activated, w_down)
-    tokens = unpermute(out, plan, implementation=options.implementation)
-    return FeedForward(tokens, plan.group_counts, plan.num_dropped)
-
-
-def _route(options: Options, logits: Any, bias: Any) -> Routed:
-    return route(
-        logits, options.top_k, bias=bias, implementation=options.implementation, **options.router
-    )
-
-
-def _plan(options: Options, experts: Any, num_experts: int) -> Plan:
-    return make_plan(
+def _run(options: Options, *operands: Any) -> FeedForward:
+    given = Operands(*operands)
+    how: dict[str, Any] = {"implementation": options.implementation}
+    weights, experts = _route(options, given)
+    plan = make_plan(
         experts,
-        num_experts,
+        options.num_experts,
         capacity=options.capacity,
-        num_rows=_num_rows(experts.size, num_experts, options.capacity, options.align_size),
+        num_rows=_num_rows(experts.size, options),
         align_size=options.align_size,
+        **how,
+    )
+    rows, row_weights, _ = permute(given.x, plan, weights=weights, **how)
+    out = _experts(options, given, rows, row_weights, plan.group_sizes)
+    tokens = unpermute(out, plan, **how)
+    return FeedForward(tokens, plan.group_counts, plan.num_dropped, weights, experts)
+
+
+def _spread(options: Options, given: Operands) -> FeedForward:
+    """The same inside `shard_map`, where each device holds some of the experts."""
+    axis = options.axis_name
+    how: dict[str, Any] = {"implementation": options.implementation}
+    weights, experts = _route(options, given)
+    sent = dispatch(
+        given.x,
+        weights,
+        experts,
+        options.num_experts,
+        axis,
+        capacity=options.capacity,
+        align_size=options.align_size,
+        **how,
+    )
+    out = _experts(options, given, sent.rows, sent.weights, sent.group_sizes)
+    tokens = combine(out, sent.plan, weights=None, **how)
+    chosen = experts.reshape(-1, 1) == jnp.arange(options.num_experts)
+    counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
+    return FeedForward(tokens, counts, jax.lax.psum(sent.num_dropped, axis), weights, experts)
+
+
+def _route(options: Options, given: Operands) -> Any:
+    if given.routing is not None:
+        return given.routing
+    return route(
+        given.logits,
+        options.top_k,
+        bias=given.bias,
+        expert_scale=given.expert_scale,
         implementation=options.implementation,
+        **options.router,
     )
 
 
-def _multiply(options: Options, plan: Plan, rows: Any, weights: Any) -> jax.Array:
-    return ragged_dot(rows, weights, plan.group_sizes, implementation=options.implementation)
+def _experts(
+    options: Options, given: Operands, rows: Any, row_weights: Any, group_sizes: Any
+) -> jax.Array:
+    """What the experts make of their rows, times the rows' weights."""
+    how: dict[str, Any] = {"implementation": options.implementation}
+    if options.weights_on == "input":
+        rows = (rows * row_weights[:, None].astype(rows.dtype)).astype(rows.dtype)
+        row_weights = None
+
+    def multiply(rows: Any, weights: Any, bias: Any, bias_weights: Any = None) -> jax.Array:
+        return ragged_dot(
+            rows,
+            weights,
+            group_sizes,
+            bias=bias,
+            bias_weights=None if bias is None else bias_weights,
+            transpose_weights=options.transpose_weights,
+            **how,
+        )
+
+    if isinstance(given.w_gate_up, tuple):
+        biases = given.b_gate_up or (None, None)
+        both = zip(given.w_gate_up, biases, strict=True)
+        gate_up: Any = tuple(multiply(rows, weights, bias) for weights, bias in both)
+    else:
+        gate_up = multiply(rows, given.w_gate_up, given.b_gate_up)
+    kind: dict[str, Any] = {"activation": options.activation, "interleaved": options.interleaved}
+    inner = glu(gate_up, row_weights, **kind, **how)
+    return multiply(inner, given.w_down, given.b_down, row_weights)
 
 
-def _activate(options: Options, gate_up: Any, row_weights: Any) -> jax.Array:
-    return glu(
-        gate_up, row_weights, activation=options.activation, implementation=options.implementation
-    )
-
-
-def _num_rows(
-    num_pairs: int, num_experts: int, capacity: int | None, align_size: int
-) -> int | None:
+def _num_rows(num_pairs: int, options: Options) -> int | None:
     """The rows of full experts, if those are fewer than `make_plan` would make by default."""
-    if capacity is None:
+    if options.capacity is None:
         return None
-    align_size = arguments.integer("align_size", align_size, 1)
-    full = -(-arguments.integer("capacity", capacity, 0) // align_size) * align_size
-    return min(num_experts * full, arguments.most_rows(num_pairs, num_experts, align_size))
+    align_size = arguments.integer("align_size", options.align_size, 1)
+    full = -(-arguments.integer("capacity", options.capacity, 0) // align_size) * align_size
+    most = arguments.most_rows(num_pairs, options.num_experts, align_size)
+    return min(options.num_experts * full, most)

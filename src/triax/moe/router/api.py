@@ -12,14 +12,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.router import ops
+from triax.moe.router import ops, reference
 from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
 from triax.moe.router.reference import Routed
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "none"]
+GroupScore = Literal["top2", "max"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
 
@@ -31,8 +32,11 @@ def route(
     bias: Any = None,
     num_groups: int | None = None,
     top_groups: int | None = None,
+    group_score: GroupScore = "top2",
     normalize: bool = False,
     scale: float = 1.0,
+    expert_scale: Any = None,
+    experts: Any = None,
     implementation: Implementation | None = None,
 ) -> Routed:
     """Chooses each token's experts and their weights, best first.
@@ -40,17 +44,19 @@ def route(
         weights, experts = moe.route(x @ w_router, top_k=8, normalize=True)  # [tokens, 8] each
         plan = moe.make_plan(experts, num_experts)
 
-    A token's scores are the softmax or the sigmoid of its logits. It goes to the `top_k` experts
-    with the best scores, or with the best ``score + bias``: a bias affects the choice but not the
-    weights. Ties go to the lowest expert number, as in `jax.lax.top_k`. Without a bias the logits
-    are compared, so that rounding does not make two scores equal.
+    A token's scores are the softmax of its logits or, of each, the sigmoid, ``sqrt(softplus)``, or
+    the logit itself ("none"). It goes to the `top_k` experts with the best scores, or with the best
+    ``score + bias``: a bias affects the choice but not the weights. Ties go to the lowest expert
+    number, as in `jax.lax.top_k`. Without a bias the logits are compared, so that rounding does not
+    make two scores equal.
 
     The weight of a chosen expert is its score times `scale`; with `normalize` the scores are first
     divided by the sum of those chosen. The softmax of only the chosen logits (top-k first, then
     softmax) equals the normalised softmax of all: ``normalize=True`` gives both.
 
     With groups, the experts are split into `num_groups` equal groups, and a token chooses only from
-    its `top_groups` best. A group's score is the sum of its two best scores, bias included.
+    its `top_groups` best. A group's score is the sum of its two best scores, or the best, bias
+    included.
 
     Everything is computed in float32. The weights have a gradient to the logits, the same bits in
     every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest logit
@@ -63,13 +69,18 @@ def route(
     Args:
       logits: float [tokens, experts].
       top_k: experts per token, from 1 to all.
-      score: "softmax" or "sigmoid".
+      score: "softmax", "sigmoid", "sqrtsoftplus" (DeepSeek-V4) or "none", for scores that have been
+        computed already.
       bias: float [experts], or None.
       num_groups, top_groups: both or neither. Groups must have at least two experts each, and
         `top_groups` of them at least `top_k` together.
+      group_score: "top2" (DeepSeek-V3), or "max" (DeepSeek-V2).
       normalize: whether a token's weights sum to `scale`. They do however small the scores are:
         the weights are the softmax of the scores' logarithms.
       scale: a Python number that the weights are multiplied by.
+      expert_scale: float [experts], what the weights of each expert are multiplied by (Gemma 4).
+      experts: integer [tokens, top_k], chosen already (by a hash, say): only weights are computed,
+        in plain JAX. An id outside the experts has a weight of zero.
       implementation: None picks by the program's platform: a Triton kernel on CUDA, plain JAX
         elsewhere and for more than 1,024 experts. "triton", "interpret" (the kernel, interpreted on
         the CPU) and "xla" insist.
@@ -89,6 +100,7 @@ def route(
             f"Argument `normalize` must be a bool; got {messages.shown(normalize)}."
         )
     num_groups, top_groups = check_groups(num_experts, num_groups, top_groups)
+    arguments.check_choice("group_score", group_score, get_args(GroupScore))
     spec = RouterSpec(
         top_k=check_top_k("top_k", top_k, num_experts // num_groups * top_groups, num_groups > 1),
         score=score,
@@ -96,10 +108,43 @@ def route(
         scale=check_scale("scale", scale),
         num_groups=num_groups,
         top_groups=top_groups,
+        group_best=1 if group_score == "max" else 2,
     )
     if bias is not None:
         bias = check_bias("bias", bias, num_experts)
-    return route_by_spec(logits, bias, spec, implementation)
+    if experts is None:
+        routed = route_by_spec(logits, bias, spec, implementation)
+    else:
+        experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
+        if experts.shape != (logits.shape[0], spec.top_k):
+            raise ArgumentValueError(
+                f"Argument `experts` must have shape {(logits.shape[0], spec.top_k)}, [tokens, "
+                f"top_k]; got {experts.shape}."
+            )
+        routed = _weigh(logits, arguments.as_int32(experts, num_experts), spec)
+    if expert_scale is None:
+        return routed
+    expert_scale = check_bias("expert_scale", expert_scale, num_experts)
+    return routed._replace(weights=_scaled(routed.weights, expert_scale, routed.experts))
+
+
+def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routed:
+    """The weights of experts that are given; zero for those that there are not."""
+    known = (experts >= 0) & (experts < logits.shape[1])
+    # Not chosen: a score of zero, which no sum or gradient sees.
+    rows = jnp.arange(experts.shape[0])[:, None]
+    taken = logits.astype(jnp.float32)[rows, jnp.where(known, experts, 0)]
+    nothing = 0 if spec.score == "none" else -jnp.inf
+    weights = reference.weigh_taken(jnp.where(known, taken, nothing), logits, spec)
+    weights = jnp.where(known, weights, 0)
+    return Routed(*(checkpoint_name(array, "triax_routing") for array in (weights, experts)))
+
+
+def _scaled(weights: jax.Array, expert_scale: jax.Array, experts: jax.Array) -> jax.Array:
+    """Weights times their experts' scales, whose gradient is summed up in a fixed order."""
+    is_expert = experts[:, :, None] == jnp.arange(expert_scale.shape[0])
+    scales = jnp.sum(jnp.where(is_expert, expert_scale.astype(jnp.float32), 0), axis=2)
+    return weights * scales
 
 
 def route_by_spec(

@@ -13,6 +13,13 @@ from triton.language.extra import libdevice
 
 _SMALLEST = tl.constexpr(-(2**31))
 _MOST_UNROLLED = tl.constexpr(16)
+_FLAT = tl.constexpr(-17.0)  # below it softplus is exp in float32
+
+
+@triton.jit
+def _check_score(SCORE: tl.constexpr):
+    one_of_two: tl.constexpr = SCORE == "softmax" or SCORE == "sigmoid"
+    tl.static_assert(one_of_two or SCORE == "sqrtsoftplus" or SCORE == "none", "unknown score")
 
 
 @triton.jit
@@ -166,20 +173,54 @@ def _softmax_parts(logits, shift):
 
 
 @triton.jit
-def _normalized(taken, SOFTMAX: tl.constexpr):
-    """The scores of the chosen divided by their sum: the softmax of their logarithms."""
-    logs = taken if SOFTMAX else _log_sigmoid(taken)
+def _normalized(taken, known, SCORE: tl.constexpr):
+    """The scores of the chosen divided by their sum; and that sum, but for a factor.
+
+    The softmax of their logarithms, so that none is lost where all are small.
+    """
+    if SCORE == "none":
+        total = tl.sum(tl.where(known, taken, 0.0), 1)
+        total = tl.where(total == 0.0, 1.0, total)
+        return taken / total[:, None], total
+    logs = taken
+    if SCORE == "sigmoid":
+        logs = _log_sigmoid(taken)
+    elif SCORE == "sqrtsoftplus":
+        logs = 0.5 * _log_softplus(taken)
     parts, total = _softmax_parts(logs, _shift(tl.max(logs, 1)))
-    return parts / total[:, None]
+    return parts / total[:, None], total
 
 
 @triton.jit
-def _order_of_scores(logits, shift, total, bias_ptr, expert, known, SOFTMAX: tl.constexpr):
-    """The order of each logit's score, plus its expert's bias where there is one."""
-    if SOFTMAX:
-        scores = libdevice.fast_dividef(_softmax_parts(logits, shift)[0], total[:, None])
+def _score(logits, SCORE: tl.constexpr):
+    """Each logit's score, where that does not depend on others."""
+    if SCORE == "sigmoid":
+        return _sigmoid(logits)
+    elif SCORE == "sqrtsoftplus":
+        return tl.exp(0.5 * _log_softplus(logits))
     else:
+        return logits
+
+
+@triton.jit
+def _log_slope(logits, SCORE: tl.constexpr):
+    """The derivative of the logarithm of each logit's score."""
+    if SCORE == "sigmoid":
+        return _sigmoid(-logits)
+    else:
+        softplus = tl.maximum(logits, 0.0) + libdevice.log1p(tl.exp(-tl.abs(logits)))
+        return tl.where(logits < _FLAT, 0.5, 0.5 * _sigmoid(logits) / softplus)
+
+
+@triton.jit
+def _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE: tl.constexpr):
+    """The order of each logit's score, plus its expert's bias where there is one."""
+    if SCORE == "softmax":
+        scores = libdevice.fast_dividef(_softmax_parts(logits, shift)[0], total[:, None])
+    elif SCORE == "sigmoid":
         scores = libdevice.fast_dividef(1.0, 1.0 + libdevice.fast_expf(-logits))
+    else:
+        scores = _score(logits, SCORE)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
         scores += bias[None, :]
@@ -194,6 +235,13 @@ def _sigmoid(logits):
 @triton.jit
 def _log_sigmoid(logits):
     return tl.minimum(logits, 0.0) - libdevice.log1p(tl.exp(-tl.abs(logits)))
+
+
+@triton.jit
+def _log_softplus(logits):
+    """log(log(1 + exp(logits))), which far below zero is the logit."""
+    softplus = tl.maximum(logits, 0.0) + libdevice.log1p(tl.exp(-tl.abs(logits)))
+    return tl.where(logits < _FLAT, logits, tl.log(softplus))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -219,7 +267,7 @@ def _route_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    tl.static_assert(SCORE == "softmax" or SCORE == "sigmoid", "an unknown score")
+    _check_score(SCORE)
     SOFTMAX: tl.constexpr = SCORE == "softmax"
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_SIZE
@@ -246,7 +294,7 @@ def _route_kernel(
         total = _softmax_parts(logits, shift)[1]
     by_score = order
     if BY_SCORE:
-        by_score = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SOFTMAX)
+        by_score = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE)
     if NUM_GROUPS > 1:
         eligible &= _kept_groups(
             by_score, eligible, NUM_GROUPS, TOP_GROUPS, GROUP_BEST, BLOCK_GROUPS, BLOCK_SIZE
@@ -261,7 +309,7 @@ def _route_kernel(
             logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
             order = _order(logits)
             if bias_ptr is not None:
-                order = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SOFTMAX)
+                order = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE)
             # As the float's own bits, which are empty where logits were computed in bfloat16.
             left_out = (order ^ (order >> 31)) & ((2 << BITS) - 1)
             if tl.max(tl.max(left_out, 1), 0) != 0:
@@ -274,11 +322,11 @@ def _route_kernel(
     at = logits_ptr + token[:, None] * NUM_EXPERTS + chosen
     taken = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
     if NORMALIZE:
-        weights = _normalized(taken, SOFTMAX)
+        weights, _ = _normalized(taken, mask, SCORE)
     elif SOFTMAX:
         weights = tl.exp(taken - shift[:, None]) / total[:, None]
     else:
-        weights = _sigmoid(taken)
+        weights = _score(taken, SCORE)
     out = token[:, None] * TOP_K + slot
     tl.store(weights_ptr + out, weights * scale, mask=mask)
     tl.store(experts_ptr + out, chosen, mask=mask)
@@ -300,7 +348,7 @@ def _route_grad_kernel(
     BLOCK: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
 ):
-    tl.static_assert(SCORE == "softmax" or SCORE == "sigmoid", "an unknown score")
+    _check_score(SCORE)
     SOFTMAX: tl.constexpr = SCORE == "softmax"
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = token < num_tokens
@@ -317,8 +365,11 @@ def _route_grad_kernel(
     everywhere = token[:, None] * NUM_EXPERTS + expert
     rest = tl.zeros([BLOCK_TOKENS, BLOCK], tl.float32)
     if NORMALIZE:
-        scores = _normalized(taken, SOFTMAX)
-        gradient -= tl.sum(gradient * scores, 1)[:, None]
+        scores, total = _normalized(taken, routed, SCORE)
+        # The chosen's own, and zero in slots that there are not: their logits are -inf.
+        gradient -= tl.sum(tl.where(routed, gradient * scores, 0.0), 1)[:, None]
+        if SCORE == "none":
+            scores = 1.0 / total[:, None]
     elif SOFTMAX:
         logits = tl.load(logits_ptr + everywhere, mask=mask, other=float("-inf")).to(tl.float32)
         shift = _shift(_value(tl.max(_order(logits), 1)))
@@ -327,11 +378,13 @@ def _route_grad_kernel(
         mean = tl.sum(gradient * scores, 1)
         rest = parts * (-scale * mean / total)[:, None]
         gradient -= mean[:, None]
+    elif SCORE == "none":
+        scores = 1.0
     else:
-        scores = _sigmoid(taken)
+        scores = _score(taken, SCORE)
     d_taken = scale * scores * gradient
-    if not SOFTMAX:
-        d_taken *= _sigmoid(-taken)
+    if SCORE == "sigmoid" or SCORE == "sqrtsoftplus":
+        d_taken *= _log_slope(taken, SCORE)
     dtype = d_logits_ptr.dtype.element_ty
     tl.store(d_logits_ptr + everywhere, rest.to(dtype), mask=mask)
     tl.debug_barrier()  # the gradients of the chosen overwrite some of these

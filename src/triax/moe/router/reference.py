@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from triax.moe.router.configs import RouterSpec
 
+_FLAT = -17  # below it softplus is exp in float32
+
 
 class Routed(NamedTuple):
     """What `route` returns, best first.
@@ -51,7 +53,12 @@ def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec
 def weigh_reference(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> jax.Array:
     """The weights float32 [tokens, top_k] of experts; differentiable in the logits."""
     logits = logits.astype(jnp.float32)
-    taken = jnp.take_along_axis(logits, experts, axis=1)
+    return weigh_taken(jnp.take_along_axis(logits, experts, axis=1), logits, spec)
+
+
+def weigh_taken(taken: jax.Array, logits: jax.Array, spec: RouterSpec) -> jax.Array:
+    """The weights of the chosen logits among all of their tokens', float32."""
+    logits = logits.astype(jnp.float32)
     if spec.normalize:
         weights = normalized_scores(taken, spec.score)
     else:
@@ -66,6 +73,9 @@ def scores_reference(logits: jax.Array, score: str) -> jax.Array:
 
 def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
     """The scores of logits divided by each token's sum: the softmax of their logarithms."""
+    if score == "none":
+        total = jnp.sum(logits, axis=1, keepdims=True)
+        return logits / jnp.where(total == 0, 1, total)
     logs = _LOGARITHMS[score](logits)
     return _shares(logs, logs)
 
@@ -75,6 +85,12 @@ def _sigmoid(logits: jax.Array) -> jax.Array:
     above = logits >= 0
     small = jnp.exp(jnp.where(above, -logits, logits))
     return jnp.where(above, 1, small) / (1 + small)
+
+
+def _log_sqrtsoftplus(logits: jax.Array) -> jax.Array:
+    """log(sqrt(log(1 + exp(logits)))), which far below zero is half the logit."""
+    flat = logits < _FLAT
+    return jnp.where(flat, logits, jnp.log(jax.nn.softplus(jnp.where(flat, 0, logits)))) / 2
 
 
 def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
@@ -90,10 +106,13 @@ def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
 _SCORES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _shares,
     "sigmoid": lambda logits, _: _sigmoid(logits),
+    "sqrtsoftplus": lambda logits, _: jnp.exp(_log_sqrtsoftplus(logits)),
+    "none": lambda logits, _: logits,
 }
 _LOGARITHMS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda logits: logits,
     "sigmoid": jax.nn.log_sigmoid,
+    "sqrtsoftplus": _log_sqrtsoftplus,
 }
 
 

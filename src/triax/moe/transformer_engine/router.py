@@ -23,6 +23,7 @@ class ScoreFunction(enum.IntEnum):
 
     SIGMOID = 0
     SOFTMAX = 1
+    SQRTSOFTPLUS = 2
 
 
 class RoutingMapFormat(enum.IntEnum):
@@ -64,7 +65,7 @@ def fused_topk_with_score_function(
       num_groups, group_topk: how many groups there are, and how many a token chooses from; no
         groups unless both are positive.
       scaling_factor: what probabilities are multiplied by.
-      score_function: "softmax", "sigmoid", or a `ScoreFunction`.
+      score_function: "softmax", "sigmoid", "sqrtsoftplus", or a `ScoreFunction`.
       expert_bias: float [experts], affects only the choice; only with "sigmoid".
       compute_aux_scores: returns instead what the auxiliary loss needs: the scores of all experts,
         float32, which sum to 1 for each token, and the mask of the `topk` best.
@@ -86,10 +87,10 @@ def fused_topk_with_score_function(
         scores = normalized_scores(logits.astype(jnp.float32), score)
         return scores, _routing_map(experts, num_experts, map_format)
     if expert_bias is not None:
-        if function is not ScoreFunction.SIGMOID:
+        if function is ScoreFunction.SOFTMAX:
             raise ArgumentValueError(
-                f"Argument `expert_bias` needs score_function='sigmoid'; got {score!r}. "
-                "`triax.moe.route` takes a bias with both."
+                "Argument `expert_bias` needs score_function='sigmoid' or 'sqrtsoftplus'; got "
+                f"{score!r}. `triax.moe.route` takes a bias with all."
             )
         expert_bias = api.check_bias("expert_bias", expert_bias, num_experts)
     grouped = num_groups > 0 and group_topk > 0
