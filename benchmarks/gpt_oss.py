@@ -1,0 +1,108 @@
+"""gpt-oss-120b's own layer (biases, limits, interleaved columns) against the same one without them.
+
+Forward and backward, in bfloat16, with 16,384 tokens that choose 4 of the 16 experts of one of
+eight GPUs, and with 8,192 that choose 4 of all 128. `matmuls` are dense ones of as many operations.
+Each is timed in turn. Results are checked against a JAX function as activation before. Prints the
+figures and writes `benchmarks/gpt_oss.json`.
+
+    python benchmarks/gpt_oss.py [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import gpu_record
+import jax
+import jax.numpy as jnp
+
+from triax import moe
+from triax.bench.timing import time_program
+
+HIDDEN = WIDTH = 2880
+TOP_K = 4
+SHAPES = {"16 experts": (16384, 16), "128 experts": (8192, 128)}
+CLAMPED = moe.Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
+
+
+def clamped(gate, up):
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def layer(given, biased=True, **options):
+    biases = {"b_gate_up": given["b_gate_up"], "b_down": given["b_down"]} if biased else {}
+    weights = given["w_gate_up"], given["w_down"]
+    how = {"top_k": TOP_K, "normalize": True} | options
+    return moe.feed_forward(given["x"], given["logits"], *weights, **biases, **how).tokens
+
+
+def matmuls(given):
+    """The layer's two, on rows that all have the weights of the first expert."""
+    rows = jnp.repeat(given["x"], TOP_K, axis=0)
+    return (rows @ given["w_gate_up"][0])[:, :WIDTH] @ given["w_down"][0]
+
+
+def with_gradients(function, upstream):
+    def run(given):
+        out, pull = jax.vjp(function, given)
+        return out, pull(upstream)[0]
+
+    return jax.jit(run)
+
+
+WAYS = {
+    "swiglu, no biases": lambda given: layer(given, biased=False),
+    "gpt-oss": lambda given: layer(given, activation=CLAMPED, interleaved=True),
+    "gpt-oss, a JAX function": lambda given: layer(given, activation=clamped, interleaved=True),
+    "matmuls": matmuls,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    options = parser.parse_args()
+    if problem := gpu_record.missing_gpu():
+        sys.exit(problem)
+    found = {}
+    for name, (tokens, experts) in SHAPES.items():
+        keys = iter(jax.random.split(jax.random.key(0), 9))
+        normal = lambda *shape, scale=1.0: (jax.random.normal(next(keys), shape) * scale).astype(
+            "bfloat16"
+        )
+        given = {
+            "x": normal(tokens, HIDDEN),
+            "logits": jax.random.normal(next(keys), (tokens, experts)),
+            "w_gate_up": normal(experts, HIDDEN, 2 * WIDTH, scale=HIDDEN**-0.5),
+            "w_down": normal(experts, WIDTH, HIDDEN, scale=WIDTH**-0.5),
+            "b_gate_up": normal(experts, 2 * WIDTH),
+            "b_down": normal(experts, HIDDEN),
+        }
+        programs = {way: with_gradients(run, given["x"]) for way, run in WAYS.items()}
+        actual, expected = (programs[way](given) for way in list(WAYS)[1:3])
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            a, b = a.astype("float32"), b.astype("float32")
+            error = jnp.abs(a - b).max() / jnp.maximum(jnp.abs(b).max(), 1e-6)
+            if not error <= 0.03:
+                sys.exit(f"{name}: the kernel and the function differ by {error}")
+        del actual, expected
+        times = {way: [] for way in WAYS}
+        for _ in range(3):
+            for way, program in programs.items():
+                times[way].append(time_program(program, given, target_ms=150.0).median_us / 1000)
+        ms = {way: sorted(each)[1] for way, each in times.items()}
+        plain, whole = ms["swiglu, no biases"], ms["matmuls"]
+        found[name] = {
+            way: {"ms": t, "of_plain": t / plain, "of_matmuls": whole / t} for way, t in ms.items()
+        }
+        for way, figures in found[name].items():
+            print(name, way, {key: round(value, 3) for key, value in figures.items()})
+    shape = {"hidden": HIDDEN, "width": WIDTH, "top_k": TOP_K}
+    gpu_record.write(options.output, **shape, results=found)
+
+
+if __name__ == "__main__":
+    main()
