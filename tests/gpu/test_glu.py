@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from tests.moe.activations.test_glu import ACTIVATIONS, draw, expected
+from tests.moe.activations.test_glu import ACTIVATIONS, CLAMPED, GATED, draw, expected
 from triax import moe
 from triax.testing import assert_close, assert_same_bits, poison
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("num_rows", "width"), [(1000, 2048), (333, 1536), (65, 14336), (9, 77)])
 def test_result_and_gradients(activation, dtype, num_rows, width):
     gate_up, weights, gradient = draw(num_rows, width, dtype)
+    if activation not in GATED:
+        gate_up = gate_up[:, :width]
     op = functools.partial(moe.glu, activation=activation, implementation="triton")
 
     @jax.jit
@@ -33,3 +36,22 @@ def test_result_and_gradients(activation, dtype, num_rows, width):
         assert_close(actual, want, terms=terms)
     for _ in range(5):
         jax.tree.map(assert_same_bits, run(gate_up, weights, gradient), results)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "two"])
+def test_layouts(layout):
+    gate_up, weights, gradient = draw(1000, 2880, "bfloat16")
+    how = {"activation": CLAMPED, "implementation": "triton"}
+
+    def op(gate_up, weights):
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        if layout == "two":
+            return moe.glu((gate, up), weights, **how)
+        both = jnp.stack([gate, up], axis=2).reshape(gate_up.shape)
+        return moe.glu(both, weights, interleaved=True, **how)
+
+    def run(op):
+        out, pull = jax.jit(functools.partial(jax.vjp, op))(gate_up, weights)
+        return out, *jax.jit(pull)(jnp.asarray(gradient))
+
+    jax.tree.map(assert_same_bits, run(op), run(functools.partial(moe.glu, **how)))
