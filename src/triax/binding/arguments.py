@@ -333,5 +333,5 @@ def seen_by_callables(
             else structs[isinstance(leaf, Result)][leaf.index]
             for leaf in parts
         ]
-        seen[name] = tree.unflatten(values)
+        seen[name] = jax.tree_util.tree_unflatten(tree, values)
     return seen

@@ -99,22 +99,19 @@ class Kernel:
             )
         for tuner in tuners:
             _refuse_hooks(name, tuner)
+        parameters = []
+        for p in function.params:
+            number = "" if p.is_constexpr else str(p.annotation_type)
+            number = "" if number.startswith("*") else number  # a pointer
+            default = p.default if p.has_default else None
+            parameters.append(Parameter(p.name, p.is_constexpr, p.has_default, default, number))
         return cls(
             source=source,
             function=function,
             stages=tuple(stages),
             autotuner=tuners[0] if tuners else None,
             name=name,
-            parameters=tuple(
-                Parameter(
-                    p.name,
-                    p.is_constexpr,
-                    p.has_default,
-                    p.default if p.has_default else None,
-                    triton_private.annotated_number(p),
-                )
-                for p in function.params
-            ),
+            parameters=tuple(parameters),
             is_gluon=bool(function.is_gluon()),
         )
 

@@ -283,29 +283,26 @@ class LanguagePatch:
             Change(_stock, "_get_np_dtype", numpy_dtype),
             *_known_shapes(),
         ]
-        patching.replace(changes)
-        patching.watch(_CORE_HOLDERS)
+        patching.replace(patching.grouped(changes))
+        changed = patching.watch(_CORE_HOLDERS)
         _stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        found = patching.watched_changes()
+        found = changed()
         patching.undo()
-        for change in found:
-            wrapped = (getattr(change.value, "__kwdefaults__", None) or {}).get("member")
-            if tl.core.is_builtin(wrapped):
-                change = Change(change.holder, change.name, _with_semantic(wrapped, semantic))
-            changes.append(change)
-        changes += more
+        for holder, values in found:
+            for name, value in values.items():
+                wrapped = (getattr(value, "__kwdefaults__", None) or {}).get("member")
+                if tl.core.is_builtin(wrapped):
+                    value = _with_semantic(wrapped, semantic)
+                changes.append(Change(holder, name, value))
+        self._changes = patching.grouped([*changes, *more])
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """By identity: each replaced function of the language and its replacement, for
         kernels whose module imported the function itself."""
-        self._changes: dict[int, tuple[Any, dict[str, Any]]] = {}
-        for change in changes:
-            holder = change.holder
-            self._changes.setdefault(id(holder), (holder, {}))[1][change.name] = change.value
+        for holder, values in self._changes:
             if isinstance(holder, types.ModuleType) and holder is not _stock:
-                original = vars(holder).get(change.name)
-                self.replaced[id(original)] = (original, change.value)
+                originals = {name: vars(holder).get(name) for name in values}
+                self.replaced |= {id(o): (o, values[name]) for name, o in originals.items()}
 
     def apply(self) -> None:
         """Puts the replacements in place, until `patching.undo`."""
-        for holder, values in self._changes.values():
-            patching.replace_all(holder, values)
+        patching.replace(self._changes)

@@ -6,7 +6,6 @@ Triton's own binder decides how each argument is typed and specialised, so annot
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -16,7 +15,8 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -105,25 +105,6 @@ def set_cache_folder(folder: pathlib.Path) -> None:
     triton().knobs.cache.dir = str(folder)
 
 
-def is_jit_function(value: Any) -> bool:
-    """Whether `value` is a `@triton.jit` function, Gluon's included."""
-    return isinstance(value, triton().JITFunction)
-
-
-def is_autotuner(value: Any) -> bool:
-    return isinstance(value, triton().runtime.Autotuner)
-
-
-def is_heuristics(value: Any) -> bool:
-    return isinstance(value, triton().runtime.Heuristics)
-
-
-def annotated_number(parameter: Any) -> str:
-    """Triton's name of the number that a parameter is annotated as, "" for any other one."""
-    name = "" if parameter.is_constexpr else str(parameter.annotation_type)
-    return "" if name.startswith("*") else name
-
-
 @functools.cache
 def backend_for(compute_capability: int) -> Any:
     """Triton's CUDA backend for an architecture."""
@@ -153,20 +134,19 @@ class _ElementType(str):
     itemsize: int
 
 
-class ArrayStub:
-    """Stands for an array where Triton specialises: a dtype and an aligned address."""
+@functools.cache
+def array_stub(type_name: str, itemsize: int) -> Any:
+    """Stands for an array where Triton specialises: a dtype and an aligned address.
 
-    def __init__(self, type_name: str, itemsize: int):
-        self.dtype = _ElementType(type_name)
-        self.dtype.itemsize = itemsize
-        self.dtype.is_floating_point = type_name[:2] in ("fp", "bf")
-
-    def data_ptr(self) -> int:
-        """XLA aligns every buffer to 16 bytes and more."""
-        return 0
+    XLA aligns every buffer to 16 bytes and more, as the address 0 is.
+    """
+    dtype = _ElementType(type_name)
+    dtype.itemsize = itemsize
+    dtype.is_floating_point = type_name[:2] in ("fp", "bf")
+    return types.SimpleNamespace(dtype=dtype, data_ptr=int)
 
 
-def descriptor_stub(base: ArrayStub, leaf: Any) -> Any:
+def descriptor_stub(base: Any, leaf: Any) -> Any:
     """Stands for a host TMA descriptor, a `Descriptor`, where Triton specialises."""
     lists = (list(leaf.shape), list(leaf.strides), list(leaf.block_shape))
     descriptor = _descriptor_class(leaf.layout)
@@ -226,8 +206,17 @@ def specialize(
     binder = triton().runtime.jit.create_function_from_signature(
         function.signature, function.params, backend
     )
-    with _torch_left_alone():
+    global _torch_was_left_alone
+    if _torch_was_left_alone or "torch" in sys.modules:
         bound, specialization, _ = binder(**values)
+    else:
+        finder = _TorchFinder()
+        sys.meta_path.insert(0, finder)
+        try:
+            bound, specialization, _ = binder(**values)
+            _torch_was_left_alone = True
+        finally:
+            sys.meta_path.remove(finder)
     _, signature, constants, attributes = function._pack_args(
         backend, {"enable_fp_fusion": True}, bound, specialization, {}
     )
@@ -241,7 +230,11 @@ def specialize(
 
 
 class _TorchFinder:
-    """An import hook that denies torch to the thread that makes it."""
+    """An import hook that denies torch to the thread that makes it.
+
+    Workaround: triton 3.6: it imports torch, for seconds, at its first specialisation, to know
+    torch's tensors, which are otherwise known by what they can do.
+    """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -252,26 +245,6 @@ class _TorchFinder:
 
 
 _torch_was_left_alone = False
-
-
-@contextlib.contextmanager
-def _torch_left_alone() -> Iterator[None]:
-    """Keeps Triton from importing torch at its first specialisation, which takes seconds.
-
-    Triton 3.6 imports it to know its tensors; without it they are known by what they can do.
-    A torch that is imported already stays known.
-    """
-    global _torch_was_left_alone
-    if _torch_was_left_alone or "torch" in sys.modules:
-        yield
-        return
-    finder = _TorchFinder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-        _torch_was_left_alone = True
-    finally:
-        sys.meta_path.remove(finder)
 
 
 @dataclasses.dataclass(frozen=True)
