@@ -50,9 +50,8 @@ _NUMPY_DTYPES = {
     "int1": np.dtype(bool),
     **{f"{u}int{n}": np.dtype(f"{u}int{n}") for n in (8, 16, 32, 64) for u in ("", "u")},
     **{f"fp{n}": np.dtype(f"float{n}") for n in (16, 32, 64)},
-    # Stock Triton computes on the bit patterns of bfloat16 as if they were integers.
+    # Workaround: triton all: it computes on the bits of bfloat16 and float8 as if on integers.
     "bf16": np.dtype(ml_dtypes.bfloat16),
-    # Stock Triton computes on the bytes of float8 too.
     "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
     "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
@@ -161,7 +160,7 @@ class Semantic(TritonSemantic):
         return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *more)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        # Triton 3.5's `atomic_min` says that half of its result is pointers.
+        # Workaround: triton <3.6: `atomic_min` says that half of its result is pointers.
         if isinstance(y, tl.tensor) and y.dtype.is_ptr() and not y.handle.dtype.scalar.is_ptr():
             y = tensor(y.handle.data.reshape(y.shape), y.handle.dtype.scalar)
         return super().where(condition, x, y)
@@ -178,7 +177,9 @@ class Semantic(TritonSemantic):
 
 
 class _Format(str):
-    """The name of a format, of which Triton 3.5 and 3.6 want the `.value`."""
+    """The name of a format."""
+
+    # Workaround: triton <3.7: it wants the `.value` of the name.
 
     value = property(str.__str__)
 

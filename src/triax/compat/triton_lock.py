@@ -52,8 +52,8 @@ class SharedLock:
                     self._leave(mine)
 
     def alone(self, work: Callable[[], T]) -> T:
-        # Workaround: python 3.13: a jump in a loop is compiled to be outside of the `with` around
-        # it, so an interrupt there would not release the lock. The loop is in a function.
+        # Workaround: python >=3.13: a jump in a loop is compiled to be outside of the `with` around
+        # it, and an interrupt there would not release the lock. So the loop is in a function.
         with self._entry:
             self._wait_until_all_have_left()
             self._undo()  # what an interrupted thread left

@@ -23,10 +23,8 @@ from triax.compat.triton_private import STOPS_AT, front_end_lock, triton
 def prepare() -> None:
     """Replaces what Triax compiles with: no line info, and quick keys for Triton's disk cache.
 
-    Source paths and lines differ between machines. To identify its version, Triton hashes all its
-    files, hundreds of megabytes, and asks ptxas for its version, in every process; the list of
-    installed files says the same. These are globals of the process, so they stay replaced during
-    all compilations that run at the same time, until `patching.undo`.
+    Source paths and lines differ between machines. These are globals of the process, so they stay
+    replaced during all compilations that run at the same time, until `patching.undo`.
     """
     patching.replace(_changes())
 
@@ -51,6 +49,8 @@ def _changes() -> patching.Changes:
     changes = [
         (settings, "disable_line_info", True),
         (settings, "store_binary_only", False),
+        # Workaround: triton all: to identify its version, it hashes all its files, hundreds of
+        # megabytes, and asks ptxas for its version, in every process.
         (cache, "triton_key", _installation_key),
         (nvidia, "get_ptxas_version", _ptxas_key),
         (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
@@ -85,12 +85,10 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parse(*args: Any, **kwargs: Any) -> Any:
-    """`ast.parse`, one at a time.
-
-    Before 3.13, CPython counts the depth of the tree in a variable that all threads share. If a
-    garbage collection switches to another thread that parses too, the count is wrong, which is a
-    SystemError.
-    """
+    """`ast.parse`, one at a time."""
+    # Workaround: python <3.13: the depth of the tree is counted in a variable that all threads
+    # share. If a garbage collection switches to another thread that parses too, the count is
+    # wrong, which is a SystemError.
     with front_end_lock:
         with contextlib.suppress(SystemError):  # code outside Triax parses without the lock
             return ast.parse(*args, **kwargs)

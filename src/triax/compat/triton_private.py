@@ -39,12 +39,10 @@ os.register_at_fork(
 )
 
 
+# Workaround: python <3.12: `functools.cached_property` holds a lock, one for all instances, while
+# it computes a value: a child would wait for ever for a thread that only its parent has.
 def renew_property_locks(*owners: type) -> None:
-    """Gives the cached properties of `owners` new locks, in a forked child.
-
-    Before Python 3.12 `functools.cached_property` holds a lock, one for all instances, while it
-    computes a value: a child would wait for ever for a thread that only its parent has.
-    """
+    """Gives the cached properties of `owners` new locks, in a forked child."""
     for owner in owners:
         for attribute in vars(owner).values():
             if isinstance(attribute, functools.cached_property) and hasattr(attribute, "lock"):
@@ -115,7 +113,7 @@ def backend_for(compute_capability: int) -> Any:
 @functools.cache
 def small_floats(compute_capability: int) -> frozenset[str]:
     """Triton's names of the 8-bit floats that its kernels have on an architecture."""
-    options = {"enable_fp_fusion": True}  # Triton 3.9 warns where it is left out
+    options = {"enable_fp_fusion": True}  # Workaround: triton >=3.9: it warns if it is left out.
     return frozenset(backend_for(compute_capability).parse_options(options).supported_fp8_dtypes)
 
 
@@ -229,12 +227,10 @@ def specialize(
     return Specialization(signature, constants, attributes)
 
 
+# Workaround: triton <3.7: 3.6 imports torch, for seconds, at its first specialisation, to know
+# torch's tensors; without it they are known by what they can do.
 class _TorchFinder:
-    """An import hook that denies torch to the thread that makes it.
-
-    Workaround: triton 3.6: it imports torch, for seconds, at its first specialisation, to know
-    torch's tensors, which are otherwise known by what they can do.
-    """
+    """An import hook that denies torch to the thread that makes it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -341,7 +337,8 @@ def read_ir(path: str, compute_capability: int) -> Any:
 def _ir_context(compute_capability: int) -> Any:
     ir = importlib.import_module("triton._C.libtriton").ir
     context = ir.context()
-    if hasattr(context, "disable_multithreading"):  # Triton 3.5; a forked child has no threads
+    # Workaround: triton <3.6: its contexts have threads, which a forked child has not.
+    if hasattr(context, "disable_multithreading"):
         context.disable_multithreading()
     ir.load_dialects(context)
     backend_for(compute_capability).load_dialects(context)

@@ -185,10 +185,10 @@ def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
 def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int, int]]:
     """The aliases jaxlib saves before it times configs, as (input, n_inputs + output, bytes).
 
-    jaxlib compares ``buffers[input]`` with ``buffers[output]`` where `buffers` is inputs followed
-    by outputs; with the plain output index it would restore nothing. Uninitialised buffers need no
-    saving.
+    Uninitialised buffers need no saving.
     """
+    # Workaround: jaxlib all: it compares `buffers[input]` with `buffers[output]`, where `buffers` is
+    # inputs followed by outputs; with the plain output index it would restore nothing.
     return [
         (operand, len(buffers.operands) + result, launch.operands[leaf.index].nbytes)
         for operand, result in buffers.aliases
