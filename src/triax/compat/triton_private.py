@@ -50,10 +50,10 @@ def renew_property_locks(*owners: type) -> None:
 
 
 def _renew_tritons_property_locks() -> None:
-    for module, name in [
+    for module, name in (
         ("triton.runtime.jit", "KernelParam"),
         ("triton.language.core", "tuple_type"),
-    ]:
+    ):
         if owner := getattr(sys.modules.get(module), name, None):
             renew_property_locks(owner)
 
@@ -132,6 +132,10 @@ class _ElementType(str):
     itemsize: int
 
 
+class _ArrayStub(types.SimpleNamespace):
+    """A type of its own, because Triton remembers how to specialise each type."""
+
+
 @functools.cache
 def array_stub(type_name: str, itemsize: int) -> Any:
     """Stands for an array where Triton specialises: a dtype and an aligned address.
@@ -141,7 +145,7 @@ def array_stub(type_name: str, itemsize: int) -> Any:
     dtype = _ElementType(type_name)
     dtype.itemsize = itemsize
     dtype.is_floating_point = type_name[:2] in ("fp", "bf")
-    return types.SimpleNamespace(dtype=dtype, data_ptr=int)
+    return _ArrayStub(dtype=dtype, data_ptr=int)
 
 
 def descriptor_stub(base: Any, leaf: Any) -> Any:

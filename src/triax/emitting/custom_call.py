@@ -187,8 +187,8 @@ def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int,
 
     Uninitialised buffers need no saving.
     """
-    # Workaround: jaxlib all: it compares `buffers[input]` with `buffers[output]`, where `buffers` is
-    # inputs followed by outputs; with the plain output index it would restore nothing.
+    # Workaround: jaxlib all: it compares `buffers[input]` with `buffers[output]`, where the buffers
+    # are inputs followed by outputs; with the plain output index it would restore nothing.
     return [
         (operand, len(buffers.operands) + result, launch.operands[leaf.index].nbytes)
         for operand, result in buffers.aliases
