@@ -82,10 +82,10 @@ def test_who_comes_later_does_not_pass_a_thread_that_waits_to_be_alone():
 
     threads = [start(lock.shared, "first")]
     assert begun.wait(10)
-    threads += [start(lock.alone, "alone")]
+    threads.append(start(lock.alone, "alone"))
     while not lock._entry.locked():
         time.sleep(0.001)
-    threads += [start(lock.shared, "shared")]
+    threads.append(start(lock.shared, "shared"))
     time.sleep(0.05)
     assert order == ["first"]  # the third could share with the first, but would pass the second
     leave.set()
