@@ -56,7 +56,7 @@ class _Walk:
 
     `reads` are the names that were looked up, each with what it was: `get(holder, name, _MISSING)`.
     `spelt` are the values that can change in place, with their texts. Where these are the same, so
-    is `text`, unless the walk came to something that has to be looked at anew (`is_lasting`).
+    is `text`, unless the walk came to something that has to be looked at each time (`is_lasting`).
     """
 
     root: Any

@@ -58,7 +58,7 @@ def gpu_triton() -> ModuleType:
 
 
 def make_triton_kernel(kernel: Any) -> Any:
-    """jaxlib's TritonKernel for a `CompiledKernel`, whatever this version's argument list is."""
+    """jaxlib's TritonKernel for a `CompiledKernel`, with this version's argument list."""
     ttir = ""  # Only ever logged; leaving it out keeps the bytes small and free of paths.
     rest = (kernel.shared_bytes, kernel.ptx, ttir, kernel.compute_capability)
     if not versions.KERNEL_NUM_CTAS.passes(versions.gated_version()):

@@ -79,7 +79,7 @@ def _make(changes: Changes) -> None:
         is_dict = isinstance(holder, dict)
         now: Any = holder if is_dict else vars(holder)
         if (is_dict or isinstance(holder, types.ModuleType)) and ABSENT not in values.values():
-            now.update(values)  # at once: an interpreted launch replaces hundreds
+            now.update(values)  # in one go: an interpreted launch replaces hundreds
             continue
         for name, value in values.items():
             if value is ABSENT and name not in now:

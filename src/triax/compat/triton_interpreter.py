@@ -92,7 +92,7 @@ def transform(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(transformed)
 
 
-# What the compiler reads from outside of a kernel whatever it is.
+# What the compiler always reads from outside of a kernel.
 BUILTIN_NAMES = frozenset(CodeGenerator.builtin_namespace)
 
 TRANSFORM_NAMES: dict[str, Any] = {
@@ -273,7 +273,7 @@ class LanguagePatch:
 
     Only under `TRITON.alone`, which undoes them.
 
-    Triton's own patching inspects every module anew; applying a recorded list of
+    Triton's own patching inspects every module each time; applying a recorded list of
     assignments is some ten times faster.
     """
 
