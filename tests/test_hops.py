@@ -66,6 +66,7 @@ def test_calls_of_a_triton_call(tmp_path, monkeypatch):
     trace_and_lower(kernels.add_kernel)  # what is done once in a process
     tracing, lowering = trace_and_lower(new_kernel)
     cold = tracing + lowering
+    del cold["triton_patches.py: <lambda>"]  # Triton before 3.7 calls it for each node of a kernel
     assert cold.total() <= 255, cold.most_common()
     tracing, lowering = trace_and_lower(new_kernel)
     assert 10 < tracing.total() <= 60, tracing.most_common()

@@ -6,6 +6,7 @@ Triton's own binder decides how each argument is typed and specialised, so annot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -209,16 +210,13 @@ def specialize(
         function.signature, function.params, backend
     )
     global _torch_was_left_alone
-    if _torch_was_left_alone or "torch" in sys.modules:
+    with contextlib.ExitStack() as stack:
+        if not _torch_was_left_alone and "torch" not in sys.modules:
+            finder = _TorchFinder()
+            sys.meta_path.insert(0, finder)
+            stack.callback(sys.meta_path.remove, finder)
         bound, specialization, _ = binder(**values)
-    else:
-        finder = _TorchFinder()
-        sys.meta_path.insert(0, finder)
-        try:
-            bound, specialization, _ = binder(**values)
-            _torch_was_left_alone = True
-        finally:
-            sys.meta_path.remove(finder)
+    _torch_was_left_alone = True
     _, signature, constants, attributes = function._pack_args(
         backend, {"enable_fp_fusion": True}, bound, specialization, {}
     )

@@ -6,6 +6,7 @@ are such as "<3.7" (fixed in that one), "3.5 and 3.6" or "all".
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import re
@@ -79,8 +80,10 @@ def _floor(specifiers: SpecifierSet) -> Version:
 
 def listed() -> str:
     """All workarounds of the installed package, one per line; those that can go say so."""
-    data = importlib.metadata.metadata("triax")
-    oldest = floors(data["Requires-Python"], data.get_all("Requires-Dist") or [])
+    oldest: dict[str, Version] = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from its sources
+        data = importlib.metadata.metadata("triax")
+        oldest = floors(data["Requires-Python"], data.get_all("Requires-Dist") or [])
     found, _ = find(Path(__file__).parents[1])
     return "\n".join(
         f"{w.place}: {w.project} {w.versions}{f', {w.issue}' * bool(w.issue)}: {w.why}"

@@ -54,7 +54,7 @@ def compiled(
     rule = jax.ffi.ffi_lowering(
         built.target.name,
         operand_output_aliases=dict(buffers.aliases),
-        has_side_effect=built.has_side_effect,
+        has_side_effect=call.has_side_effect,
         api_version=built.target.api_version,
         **({} if typed else {"backend_config": built.opaque}),  # type: ignore[arg-type]
     )
