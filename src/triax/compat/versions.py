@@ -176,6 +176,7 @@ def cuda_plugin() -> tuple[str, str] | None:
     return None
 
 
+@functools.cache
 def gated_version() -> str:
     """The version that gates are read against: the CUDA plugin's, else jaxlib's."""
     version = plugin[1] if (plugin := cuda_plugin()) else installed("jaxlib")
