@@ -94,6 +94,28 @@ def test_who_comes_later_does_not_pass_a_thread_that_waits_to_be_alone():
     assert order == ["first", "alone", "shared"]
 
 
+def test_a_thread_that_leaves_has_undone_before_another_is_alone():
+    events, inside, leaving, go_on = [], threading.Event(), threading.Event(), threading.Event()
+
+    def undo():
+        if threading.current_thread() is sharing and inside.is_set():
+            leaving.set()
+            assert go_on.wait(10)
+            events.append("undone")
+
+    lock = make_lock(undo=undo)
+    sharing = threading.Thread(target=lambda: lock.shared(inside.set))
+    alone = threading.Thread(target=lambda: lock.alone(lambda: events.append("alone")))
+    sharing.start()
+    assert leaving.wait(10)
+    alone.start()
+    time.sleep(0.05)
+    go_on.set()
+    for thread in (sharing, alone):
+        thread.join(10)
+    assert events == ["undone", "alone"]
+
+
 def test_results_and_exceptions_are_those_of_the_work():
     lock = make_lock()
     assert lock.alone(lambda: 1) == 1
