@@ -203,7 +203,7 @@ def check_dispatch(version: str) -> None:
     if not DISPATCH.passes(version):
         raise VersionError(
             f"Calling Triton kernels needs JAX {DISPATCH.stable} or later; {version} is installed. "
-            f"Earlier versions pass kernels fewer parameters than they read. "
+            "Earlier versions pass kernels fewer parameters than they read. "
             f"Install `jax>={DISPATCH.stable}` with the CUDA plugin of the same version."
         )
 
