@@ -63,7 +63,7 @@ class SharedLock:
                 finally:
                     self._undo()
             finally:
-                self._undo()  # if a signal interrupted the first (tests/interpreting/test_isolation)
+                self._undo()  # if a signal interrupted the first, as in tests/interrupts.py
 
     def _wait_until_all_have_left(self) -> None:
         with self._list_lock:  # a thread that is leaving holds it until it has undone
