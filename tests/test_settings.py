@@ -67,21 +67,11 @@ def test_enforce_takes_only_0_and_1(monkeypatch, value):
         settings.enforce_autotuning()
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("90", 90),
-        ("9.0", 90),
-        ("sm_90", 90),
-        ("sm_90a", 90),
-        ("100", 100),
-        ("12.1", 121),
-        ("", None),
-    ],
-)
-def test_architecture(monkeypatch, value, expected):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", value)
-    assert settings.cuda_arch() == expected
+def test_architecture(monkeypatch):
+    nineties = dict.fromkeys(["90", "9.0", "sm_90", "sm_90a", "sm90", " 90 "], 90)
+    for value, expected in {**nineties, "100": 100, "12.1": 121, "": None}.items():
+        monkeypatch.setenv("TRIAX_CUDA_ARCH", value)
+        assert settings.cuda_arch() == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triax.bench import command as bench
+from triax.compat import workarounds
 from triax.compat.versions import __version__
 from triax.errors import TriaxError
 from triax.tools import cache, doctor, programs
@@ -71,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("doctor", help="what works here, and what to do about the rest")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=lambda options: doctor.doctor(options.json))
+    command.add_argument("--workarounds", action="store_true", help="list those of upstream faults")
+    command.set_defaults(run=_doctor)
 
     command = commands.add_parser("tune", help="measure the Triton calls of a function")
     command.set_defaults(run=_with_function, tool=tune, show=_show_tuned)
@@ -107,6 +109,13 @@ def _parser() -> argparse.ArgumentParser:
 
     bench.add_parsers(commands)
     return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    if options.workarounds:
+        print(workarounds.listed())
+        return 0
+    return doctor.doctor(options.json)
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -113,7 +114,6 @@ def reported_by_driver() -> list[tuple[str, str]]:
 
 
 def _local_gpus() -> list[Any]:
-    try:
+    with contextlib.suppress(RuntimeError):  # no CUDA backend in this process
         return [device for device in jax.local_devices(backend="cuda") if is_cuda(device)]
-    except RuntimeError:  # no CUDA backend in this process
-        return []
+    return []

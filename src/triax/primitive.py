@@ -87,7 +87,7 @@ triton_call_p.def_impl(_impl)
 @triton_call_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str | None) -> Any:
     del vmap_method
-    # Every call is traced through here, whatever transformations are in force.
+    # Every call is traced through here, under all transformations.
     ahead.expect(call, [a.dtype for a in avals], [a.dtype for a in result_avals])
     outputs = [
         jax_private.result_aval("triton_call", avals, a.shape, a.dtype) for a in result_avals

@@ -82,7 +82,7 @@ def enforce_autotuning() -> bool:
 
 def cuda_arch() -> int | None:
     """``TRIAX_CUDA_ARCH`` as a compute capability (90 for "90", "9.0", "sm_90"), or None."""
-    # Triton has no target below 7.0, and LLVM accepts numbers that are no target without an error.
+    # Triton has no target below 7.0, and LLVM accepts any number without an error.
     pattern = r"(sm_?)?([7-9]|1[0-9])\.?[0-9]a?"
     rule = "be a CUDA compute capability such as 90, 9.0 or sm_90"
     value = _read("TRIAX_CUDA_ARCH", pattern, rule)

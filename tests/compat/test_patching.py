@@ -5,7 +5,7 @@ import types
 import pytest
 
 from triax.compat import patching
-from triax.compat.patching import ABSENT, Change
+from triax.compat.patching import ABSENT, Change, grouped
 
 
 class Torn(Exception):
@@ -50,7 +50,7 @@ def test_attributes_and_items_come_back(holder):
         Change(holder, "a", 15),
         Change(holder, "b", ABSENT),
     ]
-    patching.replace(changes)
+    patching.replace(grouped(changes))
     assert vars(holder) == {"a": 15, "new": 11}
     assert (Class.x, Class.y, settings, module.z) == (12, 13, {"on": True, "more": True}, 14)
     patching.undo()
@@ -63,25 +63,21 @@ def test_attributes_and_items_come_back(holder):
 
 
 def test_what_others_change_in_a_watched_holder_comes_back(holder):
-    patching.watch([holder])
+    changed = patching.watch([holder])
     holder.a = 10
     holder.new = 11
     del holder.b
-    found = {(change.name, change.value) for change in patching.watched_changes()}
-    assert found == {("a", 10), ("new", 11), ("b", ABSENT)}
+    assert changed() == [(holder, {"a": 10, "new": 11, "b": ABSENT})]
     patching.undo()
     assert vars(holder) == {"a": 1, "b": 2}
-    assert patching.watched_changes() == []
+    assert changed() == [(holder, {})]
 
 
 def test_a_torn_replacement_is_undone(holder):
-    def changes():
-        yield Change(holder, "a", 10)
-        Holder.refusals = 1
-        yield Change(holder, "b", 20)
-
+    refusing = Holder()
+    Holder.refusals = 1
     with pytest.raises(Torn):
-        patching.replace(changes())
+        patching.replace([(vars(holder), {"a": 10}), (refusing, {"b": 20})])
     assert vars(holder) == {"a": 10, "b": 2}
     patching.undo()
     assert vars(holder) == {"a": 1, "b": 2}
@@ -93,7 +89,7 @@ def test_a_torn_undoing_goes_on_where_it_stopped(holder, watched):
         patching.watch([holder])
         holder.a, holder.b = 10, 20
     else:
-        patching.replace([Change(holder, "a", 10), Change(holder, "b", 20)])
+        patching.replace([(holder, {"a": 10, "b": 20})])
     Holder.refusals = 2
     for _ in range(2):
         with pytest.raises(Torn):

@@ -65,7 +65,7 @@ def test_what_is_shared_is_prepared_once_and_undone_when_all_have_left():
     assert events == ["undo", "prepare", "undo"]
 
 
-def test_first_come_first_served():
+def test_who_comes_later_does_not_pass_a_thread_that_waits_to_be_alone():
     lock = make_lock()
     order, begun, leave = [], threading.Event(), threading.Event()
 
@@ -77,20 +77,43 @@ def test_first_come_first_served():
 
     def start(run, name):
         thread = threading.Thread(target=lambda: run(lambda: work(name)))
-        before = len(lock._line._turns)
         thread.start()
-        while len(lock._line._turns) == before:
-            time.sleep(0.001)
         return thread
 
     threads = [start(lock.shared, "first")]
     assert begun.wait(10)
-    threads += [start(lock.alone, "alone"), start(lock.shared, "shared")]
+    threads.append(start(lock.alone, "alone"))
+    while not lock._entry.locked():
+        time.sleep(0.001)
+    threads.append(start(lock.shared, "shared"))
+    time.sleep(0.05)
     assert order == ["first"]  # the third could share with the first, but would pass the second
     leave.set()
     for thread in threads:
         thread.join(10)
     assert order == ["first", "alone", "shared"]
+
+
+def test_a_thread_that_leaves_has_undone_before_another_is_alone():
+    events, inside, leaving, go_on = [], threading.Event(), threading.Event(), threading.Event()
+
+    def undo():
+        if threading.current_thread() is sharing and inside.is_set():
+            leaving.set()
+            assert go_on.wait(10)
+            events.append("undone")
+
+    lock = make_lock(undo=undo)
+    sharing = threading.Thread(target=lambda: lock.shared(inside.set))
+    alone = threading.Thread(target=lambda: lock.alone(lambda: events.append("alone")))
+    sharing.start()
+    assert leaving.wait(10)
+    alone.start()
+    time.sleep(0.05)
+    go_on.set()
+    for thread in (sharing, alone):
+        thread.join(10)
+    assert events == ["undone", "alone"]
 
 
 def test_results_and_exceptions_are_those_of_the_work():

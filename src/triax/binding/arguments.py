@@ -138,7 +138,8 @@ class Flattened:
     def _add_array(self, name: str, value: Any) -> int:
         self.types.append(array_type(name, value))
         index = len(self.arrays)
-        if isinstance(value, jax.Ref):  # first: JAX 0.8 calls a traced Ref an array too
+        # Workaround: jax <0.9: a traced Ref is an array too, so this comes first.
+        if isinstance(value, jax.Ref):
             value = self._read(name, index, value)
         elif not isinstance(value, jax.Array):
             value = jnp.asarray(value)
@@ -333,5 +334,5 @@ def seen_by_callables(
             else structs[isinstance(leaf, Result)][leaf.index]
             for leaf in parts
         ]
-        seen[name] = tree.unflatten(values)
+        seen[name] = jax.tree_util.tree_unflatten(tree, values)
     return seen

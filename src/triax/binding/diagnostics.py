@@ -34,7 +34,7 @@ def hint(launch: Launch, error: BaseException | None) -> str:
     ones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value == 1]
     if ones and "'int' object has no attribute" in text:
         return (
-            f" Triton compiles an argument of 1 in, as a constant that is no tensor: "
+            f" Triton compiles an argument of 1 in, as a constant that is not a tensor: "
             f"{', '.join(ones)}. Annotate the parameter (`: tl.int32`), or list it in "
             "`@triton.jit(do_not_specialize=…)`."
         )

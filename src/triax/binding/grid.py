@@ -33,7 +33,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
         grid = grid(meta)
         source = " from its callable"
     if type(grid) is int or is_int(grid):
-        grid = (grid,)
+        grid = (grid,)  # type: ignore[assignment]
     if not isinstance(grid, (tuple, list)):
         raise _not_a_grid(grid, source)
     if not 1 <= len(grid) <= 3:

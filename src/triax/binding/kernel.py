@@ -99,22 +99,19 @@ class Kernel:
             )
         for tuner in tuners:
             _refuse_hooks(name, tuner)
+        parameters = []
+        for p in function.params:
+            number = "" if p.is_constexpr else str(p.annotation_type)
+            number = "" if number.startswith("*") else number  # a pointer
+            default = p.default if p.has_default else None
+            parameters.append(Parameter(p.name, p.is_constexpr, p.has_default, default, number))
         return cls(
             source=source,
             function=function,
             stages=tuple(stages),
             autotuner=tuners[0] if tuners else None,
             name=name,
-            parameters=tuple(
-                Parameter(
-                    p.name,
-                    p.is_constexpr,
-                    p.has_default,
-                    p.default if p.has_default else None,
-                    triton_private.annotated_number(p),
-                )
-                for p in function.params
-            ),
+            parameters=tuple(parameters),
             is_gluon=bool(function.is_gluon()),
         )
 
@@ -223,21 +220,16 @@ class _Branch:
     hook: Hook | None = None
 
     def agrees(self, config: Any) -> bool:
-        given = {**self.keywords, **self.options}
-        return all(
-            Static(given[name]) == Static(plain(value))
-            for name, value in config.all_kwargs().items()
-            if name in given
-        )
+        given, set_by_it = {**self.keywords, **self.options}, config.all_kwargs()
+        both = given.keys() & set_by_it.keys()
+        return all(Static(given[name]) == Static(plain(set_by_it[name])) for name in both)
 
     def with_config(self, config: Any, *, caller_wins: bool) -> _Branch:
         values, options = dict(self.values), dict(self.options)
+        given = {**self.keywords, **self.options} if caller_wins else {}
         for name, value in config.all_kwargs().items():
-            given = {**self.keywords, **self.options}
-            if caller_wins and name in given:
-                value = given[name]
             target = options if name in CONFIG_OPTIONS else values
-            target[name] = value
+            target[name] = given.get(name, value)
         keywords = {**self.keywords, **values}
         hook = None
         if (pre_hook := config.pre_hook) is not None:
@@ -265,14 +257,14 @@ class _Branch:
         return Config(pack_values(self.values) if self.values else (), **options)
 
 
-def _reading_all(name: str) -> Any:
+def _reading(name: str) -> Any:
     method = getattr(dict, name)
 
-    def read_all(self: WatchedDict) -> Any:
-        self._read.update(dict.keys(self))
-        return method(self)
+    def read(self: WatchedDict, *key_and_more: Any) -> Any:
+        self._read.update(key_and_more[:1] or dict.keys(self))
+        return method(self, *key_and_more)
 
-    return read_all
+    return read
 
 
 class WatchedDict(dict[str, Any]):
@@ -282,28 +274,17 @@ class WatchedDict(dict[str, Any]):
         super().__init__(values)
         self._read = read
 
-    def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
-        return super().__getitem__(key)
-
     def __missing__(self, key: str) -> Any:
         error = KeyError(key)
-        names = sorted(super().keys())
+        names = sorted(dict.keys(self))
         error.add_note(
             f"A grid or heuristic asks for `{key}`, which the call does not have."
             f"{messages.near_misses(key, names)} It has {', '.join(names)}."
         )
         raise error
 
-    def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self._read.add(str(key))
-        return super().__contains__(key)
-
-    keys, values, items, __iter__ = map(_reading_all, ("keys", "values", "items", "__iter__"))
+    __getitem__, get, __contains__ = map(_reading, ("__getitem__", "get", "__contains__"))
+    keys, values, items, __iter__ = map(_reading, ("keys", "values", "items", "__iter__"))
 
 
 def _refuse_hooks(name: str, tuner: Any) -> None:

@@ -58,7 +58,7 @@ class _Walk:
 
     `reads` are the names that were looked up, each with what it was: `get(holder, name, _MISSING)`.
     `spelt` are the values that can change in place, with their texts. Where these are the same, so
-    is `text`, unless the walk came to something that has to be looked at anew (`is_lasting`).
+    is `text`, unless the walk came to something that has to be looked at each time (`is_lasting`).
     """
 
     root: Any
@@ -145,8 +145,9 @@ class _Walk:
             found = get(holder, first, _MISSING)
             self.reads.append((get, holder, first, found))
             for attribute in attributes:  # of other objects than these all members count
-                follow = isinstance(found, (type, types.ModuleType))
-                if not follow or _is_library(_module(found)):
+                is_module = isinstance(found, types.ModuleType)
+                module = found.__name__ if is_module else _module(found)
+                if not (is_module or isinstance(found, type)) or _is_library(module):
                     found = _MISSING
                     break
                 holder, found = found, getattr(found, attribute, _MISSING)

@@ -13,23 +13,20 @@ CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """The compiler options that a Triton config can set."""
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Static:
     """A compile-time value that equals only itself: see `exact`."""
 
-    __slots__ = ("_key", "_others", "value")
+    value: Any = dataclasses.field(compare=False)
+    _key: tuple[Any, ...] = dataclasses.field(init=False)
+    _others: list[Any] = dataclasses.field(init=False, compare=False)
 
-    def __init__(self, value: Any):
-        self.value = value
-        self._others: list[Any] = []  # keeps alive those whose ids are in the key
-        plain = type(value) in exact.PLAIN
-        text = repr(value) if plain else exact.spell(value, self._others)
-        self._key = (text, *map(id, self._others))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    def __post_init__(self) -> None:
+        others: list[Any] = []
+        plain = type(self.value) in exact.PLAIN
+        text = repr(self.value) if plain else exact.spell(self.value, others)
+        # `_others` keeps alive those whose ids are in the key.
+        vars(self).update(_others=others, _key=(text, *map(id, others)))
 
     def __repr__(self) -> str:
         return repr(self.value)

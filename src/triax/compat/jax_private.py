@@ -7,14 +7,13 @@ folded away by probing for the symbol itself. Nothing here decides anything.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -59,7 +58,7 @@ def gpu_triton() -> ModuleType:
 
 
 def make_triton_kernel(kernel: Any) -> Any:
-    """jaxlib's TritonKernel for a `CompiledKernel`, whatever this version's argument list is."""
+    """jaxlib's TritonKernel for a `CompiledKernel`, with this version's argument list."""
     ttir = ""  # Only ever logged; leaving it out keeps the bytes small and free of paths.
     rest = (kernel.shared_bytes, kernel.ptx, ttir, kernel.compute_capability)
     if not versions.KERNEL_NUM_CTAS.passes(versions.gated_version()):
@@ -213,8 +212,7 @@ def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:
     operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(values)
 
 
-@dataclasses.dataclass(frozen=True)
-class CustomCallOp:
+class CustomCallOp(NamedTuple):
     """A custom call found in a lowered module; `attributes` are its frontend attributes."""
 
     target: str
@@ -253,19 +251,15 @@ def _custom_call_op(operation: Any) -> CustomCallOp:
             frontend[item.name] = ir.StringAttr(item.attr).value
     pairs = []
     if "output_operand_aliases" in attributes:
-        count = len(operation.results)
         for alias in map(stablehlo.OutputOperandAlias, attributes["output_operand_aliases"]):
             # A single result is not a tuple, and has no index.
-            index = alias.output_tuple_indices[0] if count > 1 else 0
+            index = alias.output_tuple_indices[0] if len(operation.results) > 1 else 0
             pairs.append((alias.operand_index, index))
-    return CustomCallOp(
-        target=ir.StringAttr(attributes["call_target_name"]).value,
-        opaque=opaque,
-        attributes=frontend,
-        aliases=tuple(sorted(pairs)),
-        operands=tuple(str(o.type) for o in operation.operands),
-        results=tuple(str(r.type) for r in operation.results),
+    operands, results = (
+        tuple(str(v.type) for v in values) for values in (operation.operands, operation.results)
     )
+    target = ir.StringAttr(attributes["call_target_name"]).value
+    return CustomCallOp(target, opaque, frontend, tuple(sorted(pairs)), operands, results)
 
 
 # --- distributed ----------------------------------------------------------------
@@ -305,9 +299,9 @@ class KeyValueClient:
 
     def set_first(self, key: str, value: str, timeout_ms: int) -> str:
         """Sets a key unless it is set; returns its value."""
-        if not self._set(key, value):
-            value = self._client.blocking_key_value_get(key, timeout_ms)
-        return value
+        return (
+            value if self._set(key, value) else self._client.blocking_key_value_get(key, timeout_ms)
+        )
 
     def _set(self, key: str, value: str) -> bool:
         """Sets a key; False if it is set already."""
@@ -372,12 +366,9 @@ def drain(index: int) -> None:
 
     call(driver.cuInit, 0)
     device = call(driver.cuDeviceGet, index)
-    context = call(driver.cuDevicePrimaryCtxRetain, device)
-    try:
+    with contextlib.ExitStack() as stack:
+        context = call(driver.cuDevicePrimaryCtxRetain, device)
+        stack.callback(call, driver.cuDevicePrimaryCtxRelease, device)
         call(driver.cuCtxPushCurrent, context)
-        try:
-            call(driver.cuCtxSynchronize)
-        finally:
-            call(driver.cuCtxPopCurrent)
-    finally:
-        call(driver.cuDevicePrimaryCtxRelease, device)
+        stack.callback(call, driver.cuCtxPopCurrent)
+        call(driver.cuCtxSynchronize)

@@ -9,17 +9,15 @@ There is one list for the process, guarded by `triax.compat.triton_lock`.
 
 from __future__ import annotations
 
-import dataclasses
 import types
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 ABSENT = object()
 """The value of an attribute that is not there."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """`holder.name` is to be `value`; of a dictionary, `holder[name]`."""
 
     holder: Any
@@ -27,71 +25,68 @@ class Change:
     value: Any
 
 
-_originals: list[tuple[Any, dict[str, Any]]] = []
-_snapshots: list[tuple[Any, dict[str, Any]]] = []
+Changes: TypeAlias = list[tuple[Any, dict[str, Any]]]
+"""By holder: what its attributes of these names are to be. See `grouped`."""
+
+_to_undo: list[Callable[[], Changes]] = []
 
 
-def replace(changes: Iterable[Change]) -> None:
+def grouped(changes: Iterable[Change]) -> Changes:
+    """Changes by their holders."""
+    found: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for holder, name, value in changes:
+        found.setdefault(id(holder), (holder, {}))[1][name] = value
+    return list(found.values())
+
+
+def replace(changes: Changes) -> None:
     """Makes the changes; `undo` takes them back."""
-    for change in changes:
-        replace_all(change.holder, {change.name: change.value})
-
-
-def replace_all(holder: Any, values: dict[str, Any]) -> None:
-    """Makes `values` the attributes of those names; `undo` takes them back."""
-    attributes = _attributes(holder)
-    _originals.append((holder, {name: attributes.get(name, ABSENT) for name in values}))
-    _assign(holder, values)
-
-
-def watch(holders: Iterable[Any]) -> None:
-    """Makes `undo` also revert what others change in `holders` from now on."""
-    for holder in holders:
-        _snapshots.append((holder, dict(_attributes(holder))))
-
-
-def watched_changes() -> list[Change]:
-    """What others have changed in the holders that are watched."""
-    return [
-        Change(holder, name, _attributes(holder).get(name, ABSENT))
-        for holder, old in _snapshots
-        for name in _differences(holder, old)
+    old = [
+        (holder, {name: now.get(name, ABSENT) for name in values})
+        for holder, values in changes
+        for now in [holder if isinstance(holder, dict) else vars(holder)]
     ]
+    _to_undo.append(lambda: old)
+    _make(changes)
+
+
+def watch(holders: Iterable[Any]) -> Callable[[], Changes]:
+    """Makes `undo` also revert what others change in the attributes of `holders` from now on.
+
+    Returns a function that lists what they have changed so far.
+    """
+    before = [(holder, dict(vars(holder))) for holder in holders]
+    _to_undo.append(lambda: [(h, _difference(dict(vars(h)), old)) for h, old in before])
+    return lambda: [(h, _difference(old, dict(vars(h)))) for h, old in before]
 
 
 def undo() -> None:
     """Restores everything that was replaced, or changed in a holder that is watched."""
-    while _snapshots:
-        holder, old = _snapshots[-1]
-        _assign(holder, {name: old.get(name, ABSENT) for name in _differences(holder, old)})
-        _snapshots.pop()
-    while _originals:
-        _assign(*_originals[-1])
-        _originals.pop()
+    while _to_undo:
+        _make(_to_undo[-1]())
+        _to_undo.pop()
 
 
-def _differences(holder: Any, old: dict[str, Any]) -> list[str]:
-    new = dict(_attributes(holder))
-    return [n for n in new.keys() | old.keys() if new.get(n, ABSENT) is not old.get(n, ABSENT)]
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What makes attributes `new` that are `old`."""
+    names = {**old, **new}
+    changed = [name for name in names if old.get(name, ABSENT) is not new.get(name, ABSENT)]
+    return {name: new.get(name, ABSENT) for name in changed}
 
 
-def _attributes(holder: Any) -> Any:
-    return holder if isinstance(holder, dict) else vars(holder)
-
-
-def _assign(holder: Any, values: dict[str, Any]) -> None:
-    attributes = _attributes(holder)
-    if isinstance(holder, (dict, types.ModuleType)) and ABSENT not in values.values():
-        attributes.update(values)  # at once: an interpreted launch replaces hundreds
-        return
-    for name, value in values.items():
-        is_there = name in attributes
-        if isinstance(holder, dict):
-            if value is not ABSENT:
-                holder[name] = value
-            elif is_there:
-                del holder[name]
-        elif value is not ABSENT:
-            setattr(holder, name, value)
-        elif is_there:
-            delattr(holder, name)
+def _make(changes: Changes) -> None:
+    for holder, values in changes:
+        is_dict = isinstance(holder, dict)
+        now: Any = holder if is_dict else vars(holder)
+        if (is_dict or isinstance(holder, types.ModuleType)) and ABSENT not in values.values():
+            now.update(values)  # in one go: an interpreted launch replaces hundreds
+            continue
+        for name, value in values.items():
+            if value is ABSENT and name not in now:
+                continue
+            if is_dict:
+                holder.pop(name) if value is ABSENT else holder.update({name: value})
+            elif value is ABSENT:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, value)

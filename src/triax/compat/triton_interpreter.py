@@ -50,9 +50,8 @@ _NUMPY_DTYPES = {
     "int1": np.dtype(bool),
     **{f"{u}int{n}": np.dtype(f"{u}int{n}") for n in (8, 16, 32, 64) for u in ("", "u")},
     **{f"fp{n}": np.dtype(f"float{n}") for n in (16, 32, 64)},
-    # Stock Triton computes on the bit patterns of bfloat16 as if they were integers.
+    # Workaround: triton all: it computes on the bits of bfloat16 and float8 as if on integers.
     "bf16": np.dtype(ml_dtypes.bfloat16),
-    # Stock Triton computes on the bytes of float8 too.
     "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
     "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
@@ -93,7 +92,7 @@ def transform(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(transformed)
 
 
-# What the compiler reads from outside of a kernel whatever it is.
+# What the compiler always reads from outside of a kernel.
 BUILTIN_NAMES = frozenset(CodeGenerator.builtin_namespace)
 
 TRANSFORM_NAMES: dict[str, Any] = {
@@ -161,7 +160,7 @@ class Semantic(TritonSemantic):
         return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *more)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        # Triton 3.5's `atomic_min` says that half of its result is pointers.
+        # Workaround: triton <3.6: `atomic_min` says that half of its result is pointers.
         if isinstance(y, tl.tensor) and y.dtype.is_ptr() and not y.handle.dtype.scalar.is_ptr():
             y = tensor(y.handle.data.reshape(y.shape), y.handle.dtype.scalar)
         return super().where(condition, x, y)
@@ -178,7 +177,9 @@ class Semantic(TritonSemantic):
 
 
 class _Format(str):
-    """The name of a format, of which Triton 3.5 and 3.6 want the `.value`."""
+    """The name of a format."""
+
+    # Workaround: triton <3.7: it wants the `.value` of the name.
 
     value = property(str.__str__)
 
@@ -272,7 +273,7 @@ class LanguagePatch:
 
     Only under `TRITON.alone`, which undoes them.
 
-    Triton's own patching inspects every module anew; applying a recorded list of
+    Triton's own patching inspects every module each time; applying a recorded list of
     assignments is some ten times faster.
     """
 
@@ -283,29 +284,26 @@ class LanguagePatch:
             Change(_stock, "_get_np_dtype", numpy_dtype),
             *_known_shapes(),
         ]
-        patching.replace(changes)
-        patching.watch(_CORE_HOLDERS)
+        patching.replace(patching.grouped(changes))
+        changed = patching.watch(_CORE_HOLDERS)
         _stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        found = patching.watched_changes()
+        found = changed()
         patching.undo()
-        for change in found:
-            wrapped = (getattr(change.value, "__kwdefaults__", None) or {}).get("member")
-            if tl.core.is_builtin(wrapped):
-                change = Change(change.holder, change.name, _with_semantic(wrapped, semantic))
-            changes.append(change)
-        changes += more
+        for holder, values in found:
+            for name, value in values.items():
+                wrapped = (getattr(value, "__kwdefaults__", None) or {}).get("member")
+                if tl.core.is_builtin(wrapped):
+                    value = _with_semantic(wrapped, semantic)
+                changes.append(Change(holder, name, value))
+        self._changes = patching.grouped([*changes, *more])
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """By identity: each replaced function of the language and its replacement, for
         kernels whose module imported the function itself."""
-        self._changes: dict[int, tuple[Any, dict[str, Any]]] = {}
-        for change in changes:
-            holder = change.holder
-            self._changes.setdefault(id(holder), (holder, {}))[1][change.name] = change.value
+        for holder, values in self._changes:
             if isinstance(holder, types.ModuleType) and holder is not _stock:
-                original = vars(holder).get(change.name)
-                self.replaced[id(original)] = (original, change.value)
+                originals = {name: vars(holder).get(name) for name in values}
+                self.replaced |= {id(o): (o, values[name]) for name, o in originals.items()}
 
     def apply(self) -> None:
         """Puts the replacements in place, until `patching.undo`."""
-        for holder, values in self._changes.values():
-            patching.replace_all(holder, values)
+        patching.replace(self._changes)

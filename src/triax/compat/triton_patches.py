@@ -23,11 +23,14 @@ from triax.compat.triton_private import STOPS_AT, front_end_lock, triton
 def prepare() -> None:
     """Replaces what Triax compiles with: no line info, and quick keys for Triton's disk cache.
 
-    Source paths and lines differ between machines. To identify its version, Triton hashes all its
-    files, hundreds of megabytes, and asks ptxas for its version, in every process; the list of
-    installed files says the same. These are globals of the process, so they stay replaced during
-    all compilations that run at the same time, until `patching.undo`.
+    Source paths and lines differ between machines. These are globals of the process, so they stay
+    replaced during all compilations that run at the same time, until `patching.undo`.
     """
+    patching.replace(_changes())
+
+
+@functools.cache
+def _changes() -> patching.Changes:
     cache = importlib.import_module("triton.runtime.cache")
     nvidia = importlib.import_module("triton.backends.nvidia.compiler")
     make_cubin = nvidia.CUDABackend.make_cubin
@@ -43,23 +46,23 @@ def prepare() -> None:
     # Not with Triton's own `scope`, which writes environment variables, and reverts what the rest
     # of the program has set in the meantime.
     settings = vars(triton().knobs.compilation)
-    patching.replace(
-        Change(*change)
-        for change in [
-            (settings, "disable_line_info", True),
-            (settings, "store_binary_only", False),
-            (cache, "triton_key", _installation_key),
-            (nvidia, "get_ptxas_version", _ptxas_key),
-            (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
-            (triton().runtime.jit, "ast", _copy(ast, parse=parse)),
-            (jit_callable, "cache_key", property(_one_at_a_time(jit_callable.cache_key.fget))),
-            # Up to Triton 3.6 the code generator turns deprecation warnings off for every node
-            # that it visits. That takes time, and changes them for other threads too, permanently
-            # if two threads overlap. Only Triton 3.5 has something to turn off: it uses `ast.Num`.
-            (code_generator, "ast", _copy(ast, Num=ast.Constant)),
-            (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
-        ]
-    )
+    changes = [
+        (settings, "disable_line_info", True),
+        (settings, "store_binary_only", False),
+        # Workaround: triton all: to identify its version, it hashes all its files, hundreds of
+        # megabytes, and asks ptxas for its version, in every process.
+        (cache, "triton_key", _installation_key),
+        (nvidia, "get_ptxas_version", _ptxas_key),
+        (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
+        (triton().runtime.jit, "ast", _copy(ast, parse=parse)),
+        (jit_callable, "cache_key", property(_one_at_a_time(jit_callable.cache_key.fget))),
+        # Workaround: triton <3.7: the code generator turns deprecation warnings off for every node
+        # that it visits. That takes time, and changes them for other threads too, permanently if
+        # two threads overlap. Only Triton 3.5 has something to turn off: it uses `ast.Num`.
+        (code_generator, "ast", _copy(ast, Num=ast.Constant)),
+        (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
+    ]
+    return patching.grouped(Change(*change) for change in changes)
 
 
 _NO_FILTERS = {"catch_warnings": contextlib.nullcontext, "simplefilter": lambda *_: None}
@@ -82,12 +85,10 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parse(*args: Any, **kwargs: Any) -> Any:
-    """`ast.parse`, one at a time.
-
-    Before 3.13, CPython counts the depth of the tree in a variable that all threads share. If a
-    garbage collection switches to another thread that parses too, the count is wrong, which is a
-    SystemError.
-    """
+    """`ast.parse`, one at a time."""
+    # Workaround: python <3.13: the depth of the tree is counted in a variable that all threads
+    # share. If a garbage collection switches to another thread that parses too, the count is
+    # wrong, which is a SystemError.
     with front_end_lock:
         with contextlib.suppress(SystemError):  # code outside Triax parses without the lock
             return ast.parse(*args, **kwargs)

@@ -16,7 +16,8 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -39,12 +40,10 @@ os.register_at_fork(
 )
 
 
+# Workaround: python <3.12: `functools.cached_property` holds a lock, one for all instances, while
+# it computes a value: a child would wait for ever for a thread that only its parent has.
 def renew_property_locks(*owners: type) -> None:
-    """Gives the cached properties of `owners` new locks, in a forked child.
-
-    Before Python 3.12 `functools.cached_property` holds a lock, one for all instances, while it
-    computes a value: a child would wait for ever for a thread that only its parent has.
-    """
+    """Gives the cached properties of `owners` new locks, in a forked child."""
     for owner in owners:
         for attribute in vars(owner).values():
             if isinstance(attribute, functools.cached_property) and hasattr(attribute, "lock"):
@@ -52,10 +51,10 @@ def renew_property_locks(*owners: type) -> None:
 
 
 def _renew_tritons_property_locks() -> None:
-    for module, name in [
+    for module, name in (
         ("triton.runtime.jit", "KernelParam"),
         ("triton.language.core", "tuple_type"),
-    ]:
+    ):
         if owner := getattr(sys.modules.get(module), name, None):
             renew_property_locks(owner)
 
@@ -105,25 +104,6 @@ def set_cache_folder(folder: pathlib.Path) -> None:
     triton().knobs.cache.dir = str(folder)
 
 
-def is_jit_function(value: Any) -> bool:
-    """Whether `value` is a `@triton.jit` function, Gluon's included."""
-    return isinstance(value, triton().JITFunction)
-
-
-def is_autotuner(value: Any) -> bool:
-    return isinstance(value, triton().runtime.Autotuner)
-
-
-def is_heuristics(value: Any) -> bool:
-    return isinstance(value, triton().runtime.Heuristics)
-
-
-def annotated_number(parameter: Any) -> str:
-    """Triton's name of the number that a parameter is annotated as, "" for any other one."""
-    name = "" if parameter.is_constexpr else str(parameter.annotation_type)
-    return "" if name.startswith("*") else name
-
-
 @functools.cache
 def backend_for(compute_capability: int) -> Any:
     """Triton's CUDA backend for an architecture."""
@@ -134,7 +114,7 @@ def backend_for(compute_capability: int) -> Any:
 @functools.cache
 def small_floats(compute_capability: int) -> frozenset[str]:
     """Triton's names of the 8-bit floats that its kernels have on an architecture."""
-    options = {"enable_fp_fusion": True}  # Triton 3.9 warns where it is left out
+    options = {"enable_fp_fusion": True}  # Workaround: triton >=3.9: it warns if it is left out.
     return frozenset(backend_for(compute_capability).parse_options(options).supported_fp8_dtypes)
 
 
@@ -153,20 +133,23 @@ class _ElementType(str):
     itemsize: int
 
 
-class ArrayStub:
-    """Stands for an array where Triton specialises: a dtype and an aligned address."""
-
-    def __init__(self, type_name: str, itemsize: int):
-        self.dtype = _ElementType(type_name)
-        self.dtype.itemsize = itemsize
-        self.dtype.is_floating_point = type_name[:2] in ("fp", "bf")
-
-    def data_ptr(self) -> int:
-        """XLA aligns every buffer to 16 bytes and more."""
-        return 0
+class _ArrayStub(types.SimpleNamespace):
+    """A type of its own, because Triton remembers how to specialise each type."""
 
 
-def descriptor_stub(base: ArrayStub, leaf: Any) -> Any:
+@functools.cache
+def array_stub(type_name: str, itemsize: int) -> Any:
+    """Stands for an array where Triton specialises: a dtype and an aligned address.
+
+    XLA aligns every buffer to 16 bytes and more, as the address 0 is.
+    """
+    dtype = _ElementType(type_name)
+    dtype.itemsize = itemsize
+    dtype.is_floating_point = type_name[:2] in ("fp", "bf")
+    return _ArrayStub(dtype=dtype, data_ptr=int)
+
+
+def descriptor_stub(base: Any, leaf: Any) -> Any:
     """Stands for a host TMA descriptor, a `Descriptor`, where Triton specialises."""
     lists = (list(leaf.shape), list(leaf.strides), list(leaf.block_shape))
     descriptor = _descriptor_class(leaf.layout)
@@ -226,8 +209,14 @@ def specialize(
     binder = triton().runtime.jit.create_function_from_signature(
         function.signature, function.params, backend
     )
-    with _torch_left_alone():
+    global _torch_was_left_alone
+    with contextlib.ExitStack() as stack:
+        if not _torch_was_left_alone and "torch" not in sys.modules:
+            finder = _TorchFinder()
+            sys.meta_path.insert(0, finder)
+            stack.callback(sys.meta_path.remove, finder)
         bound, specialization, _ = binder(**values)
+    _torch_was_left_alone = True
     _, signature, constants, attributes = function._pack_args(
         backend, {"enable_fp_fusion": True}, bound, specialization, {}
     )
@@ -240,6 +229,8 @@ def specialize(
     return Specialization(signature, constants, attributes)
 
 
+# Workaround: triton <3.7: 3.6 imports torch, for seconds, at its first specialisation, to know
+# torch's tensors; without it they are known by what they can do.
 class _TorchFinder:
     """An import hook that denies torch to the thread that makes it."""
 
@@ -252,26 +243,6 @@ class _TorchFinder:
 
 
 _torch_was_left_alone = False
-
-
-@contextlib.contextmanager
-def _torch_left_alone() -> Iterator[None]:
-    """Keeps Triton from importing torch at its first specialisation, which takes seconds.
-
-    Triton 3.6 imports it to know its tensors; without it they are known by what they can do.
-    A torch that is imported already stays known.
-    """
-    global _torch_was_left_alone
-    if _torch_was_left_alone or "torch" in sys.modules:
-        yield
-        return
-    finder = _TorchFinder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-        _torch_was_left_alone = True
-    finally:
-        sys.meta_path.remove(finder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,7 +339,8 @@ def read_ir(path: str, compute_capability: int) -> Any:
 def _ir_context(compute_capability: int) -> Any:
     ir = importlib.import_module("triton._C.libtriton").ir
     context = ir.context()
-    if hasattr(context, "disable_multithreading"):  # Triton 3.5; a forked child has no threads
+    # Workaround: triton <3.6: its contexts have threads, which a forked child has not.
+    if hasattr(context, "disable_multithreading"):
         context.disable_multithreading()
     ir.load_dialects(context)
     backend_for(compute_capability).load_dialects(context)

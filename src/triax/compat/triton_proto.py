@@ -7,14 +7,12 @@ jaxlib writes protocol buffers and offers no reader. The field numbers below are
 from __future__ import annotations
 
 import collections
-import dataclasses
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelCall:
+class KernelCall(NamedTuple):
     """One launch: entry name, PTX, grid, and bytes zeroed for each array parameter."""
 
     entry: str
@@ -23,8 +21,7 @@ class KernelCall:
     zeroed_bytes: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Opaque:
+class Opaque(NamedTuple):
     """A custom call's payload: its launches, and for run-time tuning what is saved.
 
     `saved` are triples of input buffer, other buffer and bytes, buffers counted over inputs
@@ -51,12 +48,9 @@ def _kernel_call(data: bytes) -> KernelCall:
     call = _fields(data)
     kernel = _fields(call[1][0])
     arrays = [array for parameter in call[5] for array in _fields(parameter)[1]]
-    return KernelCall(
-        entry=kernel[1][0].decode(),
-        ptx=kernel[4][0].decode(),
-        grid=_numbers(data, 2, 3, 4),
-        zeroed_bytes=tuple(_numbers(array, 1)[0] for array in arrays),
-    )
+    zeroed_bytes = tuple(_numbers(array, 1)[0] for array in arrays)
+    entry, ptx = kernel[1][0].decode(), kernel[4][0].decode()
+    return KernelCall(entry, ptx, _numbers(data, 2, 3, 4), zeroed_bytes)
 
 
 def _numbers(data: bytes, *fields: int) -> Any:

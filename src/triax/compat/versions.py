@@ -33,12 +33,12 @@ class Gate:
     """
 
     feature: str
-    package: str
     stable: str | None
-    upstream: str
     why: str
     below: str
+    upstream: str
     nightly: str | None = None
+    package: str = "jaxlib"
 
     @functools.cache  # noqa: B019  # there are only a few
     def passes(self, version: str) -> bool:
@@ -51,100 +51,76 @@ class Gate:
         return installed >= Version(self.stable)
 
 
-# The hidden pointers are the global scratch and the profile scratch.
 DISPATCH = Gate(
-    feature="Triton kernels can be launched",
-    package="jaxlib",
-    stable="0.8.0",
-    upstream="jax-ml/jax: jaxlib/gpu/triton_kernels.cc, two scratch parameters",
-    why="kernels of Triton 3.5 take two hidden trailing pointers; earlier jaxlib passes fewer, "
+    "Triton kernels can be launched",
+    "0.8.0",
+    "kernels of Triton 3.5 take two hidden trailing pointers; earlier jaxlib passes fewer, "
     "which is a segmentation fault",
-    below="an error that says what to install",
+    "an error that says what to install",
+    "jax-ml/jax: jaxlib/gpu/triton_kernels.cc, two scratch parameters",
 )
-
 TRITON = Gate(
-    feature="Triton's compiler",
+    "Triton's compiler",
+    "3.5.0",
+    "jaxlib passes two scratch pointers; kernels of an older Triton do not take them",
+    "an error that says what to install",
+    "triton-lang/triton 3.5: the kernel ABI that jaxlib 0.8.0 launches",
     package="triton",
-    stable="3.5.0",
-    upstream="triton-lang/triton 3.5: the kernel ABI that jaxlib 0.8.0 launches",
-    why="jaxlib passes two scratch pointers; kernels of an older Triton do not take them",
-    below="an error that says what to install",
 )
-
 # 0.8.2 dropped the three cluster dimensions and put num_ctas behind num_warps. No nightly floor: a
 # wrong argument list is a TypeError.
 KERNEL_NUM_CTAS = Gate(
-    feature="TritonKernel takes num_ctas",
-    package="jaxlib",
-    stable="0.8.2",
-    upstream="jax-ml/jax: jaxlib/gpu/triton.cc, constructor of TritonKernel",
-    why="the argument list changed",
-    below="the older argument list",
+    "TritonKernel takes num_ctas",
+    "0.8.2",
+    "the argument list changed",
+    "the older argument list",
+    "jax-ml/jax: jaxlib/gpu/triton.cc, constructor of TritonKernel",
 )
-
 OWNED_MODULE_KEYS = Gate(
-    feature="jaxlib's module cache owns its keys",
-    package="jaxlib",
-    stable="0.9.1",
-    upstream="jax-ml/jax: jaxlib/gpu/triton_kernels.cc, cache keyed by owned strings; "
+    "jaxlib's module cache owns its keys",
+    "0.9.1",
+    "a dangling key can hand out another kernel of the same name",
+    "nothing to do: every entry name is unique to what was compiled",
+    "jax-ml/jax: jaxlib/gpu/triton_kernels.cc, cache keyed by owned strings; "
     "a likely cause of NVIDIA/TransformerEngine #2730",
-    why="a dangling key can hand out another kernel of the same name",
-    below="nothing to do: every entry name is unique to what was compiled",
 )
-
 # Before, jaxlib restored every declared alias after timing, also those it had saved nothing for.
 # Merged after 0.9.2 was cut, so 0.9.3 is the first number that can have it (the first release is
 # 0.10.0), while the nightlies still called 0.9.2.dev have it from 2026-03-17 on.
 RUNTIME_AUTOTUNING = Gate(
-    feature="run-time autotuned calls restore aliased operands safely",
-    package="jaxlib",
-    stable="0.9.3",
+    "run-time autotuned calls restore aliased operands safely",
+    "0.9.3",
+    "earlier jaxlib copies from a null pointer when an aliased operand outlives the call",
+    "one fixed config and a UserWarning; an error with TRIAX_ENFORCE_AUTOTUNING=1",
+    "jax-ml/jax #35218; NVIDIA/TransformerEngine #2814",
     nightly="0.9.2.dev20260317",
-    upstream="jax-ml/jax #35218; NVIDIA/TransformerEngine #2814",
-    why="earlier jaxlib copies from a null pointer when an aliased operand outlives the call",
-    below="one fixed config and a UserWarning; an error with TRIAX_ENFORCE_AUTOTUNING=1",
 )
-
 # Merged after the last nightly called 0.10.1.dev, which ranks below the release.
 FFI_TARGET = Gate(
-    feature="triton_kernel_call_ffi, the target that CUDA graphs can hold",
-    package="jaxlib",
-    stable="0.10.1",
-    upstream="jax-ml/jax #37094",
-    why="the legacy target is not allowed into command buffers and cuts them in two",
-    below="legacy target triton_kernel_call, api_version 2",
+    "triton_kernel_call_ffi, the target that CUDA graphs can hold",
+    "0.10.1",
+    "the legacy target is not allowed into command buffers and cuts them in two",
+    "legacy target triton_kernel_call, api_version 2",
+    "jax-ml/jax #37094",
 )
-
 RUNTIME_AUTOTUNING_ON_FFI = Gate(
-    feature="run-time autotuned calls on triton_kernel_call_ffi",
-    package="jaxlib",
-    stable=None,
-    upstream="NVIDIA/TransformerEngine #3077",
-    why="the FFI target tunes before its inputs exist: illegal memory access for index kernels",
-    below="legacy target; if that is gone, an error, never the new FFI",
+    "run-time autotuned calls on triton_kernel_call_ffi",
+    None,
+    "the FFI target tunes before its inputs exist: illegal memory access for index kernels",
+    "legacy target; if that is gone, an error, never the new FFI",
+    "NVIDIA/TransformerEngine #3077",
 )
-
 # XLA reads a custom call's cost from this attribute; an FFI handler that is not prepared for
 # an attribute refuses the whole call, so it is left out where it is not known to be accepted.
 COST_ESTIMATE = Gate(
-    feature="cost estimates on Triton calls",
-    package="jaxlib",
-    stable="0.11.0",
-    upstream="jax-ml/jax-triton 0.4: cost_estimate, requires JAX 0.11.0",
-    why="the attribute cost_estimate_json is new, and only on the FFI target",
-    below="the estimate is not handed on; a log line says so",
+    "cost estimates on Triton calls",
+    "0.11.0",
+    "the attribute cost_estimate_json is new, and only on the FFI target",
+    "the estimate is not handed on; a log line says so",
+    "jax-ml/jax-triton 0.4: cost_estimate, requires JAX 0.11.0",
 )
 
-GATES = (
-    DISPATCH,
-    TRITON,
-    KERNEL_NUM_CTAS,
-    OWNED_MODULE_KEYS,
-    RUNTIME_AUTOTUNING,
-    FFI_TARGET,
-    RUNTIME_AUTOTUNING_ON_FFI,
-    COST_ESTIMATE,
-)
+GATES = tuple(gate for gate in list(vars().values()) if isinstance(gate, Gate))
 
 LEGACY_TARGET = "triton_kernel_call"
 NEW_TARGET = "triton_kernel_call_ffi"
@@ -200,12 +176,10 @@ def cuda_plugin() -> tuple[str, str] | None:
     return None
 
 
+@functools.cache
 def gated_version() -> str:
     """The version that gates are read against: the CUDA plugin's, else jaxlib's."""
-    plugin = cuda_plugin()
-    if plugin is not None:
-        return plugin[1]
-    version = installed("jaxlib")
+    version = plugin[1] if (plugin := cuda_plugin()) else installed("jaxlib")
     if version is None:
         raise VersionError("jaxlib is not installed; `pip install jax`.")
     return version
@@ -216,10 +190,8 @@ def check_plugin(plugin: tuple[str, str] | None, jaxlib: str) -> None:
 
     Local version labels are ignored.
     """
-    if plugin is None:
-        return
-    name, version = plugin
-    if Version(version).public != Version(jaxlib).public:
+    name, version = plugin or ("", jaxlib)
+    if plugin is not None and Version(version).public != Version(jaxlib).public:
         raise VersionError(
             f"{name} is {version} and jaxlib is {jaxlib}; JAX ignores a plugin of another "
             f"version. Install `{name}=={jaxlib}`."
@@ -231,7 +203,7 @@ def check_dispatch(version: str) -> None:
     if not DISPATCH.passes(version):
         raise VersionError(
             f"Calling Triton kernels needs JAX {DISPATCH.stable} or later; {version} is installed. "
-            f"Earlier versions pass kernels fewer parameters than they read. "
+            "Earlier versions pass kernels fewer parameters than they read. "
             f"Install `jax>={DISPATCH.stable}` with the CUDA plugin of the same version."
         )
 

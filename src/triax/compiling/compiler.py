@@ -295,7 +295,7 @@ def _values(launch: Launch) -> dict[str, Any]:
         if isinstance(leaf, Scalar):
             return leaf.value
         array = launch.array_type(leaf)
-        stub = triton_private.ArrayStub(dtypes.triton_name(array.dtype), array.dtype.itemsize)
+        stub = triton_private.array_stub(dtypes.triton_name(array.dtype), array.dtype.itemsize)
         if isinstance(leaf, Descriptor):
             return triton_private.descriptor_stub(stub, leaf)
         return stub

@@ -93,7 +93,6 @@ class CustomCall:
     buffers: BufferOrder
     scratch_bytes: int
     cost_estimate_json: str | None
-    has_side_effect: bool
 
 
 def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKernel]) -> CustomCall:
@@ -116,24 +115,17 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
         )
     scratch_bytes = max(map(_scratch_bytes, launches, kernels))
     buffers = order_buffers(launches[0], scratch=scratch_bytes > 0)
-    calls = [_kernel_call(launch, kernel) for launch, kernel in zip(launches, kernels, strict=True)]
-    if len(calls) == 1:
-        proto = calls[0]
-    else:
+    calls = list(map(_kernel_call, launches, kernels))
+    proto = calls[0]
+    if len(calls) > 1:
         proto = jax_private.gpu_triton().TritonAutotunedKernelCall(
             call.display_name,
             [(c, str(launch.candidate.config)) for c, launch in zip(calls, launches, strict=True)],
             _saved_buffers(launches[0], buffers),
         )
     opaque = zlib.compress(proto.to_proto(call.display_name, call.serialized_metadata))
-    return CustomCall(
-        target,
-        opaque,
-        buffers,
-        scratch_bytes,
-        _cost_estimate(call, target, version) if call.cost_estimate else None,
-        call.has_side_effect,
-    )
+    cost = _cost_estimate(call, target, version) if call.cost_estimate else None
+    return CustomCall(target, opaque, buffers, scratch_bytes, cost)
 
 
 _ADVICE = {
@@ -185,10 +177,10 @@ def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
 def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int, int]]:
     """The aliases jaxlib saves before it times configs, as (input, n_inputs + output, bytes).
 
-    jaxlib compares ``buffers[input]`` with ``buffers[output]`` where `buffers` is inputs followed
-    by outputs; with the plain output index it would restore nothing. Uninitialised buffers need no
-    saving.
+    Uninitialised buffers need no saving.
     """
+    # Workaround: jaxlib all: it compares `buffers[input]` with `buffers[output]`, where the buffers
+    # are inputs followed by outputs; with the plain output index it would restore nothing.
     return [
         (operand, len(buffers.operands) + result, launch.operands[leaf.index].nbytes)
         for operand, result in buffers.aliases

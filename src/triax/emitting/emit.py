@@ -47,19 +47,18 @@ def compiled(
     scratch = jax.core.ShapedArray((built.scratch_bytes,), np.dtype(np.uint8))
     avals_out = [scratch if i is None else ctx.avals_out[i] for i in buffers.results]
     inner = ctx.replace(avals_in=avals, avals_out=avals_out)
-    options: dict[str, Any] = {
-        "operand_output_aliases": dict(buffers.aliases),
-        "has_side_effect": built.has_side_effect,
-        "api_version": built.target.api_version,
-    }
-    attributes: dict[str, Any] = {}
-    if built.target.api_version >= 4:
-        attributes["opaque"] = built.opaque
-        if built.cost_estimate_json is not None:
-            attributes["cost_estimate_json"] = built.cost_estimate_json
-    else:
-        options["backend_config"] = built.opaque
-    results = jax.ffi.ffi_lowering(built.target.name, **options)(inner, *values, **attributes)
+    attributes: dict[str, Any] = {"opaque": built.opaque}
+    if built.cost_estimate_json is not None:
+        attributes["cost_estimate_json"] = built.cost_estimate_json
+    typed = built.target.api_version >= 4
+    rule = jax.ffi.ffi_lowering(
+        built.target.name,
+        operand_output_aliases=dict(buffers.aliases),
+        has_side_effect=call.has_side_effect,
+        api_version=built.target.api_version,
+        **({} if typed else {"backend_config": built.opaque}),  # type: ignore[arg-type]
+    )
+    results = rule(inner, *values, **(attributes if typed else {}))
     jax_private.annotate(results, _frontend_attributes(call, launches, key))
     by_output = dict(zip(buffers.results, results, strict=True))
     return [by_output[index] for index in range(len(ctx.avals_out))]

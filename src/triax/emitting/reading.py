@@ -54,17 +54,13 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
         payload = triton_proto.decode(op.opaque)
         found.append(
             TritonCall(
-                kernel=payload.name,
-                target=op.target,
-                config=tuple(op.attributes.get("triax.config", "").split(" | ")),
-                key=op.attributes.get("triax.key", ""),
-                grid=tuple(call.grid for call in payload.calls),
-                entries=tuple(call.entry for call in payload.calls),
-                aliases=op.aliases,
-                operands=op.operands,
-                results=op.results,
-                opaque=op.opaque,
-                payload=payload,
+                payload.name,
+                op.target,
+                tuple(op.attributes.get("triax.config", "").split(" | ")),
+                op.attributes.get("triax.key", ""),
+                tuple(call.grid for call in payload.calls),
+                tuple(call.entry for call in payload.calls),
+                *(op.aliases, op.operands, op.results, op.opaque, payload),
             )
         )
     return found
