@@ -11,7 +11,6 @@ transformation of kernels. The interpreter proper is `triax.interpreting`.
 from __future__ import annotations
 
 import ast
-import functools
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -34,18 +33,8 @@ TensorHandle = _stock.TensorHandle
 TensorDescHandle = _stock.TensorDescHandle
 
 SUM_COMBINE: JITFunction = tl.standard._sum_combine
-PROD_COMBINE: JITFunction = tl.standard._prod_combine
 MAX_COMBINE: JITFunction = tl.standard._elementwise_max
 MIN_COMBINE: JITFunction = tl.standard._elementwise_min
-ARGMAX_COMBINES: tuple[JITFunction, ...] = (
-    tl.standard._argmax_combine_tie_break_left,
-    tl.standard._argmax_combine_tie_break_fast,
-)
-ARGMIN_COMBINES: tuple[JITFunction, ...] = (
-    tl.standard._argmin_combine_tie_break_left,
-    tl.standard._argmin_combine_tie_break_fast,
-)
-
 _NUMPY_DTYPES = {
     "int1": np.dtype(bool),
     **{f"{u}int{n}": np.dtype(f"{u}int{n}") for n in (8, 16, 32, 64) for u in ("", "u")},
@@ -123,27 +112,6 @@ class Semantic(TritonSemantic):
     Its own compares and wraps a type's sizes one by one, for every operation of every program.
     """
 
-    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        both = type(lhs) is type(rhs) is tl.tensor
-        if both and lhs.dtype is rhs.dtype and lhs.dtype.name in _PROMOTED_TO_THEMSELVES:
-            return self.broadcast_impl_value(lhs, rhs)
-        return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
-
-    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
-        left, right = lhs.type._sizes, rhs.type._sizes
-        if left is None or right is None:
-            return super().broadcast_impl_value(lhs, rhs)
-        if left == right:
-            return lhs, rhs
-        if not left:
-            return self._splat_like(lhs, rhs.type), rhs
-        if not right:
-            return lhs, self._splat_like(rhs, lhs.type)
-        sizes = _common_sizes(left, right)
-        if sizes is None:
-            return super().broadcast_impl_value(lhs, rhs)
-        return self._stretched(lhs, left, sizes), self._stretched(rhs, right, sizes)
-
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
         if type(x) is tl.tensor:
             return x
@@ -165,15 +133,6 @@ class Semantic(TritonSemantic):
             y = tensor(y.handle.data.reshape(y.shape), y.handle.dtype.scalar)
         return super().where(condition, x, y)
 
-    def _splat_like(self, scalar: Any, like: Any) -> Any:
-        type = tl.block_type(scalar.dtype, like.shape)
-        return self.tensor(self.builder.create_splat(type, scalar.handle), type)
-
-    def _stretched(self, block: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-        if old == new:
-            return block
-        handle = self.builder.create_broadcast(block.handle, new)
-        return self.tensor(handle, tl.block_type(block.dtype, list(new)))
 
 
 class _Format(str):
@@ -188,26 +147,6 @@ def _tuple_like(old: Any, parts: list[Any]) -> Any:
     if isinstance(old, tl.core.tuple):
         return tl.core.tuple(parts)
     return type(old)(*parts) if hasattr(old, "_fields") else tuple(parts)
-
-
-_PROMOTED_TO_THEMSELVES = {f"{u}int{n}" for n in (8, 16, 32, 64) for u in ("", "u")}
-_PROMOTED_TO_THEMSELVES |= {"int1", "fp32", "fp64"}
-
-
-@functools.lru_cache(_MANY)
-def _common_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """What both broadcast to; None where they do not, or one has more axes."""
-    if len(left) != len(right):
-        return None
-    pairs = list(zip(left, right, strict=True))
-    if any(m != n and 1 not in (m, n) for m, n in pairs):
-        return None
-    return tuple(n if m == 1 else m for m, n in pairs)
-
-
-def sizes_of(type: Any) -> Any:
-    """A block type's shape; as a plain tuple where known, which NumPy reads much faster."""
-    return type._sizes or type.shape
 
 
 def _known_shapes() -> Iterable[Change]:
@@ -230,8 +169,7 @@ def _known_shapes() -> Iterable[Change]:
             make_block_type(self, element_ty, shape)
             if len(block_types) > _MANY:  # each keeps its element type alive, and so its id
                 block_types.clear()
-            own = {"_sizes": tuple(int(n) for n in self.shape), "_tensor": {}}
-            known = block_types[key] = {**vars(self), **own}
+            known = block_types[key] = {**vars(self), "_tensor": {}}
         vars(self).update(known)
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
@@ -250,8 +188,6 @@ def _known_shapes() -> Iterable[Change]:
             return value.value
         return value if kind in plain else unwrap(value)
 
-    yield Change(tl.core.dtype, "_sizes", ())  # of scalars
-    yield Change(tl.core.block_type, "_sizes", None)  # of a block type that was made before
     yield Change(tl.core.block_type, "__init__", block_type)
     yield Change(tl.core.tensor, "__init__", tensor)
     yield Change(tl.core, "_unwrap_if_constexpr", unwrap_if_constexpr)
