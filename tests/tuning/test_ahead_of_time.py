@@ -29,6 +29,7 @@ from triax.errors import (
 )
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.key import make_key
+from triax.tuning.request import Request
 from triax.tuning.store import Store
 
 pytestmark = pytest.mark.cuda_plugin
@@ -495,9 +496,8 @@ class TestRealOperands:
         call = equation.params["call"]
         array = ArrayType(X.shape, X.dtype)
         launches = [call.launch(c, (array, array), (array,)) for c in call.candidates]
-        (launch,) = policy.choose(
-            call, launches, 90, compiler.compile_all, DEVICE, inputs=[X, X]
-        ).launches
+        request = Request(call, launches, 90, compiler.compile_all, DEVICE, inputs=[X, X])
+        (launch,) = policy.choose(request).launches
         return launch
 
     def test_are_measured_whatever_is_known(self, measurer):

@@ -59,7 +59,7 @@ def replaced(value, path, new):
 def test_the_type_of_every_field_is_checked():
     small = dataclasses.replace(
         record(0),
-        key=dataclasses.replace(key(0), candidates=("BLOCK=64",), options=(("a", "b"),)),
+        key=dataclasses.replace(key(0), candidates=("BLOCK=64",), options={"a": "b"}),
         timings=(Timing("BLOCK=64", 1.5, 3, "none"),),
     )
     data = json.loads(small.to_json())

@@ -55,13 +55,13 @@ class Record:
     timings: tuple[Timing, ...]
     inputs: str
     date: str
-    versions: tuple[tuple[str, str], ...]
+    versions: dict[str, str]
 
     @classmethod
     def now(cls, key: Key, config: str, timings: Sequence[Timing], inputs: str) -> Record:
         """A record with today's date and the installed versions."""
         names = ("jax", "jaxlib", "triax", "triton")
-        found = tuple((name, versions.installed(name) or "") for name in names)
+        found = {name: versions.installed(name) or "" for name in names}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(key, config, tuple(timings), inputs, date, found)
 
