@@ -103,7 +103,6 @@ def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, mon
         ("os.memfd_create", OSError(28, "No space left on device")),
         ("subprocess.Popen", OSError(7, "Argument list too long")),
         ("fcntl.flock", OSError(37, "No locks available")),
-        ("threading.Thread.start", RuntimeError("can't start new thread")),
         ("multiprocessing.connection.Connection.send", ValueError("no name for it")),
         ("tempfile.NamedTemporaryFile", OSError(28, "No space left on device")),
     ],

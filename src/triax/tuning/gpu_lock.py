@@ -48,19 +48,17 @@ def one_at_a_time(uuid: str) -> Iterator[None]:
 
 def _lock(stack: contextlib.ExitStack, path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags | os.O_RDWR, 0o644)
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_RDWR, 0o644)
     except PermissionError:  # another user's file in a shared store: reading is enough
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, flags | os.O_RDONLY)
     stack.callback(os.close, descriptor)
     deadline = time.monotonic() + _TIMEOUT_S
     said = False
     while True:
-        try:
+        with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass
         if not said:
             said = True
             logger.warning("waiting for another process that measures on this GPU (%s)", path)
