@@ -8,7 +8,6 @@ Triton: no paths, no line numbers, no dictionary order.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -16,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triax.binding import diagnostics, dtypes, sources
@@ -41,7 +40,7 @@ class _Specialization:
 
 
 _cache: dict[Any, _Specialization] = {}
-_launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated requests at once
+_launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated requests fast
 _MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
 _compilations = 0
@@ -85,10 +84,9 @@ def compile_all(
     With `machine_code` the kernels have their `cubin`. `on_miss` is called if Triton's disk cache
     has no entry, `on_each` by the calling thread after each launch.
     """
-    results: dict[int, CompiledKernel | BaseException] = {}
     pending = collections.deque(range(len(launches)))
     begun: dict[int, float] = {}
-    finished = queue.SimpleQueue[int]()
+    finished = queue.SimpleQueue[tuple[int, Any]]()
 
     def work() -> None:
         # Threads suffice: Triton holds the GIL only in its front end.
@@ -98,17 +96,16 @@ def compile_all(
             except IndexError:
                 return
             begun[index] = time.monotonic()
+            options: Any = {"machine_code": machine_code, "on_miss": on_miss}
             try:
-                results[index] = _compile_in_turn(
-                    launches[index], compute_capability, machine_code=machine_code, on_miss=on_miss
-                )
+                result: Any = _compile_in_turn(launches[index], compute_capability, **options)
             except BaseException as error:
-                results[index] = error
-            finished.put(index)
+                result = error
+            finished.put((index, result))
 
     team: list[threading.Thread] = []
-    late: set[int] = set()
-    size = min(len(launches), os.cpu_count() or 1)
+    results: dict[int, Any] = {}
+    size, late = min(len(launches), os.cpu_count() or 1), 0
     try:
         try:
             for _ in range(size):
@@ -116,59 +113,35 @@ def compile_all(
                     break
             if not team:
                 work()
-            left = set(range(len(launches)))
             # A late thread is replaced, but only so often: each goes on in the background.
-            while left and len(late) <= size:
-                overdue = _wait(finished, left, begun, timeout_s)
-                if overdue is None:
-                    if on_each is not None:
-                        on_each()
+            while len(results) < len(launches) and late <= size:
+                running = {begun[index]: index for index in list(begun) if index not in results}
+                oldest, now = min(running, default=None), time.monotonic()
+                try:
+                    age = 0.0 if oldest is None else now - oldest
+                    index, result = finished.get(timeout=timeout_s and max(0.0, timeout_s - age))
+                except queue.Empty:
+                    if oldest is not None:
+                        text = f"it was not compiled after {timeout_s} s"
+                        results[running[oldest]] = CompilationTimeout(text)
+                        late += 1
+                        threads.start(work, team)
                 else:
-                    late.add(overdue)
-                    threads.start(work, team)
+                    if index not in results:
+                        results[index] = result
+                        if on_each is not None:
+                            on_each()
         finally:
             pending.clear()
     except BaseException:  # Ctrl-C, mostly
         threads.join(team)
         raise
-    return [
-        _result(results[index] if index in results else _timeout(index in late, timeout_s))
-        for index in range(len(launches))
-    ]
-
-
-def _wait(
-    finished: queue.SimpleQueue[int],
-    left: set[int],
-    begun: Mapping[int, float],
-    timeout_s: float | None,
-) -> int | None:
-    """Removes from `left` the next that finishes (returns None) or is late (returns its index)."""
-    while True:
-        now = time.monotonic()
-        ages = {index: now - begun[index] for index in left if index in begun}
-        oldest = max(ages, key=lambda index: ages[index], default=None)
-        if timeout_s is not None and oldest is not None and ages[oldest] >= timeout_s:
-            left.discard(oldest)
-            return oldest
-        patience = timeout_s and timeout_s - (ages[oldest] if oldest is not None else 0.0)
-        with contextlib.suppress(queue.Empty):
-            index = finished.get(timeout=patience)
-            if index in left:
-                left.discard(index)
-                return None
-
-
-def _timeout(late: bool, timeout_s: float | None) -> CompilationTimeout:
-    if late:
-        return CompilationTimeout(f"it was not compiled after {timeout_s} s")
-    return CompilationTimeout("it was not waited for, because others took too long to compile")
-
-
-def _result(result: CompiledKernel | BaseException) -> CompiledKernel | Exception:
-    if isinstance(result, BaseException) and not isinstance(result, Exception):
-        raise result
-    return result
+    text = "it was not waited for, because others took too long to compile"
+    found = [results.get(index, CompilationTimeout(text)) for index in range(len(launches))]
+    for result in found:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+    return found
 
 
 def compile_launch(

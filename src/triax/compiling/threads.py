@@ -45,8 +45,7 @@ def join(team: Iterable[threading.Thread], timeout_s: float | None = None) -> No
     """Waits until the threads have ended, at most `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for thread in list(team):
-        if thread.is_alive():
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 def _finish() -> None:
@@ -63,8 +62,8 @@ def _leave_running() -> None:
     Not by `os._exit`: the status is not known here, and other exit handlers may still have to run.
     """
     libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
-    # Until Python 3.14 a daemon thread ends by `pthread_exit`, which unwinds the stack; where C++
-    # allows no exceptions, that calls `std::terminate`. Make it pause there instead.
+    # Workaround: python <3.14: a daemon thread ends by `pthread_exit`, which unwinds the stack, and
+    # where C++ allows no exceptions that calls `std::terminate`. It is made to pause instead.
     libstdcpp["_ZSt13set_terminatePFvvE"](_pointer(libc.pause))  # std::set_terminate
     # These run after Python's own exit, the last one registered first: files are closed, then the
     # process ends before destructors can take away what the threads use.
