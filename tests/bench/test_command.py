@@ -166,7 +166,7 @@ def test_full_is_all_combinations_and_more(monkeypatch):
     assert rivals == {("permute", 16384)}
 
 
-def test_lists_take_the_place_of_the_suite_s(monkeypatch):
+def test_lists_take_the_place_of_the_suite_s(monkeypatch, capsys):
     words = "--ops unpermute permute --tokens 64 32 --dtypes float32 --routing skewed"
     cases = selected(f"full {words} --presets kimi-k2", monkeypatch)
     assert [(c.op, c.tokens) for c in cases] == [
@@ -175,6 +175,8 @@ def test_lists_take_the_place_of_the_suite_s(monkeypatch):
     assert {(c.preset, c.dtype, c.routing) for c in cases} == {("kimi-k2", "float32", "skewed")}
     assert {c.preset for c in selected("--presets kimi-k2", monkeypatch)} == {"kimi-k2"}
     assert len(selected("--presets kimi-k2 --ops sort_chunks", monkeypatch)) == 1
+    assert {c.op for c in selected("--ops route router", monkeypatch)} == {"moves", "router"}
+    assert "the op `route` is now called `moves`" in capsys.readouterr().err
     assert {c.op for c in selected("scaling", monkeypatch)} == {
         name for name, op in OPS.items() if "uniform" in op.routings and not op.matmuls
     }

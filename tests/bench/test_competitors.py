@@ -78,10 +78,10 @@ def test_what_is_not_there_says_why(libraries, monkeypatch):
     [
         ("permute", "jnp.take", 0, 0),
         ("unpermute", "jnp.take", 0, 0),
-        ("route", "argsort+take", 2, 0),
-        ("route+grad", "argsort+take", 2, 2),
-        ("route+grad", "argsort+take+sum", 2, 2),
-        ("route+grad", "hand-fused vjp", 1, 1),
+        ("moves", "argsort+take", 2, 0),
+        ("moves+grad", "argsort+take", 2, 2),
+        ("moves+grad", "argsort+take+sum", 2, 2),
+        ("moves+grad", "hand-fused vjp", 1, 1),
         ("sort_chunks", "jnp.take", 0, 0),
     ],
 )

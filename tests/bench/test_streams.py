@@ -106,8 +106,8 @@ def test_limits_are_measured_once_and_added_up(monkeypatch):
     monkeypatch.setattr(streams, "find_limit", find)
     known = {}
     # As far as the ops' bytes go at the rate of the stream.
-    (_, there), (_, back) = small_case("route").passes
-    for op, us in [("permute", 10 * there), ("route", 10 * there + 20 * back)] * 2:
+    (_, there), (_, back) = small_case("moves").passes
+    for op, us in [("permute", 10 * there), ("moves", 10 * there + 20 * back)] * 2:
         assert limit_us(small_case(op), known) == pytest.approx(us / 10**4)
     assert limit_us(small_case("plan"), known) is None
     with pytest.raises(StopIteration):
