@@ -1,7 +1,9 @@
 """From a program to a stored record: the real compiler, the real worker, an imaginary driver."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,7 @@ from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE
 from triax.compiling import compiler
 from triax.errors import CompilationError
-from triax.tuning import measure, policy, store
-from triax.tuning.worker import client
+from triax.tuning import measure, store
 
 pytestmark = pytest.mark.cuda_plugin
 
@@ -109,7 +110,6 @@ def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, mon
 )
 def test_what_the_system_refuses_is_a_reason_to_fall_back(gpu, monkeypatch, caplog, fault, error):
     gpu()
-    client.stop_all()
     compiler.clear_cache()  # with the machine code that other tests had made
 
     popen = subprocess.Popen
@@ -178,16 +178,22 @@ def test_a_driver_that_fails_before_measuring(gpu, caplog):
 
 def test_an_interrupt_ends_the_worker(gpu, monkeypatch):
     gpu()
-    explain()
-    worker = client.start(0)
+    started = []
 
     def interrupt(self, index, timing):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        started.extend(pid for pid in children if "worker" in command_of(pid))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure._Measurement, "_note", interrupt)
-    policy.forget()
-    for path in store.user_store().paths():
-        path.unlink()
     with pytest.raises(KeyboardInterrupt):
         explain()
-    assert not worker.alive
+    assert len(started) == 1
+    assert not command_of(*started)
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return ""

@@ -37,9 +37,15 @@ def search(request: Request) -> Record | Fallback:
     """
     call, key = request.call, request.key
     timings: dict[str, Timing] = {}
-    with contextlib.closing(Progress(call.display_name, len(request.launches))) as progress:
+    assert request.device is not None
+    with (
+        contextlib.closing(Progress(call.display_name, len(request.launches))) as progress,
+        contextlib.closing(client.Worker(request.device.index)) as worker,
+    ):
+        with contextlib.suppress(Exception):  # `measure` will raise it again
+            worker.start()  # it gets ready while the candidates compile
         compiled = _compile(request, timings, progress)
-        if compiled and (problem := _measure(request, compiled, timings, progress)):
+        if compiled and (problem := _measure(request, compiled, timings, worker, progress)):
             return _fallback(problem, timings)
     ordered = [timings[label(launch)] for launch in request.launches]
     timed = [timing for timing in ordered if timing.error is None]
@@ -71,9 +77,6 @@ def _compile(
     request: Request, timings: dict[str, Timing], progress: Progress
 ) -> list[tuple[Launch, CompiledKernel]]:
     """The candidates that compile; of the others `timings` gets the reasons."""
-    with contextlib.suppress(Exception):  # `measure` will raise it again
-        assert request.device is not None
-        client.start(request.device.index)  # it starts while the candidates compile
     timeout_s = 6 * settings.tuning_timeout_s()
     options: Any = {"timeout_s": timeout_s, "machine_code": True, "on_each": progress.step}
     results = request.compile_all(request.launches, request.compute_capability, **options)
@@ -92,10 +95,10 @@ def _measure(
     request: Request,
     compiled: Sequence[tuple[Launch, CompiledKernel]],
     timings: dict[str, Timing],
+    worker: client.Worker,
     progress: Progress,
 ) -> str:
     """Adds the timings of what compiles; returns why this machine cannot measure it, or ""."""
-    assert request.device is not None
     try:
         arrays = _tuning_arrays(request.call, request.launches[0], request.inputs)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -104,10 +107,10 @@ def _measure(
         return f"no memory for its operands: {error}"
     try:
         # The program's own work on the GPU would distort the timings.
-        jax_private.drain(request.device.index)
+        jax_private.drain(worker.device)
         with measure.operand_files(arrays) as paths:
             job = measure.make_job(request.call, compiled, paths)
-            found = measure.measure(job, request.device, progress)
+            found = measure.measure(job, worker, progress)
     except (TuningError, OSError) as error:
         return str(error)
     except TriaxError:  # a setting
