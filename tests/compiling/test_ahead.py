@@ -170,17 +170,6 @@ class TestSameAsWithout:
         monkeypatch.setattr(ahead, "expect", lambda *_: None)
         assert entries(trace()) == together
 
-    def test_count(self, compilations):
-        """A kernel counts when lowering asks for it, however far its compilation is."""
-        before = compiler.compile_count()
-        traced = trace()
-        trace(lambda x: copy(x, 512))  # never lowered
-        assert compiler.compile_count() == before
-        entries(traced)
-        assert compiler.compile_count() == before + len(BLOCKS)
-        entries(trace(lambda x: program(x) + 1))
-        assert compiler.compile_count() == before + len(BLOCKS)
-
     def test_errors(self):
         def f(x):
             return copy(copy(x, 32), 64, kernel=picky_kernel)

@@ -34,7 +34,6 @@ class _Specialization:
     """One specialisation in this process: `kernel` is set once `done`, unless it failed."""
 
     function: Any  # kept alive, so that its id, which is in the key, is not reused
-    counted: bool = False
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     kernel: CompiledKernel | None = None
 
@@ -52,10 +51,7 @@ os.register_at_fork(after_in_child=_cache_lock.release)
 
 
 def compile_count() -> int:
-    """How many specialisations this process has taken to Triton's compiler (or disk cache).
-
-    One that was compiled ahead counts when it is requested.
-    """
+    """How many specialisations this process has taken to Triton's compiler (or disk cache)."""
     return _compilations
 
 
@@ -168,7 +164,7 @@ def compile_launch(
 
 def compile_ahead(launch: Launch, compute_capability: int) -> None:
     """Compiles a launch before it is requested; requests made meanwhile wait for it."""
-    _compile_in_turn(launch, compute_capability, ahead=True)
+    _compile_in_turn(launch, compute_capability)
 
 
 def _compile_in_turn(*args: Any, **kwargs: Any) -> CompiledKernel:
@@ -180,13 +176,13 @@ def _compile(
     compute_capability: int,
     *,
     machine_code: bool = False,
-    ahead: bool = False,
     on_miss: Callable[[], None] | None = None,
 ) -> CompiledKernel:
     """Compiles one launch, unless this process has done so or another thread is doing so.
 
     The caller holds the shared side of `TRITON`, and so does that thread, so they cannot deadlock.
     """
+    global _compilations
     function = launch.kernel.function
     backend = triton_private.backend_for(compute_capability)
     options = {
@@ -208,7 +204,12 @@ def _compile(
         tuple((name, Static(value)) for name, value in sorted(options.items())),
     )
     while True:
-        found, is_mine = _find_or_begin(key, function, count=not ahead)
+        with _cache_lock:
+            found = _cache.get(key)
+            is_mine = found is None
+            if found is None:
+                found = _cache[key] = _Specialization(function)
+                _compilations += 1
         if is_mine:
             try:
                 disk_cache.prepare()
@@ -226,34 +227,15 @@ def _compile(
                 raise
             finally:
                 found.done.set()
-            logger.debug(
-                "compiled %s [%s] as %s",
-                launch.kernel.name,
-                launch.candidate.config,
-                found.kernel.name,
-            )
-        else:
-            found.done.wait()
-            if found.kernel is None:
-                continue  # the other thread failed: meet the same failure here
+            name, config = launch.kernel.name, launch.candidate.config
+            logger.debug("compiled %s [%s] as %s", name, config, found.kernel.name)
+        found.done.wait()
+        if found.kernel is None:
+            continue  # the other thread failed: meet the same failure here
         if machine_code and found.kernel.cubin is None:
             cubin = triton_private.assemble(backend, found.kernel.ptx, options)
             found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
         return found.kernel
-
-
-def _find_or_begin(key: Any, function: Any, *, count: bool) -> tuple[_Specialization, bool]:
-    """The entry of a specialisation, and whether the caller must compile it."""
-    global _compilations
-    with _cache_lock:
-        found = _cache.get(key)
-        is_new = found is None
-        if found is None:
-            found = _cache[key] = _Specialization(function)
-        if count and not found.counted:
-            found.counted = True
-            _compilations += 1
-    return found, is_new
 
 
 def _code(launch: Launch) -> str:
