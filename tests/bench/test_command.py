@@ -133,7 +133,7 @@ def test_matmuls_are_compared_with_dense_ones(bench, capsys):
 @pytest.mark.slow("the benchmark is of one Python")
 def test_memory_and_first_calls_are_asked_for(bench, monkeypatch):
     calls = [{"implementation": "xla", "cached": False, "total_s": 1.0, "parts": {}}]
-    monkeypatch.setattr(runner, "measure_first_calls", lambda: calls)
+    monkeypatch.setattr(runner, "measure_first_calls", lambda on_gpu: calls)
     words = "--ops plan --presets mixtral-8x7b --tokens 16 8 --first-call --memory"
     _, made = bench(words)
     assert made["first_call"] == calls

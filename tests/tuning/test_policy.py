@@ -17,7 +17,7 @@ CASE = next(case for case in CASES if case.name == "autotuned_accumulate")
 
 @pytest.fixture(autouse=True)
 def fresh_process():
-    policy._log_fallback.cache_clear()
+    policy._warn.cache_clear()
     policy.forget()
 
 

@@ -29,13 +29,14 @@ TIMEOUT_S = 600
 NO_GPU = "no GPU: only the path of plain JAX can be measured"
 
 
-def measure_first_calls() -> list[dict[str, Any]]:
+def measure_first_calls(
+    on_gpu: bool, run: Callable[[str, str], dict[str, float]] | None = None
+) -> list[dict[str, Any]]:
     """Times the op `moves+grad` by "xla" and "triax"; of cached runs the best counts.
 
     For "triax" over_xla_s is its total beyond that of "xla" without `import triax.moe`, which plain
     JAX does not need.
     """
-    on_gpu = jax.default_backend() == "gpu"
     records: list[dict[str, Any]] = []
     plain_s: dict[bool, float] = {}
     for name, implementation in (("xla", "xla"), ("triax", "triton"))[: 1 + on_gpu]:
@@ -44,7 +45,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
                 found: dict[str, Any] = {"total_s": None, "over_xla_s": None, "parts": {}}
                 found |= {} if on_gpu else {"note": NO_GPU}
                 try:
-                    runs = [run_program(implementation, folder) for _ in range(times)]
+                    runs = [(run or run_program)(implementation, folder) for _ in range(times)]
                     found["parts"] = min(runs, key=lambda parts: sum(parts.values()))
                     found["total_s"] = sum(found["parts"].values())
                     if name == "xla":

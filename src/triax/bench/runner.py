@@ -68,7 +68,7 @@ def run(
     whole = lambda: record | {"streams": [*limits.values()], "notes": [*notes]}
     try:
         if options.first_call:
-            record["first_call"] = measure_first_calls()
+            record["first_call"] = measure_first_calls(on_gpu)
         if options.memory:
             record["memory"] = [*_memory(cases, suite)]
         for number, case in enumerate(cases, 1):

@@ -7,14 +7,11 @@ Triton: no paths, no line numbers, no dictionary order.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import logging
 import os
-import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +21,7 @@ from triax.binding.values import Static
 from triax.compat import triton_private, versions
 from triax.compat.triton_lock import TRITON
 from triax.compiling import compiled_kernel, disk_cache, threads
-from triax.errors import CompilationError, CompilationTimeout, TriaxError
+from triax.errors import CompilationError, TriaxError
 
 logger = logging.getLogger(__name__)
 
@@ -80,64 +77,9 @@ def compile_all(
     With `machine_code` the kernels have their `cubin`. `on_miss` is called if Triton's disk cache
     has no entry, `on_each` by the calling thread after each launch.
     """
-    pending = collections.deque(range(len(launches)))
-    begun: dict[int, float] = {}
-    finished = queue.SimpleQueue[tuple[int, Any]]()
-
-    def work() -> None:
-        # Threads suffice: Triton holds the GIL only in its front end.
-        while True:
-            try:
-                index = pending.popleft()
-            except IndexError:
-                return
-            begun[index] = time.monotonic()
-            options: Any = {"machine_code": machine_code, "on_miss": on_miss}
-            try:
-                result: Any = _compile_in_turn(launches[index], compute_capability, **options)
-            except BaseException as error:
-                result = error
-            finished.put((index, result))
-
-    team: list[threading.Thread] = []
-    results: dict[int, Any] = {}
-    size, late = min(len(launches), os.cpu_count() or 1), 0
-    try:
-        try:
-            for _ in range(size):
-                if not threads.start(work, team):
-                    break
-            if not team:
-                work()
-            # A late thread is replaced, but only so often: each goes on in the background.
-            while len(results) < len(launches) and late <= size:
-                running = {begun[index]: index for index in list(begun) if index not in results}
-                oldest, now = min(running, default=None), time.monotonic()
-                try:
-                    age = 0.0 if oldest is None else now - oldest
-                    index, result = finished.get(timeout=timeout_s and max(0.0, timeout_s - age))
-                except queue.Empty:
-                    if oldest is not None:
-                        text = f"it was not compiled after {timeout_s} s"
-                        results[running[oldest]] = CompilationTimeout(text)
-                        late += 1
-                        threads.start(work, team)
-                else:
-                    if index not in results:
-                        results[index] = result
-                        if on_each is not None:
-                            on_each()
-        finally:
-            pending.clear()
-    except BaseException:  # Ctrl-C, mostly
-        threads.join(team)
-        raise
-    text = "it was not waited for, because others took too long to compile"
-    found = [results.get(index, CompilationTimeout(text)) for index in range(len(launches))]
-    for result in found:
-        if isinstance(result, BaseException) and not isinstance(result, Exception):
-            raise result
-    return found
+    options: Any = {"machine_code": machine_code, "on_miss": on_miss}
+    one = lambda launch: _compile_in_turn(launch, compute_capability, **options)
+    return threads.each(one, launches, timeout_s, on_each)
 
 
 def compile_launch(

@@ -165,8 +165,10 @@ def _fall_back(request: Request, fallback: Fallback) -> Choice:
     left = [s for s in request.stand_ins if label(s) not in fallback.failed]
     left.sort(key=lambda launch: label(launch) in fallback.slow)
     config = label(request.that_compile([[launch] for launch in left])[0])
-    _log_fallback(
-        call.display_name, name, config, fallback.reason, call.kernel.name, request.device
+    _warn(
+        f"kernel {call.display_name} ({name}): no tuned config is known and none is measured: "
+        f"{fallback.reason}; using the first config that compiles: [{config}]. Tune it on the GPU "
+        f"it will run on, with {HOW_TO_TUNE}.{_about_gpus(call.kernel.name, request.device)}"
     )
     agreed = _agreed(request, Decision(config, _first_config(call.tuning)))
     if agree.is_job():  # and so settled for good
@@ -268,20 +270,9 @@ def _about_gpus(kernel: str, device: Device | None) -> str:
     return f" The GPU is {device.name!r}.{stored}"
 
 
-@functools.cache  # one line per kernel and choice, however often it is traced
-def _log_fallback(
-    name: str, key: str, config: str, reason: str, kernel: str, device: Device | None
-) -> None:
-    logger.warning(
-        "kernel %s (%s): no tuned config is known and none is measured: %s; using the first config "
-        "that compiles: [%s]. Tune it on the GPU it will run on, with %s.%s",
-        name,
-        key,
-        reason,
-        config,
-        HOW_TO_TUNE,
-        _about_gpus(kernel, device),
-    )
+@functools.cache  # each text once, however often a kernel is traced
+def _warn(text: str) -> None:
+    logger.warning(text)
 
 
 # --- at run time ------------------------------------------------------------------------

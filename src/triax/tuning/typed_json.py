@@ -13,14 +13,8 @@ import types
 import typing
 from typing import Any
 
-_WORDS = {
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    int: "an int",
-    float: "a number",
-}
+_WORDS = {dict: "an object", list: "a list", str: "a string", int: "an int", float: "a number"}
+_WORDS[bool] = "true or false"
 
 
 def dumps(value: Any) -> str:
@@ -52,7 +46,14 @@ def build(kind: Any, value: Any, name: str = "it") -> Any:
     if found is not plain:  # a bool is an int to isinstance
         raise ValueError(f"{name} must be {_WORDS[plain]}; got {found.__name__}")
     if dataclasses.is_dataclass(kind):
-        return _build_fields(kind, value, name)
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        if unknown := value.keys() - fields:
+            raise ValueError(f"{name} has an unknown field {min(unknown)!r:.80}")
+        needed = [n for n, field in fields.items() if field.default is dataclasses.MISSING]
+        if missing := [n for n in needed if n not in value]:
+            raise ValueError(f"{name} lacks {', '.join(missing)}")
+        hints = typing.get_type_hints(kind)
+        return typing.cast(Any, kind)(**{n: build(hints[n], v, n) for n, v in value.items()})
     if container is dict:
         named = {build(str, key, f"a name in {name}"): item for key, item in value.items()}
         return {key: build(items[1], item, f"{name}[{key!r:.80}]") for key, item in named.items()}
@@ -63,14 +64,3 @@ def build(kind: Any, value: Any, name: str = "it") -> Any:
     if kind is str:
         value.encode()  # half a surrogate pair could not be printed
     return value
-
-
-def _build_fields(kind: Any, value: dict[str, Any], name: str) -> Any:
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    if unknown := value.keys() - fields:
-        raise ValueError(f"{name} has an unknown field {min(unknown)!r:.80}")
-    needed = [n for n, field in fields.items() if field.default is dataclasses.MISSING]
-    if missing := [n for n in needed if n not in value]:
-        raise ValueError(f"{name} lacks {', '.join(missing)}")
-    hints = typing.get_type_hints(kind)
-    return kind(**{n: build(hints[n], item, n) for n, item in value.items()})

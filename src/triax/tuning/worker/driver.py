@@ -54,8 +54,7 @@ class Context:
         self.stream = call(driver.cuStreamCreate, 1)
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
-        # In CUDA 12 only the second version handles the parts of a split GPU; later there is only
-        # one.
+        # In CUDA 12 only the second version handles parts of a split GPU; CUDA 13 has no first one.
         get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
         self.uuid = bytes(call(get_uuid, self.device).bytes).hex()
 
