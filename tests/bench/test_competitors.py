@@ -20,7 +20,7 @@ MODULE = "transformer_engine.jax.permutation"
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """Packages in the place of TransformerEngine, tokamax and PyTorch; the latter is returned."""
+    """Packages in the place of TransformerEngine, tokamax and PyTorch; PyTorch's is returned."""
     torch = types.SimpleNamespace(
         from_dlpack=np.from_dlpack,
         index_select=lambda array, axis, index: np.take(array, index, axis=axis),

@@ -1,4 +1,4 @@
-"""First calls: the measured program in a process of its own, and what is made of its times."""
+"""First calls: the measured program in a separate process, and what is made of its times."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def copy(x, block, kernel=kernels.copy_kernel, **options):
 
 
 def program(x):
-    """One call of a kernel of its own for each of `BLOCKS`."""
+    """One call for each of `BLOCKS`, each of another kernel."""
     for block in BLOCKS:
         x = copy(x, block)
     return x
@@ -69,7 +69,7 @@ def fresh_process(monkeypatch, tmp_path):
 
 
 class Compilations:
-    """Which threads have Triton compile, and at once how many; `before` is run in each first."""
+    """Which threads have Triton compile, and how many at a time; `before` is run in each first."""
 
     def __init__(self):
         self.threads, self.in_background, self.at_once, self._running = [], [], 0, 0

@@ -396,7 +396,7 @@ def test_unique_entry_needs_an_entry():
 
 
 class TestTimeLimits:
-    """Two of six candidates take too long, whatever the number of cores."""
+    """Two of six candidates take too long, on any number of cores."""
 
     @pytest.fixture
     def compile_all(self):

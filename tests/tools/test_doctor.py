@@ -198,7 +198,7 @@ def test_a_kernel_that_fails(monkeypatch, capsys):
     assert "fix   in the interpreter  ValueError: no\n" in capsys.readouterr().out
 
 
-# --- in a process of its own, on this machine ----------------------------------------------
+# --- in a separate process, on this machine ----------------------------------------------
 
 
 def run(program="", **changes):

@@ -157,7 +157,7 @@ def test_a_mistake_in_tuning_inputs_is_an_error(gpu):
 
 @pytest.mark.parametrize("name", ["cuda.py", "cuda/__init__.py"])
 def test_a_program_with_a_file_called_cuda(monkeypatch, tmp_path, caplog, name):
-    """Not run to look at it, if it is no package."""
+    """A file that is not a package is not run to look at it."""
     monkeypatch.setattr("triax.devices.for_tuning", lambda *_: DEVICE)
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PATTERN_BYTES = 1 << 20
 _BUDGET_S = 20.0
-# What a worker may take before its first answer, to allocate memory and load code.
+# How long a worker may allocate memory and load code before its first answer.
 _PREPARING_S = 60.0
 _GRACE_S = 10.0
 
@@ -63,7 +63,7 @@ def unavailable() -> str | None:
             return None
     except Exception as error:  # also what somebody else's package of that name raises
         return f"cuda-bindings cannot be looked for: {type(error).__name__}: {error}"
-    if package.origin is None:  # a package without code of its own
+    if package.origin is None:  # a package without code
         return missing
     return (
         f"`import cuda` finds {package.origin}, which is not of cuda-bindings; rename it if it is "
