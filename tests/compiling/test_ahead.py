@@ -19,7 +19,7 @@ from tests import kernels
 from tests.cases import blockwise
 from triax import testing
 from triax.compat import jax_private, triton_private
-from triax.compiling import ahead, compiler
+from triax.compiling import ahead, compiler, threads
 from triax.emitting.reading import triton_calls
 from triax.errors import CompilationError
 
@@ -56,15 +56,20 @@ def entries(traced):
     return [call.entries for call in triton_calls(traced.lower(lowering_platforms=("cuda",)))]
 
 
+def finish():
+    ahead._drop()
+    threads.join(ahead._threads)
+
+
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch, tmp_path):
     """As if the process had just started, with four cores and nothing cached."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    ahead.finish()
+    finish()
     compiler.clear_cache()
     yield
-    ahead.finish()
+    finish()
     compiler.clear_cache()
 
 
@@ -142,7 +147,7 @@ class TestThreads:
         ahead._start(90)
         assert len(ahead._threads) == threads
         release.set()
-        ahead.finish()
+        finish()
         ahead._threads.clear()
 
     def test_may_be_refused(self, monkeypatch, compilations):

@@ -78,7 +78,7 @@ def compile_all(
     has no entry, `on_each` by the calling thread after each launch.
     """
     options: Any = {"machine_code": machine_code, "on_miss": on_miss}
-    one = lambda launch: _compile_in_turn(launch, compute_capability, **options)
+    one = lambda launch: compile_in_turn(launch, compute_capability, **options)
     return threads.each(one, launches, timeout_s, on_each)
 
 
@@ -104,13 +104,9 @@ def compile_launch(
     return result
 
 
-def compile_ahead(launch: Launch, compute_capability: int) -> None:
-    """Compiles a launch before it is requested; requests made meanwhile wait for it."""
-    _compile_in_turn(launch, compute_capability)
-
-
-def _compile_in_turn(*args: Any, **kwargs: Any) -> CompiledKernel:
-    return TRITON.shared(functools.partial(_compile, *args, **kwargs))
+def compile_in_turn(launch: Launch, compute_capability: int, **options: Any) -> CompiledKernel:
+    """Compiles one launch in this thread; requests made meanwhile wait for it."""
+    return TRITON.shared(functools.partial(_compile, launch, compute_capability, **options))
 
 
 def _compile(
