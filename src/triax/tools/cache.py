@@ -1,25 +1,28 @@
 """The actions of `triax cache` on the stores of tuned configs; each returns an exit status.
 
-Files are trusted only after `store.read` or `Record.from_data` has checked them: what is not a
-valid record is neither deleted nor imported.
+Files are trusted only after `store.read` or `Record.from_json` has checked them: a file that is not
+a valid record is neither deleted nor imported.
 """
 
 from __future__ import annotations
 
+import io
 import sys
+import zipfile
 from pathlib import Path
 
 from triax import settings
 from triax.errors import ArgumentValueError
 from triax.messages import counted, near_misses
-from triax.tuning import store, typed_json
-from triax.tuning.request import HOW_TO_TUNE
+from triax.tuning import store
 from triax.tuning.store import Record, Store
 
-MAX_EXPORTED_BYTES = 64 << 20
+MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, packed and unpacked
+
+
 NOTHING_YET = (
     "kernels with several configs are measured when they are first compiled on a GPU, or by "
-    f"{HOW_TO_TUNE}"
+    "`triax tune FILE:FUNCTION` or `triax tune package.module:FUNCTION`"
 )
 
 
@@ -77,19 +80,21 @@ def clear(name: str | None, everything: bool) -> int:
     """Deletes records from the user's store: those of a name, or all and the leftovers too."""
     place = store.user_store()
     found = list(place.records())
-    usable = [(path, record) for path, record in found if record is not None]
-    paths = [p for p, record in usable if name is None or _is_named(p, record, name)]
-    count = len(paths)
+    paths = [
+        path
+        for path, record in found
+        if record is not None and (name is None or _is_named(path, record, name))
+    ]
     if name is not None and not paths:
         return _nothing_named(name)
+    count = len(paths)
+    if name is None and not found and not place.leftovers():
+        print(f"nothing to delete: there are no tuned configs in {place.folder}")
+        return 0
     if name is None:
-        leftovers = place.leftovers()
-        if not found and not leftovers:
-            print(f"nothing to delete: there are no tuned configs in {place.folder}")
-            return 0
         if not everything and not _may_delete(count, place):
             return 1
-        paths += leftovers
+        paths += place.leftovers()
     for path in paths:
         path.unlink(missing_ok=True)
     print(f"deleted {counted(count, 'config')} from {place.folder}")
@@ -99,11 +104,17 @@ def clear(name: str | None, everything: bool) -> int:
 
 
 def export(file: Path) -> int:
-    """Writes the records of the user's store into one file, a JSON list."""
-    records = [record.to_json() for _, record in store.user_store().records() if record is not None]
-    file.write_text(f"[{','.join(records)}]\n", encoding="utf-8")
-    nothing = "" if records else f": {NOTHING_YET}"
-    print(f"wrote {counted(len(records), 'config')} to {file}{nothing}")
+    """Writes the records of the user's store into one file."""
+    records = [(path, record) for path, record in store.user_store().records()]
+    usable = {f"{r.key.name}.json": r for _, r in records if r is not None}
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as entries:
+        for name, record in usable.items():
+            entries.writestr(name, record.to_json())
+    file.write_bytes(archive.getbuffer())
+    print(
+        f"wrote {counted(len(usable), 'config')} to {file}" + ("" if usable else f": {NOTHING_YET}")
+    )
     return 0
 
 
@@ -114,31 +125,49 @@ def import_(file: Path) -> int:
       ArgumentValueError: the file is not one that `export` wrote.
     """
     place = store.user_store()
+    records, status = [], 0
+    for name, text in _entries(file):
+        try:
+            records.append(Record.from_json(text.decode()))
+        except ValueError as error:
+            _complain(f"{name!r} in {file} is not usable: {error}")
+            status = 1
     try:
-        found = typed_json.parse(store.contents(file, MAX_EXPORTED_BYTES).decode())
-        if not isinstance(found, list):
-            raise ValueError("it is not a list")
-    except ValueError as error:
+        for record in records:
+            place.put(record)
+    except OSError as error:
+        _complain(
+            f"{place.folder} cannot be written: {error.strerror}. Set TRIAX_CACHE_DIR to a folder "
+            "that can."
+        )
+        return 1
+    print(f"added {counted(len(records), 'config')} to {place.folder}")
+    return status
+
+
+def _entries(file: Path) -> list[tuple[str, bytes]]:
+    """The names and contents in an exported file. Nothing is unpacked to disk."""
+    found, left = [], MAX_ARCHIVE_BYTES
+    try:
+        with zipfile.ZipFile(io.BytesIO(store.contents(file, MAX_ARCHIVE_BYTES))) as archive:
+            for entry in archive.infolist():
+                if entry.is_dir():
+                    continue
+                with archive.open(entry) as opened:
+                    # Limit the read, because the sizes in the archive's headers may be wrong.
+                    content = opened.read(min(store.MAX_BYTES, left) + 1)
+                left -= len(content)
+                if left < 0 or len(content) > store.MAX_BYTES:
+                    raise ValueError(f"{entry.filename!r} is too large")
+                found.append((entry.filename, content))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive: zipfile raises what its decompressors raise
         raise ArgumentValueError(
             f"Argument `file` must be a file that `triax cache export` wrote; {file} cannot be "
             f"read: {error}."
         ) from error
-    added = 0
-    for number, data in enumerate(found, 1):
-        try:
-            record = Record.from_data(data)
-        except ValueError as error:
-            _complain(f"entry {number} of {file} is not usable: {error}")
-            continue
-        try:
-            place.put(record)
-            added += 1
-        except OSError as error:
-            problem = f"{place.folder} cannot be written: {error.strerror}"
-            _complain(f"{problem}. Set TRIAX_CACHE_DIR to a folder that can.")
-            return 1
-    print(f"added {counted(added, 'config')} to {place.folder}")
-    return 0 if added == len(found) else 1
+    return found
 
 
 def _is_named(path: Path, record: Record, name: str) -> bool:

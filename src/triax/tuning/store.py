@@ -18,7 +18,6 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from triax import settings
 from triax.compat import versions
@@ -72,11 +71,7 @@ class Record:
     @classmethod
     def from_json(cls, text: str) -> Record:
         """Raises ValueError if the text is not a valid record."""
-        return cls.from_data(typed_json.parse(text))
-
-    @classmethod
-    def from_data(cls, data: Any) -> Record:
-        """Raises ValueError if parsed JSON is not a valid record."""
+        data = typed_json.parse(text)
         match data:
             case {"key": {"format": int(found)}} if found != FORMAT:
                 raise ValueError(f"format {found} is not {FORMAT}")
