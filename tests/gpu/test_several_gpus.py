@@ -13,6 +13,7 @@ from tests.moe.expert_parallel import test_expert_parallel as expert_parallel
 from triax import moe, testing
 from triax.moe.expert_parallel import tokens
 from triax.tuning import measure, policy, store
+from triax.tuning.worker import client
 
 pytestmark = pytest.mark.gpu
 
@@ -81,6 +82,7 @@ def test_each_gpu_alone(mesh, index):
     out = jax.jit(lambda *args: case.function(*args))(*(jax.device_put(i, device) for i in inputs))
     case.check(out, inputs)
     assert out.devices() == {device}
+    assert client._workers[index].alive
 
 
 @pytest.mark.parametrize("kind", ["not routed", "one device"])

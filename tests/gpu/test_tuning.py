@@ -23,6 +23,7 @@ from tests.gpu.test_programs import ROOT, child_environment, run
 from triax import testing
 from triax.emitting.reading import triton_calls
 from triax.tuning import policy, store
+from triax.tuning.worker import client
 
 pytestmark = pytest.mark.gpu
 
@@ -209,6 +210,7 @@ def source(lowered):
 
 def test_times(record_property, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    client.stop_all()
     x = jnp.ones((4096, 4096), jnp.bfloat16)
     index = jnp.arange(4096, dtype=jnp.int32)
     jax.block_until_ready((x, index))
@@ -242,13 +244,14 @@ def test_times(record_property, monkeypatch, tmp_path):
 
 
 WARM = """
-import sys, time
+import time
 import jax, jax.numpy as jnp
 x = jnp.ones((4096, 4096), jnp.bfloat16); index = jnp.arange(4096, dtype=jnp.int32)
 jax.block_until_ready((x, index))
 import triton, triton.experimental.gluon, triax
 from triax.emitting.reading import triton_calls
 from triax.tuning import policy
+from triax.tuning.worker import client
 from triax import lowering
 from tests.gpu.test_tuning import gather
 spent = 0.0
@@ -262,7 +265,7 @@ def timed(*args, **kwargs):
         spent += time.perf_counter() - start
 lowering.lower_for = timed
 jax.jit(lambda x, i: gather(x, i)).lower(x, index)
-assert "triax.tuning.search" not in sys.modules  # which starts workers
+assert not client._workers
 print(spent)
 """
 

@@ -26,7 +26,7 @@ class FakeMeasurer:
         self.times = lambda label: 1.0
         self.error = None
 
-    def measure(self, job, worker, progress):
+    def measure(self, job, device, name):
         self.jobs.append(job)
         if self.error is not None:
             raise self.error
@@ -46,7 +46,7 @@ def replace_measurer(monkeypatch):
     """Puts a `FakeMeasurer` in the place of the worker process."""
     fake = FakeMeasurer()
     monkeypatch.setattr(measure, "measure", fake.measure)
-    monkeypatch.setattr(client.Worker, "start", lambda worker: None)
+    monkeypatch.setattr(client, "start", lambda device: None)
     monkeypatch.setattr(measure, "unavailable", lambda: None)
     monkeypatch.setattr("triax.compat.jax_private.drain", lambda index: None)
     return fake
@@ -61,7 +61,9 @@ def measurer(monkeypatch):
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
     """Installs the imaginary driver, which the real worker then calls; returns its log."""
+    client.stop_all()
     yield functools.partial(fake_driver.install, monkeypatch, tmp_path)
+    client.stop_all()
     for name in [n for n in sys.modules if n == "cuda" or n.startswith("cuda.")]:
         del sys.modules[name]
 

@@ -32,6 +32,7 @@ from triax.binding.launch import (
     TensorMap,
 )
 from triax.compat import triton_private
+from triax.devices import Device
 from triax.errors import TuningError
 from triax.tuning import gpu_lock
 from triax.tuning.key import label
@@ -181,16 +182,20 @@ def _tensor_map(
 # --- measuring ------------------------------------------------------------------------
 
 
-def measure(job: messages.Job, worker: client.Worker, progress: Progress) -> list[Timing]:
+def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timing]:
     """Times as many candidates of a job as fit in its time budget.
 
     Raises:
       TuningError: the job needs too much memory, the worker fails on this machine, or other
         processes hold the GPU too long.
     """
-    worker.ready()
-    with gpu_lock.one_at_a_time(worker.uuid):
-        return _Measurement(job, progress).run(worker)
+    try:
+        with gpu_lock.one_at_a_time(client.start(device.index).ready()):
+            return _Measurement(job, progress).run(device.index)
+    except BaseException as error:
+        if not isinstance(error, (TuningError, OSError)):
+            client.stop_all()  # an interrupt, so the worker may be in the middle of anything
+        raise
 
 
 class _Measurement:
@@ -205,17 +210,23 @@ class _Measurement:
     def left(self) -> list[int]:
         return [index for index in range(len(self.labels)) if index not in self.found]
 
-    def run(self, worker: client.Worker) -> list[Timing]:
+    def run(self, device: int) -> list[Timing]:
         deadline = time.monotonic() + self.job.budget_s
+        tried_again = False
         while self.left and (not self.found or time.monotonic() < deadline):
             try:
-                if self._listen(worker, max(0.0, deadline - time.monotonic())):
+                if self._listen(client.start(device), max(0.0, deadline - time.monotonic())):
                     break
+                tried_again = False
             except (TuningError, OSError) as error:
-                if not any(timing.error is None for timing in self.found.values()):
+                # The worker may just have ended because it had no work; no candidate is to blame.
+                if isinstance(error, client.Ended) and not tried_again:
+                    tried_again = True
+                elif any(timing.error is None for timing in self.found.values()):
+                    logger.warning("kernel %s: measuring ended early: %s", self.name, error)
+                    break
+                else:
                     raise
-                logger.warning("kernel %s: measuring ended early: %s", self.name, error)
-                break
         if left := self.left:
             logger.warning(
                 f"kernel {self.name}: {len(left)} of {len(self.labels)} configs were not tried "
@@ -257,7 +268,7 @@ class _Measurement:
             elif isinstance(message, messages.Failed):
                 self._fail(running, message.reason, late=message.late)
                 if message.fatal:
-                    worker.close()
+                    worker.kill()
                     return False
 
     def _fail(self, index: int, reason: str, *, late: bool = False) -> None:

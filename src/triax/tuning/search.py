@@ -37,15 +37,9 @@ def search(request: Request) -> Record | Fallback:
     """
     call, key = request.call, request.key
     timings: dict[str, Timing] = {}
-    assert request.device is not None
-    with (
-        contextlib.closing(Progress(call.display_name, len(request.launches))) as progress,
-        contextlib.closing(client.Worker(request.device.index)) as worker,
-    ):
-        with contextlib.suppress(Exception):  # `measure` will raise it again
-            worker.start()  # it gets ready while the candidates compile
+    with contextlib.closing(Progress(call.display_name, len(request.launches))) as progress:
         compiled = _compile(request, timings, progress)
-        if compiled and (problem := _measure(request, compiled, timings, worker, progress)):
+        if compiled and (problem := _measure(request, compiled, timings, progress)):
             return _fallback(problem, timings)
     ordered = [timings[label(launch)] for launch in request.launches]
     timed = [timing for timing in ordered if timing.error is None]
@@ -77,6 +71,9 @@ def _compile(
     request: Request, timings: dict[str, Timing], progress: Progress
 ) -> list[tuple[Launch, CompiledKernel]]:
     """The candidates that compile; of the others `timings` gets the reasons."""
+    with contextlib.suppress(Exception):  # `measure` will raise it again
+        assert request.device is not None
+        client.start(request.device.index)  # it starts while the candidates compile
     timeout_s = 6 * settings.tuning_timeout_s()
     options: Any = {"timeout_s": timeout_s, "machine_code": True, "on_each": progress.step}
     results = request.compile_all(request.launches, request.compute_capability, **options)
@@ -95,10 +92,10 @@ def _measure(
     request: Request,
     compiled: Sequence[tuple[Launch, CompiledKernel]],
     timings: dict[str, Timing],
-    worker: client.Worker,
     progress: Progress,
 ) -> str:
     """Adds the timings of what compiles; returns why this machine cannot measure it, or ""."""
+    assert request.device is not None
     try:
         arrays = _tuning_arrays(request.call, request.launches[0], request.inputs)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -107,10 +104,10 @@ def _measure(
         return f"no memory for its operands: {error}"
     try:
         # The program's own work on the GPU would distort the timings.
-        jax_private.drain(worker.device)
+        jax_private.drain(request.device.index)
         with measure.operand_files(arrays) as paths:
             job = measure.make_job(request.call, compiled, paths)
-            found = measure.measure(job, worker, progress)
+            found = measure.measure(job, request.device, progress)
     except (TuningError, OSError) as error:
         return str(error)
     except TriaxError:  # a setting

@@ -3,7 +3,6 @@
 A candidate is named after the first dimension of its grid, which is what the driver goes by.
 """
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -13,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from triax.devices import Device
 from triax.errors import TuningError
 from triax.tuning import measure
 from triax.tuning.progress import Progress
 from triax.tuning.worker import client, messages
+
+DEVICE = Device(0, "Imaginary GPU")
 
 
 def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None):
@@ -42,14 +44,9 @@ def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None)
     )
 
 
-def measured(job):
-    with contextlib.closing(client.Worker(0)) as worker:
-        return measure.measure(job, worker, Progress("kernel", 1, quiet_s=0.5))
-
-
 def times(job):
     """Milliseconds by grid, None where a candidate has no time; and the reasons for that."""
-    found = measured(job)
+    found = measure.measure(job, DEVICE, Progress("kernel", 1, quiet_s=0.5))
     assert [t.config for t in found] == [c.label for c in job.candidates]
     grids = [c.grid[0] for c in job.candidates]
     return (
@@ -139,12 +136,12 @@ def test_what_was_timed_counts_where_nothing_can_go_on(driver, caplog):
     )
 
 
-def test_killing_does_not_wait_for_its_children(driver):
+def test_killing_does_not_wait_for_who_holds_the_pipe(driver):
     driver(grandchild=True)
-    worker = client.Worker(0)
+    worker = client.start(0)
     worker.ready()
     start = time.monotonic()
-    worker.close()
+    worker.kill()
     assert time.monotonic() - start < 20
 
 
@@ -152,19 +149,18 @@ FORKING = """
 import os, sys, threading, time
 from triax.tuning import policy
 from triax.tuning.worker import client
-worker = client.Worker(0)
-worker.ready()
+client.start(0).ready()
 held = threading.Event()
 def hold():
-    with policy._lock:
+    with policy._lock, client._lock:
         held.set()
         time.sleep(60)
 threading.Thread(target=hold, daemon=True).start()
 held.wait()
 if os.fork() == 0:
-    with policy._lock:
+    with policy._lock, client._lock:
         pass
-    client.Worker(0).ready()
+    client.start(0).ready()
     sys.exit(7)  # through what is registered for the end
 _, status = os.wait()
 os._exit(os.waitstatus_to_exitcode(status))
@@ -194,7 +190,7 @@ def test_all_bad(driver):
 
 def test_configs_longer_than_one_run_may_take_are_late_not_bad(driver):
     driver(ms={"1": 60_000, "2": 60_000})
-    found = measured(make_job(1, 2, timeout_s=0.5))
+    found = measure.measure(make_job(1, 2, timeout_s=0.5), DEVICE, Progress("kernel", 1))
     assert [t.out_of_time for t in found] == [True, True]
 
 
@@ -202,17 +198,27 @@ def test_memory(driver):
     log = driver(free_bytes=1 << 20)
     big = messages.BufferSpec(1 << 20)
     with pytest.raises(TuningError, match=r"needs 1\d{6} bytes .* may take 524288 "):
-        measured(make_job(1, buffers=[big]))
+        measure.measure(make_job(1, buffers=[big]), DEVICE, Progress("kernel", 1))
     with pytest.raises(TuningError, match="may take 1000 "):
-        measured(make_job(1, limit_bytes=1000))
+        measure.measure(make_job(1, limit_bytes=1000), DEVICE, Progress("kernel", 1))
+    first = client.start(0)
     times(make_job(1, 2, buffers=[messages.BufferSpec(1000, restored=True)]))
-    assert log.read_text().count("+buffer 1000") == 2
+    assert client.start(0) is first  # it is no reason to end the worker
+    lines = [line.split(" ", 1)[1] for line in log.read_text().splitlines()]
+    for thing in ("module", "buffer"):
+        came, went = (sum(line.startswith(f"{s}{thing}") for line in lines) for s in "+-")
+        assert came == went > 0
 
 
 def test_memory_that_is_not_there_after_all(driver):
-    driver(really_free_bytes=5000)
+    log = driver(really_free_bytes=5000)
     with pytest.raises(TuningError, match="could not begin: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
-        measured(make_job(1, buffers=[messages.BufferSpec(4000)] * 2))
+        measure.measure(
+            make_job(1, buffers=[messages.BufferSpec(4000)] * 2), DEVICE, Progress("kernel", 1)
+        )
+    lines = log.read_text()
+    assert lines.count("+buffer") == lines.count("-buffer") == 1
+    assert client.start(0).alive
 
 
 def test_operands_travel_without_a_file_system(driver, monkeypatch):
@@ -233,13 +239,13 @@ def test_operands_that_cannot_be_read(driver):
     driver()
     buffers = [messages.BufferSpec(4000, path="/nonexistent/operand")]
     with pytest.raises(TuningError, match=r"could not begin: .*No such file"):
-        measured(make_job(1, buffers=buffers))
+        measure.measure(make_job(1, buffers=buffers), DEVICE, Progress("kernel", 1))
 
 
 def test_a_driver_that_does_not_start(driver):
     driver(broken_start=True)
     with pytest.raises(TuningError, match=r"ended: (?s:.*)CUDA_ERROR_UNKNOWN"):
-        measured(make_job(1))
+        measure.measure(make_job(1), DEVICE, Progress("kernel", 1))
 
 
 @pytest.mark.parametrize(("executable", "reason"), [("", "no Python"), ("/no/python", "No such")])
@@ -247,7 +253,39 @@ def test_a_python_that_cannot_be_started(driver, monkeypatch, executable, reason
     driver()
     monkeypatch.setattr("sys.executable", executable)
     with pytest.raises(TuningError, match=f"cannot be started: .*{reason}"):
-        measured(make_job(1))
+        measure.measure(make_job(1), DEVICE, Progress("kernel", 1))
+
+
+def test_ends_without_work_and_is_started_anew(driver, monkeypatch):
+    driver()
+    monkeypatch.setattr(client, "_IDLE_S", 0.5)
+    times(make_job(1))
+    worker = client.start(0)
+    deadline = time.monotonic() + 10
+    while worker.alive and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not worker.alive
+    assert times(make_job(1, 2))[1] == {}
+    assert client.start(0) is not worker
+
+
+def test_work_that_comes_in_the_moment_it_ends(driver, monkeypatch):
+    """Nobody reads the job: a second worker does it, once. A third is not tried."""
+    driver()
+    send = client.Worker.send
+    deaths = [1]
+
+    def to_nobody(worker, job):
+        if deaths and deaths.pop():
+            worker._process.kill()
+            worker._process.wait()
+        send(worker, job)
+
+    monkeypatch.setattr(client.Worker, "send", to_nobody)
+    assert times(make_job(1, 2))[1] == {}
+    deaths.extend([1, 1])
+    with pytest.raises(TuningError, match="the tuning worker ended"):
+        measure.measure(make_job(1, 2), DEVICE, Progress("kernel", 1))
 
 
 @pytest.mark.slow("processes are the same on every Python")
@@ -257,10 +295,9 @@ def test_goes_with_its_parent(driver, tmp_path):
         "from tests.tuning.worker import test_worker as t\n"
         "from triax.tuning import measure\n"
         "from triax.tuning.worker import client\n"
-        "worker = client.Worker(0)\n"
-        "worker.start()\n"
+        "client.start(0)\n"
         "print('started', flush=True)\n"
-        "measure.measure(t.make_job(1, timeout_s=60.0), worker, t.Progress('kernel', 1))\n"
+        "measure.measure(t.make_job(1, timeout_s=60.0), t.DEVICE, t.Progress('kernel', 1))\n"
     )
     root = Path(__file__).parents[3]
     path = f"{os.environ['PYTHONPATH']}{os.pathsep}{root / 'src'}{os.pathsep}{root}"

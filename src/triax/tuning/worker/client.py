@@ -1,13 +1,19 @@
-"""The program's side of the tuning worker: starts it, talks to it, ends it."""
+"""The program's side of the tuning worker: starts it, talks to it, ends it.
+
+One worker per GPU serves the whole process. It ends after a minute without work, or with its
+parent, and is started again when needed; it is killed only if it hangs.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ from triax.errors import TuningError
 from triax.tuning.worker import messages
 
 _START_TIMEOUT_S = 60.0
+_IDLE_S = 60.0
 _LAST_BYTES = 12_000
 
 
@@ -23,54 +30,47 @@ class Ended(TuningError):
 
 
 class Worker:
-    """A process that does one job on a GPU, and the connection to it.
+    """A worker process and the connection to it.
 
-    It also ends with its parent. After `close` it can be started again, for another job.
+    Raises:
+      OSError: the process cannot be started.
     """
 
     def __init__(self, device: int):
-        self.device, self.uuid = device, ""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._files = contextlib.ExitStack()
-
-    def start(self) -> None:
-        """Starts the process, if it is not; returns before it is ready.
-
-        Raises:
-          TuningError: the process cannot be started.
-        """
-        if self._process is not None:
-            return
+        if not sys.executable:
+            raise OSError("there is no Python to run")
+        self._connection, theirs = multiprocessing.Pipe()
+        # A file: a pipe would have to be read, and could be held open by the worker's own children.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (`_close` closes it)
+        arguments = (Path(__file__).with_name("process.py"), theirs.fileno(), os.getpid(), device)
         try:
-            if not sys.executable:
-                raise OSError("there is no Python to run")
-            self._connection, theirs = map(self._files.enter_context, multiprocessing.Pipe())
-            # A file, because a pipe would have to be read.
-            self._printed = tempfile.TemporaryFile()  # noqa: SIM115
-            self._files.enter_context(self._printed)
-            program = Path(__file__).with_name("process.py")
-            arguments = (program, theirs.fileno(), os.getpid(), self.device)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *map(str, arguments)],
+                [sys.executable, "-P", *map(str, arguments), str(_IDLE_S)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C goes to the program, which ends the worker
             )
+        except BaseException:
+            self._close()
+            raise
+        finally:
             theirs.close()
-        except OSError as error:
-            self._files.close()
-            raise TuningError(f"the tuning worker cannot be started: {error}") from error
+        self._uuid = ""
 
-    def ready(self) -> None:
-        """Starts the process, if it is not, and waits for its GPU, which then has a `uuid`.
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ready(self) -> str:
+        """The UUID of the worker's GPU, its first message: the GPU answers.
 
         Raises:
-          TuningError: the process cannot be started, or ended or sent nothing instead.
+          Ended: it ended or sent nothing instead.
         """
-        self.start()
-        self.uuid = self.uuid or self.answer(_START_TIMEOUT_S)
+        self._uuid = self._uuid or self.answer(_START_TIMEOUT_S)
+        return self._uuid
 
     def send(self, job: messages.Job) -> None:
         with contextlib.suppress(OSError):  # `answer` reports that the worker ended
@@ -82,7 +82,6 @@ class Worker:
         Raises:
           Ended: the worker ended, or sent nothing in that time and was killed.
         """
-        assert self._process is not None
         try:
             if self._connection.poll(timeout_s):
                 return self._connection.recv()
@@ -93,14 +92,64 @@ class Worker:
             self._printed.seek(0)
             last = self._printed.read()[-_LAST_BYTES:].decode(errors="replace").strip()
             reason = f"ended{': ' * bool(last)}{last}"
-        self.close()
+        self.kill()
         raise Ended(f"the tuning worker {reason}")
 
-    def close(self) -> None:
-        """Ends the process, if there is one."""
-        process, self._process, self.uuid = self._process, None, ""
-        with self._files:
-            if process is not None:
-                process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(10)
+    def kill(self) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the worker is the parent's, and the connection is a copy."""
+        self._process.returncode = 0  # or Python would wait for it here
+        self._close()
+
+    def _close(self) -> None:
+        self._connection.close()
+        self._printed.close()
+
+
+_workers: dict[int, Worker] = {}
+_lock = threading.Lock()
+
+
+def _start_afresh() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for worker in _workers.values():
+        worker.leave_to_parent()
+    _workers.clear()
+
+
+os.register_at_fork(after_in_child=_start_afresh)
+
+
+def start(device: int) -> Worker:
+    """The worker of a GPU, started if there is none. Returns before it is ready.
+
+    Raises:
+      TuningError: the process cannot be started.
+    """
+    with _lock:
+        worker = _workers.get(device)
+        if worker is None or not worker.alive:
+            if worker is not None:
+                worker.kill()  # it ended by itself: its files are still open
+            try:
+                worker = _workers[device] = Worker(device)
+            except OSError as error:
+                raise TuningError(f"the tuning worker cannot be started: {error}") from error
+        return worker
+
+
+def stop_all() -> None:
+    """Ends all workers of this process."""
+    with _lock:
+        for worker in _workers.values():
+            worker.kill()
+        _workers.clear()
+
+
+atexit.register(stop_all)

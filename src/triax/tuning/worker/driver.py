@@ -110,6 +110,7 @@ class Bench:
         self.flush_bytes: int = 2 * device.l2_bytes
         self.addresses: list[int] = []
         self.originals: dict[int, int] = {}
+        self.modules: list[Any] = []
         self.scratch = self.flush = 0
         self.start = call(self.cu.cuEventCreate, 0)
         self.end = call(self.cu.cuEventCreate, 0)
@@ -135,8 +136,18 @@ class Bench:
             self.scratch = self.device.allocate(self.scratch_bytes())
         call(self.cu.cuCtxSynchronize)
 
+    def release(self) -> None:
+        for module in self.modules:
+            call(self.cu.cuModuleUnload, module)
+        addresses = [*self.addresses, *self.originals.values(), self.flush, self.scratch]
+        for address in filter(None, addresses):
+            call(self.cu.cuMemFree, address)
+        call(self.cu.cuEventDestroy, self.start)
+        call(self.cu.cuEventDestroy, self.end)
+
     def load(self, candidate: messages.CompiledCandidate) -> Any:
         module = call(self.cu.cuModuleLoadData, candidate.cubin)
+        self.modules.append(module)
         function = call(self.cu.cuModuleGetFunction, module, candidate.entry.encode())
         if candidate.shared_bytes > 48 * 1024:
             attributes = self.cu.CUfunction_attribute

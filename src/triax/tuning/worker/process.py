@@ -1,9 +1,9 @@
 """The tuning worker: a process with its own CUDA context that times kernels.
 
-It imports neither JAX nor the rest of Triax. It does one job and answers as it goes, so that the
-program always knows which candidate is running, and keeps earlier timings. A candidate that faults
-breaks this process's context, and one that never ends blocks its device queue; both end this
-process, not the program. It also ends with its parent.
+It imports neither JAX nor the rest of Triax. It answers jobs as it goes, so that the program always
+knows which candidate is running, and keeps earlier timings. A candidate that faults breaks this
+process's context, and one that never ends blocks its device queue; both end this process, not the
+program. It also ends with its parent, and after some time without work.
 """
 
 from __future__ import annotations
@@ -126,10 +126,13 @@ def work(device: driver.Context, job: messages.Job, answer: Callable[[Any], None
             "(half of what is free, or TRIAX_TUNING_BYTES)"
         )
         return
-    bench.allocate()
-    rounds = Rounds(bench, answer)
-    rounds.first()
-    rounds.final()
+    try:
+        bench.allocate()
+        rounds = Rounds(bench, answer)
+        rounds.first()
+        rounds.final()
+    finally:
+        bench.release()
     answer(None)
 
 
@@ -146,20 +149,24 @@ def follow_parent(parent: int) -> None:
 
 
 def main() -> None:
-    descriptor, parent, index = map(int, sys.argv[1:])
+    descriptor, parent, index = map(int, sys.argv[1:4])
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
     device = driver.Context(index)
     connection.send(device.uuid)
-    try:
-        job = connection.recv()
-    except (OSError, EOFError):  # the program does not need the worker after all
-        return
-    try:
-        work(device, job, connection.send)
-    except (driver.DriverError, OSError) as error:  # not about a candidate, mostly memory
-        connection.send(str(error))
-    leave(0)
+    while True:
+        try:
+            if not connection.poll(float(sys.argv[4])):
+                return  # without work for too long
+            job = connection.recv()
+        except (OSError, EOFError):  # nobody is connected any more
+            return
+        try:
+            work(device, job, connection.send)
+        except (driver.DriverError, OSError) as error:  # not about a candidate, mostly memory
+            connection.send(str(error))
+            if device.is_broken():
+                leave(6)
 
 
 if __name__ == "__main__":
