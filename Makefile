@@ -5,7 +5,7 @@
 #                      slow ones, which TESTS="not gpu" adds
 #   make gpu-test      the tests that need one
 #   make lint          style and types
-#   make matrix        the tests on every supported JAX and Triton (ARGS="--only 0.8.0,0.12")
+#   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make docs wheel    the documentation in site/, the wheel in dist/
 #   make clean         removes what these made
 #   make help          this list
@@ -58,7 +58,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 matrix: $(STAMP)
-	$(PY) tools/matrix.py $(ARGS)
+	$(PY) -m nox -f tools/matrix.py $(ARGS)
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

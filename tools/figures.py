@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from triax.bench.report import is_of_device
+from triax.bench.report import is_of_device, renamed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -35,8 +35,8 @@ NAMES = {
     "unpermute": "unpermute, weighted",
     "permute_grad": "gradient of permute",
     "unpermute_grad": "gradient of unpermute",
-    "route": "plan, permute, unpermute",
-    "route+grad": "the same, forward and backward",
+    "moves": "plan, permute, unpermute",
+    "moves+grad": "the same, forward and backward",
     "sort_chunks": "chunk sort",
     "sort_chunks_grad": "gradient of the chunk sort",
 }
@@ -54,7 +54,8 @@ MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad
 
 @functools.cache
 def record(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+    found = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+    return renamed(found) if "schema" in found else found
 
 
 def find(implementation: str = "triax", source: str = "h200", **what: Any) -> list[dict[str, Any]]:
@@ -127,9 +128,9 @@ def _against(columns: Sequence[dict[str, Any]], titles: Sequence[str]) -> str:
 
 
 def against() -> str:
-    """A route forward and backward, how many times as fast as each competitor."""
+    """The moves forward and backward, how many times as fast as each competitor."""
     presets = ("deepseek-v3", "qwen3-235b", "mixtral-8x7b")
-    shape = {"op": "route+grad", "tokens": 16384, "routing": "uniform"}
+    shape = {"op": "moves+grad", "tokens": 16384, "routing": "uniform"}
     columns = [shape | {"preset": preset} for preset in presets]
     return _against(columns, [PRESETS[preset] for preset in presets])
 
@@ -158,8 +159,8 @@ def models() -> str:
 
 
 def small() -> str:
-    """DeepSeek-V3's shape from few tokens to many: the plan and a route."""
-    ops = ("plan", "route", "route+grad")
+    """DeepSeek-V3's shape from few tokens to many: the plan and the moves."""
+    ops = ("plan", "moves", "moves+grad")
     shape = {"preset": "deepseek-v3", "routing": "uniform"}
     rows = []
     for tokens in sorted({r["tokens"] for r in find(**shape)}):

@@ -24,6 +24,7 @@ from triax.emitting import emit
 from triax.errors import ArgumentValueError, UnsupportedError
 from triax.interpreting import callback
 from triax.tuning import policy
+from triax.tuning.request import Request
 
 
 def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
@@ -83,9 +84,8 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
     gpus = devices.gpus(ctx)
     capability = devices.compute_capability(call.display_name, call.compute_capability, gpus)
     device = devices.for_tuning(ctx, gpus, capability)
-    choice = policy.choose(
-        call, launches, capability, compiler.compile_all, device, fallback=fallback
-    )
+    request = Request(call, launches, capability, compiler.compile_all, device, fallback=fallback)
+    choice = policy.choose(request)
     kernels = [ahead.compile_launch(launch, capability) for launch in choice.launches]
     policy.note(choice, kernels)
     return emit.compiled(ctx, operands, call, choice.launches, kernels, choice.key)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from triax.bench import report
 from triax.bench.cases import OPS, Case
 
-COMMITTED = json.loads((Path(__file__).parents[2] / "benchmarks" / "h200.json").read_text())
+COMMITTED = report.read(Path(__file__).parents[2] / "benchmarks" / "h200.json")
 PERMUTE = next(r for r in COMMITTED["results"] if r["op"] == "permute")
 PLAN = next(r for r in COMMITTED["results"] if r["op"] == "plan")
 

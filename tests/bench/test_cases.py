@@ -38,9 +38,9 @@ def test_tokens_choose_distinct_experts_or_the_first(routing, first):
 
 
 def test_bytes_streams_and_operations():
-    route = small_case("route+grad", "bfloat16")
+    moves = small_case("moves+grad", "bfloat16")
     unit = 24 * 80 * 2
-    streams, sizes = zip(*route.passes, strict=True)
+    streams, sizes = zip(*moves.passes, strict=True)
     there, back, both = Stream(1, 2, unit), Stream(2, 1, unit), Stream(3, 2, unit)
     assert streams == (there, back, both, back)
     assert 14 * unit < sum(sizes) < 15 * unit

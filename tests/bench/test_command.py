@@ -133,7 +133,7 @@ def test_matmuls_are_compared_with_dense_ones(bench, capsys):
 @pytest.mark.slow("the benchmark is of one Python")
 def test_memory_and_first_calls_are_asked_for(bench, monkeypatch):
     calls = [{"implementation": "xla", "cached": False, "total_s": 1.0, "parts": {}}]
-    monkeypatch.setattr(runner, "measure_first_calls", lambda: calls)
+    monkeypatch.setattr(runner, "measure_first_calls", lambda on_gpu: calls)
     words = "--ops plan --presets mixtral-8x7b --tokens 16 8 --first-call --memory"
     _, made = bench(words)
     assert made["first_call"] == calls
@@ -166,7 +166,7 @@ def test_full_is_all_combinations_and_more(monkeypatch):
     assert rivals == {("permute", 16384)}
 
 
-def test_lists_take_the_place_of_the_suite_s(monkeypatch):
+def test_lists_take_the_place_of_the_suite_s(monkeypatch, capsys):
     words = "--ops unpermute permute --tokens 64 32 --dtypes float32 --routing skewed"
     cases = selected(f"full {words} --presets kimi-k2", monkeypatch)
     assert [(c.op, c.tokens) for c in cases] == [
@@ -175,6 +175,8 @@ def test_lists_take_the_place_of_the_suite_s(monkeypatch):
     assert {(c.preset, c.dtype, c.routing) for c in cases} == {("kimi-k2", "float32", "skewed")}
     assert {c.preset for c in selected("--presets kimi-k2", monkeypatch)} == {"kimi-k2"}
     assert len(selected("--presets kimi-k2 --ops sort_chunks", monkeypatch)) == 1
+    assert {c.op for c in selected("--ops route router", monkeypatch)} == {"moves", "router"}
+    assert "the op `route` is now called `moves`" in capsys.readouterr().err
     assert {c.op for c in selected("scaling", monkeypatch)} == {
         name for name, op in OPS.items() if "uniform" in op.routings and not op.matmuls
     }

@@ -20,7 +20,7 @@ MODULE = "transformer_engine.jax.permutation"
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """Packages in the place of TransformerEngine, tokamax and PyTorch; the latter is returned."""
+    """Packages in the place of TransformerEngine, tokamax and PyTorch; PyTorch's is returned."""
     torch = types.SimpleNamespace(
         from_dlpack=np.from_dlpack,
         index_select=lambda array, axis, index: np.take(array, index, axis=axis),
@@ -78,10 +78,10 @@ def test_what_is_not_there_says_why(libraries, monkeypatch):
     [
         ("permute", "jnp.take", 0, 0),
         ("unpermute", "jnp.take", 0, 0),
-        ("route", "argsort+take", 2, 0),
-        ("route+grad", "argsort+take", 2, 2),
-        ("route+grad", "argsort+take+sum", 2, 2),
-        ("route+grad", "hand-fused vjp", 1, 1),
+        ("moves", "argsort+take", 2, 0),
+        ("moves+grad", "argsort+take", 2, 2),
+        ("moves+grad", "argsort+take+sum", 2, 2),
+        ("moves+grad", "hand-fused vjp", 1, 1),
         ("sort_chunks", "jnp.take", 0, 0),
     ],
 )

@@ -1,13 +1,11 @@
-"""First calls: the measured program in a process of its own, and what is made of its times."""
+"""First calls: the measured program in a separate process, and what is made of its times."""
 
 from __future__ import annotations
 
 import os
 
-import jax
 import pytest
 
-from triax.bench import first_call
 from triax.bench.first_call import measure_first_calls, run_program
 
 PARTS = ["import_triax_s", "trace_s", "lower_s", "compile_s", "run_s"]
@@ -27,7 +25,7 @@ def test_program_runs_and_fills_its_caches(tmp_path):
 
 
 @pytest.fixture
-def folders(monkeypatch):
+def runs():
     """Where the programs' caches were, with times in place of their runs."""
     seconds = {"triton": iter([2.0, 0.5, 0.3, 0.4]), "xla": iter([0.6, 0.2, 0.15, 0.1])}
     folders = []
@@ -38,13 +36,12 @@ def folders(monkeypatch):
             raise RuntimeError("no cubin")
         return {"compile_s": left, "import_triax_s": 0.05}
 
-    monkeypatch.setattr(first_call, "run_program", run)
-    return folders
+    return folders, run
 
 
-def test_records(folders, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    records = measure_first_calls()
+def test_records(runs):
+    folders, run = runs
+    records = measure_first_calls(True, run)
     assert [(r["implementation"], r["cached"], r["total_s"]) for r in records] == [
         ("xla", False, pytest.approx(0.65)),
         ("xla", True, pytest.approx(0.15)),
@@ -55,12 +52,11 @@ def test_records(folders, monkeypatch):
     assert [r["over_xla_s"] for r in records[2:]] == [pytest.approx(1.45), pytest.approx(0.25)]
     assert len(set(folders[:4])) == len(set(folders[4:])) == 1
     assert not os.path.exists(folders[0])
-    failed = measure_first_calls()
+    failed = measure_first_calls(True, run)
     assert [r["error"] for r in failed] == ["RuntimeError: no cubin"] * 4
     assert [r["total_s"] for r in failed] == [r["over_xla_s"] for r in failed] == [None] * 4
 
 
-def test_without_a_gpu_there_is_only_plain_jax(folders, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    records = measure_first_calls()
+def test_without_a_gpu_there_is_only_plain_jax(runs):
+    records = measure_first_calls(False, runs[1])
     assert [(r["implementation"], "no GPU" in r["note"]) for r in records] == [("xla", True)] * 2

@@ -16,7 +16,7 @@ def test_the_committed_record(tmp_path):
 
 
 @pytest.mark.slow("the benchmark is of one Python")
-def test_the_same_bytes_whatever_the_user_s_style(tmp_path):
+def test_the_same_bytes_with_any_style_of_the_user(tmp_path):
     small = record(result(), result("jnp.take"))
     first = draw(small, tmp_path / "first")
     with matplotlib.rc_context({"font.size": 30, "svg.hashsalt": "mine"}):

@@ -39,6 +39,8 @@ def test_other_files_are_refused(content, tmp_path):
         read(path)
     path.write_text(json.dumps(COMMITTED))
     assert read(path) == COMMITTED
+    path.write_text(json.dumps(COMMITTED).replace('"moves', '"route'))  # of an older version
+    assert read(path) == COMMITTED
 
 
 def test_rows_of_moves_and_of_matmuls():

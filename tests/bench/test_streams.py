@@ -60,7 +60,7 @@ def test_the_delay_takes_as_long_as_it_is_told():
 
 
 @pytest.fixture
-def times(monkeypatch):
+def times():
     """How long each layout takes, and by which method, by name; 50 µs by default."""
     times = {}
     names = {layout: name for name, layout in LAYOUTS.items()}
@@ -74,15 +74,14 @@ def times(monkeypatch):
         moved = jnp.asarray(expected_units(np.asarray(source), writes, layout))
         return moved.at[times["spoiled"]].add(1) if "spoiled" in times else moved
 
-    monkeypatch.setattr(streams, "time_program", time_program)
-    monkeypatch.setattr(streams, "stream_units", units)
+    times["how"] = time_program, units
     return times
 
 
 def test_the_fastest_layout_is_the_limit(times):
     first, second, *others = LAYOUTS
     times |= {first: (1.0, "host-bound"), second: (10.0, "events")}
-    limit = find_limit(Stream(1, 8, 10**5))
+    limit = find_limit(Stream(1, 8, 10**5), *times["how"])
     assert (limit["reads"], limit["writes"]) == (1, 8)
     assert (limit["median_us"], limit["config"]) == (10.0, second)
     # As many bytes as asked for, rounded up to whole blocks.
@@ -90,28 +89,27 @@ def test_the_fastest_layout_is_the_limit(times):
     assert limit["terabytes_per_second"] == pytest.approx(limit["bytes"] / 10.0 / 1e6)
     times.update(dict.fromkeys((second, *others), (1.0, "host-bound")))
     with pytest.raises(RuntimeError, match="the host is too slow"):
-        find_limit(Stream(2, 1, 10**5))
+        find_limit(Stream(2, 1, 10**5), *times["how"])
 
 
 @pytest.mark.parametrize("place", [(0, 0), (-1, -1)])
 def test_wrong_streams_are_no_limit(times, place):
     times["spoiled"] = place
     with pytest.raises(RuntimeError, match="moved its data wrongly"):
-        find_limit(Stream(3, 2, 10**5))
+        find_limit(Stream(3, 2, 10**5), *times["how"])
 
 
-def test_limits_are_measured_once_and_added_up(monkeypatch):
+def test_limits_are_measured_once_and_added_up():
     rates = iter([10.0, 20.0])
     find = lambda stream: {"bytes": 10**4, "median_us": next(rates)}
-    monkeypatch.setattr(streams, "find_limit", find)
     known = {}
     # As far as the ops' bytes go at the rate of the stream.
-    (_, there), (_, back) = small_case("route").passes
-    for op, us in [("permute", 10 * there), ("route", 10 * there + 20 * back)] * 2:
-        assert limit_us(small_case(op), known) == pytest.approx(us / 10**4)
+    (_, there), (_, back) = small_case("moves").passes
+    for op, us in [("permute", 10 * there), ("moves", 10 * there + 20 * back)] * 2:
+        assert limit_us(small_case(op), known, find) == pytest.approx(us / 10**4)
     assert limit_us(small_case("plan"), known) is None
     with pytest.raises(StopIteration):
-        limit_us(small_case("unpermute_grad"), known)
+        limit_us(small_case("unpermute_grad"), known, find)
 
 
 def test_the_decode_benchmark_measures_matmuls_against_a_read(monkeypatch):

@@ -124,18 +124,18 @@ def test_outputs_are_dropped_before_the_next_run():
     assert not alive
 
 
-def test_bursts_count_by_their_mean_after_a_rest(monkeypatch):
+def test_bursts_count_by_their_mean_after_a_rest():
     """A device that slows down while it is busy, and is fast again after a rest."""
     device = Device(1000.0)
     rests = []
-    monkeypatch.setattr(timing.time, "sleep", lambda s: (rests.append(s), speed.append(0)))
+    rest = lambda s: (rests.append(s), speed.append(0))
     speed = [0]
 
     def call():
         speed[-1] += 1
         return device.run(1000.0 + 10 * speed[-1])
 
-    found = timing.time_bursts(call, device)
+    found = timing.time_bursts(call, device, rest)
     assert found.method == "bursts"
     assert (found.samples, rests) == (timing.BURSTS, [timing.REST_S] * timing.BURSTS)
     count = round(timing.BURST_MS * 1e3 / 1055)

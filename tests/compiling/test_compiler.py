@@ -28,7 +28,7 @@ from tests.cases import cuda_calls as lower
 from tests.same_name import first, second
 from triax.compat import triton_private
 from triax.compat.triton_lock import TRITON
-from triax.compiling import compiled_kernel, compiler
+from triax.compiling import compiled_kernel, compiler, threads
 from triax.errors import CompilationError, CompilationTimeout
 
 pytestmark = pytest.mark.cuda_plugin
@@ -396,40 +396,34 @@ def test_unique_entry_needs_an_entry():
 
 
 class TestTimeLimits:
-    """Two of six candidates take too long, whatever the number of cores."""
+    """Two of six candidates take too long, on any number of cores."""
 
     @pytest.fixture
-    def compile_all(self, monkeypatch):
+    def compile_all(self):
         release = threading.Event()
 
-        def compile_in_turn(launch, capability, **options):
-            if launch in slow:
-                release.wait(30)
-            time.sleep(0.05)
-            return launch
+        def run(launches, late, timeout_s=0.3, size=None):
+            def compile_one(launch):
+                if launch in late:
+                    release.wait(30)
+                time.sleep(0.05)
+                return launch
 
-        slow = set()
-        monkeypatch.setattr(compiler, "_compile_in_turn", compile_in_turn)
-
-        def run(launches, late, timeout_s=0.3):
-            slow.update(late)
             steps = []
-            found = compiler.compile_all(launches, 90, timeout_s, on_each=lambda: steps.append(1))
-            return found, len(steps)
+            on_each = lambda: steps.append(1)
+            return threads.each(compile_one, launches, timeout_s, on_each, size), len(steps)
 
         yield run
         release.set()
 
-    def test_the_others_are_compiled(self, compile_all, monkeypatch):
-        monkeypatch.setattr("os.cpu_count", lambda: 2)
-        found, steps = compile_all("abcdef", "ab")
+    def test_the_others_are_compiled(self, compile_all):
+        found, steps = compile_all("abcdef", "ab", size=2)
         assert found[2:] == list("cdef")
         assert steps == 4
         assert all("not compiled after 0.3 s" in str(error) for error in found[:2])
 
-    def test_not_for_ever(self, compile_all, monkeypatch):
-        monkeypatch.setattr("os.cpu_count", lambda: 1)
-        found, _ = compile_all("abcdef", "abcdef")
+    def test_not_for_ever(self, compile_all):
+        found, _ = compile_all("abcdef", "abcdef", size=1)
         assert [str(error)[:15] for error in found] == [
             *["it was not comp"] * 2,
             *["it was not wait"] * 4,

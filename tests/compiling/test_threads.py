@@ -127,7 +127,7 @@ print(statuses.count(0), statuses, failures)
 
 
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
-def test_a_forked_child_compiles_and_interprets_whatever_other_threads_are_at(tmp_path):
+def test_a_forked_child_compiles_and_interprets_while_other_threads_do(tmp_path):
     done = run_program(FORKS, 1, 8, TRITON_CACHE_DIR=str(tmp_path), timeout=900)
     assert done.stdout == f"8 {[0] * 8} []\n", done.stderr
 

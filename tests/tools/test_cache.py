@@ -144,7 +144,7 @@ class TestClear:
         assert "Give `--all`, or a name." in one_line(capsys)
         for answer, status, left in (("", 1, 3), ("\n", 1, 3), ("no\n", 1, 3), ("y\n", 0, 0)):
             terminal = io.StringIO(answer)
-            monkeypatch.setattr(terminal, "isatty", lambda: True)
+            terminal.isatty = lambda: True
             monkeypatch.setattr("sys.stdin", terminal)
             assert cli.main(["cache", "clear"]) == status
             assert "delete all 3 configs from" in capsys.readouterr().out

@@ -44,12 +44,11 @@ def with_packages(machine, **changes):
 @pytest.fixture
 def report(monkeypatch, capsys):
     """The exit status, the findings by name, and the verdict, for a machine that there is not."""
-    monkeypatch.setattr(doctor, "_trial", lambda machine: ())
+    sections = {name: find for name, find in doctor.SECTIONS.items() if name != "trial"}
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
 
     def run(machine):
-        monkeypatch.setattr(doctor, "look", lambda: machine)
-        status = cli.main(["doctor", "--json"])
+        status = doctor.doctor(True, machine, sections)
         made = json.loads(capsys.readouterr().out)
         return status, {f["name"]: f for f in made["findings"]}, made["verdict"]
 
@@ -199,7 +198,7 @@ def test_a_kernel_that_fails(monkeypatch, capsys):
     assert "fix   in the interpreter  ValueError: no\n" in capsys.readouterr().out
 
 
-# --- in a process of its own, on this machine ----------------------------------------------
+# --- in a separate process, on this machine ----------------------------------------------
 
 
 def run(program="", **changes):

@@ -72,6 +72,6 @@ def driver(monkeypatch, tmp_path):
 def fresh_process():
     """As if the process had just started."""
     policy.forget()
-    policy._log_fallback.cache_clear()
+    policy._warn.cache_clear()
     yield
     policy.forget()

@@ -19,7 +19,7 @@ from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
 from triax.binding.launch import ArrayType
 from triax.compat import versions
-from triax.compiling import compiler
+from triax.compiling import compiler, threads
 from triax.errors import (
     ArgumentTypeError,
     CompilationError,
@@ -29,6 +29,7 @@ from triax.errors import (
 )
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.key import make_key
+from triax.tuning.request import Request
 from triax.tuning.store import Store
 
 pytestmark = pytest.mark.cuda_plugin
@@ -300,7 +301,7 @@ def test_all_failing_is_an_error_with_each_reason(measurer):
     assert store.user_store().paths() == []
 
 
-def test_explain_sees_the_mode_in_force_whatever_was_traced_before(measurer):
+def test_explain_sees_the_mode_in_force_and_not_that_of_an_older_trace(measurer):
     function = lambda x: add(x, x)
     triax.explain(function, X)
     policy.forget()
@@ -495,12 +496,11 @@ class TestRealOperands:
         call = equation.params["call"]
         array = ArrayType(X.shape, X.dtype)
         launches = [call.launch(c, (array, array), (array,)) for c in call.candidates]
-        (launch,) = policy.choose(
-            call, launches, 90, compiler.compile_all, DEVICE, inputs=[X, X]
-        ).launches
+        request = Request(call, launches, 90, compiler.compile_all, DEVICE, inputs=[X, X])
+        (launch,) = policy.choose(request).launches
         return launch
 
-    def test_are_measured_whatever_is_known(self, measurer):
+    def test_are_measured_even_if_a_config_is_known(self, measurer):
         measurer.times = fastest(LABELS[0])
         explain()
         measurer.times = fastest(LABELS[2])
@@ -721,5 +721,6 @@ def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
     call = explain()
     assert not release.is_set()
     release.set()
+    threads.join(threads._all)
     assert call.grid == ((4, 1, 1),)
     assert "was not compiled after" in caplog.text

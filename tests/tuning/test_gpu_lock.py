@@ -47,12 +47,11 @@ def test_waits_for_another_process_and_says_so(elsewhere, caplog):
 
 
 @pytest.mark.slow("processes are the same on every Python")
-def test_waiting_is_bounded_and_logged(elsewhere, caplog, monkeypatch):
-    monkeypatch.setattr(gpu_lock, "_TIMEOUT_S", 0.3)
+def test_waiting_is_bounded_and_logged(elsewhere, caplog):
     start = time.monotonic()
     with (
         pytest.raises(TuningError, match=r"have measured on this GPU for 0\.3 s"),
-        gpu_lock.one_at_a_time("one-gpu"),
+        gpu_lock.one_at_a_time("one-gpu", timeout_s=0.3),
     ):
         pytest.fail("it is held")
     assert time.monotonic() - start < 20

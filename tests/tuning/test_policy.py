@@ -17,7 +17,7 @@ CASE = next(case for case in CASES if case.name == "autotuned_accumulate")
 
 @pytest.fixture(autouse=True)
 def fresh_process():
-    policy._log_fallback.cache_clear()
+    policy._warn.cache_clear()
     policy.forget()
 
 
@@ -51,7 +51,7 @@ def test_strict_is_an_error():
     assert "`triax tune FILE:FUNCTION`" in str(caught.value)
 
 
-# Below and above the floor, whatever is installed: the target of a run-time autotuned call is
+# Below and above the floor, with any version installed: the target of a run-time autotuned call is
 # the legacy one, and its argument lists are those of the installed jaxlib.
 @pytest.mark.parametrize("version", ["0.9.2", "0.9.2.dev20260316", "0.9.0", "0.8.3"])
 def test_runtime_below_the_floor(version, monkeypatch):

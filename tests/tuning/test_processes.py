@@ -140,7 +140,7 @@ def with_driver(tmp_path):
 
 
 def run_kernel(tmp_path, delays, environments):
-    """What each process of a job says of one kernel; each has a store of its own."""
+    """What each process of a job says of one kernel; each has its own store."""
     address = free_address()
     processes = [
         start(

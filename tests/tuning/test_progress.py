@@ -15,26 +15,28 @@ class OnlyWrites:
         pass
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.mark.parametrize(
     "stderr", [None, OnlyWrites(), io.StringIO()], ids=["none", "only-writes", "closed"]
 )
-def test_whatever_stands_for_standard_error(monkeypatch, caplog, stderr):
-    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+def test_anything_can_stand_for_standard_error(monkeypatch, caplog, stderr):
     if isinstance(stderr, io.StringIO):
         stderr.close()
     monkeypatch.setattr(sys, "stderr", stderr)
-    shown = progress.Progress("kernel", 3)
+    shown = progress.Progress("kernel", 3, quiet_s=0.0)
     shown.step()
     shown.close()
     assert "tuning kernel: 1 of 6 steps" in caplog.text
 
 
 def test_a_bar_on_a_terminal(monkeypatch, caplog):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(progress, "_QUIET_S", 0.0)
+    terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    shown = progress.Progress("kernel", 3)
+    shown = progress.Progress("kernel", 3, quiet_s=0.0)
     for _ in range(6):
         shown.step()
     shown.close()

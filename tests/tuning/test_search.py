@@ -103,7 +103,6 @@ def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, mon
         ("os.memfd_create", OSError(28, "No space left on device")),
         ("subprocess.Popen", OSError(7, "Argument list too long")),
         ("fcntl.flock", OSError(37, "No locks available")),
-        ("threading.Thread.start", RuntimeError("can't start new thread")),
         ("multiprocessing.connection.Connection.send", ValueError("no name for it")),
         ("tempfile.NamedTemporaryFile", OSError(28, "No space left on device")),
     ],
@@ -158,7 +157,7 @@ def test_a_mistake_in_tuning_inputs_is_an_error(gpu):
 
 @pytest.mark.parametrize("name", ["cuda.py", "cuda/__init__.py"])
 def test_a_program_with_a_file_called_cuda(monkeypatch, tmp_path, caplog, name):
-    """Not run to look at it, if it is no package."""
+    """A file that is not a package is not run to look at it."""
     monkeypatch.setattr("triax.devices.for_tuning", lambda *_: DEVICE)
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)

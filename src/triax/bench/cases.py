@@ -57,7 +57,7 @@ class Case:
         """Runs the op by `implementation`, as its functions take it.
 
         It may also be a function to call in their place: `moe.ragged_dot`'s, the router's, that of
-        a move, or one from x, experts and weights for a whole route.
+        a move, or one from x, experts and weights for all moves together.
         """
         return _program(self.unnamed, implementation)
 
@@ -154,7 +154,7 @@ def _unpermute(case: Case, how: Any, i: Inputs) -> Any:
     return _call(moe.unpermute, how, i["rows"], i["plan"], i["weights"])
 
 
-def _route(case: Case, how: Any, i: Inputs) -> Any:
+def _moves(case: Case, how: Any, i: Inputs) -> Any:
     if callable(how):
         return how(i["x"], i["selected_experts"], i["weights"])
     rows, plan = _permute_with_plan(case, how, i)
@@ -217,17 +217,19 @@ class Op(NamedTuple):
 _gradients = functools.partial(_with_gradients, alone=True)
 _permute_grad = _gradients(_permute, "x", upstream="rows")
 _unpermute_grad = _gradients(_unpermute, "rows", "weights")
-_route_grad = _with_gradients(_route, "x", "weights")
+_moves_grad = _with_gradients(_moves, "x", "weights")
 _router_grad = _with_gradients(lambda *a: _router(*a).weights, "logits", upstream="weights")
 _sort_grad = _gradients(_sort_chunks, "x")
 _dot_grad_rows = _gradients(_ragged_dot, "rows", upstream="d_products")
 _dot_grad_weights = _gradients(_ragged_dot, "matrices", upstream="d_products")
 _layer = _with_gradients(_feed_forward, *LAYER.split())
 
-_ROUTE, _BACK = "x selected_experts weights", "rows plan weights"
+_MOVED, _BACK = "x selected_experts weights", "rows plan weights"
 _BOTH_WAYS = "permute unpermute unpermute_grad permute_grad"
 _CHUNKS, _DOT = "split_sizes sorted_indices", "rows matrices group_sizes"
 _DRAWN, _GROUPED = ("uniform",), ("even", "uneven", "half")
+
+FORMER_NAMES = {"route": "moves", "route+grad": "moves+grad"}  # as older records have them
 
 OPS: dict[str, Op] = {
     "plan": Op("selected_experts", _plan, "plan", "selected_experts"),
@@ -236,8 +238,8 @@ OPS: dict[str, Op] = {
     "unpermute": Op(_BACK, _unpermute, "unpermute", "rows"),
     "permute_grad": Op("rows plan", _permute_grad, "permute_grad", "rows"),
     "unpermute_grad": Op(f"{_BACK} gradient", _unpermute_grad, "unpermute_grad", "rows weights"),
-    "route": Op(_ROUTE, _route, "permute unpermute", "x"),
-    "route+grad": Op(f"{_ROUTE} gradient", _route_grad, _BOTH_WAYS, "x gradient weights"),
+    "moves": Op(_MOVED, _moves, "permute unpermute", "x"),
+    "moves+grad": Op(f"{_MOVED} gradient", _moves_grad, _BOTH_WAYS, "x gradient weights"),
     "router": Op("logits", _router, "router", "", _DRAWN),
     "router+grad": Op("logits weights", _router_grad, "router+grad", "weights logits", _DRAWN),
     "sort_chunks": Op(f"x {_CHUNKS}", _sort_chunks, "sort_chunks", "x", (None,)),

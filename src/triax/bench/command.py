@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from triax.bench.cases import OPS
+from triax.bench.cases import FORMER_NAMES, OPS
 from triax.bench.suites import DTYPES, NAMES, ROUTINGS, SUITES
 from triax.errors import ArgumentValueError
 
@@ -36,19 +36,26 @@ def add_parsers(commands: Any) -> None:
     ):
         text = f"{what}: {', '.join(names)}"
         several: Any = {"nargs": "+", "action": "extend", "metavar": "X"}
-        parser.add_argument(f"--{name}", choices=names, help=text, **several)
+        read = _op if name == "ops" else str
+        parser.add_argument(f"--{name}", choices=names, type=read, help=text, **several)
     parser.add_argument("--tokens", type=_count, help="how many tokens the models get", **several)
     about = "write the record, after every case"
     parser.add_argument("--json", type=Path, metavar="FILE", help=about)
     parser.add_argument("--no-competitors", action="store_true", help="measure Triax alone")
     parser.add_argument("--first-call", action="store_true", help="time first calls too")
-    parser.add_argument("--memory", action="store_true", help="what memory a route takes too")
+    parser.add_argument("--memory", action="store_true", help="what memory the moves take too")
     parser.set_defaults(run=bench)
 
     parser = commands.add_parser("draw", help="draw pictures of what `triax bench --json` wrote")
     parser.add_argument("file", type=Path, metavar="FILE", help="the record")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write PNG and SVG")
     parser.set_defaults(run=draw)
+
+
+def _op(word: str) -> str:
+    if word in FORMER_NAMES:
+        print(f"triax: the op `{word}` is now called `{FORMER_NAMES[word]}`", file=sys.stderr)
+    return FORMER_NAMES.get(word, word)
 
 
 def _count(word: str) -> int:

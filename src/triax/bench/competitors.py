@@ -133,8 +133,8 @@ def _engine_sort(case: Case) -> Competitor:
 def _engine_moves(case: Case) -> Competitor:
     """It takes a mask and probs [tokens, experts] in place of experts and weights.
 
-    A router made for it would give them, so they are made before the clock starts. Its row map is
-    its own to make: it is on the clock of a route, and not of a single move.
+    A router made for it would give them, so they are made before the clock starts. It also makes
+    a row map, whose time counts for the moves together, and not for a single move.
     """
     if case.routing == "skewed" and case.top_k > 1:
         raise ValueError("a mask cannot name an expert twice, as tokens of a skewed routing do")
@@ -151,24 +151,24 @@ def _engine_moves(case: Case) -> Competitor:
             made["plan"] = engine.token_dispatch(x, mask, case.rows)[2]
         return made
 
-    def route(x: jax.Array, mask: jax.Array, probs: jax.Array) -> jax.Array:
+    def moves(x: jax.Array, mask: jax.Array, probs: jax.Array) -> jax.Array:
         rows, _, row_id_map = engine.token_dispatch(x, mask, case.rows)[:3]
         return engine.token_combine(jax.lax.optimization_barrier(rows), row_id_map, probs)
 
     def with_weights_gradient(i: Inputs) -> Any:
-        y, d_x, d_probs = case.program(route)(i)
+        y, d_x, d_probs = case.program(moves)(i)
         return y, d_x, jnp.take_along_axis(d_probs, i["selected"], axis=1)
 
-    if case.op == "route+grad":
+    if case.op == "moves+grad":
         return Competitor(with_weights_gradient, prepare)
-    return Competitor(case.program(route if case.op == "route" else engine.token_combine), prepare)
+    return Competitor(case.program(moves if case.op == "moves" else engine.token_combine), prepare)
 
 
-_ROUTES: dict[str, Maker] = {
-    "argsort+take": _by(plain.route),
-    "argsort+take+sum": _by(plain.route_summed),
-    "hand-written vjp": _by(plain.route_by_sorting),
-    "hand-fused vjp": _by(plain.route_by_hand),
+_MOVES: dict[str, Maker] = {
+    "argsort+take": _by(plain.moves),
+    "argsort+take+sum": _by(plain.moves_summed),
+    "hand-written vjp": _by(plain.moves_by_sorting),
+    "hand-fused vjp": _by(plain.moves_by_hand),
     "transformer_engine": _engine_moves,
 }
 _DOTS: dict[str, Maker] = {
@@ -178,8 +178,8 @@ _DOTS: dict[str, Maker] = {
 TABLE: dict[str, dict[str, Maker]] = {
     "permute": {"jnp.take": _move_by_take, "torch.index_select": _torch},
     "unpermute": {"jnp.take": _by(_unpermute_by_take), "transformer_engine": _engine_moves},
-    "route": _ROUTES,
-    "route+grad": _ROUTES,
+    "moves": _MOVES,
+    "moves+grad": _MOVES,
     "router": {"top_k": _by(_top_k)},
     "router+grad": {"top_k": _by(_top_k)},
     "sort_chunks": {

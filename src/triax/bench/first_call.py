@@ -1,7 +1,7 @@
 """What the first call of the MoE ops costs a fresh process, beyond the same program in plain JAX.
 
-Each measurement is a process of its own that runs this file by its path, so that nothing of Triax
-is imported before the clock starts: with empty caches, and again with what the first run left in
+Each measurement is a separate process that runs this file by its path, so that nothing of Triax is
+imported before the clock starts: with empty caches, and again with what the first run left in
 them. JAX is imported and its device is up by then, as in any program that comes to its first call.
 
     python -P first_call.py triton|xla      # one line of JSON: the seconds of each part
@@ -29,13 +29,14 @@ TIMEOUT_S = 600
 NO_GPU = "no GPU: only the path of plain JAX can be measured"
 
 
-def measure_first_calls() -> list[dict[str, Any]]:
-    """Times the op `route+grad` by "xla" and "triax"; of cached runs the best counts.
+def measure_first_calls(
+    on_gpu: bool, run: Callable[[str, str], dict[str, float]] | None = None
+) -> list[dict[str, Any]]:
+    """Times the op `moves+grad` by "xla" and "triax"; of cached runs the best counts.
 
-    For "triax" over_xla_s is its total beyond that of "xla", of which `import triax.moe`, which
-    plain JAX does not need, is no part.
+    For "triax" over_xla_s is its total beyond that of "xla" without `import triax.moe`, which plain
+    JAX does not need.
     """
-    on_gpu = jax.default_backend() == "gpu"
     records: list[dict[str, Any]] = []
     plain_s: dict[bool, float] = {}
     for name, implementation in (("xla", "xla"), ("triax", "triton"))[: 1 + on_gpu]:
@@ -44,7 +45,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
                 found: dict[str, Any] = {"total_s": None, "over_xla_s": None, "parts": {}}
                 found |= {} if on_gpu else {"note": NO_GPU}
                 try:
-                    runs = [run_program(implementation, folder) for _ in range(times)]
+                    runs = [(run or run_program)(implementation, folder) for _ in range(times)]
                     found["parts"] = min(runs, key=lambda parts: sum(parts.values()))
                     found["total_s"] = sum(found["parts"].values())
                     if name == "xla":
@@ -87,7 +88,7 @@ def run_program(implementation: str, caches: str) -> dict[str, float]:
 
 
 def main(implementation: Any) -> None:
-    """Routes there and back, with gradients, once, and prints what each part took."""
+    """Moves tokens there and back, with gradients, once, and prints what each part took."""
     jax.block_until_ready(jax.random.normal(jax.random.key(0), (8,)))  # JAX is up
     seconds: dict[str, float] = {}
 
@@ -100,7 +101,7 @@ def main(implementation: Any) -> None:
     timed("import_triax_s", lambda: importlib.import_module("triax.moe"))
     from triax.bench.cases import Case
 
-    case = Case("route+grad", None, 1024, 1024, 64, 8, "bfloat16", "uniform")
+    case = Case("moves+grad", None, 1024, 1024, 64, 8, "bfloat16", "uniform")
     inputs = jax.block_until_ready(case.make_inputs())
     step = jax.jit(case.program(implementation))
     traced = timed("trace_s", lambda: step.trace(inputs))

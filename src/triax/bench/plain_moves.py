@@ -1,8 +1,8 @@
-"""MoE routing as users write it in plain JAX, without Triax: what its moves compete with.
+"""The moves of an MoE layer as users write them in plain JAX: what Triax is compared with.
 
-A route takes tokens, int experts [tokens, top_k] and weights [tokens, top_k], and goes there and
-back. `order` and `inverse` are int32 [rows], rows = tokens * top_k: the pair (token, slot) of each
-row, as token * top_k + slot, and the row of each pair. Sums are in float32.
+They take tokens, int experts [tokens, top_k] and weights [tokens, top_k], and go there and back.
+`order` and `inverse` are int32 [rows], rows = tokens * top_k: the pair (token, slot) of each row,
+as token * top_k + slot, and the row of each pair. Sums are in float32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _weigh_by_einsum(slots: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.einsum("tkh,tk->th", slots.astype(jnp.float32), weights).astype(slots.dtype)
 
 
-def route(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+def moves(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
     """As public training code does it: autodiff makes a scatter-add of every take."""
     order = _sort_pairs(experts)
     rows = jnp.take(x, order // weights.shape[1], axis=0)
@@ -50,8 +50,8 @@ def route(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
     return _weigh_by_einsum(jnp.take(rows, jnp.argsort(order), axis=0), weights)
 
 
-def route_summed(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-    """`route` with a sum that XLA fuses with the take, and takes that know their indices."""
+def moves_summed(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+    """`moves` with a sum that XLA fuses with the take, and takes that know their indices."""
     order = _sort_pairs(experts)
     rows = jax.lax.optimization_barrier(take(x, order // weights.shape[1]))
     return weigh_slots(rows, jnp.argsort(order), weights)
@@ -64,7 +64,7 @@ def _sort_rows(rows: jax.Array, order: jax.Array) -> jax.Array:
     return linear_call(there, back, order, rows)
 
 
-def route_by_sorting(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+def moves_by_sorting(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
     """By a sort of rows whose gradient is the sort back: tokens are repeated first."""
     order = _sort_pairs(experts)
     rows = _sort_rows(jnp.repeat(x, weights.shape[1], axis=0), order)
@@ -99,7 +99,7 @@ def _unpermute_bwd(residuals: Any, gradient: jax.Array) -> Any:
 _unpermute.defvjp(lambda *operands: (_unpermute(*operands), operands), _unpermute_bwd)
 
 
-def route_by_hand(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
+def moves_by_hand(x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
     """The best known to us: one sort, all gradients by hand and fused, and no row scattered."""
     order = _sort_pairs(experts)
     inverse = invert(order)

@@ -49,7 +49,7 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
     names = [f"{name} {versions[name]}" for name in ("triax", "jax", "triton") if name in versions]
     origin = "  ·  ".join([record["machine"]["device"], *names, record["written"][:10]])
     written = []
-    with matplotlib.style.context(STYLE, after_reset=True):  # whatever the user has set
+    with matplotlib.style.context(STYLE, after_reset=True):  # not as the user has set it
         for make in (fraction_of_stream, speedup):
             if (figure := make(results, origin)) is not None:
                 folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from triax.bench.cases import Case
+from triax.bench.cases import FORMER_NAMES, Case
 from triax.bench.runner import OWN, SCHEMA
 from triax.bench.timing import HOST
 from triax.errors import ArgumentValueError
@@ -36,13 +36,21 @@ def read(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["schema"] == SCHEMA and isinstance(record["results"], list):
-            return record
+            return renamed(record)
         reason = f"its schema is {record['schema']}, not {SCHEMA}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
     raise ArgumentValueError(
         f"Argument `file` must be a record of `triax bench --json`; {path} is none ({reason})."
     )
+
+
+def renamed(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with today's names of the ops, in place of those of older ones."""
+    for name, where in (("op", "results"), ("program", "memory")):
+        for entry in record.get(where, ()):
+            entry[name] = FORMER_NAMES.get(entry.get(name), entry.get(name))
+    return record
 
 
 def is_right(record: dict[str, Any]) -> bool:

@@ -45,7 +45,7 @@ def run(
     """Measures what was asked for; returns the record, and gives it to `keep` after every case."""
     try:
         on_gpu = is_cuda(jax.devices()[0])
-    except (RuntimeError, AssertionError) as error:  # the latter for "cuda" without a GPU
+    except (RuntimeError, AssertionError) as error:  # AssertionError: "cuda" without a GPU
         raise UnsupportedError(
             f"JAX finds no device to measure on ({_first_line(error)}). Is JAX_PLATFORMS right?"
         ) from error
@@ -68,7 +68,7 @@ def run(
     whole = lambda: record | {"streams": [*limits.values()], "notes": [*notes]}
     try:
         if options.first_call:
-            record["first_call"] = measure_first_calls()
+            record["first_call"] = measure_first_calls(on_gpu)
         if options.memory:
             record["memory"] = [*_memory(cases, suite)]
         for number, case in enumerate(cases, 1):
@@ -177,11 +177,11 @@ def _result(
 
 
 def _memory(cases: list[Case], suite: Suite) -> Iterator[dict[str, Any]]:
-    """What XLA says of a route with gradients, at each model's largest size. Nothing is run."""
+    """What XLA says of the moves with gradients, at each model's largest size. Nothing is run."""
     moves = [case for case in cases if case.preset is not None and not case.flops]
     moves = [*filter(suite.competes, moves)] or moves
     for case in {case.preset: case for case in sorted(moves, key=lambda c: c.tokens)}.values():
-        case = dataclasses.replace(case, op="route+grad", routing="uniform")
+        case = dataclasses.replace(case, op="moves+grad", routing="uniform")
         rivals: dict[str, Any] = {OWN: Competitor(case.program()), **competitors(case)}
         for name in (OWN, "argsort+take", "hand-written vjp", "hand-fused vjp"):
             lowered = jax.jit(rivals[name].program).lower(jax.eval_shape(case.make_inputs))

@@ -7,6 +7,7 @@ is the limit. Each is measured once, in the run whose ops are compared with it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +33,9 @@ LAYOUTS = {
 }
 
 
-def limit_us(case: Case, known: dict[Stream, dict[str, Any]]) -> float | None:
+def limit_us(
+    case: Case, known: dict[Stream, dict[str, Any]], find: Callable[[Stream], Any] | None = None
+) -> float | None:
     """How long the streams of a case take; None where it has none.
 
     Those that are not `known` are measured and added. That takes as much memory as the op itself,
@@ -42,23 +45,23 @@ def limit_us(case: Case, known: dict[Stream, dict[str, Any]]) -> float | None:
     for stream, num_bytes in case.passes:
         if stream.reads and stream.writes:
             if stream not in known:
-                known[stream] = find_limit(stream)
+                known[stream] = (find or find_limit)(stream)
             total_us += num_bytes / known[stream]["bytes"] * known[stream]["median_us"]
     return total_us or None
 
 
-def find_limit(stream: Stream) -> dict[str, Any]:
+def find_limit(stream: Stream, time: Any = time_program, units: Any = None) -> dict[str, Any]:
     """Measures a stream in all ways there are, and checks that the fastest one moved its data."""
     reads, writes, unit_bytes = stream
     unit_bytes = -(-unit_bytes // UNIT_BYTES) * UNIT_BYTES
     source = _fill((reads, unit_bytes // 4))
     programs: dict[str, Any] = {
-        name: functools.partial(stream_units, writes=writes, layout=layout)
+        name: functools.partial(units or stream_units, writes=writes, layout=layout)
         for name, layout in LAYOUTS.items()
     }
     if (reads, writes) == (1, 1):
         programs["XLA's copy"] = jax.jit(jnp.copy)
-    timings = {name: time_program(p, source, target_ms=_TARGET_MS) for name, p in programs.items()}
+    timings = {name: time(p, source, target_ms=_TARGET_MS) for name, p in programs.items()}
     times_us = {name: t.median_us for name, t in timings.items() if t.method != "host-bound"}
     if not times_us:
         raise RuntimeError(f"the host is too slow to measure the stream {stream}")

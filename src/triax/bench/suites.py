@@ -65,7 +65,7 @@ SUITES = {
     ),
     "full": Suite(
         "all presets at 8,192 and 32,768 tokens, uniform and skewed; deepseek-v3 from 128 to "
-        "524,288, qwen3-235b and mixtral-8x7b at 16,384, where route+grad, permute, unpermute and "
+        "524,288, qwen3-235b and mixtral-8x7b at 16,384, where moves+grad, permute, unpermute and "
         "the router have competitors; the chunk sort and all matmuls, with competitors",
         presets=NAMES,
         tokens=(8192, 32768),

@@ -98,13 +98,13 @@ def time_program(
     return time_calls(call, clock, hold or clock.hold, repeated=repeated, target_ms=target_ms)
 
 
-def time_bursts(call: Call, clock: Any) -> CallTiming:
+def time_bursts(call: Call, clock: Any, rest: Callable[[float], None] = time.sleep) -> CallTiming:
     """Times `call` in bursts, each of which counts by its mean."""
     probe_us = statistics.median(_sample(call, clock, _PROBE_CALLS)[0])
     count = max(_MIN_BURST, round(BURST_MS * 1e3 / probe_us))
     means = []
     for _ in range(BURSTS):
-        time.sleep(REST_S)
+        rest(REST_S)
         all_us, good_us = _sample(call, clock, count)
         if 2 * len(good_us) <= count:
             return CallTiming.of(all_us, "host-bound")

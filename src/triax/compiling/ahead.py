@@ -105,15 +105,9 @@ def _work(compute_capability: int) -> None:
             launch = next(iter(_waiting))
             del _waiting[launch]
         try:
-            compiler.compile_ahead(launch, compute_capability)
+            compiler.compile_in_turn(launch, compute_capability)
         except Exception as error:  # lowering will raise it
             logger.debug("not compiled ahead: %s", diagnostics.failure(launch, error))
-
-
-def finish() -> None:
-    """Drops what is waiting, and waits for the threads to finish."""
-    _drop()
-    threads.join(_threads)
 
 
 def _drop() -> None:

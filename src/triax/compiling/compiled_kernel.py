@@ -140,12 +140,13 @@ def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
 
     The hash is of the code itself, so two kernels share a name only if they are the
     same, and the name does not change with a comment, a line number or a folder.
-    Before jaxlib 0.9.1 a kernel of the same name could be handed out in place of
-    another (see `versions.OWNED_MODULE_KEYS`); and profiles become readable.
+    It also makes profiles readable.
 
     Returns:
       The new name and the PTX with it.
     """
+    # Workaround: jaxlib <0.9.1: a kernel could be handed out in place of another of the same name
+    # (`versions.OWNED_MODULE_KEYS`).
     # A kernel may be called `add` or `ld`, so replace the name only where it is the entry's. The
     # pattern starts with the name and looks behind it, because searching a fixed text is faster and
     # PTX is long.

@@ -7,16 +7,12 @@ Triton: no paths, no line numbers, no dictionary order.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import logging
 import os
-import queue
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from triax.binding import diagnostics, dtypes, sources
@@ -25,7 +21,7 @@ from triax.binding.values import Static
 from triax.compat import triton_private, versions
 from triax.compat.triton_lock import TRITON
 from triax.compiling import compiled_kernel, disk_cache, threads
-from triax.errors import CompilationError, CompilationTimeout, TriaxError
+from triax.errors import CompilationError, TriaxError
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +31,12 @@ class _Specialization:
     """One specialisation in this process: `kernel` is set once `done`, unless it failed."""
 
     function: Any  # kept alive, so that its id, which is in the key, is not reused
-    counted: bool = False
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     kernel: CompiledKernel | None = None
 
 
 _cache: dict[Any, _Specialization] = {}
-_launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated requests at once
+_launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated requests fast
 _MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
 _compilations = 0
@@ -53,10 +48,7 @@ os.register_at_fork(after_in_child=_cache_lock.release)
 
 
 def compile_count() -> int:
-    """How many specialisations this process has taken to Triton's compiler (or disk cache).
-
-    One that was compiled ahead counts when it is requested.
-    """
+    """How many specialisations this process has taken to Triton's compiler (or disk cache)."""
     return _compilations
 
 
@@ -85,90 +77,9 @@ def compile_all(
     With `machine_code` the kernels have their `cubin`. `on_miss` is called if Triton's disk cache
     has no entry, `on_each` by the calling thread after each launch.
     """
-    results: dict[int, CompiledKernel | BaseException] = {}
-    pending = collections.deque(range(len(launches)))
-    begun: dict[int, float] = {}
-    finished = queue.SimpleQueue[int]()
-
-    def work() -> None:
-        # Threads suffice: Triton holds the GIL only in its front end.
-        while True:
-            try:
-                index = pending.popleft()
-            except IndexError:
-                return
-            begun[index] = time.monotonic()
-            try:
-                results[index] = _compile_in_turn(
-                    launches[index], compute_capability, machine_code=machine_code, on_miss=on_miss
-                )
-            except BaseException as error:
-                results[index] = error
-            finished.put(index)
-
-    team: list[threading.Thread] = []
-    late: set[int] = set()
-    size = min(len(launches), os.cpu_count() or 1)
-    try:
-        try:
-            for _ in range(size):
-                if not threads.start(work, team):
-                    break
-            if not team:
-                work()
-            left = set(range(len(launches)))
-            # A late thread is replaced, but only so often: each goes on in the background.
-            while left and len(late) <= size:
-                overdue = _wait(finished, left, begun, timeout_s)
-                if overdue is None:
-                    if on_each is not None:
-                        on_each()
-                else:
-                    late.add(overdue)
-                    threads.start(work, team)
-        finally:
-            pending.clear()
-    except BaseException:  # Ctrl-C, mostly
-        threads.join(team)
-        raise
-    return [
-        _result(results[index] if index in results else _timeout(index in late, timeout_s))
-        for index in range(len(launches))
-    ]
-
-
-def _wait(
-    finished: queue.SimpleQueue[int],
-    left: set[int],
-    begun: Mapping[int, float],
-    timeout_s: float | None,
-) -> int | None:
-    """Removes from `left` the next that finishes (returns None) or is late (returns its index)."""
-    while True:
-        now = time.monotonic()
-        ages = {index: now - begun[index] for index in left if index in begun}
-        oldest = max(ages, key=lambda index: ages[index], default=None)
-        if timeout_s is not None and oldest is not None and ages[oldest] >= timeout_s:
-            left.discard(oldest)
-            return oldest
-        patience = timeout_s and timeout_s - (ages[oldest] if oldest is not None else 0.0)
-        with contextlib.suppress(queue.Empty):
-            index = finished.get(timeout=patience)
-            if index in left:
-                left.discard(index)
-                return None
-
-
-def _timeout(late: bool, timeout_s: float | None) -> CompilationTimeout:
-    if late:
-        return CompilationTimeout(f"it was not compiled after {timeout_s} s")
-    return CompilationTimeout("it was not waited for, because others took too long to compile")
-
-
-def _result(result: CompiledKernel | BaseException) -> CompiledKernel | Exception:
-    if isinstance(result, BaseException) and not isinstance(result, Exception):
-        raise result
-    return result
+    options: Any = {"machine_code": machine_code, "on_miss": on_miss}
+    one = lambda launch: compile_in_turn(launch, compute_capability, **options)
+    return threads.each(one, launches, timeout_s, on_each)
 
 
 def compile_launch(
@@ -193,13 +104,9 @@ def compile_launch(
     return result
 
 
-def compile_ahead(launch: Launch, compute_capability: int) -> None:
-    """Compiles a launch before it is requested; requests made meanwhile wait for it."""
-    _compile_in_turn(launch, compute_capability, ahead=True)
-
-
-def _compile_in_turn(*args: Any, **kwargs: Any) -> CompiledKernel:
-    return TRITON.shared(functools.partial(_compile, *args, **kwargs))
+def compile_in_turn(launch: Launch, compute_capability: int, **options: Any) -> CompiledKernel:
+    """Compiles one launch in this thread; requests made meanwhile wait for it."""
+    return TRITON.shared(functools.partial(_compile, launch, compute_capability, **options))
 
 
 def _compile(
@@ -207,13 +114,13 @@ def _compile(
     compute_capability: int,
     *,
     machine_code: bool = False,
-    ahead: bool = False,
     on_miss: Callable[[], None] | None = None,
 ) -> CompiledKernel:
     """Compiles one launch, unless this process has done so or another thread is doing so.
 
     The caller holds the shared side of `TRITON`, and so does that thread, so they cannot deadlock.
     """
+    global _compilations
     function = launch.kernel.function
     backend = triton_private.backend_for(compute_capability)
     options = {
@@ -235,7 +142,12 @@ def _compile(
         tuple((name, Static(value)) for name, value in sorted(options.items())),
     )
     while True:
-        found, is_mine = _find_or_begin(key, function, count=not ahead)
+        with _cache_lock:
+            found = _cache.get(key)
+            is_mine = found is None
+            if found is None:
+                found = _cache[key] = _Specialization(function)
+                _compilations += 1
         if is_mine:
             try:
                 disk_cache.prepare()
@@ -253,34 +165,15 @@ def _compile(
                 raise
             finally:
                 found.done.set()
-            logger.debug(
-                "compiled %s [%s] as %s",
-                launch.kernel.name,
-                launch.candidate.config,
-                found.kernel.name,
-            )
-        else:
-            found.done.wait()
-            if found.kernel is None:
-                continue  # the other thread failed: meet the same failure here
+            name, config = launch.kernel.name, launch.candidate.config
+            logger.debug("compiled %s [%s] as %s", name, config, found.kernel.name)
+        found.done.wait()
+        if found.kernel is None:
+            continue  # the other thread failed: meet the same failure here
         if machine_code and found.kernel.cubin is None:
             cubin = triton_private.assemble(backend, found.kernel.ptx, options)
             found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
         return found.kernel
-
-
-def _find_or_begin(key: Any, function: Any, *, count: bool) -> tuple[_Specialization, bool]:
-    """The entry of a specialisation, and whether the caller must compile it."""
-    global _compilations
-    with _cache_lock:
-        found = _cache.get(key)
-        is_new = found is None
-        if found is None:
-            found = _cache[key] = _Specialization(function)
-        if count and not found.counted:
-            found.counted = True
-            _compilations += 1
-    return found, is_new
 
 
 def _code(launch: Launch) -> str:

@@ -12,12 +12,17 @@ aborts the process. So the exit waits a while, and then leaves the threads runni
 from __future__ import annotations
 
 import atexit
+import collections
 import ctypes
 import logging
+import os
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from triax.errors import CompilationTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +50,77 @@ def join(team: Iterable[threading.Thread], timeout_s: float | None = None) -> No
     """Waits until the threads have ended, at most `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for thread in list(team):
-        if thread.is_alive():
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+
+def each(
+    compile_: Callable[[Any], Any],
+    launches: Sequence[Any],
+    timeout_s: float | None = None,
+    on_each: Callable[[], None] | None = None,
+    size: int | None = None,
+) -> list[Any]:
+    """What `compile_` returns or raises for each launch, as `compiler.compile_all` says.
+
+    There are `size` threads, by default as many as cores. Threads suffice: Triton holds the GIL
+    only in its front end.
+    """
+    pending = collections.deque(range(len(launches)))
+    begun: dict[int, float] = {}
+    finished = queue.SimpleQueue[tuple[int, Any]]()
+
+    def work() -> None:
+        while True:
+            try:
+                index = pending.popleft()
+            except IndexError:
+                return
+            begun[index] = time.monotonic()
+            try:
+                result = compile_(launches[index])
+            except BaseException as error:
+                result = error
+            finished.put((index, result))
+
+    team: list[threading.Thread] = []
+    results: dict[int, Any] = {}
+    size, late = min(len(launches), size or os.cpu_count() or 1), 0
+    try:
+        try:
+            for _ in range(size):
+                if not start(work, team):
+                    break
+            if not team:
+                work()
+            # A late thread is replaced, but only so often: each goes on in the background.
+            while len(results) < len(launches) and late <= size:
+                running = {begun[index]: index for index in list(begun) if index not in results}
+                oldest, now = min(running, default=None), time.monotonic()
+                try:
+                    age = 0.0 if oldest is None else now - oldest
+                    index, result = finished.get(timeout=timeout_s and max(0.0, timeout_s - age))
+                except queue.Empty:
+                    if oldest is not None:
+                        text = f"it was not compiled after {timeout_s} s"
+                        results[running[oldest]] = CompilationTimeout(text)
+                        late += 1
+                        start(work, team)
+                else:
+                    if index not in results:
+                        results[index] = result
+                        if on_each is not None:
+                            on_each()
+        finally:
+            pending.clear()
+    except BaseException:  # Ctrl-C, mostly
+        join(team)
+        raise
+    text = "it was not waited for, because others took too long to compile"
+    found = [results.get(index, CompilationTimeout(text)) for index in range(len(launches))]
+    for result in found:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+    return found
 
 
 def _finish() -> None:
@@ -63,8 +137,8 @@ def _leave_running() -> None:
     Not by `os._exit`: the status is not known here, and other exit handlers may still have to run.
     """
     libc, libstdcpp = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")
-    # Until Python 3.14 a daemon thread ends by `pthread_exit`, which unwinds the stack; where C++
-    # allows no exceptions, that calls `std::terminate`. Make it pause there instead.
+    # Workaround: python <3.14: a daemon thread ends by `pthread_exit`, which unwinds the stack, and
+    # where C++ allows no exceptions that calls `std::terminate`. It is made to pause instead.
     libstdcpp["_ZSt13set_terminatePFvvE"](_pointer(libc.pause))  # std::set_terminate
     # These run after Python's own exit, the last one registered first: files are closed, then the
     # process ends before destructors can take away what the threads use.

@@ -7,13 +7,12 @@ section, which runs a kernel.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,17 +28,20 @@ PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = ("jax", "jaxlib", *PLUGINS, "triton", "numpy", "cuda-bindings")
 _OF_OTHERS = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "TRITON_INTERPRET")
 _TRIAL_TARGET = 90
+_ABSENT = "not installed"
+_SET_CACHE = "set TRIAX_CACHE_DIR to a folder that can be written"
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line: "ok", "warn" (something is slower or missing), or "fix" (something fails)."""
 
-    section: str
     name: str
-    level: Literal["ok", "warn", "fix"]
+    level: str
     text: str
     remedy: str = ""
+
+
+Findings = Iterator[Finding]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,197 +86,180 @@ def look() -> Machine:
     return Machine(packages, gpus, no_gpu, devices.reported_by_driver(), triton)
 
 
-def doctor(as_json: bool) -> int:
+def doctor(
+    as_json: bool,
+    machine: Machine | None = None,
+    sections: Mapping[str, Callable[[Machine], Findings]] | None = None,
+) -> int:
     """Prints the findings and the verdict; returns the exit status, 1 if there is a "fix"."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU may be in use
-    machine = look()
-    findings = [*examine(machine)]
-    broken = sum(finding.level == "fix" for finding in findings)
+    machine = machine or look()
+    found = {name: [*examine(machine)] for name, examine in (sections or SECTIONS).items()}
+    broken = sum(finding.level == "fix" for findings in found.values() for finding in findings)
     if broken:
         verdict = f"{broken} to fix: see the lines above that begin with fix."
     elif machine.gpus:
         verdict = "Triton kernels run on the GPU here."
-    else:
+    elif isinstance(machine.triton, str):
         verdict = "There is no GPU here: kernels run on the CPU, in Triton's interpreter."
-        if not isinstance(machine.triton, str):
-            verdict = "There is no Triton here: triax.moe runs through XLA, other kernels do not."
-    if as_json:
-        report = {"verdict": verdict, "findings": [dataclasses.asdict(f) for f in findings]}
-        print(json.dumps(report, indent=1))
     else:
-        print(_table(findings), verdict, sep="\n")
+        verdict = "There is no Triton here: triax.moe runs through XLA, other kernels do not."
+    if as_json:
+        listed = [{"section": s, **f._asdict()} for s, findings in found.items() for f in findings]
+        print(json.dumps({"verdict": verdict, "findings": listed}, indent=1))
+        return 1 if broken else 0
+    for section, findings in found.items():
+        if findings:
+            print(section)
+            width = max(len(finding.name) for finding in findings)
+            for f in findings:
+                print(f"  {f.level:4}  {f.name:{width}}  {f.text}".rstrip())
+                print(f"        → {f.remedy}\n" if f.remedy else "", end="")
+            print()
+    print(verdict)
     return 1 if broken else 0
 
 
-def _table(findings: list[Finding]) -> str:
-    lines = []
-    for section, group in itertools.groupby(findings, key=lambda finding: finding.section):
-        found = [*group]
-        width = max(len(finding.name) for finding in found)
-        lines.append(section)
-        for f in found:
-            lines.append(f"  {f.level:4}  {f.name:{width}}  {f.text}".rstrip())
-            lines += [f"        → {f.remedy}"] if f.remedy else []
-        lines.append("")
-    return "\n".join(lines)
-
-
-def examine(machine: Machine) -> Iterator[Finding]:
-    """All findings, in the order that they are shown."""
-    yield from _versions(machine)
-    yield _gpu(machine)
-    yield from _gates(machine)
-    yield from _folders(machine)
-    yield from _settings(machine)
-    yield from _trial(machine)
-
-
-def _versions(machine: Machine) -> Iterator[Finding]:
-    def line(name: str, text: str | None, level: Any = "ok", remedy: str = "") -> Finding:
-        return Finding("versions", name, level, text or "not installed", remedy)
-
+def _versions(machine: Machine) -> Findings:
     has_gpu = bool(machine.gpus or machine.driver)
-    yield line("triax", versions.__version__)
-    yield line("python", platform.python_version())
-    yield line("system", platform.platform())
+    yield Finding("triax", "ok", versions.__version__)
+    yield Finding("python", "ok", platform.python_version())
+    yield Finding("system", "ok", platform.platform())
     for name in ("jax", "jaxlib", "numpy"):
-        yield line(name, machine.packages[name])
+        yield Finding(name, "ok", machine.packages[name] or _ABSENT)
 
     jaxlib = machine.packages["jaxlib"] or "0"
-    if machine.plugin is None:
-        if has_gpu:
-            remedy = f"pip install 'jax[cuda13]=={jaxlib}' (or cuda12, if the driver is older)"
-            yield line("CUDA plugin", None, "fix", remedy)
-        else:
-            remedy = f"to lower for CUDA: pip install --no-deps jax-cuda13-plugin=={jaxlib}"
-            yield line("CUDA plugin", None, "warn", remedy)
-    else:
+    if machine.plugin is not None:
         name, version = machine.plugin
         try:
             versions.check_plugin(machine.plugin, jaxlib)
-            yield line("CUDA plugin", f"{name} {version}")
+            yield Finding("CUDA plugin", "ok", f"{name} {version}")
         except TriaxError as error:
-            yield line("CUDA plugin", str(error), "fix", f"pip install {name}=={jaxlib}")
+            yield Finding("CUDA plugin", "fix", str(error), f"pip install {name}=={jaxlib}")
+    elif has_gpu:
+        remedy = f"pip install 'jax[cuda13]=={jaxlib}' (or cuda12, if the driver is older)"
+        yield Finding("CUDA plugin", "fix", _ABSENT, remedy)
+    else:
+        remedy = f"to lower for CUDA: pip install --no-deps jax-cuda13-plugin=={jaxlib}"
+        yield Finding("CUDA plugin", "warn", _ABSENT, remedy)
 
     if isinstance(machine.triton, str):
-        yield line("triton", machine.triton)
+        yield Finding("triton", "ok", machine.triton)
     else:
         level = "fix" if sys.platform == "linux" else "warn"
-        yield line("triton", _first_line(machine.triton), level)
+        yield Finding("triton", level, _first_line(machine.triton))
 
     bindings = machine.packages["cuda-bindings"]
     if bindings is None and has_gpu:
-        text = "not installed, so configs cannot be measured and `triax bench` has no clock"
-        yield line("cuda-bindings", text, "warn", "pip install cuda-bindings")
+        text = f"{_ABSENT}, so configs cannot be measured and `triax bench` has no clock"
+        yield Finding("cuda-bindings", "warn", text, "pip install cuda-bindings")
     else:
-        yield line("cuda-bindings", bindings or "not installed; needed only where a GPU is")
+        text = bindings or f"{_ABSENT}; needed only where a GPU is"
+        yield Finding("cuda-bindings", "ok", text)
 
 
-def _gpu(machine: Machine) -> Finding:
+def _gpu(machine: Machine) -> Findings:
     driver = f", driver {machine.driver[0][1]}" if machine.driver else ""
     if machine.gpus:
-        return Finding("GPU", "GPU", "ok", f"{', '.join(machine.gpus)}{driver}")
-    if not machine.driver:
+        yield Finding("GPU", "ok", f"{', '.join(machine.gpus)}{driver}")
+    elif not machine.driver:
         remedy = (
             "to lower for one, set TRIAX_CUDA_ARCH (90 for an H100 or H200), and TRIAX_GPU to its "
             "name for its tuned configs"
         )
-        return Finding("GPU", "GPU", "warn", "neither JAX nor nvidia-smi finds one", remedy)
-    text = f"{machine.driver[0][0]}{driver}, but JAX does not use it: {machine.no_gpu}"
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms and "cuda" not in platforms:
-        remedy = f"unset JAX_PLATFORMS, which is {platforms!r}"
+        yield Finding("GPU", "warn", "neither JAX nor nvidia-smi finds one", remedy)
     else:
+        text = f"{machine.driver[0][0]}{driver}, but JAX does not use it: {machine.no_gpu}"
+        platforms = os.environ.get("JAX_PLATFORMS")
         remedy = "install what is missing above; then JAX's own message says what it lacks"
-    return Finding("GPU", "GPU", "fix", text, remedy)
+        if platforms and "cuda" not in platforms:
+            remedy = f"unset JAX_PLATFORMS, which is {platforms!r}"
+        yield Finding("GPU", "fix", text, remedy)
 
 
-def _gates(machine: Machine) -> Iterator[Finding]:
+def _gates(machine: Machine) -> Findings:
     for gate in versions.GATES:
         of_triton = gate.package == "triton"
         version = machine.triton if of_triton else machine.gated
         if not isinstance(version, str):
             continue  # said above
         if gate.passes(version):
-            yield Finding("features", gate.feature, "ok", "")
+            yield Finding(gate.feature, "ok", "")
         elif gate.stable is None:
-            yield Finding("features", gate.feature, "ok", f"in no release yet: {gate.below}")
+            yield Finding(gate.feature, "ok", f"in no release yet: {gate.below}")
         else:
-            needed = gate in (versions.DISPATCH, versions.TRITON)
+            level = "fix" if gate in (versions.DISPATCH, versions.TRITON) else "warn"
             package = "triton"
             if not of_triton:  # the plugin and jaxlib come with the JAX of their version
                 package = f"jax[{machine.plugin[0].split('-')[1]}]" if machine.plugin else "jax"
             text = f"needs {gate.package} {gate.stable}, and {version} is here: {gate.below}"
             remedy = f"pip install --upgrade '{package}>={gate.stable}'"
-            yield Finding("features", gate.feature, "fix" if needed else "warn", text, remedy)
+            yield Finding(gate.feature, level, text, remedy)
 
 
-def _folders(machine: Machine) -> Iterator[Finding]:
+def _folders(machine: Machine) -> Findings:
     try:
         folder, places = settings.cache_folder(), store.stores()
     except TriaxError:  # a variable is wrong, which is said below
         return
-    remedy = "set TRIAX_CACHE_DIR to a folder that can be written"
     if folder is None:
         text = "this user has no home folder: what is measured is forgotten"
-        yield Finding("folders", "tuned configs", "warn", text, remedy)
+        yield Finding("tuned configs", "warn", text, _SET_CACHE)
     for place in places:
-        if place.folder == store.SHIPPED and not place.paths():
-            continue
-        name = "tuned configs" if place.folder == folder else place.name.partition(" /")[0]
+        is_own, problem = place.folder == folder, ""
         try:
-            text = f"{place.folder}, {counted(len(place.paths()), 'config')}"
-            problem = ""
-            if place.folder == folder:
+            paths = place.paths()
+            if place.folder == store.SHIPPED and not paths:
+                continue
+            if is_own:
                 problem = disk_cache.why_not(place.folder)
             elif not place.folder.exists():
                 problem = f"{place.folder} does not exist"
         except OSError as error:
             problem = f"{place.folder} cannot be read: {error.strerror}"
+        name = "tuned configs" if is_own else place.name.partition(" /")[0]
         if problem:
-            named = remedy if place.folder == folder else "correct TRIAX_CACHE_PATH"
-            yield Finding("folders", name, "warn", problem, named)
+            remedy = _SET_CACHE if is_own else "correct TRIAX_CACHE_PATH"
+            yield Finding(name, "warn", problem, remedy)
         else:
-            yield Finding("folders", name, "ok", text)
+            yield Finding(name, "ok", f"{place.folder}, {counted(len(paths), 'config')}")
     if isinstance(machine.triton, str):
         yield _tritons_folder(machine)
 
 
 def _tritons_folder(machine: Machine) -> Finding:
-    remedy = "set TRITON_CACHE_DIR to a folder that can be written"
+    name, remedy = "Triton's cache", "set TRITON_CACHE_DIR to a folder that can be written"
     try:
         caches, own_problem = disk_cache.choose()
         problem = disk_cache.why_not(caches)
     except CompilationError as error:
-        caches, own_problem, problem = triton_private.cache_folder(), "", str(error)
+        problem = str(error)
     if problem:
-        level: Any = "fix" if machine.gpus or machine.plugin else "warn"
-        text = f"{problem}, so nothing can be compiled"
-        return Finding("folders", "Triton's cache", level, text, remedy)
+        level = "fix" if machine.gpus or machine.plugin else "warn"
+        return Finding(name, level, f"{problem}, so nothing can be compiled", remedy)
     if own_problem:
-        text = f"{caches}, because {own_problem}"
-        return Finding("folders", "Triton's cache", "warn", text, remedy)
-    return Finding("folders", "Triton's cache", "ok", str(caches))
+        return Finding(name, "warn", f"{caches}, because {own_problem}", remedy)
+    return Finding(name, "ok", str(caches))
 
 
-def _settings(machine: Machine) -> Iterator[Finding]:
+def _settings(machine: Machine) -> Findings:
     for name in sorted(os.environ):
         value = os.environ[name]
         if name in _OF_OTHERS and value:
-            yield Finding("settings", name, "ok", value)
+            yield Finding(name, "ok", value)
         elif name in settings.VARIABLES:
             try:
                 settings.VARIABLES[name]()
                 problem = _about_target(machine) if name == "TRIAX_GPU" and value.strip() else ""
-                yield Finding("settings", name, "warn" if problem else "ok", problem or value)
+                yield Finding(name, "warn" if problem else "ok", problem or value)
             except TriaxError as error:
-                yield Finding("settings", name, "fix", str(error))
+                yield Finding(name, "fix", str(error))
         elif name.startswith("TRIAX_"):
             text = f"Triax does not know it. {settings.suggestion(name)}"
-            yield Finding("settings", name, "warn", text)
+            yield Finding(name, "warn", text)
     mode = "TRIAX_AUTOTUNE"
     if mode not in os.environ:
-        yield Finding("settings", mode, "ok", f"{settings.mode_in_force()}, as it is not set")
+        yield Finding(mode, "ok", f"{settings.mode_in_force()}, as it is not set")
 
 
 def _about_target(machine: Machine) -> str:
@@ -291,7 +276,7 @@ def _about_target(machine: Machine) -> str:
     return f"{target}: {'; '.join(problems)}" if problems else ""
 
 
-def _trial(machine: Machine) -> Iterator[Finding]:
+def _trial(machine: Machine) -> Findings:
     """Runs a kernel where it can run, and compiles it where it can be compiled."""
     if not isinstance(machine.triton, str):
         return
@@ -299,9 +284,9 @@ def _trial(machine: Machine) -> Iterator[Finding]:
 
     def attempt(name: str, work: Any) -> Finding:
         try:
-            return Finding("trial", name, "ok", work())
+            return Finding(name, "ok", work())
         except Exception as error:
-            return Finding("trial", name, "fix", _first_line(error))
+            return Finding(name, "fix", _first_line(error))
 
     def run(**options: Any) -> str:
         x = np.arange(300, dtype=np.float32)
@@ -324,3 +309,13 @@ def _trial(machine: Machine) -> Iterator[Finding]:
 def _first_line(error: Exception) -> str:
     line = str(error).partition("\n")[0]
     return line if isinstance(error, TriaxError) else f"{type(error).__name__}: {line}"
+
+
+SECTIONS: dict[str, Callable[[Machine], Findings]] = {
+    "versions": _versions,
+    "GPU": _gpu,
+    "features": _gates,
+    "folders": _folders,
+    "settings": _settings,
+    "trial": _trial,
+}

@@ -38,7 +38,7 @@ class Program:
         Raises:
           ArgumentValueError: there is no such function.
           ArgumentTypeError: it cannot be called without arguments.
-          Exception: whatever the program raises.
+          Exception: what the program raises.
         """
         module = importlib.import_module(self.module) if self.module else _load_file(self.path)
         found = getattr(module, self.function, None)
@@ -96,7 +96,7 @@ def _spec(module: str) -> Any:
 
 
 def _load_file(path: str) -> ModuleType:
-    """Loads a user's file as a module, whatever its suffix."""
+    """Loads a user's file as a module; it may have any suffix."""
     sys.path.insert(0, os.path.dirname(path))
     name = Path(path).stem
     while name in sys.modules:  # such as types.py

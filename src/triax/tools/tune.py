@@ -16,7 +16,7 @@ from triax.devices import Device, capability_of, is_cuda
 from triax.errors import UnsupportedError
 from triax.primitive import eager_listener
 from triax.tuning import policy
-from triax.tuning.key import make_key
+from triax.tuning.request import Request
 from triax.tuning.store import Timing
 
 
@@ -61,14 +61,12 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
         if len(launches) < 2:
             return
         device, capability = _device(call, operands)
-        key = make_key(call, launches, capability, device).name
-        if key in tuned:
+        compile_all = compiler.compile_all
+        request = Request(call, launches, capability, compile_all, device, list(operands))
+        if request.key.name in tuned:
             return
-        choice = policy.choose(
-            call, launches, capability, compiler.compile_all, device, inputs=list(operands)
-        )
-        decision = choice.decision
-        tuned[key] = Tuned(call.display_name, decision.config, decision.timings)
+        decision = policy.choose(request).decision
+        tuned[request.key.name] = Tuned(call.display_name, decision.config, decision.timings)
 
     token = eager_listener.set(listen)
     try:

@@ -3,8 +3,8 @@
 Every config is published in JAX's key-value service before it is used; the first to publish
 decides, and the others take its config. A process that is about to measure claims the key first, so
 that no other measures, and those that cannot measure wait for the result instead of publishing
-their fallback. There is no leader and no barrier: all waits have a time limit, so a process that
-dies blocks nobody for good.
+their fallback. There is neither a leader nor a barrier, and all waits have a time limit: if the
+process that has claimed a key dies, each of the others waits for it once, and then goes on.
 """
 
 from __future__ import annotations
@@ -46,45 +46,39 @@ def settle(name: str, *, able: bool) -> str | None:
     """Waits for another process's config for a key; None means that this process must decide.
 
     A process that is `able` to measure gets None if it is the first here, or if the first has given
-    up (`release`) or has taken too long. A process that is not able gets None once no other is
-    likely to decide.
+    up (`release`) or has taken too long. A process that is not able gets None when no other process
+    is likely to decide.
     """
     client = jax_private.key_value_client()
     if client is None:
         return None
     me = str(client.process)
-    start = time.monotonic()
-    unclaimed_since = start
+    start = unclaimed_since = time.monotonic()
     if not able:
         client.set_first(_path("unable", name, me), me, _TIMEOUT_MS)
     pause, said = 0.01, False
-    while True:
-        if (config := client.find(_path("config", name))) is not None:
-            return config
+    while (config := client.find(_path("config", name))) is None:
         claim = _path("claim", name)
         claimed_by = client.claim(claim, me) if able else client.find(claim)
-        if able and claimed_by == me:
-            return None
         now = time.monotonic()
-        if claimed_by is None and not able:
+        if claimed_by is None:  # nor is this process able
             nobody_can = client.count(_path("unable", name)) >= client.num_processes
             if nobody_can or now - unclaimed_since > _UNCLAIMED_S:
                 return None
-        elif claimed_by is not None:
+        elif able and claimed_by == me:
+            return None
+        else:
             unclaimed_since = now
+            text = f"process {claimed_by} of this job has not decided on a config of {name} "
             if now - start > _CLAIMED_S:
-                logger.warning(
-                    "process %s of this job has not decided on a config of %s for %g s",
-                    claimed_by,
-                    name,
-                    _CLAIMED_S,
-                )
+                logger.warning("%sfor %g s", text, _CLAIMED_S)
                 return None
             if now - start > 10 and not said:
                 said = True
-                logger.warning("waiting for process %s, which is measuring %s", claimed_by, name)
+                logger.warning("%syet: waiting for it", text)
         time.sleep(pause)
         pause = min(1.5 * pause, 0.25)
+    return config
 
 
 def release(name: str) -> None:

@@ -15,11 +15,9 @@ from triax.errors import TuningError
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 120.0
-
 
 @contextlib.contextmanager
-def one_at_a_time(uuid: str) -> Iterator[None]:
+def one_at_a_time(uuid: str, timeout_s: float = 120.0) -> Iterator[None]:
     """Keeps this user's other processes from measuring on a GPU meanwhile.
 
     The lock file is in the cache folder, which the processes share; if nothing can be locked there,
@@ -34,7 +32,7 @@ def one_at_a_time(uuid: str) -> Iterator[None]:
         for place in (settings.cache_folder, settings.temporary_folder):
             try:
                 if (folder := place()) is not None:
-                    _lock(stack, folder / f"gpu-{uuid}.lock")
+                    _lock(stack, folder / f"gpu-{uuid}.lock", timeout_s)
                     break
             except OSError as error:
                 reasons.append(str(error))
@@ -46,24 +44,22 @@ def one_at_a_time(uuid: str) -> Iterator[None]:
         yield  # closing the file releases the lock, even if the process dies
 
 
-def _lock(stack: contextlib.ExitStack, path: Path) -> None:
+def _lock(stack: contextlib.ExitStack, path: Path, timeout_s: float) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, flags | os.O_RDWR, 0o644)
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_RDWR, 0o644)
     except PermissionError:  # another user's file in a shared store: reading is enough
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, flags | os.O_RDONLY)
     stack.callback(os.close, descriptor)
-    deadline = time.monotonic() + _TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     said = False
     while True:
-        try:
+        with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass
         if not said:
             said = True
             logger.warning("waiting for another process that measures on this GPU (%s)", path)
         if time.monotonic() > deadline:
-            raise TuningError(f"other processes have measured on this GPU for {_TIMEOUT_S:g} s")
+            raise TuningError(f"other processes have measured on this GPU for {timeout_s:g} s")
         time.sleep(0.05)

@@ -37,10 +37,10 @@ class Key:
     format: int
     kernel: str
     source: str
-    arguments: tuple[tuple[str, str], ...]
-    dtypes: tuple[tuple[str, str], ...]
+    arguments: dict[str, str]
+    dtypes: dict[str, str]
     candidates: tuple[str, ...]
-    options: tuple[tuple[str, str], ...]
+    options: dict[str, str]
     gpu: str
     compute_capability: int
     triton: str
@@ -49,7 +49,9 @@ class Key:
     @property
     def family(self) -> str:
         """The kernel's name and a short hash of all but the size, equal on all machines."""
-        fields = dataclasses.asdict(self)
+        asdict = dataclasses.asdict(self).items()
+        # Dicts as sorted lists of pairs.
+        fields = {n: sorted(v.items()) if isinstance(v, dict) else v for n, v in asdict}
         del fields["moved_bytes"]
         text = json.dumps(fields, sort_keys=True)
         return f"{self.kernel}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
@@ -96,10 +98,10 @@ def make_key(
         format=FORMAT,
         kernel=call.kernel.name,
         source=sources.fingerprint(call.kernel.function),
-        arguments=tuple(sorted(arguments.items())),
-        dtypes=tuple(sorted(dtypes.items())),
+        arguments=arguments,
+        dtypes=dtypes,
         candidates=tuple(label(launch) for launch in launches),
-        options=tuple(sorted(options.items())),
+        options=options,
         gpu=device.name if device else "",
         compute_capability=compute_capability,
         triton=triton_private.triton().__version__,

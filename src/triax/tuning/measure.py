@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _PATTERN_BYTES = 1 << 20
 _BUDGET_S = 20.0
-# What a worker may take before its first answer, to allocate memory and load code.
+# How long a worker may allocate memory and load code before its first answer.
 _PREPARING_S = 60.0
 _GRACE_S = 10.0
 
@@ -64,7 +64,7 @@ def unavailable() -> str | None:
             return None
     except Exception as error:  # also what somebody else's package of that name raises
         return f"cuda-bindings cannot be looked for: {type(error).__name__}: {error}"
-    if package.origin is None:  # a package without code of its own
+    if package.origin is None:  # a package without code
         return missing
     return (
         f"`import cuda` finds {package.origin}, which is not of cuda-bindings; rename it if it is "
@@ -166,11 +166,10 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.CompiledCandi
 def _tensor_map(
     launch: Launch, leaf: Descriptor, tensor_map: TensorMap
 ) -> messages.TensorMapParameter:
+    host_element_type = triton_private.host_element_type
     return messages.TensorMapParameter(
         index=leaf.index,
-        element_type=triton_private.host_element_type(
-            tensor_map.element_type, tf32=leaf.round_f32_to_tf32
-        ),
+        element_type=host_element_type(tensor_map.element_type, tf32=leaf.round_f32_to_tf32),
         itemsize=launch.operands[leaf.index].dtype.itemsize,
         swizzle=tensor_map.swizzle,
         shape=leaf.shape,
@@ -190,11 +189,9 @@ def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timin
       TuningError: the job needs too much memory, the worker fails on this machine, or other
         processes hold the GPU too long.
     """
-    measurement = _Measurement(job, progress)
     try:
-        uuid = client.start(device.index).ready().uuid
-        with gpu_lock.one_at_a_time(uuid):
-            return measurement.run(device.index)
+        with gpu_lock.one_at_a_time(client.start(device.index).ready()):
+            return _Measurement(job, progress).run(device.index)
     except BaseException as error:
         if not isinstance(error, (TuningError, OSError)):
             client.stop_all()  # an interrupt, so the worker may be in the middle of anything
@@ -202,61 +199,55 @@ def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timin
 
 
 class _Measurement:
-    """The candidates of a job and their timings so far."""
+    """The candidates of a job and their timings so far, by index."""
 
     def __init__(self, job: messages.Job, progress: Progress):
         self.job, self.progress, self.name = job, progress, progress.name
+        self.labels = [candidate.label for candidate in job.candidates]
         self.found: dict[int, Timing] = {}
 
+    @property
+    def left(self) -> list[int]:
+        return [index for index in range(len(self.labels)) if index not in self.found]
+
     def run(self, device: int) -> list[Timing]:
-        count = len(self.job.candidates)
         deadline = time.monotonic() + self.job.budget_s
-        in_vain = False
-        while left := [index for index in range(count) if index not in self.found]:
-            remaining = deadline - time.monotonic()
-            if self.found and remaining <= 0:
-                break
-            part = dataclasses.replace(
-                self.job,
-                candidates=tuple(self.job.candidates[index] for index in left),
-                budget_s=max(0.0, remaining),
-            )
+        tried_again = False
+        while self.left and (not self.found or time.monotonic() < deadline):
             try:
-                if self._listen(client.start(device), part, left):
+                if self._listen(client.start(device), max(0.0, deadline - time.monotonic())):
                     break
-                in_vain = False
+                tried_again = False
             except (TuningError, OSError) as error:
                 # The worker may just have ended because it had no work; no candidate is to blame.
-                if isinstance(error, client.Ended) and not in_vain:
-                    in_vain = True
-                    continue
-                if not any(timing.error is None for timing in self.found.values()):
+                if isinstance(error, client.Ended) and not tried_again:
+                    tried_again = True
+                elif any(timing.error is None for timing in self.found.values()):
+                    logger.warning("kernel %s: measuring ended early: %s", self.name, error)
+                    break
+                else:
                     raise
-                logger.warning("kernel %s: measuring ended early: %s", self.name, error)
-                break
-        if left := [index for index in range(count) if index not in self.found]:
-            names = "; ".join(f"[{self._label(index)}]" for index in left)
+        if left := self.left:
             logger.warning(
-                "kernel %s: %d of %d configs were not tried (the time for measuring is %g s): %s",
-                self.name,
-                len(left),
-                count,
-                self.job.budget_s,
-                names,
+                f"kernel {self.name}: {len(left)} of {len(self.labels)} configs were not tried "
+                f"(the time for measuring is {self.job.budget_s:g} s): "
+                + "; ".join(f"[{self.labels[index]}]" for index in left)
             )
-        return [self.found.get(index) or self._not_tried(index) for index in range(count)]
+        not_tried = [Timing(name, error=NOT_TRIED, out_of_time=True) for name in self.labels]
+        return [self.found.get(index, timing) for index, timing in enumerate(not_tried)]
 
-    def _listen(self, worker: client.Worker, part: messages.Job, left: Sequence[int]) -> bool:
-        """Runs one job on one worker; False if a candidate killed the worker.
+    def _listen(self, worker: client.Worker, budget_s: float) -> bool:
+        """Runs what is left on one worker; False if a candidate killed the worker.
 
         Raises:
           Ended: the worker ended before it came to any candidate.
           TuningError: the job cannot be done.
         """
+        left = self.left
+        candidates = tuple(self.job.candidates[index] for index in left)
         worker.ready()
-        worker.send(part)
-        patience = _PREPARING_S
-        running = None
+        worker.send(dataclasses.replace(self.job, candidates=candidates, budget_s=budget_s))
+        patience, running = _PREPARING_S, None
         while True:
             try:
                 message = worker.answer(patience)
@@ -265,38 +256,30 @@ class _Measurement:
                     raise
                 self._fail(running, f"while it was running, {error}")
                 return False
-            patience = part.timeout_s + _GRACE_S
-            if isinstance(message, messages.Done):
+            patience = self.job.timeout_s + _GRACE_S
+            if message is None:
                 return True
-            if isinstance(message, messages.Started):
-                running = left[message.index]
-            elif isinstance(message, messages.Timed):
-                label = self._label(left[message.index])
-                self._note(left[message.index], Timing(label, message.median_ms, message.runs))
+            if isinstance(message, str):
+                raise TuningError(f"the tuning worker could not begin: {message}")
+            running = left[message.index]
+            if isinstance(message, messages.Timed):
+                timing = Timing(self.labels[running], message.median_ms, message.runs)
+                self._note(running, timing)
             elif isinstance(message, messages.Failed):
-                self._fail(left[message.index], message.reason, late=message.late)
+                self._fail(running, message.reason, late=message.late)
                 if message.fatal:
                     worker.kill()
                     return False
-            else:
-                raise TuningError(f"the tuning worker could not begin: {message.reason}")
-
-    def _label(self, index: int) -> str:
-        return self.job.candidates[index].label
 
     def _fail(self, index: int, reason: str, *, late: bool = False) -> None:
-        self._note(index, Timing(self._label(index), error=reason, out_of_time=late))
-        logger.warning(
-            "config dropped: kernel %s, config [%s]: %s", self.name, self._label(index), reason
-        )
+        label = self.labels[index]
+        self._note(index, Timing(label, error=reason, out_of_time=late))
+        logger.warning("config dropped: kernel %s, config [%s]: %s", self.name, label, reason)
 
     def _note(self, index: int, timing: Timing) -> None:
         if index not in self.found:
             self.progress.step()
         self.found[index] = timing
-
-    def _not_tried(self, index: int) -> Timing:
-        return Timing(self._label(index), error=NOT_TRIED, out_of_time=True)
 
 
 @contextlib.contextmanager
@@ -309,13 +292,11 @@ def operand_files(arrays: Sequence[np.ndarray | None]) -> Iterator[list[str | No
     if any(array is not None for array in arrays) and not hasattr(os, "memfd_create"):
         raise TuningError("this Python has no os.memfd_create, which hands operands to the worker")
     with contextlib.ExitStack() as files:
-        paths: list[str | None] = []
-        for array in arrays:
-            if array is None:
-                paths.append(None)
-                continue
-            file = files.enter_context(open(os.memfd_create("triax-operand"), "wb"))
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            file.flush()
-            paths.append(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+        paths: list[str | None] = [None] * len(arrays)
+        for index, array in enumerate(arrays):
+            if array is not None:
+                file = files.enter_context(open(os.memfd_create("triax-operand"), "wb"))
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                file.flush()
+                paths[index] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         yield paths

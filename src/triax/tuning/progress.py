@@ -10,26 +10,26 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_QUIET_S = 2.0
 _LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """Shows the steps of a tuning that takes longer than two seconds.
+    """Shows the steps of a tuning that takes longer than `quiet_s` seconds.
 
     Every config takes two steps: compiling and timing.
     """
 
-    def __init__(self, name: str, configs: int):
+    def __init__(self, name: str, configs: int, quiet_s: float = 2.0):
         self.name, self._total, self._done = name, 2 * configs, 0
-        self._start = self._shown = time.monotonic()
+        self._start = time.monotonic()
+        self._speaks = self._next_line = self._start + quiet_s
         self._bar: Any = None
 
     def step(self) -> None:
         """Counts one more step as done."""
         self._done += 1
         now = time.monotonic()
-        if now - self._start < _QUIET_S:
+        if now < self._speaks:
             return
         # Tuning must not fail because of what the program uses as standard error.
         with contextlib.suppress(Exception):
@@ -39,18 +39,11 @@ class Progress:
                 self._bar = tqdm(desc=f"tuning {self.name}", total=self._total, leave=False)
             if self._bar is not None:
                 self._bar.update(self._done - self._bar.n)
-        if self._bar is not None:
-            return
-        if now - self._shown > _LINE_EVERY_S or self._shown == self._start:
-            self._shown = now
+        if self._bar is None and now >= self._next_line:
+            self._next_line = now + _LINE_EVERY_S
+            done, seconds = f"{self._done} of {self._total} steps", f"{now - self._start:.0f} s"
             # A warning, so that it is shown even if logging is not set up.
-            logger.warning(
-                "tuning %s: %d of %d steps after %.0f s",
-                self.name,
-                self._done,
-                self._total,
-                now - self._start,
-            )
+            logger.warning("tuning %s: %s after %s", self.name, done, seconds)
 
     def close(self) -> None:
         if self._bar is not None:

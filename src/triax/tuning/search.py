@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,11 @@ import numpy as np
 from triax import settings
 from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
 from triax.compat import jax_private
-from triax.devices import Device
 from triax.errors import ArgumentTypeError, CompilationTimeout, TriaxError, TuningError
-from triax.tuning import failures, measure, store
-from triax.tuning.failures import CompileAll, Fallback
-from triax.tuning.key import Key, label
+from triax.tuning import measure, store
+from triax.tuning.key import label
 from triax.tuning.progress import Progress
+from triax.tuning.request import Fallback, Request, dropped
 from triax.tuning.store import Record, Timing
 from triax.tuning.worker import client
 
@@ -28,15 +27,7 @@ logger = logging.getLogger(__name__)
 _NOT_THE_CONFIGS_FAULT = (CompilationTimeout, OSError, MemoryError)
 
 
-def search(
-    call: Call,
-    launches: Sequence[Launch],
-    compute_capability: int,
-    compile_all: CompileAll,
-    device: Device,
-    key: Key,
-    inputs: Sequence[Any] | None,
-) -> Record | Fallback:
+def search(request: Request) -> Record | Fallback:
     """Compiles and times the candidates of a call; stores the result and returns it.
 
     If none could be timed, for lack of time or of something on this machine, that is the answer.
@@ -44,62 +35,30 @@ def search(
     Raises:
       CompilationError: every candidate fails to compile or to run.
     """
-    with contextlib.closing(Progress(call.display_name, len(launches))) as progress:
-        with contextlib.suppress(Exception):  # `measure` will raise it again
-            client.start(device.index)  # it starts while the candidates compile
-        results = compile_all(
-            launches,
-            compute_capability,
-            timeout_s=6 * settings.tuning_timeout_s(),
-            machine_code=True,
-            on_each=progress.step,
-        )
-        compiled: list[tuple[Launch, CompiledKernel]] = []
-        timings: dict[str, Timing] = {}
-        for launch, result in zip(launches, results, strict=True):
-            if isinstance(result, CompiledKernel):
-                compiled.append((launch, result))
-            else:
-                late = isinstance(result, _NOT_THE_CONFIGS_FAULT)
-                reason = failures.dropped(launch, result)
-                timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
-        if compiled:
-            try:
-                arrays = _tuning_arrays(call, launches[0], inputs)
-            except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                return _fallback(f"no memory for its operands: {error}", timings.values())
-            try:
-                # The program's own work on the GPU would distort the timings.
-                jax_private.drain(device.index)
-                with measure.operand_files(arrays) as paths:
-                    job = measure.make_job(call, compiled, paths)
-                    found = measure.measure(job, device, progress)
-            except (TuningError, OSError) as error:
-                return _fallback(str(error), timings.values())
-            except TriaxError:  # a setting
-                raise
-            except Exception as error:  # what a machine may lack has many names
-                return _fallback(f"{type(error).__name__}: {error}", timings.values())
-            timings |= {timing.config: timing for timing in found}
-    ordered = [timings[label(launch)] for launch in launches]
+    call, key = request.call, request.key
+    timings: dict[str, Timing] = {}
+    with contextlib.closing(Progress(call.display_name, len(request.launches))) as progress:
+        compiled = _compile(request, timings, progress)
+        if compiled and (problem := _measure(request, compiled, timings, progress)):
+            return _fallback(problem, timings)
+    ordered = [timings[label(launch)] for launch in request.launches]
     timed = [timing for timing in ordered if timing.error is None]
     if not timed:
-        return _nothing_timed(call, ordered)
+        reasons = [f"[{timing.config}] {timing.error}" for timing in ordered]
+        if not any(timing.out_of_time for timing in ordered):
+            # No fallback to the first: a config that fails in the worker would fail in the program.
+            raise request.none_left(reasons)
+        failed = f"no config could be timed ({'; '.join(reasons)})"
+        return _fallback(f"{failed}; TRIAX_TUNING_TIMEOUT gives a run more time", timings)
     # The config listed first wins ties, as with min() in Triton.
     best = min(timed, key=lambda timing: timing.median_ms or 0.0)
-    what = _contents(call, inputs)
+    filled = "random floats, zeros for integers" if call.tuning_inputs is None else "tuning_inputs"
+    inputs = filled if request.inputs is None else "real operands"
     logger.info(
-        "kernel %s (%s): measured %d configs on %s; best: [%s] %.4f ms",
-        call.display_name,
-        key.name,
-        len(timed),
-        what,
-        best.config,
-        best.median_ms,
+        f"kernel {call.display_name} ({key.name}): measured {len(timed)} configs on {inputs}; "
+        f"best: [{best.config}] {best.median_ms:.4f} ms"
     )
-    record = Record.now(key, best.config, ordered, what)
+    record = Record.now(key, best.config, ordered, inputs)
     try:
         store.user_store().put(record)
     except OSError as error:
@@ -108,18 +67,59 @@ def search(
     return record
 
 
-def _nothing_timed(call: Call, timings: Sequence[Timing]) -> Fallback:
-    if not any(timing.out_of_time for timing in timings):
-        # No fallback to the first: a config that fails in the worker would fail in the program.
-        raise failures.none_left(call, [f"[{timing.config}] {timing.error}" for timing in timings])
-    reasons = "; ".join(f"[{timing.config}] {timing.error}" for timing in timings)
-    return _fallback(
-        f"no config could be timed ({reasons}); TRIAX_TUNING_TIMEOUT gives a run more time", timings
-    )
+def _compile(
+    request: Request, timings: dict[str, Timing], progress: Progress
+) -> list[tuple[Launch, CompiledKernel]]:
+    """The candidates that compile; of the others `timings` gets the reasons."""
+    with contextlib.suppress(Exception):  # `measure` will raise it again
+        assert request.device is not None
+        client.start(request.device.index)  # it starts while the candidates compile
+    timeout_s = 6 * settings.tuning_timeout_s()
+    options: Any = {"timeout_s": timeout_s, "machine_code": True, "on_each": progress.step}
+    results = request.compile_all(request.launches, request.compute_capability, **options)
+    compiled = []
+    for launch, result in zip(request.launches, results, strict=True):
+        if isinstance(result, CompiledKernel):
+            compiled.append((launch, result))
+        else:
+            late = isinstance(result, _NOT_THE_CONFIGS_FAULT)
+            reason = dropped(launch, result)
+            timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
+    return compiled
 
 
-def _fallback(reason: str, timings: Iterable[Timing]) -> Fallback:
-    errors = [t for t in timings if t.error is not None and t.error != measure.NOT_TRIED]
+def _measure(
+    request: Request,
+    compiled: Sequence[tuple[Launch, CompiledKernel]],
+    timings: dict[str, Timing],
+    progress: Progress,
+) -> str:
+    """Adds the timings of what compiles; returns why this machine cannot measure it, or ""."""
+    assert request.device is not None
+    try:
+        arrays = _tuning_arrays(request.call, request.launches[0], request.inputs)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return f"no memory for its operands: {error}"
+    try:
+        # The program's own work on the GPU would distort the timings.
+        jax_private.drain(request.device.index)
+        with measure.operand_files(arrays) as paths:
+            job = measure.make_job(request.call, compiled, paths)
+            found = measure.measure(job, request.device, progress)
+    except (TuningError, OSError) as error:
+        return str(error)
+    except TriaxError:  # a setting
+        raise
+    except Exception as error:  # what a machine may lack has many names
+        return f"{type(error).__name__}: {error}"
+    timings |= {timing.config: timing for timing in found}
+    return ""
+
+
+def _fallback(reason: str, timings: dict[str, Timing]) -> Fallback:
+    errors = [t for t in timings.values() if t.error not in (None, measure.NOT_TRIED)]
     failed = frozenset(t.config for t in errors if not t.out_of_time)
     return Fallback(reason, failed, slow=frozenset(t.config for t in errors if t.out_of_time))
 
@@ -146,9 +146,3 @@ def _tuning_arrays(
 
 def _list(types: Sequence[ArrayType]) -> str:
     return ", ".join(f"{t.dtype.name}{list(t.shape)}" for t in types) or "none"
-
-
-def _contents(call: Call, inputs: Sequence[Any] | None) -> str:
-    if inputs is not None:
-        return "real operands"
-    return "random floats, zeros for integers" if call.tuning_inputs is None else "tuning_inputs"

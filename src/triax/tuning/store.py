@@ -55,13 +55,13 @@ class Record:
     timings: tuple[Timing, ...]
     inputs: str
     date: str
-    versions: tuple[tuple[str, str], ...]
+    versions: dict[str, str]
 
     @classmethod
     def now(cls, key: Key, config: str, timings: Sequence[Timing], inputs: str) -> Record:
         """A record with today's date and the installed versions."""
         names = ("jax", "jaxlib", "triax", "triton")
-        found = tuple((name, versions.installed(name) or "") for name in names)
+        found = {name: versions.installed(name) or "" for name in names}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(key, config, tuple(timings), inputs, date, found)
 
@@ -123,11 +123,11 @@ class Store:
     def find(self, key: Key) -> Record | None:
         """The record of a key, or of the nearest one that may share its config, or None."""
         try:
-            paths = self._files()
+            paths = self.paths()
         except OSError as error:
             logger.warning("store %s cannot be read and is ignored: %s", self.folder, error)
             return None
-        ends = [path.stem.rpartition("-") for path in paths if path.suffix == ".json"]
+        ends = [path.stem.rpartition("-") for path in paths]
         sizes = [int(size) for family, _, size in ends if family == key.family and size.isdecimal()]
         keys = [dataclasses.replace(key, moved_bytes=size) for size in sizes]
         near = sorted(filter(key.is_near, keys), key=lambda other: key.ratio(other.moved_bytes))
@@ -137,15 +137,14 @@ class Store:
         path = self.path(key)
         try:
             record = read(path)
+            if record.key == key:
+                return record
+            logger.warning("tuned config %s is about another key and is ignored", path)
         except FileNotFoundError:
-            return None
+            pass
         except (OSError, ValueError) as error:
             logger.warning("tuned config %s is not usable and is ignored: %s", path, error)
-            return None
-        if record.key != key:
-            logger.warning("tuned config %s is about another key and is ignored", path)
-            return None
-        return record
+        return None
 
     def put(self, record: Record) -> Path:
         """Writes a record, completely or not at all."""
@@ -173,12 +172,11 @@ class Store:
     def records(self, kernel: str | None = None) -> Iterator[tuple[Path, Record | None]]:
         """All files, or those of a kernel, with their records, None for those not usable."""
         for path in self.paths():
-            if kernel is not None and not path.name.startswith(f"{kernel}-"):
-                continue
-            try:
-                yield path, read(path)
-            except (OSError, ValueError):
-                yield path, None
+            if kernel is None or path.name.startswith(f"{kernel}-"):
+                try:
+                    yield path, read(path)
+                except (OSError, ValueError):
+                    yield path, None
 
     def leftovers(self) -> list[Path]:
         """Files left behind by killed writers: those older than a minute."""
@@ -187,8 +185,7 @@ class Store:
         for path in self._files():
             if path.name.startswith(_PART_PREFIX) and path.suffix == ".part":
                 with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                    if now - path.lstat().st_mtime > _PART_AGE_S:
-                        found.append(path)
+                    found += [path] if now - path.lstat().st_mtime > _PART_AGE_S else []
         return found
 
     def _files(self) -> list[Path]:
@@ -223,15 +220,11 @@ def gpus(kernel: str | None = None) -> list[str]:
     found = set()
     for place in stores():
         with contextlib.suppress(OSError):
-            records = [record for _, record in place.records(kernel)]
-            found |= {record.key.gpu for record in records if record is not None}
+            found |= {record.key.gpu for _, record in place.records(kernel) if record is not None}
     return sorted(found - {""})
 
 
 def find(key: Key) -> tuple[Record, Store] | None:
     """The first record of a key in the stores."""
-    for store in stores():
-        record = store.find(key)
-        if record is not None:
-            return record, store
-    return None
+    found = ((store.find(key), store) for store in stores())
+    return next(((record, store) for record, store in found if record is not None), None)

@@ -14,7 +14,7 @@ import pytest
 
 from triax.devices import Device
 from triax.errors import TuningError
-from triax.tuning import measure, progress
+from triax.tuning import measure
 from triax.tuning.progress import Progress
 from triax.tuning.worker import client, messages
 
@@ -46,7 +46,7 @@ def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None)
 
 def times(job):
     """Milliseconds by grid, None where a candidate has no time; and the reasons for that."""
-    found = measure.measure(job, DEVICE, Progress("kernel", 1))
+    found = measure.measure(job, DEVICE, Progress("kernel", 1, quiet_s=0.5))
     assert [t.config for t in found] == [c.label for c in job.candidates]
     grids = [c.grid[0] for c in job.candidates]
     return (
@@ -69,9 +69,8 @@ def test_each_has_its_time(driver):
 
 
 @pytest.mark.slow("processes are the same on every Python")
-def test_more_configs_than_there_is_time_for(driver, caplog, monkeypatch):
+def test_more_configs_than_there_is_time_for(driver, caplog):
     """The best of those tried, in little more than the budget, and nobody is blamed for time."""
-    monkeypatch.setattr(progress, "_QUIET_S", 0.5)
     driver(ms={str(grid): 100 + 10 * ((7 * grid) % 30) for grid in range(1, 31)})
     start = time.monotonic()
     found, reasons = times(make_job(*range(1, 31), timeout_s=10, budget_s=2.5))

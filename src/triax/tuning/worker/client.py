@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from triax.tuning.worker import messages
 
 _START_TIMEOUT_S = 60.0
 _IDLE_S = 60.0
+_LAST_BYTES = 12_000
 
 
 class Ended(TuningError):
@@ -31,61 +33,44 @@ class Worker:
     """A worker process and the connection to it.
 
     Raises:
-      TuningError: the process cannot be started.
+      OSError: the process cannot be started.
     """
 
     def __init__(self, device: int):
         if not sys.executable:
-            raise TuningError("the tuning worker cannot be started: there is no Python to run")
-        try:
-            self._connection, theirs = multiprocessing.Pipe()
-        except OSError as error:
-            raise TuningError(f"the tuning worker cannot be started: {error}") from error
+            raise OSError("there is no Python to run")
+        self._connection, theirs = multiprocessing.Pipe()
+        # A file: a pipe would have to be read, and could be held open by the worker's own children.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (`_close` closes it)
         arguments = (Path(__file__).with_name("process.py"), theirs.fileno(), os.getpid(), device)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *map(str, arguments), str(_IDLE_S)],
-                bufsize=0,  # no locks: closing a pipe must not wait for its reader
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._printed,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C goes to the program, which ends the worker
             )
-        except OSError as error:
-            self._connection.close()
-            raise TuningError(f"the tuning worker cannot be started: {error}") from error
+        except BaseException:
+            self._close()
+            raise
         finally:
             theirs.close()
-        self._printed: list[bytes] = []
-        self._ready: messages.Ready | None = None
-        self._reader = threading.Thread(target=self._read_printed, daemon=True)
-        try:
-            self._reader.start()
-        except RuntimeError as error:  # there are as many threads as may be
-            self.kill()
-            raise TuningError(f"the tuning worker cannot be started: {error}") from error
-
-    def _read_printed(self) -> None:
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            while text := self._process.stdout.read(4096):
-                self._printed[:] = [*self._printed[-20:], text]
+        self._uuid = ""
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ready(self) -> messages.Ready:
-        """The worker's first message: its GPU answers, and this is its UUID.
+    def ready(self) -> str:
+        """The UUID of the worker's GPU, its first message: the GPU answers.
 
-        Raises: Ended: it ended or sent nothing instead.
+        Raises:
+          Ended: it ended or sent nothing instead.
         """
-        if self._ready is None:
-            found = self.answer(_START_TIMEOUT_S)
-            assert isinstance(found, messages.Ready)
-            self._ready = found
-        return self._ready
+        self._uuid = self._uuid or self.answer(_START_TIMEOUT_S)
+        return self._uuid
 
     def send(self, job: messages.Job) -> None:
         with contextlib.suppress(OSError):  # `answer` reports that the worker ended
@@ -100,13 +85,15 @@ class Worker:
         try:
             if self._connection.poll(timeout_s):
                 return self._connection.recv()
+            reason = f"said nothing for {timeout_s:g} s"
         except (OSError, EOFError):
-            self._reader.join(1.0)  # one of its own children may keep the pipe open
-            self.kill()
-            last = b"".join(self._printed[-3:]).decode(errors="replace").strip()
-            raise Ended(f"the tuning worker ended{': ' * bool(last)}{last}") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            self._printed.seek(0)
+            last = self._printed.read()[-_LAST_BYTES:].decode(errors="replace").strip()
+            reason = f"ended{': ' * bool(last)}{last}"
         self.kill()
-        raise Ended(f"the tuning worker said nothing for {timeout_s:g} s")
+        raise Ended(f"the tuning worker {reason}")
 
     def kill(self) -> None:
         self._process.kill()
@@ -120,10 +107,8 @@ class Worker:
         self._close()
 
     def _close(self) -> None:
-        assert self._process.stdout is not None
-        for end in (self._connection, self._process.stdout):
-            with contextlib.suppress(OSError):
-                end.close()
+        self._connection.close()
+        self._printed.close()
 
 
 _workers: dict[int, Worker] = {}
@@ -151,8 +136,11 @@ def start(device: int) -> Worker:
         worker = _workers.get(device)
         if worker is None or not worker.alive:
             if worker is not None:
-                worker.kill()  # it ended by itself: its pipes are still open
-            worker = _workers[device] = Worker(device)
+                worker.kill()  # it ended by itself: its files are still open
+            try:
+                worker = _workers[device] = Worker(device)
+            except OSError as error:
+                raise TuningError(f"the tuning worker cannot be started: {error}") from error
         return worker
 
 

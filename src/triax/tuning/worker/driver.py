@@ -5,7 +5,9 @@ Imported by the worker, which runs without JAX and without the rest of Triax.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 import time
 from typing import Any
 
@@ -52,8 +54,7 @@ class Context:
         self.stream = call(driver.cuStreamCreate, 1)
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
-        # In CUDA 12 only the second version handles the parts of a split GPU; later there is only
-        # one.
+        # In CUDA 12 only the second version handles parts of a split GPU; CUDA 13 has no first one.
         get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
         self.uuid = bytes(call(get_uuid, self.device).bytes).hex()
 
@@ -72,23 +73,16 @@ class Context:
         """Puts a buffer's initial contents in place."""
         if buffer.nbytes == 0:
             return
-        if buffer.path is not None:
-            import mmap
-
-            with (
-                open(buffer.path, "rb") as file,
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
-            ):
-                source = (ctypes.c_char * buffer.nbytes).from_buffer(mapped)
-                call(self.cu.cuMemcpyHtoD, address, ctypes.addressof(source), buffer.nbytes)
-                del source
-            return
-        if len(buffer.pattern) == 1:
-            call(self.cu.cuMemsetD8, address, buffer.pattern[0], buffer.nbytes)
-            return
-        have = min(len(buffer.pattern), buffer.nbytes)
-        block = ctypes.create_string_buffer(buffer.pattern[:have], have)
-        call(self.cu.cuMemcpyHtoD, address, ctypes.addressof(block), have)
+        with contextlib.ExitStack() as opened:
+            content: Any = bytearray(buffer.pattern)
+            if buffer.path is not None:
+                file = opened.enter_context(open(buffer.path, "rb"))
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                content = opened.enter_context(mapped)
+            have = min(len(content), buffer.nbytes)
+            block = (ctypes.c_char * have).from_buffer(content)
+            call(self.cu.cuMemcpyHtoD, address, ctypes.addressof(block), have)
+            del block  # a map in use cannot be closed
         while have < buffer.nbytes:
             more = min(have, buffer.nbytes - have)
             call(self.cu.cuMemcpyDtoD, address + have, address, more)
@@ -98,19 +92,14 @@ class Context:
     def wait(self, event: Any, timeout_s: float) -> None:
         """Waits for an event, at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        not_ready = self.cu.CUresult.CUDA_ERROR_NOT_READY
         pause = 0.0
-        while True:
-            (status,) = self.cu.cuEventQuery(event)
-            if status == not_ready:
-                if time.monotonic() > deadline:
-                    raise HungError(f"did not end within {timeout_s:g} s")
-                time.sleep(pause)
-                pause = min(pause + 20e-6, 2e-3)
-                continue
-            if int(status):
-                raise DriverError(f"launch: {status.name}")
-            return
+        while (status := self.cu.cuEventQuery(event)[0]) == self.cu.CUresult.CUDA_ERROR_NOT_READY:
+            if time.monotonic() > deadline:
+                raise HungError(f"did not end within {timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause + 20e-6, 2e-3)
+        if int(status):
+            raise DriverError(f"launch: {status.name}")
 
 
 class Bench:
@@ -122,8 +111,7 @@ class Bench:
         self.addresses: list[int] = []
         self.originals: dict[int, int] = {}
         self.modules: list[Any] = []
-        self.scratch: int | None = None
-        self.flush = 0
+        self.scratch = self.flush = 0
         self.start = call(self.cu.cuEventCreate, 0)
         self.end = call(self.cu.cuEventCreate, 0)
 
@@ -151,10 +139,9 @@ class Bench:
     def release(self) -> None:
         for module in self.modules:
             call(self.cu.cuModuleUnload, module)
-        scratch = [self.scratch] if self.scratch else []
-        for address in [*self.addresses, *self.originals.values(), self.flush, *scratch]:
-            if address:
-                call(self.cu.cuMemFree, address)
+        addresses = [*self.addresses, *self.originals.values(), self.flush, self.scratch]
+        for address in filter(None, addresses):
+            call(self.cu.cuMemFree, address)
         call(self.cu.cuEventDestroy, self.start)
         call(self.cu.cuEventDestroy, self.end)
 
@@ -163,18 +150,12 @@ class Bench:
         self.modules.append(module)
         function = call(self.cu.cuModuleGetFunction, module, candidate.entry.encode())
         if candidate.shared_bytes > 48 * 1024:
-            attribute = self.cu.CUfunction_attribute
-            call(
-                self.cu.cuFuncSetAttribute,
-                function,
-                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                candidate.shared_bytes,
-            )
+            attributes = self.cu.CUfunction_attribute
+            limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call(self.cu.cuFuncSetAttribute, function, limit, candidate.shared_bytes)
         return function
 
-    def parameters(
-        self, candidate: messages.CompiledCandidate
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def parameters(self, candidate: messages.CompiledCandidate) -> tuple[tuple[Any, ...], ...]:
         values: list[Any] = []
         types: list[Any] = []
         for parameter in candidate.parameters:
@@ -191,16 +172,12 @@ class Bench:
                 types += [ctypes.c_int32] * len(parameter.shape)
                 types += [ctypes.c_int64] * len(parameter.strides)
         # The two hidden parameters: global scratch, profile scratch.
-        return (*values, self.scratch or 0, 0), (*types, ctypes.c_void_p, ctypes.c_void_p)
+        return (*values, self.scratch, 0), (*types, ctypes.c_void_p, ctypes.c_void_p)
 
     def tensor_map(self, parameter: messages.TensorMapParameter) -> Any:
         cu = self.cu
         rank = len(parameter.shape)
-        fill = cu.CUtensorMapFloatOOBfill
-        none, nan = (
-            fill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            fill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA,
-        )
+        fill = "NAN_REQUEST_ZERO_FMA" if parameter.nan_fill else "NONE"
         strides = [s * parameter.itemsize for s in reversed(parameter.strides)][1:]
         return call(
             cu.cuTensorMapEncodeTiled,
@@ -214,7 +191,7 @@ class Bench:
             cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             cu.CUtensorMapSwizzle(parameter.swizzle),
             cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            nan if parameter.nan_fill else none,
+            getattr(cu.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
         )
 
     def run(self, candidate: messages.CompiledCandidate, function: Any, parameters: Any) -> float:

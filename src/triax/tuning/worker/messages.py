@@ -1,5 +1,9 @@
 """Requests to and answers of a tuning worker, as plain data.
 
+The worker first sends its GPU's UUID, a string: the device answers. A job it answers with the
+messages below and, at the end, None; or with a string, why the job was not done, for a reason
+unrelated to its candidates, such as its size. Candidates without a message were not tried.
+
 Imported by the worker, which runs without JAX and without the rest of Triax: only the
 standard library may be imported here.
 """
@@ -86,20 +90,6 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
-    """The worker's first message: the device answers. `uuid` identifies the GPU."""
-
-    uuid: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """The job was not done, for a reason unrelated to its candidates, such as its size."""
-
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Started:
     """Candidate `index` is responsible for what happens from here on."""
 
@@ -126,8 +116,3 @@ class Failed:
     reason: str
     fatal: bool
     late: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Done:
-    """The job is done. Candidates without a message were not tried."""

@@ -1,4 +1,4 @@
-"""The tuning worker: a process with a CUDA context of its own that times kernels.
+"""The tuning worker: a process with its own CUDA context that times kernels.
 
 It imports neither JAX nor the rest of Triax. It answers jobs as it goes, so that the program always
 knows which candidate is running, and keeps earlier timings. A candidate that faults breaks this
@@ -122,10 +122,8 @@ def work(device: driver.Context, job: messages.Job, answer: Callable[[Any], None
         allowed = min(allowed, job.limit_bytes)
     if bench.needed_bytes() > allowed:
         answer(
-            messages.Refused(
-                f"measuring needs {bench.needed_bytes()} bytes of GPU memory, and may take "
-                f"{allowed} (half of what is free, or TRIAX_TUNING_BYTES)"
-            )
+            f"measuring needs {bench.needed_bytes()} bytes of GPU memory, and may take {allowed} "
+            "(half of what is free, or TRIAX_TUNING_BYTES)"
         )
         return
     try:
@@ -135,11 +133,11 @@ def work(device: driver.Context, job: messages.Job, answer: Callable[[Any], None
         rounds.final()
     finally:
         bench.release()
-    answer(messages.Done())
+    answer(None)
 
 
 def leave(status: int) -> NoReturn:
-    """Ends the process at once: a context that is broken or busy does not shut down."""
+    """Ends the process immediately: a context that is broken or busy does not shut down."""
     os._exit(status)
 
 
@@ -150,25 +148,23 @@ def follow_parent(parent: int) -> None:
     leave(5)
 
 
-def receive(connection: Connection[Any, Any], idle_s: float) -> Any:
-    """The next job; None after `idle_s` without one, or if nobody is connected any more."""
-    try:
-        return connection.recv() if connection.poll(idle_s) else None
-    except (OSError, EOFError):
-        return None
-
-
 def main() -> None:
     descriptor, parent, index = map(int, sys.argv[1:4])
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
     device = driver.Context(index)
-    connection.send(messages.Ready(device.uuid))
-    while (job := receive(connection, float(sys.argv[4]))) is not None:
+    connection.send(device.uuid)
+    while True:
+        try:
+            if not connection.poll(float(sys.argv[4])):
+                return  # without work for too long
+            job = connection.recv()
+        except (OSError, EOFError):  # nobody is connected any more
+            return
         try:
             work(device, job, connection.send)
         except (driver.DriverError, OSError) as error:  # not about a candidate, mostly memory
-            connection.send(messages.Refused(str(error)))
+            connection.send(str(error))
             if device.is_broken():
                 leave(6)
 
