@@ -134,7 +134,6 @@ class Semantic(TritonSemantic):
         return super().where(condition, x, y)
 
 
-
 class _Format(str):
     """The name of a format."""
 
