@@ -48,6 +48,7 @@ PUBLIC = {
         "Plan",
         "Routed",
         "Sorted",
+        "Swiglu",
         "combine",
         "dispatch",
         "feed_forward",

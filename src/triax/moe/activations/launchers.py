@@ -60,7 +60,9 @@ def glu_grad(
     from triax.moe.activations.kernels import _glu_grad_kernel
 
     num_rows, width = gradient.shape
-    block = blocks.part(width, gate_up.dtype.itemsize, _MAX_ROWS)
+    # Interleaved, a program holds both halves twice: with half the block it takes 0.67 of the time.
+    itemsize = gate_up.dtype.itemsize * (2 if spec.interleaved else 1)
+    block = blocks.part(width, itemsize, _MAX_ROWS)
     return launch(
         _glu_grad_kernel,
         gate_up,

@@ -147,6 +147,10 @@ def _ragged_dot_kernel(
         row = tl.load(record + 1)
         end = tl.load(record + 2)
         column = column_tile * BLOCK_COLUMNS
+        if bias_ptr is not None:  # loaded here, where there is time until it is added
+            which = column + tl.arange(0, BLOCK_COLUMNS)
+            at = bias_ptr + group.to(tl.int64) * num_columns + which
+            bias = tl.load(at, mask=which < num_columns, other=0.0)
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for start in range(0, depth, BLOCK_DEPTH):
             if TMA:
@@ -174,14 +178,12 @@ def _ragged_dot_kernel(
         if group_scales_ptr is not None:
             total *= tl.load(group_scales_ptr + group).to(tl.float32)
         if bias_ptr is not None:
-            which = column + tl.arange(0, BLOCK_COLUMNS)
-            at = bias_ptr + group.to(tl.int64) * num_columns + which
-            bias = tl.load(at, mask=which < num_columns, other=0.0).to(tl.float32)[None, :]
+            addend = bias.to(tl.float32)[None, :]
             if bias_weights_ptr is not None:
                 which = row + tl.arange(0, BLOCK_ROWS)
                 weight = tl.load(bias_weights_ptr + which, mask=which < end, other=0.0)
-                bias = bias * weight.to(tl.float32)[:, None]
-            total += bias
+                addend = addend * weight.to(tl.float32)[:, None]
+            total += addend
         # By halves, which need half the shared memory on their way to the output.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)
         _store_rows(out, left.to(DTYPE), row, end, column, num_columns, BLOCK_ROWS, half, TMA)

@@ -25,8 +25,9 @@ _ADDRESSES = 1 << 64
 # Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
 # the sum is added to a float32 one.
 _IMPRECISE = 128
-# The block of rows that one program adds up at a time.
-_SUM_ROWS, _SUM_COLUMNS = 64, 64
+# The block of rows that one program adds up at a time: on an H200 0.96 and 0.8 of the speed of
+# reading 65,536 rows of 5,760 and of 2,880 bfloat16.
+_SUM_ROWS, _SUM_COLUMNS = 128, 128
 
 
 # JAX's names for the matmul precisions that allow tensor cores to multiply float32.
