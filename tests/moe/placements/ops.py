@@ -69,6 +69,11 @@ def draw_array(name: str, rng: np.random.Generator, s: Sizes, op: Op, dtype: Any
         "w_gate_up": (experts, s.hidden, 2 * s.width),
         "w_up": (experts, s.hidden, s.width),
         "w_down": (experts, s.width, s.hidden),
+        "b_gate_up": (experts, 2 * s.width),
+        "b_up": (experts, s.width),
+        "b_down": (experts, s.hidden),
+        "gate": (rows, s.width),
+        "up": (rows, s.width),
     }
     if name in shapes:
         float32 = ("logits", "bias", "weights", "probs")
@@ -153,6 +158,15 @@ def scaled_products(place, sizes, rows, weights, group_sizes, row_scales, group_
     return {"rows": moe.ragged_dot(*args, **scales)}
 
 
+def products_with_bias(place, sizes, rows, weights, group_sizes, bias, bias_weights, **options):
+    biases = {"bias": bias, "bias_weights": bias_weights}
+    return {"rows": moe.ragged_dot(rows, weights, group_sizes, **biases, **options)}
+
+
+def glu_of_two(place, sizes, gate, up, row_weights=None, **options):
+    return {"rows": moe.glu((gate, up), row_weights, **options)}
+
+
 def glu(place, sizes, gate_up, row_weights=None, **options):
     return {"rows": moe.glu(gate_up, row_weights, **options)}
 
@@ -167,6 +181,14 @@ def feed_forward(place, sizes, x, logits, w_gate_up, w_down, bias=None, **option
         options |= {"bias": bias, "score": "sigmoid", "normalize": True}
     out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=sizes.top_k, **options)
     return fields(out, "tokens", "group_counts", "num_dropped")
+
+
+def feed_forward_with_biases(place, sizes, x, logits, w_gate_up, w_down, *biases, **options):
+    how = dict(zip(("b_gate_up", "b_down"), biases, strict=True))
+    clamped = moe.Swiglu(alpha=1.702, limit=1.0, up_offset=1.0)
+    how |= {"activation": clamped, "interleaved": True, "normalize": True} | options
+    out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=sizes.top_k, **how)
+    return fields(out, "tokens", "group_counts", "weights", "experts")
 
 
 def layer(place, sizes, x, logits, w_gate_up, w_down, **options):
@@ -288,8 +310,14 @@ OPS: dict[str, list[Op]] = {
         Op(products, "rows w_up sizes"),
         Op(products, "rows w_up sizes", {"preferred_element_type": "float32"}),
         Op(scaled_products, "rows w_up sizes row_weights bias"),
+        Op(products_with_bias, "rows w_up sizes b_up row_weights"),
     ],
-    "glu": [Op(glu, "gate_up row_weights"), Op(glu, "gate_up", {"activation": "geglu"})],
+    "glu": [
+        Op(glu, "gate_up row_weights"),
+        Op(glu, "gate_up", {"activation": "geglu"}),
+        Op(glu_of_two, "gate up row_weights"),
+        Op(glu, "gate row_weights", {"activation": "relu2"}),
+    ],
     "sort_chunks_by_index": [
         Op(
             sort_chunks,
@@ -305,6 +333,10 @@ OPS: dict[str, list[Op]] = {
     ],
     "feed_forward, by sigmoids": [
         Op(feed_forward, "x logits w_gate_up w_down bias", {"align_size": 4}),
+    ],
+    "feed_forward, with biases": [
+        Op(feed_forward_with_biases, "x logits w_gate_up w_down b_gate_up b_down"),
+        Op(feed_forward_with_biases, "x logits w_gate_up w_down b_gate_up b_down", {"capacity": 4}),
     ],
     "feed_forward, by hand": [Op(layer, "x logits w_gate_up w_down")],
     "losses": [
