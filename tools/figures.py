@@ -302,6 +302,17 @@ def float32() -> str:
     return table(["operands", "", "times as long as bfloat16"], rows)
 
 
+def gpt_oss() -> str:
+    """gpt-oss's own layer, forward and backward, against the same without its extras."""
+    rows = [
+        [shape, way, f"{f['ms']:.1f} ms", f"{f['of_plain']:.3f}", f"{f['of_matmuls']:.2f}"]
+        for shape, found in record("gpt_oss")["results"].items()
+        for way, f in found.items()
+        if way != "matmuls"
+    ]
+    return table(["", "", "", "of the time without", "of its dense matmuls' speed"], rows)
+
+
 def layers() -> str:
     """The whole layer, forward and backward, against its matmuls as dense ones."""
     rows = [
@@ -393,6 +404,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers_on_gpus": layers_on_gpus,
     "tokens_cut": tokens_cut,
     "float32": float32,
+    "gpt_oss": gpt_oss,
+    "where/gpt_oss": lambda: where("gpt_oss"),
     "where/float32": lambda: where("float32"),
     "decode": decode,
     "gallery": gallery,

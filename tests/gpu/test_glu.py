@@ -54,4 +54,7 @@ def test_layouts(layout):
         out, pull = jax.jit(functools.partial(jax.vjp, op))(gate_up, weights)
         return out, *jax.jit(pull)(jnp.asarray(gradient))
 
-    jax.tree.map(assert_same_bits, run(op), run(functools.partial(moe.glu, **how)))
+    *moved, d_weights = run(op)
+    *wanted, expected_d_weights = run(functools.partial(moe.glu, **how))
+    jax.tree.map(assert_same_bits, moved, wanted)
+    assert_close(d_weights, expected_d_weights, terms=2880)  # other blocks, another order
