@@ -52,13 +52,13 @@ def trace_and_lower(kernel, *arrays):
 
 @pytest.mark.cuda_plugin
 def test_calls_of_a_triton_call(tmp_path, monkeypatch):
-    """60 for each of tracing and lowering, and 230 where the kernel is new, is the aim."""
+    """At most 60 for each of tracing and lowering, and 230 where the kernel is new."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     trace_and_lower(kernels.copy_kernel, X)  # what is done once in a process
     new = triton.jit(kernels.add_kernel.fn)
     cold = sum(trace_and_lower(new, X, X), collections.Counter())
     del cold["triton_patches.py: <lambda>"]  # Triton before 3.7 calls it for each node of a kernel
-    assert 100 < cold.total() <= 255, cold.most_common()
+    assert 100 < cold.total() <= 230, cold.most_common()
     tracing, lowering = trace_and_lower(new, X, X)
     assert 10 < tracing.total() <= 60, tracing.most_common()
     assert 10 < lowering.total() <= 60, lowering.most_common()

@@ -31,8 +31,9 @@ _POINTERS = ("!tt.ptr", "!tt.tensordesc", "!ttng.tensordesc")
 
 def origins(module: Any) -> tuple[int, list[tuple[int, ...]]]:
     """How many pointers and descriptors a kernel takes, and which of them each write may reach."""
-    flow = _Flow()
-    module.walk(flow.add)
+    operations: list[Any] = []
+    module.walk(operations.append)
+    flow = _Flow(operations)
     kernel = module.get_function(module.get_entry_func_name())
     arguments = [kernel.args(i) for i in range(kernel.get_num_args())]
     pointers = [a.id() for a in arguments if str(a.get_type()).startswith(_POINTERS)]
@@ -44,9 +45,10 @@ class _Flow:
     """Where values come from: for each, those that it may be or that it is computed from.
 
     Values, blocks and regions are their ids. Triton's bindings do not say where a jump goes.
+    Operations come after those in their regions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, operations: Sequence[Any]) -> None:
         self._sources: dict[int, list[int]] = collections.defaultdict(list)
         self._written: list[int] = []
         # By region: the arguments of its blocks, the entry's first; what ends it and jumps in it
@@ -57,9 +59,10 @@ class _Flow:
         self._grouped: dict[int, list[int]] = collections.defaultdict(list)
         self._functions: dict[str, int] = {}
         self._calls: list[tuple[str, list[int], list[int]]] = []
+        self._add(operations)
 
     def written(self) -> list[set[int]]:
-        """For each write, all that its pointer comes from; call it once, at the end."""
+        """For each write, all that its pointer comes from; call it once."""
         for name, operands, results in self._calls:
             self._run(self._functions[name], operands, results)
         for region, is_choice, values in self._jumps:
@@ -70,54 +73,55 @@ class _Flow:
                     self._hand_on(values[len(values) - size :], block)
         return [self._reached(value) for value in self._written]
 
-    def add(self, op: Any) -> None:
-        """Adds an operation; those in its regions come before it."""
-        name, block = op.get_name(), op.get_block()
-        if block is None:  # the module
-            return
-        operands = [op.get_operand(i).id() for i in range(op.get_num_operands())]
-        results = [op.get_result(i).id() for i in range(op.get_num_results())]
-        bodies = [op.get_region(i).id() for i in range(op.get_num_regions())]
-        around = block.get_parent().id()
-        arguments = [block.arg(i).id() for i in range(block.get_num_arguments())]
-        self._blocks[around].setdefault(block.id(), arguments)
-        if _WRITES.fullmatch(name):
-            self._written.append(operands[0])
-        elif _READS.fullmatch(name):
-            pass
-        elif name.startswith("cf."):
-            is_choice = name == "cf.cond_br"
-            self._jumps.append((around, is_choice, operands[is_choice:]))
-        elif name.endswith(_ENDS):
-            self._ends[around].append(operands[name == "scf.condition" :])
-        elif name == "tt.addptr":
-            self._mix(operands[:1], results)
-        elif name == "arith.select":
-            self._mix(operands[1:], results)
-        elif name == "ttng.tensormap_create":  # puts an address where its first operand points
-            self._mix(operands[1:2], operands[:1])
-        elif name == "tt.call":
-            self._calls.append((op.get_flat_symbol_ref_attr("callee"), operands, results))
-        elif name == "tt.func":
-            self._functions[op.get_str_attr("sym_name")] = bodies[0]
-        elif name == "scf.for":  # its first operands are the bounds; it may not run at all
-            carried = self._entry(bodies[0])[1:]
-            self._hand_on(operands[3:], carried)
-            self._run(bodies[0], [], carried)
-            self._hand_on(carried, results)
-        elif name == "scf.while":
-            self._run(bodies[0], operands, results)
-            self._run(bodies[1], results, self._entry(bodies[0]))
-        elif bodies:
-            if not operands:
-                self._grouped[around] += bodies
-            for body in [*bodies, *(g for b in bodies for g in self._grouped[b])]:
-                self._run(body, operands, results)
-        else:
-            self._mix(operands, results)
-            is_foreign = name in _FOREIGN and not op.get_bool_attr("pure")
-            if is_foreign or not results:
-                self._written += operands
+    def _add(self, operations: Sequence[Any]) -> None:
+        for op in operations:
+            name, block = op.get_name(), op.get_block()
+            if block is None:  # the module
+                continue
+            operands = [op.get_operand(i).id() for i in range(op.get_num_operands())]
+            results = [op.get_result(i).id() for i in range(op.get_num_results())]
+            bodies = [op.get_region(i).id() for i in range(op.get_num_regions())]
+            around = block.get_parent().id()
+            arguments = [block.arg(i).id() for i in range(block.get_num_arguments())]
+            self._blocks[around].setdefault(block.id(), arguments)
+            if _WRITES.fullmatch(name):
+                self._written.append(operands[0])
+            elif _READS.fullmatch(name):
+                pass
+            elif name.startswith("cf."):
+                is_choice = name == "cf.cond_br"
+                self._jumps.append((around, is_choice, operands[is_choice:]))
+            elif name.endswith(_ENDS):
+                self._ends[around].append(operands[name == "scf.condition" :])
+            elif name == "tt.addptr":
+                self._mix(operands[:1], results)
+            elif name == "arith.select":
+                self._mix(operands[1:], results)
+            elif name == "ttng.tensormap_create":  # puts an address where its first operand points
+                self._mix(operands[1:2], operands[:1])
+            elif name == "tt.call":
+                self._calls.append((op.get_flat_symbol_ref_attr("callee"), operands, results))
+            elif name == "tt.func":
+                self._functions[op.get_str_attr("sym_name")] = bodies[0]
+            elif name == "scf.for":  # its first operands are the bounds; it may not run at all
+                carried = self._entry(bodies[0])[1:]
+                self._hand_on(operands[3:], carried)
+                self._run(bodies[0], [], carried)
+                self._hand_on(carried, results)
+            elif name == "scf.while":
+                self._run(bodies[0], operands, results)
+                self._run(bodies[1], results, self._entry(bodies[0]))
+            elif bodies:
+                if not operands:
+                    self._grouped[around] += bodies
+                for body in [*bodies, *(g for b in bodies for g in self._grouped[b])]:
+                    self._run(body, operands, results)
+            else:
+                for result in results:
+                    self._sources[result] += operands
+                is_foreign = name in _FOREIGN and not op.get_bool_attr("pure")
+                if is_foreign or not results:
+                    self._written += operands
 
     def _reached(self, value: int) -> set[int]:
         pending, seen = [value], {value}
