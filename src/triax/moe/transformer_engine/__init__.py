@@ -42,6 +42,9 @@ These differences from TransformerEngine are intended:
   computed in float32, and those for the auxiliary loss are returned in float32.
 """
 
+import warnings
+from typing import Any
+
 from triax.moe.transformer_engine.all_to_all import (
     compute_ragged_all_to_all_params as compute_ragged_all_to_all_params,
 )
@@ -61,7 +64,7 @@ from triax.moe.transformer_engine.ids import pure_jax_token_dispatch as pure_jax
 from triax.moe.transformer_engine.ids import (
     routing_map_to_selected_experts as routing_map_to_selected_experts,
 )
-from triax.moe.transformer_engine.maps import Dispatched as Dispatched
+from triax.moe.transformer_engine.maps import TokenDispatch as TokenDispatch
 from triax.moe.transformer_engine.maps import token_combine as token_combine
 from triax.moe.transformer_engine.maps import token_dispatch as token_dispatch
 from triax.moe.transformer_engine.router import RoutingMapFormat as RoutingMapFormat
@@ -72,10 +75,10 @@ from triax.moe.transformer_engine.router import (
 )
 
 __all__ = [
-    "Dispatched",
     "PureJaxPermState",
     "RoutingMapFormat",
     "ScoreFunction",
+    "TokenDispatch",
     "compute_ragged_all_to_all_params",
     "compute_reverse_ragged_all_to_all_params",
     "fused_moe_aux_loss",
@@ -89,3 +92,10 @@ __all__ = [
     "token_combine",
     "token_dispatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Dispatched":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("`Dispatched` is called `TokenDispatch` now.", DeprecationWarning, stacklevel=2)
+    return TokenDispatch

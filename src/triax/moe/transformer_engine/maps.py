@@ -17,7 +17,7 @@ from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 
 
-class Dispatched(NamedTuple):
+class TokenDispatch(NamedTuple):
     """What `token_dispatch` returns: a tuple of five, in TransformerEngine's order.
 
     Attributes:
@@ -46,7 +46,7 @@ def token_dispatch(
     *,
     top_k: int | None = None,
     implementation: Implementation | None = None,
-) -> Dispatched:
+) -> TokenDispatch:
     """Copies every token to the rows of its experts.
 
         out, _, row_id_map, pad_offsets, group_sizes = token_dispatch(x, mask, num_out_tokens)
@@ -66,7 +66,7 @@ def token_dispatch(
         experts, which makes the row map that wide.
 
     Returns:
-      `Dispatched`: output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert.
+      `TokenDispatch`: output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert.
     """
     x = tables.as_table("inp", inp, "hidden")
     mask = tables.as_mask(routing_map)
@@ -105,7 +105,7 @@ def token_dispatch(
     row = jnp.where(exists, plan.row_of - pad_offsets[plan.expert_of], -1)
     expert = jnp.where(exists, plan.expert_of, -1)
     count = jnp.sum(exists, axis=1, keepdims=True, dtype=jnp.int32)
-    return Dispatched(
+    return TokenDispatch(
         output=permuted.rows,
         permuted_probs=permuted.weights,
         row_id_map=jnp.concatenate([row, expert, count], axis=1),
