@@ -123,6 +123,38 @@ def test_layouts_are_the_same_bit_by_bit(implementation, activation, layout):
     jax.tree.map(same, run(op), run(functools.partial(moe.glu, **how)))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"alpha": jnp.float32(1)}, ArgumentTypeError, "`alpha` of Swiglu must be a Python number"),
+        ({"limit": "7"}, ArgumentTypeError, "`limit` of Swiglu must be a Python number; got"),
+        ({"limit": -1.0}, ArgumentValueError, "`limit` of Swiglu must be positive and finite"),
+        ({"up_offset": math.inf}, ArgumentValueError, "`up_offset` of Swiglu must be finite"),
+    ],
+)
+def test_numbers_of_swiglu(options, error, match):
+    with pytest.raises(error, match=match):
+        moe.Swiglu(**options)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_limits(implementation):
+    """What is at the limit moves, what is beyond does not, and a NaN stays one."""
+    gate = jnp.array([[2.0, 2.5, jnp.nan, -9.0, jnp.inf, 1.0, 1.0, 1.0]])
+    up = jnp.array([[1.0, 1.0, 1.0, 1.0, 1.0, 2.0, -3.0, jnp.nan]])
+    how = {"activation": moe.Swiglu(limit=2.0), "implementation": implementation}
+    out, pull = jax.vjp(lambda *both: moe.glu(both, **how), gate, up)
+    clipped, silu = jnp.minimum(gate, 2), jax.nn.silu
+    np.testing.assert_allclose(out, silu(clipped) * jnp.clip(up, -2, 2), rtol=1e-6)
+    d_gate, d_up = (np.asarray(d)[0] for d in pull(jnp.ones_like(out)))
+    assert (d_gate[:2] != 0).tolist() == [True, False]
+    assert d_gate[4] == 0
+    assert d_up[6] == 0
+    assert d_up[5] != 0
+    assert np.isnan(d_gate[[2, 7]]).all()
+    assert np.isnan(d_up[2])
+
+
 def test_functions_of_jax_and_what_they_close_over():
     gate_up, weights, gradient = draw(9, 20, "float32")
     steep = jnp.linspace(0.5, 2, 20)

@@ -92,6 +92,26 @@ def test_rows_past_the_groups_are_zero_for_all_scales(implementation):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("depth", [0, 16])
+def test_bias(implementation, depth):
+    """Also where there is nothing else; none in rows past the groups."""
+    x, w, sizes = jnp.zeros((4, depth)), jnp.zeros((2, depth, 3)), jnp.array([1, 2])
+    weights = jnp.array([1, 2, 3, jnp.nan])
+
+    def run(bias, weights):
+        how = {"bias": bias, "bias_weights": weights, "implementation": implementation}
+        return moe.ragged_dot(x, w, sizes, **how)
+
+    bias = jnp.array([[1, 2, 3], [4, 5, 6]], jnp.bfloat16)
+    out, pull = jax.vjp(run, bias, weights)
+    np.testing.assert_array_equal(out, [[1, 2, 3], [8, 10, 12], [12, 15, 18], [0, 0, 0]])
+    d_bias, d_weights = pull(jnp.ones((4, 3)).at[3].set(jnp.nan))
+    assert d_bias.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(d_bias, [[1, 1, 1], [5, 5, 5]])
+    np.testing.assert_array_equal(d_weights, [6, 15, 15, 0])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("precision", ["BF16_BF16_F32", "TF32_TF32_F32"])
 def test_precision_is_that_of_float32_alone(implementation, precision):
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from triax import moe
+from triax.errors import ArgumentValueError
 from triax.testing import assert_close, checked
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 22, 16, 12, 8
@@ -280,6 +281,77 @@ def test_experts_spread_over_devices(name):
     out, expected = jax.jit(spread)(arrays), alone(arrays)
     np.testing.assert_array_equal(out.group_counts, expected.group_counts)
     np.testing.assert_array_equal(out.experts, expected.experts)
+
+
+def test_functions_that_are_not_finite_at_zero():
+    """Pad rows, which are zeros, reach no weights."""
+    _, _, options = MODELS["Mixtral"]
+    arrays = draw(options)
+    upstream = np.random.default_rng(9).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+    for function in (
+        lambda gate, up: jnp.sqrt(jnp.abs(gate)) * up,
+        lambda gate, up: gate / jnp.linalg.norm(gate, axis=1, keepdims=True) * up,
+    ):
+        plain, padded = (
+            gradients(
+                lambda a, n=n, f=function: (
+                    layer(a, None, options, align_size=n, activation=f).tokens
+                ),
+                arrays,
+                upstream,
+            )
+            for n in (1, 4)
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), padded, plain
+        )
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_on_explicit_axes():
+    """A sequence that is cut, scales that are cut as tokens are, and a function of a tracer."""
+    _, _, options = MODELS["Mixtral"]
+    arrays = draw(options)
+    scales = np.linspace(1, 2, EXPERTS).astype(np.float32)
+    x, logits = (arrays[n][:16].reshape(4, 4, -1) for n in ("x", "logits"))
+    weights = arrays["w_gate_up"], arrays["w_down"]
+
+    def run(x, logits, scales, alpha):
+        activation = lambda gate, up: gate * jax.nn.sigmoid(alpha * gate) * up
+        out = moe.feed_forward(
+            x, logits, *weights, top_k=2, expert_scale=scales, activation=activation
+        )
+        flat = logits.reshape(16, -1) if not EXPLICIT else jax.sharding.reshard(logits, P("x"))
+        flat = flat.reshape(16, -1)
+        given = moe.route(flat, 2, experts=jnp.argsort(-flat, axis=1)[:, :2])
+        return out.tokens, given.weights
+
+    EXPLICIT = False
+    expected = jax.jit(run)(x, logits, scales, 1.5)
+    EXPLICIT = True
+    kinds = 2 * (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=kinds)
+    put = lambda a, *spec: jax.device_put(a, jax.sharding.NamedSharding(mesh, P(*spec)))
+    with jax.set_mesh(mesh):
+        cut = put(x, None, "x"), put(logits, None, "x"), put(scales, "x")
+        found = jax.jit(lambda *args: run(*args))(*cut, 1.5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, found, expected)
+
+
+def test_routing_has_the_dimensions_of_tokens():
+    _, _, options = MODELS["Mixtral"]
+    arrays = draw(options)
+    x, weights = np.ones((2, 3, HIDDEN), np.float32), (arrays["w_gate_up"], arrays["w_down"])
+    for routing in ((np.ones((3, 2, 2)), np.ones((3, 2, 2), int)), [1, 2], 5):
+        with pytest.raises(
+            ArgumentValueError, match="`routing` must be two arrays, weights and exp"
+        ):
+            moe.feed_forward(x, None, *weights, routing=routing)
+    out = moe.feed_forward(
+        x, None, *weights, routing=(np.ones((2, 3, 2)), np.ones((2, 3, 2), np.int8))
+    )
+    assert out.experts.dtype == np.int32
 
 
 def test_more_dimensions_in_front():

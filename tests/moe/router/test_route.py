@@ -153,6 +153,30 @@ def test_weights_of_experts_that_are_given(score, normalize):
     assert_close(d_logits, wanted, terms=16)
 
 
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_scores_that_are_given(normalize, implementation):
+    """Padding has no weights; scores that add up to zero are divided by one."""
+    logits = np.float32([[-np.inf] * 4, [1, -1, -5, -5], [3, -np.inf, 1, -np.inf]])
+    d_weights = np.float32([[1, 2]] * 3)
+    options = {"score": "none", "normalize": normalize}
+    routed, d_logits = call(logits, 2, d_weights, implementation, **options)
+    weights = [[0, 0], [1, -1], [0.75, 0.25] if normalize else [3, 1]]
+    np.testing.assert_allclose(routed.weights, weights)
+    last = [-1 / 16, 0, 3 / 16, 0] if normalize else [1, 0, 2, 0]
+    np.testing.assert_allclose(d_logits, [[0] * 4, [1, 2, 0, 0], last], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_a_nan_with_the_sign_bit_makes_its_group_the_best(implementation):
+    logits = np.float32([[-np.nan, 1, 0.5, 0.4, 0.3, 2]])
+    for score in ("sigmoid", "none"):
+        groups = {"num_groups": 3, "top_groups": 1, "group_score": "max", "score": score}
+        assert route(logits, 2, implementation=implementation, **groups).experts.tolist() == [
+            [1, 0]
+        ]
+
+
 def test_scales_of_experts():
     logits, scales, d_weights = draw(6, (7, 9)), draw(7, (9,)), draw(8, (7, 3))
     routed, pull = jax.vjp(lambda s: moe.route(logits, 3, expert_scale=s).weights, scales)

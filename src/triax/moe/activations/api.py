@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import ops
 from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu, halves
-from triax.moe.shared import arguments
+from triax.moe.shared import arguments, sharding
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
@@ -163,15 +164,26 @@ def _by_function(
 
     @jax.checkpoint
     def run(parts: tuple[jax.Array, ...], row_weights: jax.Array | None) -> jax.Array:
-        out = function(*(part.astype(wider) for part in parts))
-        if getattr(out, "shape", None) != parts[0].shape:
+        wide = [part.astype(wider) for part in parts]
+        if row_weights is None:
+            return checked(function(*wide)).astype(dtype)
+        # Pad rows are zeros with a weight of zero. They stay so if the function, or its slope,
+        # is not finite at zero, which would reach their group's weights.
+        some = functools.reduce(jnp.logical_or, (jnp.any(part != 0, axis=1) for part in wide))
+        is_row = (some | (row_weights != 0))[:, None]
+        out = checked(function(*(jnp.where(is_row, part, 1) for part in wide)))
+        return jnp.where(is_row, out * row_weights.astype(wider)[:, None], 0).astype(dtype)
+
+    def checked(out: Any) -> jax.Array:
+        is_real = hasattr(out, "dtype") and jnp.issubdtype(out.dtype, jnp.floating)
+        if getattr(out, "shape", None) != parts[0].shape or not is_real:
             raise ArgumentValueError(
-                "Argument `activation` must return an array of the shape of its arguments, "
+                "Argument `activation` must return floats of the shape of its arguments, "
                 f"{parts[0].shape}; got {messages.shown(out)}."
             )
-        if row_weights is not None:
-            out *= row_weights.astype(wider)[:, None]
-        return out.astype(dtype)
+        found: jax.Array = out
+        return found
 
+    row_weights = None if row_weights is None else sharding.gathered(row_weights)
     result: jax.Array = run(parts, row_weights)
     return result

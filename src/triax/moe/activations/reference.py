@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from triax import messages
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.shared.arrays import at_least_float32
 
 Name = Literal["swiglu", "geglu", "geglu_exact", "silu", "gelu", "gelu_exact", "relu2"]
@@ -29,6 +32,21 @@ class Swiglu:
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if name == "limit" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ArgumentTypeError(
+                    f"Argument `{name}` of Swiglu must be a Python number; got "
+                    f"{messages.shown(value)}. For one that is learnt, pass a JAX function."
+                )
+            if not math.isfinite(value) or (name == "limit" and value <= 0):
+                kind = "positive and finite" if name == "limit" else "finite"
+                raise ArgumentValueError(
+                    f"Argument `{name}` of Swiglu must be {kind}; got {value!r}."
+                )
 
 
 Activation = Name | Swiglu | Callable[..., Any]

@@ -124,7 +124,9 @@ def ragged_dot(
         bias=bias,
         bias_weights=bias_weights,
     )
-    if not (num_rows and depth and num_groups and columns):
+    if not depth and bias is not None:
+        implementation = "xla"  # nothing to multiply, but something to add
+    elif not (num_rows and depth and num_groups and columns):
         empty = jnp.zeros((num_rows, columns), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)

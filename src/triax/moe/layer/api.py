@@ -15,7 +15,7 @@ from triax.moe.activations.reference import Activation
 from triax.moe.layer import parts
 from triax.moe.layer.parts import FeedForward, Operands, Options, WeightsOn
 from triax.moe.router.api import GroupScore, Score
-from triax.moe.shared import arguments
+from triax.moe.shared import arguments, sharding
 from triax.moe.shared.implementation import Implementation
 
 
@@ -129,7 +129,7 @@ def feed_forward(
                 f"{', `' + '`, `'.join(unused) + '`' if unused else ''}. Pass them to `route`."
             )
         routing = _check_routing(routing, num_tokens, top_k)
-        top_k = routing[1].shape[1]
+        top_k = int(routing[1].shape[1])
     elif top_k is None:
         raise ArgumentTypeError("Argument `top_k` is missing: how many experts a token chooses.")
     down = ("experts", "hidden", "width") if transpose_weights else ("experts", "width", "hidden")
@@ -138,6 +138,8 @@ def feed_forward(
     num_experts = num_local
     if axis_name is not None:
         num_experts *= _axis_size(axis_name)
+    if routing is not None:
+        routing = routing[0], arguments.as_int32(routing[1], num_experts)
     if logits is not None:
         logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
         if axis_name is None:  # what is wrong is more often the weights
@@ -208,20 +210,31 @@ def _with_lead(lead: tuple[int, ...], given: dict[str, Any]) -> FeedForward:
     for name in ("x", "logits"):
         array = given[name]
         if array is not None and getattr(array, "shape", ())[:-1] == lead:
-            given[name] = jnp.reshape(array, (tokens, array.shape[-1]))
-    if given["routing"] is not None:
-        given["routing"] = tuple(
-            jnp.reshape(array, (tokens, array.shape[-1])) for array in given["routing"]
-        )
+            given[name] = _flat(array, tokens)
+    routing = given["routing"]
+    if routing is not None:
+        shapes = {getattr(a, "shape", ())[:-1] for a in routing} if type(routing) is tuple else {}
+        if shapes != {lead}:
+            raise ArgumentValueError(
+                "Argument `routing` must be two arrays, weights and experts, with the dimensions "
+                f"{list(lead)} of `x` in front; got {messages.shown(routing)}."
+            )
+        given["routing"] = tuple(_flat(array, tokens) for array in routing)
     out = feed_forward(**given)
     back = {name: getattr(out, name) for name in ("tokens", "weights", "experts")}
     return out._replace(**{n: jnp.reshape(a, (*lead, a.shape[-1])) for n, a in back.items()})
 
 
+def _flat(array: Any, tokens: int) -> jax.Array:
+    # JAX reshapes what explicit axes cut only where these cut the first or the last dimension.
+    array = sharding.gathered(jnp.asarray(array), 0, array.ndim - 1)
+    return jnp.reshape(array, (tokens, array.shape[-1]))
+
+
 def _axis_size(axis_name: Any) -> int:
     try:
         return int(jax.lax.axis_size(axis_name))
-    except NameError as error:
+    except (NameError, ValueError, TypeError) as error:
         raise ArgumentValueError(
             "Argument `axis_name` must name a mesh axis of the jax.shard_map that `feed_forward` "
             f"is called in; got {axis_name!r}."

@@ -22,6 +22,7 @@ from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
 from triax.moe.router.api import route
 from triax.moe.shared import arguments, sharding
+from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.sharding import Shard, Split
 
@@ -83,7 +84,8 @@ def feed_forward(options: Options, operands: Operands) -> FeedForward:
     if options.axis_name is not None:
         return _spread(options, operands)
     run = functools.partial(_run, options)
-    if options.capacity is not None:
+    # What a function closes over may not be cut, and its tokens are then gathered.
+    if options.capacity is not None or callable(options.activation):
         return run(*operands)
 
     def part(shard: Shard, *operands: Any) -> FeedForward:
@@ -155,7 +157,8 @@ def _experts(
     """What the experts make of their rows, times the rows' weights."""
     how: dict[str, Any] = {"implementation": options.implementation}
     if options.weights_on == "input":
-        rows = (rows * row_weights[:, None].astype(rows.dtype)).astype(rows.dtype)
+        wider = at_least_float32(rows.dtype)
+        rows = (rows.astype(wider) * row_weights.astype(wider)[:, None]).astype(rows.dtype)
         row_weights = None
 
     def multiply(rows: Any, weights: Any, bias: Any, bias_weights: Any = None) -> jax.Array:

@@ -179,9 +179,9 @@ def _normalized(taken, known, SCORE: tl.constexpr):
     The softmax of their logarithms, so that none is lost where all are small.
     """
     if SCORE == "none":
-        total = tl.sum(tl.where(known, taken, 0.0), 1)
-        total = tl.where(total == 0.0, 1.0, total)
-        return taken / total[:, None], total
+        taken = tl.where(known, _score(taken, SCORE), 0.0)
+        total = tl.sum(taken, 1)
+        return taken / tl.where(total == 0.0, 1.0, total)[:, None], total
     logs = taken
     if SCORE == "sigmoid":
         logs = _log_sigmoid(taken)
@@ -198,8 +198,8 @@ def _score(logits, SCORE: tl.constexpr):
         return _sigmoid(logits)
     elif SCORE == "sqrtsoftplus":
         return tl.exp(0.5 * _log_softplus(logits))
-    else:
-        return logits
+    else:  # padding is -inf
+        return tl.where(logits == float("-inf"), 0.0, logits)
 
 
 @triton.jit
@@ -367,9 +367,11 @@ def _route_grad_kernel(
     if NORMALIZE:
         scores, total = _normalized(taken, routed, SCORE)
         # The chosen's own, and zero in slots that there are not: their logits are -inf.
-        gradient -= tl.sum(tl.where(routed, gradient * scores, 0.0), 1)[:, None]
+        mean = tl.sum(tl.where(routed, gradient * scores, 0.0), 1)
         if SCORE == "none":
-            scores = 1.0 / total[:, None]
+            mean = tl.where(total == 0.0, 0.0, mean)
+            scores = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+        gradient -= mean[:, None]
     elif SOFTMAX:
         logits = tl.load(logits_ptr + everywhere, mask=mask, other=float("-inf")).to(tl.float32)
         shift = _shift(_value(tl.max(_order(logits), 1)))
@@ -385,6 +387,8 @@ def _route_grad_kernel(
     d_taken = scale * scores * gradient
     if SCORE == "sigmoid" or SCORE == "sqrtsoftplus":
         d_taken *= _log_slope(taken, SCORE)
+    elif SCORE == "none":
+        d_taken = tl.where(taken == float("-inf"), 0.0, d_taken)
     dtype = d_logits_ptr.dtype.element_ty
     tl.store(d_logits_ptr + everywhere, rest.to(dtype), mask=mask)
     tl.debug_barrier()  # the gradients of the chosen overwrite some of these

@@ -40,7 +40,7 @@ def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec
     logits = logits.astype(jnp.float32)
     by_score = choice = logits
     if bias is not None or not spec.group_by_logits:
-        by_score = scores_reference(logits, spec.score)
+        by_score = _choosable(scores_reference(logits, spec.score))
     if bias is not None:
         by_score = choice = _choosable(by_score + bias.astype(jnp.float32)[None, :])
     if spec.num_groups > 1:
@@ -74,6 +74,7 @@ def scores_reference(logits: jax.Array, score: str) -> jax.Array:
 def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
     """The scores of logits divided by each token's sum: the softmax of their logarithms."""
     if score == "none":
+        logits = _given(logits)
         total = jnp.sum(logits, axis=1, keepdims=True)
         return logits / jnp.where(total == 0, 1, total)
     logs = _LOGARITHMS[score](logits)
@@ -93,6 +94,11 @@ def _log_sqrtsoftplus(logits: jax.Array) -> jax.Array:
     return jnp.where(flat, logits, jnp.log(jax.nn.softplus(jnp.where(flat, 0, logits)))) / 2
 
 
+def _given(scores: jax.Array) -> jax.Array:
+    """Scores that are given; zeros for padding, which is -inf."""
+    return jnp.where(scores == -jnp.inf, 0, scores)
+
+
 def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
     """exp(part), divided by each token's sum of exp(whole); zeros where all of that is -inf."""
     most = jax.lax.stop_gradient(jnp.max(whole, axis=1, keepdims=True))
@@ -107,7 +113,7 @@ _SCORES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _shares,
     "sigmoid": lambda logits, _: _sigmoid(logits),
     "sqrtsoftplus": lambda logits, _: jnp.exp(_log_sqrtsoftplus(logits)),
-    "none": lambda logits, _: logits,
+    "none": lambda logits, _: _given(logits),
 }
 _LOGARITHMS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda logits: logits,
