@@ -283,9 +283,10 @@ def test_experts_spread_over_devices(name):
     np.testing.assert_array_equal(out.experts, expected.experts)
 
 
-def test_functions_that_are_not_finite_at_zero():
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_functions_that_are_not_finite_at_zero(weights_on):
     """Pad rows, which are zeros, reach no weights."""
-    _, _, options = MODELS["Mixtral"]
+    options = MODELS["Mixtral"][2] | {"weights_on": weights_on}
     arrays = draw(options)
     upstream = np.random.default_rng(9).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
     for function in (

@@ -158,8 +158,10 @@ def _experts(
     how: dict[str, Any] = {"implementation": options.implementation}
     if options.weights_on == "input":
         wider = at_least_float32(rows.dtype)
+        is_row = jnp.any(rows != 0, axis=1) | (row_weights != 0)
         rows = (rows.astype(wider) * row_weights.astype(wider)[:, None]).astype(rows.dtype)
-        row_weights = None
+        # A function need not be finite at zero, which pad rows are; others leave these zero.
+        row_weights = is_row.astype(wider) if callable(options.activation) else None
 
     def multiply(rows: Any, weights: Any, bias: Any, bias_weights: Any = None) -> jax.Array:
         return ragged_dot(
