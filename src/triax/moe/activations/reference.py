@@ -76,11 +76,21 @@ SPECS: dict[str, GluSpec] = {
     "gelu_exact": GluSpec("gelu_exact", gated=False),
     "relu2": GluSpec("relu2", gated=False),
 }
+
+
+# Workaround: jax >=0.12: inside shard_map JAX cannot trace its own derivative of erf.
+@jax.custom_jvp
+def _erf(x: jax.Array) -> jax.Array:
+    return jax.lax.erf(x)
+
+
+_erf.defjvps(lambda tangent, _, x: tangent * (1.1283791670955126 * jnp.exp(-x * x)))
+
 _CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     # Its tanh form, from a sigmoid, which keeps what 1 + tanh loses far below zero.
     "gelu": lambda x: x * jax.nn.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x)),
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_exact": lambda x: 0.5 * x * (1 + _erf(x * 0.7071067811865476)),
     "relu2": lambda x: jnp.where(x < 0, 0, x) ** 2,
 }
 
