@@ -302,6 +302,15 @@ def float32() -> str:
     return table(["operands", "", "times as long as bfloat16"], rows)
 
 
+def group_offset() -> str:
+    """`ragged_dot` of an eighth of the groups."""
+    rows = []
+    for name, found in record("group_offset")["results"].items():
+        times = (f"{us / 1000:.2f} ms" for us in found["median_us"].values())
+        rows.append([name, *times, f"{found['of_both']:.2f}"])
+    return table(["", "`group_offset`", "these rows alone", "zeros", "of both"], rows)
+
+
 def gpt_oss() -> str:
     """gpt-oss's own layer, forward and backward, against the same without its extras."""
     rows = [
@@ -404,6 +413,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers_on_gpus": layers_on_gpus,
     "tokens_cut": tokens_cut,
     "float32": float32,
+    "group_offset": group_offset,
+    "where/group_offset": lambda: where("group_offset"),
     "gpt_oss": gpt_oss,
     "where/gpt_oss": lambda: where("gpt_oss"),
     "where/float32": lambda: where("float32"),

@@ -153,3 +153,75 @@ def test_equals_jax():
         rtol=1e-2,
         atol=1e-2 * 32,
     )
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(256, 512), (130, 67)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_some_groups_with_biases(depth, columns, transposed):
+    """Rows of others are NaN, and the groups lie between them."""
+    sizes, offset = [300, 500, 77, 0, 900, 400], 2
+    num_rows, mine = 3072, slice(800, 1777)
+    rows, weights, gradient = draw(num_rows, depth, columns, 3, "bfloat16")
+    if transposed:
+        weights = jnp.swapaxes(weights, 1, 2)
+    is_mine = ((jnp.arange(num_rows) >= mine.start) & (jnp.arange(num_rows) < mine.stop))[:, None]
+    poisoned = [jnp.where(is_mine, array, jnp.nan) for array in (rows, gradient)]
+    bias = jax.random.normal(jax.random.key(7), (3, columns))
+    bias_weights = jnp.linspace(-1, 2, num_rows)
+
+    def run(rows, weights, bias, bias_weights, gradient, sizes, **how):
+        def product(x, w, b, by):
+            how_ = {"bias": b, "bias_weights": by, "transpose_weights": transposed} | how
+            return moe.ragged_dot(x, w, jnp.array(sizes), **how_)
+
+        out, pull = jax.vjp(product, rows, weights, bias, bias_weights)
+        return out, *pull(gradient)
+
+    some = jax.jit(
+        lambda offset: run(
+            poisoned[0], weights, bias, bias_weights, poisoned[1], sizes, group_offset=offset
+        )
+    )(jnp.int32(offset))
+    wide = [a[mine].astype("float32") for a in (rows, gradient)]
+    wanted = run(
+        wide[0],
+        weights.astype("float32"),
+        bias,
+        bias_weights[mine],
+        wide[1],
+        sizes[offset : offset + 3],
+        implementation="xla",
+    )
+    for actual, expected in zip(some, wanted, strict=True):
+        if len(actual) == num_rows:
+            others = np.delete(np.asarray(actual, np.float32), np.r_[mine], axis=0)
+            assert not np.any(others)
+            actual = actual[mine]
+        check([actual], [np.asarray(expected, np.float64)], "bfloat16")
+
+
+def test_sums_of_biases_have_the_same_bits_in_every_run():
+    rows, weights, gradient = draw(4096, 512, 768, 8, "bfloat16")
+    sizes = jnp.array([100, 900, 0, 512, 1024, 60, 700, 300])
+
+    @jax.jit
+    def run(bias):
+        op = lambda w, b: moe.ragged_dot(rows, w, sizes, bias=b)
+        return jax.vjp(op, weights, bias)[1](gradient)
+
+    first = run(jnp.ones((8, 768)))
+    check(
+        first[1:],
+        [
+            np.stack(
+                [
+                    np.asarray(gradient, np.float64)[span].sum(0)
+                    for span in spans(sizes.tolist(), 4096)
+                ]
+            )
+        ],
+        "float32",
+    )
+    for _ in range(50):
+        for a, b in zip(run(jnp.ones((8, 768))), first, strict=True):
+            assert_same_bits(a, b)

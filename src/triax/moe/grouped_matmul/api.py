@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul import ops
-from triax.moe.grouped_matmul.launchers import Options
+from triax.moe.grouped_matmul.launchers import Groups, Options
+from triax.moe.grouped_matmul.reference import group_ends
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -24,6 +25,7 @@ def ragged_dot(
     weights: Any,
     group_sizes: Any,
     *,
+    group_offset: Any = None,
     row_scales: Any = None,
     group_scales: Any = None,
     bias: Any = None,
@@ -60,6 +62,10 @@ def ragged_dot(
         Other floats or other integers are cast to a dtype that holds both, with a warning if that
         makes the matmul slower.
       group_sizes: integer [groups].
+      group_offset: the number of the group that `weights` begin with, an int or an integer [], if
+        they are those of some of the groups: `group_sizes` then names all groups, and scales and
+        bias have the groups of `weights`. Rows of other groups are zero, and so are their
+        gradients; they cost as much as writing zeros. Groups past the last are empty.
       row_scales: float [rows], multiplied with the result's rows before they are rounded.
       group_scales: float [groups], likewise for the rows of each group. Results with scales are
         floats and have no gradient.
@@ -99,7 +105,10 @@ def ragged_dot(
             + (arguments.transpose_remedy("weights") if columns == depth else "")
         )
     of = "groups of `weights`"
-    arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
+    if group_offset is None:
+        arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
+    else:
+        group_offset = _check_offset(group_offset, group_sizes.shape[0], num_groups)
     row_scales = _check_scales("row_scales", row_scales, num_rows, "rows")
     group_scales = _check_scales("group_scales", group_scales, num_groups, "groups")
     bias, bias_weights = _check_bias(bias, bias_weights, (num_groups, columns), num_rows)
@@ -131,12 +140,38 @@ def ragged_dot(
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
     name = _precision_name(precision)
-    options = Options(result, name if rows.dtype.itemsize >= 4 else None)
-    group_sizes = arguments.as_int32(group_sizes, num_rows)
-    operands = rows, weights, group_sizes, row_scales, group_scales, bias, bias_weights
+    share = min(1.0, num_groups / max(1, group_sizes.shape[0]))
+    options = Options(result, name if rows.dtype.itemsize >= 4 else None, share)
+    groups = Groups(arguments.as_int32(group_sizes, num_rows))
+    if group_offset is not None:
+        groups = _some_groups(groups, group_offset, num_groups, num_rows)
+    operands = rows, weights, groups, row_scales, group_scales, bias, bias_weights
     op = ops.ragged_dot_transposed if transpose_weights else ops.ragged_dot
     out = op(*operands, options=options, implementation=implementation)
     return checkpoint_name(out, "triax_ragged_dot")
+
+
+def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> Any:
+    if isinstance(group_offset, (int, np.integer)) and not isinstance(group_offset, bool):
+        if not 0 <= group_offset <= num_sizes - num_groups:
+            raise ArgumentValueError(
+                f"Argument `group_offset` must be from 0 to {num_sizes - num_groups}, because "
+                f"`group_sizes` names {num_sizes} groups and `weights` has {num_groups}; got "
+                f"{group_offset}."
+            )
+        return jnp.int32(group_offset)
+    offset = arguments.array("group_offset", group_offset, (), jnp.integer)
+    return arguments.as_int32(offset, num_sizes)
+
+
+def _some_groups(groups: Groups, offset: jax.Array, count: int, num_rows: int) -> Groups:
+    """The groups from `offset` on, and where they begin."""
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), group_ends(groups, num_rows)])
+    # Groups that do not exist are empty.
+    num_sizes = groups.sizes.shape[0]
+    which = jnp.clip(offset, -count, num_sizes) + jnp.arange(count + 1)
+    bounds = jnp.take(bounds, jnp.clip(which, 0, num_sizes), mode="clip")
+    return Groups(jnp.diff(bounds), bounds[0])
 
 
 def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,7 +3,8 @@
 `_ragged_dot_schedule_kernel` cuts the groups into row tiles, each of one group.
 `_ragged_dot_kernel` takes tiles of rows × columns from it. `_group_outer_kernel` computes, for each
 group, the product of two sets of rows over those rows. Group sizes are clipped as they are read, so
-that no sizes, however wrong, lead outside.
+that no sizes, however wrong, lead outside. Rows before the first group, if it does not begin at row
+0, are zero in results, as are those past the last.
 
 Where TMA is set, operands are descriptors, else pointers. Rows of one group lie between rows of
 others, and a descriptor's bounds are those of the whole array. `_GROUP_END` gets the hardware to
@@ -22,9 +23,10 @@ _GROUP_END = tl.constexpr(1 << 30)
 @triton.jit(do_not_specialize=["num_rows"])
 def _ragged_dot_schedule_kernel(
     group_sizes_ptr,
+    first_row_ptr,
     num_rows,
     tiles_ptr,
-    ends_ptr,
+    bounds_ptr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -32,7 +34,10 @@ def _ragged_dot_schedule_kernel(
 ):
     # A program for each group. It sums the groups before it, and writes its own tiles.
     group = tl.program_id(0)
-    rows = tl.zeros([1], tl.int64)
+    first_row = 0
+    if first_row_ptr is not None:
+        first_row = tl.minimum(tl.maximum(tl.load(first_row_ptr), 0), num_rows)
+    rows = tl.zeros([1], tl.int64) + first_row
     tiles = tl.zeros([1], tl.int32)
     for first in range(0, group, BLOCK_GROUPS):
         before = first + tl.arange(0, BLOCK_GROUPS)
@@ -48,7 +53,10 @@ def _ragged_dot_schedule_kernel(
     end = tl.minimum(start + size, num_rows).to(tl.int32)
     start = start.to(tl.int32)
     num_tiles = tl.cdiv(end - start, BLOCK_ROWS)
-    tl.store(ends_ptr + group, end)
+    tl.store(bounds_ptr + group + 1, end)
+    if group == 0:
+        tl.store(bounds_ptr, start)
+        tl.store(tiles_ptr + 2, start)
     if group == NUM_GROUPS - 1:
         tl.store(tiles_ptr, first_tile + num_tiles)
         tl.store(tiles_ptr + 1, end)
@@ -136,7 +144,8 @@ def _ragged_dot_kernel(
     # As many programs as the GPU runs at once, or one for each tile. Flattened, the loops over
     # tiles and depth are one, and a tile's first loads are under way while the last one is stored.
     num_row_tiles = tl.load(tiles_ptr)
-    filled = tl.load(tiles_ptr + 1)
+    last_row = tl.load(tiles_ptr + 1)
+    first_row = tl.load(tiles_ptr + 2)
     num_column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     num_tiles = num_row_tiles * num_column_tiles
     half: tl.constexpr = BLOCK_COLUMNS // 2
@@ -191,43 +200,41 @@ def _ragged_dot_kernel(
             out, right.to(DTYPE), row, end, column + half, num_columns, BLOCK_ROWS, half, TMA
         )
 
-    # The rows past the groups.
-    num_empty = tl.cdiv(num_rows - filled, BLOCK_ROWS) * tl.cdiv(num_columns, half)
+    # The rows before and past the groups.
+    before = tl.cdiv(first_row, BLOCK_ROWS)
+    num_halves = tl.cdiv(num_columns, half)
+    num_empty = (before + tl.cdiv(num_rows - last_row, BLOCK_ROWS)) * num_halves
     zeros = tl.zeros([BLOCK_ROWS, half], DTYPE)
     for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
-        row = filled + tile // tl.cdiv(num_columns, half) * BLOCK_ROWS
-        column = tile % tl.cdiv(num_columns, half) * half
-        _store_rows(out, zeros, row, num_rows, column, num_columns, BLOCK_ROWS, half, TMA)
+        row_tile = tile // num_halves
+        is_before = row_tile < before
+        row = tl.where(is_before, 0, last_row - before * BLOCK_ROWS) + row_tile * BLOCK_ROWS
+        end = tl.where(is_before, first_row, num_rows)
+        column = tile % num_halves * half
+        _store_rows(out, zeros, row, end, column, num_columns, BLOCK_ROWS, half, TMA)
 
 
 @triton.jit
-def _group_outer_kernel(
+def _outer(
     left,
     right,
-    ends_ptr,
+    weights_ptr,
+    start,
+    end,
+    first,
+    second,
     num_left,
     num_right,
-    out,
-    DTYPE: tl.constexpr,
+    SUM: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_LEFT: tl.constexpr,
     BLOCK_RIGHT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
 ):
-    # One program for each group and tile of its left × right columns: the rows are summed up in
-    # their order.
-    left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
-    right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
-    group = tl.program_id(0) // (left_tiles * right_tiles)
-    tile = tl.program_id(0) % (left_tiles * right_tiles)
-    left_tile, right_tile = _ordered(tile, left_tiles, right_tiles, ROW_TILES)
-    first = left_tile * BLOCK_LEFT
-    second = right_tile * BLOCK_RIGHT
-    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
-    end = tl.load(ends_ptr + group)
+    """A tile of left × right, and the rows of SUM ("left", "right" or None) times their weights."""
     total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+    added = tl.zeros([BLOCK_ROWS, BLOCK_LEFT if SUM == "left" else BLOCK_RIGHT], tl.float32)
     for row in range(start, end, BLOCK_ROWS):
         # Both sides are zero past the group's end: zero times another group's NaN is NaN.
         if TMA:
@@ -238,6 +245,97 @@ def _group_outer_kernel(
             x = _load_block(left, row, end, first, num_left, BLOCK_ROWS, BLOCK_LEFT)
             y = _load_block(right, row, end, second, num_right, BLOCK_ROWS, BLOCK_RIGHT)
         total = tl.dot(x.T, y, total, input_precision=PRECISION)
+        if SUM is not None:
+            added += _weighted(x if SUM == "left" else y, weights_ptr, row, end, BLOCK_ROWS)
+    return total, tl.sum(added, 0)
+
+
+@triton.jit
+def _weighted(block, weights_ptr, row, end, ROWS: tl.constexpr):
+    """A block of rows, from `row` on, in float32, times their weights if there are some."""
+    block = block.to(tl.float32)
+    if weights_ptr is not None:
+        which = row + tl.arange(0, ROWS)
+        weight = tl.load(weights_ptr + which, mask=which < end, other=0.0)
+        block *= weight.to(tl.float32)[:, None]
+    return block
+
+
+@triton.jit
+def _group_outer_kernel(
+    left,
+    right,
+    weights_ptr,
+    bounds_ptr,
+    num_left,
+    num_right,
+    out,
+    sums_ptr,
+    SUM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+):
+    # One program for each group and tile of its left × right columns: the rows are summed up in
+    # their order. Of SUM, the tiles at the edge of the other side sum up the rows themselves.
+    left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
+    right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
+    group = tl.program_id(0) // (left_tiles * right_tiles)
+    tile = tl.program_id(0) % (left_tiles * right_tiles)
+    left_tile, right_tile = _ordered(tile, left_tiles, right_tiles, ROW_TILES)
+    first = left_tile * BLOCK_LEFT
+    second = right_tile * BLOCK_RIGHT
+    start = tl.load(bounds_ptr + group)
+    end = tl.load(bounds_ptr + group + 1)
+    if SUM is None:
+        at_edge: tl.constexpr = False
+    else:
+        at_edge = (right_tile if SUM == "left" else left_tile) == 0
+    if at_edge:
+        total, sums = _outer(
+            left,
+            right,
+            weights_ptr,
+            start,
+            end,
+            first,
+            second,
+            num_left,
+            num_right,
+            SUM,
+            PRECISION,
+            TMA,
+            BLOCK_LEFT,
+            BLOCK_RIGHT,
+            BLOCK_ROWS,
+        )
+        num_columns = num_left if SUM == "left" else num_right
+        column = first if SUM == "left" else second
+        columns = column + tl.arange(0, BLOCK_LEFT if SUM == "left" else BLOCK_RIGHT)
+        at = sums_ptr + group.to(tl.int64) * num_columns + columns
+        tl.store(at, sums.to(sums_ptr.dtype.element_ty), mask=columns < num_columns)
+    else:
+        total, _ = _outer(
+            left,
+            right,
+            None,
+            start,
+            end,
+            first,
+            second,
+            num_left,
+            num_right,
+            None,
+            PRECISION,
+            TMA,
+            BLOCK_LEFT,
+            BLOCK_RIGHT,
+            BLOCK_ROWS,
+        )
     block = total.to(DTYPE)
     if TMA:
         out.store([group, first, second], block.reshape(1, BLOCK_LEFT, BLOCK_RIGHT))
@@ -252,7 +350,7 @@ def _group_outer_kernel(
 def _group_sum_kernel(
     rows_ptr,
     weights_ptr,
-    ends_ptr,
+    bounds_ptr,
     num_columns,
     out_ptr,
     BLOCK_ROWS: tl.constexpr,
@@ -262,18 +360,12 @@ def _group_sum_kernel(
     column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     group = tl.program_id(0) // column_blocks
     column = tl.program_id(0) % column_blocks * BLOCK_COLUMNS
-    start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
-    end = tl.load(ends_ptr + group)
+    start = tl.load(bounds_ptr + group)
+    end = tl.load(bounds_ptr + group + 1)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for row in range(start, end, BLOCK_ROWS):
-        block = _load_block(rows_ptr, row, end, column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS).to(
-            tl.float32
-        )
-        if weights_ptr is not None:
-            which = row + tl.arange(0, BLOCK_ROWS)
-            weight = tl.load(weights_ptr + which, mask=which < end, other=0.0)
-            block *= weight.to(tl.float32)[:, None]
-        total += block
+        block = _load_block(rows_ptr, row, end, column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+        total += _weighted(block, weights_ptr, row, end, BLOCK_ROWS)
     columns = column + tl.arange(0, BLOCK_COLUMNS)
     out = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
     at = out_ptr + group.to(tl.int64) * num_columns + columns

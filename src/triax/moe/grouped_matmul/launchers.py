@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,25 +25,39 @@ _ADDRESSES = 1 << 64
 # Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
 # the sum is added to a float32 one.
 _IMPRECISE = 128
-# The block of rows that one program adds up at a time: on an H200 0.96 and 0.8 of the speed of
-# reading 65,536 rows of 5,760 and of 2,880 bfloat16.
+# The block that one program adds up at a time, as measured on an H200.
 _SUM_ROWS, _SUM_COLUMNS = 128, 128
-
 
 # JAX's names for the matmul precisions that allow tensor cores to multiply float32.
 _TF32 = {"default", "tensorfloat32", "TF32_TF32_F32"}
 _TF32X3 = {"high", "TF32_TF32_F32_X3"}
+
+Side = Literal["left", "right"]
+
+
+class Groups(NamedTuple):
+    """Groups of consecutive rows.
+
+    Attributes:
+      sizes: int32 [groups].
+      first_row: int32 [], the first row of the first group; None for row 0.
+    """
+
+    sizes: jax.Array
+    first_row: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of a product: the result's dtype, and JAX's default for matmuls where it is called.
 
-    Gradients have that precision too, wherever they are traced.
+    Gradients have that precision too, wherever they are traced. `share` is the part of all groups
+    that there are weights for: by it the rows of a group are estimated.
     """
 
     dtype: Any
     precision: str | None
+    share: float = 1.0
 
     @property
     def input_precision(self) -> str:
@@ -61,7 +75,7 @@ class Options:
 def ragged_dot(
     rows: jax.Array,
     weights: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     row_scales: jax.Array | None = None,
     group_scales: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -71,14 +85,14 @@ def ragged_dot(
     options: Options,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """Each row times the weights of its group, or times them transposed; zeros past the groups."""
+    """Each row times the weights of its group, or times them transposed; zeros elsewhere."""
     columns = weights.shape[1 if transposed else 2]
     out_dtype = stored(options.dtype)
     return for_target(
         _ragged_dot,
         rows,
         weights,
-        group_sizes,
+        groups,
         row_scales,
         group_scales,
         bias,
@@ -93,27 +107,41 @@ def ragged_dot(
 def group_outer(
     left: jax.Array,
     right: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
+    weights: jax.Array | None = None,
     *,
     options: Options,
     implementation: KernelImplementation | None,
-) -> jax.Array:
-    """For each group the sum over its rows of left × right: [groups, left, right]."""
-    shape = (group_sizes.shape[0], left.shape[1], right.shape[1])
+    summed: Side | None = None,
+    sum_dtype: Any = None,
+) -> Any:
+    """For each group the sum over its rows of left × right: [groups, left, right].
+
+    With `summed` also `group_sum` of that side, with the rows' weights.
+    """
+    num_groups = groups.sizes.shape[0]
+    shape = (num_groups, left.shape[1], right.shape[1])
+    out_type: Any = jax.ShapeDtypeStruct(shape, options.dtype)
+    if summed is not None:
+        columns = (left if summed == "left" else right).shape[1]
+        out_type = out_type, jax.ShapeDtypeStruct((num_groups, columns), sum_dtype)
     return for_target(
         _group_outer,
         left,
         right,
-        group_sizes,
-        out_type=jax.ShapeDtypeStruct(shape, options.dtype),
+        weights,
+        groups,
+        out_type=out_type,
         options=options,
+        summed=summed,
+        sum_dtype=sum_dtype,
         implementation=implementation,
     )
 
 
 def group_sum(
     rows: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     weights: jax.Array | None,
     *,
     dtype: Any,
@@ -123,13 +151,13 @@ def group_sum(
     """For each group the sum of its rows, times their weights: [groups, columns]."""
     from triax.moe.grouped_matmul.kernels import _group_sum_kernel
 
-    columns, num_groups = rows.shape[1], group_sizes.shape[0]
-    _, ends = _schedule(group_sizes, num_rows, _SUM_ROWS, implementation)
+    columns, num_groups = rows.shape[1], groups.sizes.shape[0]
+    _, bounds = _schedule(groups, num_rows, _SUM_ROWS, implementation)
     return launch(
         _group_sum_kernel,
         rows,
         weights,
-        ends,
+        bounds,
         columns,
         out_type=jax.ShapeDtypeStruct((num_groups, columns), dtype),
         grid=num_groups * _cdiv(columns, _SUM_COLUMNS),
@@ -144,7 +172,7 @@ def _ragged_dot(
     target: Target,
     rows: jax.Array,
     weights: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     row_scales: jax.Array | None,
     group_scales: jax.Array | None,
     bias: jax.Array | None,
@@ -157,13 +185,13 @@ def _ragged_dot(
     from triax.moe.grouped_matmul.kernels import _ragged_dot_kernel
 
     num_rows, depth = rows.shape
-    num_groups = group_sizes.shape[0]
+    num_groups = groups.sizes.shape[0]
     columns = weights.shape[1 if transposed else 2]
     out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
     tma = target.tensor_maps and _suit_tma(rows, weights, out_type)
     itemsize = rows.dtype.itemsize
     config = DotConfig.heuristic(
-        num_rows // num_groups,
+        int(num_rows * options.share) // num_groups,
         columns,
         depth,
         itemsize,
@@ -172,7 +200,7 @@ def _ragged_dot(
         tma=tma,
     )
     row_tiles = _cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
-    tiles, _ = _schedule(group_sizes, num_rows, config.block_rows, implementation)
+    tiles, _ = _schedule(groups, num_rows, config.block_rows, implementation)
     num_programs = row_tiles * _cdiv(columns, config.block_columns)
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)
@@ -218,18 +246,21 @@ def _group_outer(
     target: Target,
     left: jax.Array,
     right: jax.Array,
-    group_sizes: jax.Array,
+    weights: jax.Array | None,
+    groups: Groups,
     *,
     options: Options,
+    summed: Side | None,
+    sum_dtype: Any,
     implementation: KernelImplementation | None,
-) -> jax.Array:
+) -> Any:
     from triax.moe.grouped_matmul.kernels import _group_outer_kernel
 
     num_rows, num_left = left.shape
     num_right = right.shape[1]
-    num_groups = group_sizes.shape[0]
-    out_type = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
-    tma = target.tensor_maps and _suit_tma(left, right, out_type)
+    num_groups = groups.sizes.shape[0]
+    outer = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
+    tma = target.tensor_maps and _suit_tma(left, right, outer)
     itemsize = left.dtype.itemsize
     config = OuterConfig.heuristic(
         num_left,
@@ -239,7 +270,13 @@ def _group_outer(
         hopper=is_hopper(target.compute_capability),
         tma=tma,
     )
-    _, ends = _schedule(group_sizes, num_rows, config.block_rows, implementation)
+    _, bounds = _schedule(groups, num_rows, config.block_rows, implementation)
+    absent: dict[str, Any] = {"sums_ptr": None}
+    out_type: Any = outer
+    if summed is not None:
+        columns = num_left if summed == "left" else num_right
+        out_type = outer, jax.ShapeDtypeStruct((num_groups, columns), sum_dtype)
+        absent = {}
     output: dict[str, Any] = {}
     operands: tuple[Any, ...] = (left, right)
     if tma:
@@ -247,7 +284,7 @@ def _group_outer(
             _bounded_by_group(left, config.block_rows, config.block_left),
             _bounded_by_group(right, config.block_rows, config.block_right),
         )
-        empty = jax.lax.empty(out_type.shape, out_type.dtype)
+        empty = jax.lax.empty(outer.shape, outer.dtype)
         block = (1, config.block_left, config.block_right)
         output = {
             "out": TensorDescriptor.from_array(empty, block),
@@ -256,7 +293,8 @@ def _group_outer(
     return launch(
         _group_outer_kernel,
         *operands,
-        ends,
+        weights,
+        bounds,
         num_left,
         num_right,
         out_type=out_type,
@@ -266,32 +304,35 @@ def _group_outer(
         DTYPE=_triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
+        SUM=summed,
         **output,
+        **absent,
     )
 
 
 def _schedule(
-    group_sizes: jax.Array,
+    groups: Groups,
     num_rows: int,
     block_rows: int,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Row tiles, four numbers each after the first four, and the end of each group.
+    """Row tiles, four numbers each after the first four, and the bounds of groups [groups + 1].
 
-    The first four begin with how many tiles there are and where the groups end; a tile's are its
-    group, its first row and its group's end.
+    The first four begin with how many tiles there are, where the groups end and where they begin; a
+    tile's are its group, its first row and its group's end.
     """
     from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
 
-    num_groups = group_sizes.shape[0]
+    num_groups = groups.sizes.shape[0]
     num_tiles = _cdiv(num_rows, block_rows) + min(num_groups, num_rows)
     return launch(
         _ragged_dot_schedule_kernel,
-        group_sizes,
+        groups.sizes,
+        groups.first_row,
         num_rows,
         out_type=(
             jax.ShapeDtypeStruct((4 * (1 + num_tiles),), jnp.int32),
-            jax.ShapeDtypeStruct((num_groups,), jnp.int32),
+            jax.ShapeDtypeStruct((num_groups + 1,), jnp.int32),
         ),
         grid=num_groups,
         num_warps=4,

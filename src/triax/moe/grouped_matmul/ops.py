@@ -2,11 +2,12 @@
 
 The gradient of the rows is the same product with the weights transposed; that of the weights is
 `group_outer`, whose own gradients are products of the first kind again. So derivatives of any
-order are made of these three.
+order are made of these three. The ops take `Groups` where `moe.ragged_dot` takes group sizes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,8 +16,9 @@ import jax.numpy as jnp
 
 from triax.errors import DifferentiationError
 from triax.moe.grouped_matmul import launchers, reference
-from triax.moe.grouped_matmul.launchers import Options
+from triax.moe.grouped_matmul.launchers import Groups
 from triax.moe.shared import linear
+from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.sharding import Shard
 
@@ -29,43 +31,53 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     _check_differentiable(*primals[:5])
     bias, bias_weights = primals[5:] or (None, None)
     d_bias, d_bias_weights = tangents[5:] or (None, None)
-    about_bias = {"num_rows": primals[0].shape[0]}
+    num_rows = primals[0].shape[0]
     left, right = (
         primal if other is not None else None
         for primal, other in zip(primals[:2], tangents[1::-1], strict=True)
     )
 
     def along(residuals: Any, moving: dict[str, jax.Array]) -> Any:
-        left, right, group_sizes, bias, bias_weights = residuals
+        left, right, groups, bias, bias_weights = residuals
         terms = []
         if "left" in moving:
-            terms.append(call(moving["left"], right, group_sizes))
+            terms.append(call(moving["left"], right, groups))
         if "right" in moving:
-            terms.append(call(left, moving["right"], group_sizes))
-        spread = spread_bias.of(call.implementation, dtype=out.dtype, **about_bias)
+            terms.append(call(left, moving["right"], groups))
+        spread = spread_bias.of(call.implementation, dtype=out.dtype, num_rows=num_rows)
         if "bias" in moving:
-            terms.append(spread(moving["bias"], group_sizes, bias_weights))
+            terms.append(spread(moving["bias"], groups, bias_weights))
         if "bias_weights" in moving:
-            terms.append(spread(bias, group_sizes, moving["bias_weights"]))
+            terms.append(spread(bias, groups, moving["bias_weights"]))
         return functools.reduce(jnp.add, terms)
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        left, right, group_sizes, bias, bias_weights = residuals
+        left, right, groups, bias, bias_weights = residuals
         gradient = gradient.astype(dtype)
-        options = Options(dtype, call.options["options"].precision)
+        options = dataclasses.replace(call.options["options"], dtype=dtype)
         cotangents = {}
-        if "bias" in moving_dtypes:
-            add_up = group_sum.of(call.implementation, dtype=moving_dtypes["bias"], **about_bias)
-            cotangents["bias"] = add_up(gradient, group_sizes, bias_weights)
         if "bias_weights" in moving_dtypes:
             kind = moving_dtypes["bias_weights"]
-            multiply = bias_products.of(call.implementation, dtype=kind, **about_bias)
-            cotangents["bias_weights"] = multiply(gradient, group_sizes, bias)
+            multiply = bias_products.of(call.implementation, dtype=kind, num_rows=num_rows)
+            cotangents["bias_weights"] = multiply(gradient, groups, bias)
         for name, (other, op, order) in _GRADIENTS[call.op.name].items():
             operands = {"left": left, "right": right, "gradient": gradient}
-            if operands[other] is not None:
-                multiply = call.like(op, options=options)
-                cotangents[name] = multiply(*(operands[key] for key in order), group_sizes)
+            if operands[other] is None:
+                continue
+            pair = [operands[key] for key in order]
+            if op is group_outer and "bias" in moving_dtypes:  # both read all of the gradient
+                both = _OUTER_AND_SUM["left" if order[0] == "gradient" else "right"]
+                multiply = both.of(
+                    call.implementation, options=options, sum_dtype=moving_dtypes["bias"]
+                )
+                cotangents[name], cotangents["bias"] = multiply(*pair, groups, bias_weights)
+            else:
+                cotangents[name] = call.like(op, options=options)(*pair, groups)
+        if "bias" in moving_dtypes and "bias" not in cotangents:
+            add_up = group_sum.of(
+                call.implementation, dtype=moving_dtypes["bias"], num_rows=num_rows
+            )
+            cotangents["bias"] = add_up(gradient, groups, bias_weights)
         return cotangents
 
     names = "left", "right", "bias", "bias_weights"
@@ -89,45 +101,46 @@ def _check_differentiable(rows: jax.Array, _: Any, __: Any, *scales: Any) -> Non
         )
 
 
-def _part(
-    call: Call,
-    shard: Shard,
-    left: Any,
-    right: Any,
-    sizes: Any,
-    *scales: Any,
-) -> jax.Array:
+def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Any, *others: Any) -> Any:
     """Of a part of the rows or of the sum, which is rounded after parts are added up."""
-    sizes = _sizes_of_part(shard, sizes, left.shape[0])
+    groups = _groups_of_part(shard, groups, left.shape[0])
     summed = "r" if call.op is group_outer else "k"
     if shard.count(summed) == 1:
-        return call.run(left, right, sizes, *scales)
+        return call.run(left, right, groups, *others)
     options = call.options["options"]
     wide = call.like(options=options.for_partial_sums())
-    sums = shard.sum(summed, wide.run(left, right, sizes, *scales[:2]))
-    if any(array is not None for array in scales[2:]):  # once, not in every part
-        bias, weights = scales[2:]
+    sums = shard.sum(summed, wide.run(left, right, groups, *others[:2]))
+    if any(array is not None for array in others[2:]):  # once, not in every part
+        bias, weights = others[2:]
         how = {"dtype": sums.dtype, "num_rows": left.shape[0]}
-        sums += reference.spread_bias_reference(bias, sizes, weights, **how)
+        sums += reference.spread_bias_reference(bias, groups, weights, **how)
     return sums.astype(options.dtype)
 
 
-def _sizes_of_part(shard: Shard, sizes: jax.Array, num_rows: int) -> jax.Array:
-    """How many rows of each group are among the `num_rows` of a part."""
+def _groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
+    """The groups among the `num_rows` rows of a part."""
     part, count = shard.index("r"), shard.count("r")
     if count == 1:
-        return sizes
-    ends = reference.group_ends(sizes, num_rows * count) - part * num_rows
-    return jnp.diff(jnp.clip(ends, 0, num_rows), prepend=0)
+        return groups
+    before = part * num_rows
+    ends = reference.group_ends(groups, num_rows * count) - before
+    first = reference.first_row(groups, num_rows * count) - before
+    first = jnp.clip(first, 0, num_rows)
+    sizes = jnp.diff(jnp.clip(ends, 0, num_rows), prepend=first)
+    return Groups(sizes, None if groups.first_row is None else first)
+
+
+def _of_groups(groups: Groups) -> list[str]:
+    return ["g", ""][: len(jax.tree.leaves(groups))]
 
 
 _product = functools.partial(Op, cut="rkn", derivative=_derivative, part=_part)
 
-# Each row times the weights of its group. Of rows, weights, group sizes, and optionally scales of
+# Each row times the weights of its group. Of rows, weights, groups, and optionally scales of
 # rows and of groups, a bias of each group, and the rows' weights of that.
 ragged_dot = _product(
     "ragged_dot",
-    arguments=("rk", "gkn", "g", "r", "g", "gn", "r"),
+    arguments=("rk", "gkn", _of_groups, "r", "g", "gn", "r"),
     results="rn",
     kernels=functools.partial(launchers.ragged_dot, transposed=False),
     xla=functools.partial(reference.ragged_dot_reference, transposed=False),
@@ -136,16 +149,16 @@ ragged_dot = _product(
 # The same with the weights transposed.
 ragged_dot_transposed = _product(
     "ragged_dot_transposed",
-    arguments=("rk", "gnk", "g", "r", "g", "gn", "r"),
+    arguments=("rk", "gnk", _of_groups, "r", "g", "gn", "r"),
     results="rn",
     kernels=functools.partial(launchers.ragged_dot, transposed=True),
     xla=functools.partial(reference.ragged_dot_reference, transposed=True),
 )
 
-# For each group the sum over its rows of left × right. Of left, right and group sizes.
+# For each group the sum over its rows of left × right. Of left, right and groups.
 group_outer = _product(
     "group_outer",
-    arguments=("rk", "rn", "g"),
+    arguments=("rk", "rn", _of_groups),
     results="gkn",
     kernels=launchers.group_outer,
     xla=reference.group_outer_reference,
@@ -174,67 +187,67 @@ _GRADIENTS: dict[str, dict[str, tuple[str, Op, tuple[str, str]]]] = {
 
 
 def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
-    first, group_sizes, second = primals
+    first, groups, second = primals
     names = _BIAS[call.op.name][:2]
     held = dict(zip(names, (first, second), strict=True))
     moving = dict(zip(names, (tangents[0], tangents[2]), strict=True))
     kinds = {name: of.dtype for name, of in moving.items() if of is not None}
 
     def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
-        group_sizes, held = residuals
+        groups, held = residuals
         terms = []
         for name, tangent in moving.items():
             operands = held | {name: tangent}
-            terms.append(call(operands[names[0]], group_sizes, operands[names[1]]))
+            terms.append(call(operands[names[0]], groups, operands[names[1]]))
         return functools.reduce(jnp.add, terms)
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        group_sizes, held = residuals
+        groups, held = residuals
         operands = held | {_BIAS[call.op.name][2]: gradient}
         cotangents = {}
         for op in (spread_bias, group_sum, bias_products):
             first, second, result = _BIAS[op.name]
             if result in kinds:
                 of_result = call.like(op, dtype=kinds[result])
-                cotangents[result] = of_result(operands[first], group_sizes, operands[second])
+                cotangents[result] = of_result(operands[first], groups, operands[second])
         return cotangents
 
-    return linear.call(along, back, (group_sizes, held), moving, out)
+    return linear.call(along, back, (groups, held), moving, out)
 
 
-def _part_of_bias(call: Call, shard: Shard, first: Any, sizes: Any, second: Any) -> jax.Array:
+def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
     num_rows = call.options["num_rows"] // shard.count("r")
-    sizes = _sizes_of_part(shard, sizes, num_rows)
+    groups = _groups_of_part(shard, groups, num_rows)
     summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name, "")
-    found = call.like(num_rows=num_rows).run(first, sizes, second)
+    found = call.like(num_rows=num_rows).run(first, groups, second)
     return shard.sum(summed, found) if summed else found
 
 
 _of_bias = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias)
 
-# Each row's bias, of biases, group sizes and weights or None.
+# Each row's bias, of biases, groups and weights or None.
 spread_bias = _of_bias(
     "spread_bias",
-    arguments=("gn", "g", "r"),
+    arguments=("gn", _of_groups, "r"),
     results="rn",
     cut="n",
     xla=reference.spread_bias_reference,
 )
 
-# Each group's sum of its rows, of rows, group sizes and weights or None.
+# Each group's sum of its rows, of rows, groups and weights or None.
 group_sum = _of_bias(
     "group_sum",
-    arguments=("rn", "g", "r"),
+    arguments=("rn", _of_groups, "r"),
     results="gn",
     cut="rn",
     kernels=launchers.group_sum,
     xla=reference.group_sum_reference,
 )
 
-# Each row's product with its bias, of rows, group sizes and biases.
+# Each row's product with its bias, of rows, groups and biases.
 bias_products = _of_bias(
     "bias_products",
-    arguments=("rn", "g", "gn"),
+    arguments=("rn", _of_groups, "gn"),
     results="r",
     cut="rn",
     xla=reference.bias_products_reference,
@@ -245,4 +258,52 @@ _BIAS = {
     "spread_bias": ("bias", "weights", "rows"),
     "group_sum": ("rows", "weights", "bias"),
     "bias_products": ("rows", "bias", "weights"),
+}
+
+
+# --- the gradients of weights and bias together --------------------------------------------------
+
+
+def _both_derivative(call: Call, primals: Any, tangents: Any, out: Any) -> Any:
+    outer = group_outer.of(call.implementation, options=call.options["options"])
+
+    def apart(left: Any, right: Any, groups: Any, weights: Any) -> Any:
+        rows = right if call.op is _OUTER_AND_SUM["right"] else left
+        how = {"dtype": call.options["sum_dtype"], "num_rows": rows.shape[0]}
+        add_up = group_sum.of(call.implementation, **how)
+        return outer(left, right, groups), add_up(rows, groups, weights)
+
+    return linear.jvp(apart, primals, tangents)[1]
+
+
+def _part_of_both(
+    call: Call, shard: Shard, left: Any, right: Any, groups: Any, weights: Any
+) -> Any:
+    groups = _groups_of_part(shard, groups, left.shape[0])
+    if shard.count("r") == 1:
+        return call.run(left, right, groups, weights)
+    options, kind = call.options["options"], call.options["sum_dtype"]
+    wide = call.like(options=options.for_partial_sums(), sum_dtype=at_least_float32(kind))
+    found = (shard.sum("r", array) for array in wide.run(left, right, groups, weights))
+    return tuple(a.astype(to) for a, to in zip(found, (options.dtype, kind), strict=True))
+
+
+def _outer_and_sum(side: launchers.Side, letters: str) -> Op:
+    return Op(
+        f"group_outer_and_sum_of_{side}",
+        arguments=("rk", "rn", _of_groups, "r"),
+        results=("gkn", letters),
+        cut="rkn",
+        derivative=_both_derivative,
+        part=_part_of_both,
+        kernels=functools.partial(launchers.group_outer, summed=side),
+        xla=functools.partial(reference.group_outer_and_sum_reference, summed=side),
+    )
+
+
+# `group_outer` and the `group_sum` of one of its sides, which is read once for both. Of left,
+# right, groups, and weights or None.
+_OUTER_AND_SUM: dict[str, Op] = {
+    "left": _outer_and_sum("left", "gk"),
+    "right": _outer_and_sum("right", "gn"),
 }

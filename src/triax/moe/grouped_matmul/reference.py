@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from triax.compat import jax_private
-from triax.moe.grouped_matmul.launchers import Options
+from triax.moe.grouped_matmul.launchers import Groups, Options, Side
 from triax.moe.shared.arrays import at_least_float32, running_sum
 
 _MOST_ROWS = 128  # of a tile
 
 
 def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> jax.Array:
-    """Each row times the weights of its group, or times them transposed; zeros past the groups."""
+    """Each row times the weights of its group, or times them transposed; zeros elsewhere."""
     multiply = functools.partial(_ragged_dot, transposed=transposed, options=options)
     # One after the other under vmap: group sizes differ, and so does the number of tiles.
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
@@ -31,7 +31,7 @@ def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> 
 def _ragged_dot(
     rows: jax.Array,
     weights: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     row_scales: jax.Array | None = None,
     group_scales: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -52,33 +52,34 @@ def _ragged_dot(
         return jax.lax.dynamic_update_slice_in_dim(sums, found, tile.start, axis=0)
 
     shape = (rows.shape[0], columns)
-    sums = _over_tiles(multiply, shape, wider, options, group_sizes, rows, weights)
+    sums = _over_tiles(multiply, shape, wider, options, groups, rows, weights)
     sums = sums.astype(_sum_dtype(options.dtype, options.dtype))
-    group = group_of_rows(group_sizes, rows.shape[0])
-    scaled = sums
+    if row_scales is None and group_scales is None and bias is None:
+        return sums.astype(options.dtype)
+    group = group_of_rows(groups, rows.shape[0])
     if row_scales is not None:
-        scaled *= row_scales.astype(sums.dtype)[:, None]
+        sums *= row_scales.astype(sums.dtype)[:, None]
     if group_scales is not None:
-        scaled *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
+        sums *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
     if bias is not None:
-        scaled += _rows_of(bias, group, bias_weights, sums.dtype)
-    if scaled is not sums:  # rows past the groups are zero for all scales
-        sums = jnp.where((group < group_sizes.shape[0])[:, None], scaled, 0)
-    return sums.astype(options.dtype)
+        sums += _rows_of(bias, group, bias_weights, sums.dtype)
+    # Rows outside of the groups are zero for all scales.
+    found = jnp.where((group < groups.sizes.shape[0])[:, None], sums, 0)
+    return found.astype(options.dtype)
 
 
-def group_outer_reference(*operands: jax.Array, options: Options) -> jax.Array:
+def group_outer_reference(*operands: Any, options: Options) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
     multiply = functools.partial(_group_outer, options=options)
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
 
 def _group_outer(
-    left: jax.Array, right: jax.Array, group_sizes: jax.Array, *, options: Options
+    left: jax.Array, right: jax.Array, groups: Groups, *, options: Options
 ) -> jax.Array:
     wider = _sum_dtype(left.dtype, options.dtype)
     left, right = (_widened(array, wider) for array in (left, right))
-    shape = (group_sizes.shape[0], left.shape[1], right.shape[1])
+    shape = (groups.sizes.shape[0], left.shape[1], right.shape[1])
 
     def add(tile: _Tile, sums: jax.Array) -> jax.Array:
         # Both sides are zero outside of the tile: zero times another group's NaN is NaN.
@@ -86,53 +87,69 @@ def _group_outer(
         product = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=wider)
         return sums.at[tile.group].add(product)
 
-    sums = _over_tiles(add, shape, wider, options, group_sizes, left, right)
+    sums = _over_tiles(add, shape, wider, options, groups, left, right)
     return sums.astype(options.dtype)
 
 
 def spread_bias_reference(
     bias: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     weights: jax.Array | None,
     *,
     dtype: Any,
     num_rows: int,
     implementation: Any = None,
 ) -> jax.Array:
-    """For each row its group's bias, times its weight: [rows, columns]; zeros past the groups."""
+    """For each row its group's bias, times its weight: [rows, columns]; zeros elsewhere."""
     wider = _sum_dtype(bias.dtype, dtype)
-    group = group_of_rows(group_sizes, num_rows)
+    group = group_of_rows(groups, num_rows)
     rows = _rows_of(bias, group, weights, wider)
-    return jnp.where((group < group_sizes.shape[0])[:, None], rows, 0).astype(dtype)
+    return jnp.where((group < groups.sizes.shape[0])[:, None], rows, 0).astype(dtype)
 
 
 def group_sum_reference(
-    rows: jax.Array, group_sizes: jax.Array, weights: jax.Array | None, *, dtype: Any, num_rows: int
+    rows: jax.Array, groups: Groups, weights: jax.Array | None, *, dtype: Any, num_rows: int
 ) -> jax.Array:
     """For each group the sum of its rows, times their weights: [groups, columns]."""
     wider = _sum_dtype(rows.dtype, dtype)
     rows = rows.astype(wider)
     if weights is not None:
         rows *= weights.astype(wider)[:, None]
-    zeros = jnp.zeros((group_sizes.shape[0], rows.shape[1]), wider)
-    group = group_of_rows(group_sizes, num_rows)
+    zeros = jnp.zeros((groups.sizes.shape[0], rows.shape[1]), wider)
+    group = group_of_rows(groups, num_rows)
     return zeros.at[group].add(rows, mode="drop").astype(dtype)
+
+
+def group_outer_and_sum_reference(
+    left: jax.Array,
+    right: jax.Array,
+    groups: Groups,
+    weights: jax.Array | None,
+    *,
+    options: Options,
+    summed: Side,
+    sum_dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`group_outer`, and `group_sum` of its left or right side."""
+    rows = left if summed == "left" else right
+    sums = group_sum_reference(rows, groups, weights, dtype=sum_dtype, num_rows=rows.shape[0])
+    return group_outer_reference(left, right, groups, options=options), sums
 
 
 def bias_products_reference(
     rows: jax.Array,
-    group_sizes: jax.Array,
+    groups: Groups,
     bias: jax.Array,
     *,
     dtype: Any,
     num_rows: int,
     implementation: Any = None,
 ) -> jax.Array:
-    """For each row its product with its group's bias: [rows]; zeros past the groups."""
+    """For each row its product with its group's bias: [rows]; zeros elsewhere."""
     wider = _sum_dtype(rows.dtype, dtype)
-    group = group_of_rows(group_sizes, num_rows)
+    group = group_of_rows(groups, num_rows)
     products = jnp.sum(rows.astype(wider) * _rows_of(bias, group, None, wider), axis=1)
-    return jnp.where(group < group_sizes.shape[0], products, 0).astype(dtype)
+    return jnp.where(group < groups.sizes.shape[0], products, 0).astype(dtype)
 
 
 def _rows_of(bias: jax.Array, group: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
@@ -157,14 +174,14 @@ def _over_tiles(
     shape: tuple[int, ...],
     dtype: Any,
     options: Options,
-    group_sizes: jax.Array,
+    groups: Groups,
     *rows: jax.Array,
 ) -> jax.Array:
     """Zeros of a shape, after a step for every tile of every group of `rows`."""
     num_rows = rows[0].shape[0]
     block = min(num_rows, _MOST_ROWS)
-    ends = group_ends(group_sizes, num_rows)
-    sizes = jnp.diff(ends, prepend=0)
+    ends = group_ends(groups, num_rows)
+    sizes = jnp.diff(ends, prepend=first_row(groups, num_rows))
     last_tiles = jnp.cumsum(-(-sizes // block))
 
     def body(index: jax.Array, sums: jax.Array) -> jax.Array:
@@ -177,18 +194,31 @@ def _over_tiles(
             return step(_Tile(group, start, (row >= first) & (row < end)), sums)
 
     zeros = jnp.zeros(shape, dtype)
-    zeros, *_ = jax_private.insert_varying_casts([zeros, group_sizes, *rows])
+    zeros, *_ = jax_private.insert_varying_casts([zeros, *jax.tree.leaves(groups), *rows])
     return jax.lax.fori_loop(0, last_tiles[-1], body, zeros)
 
 
-def group_ends(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+def first_row(groups: Groups, num_rows: int) -> jax.Array | int:
+    """Where the first group begins."""
+    return 0 if groups.first_row is None else jnp.clip(groups.first_row, 0, num_rows)
+
+
+def group_ends(groups: Groups, num_rows: int) -> jax.Array:
     """Where groups end: negative sizes are empty, and no group ends after the last row."""
-    return running_sum(jnp.clip(group_sizes, 0, num_rows), num_rows)
+    sizes = jnp.clip(groups.sizes, 0, num_rows)
+    if groups.first_row is None:
+        return running_sum(sizes, num_rows)
+    first = jnp.asarray(first_row(groups, num_rows), sizes.dtype)
+    return running_sum(jnp.concatenate([first[None], sizes]), num_rows)[1:]
 
 
-def group_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """The group of each row; their number for rows past the last."""
-    return _group_of(jnp.arange(num_rows), group_ends(group_sizes, num_rows))
+def group_of_rows(groups: Groups, num_rows: int) -> jax.Array:
+    """The group of each row; their number for rows outside of all."""
+    rows = jnp.arange(num_rows)
+    group = _group_of(rows, group_ends(groups, num_rows))
+    if groups.first_row is None:
+        return group
+    return jnp.where(rows < first_row(groups, num_rows), groups.sizes.shape[0], group)
 
 
 def _group_of(index: jax.Array, ends: jax.Array) -> jax.Array:
