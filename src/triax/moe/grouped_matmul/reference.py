@@ -54,16 +54,17 @@ def _ragged_dot(
     shape = (rows.shape[0], columns)
     sums = _over_tiles(multiply, shape, wider, options, group_sizes, rows, weights)
     sums = sums.astype(_sum_dtype(options.dtype, options.dtype))
+    if row_scales is None and group_scales is None and bias is None:
+        return sums.astype(options.dtype)
     group = group_of_rows(group_sizes, rows.shape[0])
-    scaled = sums
     if row_scales is not None:
-        scaled *= row_scales.astype(sums.dtype)[:, None]
+        sums *= row_scales.astype(sums.dtype)[:, None]
     if group_scales is not None:
-        scaled *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
+        sums *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
     if bias is not None:
-        scaled += _rows_of(bias, group, bias_weights, sums.dtype)
-    if scaled is not sums:  # rows past the groups are zero for all scales
-        sums = jnp.where((group < group_sizes.shape[0])[:, None], scaled, 0)
+        sums += _rows_of(bias, group, bias_weights, sums.dtype)
+    # Rows past the groups are zero for all scales.
+    sums = jnp.where((group < group_sizes.shape[0])[:, None], sums, 0)
     return sums.astype(options.dtype)
 
 
