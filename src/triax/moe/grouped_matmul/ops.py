@@ -29,7 +29,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     _check_differentiable(*primals[:5])
     bias, bias_weights = primals[5:] or (None, None)
     d_bias, d_bias_weights = tangents[5:] or (None, None)
-    about_bias = {"num_rows": primals[0].shape[0]}
+    num_rows = primals[0].shape[0]
     left, right = (
         primal if other is not None else None
         for primal, other in zip(primals[:2], tangents[1::-1], strict=True)
@@ -42,7 +42,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
             terms.append(call(moving["left"], right, group_sizes))
         if "right" in moving:
             terms.append(call(left, moving["right"], group_sizes))
-        spread = spread_bias.of(call.implementation, dtype=out.dtype, **about_bias)
+        spread = spread_bias.of(call.implementation, dtype=out.dtype, num_rows=num_rows)
         if "bias" in moving:
             terms.append(spread(moving["bias"], group_sizes, bias_weights))
         if "bias_weights" in moving:
@@ -55,11 +55,12 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
         options = Options(dtype, call.options["options"].precision)
         cotangents = {}
         if "bias" in moving_dtypes:
-            add_up = group_sum.of(call.implementation, dtype=moving_dtypes["bias"], **about_bias)
+            kind = moving_dtypes["bias"]
+            add_up = group_sum.of(call.implementation, dtype=kind, num_rows=num_rows)
             cotangents["bias"] = add_up(gradient, group_sizes, bias_weights)
         if "bias_weights" in moving_dtypes:
             kind = moving_dtypes["bias_weights"]
-            multiply = bias_products.of(call.implementation, dtype=kind, **about_bias)
+            multiply = bias_products.of(call.implementation, dtype=kind, num_rows=num_rows)
             cotangents["bias_weights"] = multiply(gradient, group_sizes, bias)
         for name, (other, op, order) in _GRADIENTS[call.op.name].items():
             operands = {"left": left, "right": right, "gradient": gradient}
@@ -89,24 +90,17 @@ def _check_differentiable(rows: jax.Array, _: Any, __: Any, *scales: Any) -> Non
         )
 
 
-def _part(
-    call: Call,
-    shard: Shard,
-    left: Any,
-    right: Any,
-    sizes: Any,
-    *scales: Any,
-) -> jax.Array:
+def _part(call: Call, shard: Shard, left: Any, right: Any, sizes: Any, *others: Any) -> jax.Array:
     """Of a part of the rows or of the sum, which is rounded after parts are added up."""
     sizes = _sizes_of_part(shard, sizes, left.shape[0])
     summed = "r" if call.op is group_outer else "k"
     if shard.count(summed) == 1:
-        return call.run(left, right, sizes, *scales)
+        return call.run(left, right, sizes, *others)
     options = call.options["options"]
     wide = call.like(options=options.for_partial_sums())
-    sums = shard.sum(summed, wide.run(left, right, sizes, *scales[:2]))
-    if any(array is not None for array in scales[2:]):  # once, not in every part
-        bias, weights = scales[2:]
+    sums = shard.sum(summed, wide.run(left, right, sizes, *others[:2]))
+    if any(array is not None for array in others[2:]):  # once, not in every part
+        bias, weights = others[2:]
         how = {"dtype": sums.dtype, "num_rows": left.shape[0]}
         sums += reference.spread_bias_reference(bias, sizes, weights, **how)
     return sums.astype(options.dtype)
