@@ -559,19 +559,34 @@ def test_combine_wants_the_rows_of_dispatch(options, shape):
         jax.make_jaxpr(function)(np.ones((4, 4)), np.ones((4, 2)), np.ones((4, 2), int))
 
 
-def test_dispatch_wants_a_mesh():
-    with pytest.raises(ArgumentValueError, match=r"`axis_name` must name a mesh axis.*; got 'd'"):
-        moe.dispatch(np.ones((4, 4)), np.ones((4, 2)), np.ones((4, 2), int), 4, "d")
+def by_dispatch(x, axis_name):
+    return moe.dispatch(x, x, x.astype(int), 4, axis_name).rows
 
 
-def test_dispatch_wants_each_axis_once():
-    with pytest.raises(ArgumentValueError, match=r"`axis_name` must name each mesh axis once; got"):
-        jax.shard_map(
-            lambda x: moe.dispatch(x, x, x.astype(int), 4, ("d", "d")).rows,
-            mesh=local_mesh(2),
-            in_specs=P("d"),
-            out_specs=P("d"),
-        )(np.ones((4, 2), np.float32))
+def by_layer(x, axis_name):
+    weights = jnp.ones((2, 2, 2))
+    routing = x, x.astype(int)
+    run = functools.partial(moe.feed_forward, activation="silu", axis_name=axis_name)
+    return run(x, None, weights, weights, routing=routing).tokens
+
+
+@pytest.mark.parametrize("run", [by_dispatch, by_layer])
+def test_axis_must_be_one_of_a_shard_map(run):
+    name = {by_dispatch: "dispatch", by_layer: "feed_forward"}[run]
+    text = rf"`axis_name` must name a mesh axis .*`{name}` is called in; got "
+    with pytest.raises(ArgumentValueError, match=f"{text}'d'"):
+        run(np.ones((4, 2), np.float32), "d")
+    cut = {"mesh": local_mesh(2), "in_specs": P("d"), "out_specs": P("d")}
+    for axis_name, error in (
+        (3, f"{text}3"),
+        ([["d"]], text),
+        (("d", "d"), "`axis_name` must name each mesh axis once; got"),
+    ):
+        call = jax.shard_map(functools.partial(run, axis_name=axis_name), **cut)
+        with pytest.raises(ArgumentValueError, match=error):
+            jax.make_jaxpr(call)(np.ones((4, 2), np.float32))
+    call = jax.shard_map(functools.partial(run, axis_name=["d"]), **cut)
+    assert jax.eval_shape(call, np.ones((4, 2), np.float32)).shape[1] == 2
 
 
 def test_combine_wants_its_plan():

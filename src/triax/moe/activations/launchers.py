@@ -60,7 +60,7 @@ def glu_grad(
     from triax.moe.activations.kernels import _glu_grad_kernel
 
     num_rows, width = gradient.shape
-    # Interleaved, a program holds both halves twice: with half the block it takes 0.67 of the time.
+    # Interleaved, a program holds both halves twice: half the block is faster, measured on an H200.
     itemsize = gate_up.dtype.itemsize * (2 if spec.interleaved else 1)
     block = blocks.part(width, itemsize, _MAX_ROWS)
     return launch(

@@ -165,19 +165,7 @@ def dispatch(
     experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
     weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
     messages.check_sizes_known("experts", experts.shape)
-    if isinstance(axis_name, list):
-        axis_name = tuple(axis_name)
-    if isinstance(axis_name, tuple) and len(set(axis_name)) < len(axis_name):
-        raise ArgumentValueError(
-            f"Argument `axis_name` must name each mesh axis once; got {axis_name!r}."
-        )
-    try:
-        num_devices = jax.lax.axis_size(axis_name)
-    except NameError as error:
-        raise ArgumentValueError(
-            "Argument `axis_name` must name a mesh axis of the jax.shard_map that `dispatch` is "
-            f"called in; got {axis_name!r}."
-        ) from error
+    axis_name, num_devices = arguments.mesh_axis(axis_name, "dispatch")
     num_experts = arguments.integer("num_experts", num_experts, 1)
     if num_experts % num_devices:
         raise ArgumentValueError(

@@ -137,7 +137,8 @@ def feed_forward(
     num_local = w_down.shape[0]
     num_experts = num_local
     if axis_name is not None:
-        num_experts *= _axis_size(axis_name)
+        axis_name, num_devices = arguments.mesh_axis(axis_name, "feed_forward")
+        num_experts *= num_devices
     if routing is not None:
         routing = routing[0], arguments.as_int32(routing[1], num_experts)
     if logits is not None:
@@ -229,16 +230,6 @@ def _flat(array: Any, tokens: int) -> jax.Array:
     # JAX reshapes what explicit axes cut only where these cut the first or the last dimension.
     array = sharding.gathered(jnp.asarray(array), 0, array.ndim - 1)
     return jnp.reshape(array, (tokens, array.shape[-1]))
-
-
-def _axis_size(axis_name: Any) -> int:
-    try:
-        return int(jax.lax.axis_size(axis_name))
-    except (NameError, ValueError, TypeError) as error:
-        raise ArgumentValueError(
-            "Argument `axis_name` must name a mesh axis of the jax.shard_map that `feed_forward` "
-            f"is called in; got {axis_name!r}."
-        ) from error
 
 
 def _check_routing(routing: Any, num_tokens: int, top_k: Any) -> tuple[jax.Array, jax.Array]:

@@ -92,6 +92,24 @@ def integer(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def mesh_axis(axis_name: Any, caller: str) -> tuple[Any, int]:
+    """Returns a mesh axis, or several as a tuple, and the number of devices along it, or raises."""
+    if isinstance(axis_name, list):
+        axis_name = tuple(axis_name)
+    try:
+        size = int(jax.lax.axis_size(axis_name))
+    except (NameError, ValueError, TypeError) as error:
+        raise ArgumentValueError(
+            "Argument `axis_name` must name a mesh axis of the jax.shard_map that "
+            f"`{caller}` is called in; got {messages.short(axis_name)}."
+        ) from error
+    if isinstance(axis_name, tuple) and len(set(axis_name)) < len(axis_name):
+        raise ArgumentValueError(
+            f"Argument `axis_name` must name each mesh axis once; got {axis_name!r}."
+        )
+    return axis_name, size
+
+
 def most_rows(num_pairs: int, num_groups: int, align_size: int) -> int:
     """The rows of so many pairs, however they are spread over groups padded to `align_size`."""
     return (num_pairs + num_groups * (align_size - 1)) // align_size * align_size

@@ -136,9 +136,8 @@ def choose(
     """
     xla = functools.partial(xla, **options)
     if implementation == "xla":
-        return jax.jit(
-            xla, inline=True
-        )  # outside `jit` a plan is one program, not one for each step
+        # Outside of `jit` a plan is then one program, not one for each step.
+        return jax.jit(xla, inline=True)
     # By default None, not "triton": a program exported for several platforms lowers every branch
     # for each of them, even dead ones.
     kernels = functools.partial(kernels, implementation=implementation, **options)
