@@ -59,7 +59,7 @@ MISTAKES = {
     "scales of many blocks": (
         (X, W, SIZES),
         {"row_scales": jnp.ones((6, 2))},
-        r"`row_scales` must have shape \[rows\].*For scales of blocks, multiply them into the",
+        r"`row_scales` must have shape \[rows\].*For scales of blocks, pass a `ScaledArray`",
     ),
     "integers that no dtype holds": (
         (X.astype("uint32"), W.astype("int32"), SIZES),

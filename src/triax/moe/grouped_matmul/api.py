@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -12,9 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.grouped_matmul import ops
+from triax.moe.grouped_matmul import ops, scaled
 from triax.moe.grouped_matmul.launchers import Groups, Options
 from triax.moe.grouped_matmul.reference import group_ends
+from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -55,10 +57,18 @@ def ragged_dot(
 
     Under `jax.checkpoint` the result carries the name "triax_ragged_dot".
 
+    `ScaledArray` operands, as `quantize` makes them, are multiplied in 8 bits. Tensor cores read
+    8-bit weights at full speed only where their depth is innermost (`transposed=True`). They keep
+    about 14 bits of a sum; by default each 128 products are added in float32. With
+    `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores add up the whole depth, which is faster,
+    unless scales are of blocks along the depth.
+
     Args:
       rows: [rows, depth]: float32, bfloat16, float16, an 8-bit float; by plain JAX also float64
-        and integers, of which sums are exact in 32 bits.
-      weights: [groups, depth, columns], of the same dtype, or any 8-bit float if `rows` is one.
+        and integers, of which sums are exact in 32 bits. Or a `ScaledArray` with blocks (1, depth)
+        or (1, b), b a power of two from 32 on.
+      weights: [groups, depth, columns], of the same dtype, or any 8-bit float if `rows` is one, or
+        a `ScaledArray` with blocks (1, depth, columns), (1, depth, 1) or (1, b, any).
         Other floats or other integers are cast to a dtype that holds both, with a warning if that
         makes the matmul slower.
       group_sizes: integer [groups].
@@ -77,7 +87,8 @@ def ragged_dot(
       precision: how float32 is multiplied: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`,
         or the name of one. None is the default that is in force
         (`jax.default_matmul_precision`), and without one exact.
-      preferred_element_type: the dtype of the result; by default that of `rows`.
+      preferred_element_type: the dtype of the result; by default that of `rows`, and bfloat16 if
+        these are a `ScaledArray`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
@@ -90,6 +101,12 @@ def ragged_dot(
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
       DifferentiationError: 8-bit operands, or scales, were differentiated.
     """
+    if isinstance(rows, ScaledArray) and preferred_element_type is None:
+        preferred_element_type = jnp.bfloat16
+    if isinstance(weights, ScaledArray):
+        transpose_weights ^= weights.transposed
+    rows, row_scales, row_block = scaled.rows(rows, row_scales)
+    weights, group_scales, weight_block = scaled.weights(weights, group_scales)
     rows = arguments.array("rows", rows, ("rows", "depth"))
     weights = arguments.array("weights", weights, ("groups", "depth", "columns"))
     group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
@@ -109,13 +126,16 @@ def ragged_dot(
         arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
     else:
         group_offset = _check_offset(group_offset, group_sizes.shape[0], num_groups)
-    row_scales = _check_scales("row_scales", row_scales, num_rows, "rows")
-    group_scales = _check_scales("group_scales", group_scales, num_groups, "groups")
+    if row_block is None:
+        row_scales = scaled.check_scales("row_scales", row_scales, num_rows, "rows")
+    if weight_block[0] is None:
+        group_scales = scaled.check_scales("group_scales", group_scales, num_groups, "groups")
     bias, bias_weights = _check_bias(bias, bias_weights, (num_groups, columns), num_rows)
     rows, weights = _alike(rows, weights)
     result = _result_dtype(preferred_element_type, rows.dtype)
-    scaled = row_scales is not None or group_scales is not None
-    if scaled and not jnp.issubdtype(result, jnp.floating):
+    if not (row_scales is None and group_scales is None) and not jnp.issubdtype(
+        result, jnp.floating
+    ):
         raise ArgumentTypeError(
             "Arguments `row_scales` and `group_scales` must scale a float; the result is "
             f"{result}. Pass `preferred_element_type=jnp.float32`."
@@ -139,14 +159,15 @@ def ragged_dot(
         empty = jnp.zeros((num_rows, columns), result)
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
-    name = _precision_name(precision)
     share = min(1.0, num_groups / max(1, group_sizes.shape[0]))
-    options = Options(result, name if rows.dtype.itemsize >= 4 else None, share)
+    options = Options(result, _precision_name(precision), share, row_block, weight_block)
+    if rows.dtype.itemsize < 4 and not (rows.dtype.itemsize == 1 and options.fast_sums):
+        options = dataclasses.replace(options, precision=None)
     groups = Groups(arguments.as_int32(group_sizes, num_rows))
     if group_offset is not None:
         groups = _some_groups(groups, group_offset, num_groups, num_rows)
     operands = rows, weights, groups, row_scales, group_scales, bias, bias_weights
-    op = ops.ragged_dot_transposed if transpose_weights else ops.ragged_dot
+    op = ops.DOTS[transpose_weights, options.blocked]
     out = op(*operands, options=options, implementation=implementation)
     return checkpoint_name(out, "triax_ragged_dot")
 
@@ -260,22 +281,6 @@ def _precision_name(precision: Any) -> str | None:
         ) from error
 
 
-def _check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | None:
-    if scales is None:
-        return None
-    if getattr(scales, "ndim", 1) > 1:
-        remedy = f"Reshape them: `{name}.reshape({count})`."
-        if scales.size != count:
-            remedy = "For scales of blocks, multiply them into the operand, in bfloat16."
-        raise ArgumentValueError(
-            f"Argument `{name}` must have shape [{axis}], one value for each of the {count} "
-            f"{axis}; got {scales.shape}. {remedy}"
-        )
-    scales = arguments.array(name, scales, (axis,), jnp.floating)
-    arguments.check_length(name, scales, count, "value", axis)
-    return scales
-
-
 def _check_bias(
     bias: Any, bias_weights: Any, shape: tuple[int, int], num_rows: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -292,4 +297,4 @@ def _check_bias(
             f"Argument `bias` must have shape {shape}, a value for each group and column; got "
             f"{bias.shape}."
         )
-    return bias, _check_scales("bias_weights", bias_weights, num_rows, "rows")
+    return bias, scaled.check_scales("bias_weights", bias_weights, num_rows, "rows")

@@ -38,11 +38,14 @@ class DotConfig:
         exact: bool,
         hopper: bool,
         tma: bool,
+        float32_sums: bool = False,
+        blocked: bool = False,
     ) -> DotConfig:
         """The config for groups of so many rows on average, and elements of `itemsize` bytes.
 
-        `exact` is whether products are in float32, without tensor cores. Row counts are rounded to
-        powers of two up to 128, so that few configs are needed.
+        `exact` is whether products are in float32, without tensor cores; `float32_sums` whether the
+        sums of tensor cores are added up outside of them, `blocked` whether they are scaled before.
+        Row counts are rounded to powers of two up to 128, so that few configs are needed.
         """
         rows = _fit(rows_per_group, 128)
         if exact:
@@ -50,6 +53,10 @@ class DotConfig:
         deep = 128 // itemsize  # the 128 bytes of a swizzled line in shared memory
         widest = 256 if itemsize <= 2 else 128
         depth = max(depth, _LEAST_DEPTH_OF_8_BITS if itemsize == 1 else _LEAST)
+        if tma and rows == 128 and blocked:
+            return cls(128, _fit(columns, 128), _fit(depth, deep), 8, 3, True)
+        if tma and rows == 128 and float32_sums:
+            return cls(64, _fit(columns, 128), _fit(depth, deep), 4, 3, False, 32)
         if tma and rows == 128:
             return cls(128, _fit(columns, widest), _fit(depth, deep), 8, 3, True)
         if tma:  # few rows: what matters is how much of the weights is in flight

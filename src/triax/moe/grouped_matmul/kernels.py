@@ -118,6 +118,52 @@ def _halves(block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return block.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
+@triton.jit
+def _row_scales(pointer, row, end, depth, start, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The scales of a block of rows: of whole rows, or of BLOCK of their depth around `start`."""
+    which = row + tl.arange(0, ROWS)
+    at = pointer + which
+    if BLOCK is not None:
+        at = pointer + which.to(tl.int64) * tl.cdiv(depth, BLOCK) + start // BLOCK
+    return tl.load(at, mask=which < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _column_scales(
+    pointer,
+    group,
+    column,
+    num_columns,
+    depth,
+    start,
+    COLUMNS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """The scales of a block of a group's columns, [COLUMNS] or [1]: of all of their depth, or of
+    BLOCK_DEPTH of it around `start`. BLOCK_COLUMNS have one scale; all of a group's, if None."""
+    if BLOCK_COLUMNS is None:
+        at = pointer + group + tl.zeros([1], tl.int32)
+        mask = tl.full([1], True, tl.int1)
+    else:
+        same: tl.constexpr = BLOCK_COLUMNS % COLUMNS == 0
+        which = column + tl.arange(0, 1 if same else COLUMNS)
+        blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
+        mask = which < num_columns
+        at = pointer
+        if BLOCK_DEPTH is None:
+            at += group.to(tl.int64) * blocks + which // BLOCK_COLUMNS
+        else:
+            deep = tl.cdiv(depth, BLOCK_DEPTH)
+            at += group.to(tl.int64) * blocks * deep
+            if TRANSPOSED:
+                at += which // BLOCK_COLUMNS * deep + start // BLOCK_DEPTH
+            else:
+                at += start // BLOCK_DEPTH * blocks + which // BLOCK_COLUMNS
+    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _ragged_dot_kernel(
     rows,
@@ -140,6 +186,9 @@ def _ragged_dot_kernel(
     BLOCK_DEPTH: tl.constexpr,
     ROW_TILES: tl.constexpr,
     IMPRECISE: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    WEIGHT_COLUMNS: tl.constexpr,
+    WEIGHT_DEPTH: tl.constexpr,
 ):
     # As many programs as the GPU runs at once, or one for each tile. Flattened, the loops over
     # tiles and depth are one, and a tile's first loads are under way while the last one is stored.
@@ -179,13 +228,45 @@ def _ragged_dot_kernel(
                     w = _load_block(
                         matrix, start, depth, column, num_columns, BLOCK_DEPTH, BLOCK_COLUMNS
                     )
-            total = tl.dot(x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
-        if row_scales_ptr is not None:
-            which = row + tl.arange(0, BLOCK_ROWS)
-            scale = tl.load(row_scales_ptr + which, mask=which < end, other=0.0)
-            total *= scale.to(tl.float32)[:, None]
-        if group_scales_ptr is not None:
-            total *= tl.load(group_scales_ptr + group).to(tl.float32)
+            if ROW_BLOCK is None and WEIGHT_DEPTH is None:
+                total = tl.dot(
+                    x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
+                )
+            else:  # scales of blocks of the depth, which are loaded while tensor cores multiply
+                scale = tl.full([1, 1], 1.0, tl.float32)
+                if ROW_BLOCK is not None:
+                    scale = _row_scales(
+                        row_scales_ptr, row, end, depth, start, BLOCK_ROWS, ROW_BLOCK
+                    )[:, None]
+                if WEIGHT_DEPTH is not None:
+                    scale *= _column_scales(
+                        group_scales_ptr,
+                        group,
+                        column,
+                        num_columns,
+                        depth,
+                        start,
+                        BLOCK_COLUMNS,
+                        WEIGHT_COLUMNS,
+                        WEIGHT_DEPTH,
+                        TRANSPOSED,
+                    )[None, :]
+                total += tl.dot(x, w) * scale
+        if row_scales_ptr is not None and ROW_BLOCK is None:
+            total *= _row_scales(row_scales_ptr, row, end, depth, 0, BLOCK_ROWS, None)[:, None]
+        if group_scales_ptr is not None and WEIGHT_DEPTH is None:
+            total *= _column_scales(
+                group_scales_ptr,
+                group,
+                column,
+                num_columns,
+                depth,
+                0,
+                BLOCK_COLUMNS,
+                WEIGHT_COLUMNS,
+                None,
+                TRANSPOSED,
+            )[None, :]
         if bias_ptr is not None:
             addend = bias.to(tl.float32)[None, :]
             if bias_weights_ptr is not None:

@@ -32,6 +32,9 @@ _SUM_ROWS, _SUM_COLUMNS = 128, 128
 _TF32 = {"default", "tensorfloat32", "TF32_TF32_F32"}
 _TF32X3 = {"high", "TF32_TF32_F32_X3"}
 
+# JAX's name for sums of products of 8-bit floats by the tensor cores alone.
+_FAST_SUMS = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+
 Side = Literal["left", "right"]
 
 
@@ -53,11 +56,31 @@ class Options:
 
     Gradients have that precision too, wherever they are traced. `share` is the part of all groups
     that there are weights for: by it the rows of a group are estimated.
+
+    `row_block` is how much of the depth a row's scale is for; `weight_block` of how many columns
+    and of how much of the depth a group's is; None is for all.
     """
 
     dtype: Any
     precision: str | None
     share: float = 1.0
+    row_block: int | None = None
+    weight_block: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether scales differ along the depth."""
+        return self.row_block is not None or self.weight_block[1] is not None
+
+    @property
+    def plain_precision(self) -> str | None:
+        """For plain JAX, which multiplies 8-bit floats in bfloat16 or float32."""
+        return None if self.fast_sums else self.precision
+
+    @property
+    def fast_sums(self) -> bool:
+        """Whether tensor cores add up all products of 8-bit floats."""
+        return self.precision == _FAST_SUMS
 
     @property
     def input_precision(self) -> str:
@@ -193,11 +216,13 @@ def _ragged_dot(
     config = DotConfig.heuristic(
         int(num_rows * options.share) // num_groups,
         columns,
-        depth,
+        min(size for size in (depth, options.row_block, options.weight_block[1]) if size),
         itemsize,
         exact=itemsize == 4 and options.input_precision == "ieee",
         hopper=is_hopper(target.compute_capability),
         tma=tma,
+        float32_sums=itemsize == 1 and not options.fast_sums,
+        blocked=options.blocked,
     )
     row_tiles = _cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     tiles, _ = _schedule(groups, num_rows, config.block_rows, implementation)
@@ -237,7 +262,12 @@ def _ragged_dot(
         DTYPE=_triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
-        IMPRECISE=min(_IMPRECISE, config.block_depth) if itemsize == 1 else None,
+        IMPRECISE=None
+        if itemsize > 1 or options.fast_sums
+        else min(_IMPRECISE, config.block_depth),
+        ROW_BLOCK=options.row_block,
+        WEIGHT_COLUMNS=options.weight_block[0],
+        WEIGHT_DEPTH=options.weight_block[1],
         **output,
     )
 

@@ -134,32 +134,56 @@ def _of_groups(groups: Groups) -> list[str]:
     return ["g", ""][: len(jax.tree.leaves(groups))]
 
 
-_product = functools.partial(Op, cut="rkn", derivative=_derivative, part=_part)
+def _of_group_scales(scales: Any) -> list[str]:
+    return [] if scales is None else ["gn"[: scales.ndim]]
 
-# Each row times the weights of its group. Of rows, weights, groups, and optionally scales of
-# rows and of groups, a bias of each group, and the rows' weights of that.
-ragged_dot = _product(
-    "ragged_dot",
-    arguments=("rk", "gkn", _of_groups, "r", "g", "gn", "r"),
-    results="rn",
-    kernels=functools.partial(launchers.ragged_dot, transposed=False),
-    xla=functools.partial(reference.ragged_dot_reference, transposed=False),
-)
+
+def _of_row_scales(scales: Any) -> list[str]:
+    return [] if scales is None else ["r_"[: scales.ndim]]
+
+
+def _dot(name: str, cut: str, *, transposed: bool) -> Op:
+    of_groups = _of_group_scales if "n" in cut else None
+    weights = "gnk" if transposed else "gkn"
+    return Op(
+        name,
+        arguments=("rk", weights, _of_groups, _of_row_scales, of_groups, "gn", "r"),
+        results="rn",
+        cut=cut,
+        derivative=_derivative,
+        part=_part,
+        kernels=functools.partial(launchers.ragged_dot, transposed=transposed),
+        xla=functools.partial(reference.ragged_dot_reference, transposed=transposed),
+    )
+
+
+# Each row times the weights of its group. Of rows, weights, groups, and optionally scales of rows
+# and of groups or their columns, a bias of each group, and the rows' weights of that.
+ragged_dot = _dot("ragged_dot", "rkn", transposed=False)
 
 # The same with the weights transposed.
-ragged_dot_transposed = _product(
-    "ragged_dot_transposed",
-    arguments=("rk", "gnk", _of_groups, "r", "g", "gn", "r"),
-    results="rn",
-    kernels=functools.partial(launchers.ragged_dot, transposed=True),
-    xla=functools.partial(reference.ragged_dot_reference, transposed=True),
-)
+ragged_dot_transposed = _dot("ragged_dot_transposed", "rkn", transposed=True)
+
+# The same with scales of blocks of the depth or of columns, which are not cut.
+ragged_dot_of_blocks = _dot("ragged_dot_of_blocks", "r", transposed=False)
+ragged_dot_of_blocks_transposed = _dot("ragged_dot_of_blocks_transposed", "r", transposed=True)
+
+# By whether weights are transposed, and whether scales are of blocks.
+DOTS = {
+    (False, False): ragged_dot,
+    (True, False): ragged_dot_transposed,
+    (False, True): ragged_dot_of_blocks,
+    (True, True): ragged_dot_of_blocks_transposed,
+}
 
 # For each group the sum over its rows of left × right. Of left, right and groups.
-group_outer = _product(
+group_outer = Op(
     "group_outer",
     arguments=("rk", "rn", _of_groups),
     results="gkn",
+    cut="rkn",
+    derivative=_derivative,
+    part=_part,
     kernels=launchers.group_outer,
     xla=reference.group_outer_reference,
 )

@@ -7,8 +7,9 @@ cut into tiles of one group each, and a tile is multiplied by the weights of its
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,14 @@ def _ragged_dot(
     options: Options,
 ) -> jax.Array:
     wider = _sum_dtype(rows.dtype, options.dtype)
+    if options.row_block is not None and row_scales is not None:
+        rows, row_scales = _scaled(rows, row_scales, (1, options.row_block)), None
+    if options.weight_block[1] is not None and group_scales is not None:
+        block = options.weight_block[:: 1 if transposed else -1]
+        weights, group_scales = _scaled(weights, group_scales, (1, *block)), None
+    if options.blocked:
+        rows, weights = (array.astype(jnp.float32) for array in (rows, weights))
+        options = dataclasses.replace(options, precision="highest")
     rows, weights = (_widened(array, wider) for array in (rows, weights))
     columns = weights.shape[1 if transposed else 2]
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -60,12 +69,23 @@ def _ragged_dot(
     if row_scales is not None:
         sums *= row_scales.astype(sums.dtype)[:, None]
     if group_scales is not None:
-        sums *= jnp.take(group_scales.astype(sums.dtype), group, mode="clip")[:, None]
+        scales = group_scales.reshape(groups.sizes.shape[0], -1).astype(sums.dtype)
+        sums *= jnp.take(scales, group, axis=0, mode="clip")
     if bias is not None:
         sums += _rows_of(bias, group, bias_weights, sums.dtype)
     # Rows outside of the groups are zero for all scales.
     found = jnp.where((group < groups.sizes.shape[0])[:, None], sums, 0)
     return found.astype(options.dtype)
+
+
+def _scaled(values: jax.Array, scales: jax.Array, block: Sequence[int | None]) -> jax.Array:
+    """Values times the scales of their blocks, in float32."""
+    for axis, size in enumerate(block):
+        count = values.shape[axis]
+        scales = jnp.repeat(scales, size or count, axis=axis)[
+            tuple(slice(count if i == axis else None) for i in range(scales.ndim))
+        ]
+    return values.astype(jnp.float32) * scales.astype(jnp.float32)
 
 
 def group_outer_reference(*operands: Any, options: Options) -> jax.Array:
@@ -190,7 +210,7 @@ def _over_tiles(
         first = end - sizes[group] + (-(-sizes[group] // block) - tiles_left) * block
         start = jnp.minimum(first, num_rows - block)
         row = start + jnp.arange(block)[:, None]
-        with jax.default_matmul_precision(options.precision):
+        with jax.default_matmul_precision(options.plain_precision):
             return step(_Tile(group, start, (row >= first) & (row < end)), sums)
 
     zeros = jnp.zeros(shape, dtype)

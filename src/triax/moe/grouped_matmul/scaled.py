@@ -1,0 +1,107 @@
+"""`ScaledArray` operands of ragged_dot as raw arrays, scales, and what the scales are for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.quantization.scaled import ScaledArray, check
+from triax.moe.shared import arguments
+
+# Blocks along the depth must be multiples of what tensor cores take at a time.
+_LEAST = 32
+
+
+class Unpacked(NamedTuple):
+    """Values, their scales, and `block`, which is one of `launchers.Options`."""
+
+    values: Any
+    scales: jax.Array | None
+    block: Any
+
+
+def rows(array: Any, row_scales: Any) -> Unpacked:
+    """Rows, whose scales are [rows], or [rows, blocks of the depth] with the size of a block."""
+    if not isinstance(array, ScaledArray):
+        return Unpacked(array, row_scales, None)
+    _check("rows", array, 2, "row_scales", row_scales)
+    if array.transposed:
+        raise _unsupported("rows", array, "rows that are stored as such (`transposed=False`)")
+    per_row, depth = array.block
+    if per_row == 1 and depth >= array.shape[1]:
+        return Unpacked(array.values, array.scales.reshape(-1), None)
+    if per_row == 1 and _suits(depth):
+        return Unpacked(array.values, array.scales, depth)
+    raise _unsupported("rows", array, "(1, depth) or (1, a power of two from 32 on)")
+
+
+def weights(array: Any, group_scales: Any) -> Unpacked:
+    """Weights, whose scales are [groups], [groups, columns], or those of blocks.
+
+    The block is of columns and depth.
+    """
+    if not isinstance(array, ScaledArray):
+        return Unpacked(array, group_scales, (None, None))
+    _check("weights", array, 3, "group_scales", group_scales)
+    _, depth, columns = array.shape
+    per_group, deep, wide = array.block
+    if array.transposed:
+        wide, deep = deep, wide
+    if per_group == 1 and deep >= depth:
+        if wide >= columns:
+            return Unpacked(array.values, array.scales.reshape(-1), (None, None))
+        if wide == 1:
+            scales = array.scales.reshape(array.shape[0], columns)
+            return Unpacked(array.values, scales, (1, None))
+    if per_group == 1 and _suits(deep) and wide > 0:
+        return Unpacked(array.values, array.scales, (min(wide, columns), deep))
+    raise _unsupported(
+        "weights",
+        array,
+        "(1, depth, columns), (1, depth, 1) or (1, a power of two from 32 on, any)",
+    )
+
+
+def check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | None:
+    """One float for each of `count` rows or groups, or None."""
+    if scales is None:
+        return None
+    if getattr(scales, "ndim", 1) > 1:
+        remedy = f"Reshape them: `{name}.reshape({count})`."
+        if scales.size != count:
+            remedy = "For scales of blocks, pass a `ScaledArray`."
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape [{axis}], one value for each of the {count} "
+            f"{axis}; got {scales.shape}. {remedy}"
+        )
+    scales = arguments.array(name, scales, (axis,), jnp.floating)
+    arguments.check_length(name, scales, count, "value", axis)
+    return scales
+
+
+def _suits(depth: int) -> bool:
+    return depth >= _LEAST and depth & (depth - 1) == 0
+
+
+def _check(name: str, array: ScaledArray, ndim: int, other: str, scales: Any) -> None:
+    check(name, array)
+    if array.ndim != ndim:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have {ndim} dimensions; got a ScaledArray of {array.shape}."
+        )
+    if scales is not None:
+        raise ArgumentTypeError(
+            f"Argument `{other}` is given, and `{name}` is a ScaledArray, which has scales. Leave "
+            f"`{other}` out."
+        )
+
+
+def _unsupported(name: str, array: ScaledArray, what: str) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"Argument `{name}` must have scales of blocks {what}; got values {array.values.shape} "
+        f"with blocks {array.block}, transposed={array.transposed}. Quantize it so, or pass "
+        f"`{name}.dequantize(dtype)`."
+    )

@@ -1,0 +1,189 @@
+"""ragged_dot of scaled arrays against float64 of the numbers that they stand for."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tests.moe.grouped_matmul import oracle
+from tests.moe.grouped_matmul.test_ragged_dot import PATHS
+from triax import moe
+from triax.errors import DifferentiationError
+from triax.moe.quantization.scaled import ScaledArray
+from triax.testing import assert_close, checked
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+SIZES = np.array([20, 0, 37, -3, 30], np.int32)
+ROWS, DEPTH, COLUMNS = 96, 304, 144  # blocks of 128 and 64 are partial
+FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+
+
+def scaled(seed, shape, block, dtype, transposed=False):
+    """Random values, and scales of many sizes; `shape` and `block` are those of the values."""
+    rng = np.random.default_rng(seed)
+    count = tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+    values = rng.standard_normal(shape, np.float32) * (20 if dtype == "int8" else 1)
+    scales = 2 ** rng.uniform(-3, 3, count)
+    values = jnp.asarray(values).astype(dtype)
+    return ScaledArray(values, jnp.asarray(scales, jnp.float32), block, transposed)
+
+
+def exactly(array):
+    """What it stands for, in float64."""
+    scales = np.asarray(array.scales, np.float64)
+    values = np.asarray(array.values, np.float64)
+    for axis, (size, block) in enumerate(zip(values.shape, array.block, strict=True)):
+        scales = np.take(scales, np.arange(size) // block, axis)
+    return np.swapaxes(values * scales, -1, -2) if array.transposed else values * scales
+
+
+def rows_of(block, dtype=E4M3, seed=0):
+    return scaled(seed, (ROWS, DEPTH), (1, block), dtype)
+
+
+def weights_of(depth, columns, transposed, dtype=E4M3):
+    shape, block = (DEPTH, COLUMNS), (depth, columns)
+    order = slice(None, None, -1 if transposed else 1)
+    return scaled(1, (len(SIZES), *shape[order]), (1, *block[order]), dtype, transposed)
+
+
+WAYS = {
+    "rows and columns": (rows_of(DEPTH), weights_of(DEPTH, 1, True)),
+    "more than the depth": (rows_of(512), weights_of(512, 1, True, E5M2)),
+    "rows and groups": (rows_of(DEPTH, E5M2), weights_of(DEPTH, COLUMNS, False)),
+    "blocks": (rows_of(128), weights_of(128, 128, True)),
+    "blocks, depth not innermost": (rows_of(128), weights_of(128, 128, False)),
+    "small blocks": (rows_of(64), weights_of(32, 16, True)),
+    "blocks and columns": (rows_of(64), weights_of(DEPTH, 1, True)),
+    "rows and blocks": (rows_of(DEPTH), weights_of(64, 200, False)),
+    "integers": (rows_of(64, "int8"), weights_of(DEPTH, 1, True, "int8")),
+}
+
+
+@pytest.mark.parametrize("implementation", [*PATHS, None])
+@pytest.mark.parametrize("precision", [None, FAST])
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_float64(implementation, precision, way):
+    rows, weights = WAYS[way]
+    if way == "integers" and implementation == "interpret":
+        pytest.skip("kernels multiply floats")
+    poisoned = rows.scales.at[-5:].set(jnp.nan)
+    given = ScaledArray(rows.values, poisoned, rows.block)
+    how = {"precision": precision, "preferred_element_type": "float32"}
+    with checked():
+        out = moe.ragged_dot(given, weights, SIZES, implementation=implementation, **how)
+    wanted = oracle.ragged_dot(exactly(rows), exactly(weights), SIZES)
+    assert_close(out, wanted, terms=DEPTH)
+    assert not np.any(out[87:])
+
+
+def test_the_result_is_bfloat16_and_takes_a_bias():
+    rows, weights = WAYS["blocks"]
+    bias = jnp.full((len(SIZES), COLUMNS), 100.0)
+    out = moe.ragged_dot(rows, weights, SIZES, bias=bias)
+    assert out.dtype == jnp.bfloat16
+    wanted = oracle.ragged_dot(exactly(rows), exactly(weights), SIZES)
+    wanted[:87] += 100
+    assert_close(out, wanted, terms=DEPTH)
+
+
+@pytest.mark.parametrize("way", ["rows and columns", "blocks"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_over_devices(way, kind, cut):
+    rows, weights = WAYS[way]
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,), devices=jax.devices()[:4])
+    whole = moe.ragged_dot(rows, weights, SIZES)
+    with jax.set_mesh(mesh):
+        put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+        if cut == "rows":
+            rows = ScaledArray(put(rows.values, "a"), put(rows.scales, "a"), rows.block)
+        else:
+            values = put(weights.values, None, "a")
+            weights = ScaledArray(values, weights.scales, weights.block, True)
+        out = jax.jit(moe.ragged_dot)(rows, weights, SIZES)
+    assert_close(np.asarray(out), np.asarray(whole, np.float64), terms=DEPTH)
+
+
+def test_a_batch():
+    rows, weights = WAYS["blocks"]
+    batch = jax.tree.map(lambda a, b: jnp.stack([a, b]), rows, rows_of(128, seed=5))
+    found = jax.vmap(lambda rows: moe.ragged_dot(rows, weights, SIZES))(batch)
+    for i, one in enumerate((rows, rows_of(128, seed=5))):
+        np.testing.assert_array_equal(found[i], moe.ragged_dot(one, weights, SIZES))
+
+
+@pytest.mark.parametrize("way", ["rows and columns", "blocks"])
+def test_no_derivative(way):
+    rows, weights = WAYS[way]
+
+    def loss(scales):
+        given = ScaledArray(rows.values, scales, rows.block)
+        return jnp.sum(moe.ragged_dot(given, weights, SIZES).astype("float32"))
+
+    with pytest.raises(DifferentiationError, match="8 bits"):
+        jax.grad(loss)(rows.scales)
+
+
+MISTAKES = {
+    "odd blocks of rows": (rows_of(48), WAYS["blocks"][1], {}, "`rows` must have scales of blocks"),
+    "rows share scales": (
+        scaled(0, (ROWS, DEPTH), (2, DEPTH), E4M3),
+        WAYS["blocks"][1],
+        {},
+        "`rows` must have scales of blocks",
+    ),
+    "odd blocks of weights": (
+        WAYS["blocks"][0],
+        weights_of(48, 48, True),
+        {},
+        "`weights` must have scales of blocks",
+    ),
+    "scales twice": (
+        *WAYS["blocks"],
+        {"row_scales": jnp.ones(ROWS)},
+        "`row_scales` is given, and `rows` is a ScaledArray",
+    ),
+    "one of them": (jnp.ones((ROWS, DEPTH)), WAYS["blocks"][1], {}, "must both be floats"),
+    "another depth": (
+        rows_of(128),
+        scaled(0, (5, COLUMNS, DEPTH + 1), (1, 1, DEPTH + 1), E4M3, True),
+        {},
+        "must have the depth of `rows`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "weights", "how", "match"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(rows, weights, how, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        moe.ragged_dot(rows, weights, SIZES, **how)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("way", ["rows and columns", "blocks"])
+@pytest.mark.parametrize("precision", [None, FAST])
+def test_tensor_cores_of_8_bits(monkeypatch, way, precision):
+    """Without a transpose, and with sums as they are asked for."""
+    from tests.moe.grouped_matmul.test_programs import kernels
+
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    depth = {"rows and columns": 512, "blocks": 128}[way]
+    columns = {"rows and columns": 1, "blocks": 128}[way]
+    shape = jax.ShapeDtypeStruct
+    rows = ScaledArray(shape((4096, 512), E4M3), shape((4096, 512 // depth), "float32"), (1, depth))
+    blocks = 512 // depth, 256 // columns
+    weights = ScaledArray(
+        shape((4, 256, 512), E4M3), shape((4, *blocks[::-1]), "float32"), (1, columns, depth), True
+    )
+    multiply = functools.partial(moe.ragged_dot, precision=precision)
+    traced = jax.jit(multiply).trace(rows, weights, shape((4,), "int32"))
+    ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+    assert re.search(r"wgmma.mma_async\S*e4m3.e4m3", ptx)
+    assert ("add.f32" in ptx or "fma.rn.f32" in ptx) == (precision is None or way == "blocks")
