@@ -6,6 +6,7 @@
 #   make gpu-test      the tests that need one
 #   make lint          style and types
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
+#   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make docs wheel    the documentation in site/, the wheel in dist/
 #   make clean         removes what these made
 #   make help          this list
@@ -22,6 +23,8 @@ PARALLEL ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+MODELS_VENV := .venv-models
+MODELS_STAMP := $(MODELS_VENV)/.installed
 
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 comma := ,
@@ -35,7 +38,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test lint format matrix docs wheel clean help
+.PHONY: demo test gpu-test lint format matrix models docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -60,6 +63,9 @@ format: $(STAMP)
 matrix: $(STAMP)
 	$(PY) -m nox -f tools/matrix.py $(ARGS)
 
+models: $(MODELS_STAMP)
+	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python benchmarks/models.py $(ARGS)
+
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
@@ -67,7 +73,8 @@ wheel: $(STAMP)
 	$(PY) -m build
 
 clean:
-	rm -rf $(VENV) .venv-312 .matrix build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-312 $(MODELS_VENV) .matrix build dist site
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 help:
@@ -82,4 +89,9 @@ $(STAMP): pyproject.toml
 
 $(DOCS_STAMP): $(STAMP)
 	$(PY) -m pip install --quiet --no-compile --editable '.[docs]'
+	@touch $@
+
+$(MODELS_STAMP): pyproject.toml
+	test -x $(MODELS_VENV)/bin/python || $(PYTHON) -m venv $(MODELS_VENV)
+	$(MODELS_VENV)/bin/python -m pip install --quiet --no-compile --editable '.[models]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""The records that the scripts of this folder write, each of one run on one GPU."""
+"""The records that the scripts of this folder write, each of one run on one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def missing_gpu() -> str | None:
 
 
 def write(path: Path, **found: Any) -> None:
-    """Writes what was found, with the time, the GPU and the versions."""
+    """Writes what was found, with the time, the device and the versions."""
     made = environment()
     device = {"written": made["written"], "device": made["machine"]["device"]}
     record = {**device, "versions": made["versions"], **found}

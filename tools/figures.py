@@ -337,6 +337,27 @@ def layers() -> str:
     return table(["shape of", "hidden / width", "time", "TFLOP/s", "of dense matmuls"], rows)
 
 
+def transformers() -> str:
+    """The layer against transformers' blocks: where they are, and the largest errors."""
+    run = record("models")
+    address = "https://github.com/huggingface/transformers/blob/v{}/src/transformers/models"
+    address = address.format(run["versions"]["transformers"])
+    rows = []
+    for name, result in run["results"].items():
+        links = [f"[{n}]({address}/{at})" for n, at in result["sources"].items()]
+        errors = dict(result["errors"])
+        values = errors.pop("tokens")
+        rows.append([name, ", ".join(links), f"{values:.1e}", f"{max(errors.values()):.1e}"])
+    return table(["", "its code", "values", "gradients"], rows)
+
+
+def where_transformers() -> str:
+    run = record("models")
+    packages = ("transformers", "torch", "jax")
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in packages)
+    return f"A CPU, {versions}, {run['written'][:10]}.\n"
+
+
 def gallery() -> str:
     """The gallery's examples beside plain JAX."""
     rows = [
@@ -425,6 +446,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "against": against,
     "single_ops": single_ops,
     "models": models,
+    "transformers": transformers,
+    "where/transformers": where_transformers,
     "small": small,
     "first_call": first_call,
     "memory": memory,

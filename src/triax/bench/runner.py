@@ -33,7 +33,7 @@ from triax.errors import ArgumentValueError, UnsupportedError
 SCHEMA = 1
 OWN = "triax"
 _PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin triton cuda-bindings torch tokamax"
-_PACKAGES += " transformer-engine transformer-engine-jax"
+_PACKAGES += " transformer-engine transformer-engine-jax transformers"
 # Part of messages of JAX and PyTorch. XLA uses the first also where a kernel wants more shared
 # memory than a GPU has.
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemoryError", "CUDA_ERROR_OUT_OF_MEMORY")

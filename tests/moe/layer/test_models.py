@@ -126,6 +126,18 @@ MODELS = {
         silu_and_mul,
         {"top_k": 1, "score": "sigmoid", "weights_on": "input"},
     ),
+    "MiniMax-M3": (
+        lambda g: chosen_by(1 / (1 + jnp.exp(-g["logits"])), g["bias"], 3, 2.0),
+        gpt_oss,
+        {
+            "top_k": 3,
+            "score": "sigmoid",
+            "normalize": True,
+            "scale": 2.0,
+            "bias": ...,
+            "activation": moe.Swiglu(alpha=1.702, limit=0.7, up_offset=1.0),
+        },
+    ),
     "Nemotron 3": (
         lambda g: chosen_by(1 / (1 + jnp.exp(-g["logits"])), g["bias"], 3, 2.5),
         relu_squared,
