@@ -43,7 +43,7 @@ def feed_forward(
     num_groups: int | None = None,
     top_groups: int | None = None,
     group_score: GroupScore = "top2",
-    normalize: bool = False,
+    normalize: bool | float = False,
     scale: float = 1.0,
     expert_scale: Any = None,
     implementation: Implementation | None = None,
