@@ -10,10 +10,7 @@ alone, and a sequential read of the weights that they need. Prints the figures a
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-from pathlib import Path
 
 import gpu_record
 import jax
@@ -73,16 +70,12 @@ def measure_matmuls():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args()
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
+    output = gpu_record.output(__doc__, __file__)
     routings = [measure_routing(experts) for experts in (LOCAL_EXPERTS, 256)]
     print(*routings, sep="\n")
     found = measure_matmuls()
     print(*found["matmuls"], sep="\n")
-    gpu_record.write(options.output, tokens=TOKENS, routing=routings, **found)
+    gpu_record.write(output, tokens=TOKENS, routing=routings, **found)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,7 @@ Prints the figures and writes `benchmarks/float32.json`.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import gpu_record
 import jax
@@ -27,11 +25,7 @@ WAYS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args()
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
+    output = gpu_record.output(__doc__, __file__)
     keys = jax.random.split(jax.random.key(0))
     rows = jax.random.normal(keys[0], (ROWS, DEPTH))
     weights = jax.random.normal(keys[1], (GROUPS, DEPTH, COLUMNS)) * DEPTH**-0.5
@@ -49,7 +43,7 @@ def main():
         found[name]["of_bfloat16"] = found[name]["median_us"] / found["bfloat16"]["median_us"]
         print(name, found[name])
     shape = {"rows": ROWS, "depth": DEPTH, "columns": COLUMNS, "groups": GROUPS}
-    gpu_record.write(options.output, **shape, results=found)
+    gpu_record.write(output, **shape, results=found)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Runs the examples one after the other, and writes what they print to `benchmarks
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from pathlib import Path
@@ -28,11 +27,7 @@ EXAMPLES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    output = parser.parse_args().output
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
+    output = gpu_record.output(__doc__, __file__)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
     compared = importlib.import_module("comparing").COMPARED
     results = []

@@ -10,9 +10,7 @@ figures and writes `benchmarks/gpt_oss.json`.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import gpu_record
 import jax
@@ -68,11 +66,7 @@ WAYS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args()
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
+    output = gpu_record.output(__doc__, __file__)
     found = {}
     for name, (tokens, experts) in SHAPES.items():
         given = {
@@ -104,7 +98,7 @@ def main():
         for way, figures in found[name].items():
             print(name, way, {key: round(value, 3) for key, value in figures.items()})
     shape = {"hidden": HIDDEN, "width": WIDTH, "top_k": TOP_K}
-    gpu_record.write(options.output, **shape, results=found)
+    gpu_record.write(output, **shape, results=found)
 
 
 if __name__ == "__main__":

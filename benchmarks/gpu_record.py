@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ def missing_gpu() -> str | None:
     """What to say where JAX has no NVIDIA GPU; None where it has one."""
     device = jax.devices()[0]
     return None if is_cuda(device) else f"This needs an NVIDIA GPU; JAX has {device}."
+
+
+def output(doc: str, script: str) -> Path:
+    """Where a script whose only option is `--output` writes its record; ends it without a GPU."""
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path(script).with_suffix(".json"))
+    path: Path = parser.parse_args().output
+    if problem := missing_gpu():
+        sys.exit(problem)
+    return path
 
 
 def write(path: Path, **found: Any) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.moe.activations.test_glu import ACTIVATIONS, CLAMPED, GATED, draw, expected
+from tests.moe.activations.test_glu import ACTIVATIONS, CLAMPED, GATED, draw, expected, in_layout
 from triax import moe
 from triax.testing import assert_close, assert_same_bits, poison
 
@@ -43,18 +43,11 @@ def test_layouts(layout):
     gate_up, weights, gradient = draw(1000, 2880, "bfloat16")
     how = {"activation": CLAMPED, "implementation": "triton"}
 
-    def op(gate_up, weights):
-        gate, up = jnp.split(gate_up, 2, axis=1)
-        if layout == "two":
-            return moe.glu((gate, up), weights, **how)
-        both = jnp.stack([gate, up], axis=2).reshape(gate_up.shape)
-        return moe.glu(both, weights, interleaved=True, **how)
-
     def run(op):
         out, pull = jax.jit(functools.partial(jax.vjp, op))(gate_up, weights)
         return out, *jax.jit(pull)(jnp.asarray(gradient))
 
-    *moved, d_weights = run(op)
+    *moved, d_weights = run(in_layout(layout, **how))
     *wanted, expected_d_weights = run(functools.partial(moe.glu, **how))
     jax.tree.map(assert_same_bits, moved, wanted)
     assert_close(d_weights, expected_d_weights, terms=2880)  # other blocks, another order

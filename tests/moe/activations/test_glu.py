@@ -45,6 +45,19 @@ def draw(num_rows, width, dtype, seed=0):
     return [(rng.standard_normal(s) * 2).astype(d) for s, d in zip(shapes, dtypes, strict=True)]
 
 
+def in_layout(layout, **options):
+    """glu of gate and up side by side, which it gets in another layout."""
+
+    def op(gate_up, weights):
+        gate, up = jnp.split(gate_up, 2, axis=1)
+        if layout == "two":
+            return moe.glu((gate, up), weights, **options)
+        both = jnp.stack([gate, up], axis=2).reshape(gate_up.shape)
+        return moe.glu(both, weights, interleaved=True, **options)
+
+    return op
+
+
 def expected(gate_up, weights, gradient, activation):
     """The result, and the gradients of `gate_up` and `weights`."""
     gate_up, weights, gradient = (np.asarray(a, np.float64) for a in (gate_up, weights, gradient))
@@ -106,13 +119,6 @@ def test_layouts_are_the_same_bit_by_bit(implementation, activation, layout):
     gate_up, weights, gradient = draw(23, 40, "bfloat16")
     how = {"activation": activation, "implementation": implementation}
 
-    def op(gate_up, weights):
-        gate, up = jnp.split(gate_up, 2, axis=1)
-        if layout == "two":
-            return moe.glu((gate, up), weights, **how)
-        both = jnp.stack([gate, up], axis=2).reshape(gate_up.shape)
-        return moe.glu(both, weights, interleaved=True, **how)
-
     def run(op):
         with checked():
             out, pull = jax.jit(functools.partial(jax.vjp, op))(gate_up, weights)
@@ -120,7 +126,7 @@ def test_layouts_are_the_same_bit_by_bit(implementation, activation, layout):
 
     # XLA may compile each layout another way, and zeros then have other signs.
     same = assert_same_bits if implementation == "interpret" else assert_close
-    jax.tree.map(same, run(op), run(functools.partial(moe.glu, **how)))
+    jax.tree.map(same, run(in_layout(layout, **how)), run(functools.partial(moe.glu, **how)))
 
 
 @pytest.mark.parametrize(

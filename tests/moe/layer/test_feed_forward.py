@@ -338,6 +338,26 @@ def test_kernels_do_all_on_cuda(monkeypatch):
             "`routing` is given, and so are arguments of the router, `bias`",
         ),
         (
+            {
+                "logits": None,
+                "routing": (jnp.ones((TOKENS, 2)), jnp.ones((TOKENS, 2), int)),
+                "group_score": "max",
+                "scale": 2,
+            },
+            ArgumentTypeError,
+            "`routing` is given, and so are arguments of the router, `group_score`, `scale`",
+        ),
+        (
+            {"x": jnp.ones((2, 12, HIDDEN)), "logits": None, "routing": 2 * (jnp.ones((24, 2)),)},
+            ArgumentValueError,
+            r"`routing` must be two arrays.* dimensions \[2, 12\] of `x` in front",
+        ),
+        (
+            {"w_gate_up": 2 * (jnp.ones((EXPERTS, HIDDEN, WIDTH)),), "b_gate_up": (None,)},
+            ArgumentValueError,
+            "`b_gate_up` must be two arrays, as `w_gate_up` is",
+        ),
+        (
             {"b_down": jnp.ones((EXPERTS, WIDTH))},
             ArgumentValueError,
             r"`b_down` must have shape \(5, 16\) to go with its weights; got \(5, 24\)",

@@ -59,6 +59,10 @@ def softmax_of_top_k(logits, k):
     return jax.nn.softmax(jnp.take_along_axis(logits, chosen, 1), axis=1), chosen
 
 
+def of_norm_one(weights, chosen, order):
+    return weights / jnp.sum(weights**order, axis=1, keepdims=True) ** (1 / order), chosen
+
+
 def sigmoid_top_1(logits):
     chosen = jnp.argsort(-logits, axis=1)[:, :1]
     return 1 / (1 + jnp.exp(-jnp.take_along_axis(logits, chosen, 1))), chosen
@@ -85,6 +89,11 @@ MODELS = {
         lambda g: softmax_of_top_k(g["logits"], 2),
         silu_and_mul,
         {"top_k": 2, "normalize": True},
+    ),
+    "DBRX": (
+        lambda g: of_norm_one(*softmax_top_k(g["logits"], 3), 2),
+        silu_and_mul,
+        {"top_k": 3, "normalize": 2},
     ),
     "OLMoE": (lambda g: softmax_top_k(g["logits"], 3), silu_and_mul, {"top_k": 3}),
     "DeepSeek-V2": (

@@ -48,8 +48,9 @@ def weigh(logits, experts, score, normalize, scale):
     """Weights [tokens, top_k], float64."""
     scores = scores_of(np.asarray(logits, np.float64), score)
     weights = np.take_along_axis(scores, experts, 1)
-    if normalize:
-        weights = weights / weights.sum(1, keepdims=True)
+    if normalize:  # True, or the p of a norm
+        weights = weights / weights.max(1, keepdims=True)
+        weights = weights / (weights**normalize).sum(1, keepdims=True) ** (1 / normalize)
     return weights * scale
 
 
@@ -59,8 +60,11 @@ def gradient(logits, experts, d_weights, score, normalize, scale):
     scores = scores_of(logits, score)
     taken = np.take_along_axis(scores, experts, 1)
     if normalize:
-        total = taken.sum(1, keepdims=True)
-        g = (g - (g * taken).sum(1, keepdims=True) / total) / total
+        most = taken.max(1, keepdims=True)
+        taken, g = taken / most, g / most
+        total = (taken**normalize).sum(1, keepdims=True)
+        slope = taken ** (normalize - 1.0) / total
+        g = (g - slope * (g * taken).sum(1, keepdims=True)) / total ** (1 / normalize)
     d_scores = np.zeros_like(scores)
     np.put_along_axis(d_scores, experts, g, 1)
     slopes = {

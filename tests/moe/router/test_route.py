@@ -133,6 +133,38 @@ def test_scores_and_groups_by_their_best(options, score, implementation):
     np.testing.assert_allclose(d_logits / size, expected / size, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("order", [1, 1.5, 2, 200.0])
+def test_weights_of_norm_one(order, score, implementation):
+    """DBRX's router with any p, also where scores are so small that no power of them is a float."""
+    logits, d_weights = draw(0, (9, 12)), draw(1, (9, 4))
+    logits[3:6] -= np.float32([[20], [60], [80]])
+    how = {"score": score, "normalize": order, "scale": -2.5}
+    routed, d_logits = call(logits, 4, d_weights, implementation, **how)
+    experts, _ = oracle.choose(logits, 4, score)
+    np.testing.assert_array_equal(routed.experts, experts)
+    np.testing.assert_allclose(routed.weights, oracle.weigh(logits, experts, **how), rtol=1e-5)
+    expected = oracle.gradient(logits, experts, d_weights, **how)
+    np.testing.assert_allclose(d_logits, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_norms_of_what_is_nothing_or_not_chosen():
+    """Zeros, and no gradient, for padding; and what is not an expert counts in no norm."""
+    logits = np.float32([[-np.inf] * 5, [0, 1, 2, -np.inf, 1], [200, 1, 2, 3, 4]])
+    experts, d_weights = np.int32([[0, 1, -1], [3, 2, 9], [0, 1, 2]]), draw(2, (3, 3))
+    for chosen in (None, experts):
+        routed, d_logits = call(logits, 3, d_weights, None, normalize=2.0, experts=chosen)
+        assert np.isfinite(d_logits).all()
+        assert not np.any(routed.weights[0])
+        assert not np.any(d_logits[0])
+        np.testing.assert_allclose(np.sum(routed.weights**2, axis=1), [0, 1, 1], rtol=1e-6)
+    np.testing.assert_array_equal(routed.weights[1:], [[0, 1, 0], [1, 0, 0]])
+    scaled = moe.route(logits, 3, normalize=2.0, expert_scale=np.float32([1, 2, 3, 4, 5]))
+    plain = moe.route(logits, 3, normalize=2.0)
+    np.testing.assert_allclose(scaled.weights, plain.weights * (1 + plain.experts), rtol=1e-6)
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus", "none"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_weights_of_experts_that_are_given(score, normalize):

@@ -133,12 +133,17 @@ def _num_arguments(function: Callable[..., Any]) -> int:
     return count
 
 
-def _two(gate_up: Any, spec: GluSpec) -> tuple[jax.Array, jax.Array]:
-    if len(gate_up) != 2 or not spec.gated or spec.interleaved:
+def check_two(name: str, pair: tuple[Any, ...], spec: GluSpec) -> None:
+    """Raises unless a tuple is gate and up, and the activation takes these."""
+    if len(pair) != 2 or not spec.gated or spec.interleaved:
         raise ArgumentValueError(
-            "Argument `gate_up` must be one array, or two (gate and up) for a gated activation "
-            f"without `interleaved`; got {len(gate_up)}."
+            f"Argument `{name}` must be one array, or two (gate and up) for a gated activation "
+            f"without `interleaved`; got {len(pair)}."
         )
+
+
+def _two(gate_up: Any, spec: GluSpec) -> tuple[jax.Array, jax.Array]:
+    check_two("gate_up", gate_up, spec)
     gate, up = (_floats("gate_up", half, "width") for half in gate_up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ArgumentValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -9,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from triax import messages
+from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import api as activations
-from triax.moe.activations.reference import Activation
+from triax.moe.activations.reference import Activation, GluSpec
 from triax.moe.layer import parts
 from triax.moe.layer.parts import FeedForward, Operands, Options, WeightsOn
 from triax.moe.router.api import GroupScore, Score
@@ -41,7 +43,7 @@ def feed_forward(
     num_groups: int | None = None,
     top_groups: int | None = None,
     group_score: GroupScore = "top2",
-    normalize: bool = False,
+    normalize: bool | float = False,
     scale: float = 1.0,
     expert_scale: Any = None,
     implementation: Implementation | None = None,
@@ -109,39 +111,33 @@ def feed_forward(
         raise ArgumentTypeError(
             "Arguments `logits` and `routing`: one of them must be given, and the other None."
         )
-    lead = getattr(x, "shape", (0,))[:-1]
-    if len(lead) != 1:
-        return _with_lead(lead, locals())
-    x = _float_array("x", x, ("tokens", "hidden"))
-    messages.check_sizes_known("x", x.shape)
-    num_tokens, hidden = x.shape
-    given_router = {
-        "bias": bias,
-        "expert_scale": expert_scale,
+    router: dict[str, Any] = {
+        "score": score,
         "num_groups": num_groups,
         "top_groups": top_groups,
+        "group_score": group_score,
+        "normalize": normalize,
+        "scale": scale,
     }
-    if routing is not None:
-        unused = [name for name, value in given_router.items() if value is not None]
-        if unused or score != "softmax" or normalize or scale != 1:
-            raise ArgumentTypeError(
-                "Argument `routing` is given, and so are arguments of the router"
-                f"{', `' + '`, `'.join(unused) + '`' if unused else ''}. Pass them to `route`."
-            )
-        routing = _check_routing(routing, num_tokens, top_k)
-        top_k = int(routing[1].shape[1])
-    elif top_k is None:
-        raise ArgumentTypeError("Argument `top_k` is missing: how many experts a token chooses.")
+    lead, x, logits, routing = _flattened(x, logits, routing)
+    messages.check_sizes_known("x", x.shape)
+    num_tokens, hidden = x.shape
     down = ("experts", "hidden", "width") if transpose_weights else ("experts", "width", "hidden")
     w_down = _float_array("w_down", w_down, down)
-    num_local = w_down.shape[0]
-    num_experts = num_local
+    num_local = num_experts = w_down.shape[0]
     if axis_name is not None:
         axis_name, num_devices = arguments.mesh_axis(axis_name, "feed_forward")
         num_experts *= num_devices
     if routing is not None:
+        _check_no_router(router | {"bias": bias, "expert_scale": expert_scale})
+        routing = _check_routing(routing, num_tokens, top_k)
         routing = routing[0], arguments.as_int32(routing[1], num_experts)
-    if logits is not None:
+        top_k = routing[1].shape[1]
+    else:
+        if top_k is None:
+            raise ArgumentTypeError(
+                "Argument `top_k` is missing: how many experts a token chooses."
+            )
         logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
         if axis_name is None:  # what is wrong is more often the weights
             num_local = num_experts = logits.shape[1]
@@ -151,30 +147,9 @@ def feed_forward(
     shapes = _Shapes(num_local, transpose_weights)
     shapes.check("w_down", w_down, width, hidden, "`x` and `logits`")
     spec, _ = activations.resolve(activation, interleaved)
-    columns = 2 * width if spec.gated else width
-    if isinstance(w_gate_up, tuple):
-        if len(w_gate_up) != 2 or not spec.gated or interleaved:
-            raise ArgumentValueError(
-                "Argument `w_gate_up` must be one array, or two (gate and up) for a gated "
-                f"activation without `interleaved`; got {len(w_gate_up)}."
-            )
-        biases = b_gate_up if isinstance(b_gate_up, tuple) else (b_gate_up,) * 2
-        if (b_gate_up is not None and not isinstance(b_gate_up, tuple)) or len(biases) != 2:
-            raise ArgumentValueError(
-                "Argument `b_gate_up` must be two arrays, as `w_gate_up` is; got "
-                f"{messages.shown(b_gate_up)}."
-            )
-        w_gate_up = tuple(shapes.weights("w_gate_up", w, hidden, width) for w in w_gate_up)
-        b_gate_up = tuple(shapes.bias("b_gate_up", b, width) for b in biases)
-        gate_up_weights = {"w_gate_up": w_gate_up[0], "w_gate_up[1]": w_gate_up[1]}
-        if b_gate_up == (None, None):
-            b_gate_up = None
-    else:
-        w_gate_up = shapes.weights("w_gate_up", w_gate_up, hidden, columns)
-        b_gate_up = shapes.bias("b_gate_up", b_gate_up, columns)
-        gate_up_weights = {"w_gate_up": w_gate_up}
+    w_gate_up, b_gate_up = _check_gate_up(w_gate_up, b_gate_up, spec, shapes, x, width)
+    _check_dtype("w_down", w_down, x)
     b_down = shapes.bias("b_down", b_down, hidden)
-    _check_dtypes(x, **gate_up_weights, w_down=w_down)
     arguments.check_choice("weights_on", weights_on, ("output", "input"))
     options = Options(
         num_experts=num_experts,
@@ -187,49 +162,57 @@ def feed_forward(
         align_size=align_size,
         axis_name=axis_name,
         implementation=implementation,
-        router={
-            "score": score,
-            "num_groups": num_groups,
-            "top_groups": top_groups,
-            "group_score": group_score,
-            "normalize": normalize,
-            "scale": scale,
-        },
+        router=router,
     )
     operands = Operands(
         x, logits, bias, expert_scale, routing, w_gate_up, w_down, b_gate_up, b_down
     )
-    return parts.feed_forward(options, operands)
-
-
-def _with_lead(lead: tuple[int, ...], given: dict[str, Any]) -> FeedForward:
-    """`feed_forward` of arrays with more dimensions, or none, in front of the last."""
-    if not lead or not hasattr(given["x"], "ndim"):
-        _float_array("x", given["x"], ("tokens", "hidden"))
-    del given["lead"]
-    tokens = math.prod(lead)
-    for name in ("x", "logits"):
-        array = given[name]
-        if array is not None and getattr(array, "shape", ())[:-1] == lead:
-            given[name] = _flat(array, tokens)
-    routing = given["routing"]
-    if routing is not None:
-        shapes = {getattr(a, "shape", ())[:-1] for a in routing} if type(routing) is tuple else {}
-        if shapes != {lead}:
-            raise ArgumentValueError(
-                "Argument `routing` must be two arrays, weights and experts, with the dimensions "
-                f"{list(lead)} of `x` in front; got {messages.shown(routing)}."
-            )
-        given["routing"] = tuple(_flat(array, tokens) for array in routing)
-    out = feed_forward(**given)
+    out = parts.feed_forward(options, operands)
+    if len(lead) == 1:
+        return out
     back = {name: getattr(out, name) for name in ("tokens", "weights", "experts")}
     return out._replace(**{n: jnp.reshape(a, (*lead, a.shape[-1])) for n, a in back.items()})
 
 
-def _flat(array: Any, tokens: int) -> jax.Array:
+def _flattened(x: Any, logits: Any, routing: Any) -> tuple[tuple[int, ...], jax.Array, Any, Any]:
+    """The dimensions in front of the last of `x`; and all three with one dimension in front."""
+    lead = x.shape[:-1] if jax_private.is_array(x) else ()
+    if len(lead) > 1:
+        if logits is not None and getattr(logits, "shape", ())[:-1] == lead:
+            logits = _flat(logits)
+        if routing is not None:
+            both = routing if type(routing) is tuple else ()
+            if {getattr(array, "shape", ())[:-1] for array in both} != {lead}:
+                raise ArgumentValueError(
+                    "Argument `routing` must be two arrays, weights and experts, with the "
+                    f"dimensions {list(lead)} of `x` in front; got {messages.shown(routing)}."
+                )
+            routing = tuple(_flat(array) for array in both)
+        x = _flat(x)
+    return lead, _float_array("x", x, ("tokens", "hidden")), logits, routing
+
+
+def _flat(array: Any) -> jax.Array:
     # JAX reshapes what explicit axes cut only where these cut the first or the last dimension.
     array = sharding.gathered(jnp.asarray(array), 0, array.ndim - 1)
-    return jnp.reshape(array, (tokens, array.shape[-1]))
+    return jnp.reshape(array, (math.prod(array.shape[:-1]), array.shape[-1]))
+
+
+def _check_no_router(given: dict[str, Any]) -> None:
+    """Raises if an argument of the router is not its default, beside `routing`."""
+    defaults = inspect.signature(feed_forward).parameters
+    unused = [
+        name
+        for name, value in given.items()
+        if (
+            value is not None if defaults[name].default is None else value != defaults[name].default
+        )
+    ]
+    if unused:
+        raise ArgumentTypeError(
+            "Argument `routing` is given, and so are arguments of the router, "
+            f"`{'`, `'.join(unused)}`. Pass them to `route`."
+        )
 
 
 def _check_routing(routing: Any, num_tokens: int, top_k: Any) -> tuple[jax.Array, jax.Array]:
@@ -251,6 +234,30 @@ def _check_routing(routing: Any, num_tokens: int, top_k: Any) -> tuple[jax.Array
             "Leave it out."
         )
     return weights, experts
+
+
+def _check_gate_up(
+    weights: Any, bias: Any, spec: GluSpec, shapes: _Shapes, x: jax.Array, width: int
+) -> tuple[Any, Any]:
+    """The first matmul's weights and biases: an array each, or a tuple of two."""
+    hidden = x.shape[1]
+    if not isinstance(weights, tuple):
+        columns = 2 * width if spec.gated else width
+        weights = shapes.weights("w_gate_up", weights, hidden, columns)
+        _check_dtype("w_gate_up", weights, x)
+        return weights, shapes.bias("b_gate_up", bias, columns)
+    activations.check_two("w_gate_up", weights, spec)
+    weights = tuple(shapes.weights("w_gate_up", array, hidden, width) for array in weights)
+    for name, array in zip(("w_gate_up", "w_gate_up[1]"), weights, strict=True):
+        _check_dtype(name, array, x)
+    if bias is None:
+        return weights, None
+    if not isinstance(bias, tuple) or len(bias) != 2:
+        raise ArgumentValueError(
+            "Argument `b_gate_up` must be two arrays, as `w_gate_up` is; got "
+            f"{messages.shown(bias)}."
+        )
+    return weights, tuple(shapes.bias("b_gate_up", array, width) for array in bias)
 
 
 class _Shapes:
@@ -291,11 +298,10 @@ def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...], of: str) -
         )
 
 
-def _check_dtypes(x: jax.Array, **weights: jax.Array) -> None:
-    for name, array in weights.items():
-        if array.dtype != x.dtype:
-            raise ArgumentTypeError(
-                f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {array.dtype}. Cast "
-                f"it, `{name}.astype(x.dtype)`, and its gradient still has its own dtype; or cast "
-                "`x`, which makes the matmuls many times slower if that is float32."
-            )
+def _check_dtype(name: str, array: jax.Array, x: jax.Array) -> None:
+    if array.dtype != x.dtype:
+        raise ArgumentTypeError(
+            f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {array.dtype}. Cast "
+            f"it, `{name}.astype(x.dtype)`, and its gradient still has its own dtype; or cast "
+            "`x`, which makes the matmuls many times slower if that is float32."
+        )

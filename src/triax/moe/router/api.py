@@ -33,7 +33,7 @@ def route(
     num_groups: int | None = None,
     top_groups: int | None = None,
     group_score: GroupScore = "top2",
-    normalize: bool = False,
+    normalize: bool | float = False,
     scale: float = 1.0,
     expert_scale: Any = None,
     experts: Any = None,
@@ -52,7 +52,9 @@ def route(
 
     The weight of a chosen expert is its score times `scale`; with `normalize` the scores are first
     divided by the sum of those chosen. The softmax of only the chosen logits (top-k first, then
-    softmax) equals the normalised softmax of all: ``normalize=True`` gives both.
+    softmax) equals the normalised softmax of all: ``normalize=True`` gives both. With a number p
+    scores are divided by their p-norm instead, ``sum(score**p)**(1/p)`` over the chosen (DBRX; its
+    default of 1 is the sum).
 
     With groups, the experts are split into `num_groups` equal groups, and a token chooses only from
     its `top_groups` best. A group's score is the sum of its two best scores, or the best, bias
@@ -76,7 +78,8 @@ def route(
         `top_groups` of them at least `top_k` together.
       group_score: "top2" (DeepSeek-V3), or "max" (DeepSeek-V2).
       normalize: whether a token's weights sum to `scale`. They do however small the scores are:
-        the weights are the softmax of the scores' logarithms.
+        the weights are the softmax of the scores' logarithms. Or the p of a p-norm, a Python number
+        of at least 1, if the weights' p-norm is to be `scale`; 1 is True.
       scale: a Python number that the weights are multiplied by.
       expert_scale: float [experts], what the weights of each expert are multiplied by (Gemma 4).
       experts: integer [tokens, top_k], chosen already (by a hash, say): only weights are computed,
@@ -95,17 +98,15 @@ def route(
     logits = check_logits(logits)
     num_experts = logits.shape[1]
     arguments.check_choice("score", score, SCORES)
-    if not isinstance(normalize, (bool, np.bool_)):
-        raise ArgumentTypeError(
-            f"Argument `normalize` must be a bool; got {messages.shown(normalize)}."
-        )
+    order = _norm_order(normalize, score)
+    scale = check_scale("scale", scale)
     num_groups, top_groups = check_groups(num_experts, num_groups, top_groups)
     arguments.check_choice("group_score", group_score, get_args(GroupScore))
     spec = RouterSpec(
         top_k=check_top_k("top_k", top_k, num_experts // num_groups * top_groups, num_groups > 1),
         score=score,
-        normalize=bool(normalize),
-        scale=check_scale("scale", scale),
+        normalize=order > 0,
+        scale=scale if order <= 1 else 1.0,
         num_groups=num_groups,
         top_groups=top_groups,
         group_best=1 if group_score == "max" else 2,
@@ -123,10 +124,36 @@ def route(
                 f"top_k]; got {experts.shape}."
             )
         routed = _weigh(logits, arguments.as_int32(experts, num_experts), spec)
+    if order > 1:
+        # Of scores that are normalised already, none of which can be too small for a power.
+        weights = reference.of_norm_one(routed.weights, order) * jnp.float32(scale)
+        routed = routed._replace(weights=weights)
     if expert_scale is None:
         return routed
     expert_scale = check_bias("expert_scale", expert_scale, num_experts)
     return routed._replace(weights=_scaled(routed.weights, expert_scale, routed.experts))
+
+
+def _norm_order(normalize: Any, score: Score) -> float:
+    """The p of the norm that scores are divided by: 1 is their sum, and 0 means by none."""
+    if isinstance(normalize, (bool, np.bool_)):
+        return float(normalize)
+    if not isinstance(normalize, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(
+            "Argument `normalize` must be a bool, or a Python number, the p of a norm; got "
+            f"{messages.shown(normalize)}."
+        )
+    if not (math.isfinite(normalize) and normalize >= 1):
+        raise ArgumentValueError(
+            "Argument `normalize` must be a bool, or a finite p of at least 1 (the 1-norm of "
+            f"scores is their sum); got {normalize!r}."
+        )
+    if normalize > 1 and score == "none":
+        raise ArgumentValueError(
+            f'Argument `normalize` must be a bool with score "none"; got {normalize!r}. Divide the '
+            "weights by their norm yourself."
+        )
+    return float(normalize)
 
 
 def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routed:

@@ -81,6 +81,15 @@ def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
     return _shares(logs, logs)
 
 
+def of_norm_one(weights: jax.Array, order: float) -> jax.Array:
+    """Weights that are not negative, divided by each token's p-norm; zeros where all are zero."""
+    # The greatest is a factor that cancels: powers are then of numbers from 0 to 1.
+    most = jax.lax.stop_gradient(jnp.max(weights, axis=1, keepdims=True))
+    weights = weights / jnp.where(most == 0, 1, most)
+    total = jnp.sum(weights**order, axis=1, keepdims=True)
+    return weights / jnp.where(most == 0, 1, total) ** (1 / order)
+
+
 def _sigmoid(logits: jax.Array) -> jax.Array:
     """The sigmoid; near 1, where `jax.nn.sigmoid` has a gradient of zero, it has the right one."""
     above = logits >= 0
