@@ -66,13 +66,14 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("implementation", [*PATHS, None])
 @pytest.mark.parametrize("precision", [None, FAST])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "implementation"),
+    [(way, path) for way in WAYS for path in (*PATHS, None)][:-3]
+    + [("integers", "xla"), ("integers", None)],  # kernels multiply floats
+)
 def test_equals_float64(implementation, precision, way):
     rows, weights = WAYS[way]
-    if way == "integers" and implementation == "interpret":
-        pytest.skip("kernels multiply floats")
     poisoned = rows.scales.at[-5:].set(jnp.nan)
     given = ScaledArray(rows.values, poisoned, rows.block)
     how = {"precision": precision, "preferred_element_type": "float32"}
@@ -119,6 +120,48 @@ def test_a_batch():
         np.testing.assert_array_equal(found[i], moe.ragged_dot(one, weights, SIZES))
 
 
+@pytest.mark.parametrize("implementation", [*PATHS, None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("depth", "columns", "transposed", "weights_dtype"),
+    [
+        (DEPTH, 1, True, E4M3),
+        (DEPTH, COLUMNS, False, E5M2),
+        (DEPTH, 1, False, "int8"),
+        (128, 128, True, E4M3),
+        (32, 1, False, "int8"),
+    ],
+)
+def test_weights_alone(implementation, dtype, depth, columns, transposed, weights_dtype):
+    """With the rows' gradient."""
+    weights = weights_of(depth, columns, transposed, weights_dtype)
+    rng = np.random.default_rng(7)
+    rows, gradient = (
+        rng.standard_normal((ROWS, n), np.float32).astype(dtype) for n in (DEPTH, COLUMNS)
+    )
+    rows[-5:] = gradient[-5:] = np.nan
+    bias = np.ones((len(SIZES), COLUMNS), np.float32)
+
+    @jax.jit
+    def run(rows, bias, gradient):
+        how = {"bias": bias, "implementation": implementation}
+        op = lambda rows, bias: moe.ragged_dot(rows, weights, SIZES, **(how | {"bias": bias}))
+        out, pull = jax.vjp(op, rows, bias)
+        return out, *pull(gradient)
+
+    with checked():
+        out, d_rows, d_bias = run(rows, bias, gradient)
+    assert out.dtype == d_rows.dtype == dtype
+    exact = exactly(weights)
+    wanted = oracle.ragged_dot(rows, exact, SIZES)
+    wanted[:87] += 1
+    assert_close(out, wanted, terms=DEPTH)
+    back = oracle.ragged_dot(gradient, np.swapaxes(exact, 1, 2), SIZES)
+    assert_close(d_rows, back, terms=COLUMNS)
+    sums = [gradient[span].astype(np.float64).sum(0) for span in oracle.spans(SIZES, ROWS)]
+    assert_close(d_bias, np.stack(sums), terms=ROWS)
+
+
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 def test_no_derivative(way):
     rows, weights = WAYS[way]
@@ -129,6 +172,13 @@ def test_no_derivative(way):
 
     with pytest.raises(DifferentiationError, match="8 bits"):
         jax.grad(loss)(rows.scales)
+
+    def of_weights(scales):
+        given = ScaledArray(weights.values, scales, weights.block, True)
+        return jnp.sum(moe.ragged_dot(jnp.ones((ROWS, DEPTH)), given, SIZES))
+
+    with pytest.raises(DifferentiationError, match="by weights of float8_e4m3fn or their scales"):
+        jax.grad(of_weights)(weights.scales)
 
 
 MISTAKES = {
@@ -150,7 +200,13 @@ MISTAKES = {
         {"row_scales": jnp.ones(ROWS)},
         "`row_scales` is given, and `rows` is a ScaledArray",
     ),
-    "one of them": (jnp.ones((ROWS, DEPTH)), WAYS["blocks"][1], {}, "must both be floats"),
+    "rows alone": (WAYS["blocks"][0], jnp.ones((5, DEPTH, 8)), {}, "must both be floats"),
+    "integers as rows": (
+        jnp.ones((ROWS, DEPTH), jnp.int32),
+        WAYS["blocks"][1],
+        {},
+        "`rows` must be floats of 16 bits or more",
+    ),
     "another depth": (
         rows_of(128),
         scaled(0, (5, COLUMNS, DEPTH + 1), (1, 1, DEPTH + 1), E4M3, True),

@@ -61,7 +61,9 @@ def ragged_dot(
     8-bit weights at full speed only where their depth is innermost (`transposed=True`). They keep
     about 14 bits of a sum; by default each 128 products are added in float32. With
     `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores add up the whole depth, which is faster,
-    unless scales are of blocks along the depth.
+    unless scales are of blocks along the depth. Where only `weights` is a `ScaledArray`, its values
+    are converted to the dtype of `rows` on their way to the tensor cores; for the gradient of the
+    rows they are dequantized in that dtype. There is no gradient by a `ScaledArray`.
 
     Args:
       rows: [rows, depth]: float32, bfloat16, float16, an 8-bit float; by plain JAX also float64
@@ -101,6 +103,7 @@ def ragged_dot(
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
       DifferentiationError: 8-bit operands, or scales, were differentiated.
     """
+    only_weights = isinstance(weights, ScaledArray) and not isinstance(rows, ScaledArray)
     if isinstance(rows, ScaledArray) and preferred_element_type is None:
         preferred_element_type = jnp.bfloat16
     if isinstance(weights, ScaledArray):
@@ -131,7 +134,10 @@ def ragged_dot(
     if weight_block[0] is None:
         group_scales = scaled.check_scales("group_scales", group_scales, num_groups, "groups")
     bias, bias_weights = _check_bias(bias, bias_weights, (num_groups, columns), num_rows)
-    rows, weights = _alike(rows, weights)
+    if only_weights:
+        scaled.check_rows(rows)
+    else:
+        rows, weights = _alike(rows, weights)
     result = _result_dtype(preferred_element_type, rows.dtype)
     if not (row_scales is None and group_scales is None) and not jnp.issubdtype(
         result, jnp.floating
@@ -148,7 +154,7 @@ def ragged_dot(
     implementation = implementations.resolve_for_floats(
         implementation,
         rows=rows,
-        weights=weights,
+        weights=None if only_weights else weights,  # which kernels convert, also from integers
         preferred_element_type=jax.ShapeDtypeStruct((), result),
         bias=bias,
         bias_weights=bias_weights,

@@ -228,6 +228,7 @@ def _ragged_dot_kernel(
                     w = _load_block(
                         matrix, start, depth, column, num_columns, BLOCK_DEPTH, BLOCK_COLUMNS
                     )
+            w = w.to(x.dtype) if w.dtype.primitive_bitwidth < x.dtype.primitive_bitwidth else w
             if ROW_BLOCK is None and WEIGHT_DEPTH is None:
                 total = tl.dot(
                     x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
@@ -251,7 +252,7 @@ def _ragged_dot_kernel(
                         WEIGHT_DEPTH,
                         TRANSPOSED,
                     )[None, :]
-                total += tl.dot(x, w) * scale
+                total += tl.dot(x, w, input_precision=PRECISION) * scale
         if row_scales_ptr is not None and ROW_BLOCK is None:
             total *= _row_scales(row_scales_ptr, row, end, depth, 0, BLOCK_ROWS, None)[:, None]
         if group_scales_ptr is not None and WEIGHT_DEPTH is None:

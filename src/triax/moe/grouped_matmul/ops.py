@@ -7,7 +7,6 @@ order are made of these three. The ops take `Groups` where `moe.ragged_dot` take
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 from triax.errors import DifferentiationError
 from triax.moe.grouped_matmul import launchers, reference
-from triax.moe.grouped_matmul.launchers import Groups
+from triax.moe.grouped_matmul.launchers import Groups, Options
 from triax.moe.shared import linear
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
@@ -27,8 +26,10 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     """The tangent of a product, which is linear in left and in right.
 
     Each of the two is needed, and kept for the gradient, only where the other one has a tangent.
+    Weights of 8 bits have none, and are held in the rows' dtype for the rows' gradient.
     """
-    _check_differentiable(*primals[:5])
+    _check_differentiable(primals, tangents)
+    only_weights = primals[1].dtype.itemsize == 1 < primals[0].dtype.itemsize
     bias, bias_weights = primals[5:] or (None, None)
     d_bias, d_bias_weights = tangents[5:] or (None, None)
     num_rows = primals[0].shape[0]
@@ -36,12 +37,14 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
         primal if other is not None else None
         for primal, other in zip(primals[:2], tangents[1::-1], strict=True)
     )
+    scales = primals[4] if only_weights else None
 
     def along(residuals: Any, moving: dict[str, jax.Array]) -> Any:
-        left, right, groups, bias, bias_weights = residuals
+        left, right, groups, scales, bias, bias_weights = residuals
         terms = []
         if "left" in moving:
-            terms.append(call(moving["left"], right, groups))
+            scaled = (None, scales) if only_weights else ()
+            terms.append(call(moving["left"], right, groups, *scaled))
         if "right" in moving:
             terms.append(call(left, moving["right"], groups))
         spread = spread_bias.of(call.implementation, dtype=out.dtype, num_rows=num_rows)
@@ -52,15 +55,21 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
         return functools.reduce(jnp.add, terms)
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        left, right, groups, bias, bias_weights = residuals
+        left, right, groups, scales, bias, bias_weights = residuals
         gradient = gradient.astype(dtype)
-        options = dataclasses.replace(call.options["options"], dtype=dtype)
+        options = call.options["options"]
+        if only_weights and right is not None:
+            right = reference.scaled_weights(
+                right, scales, options, transposed=call.op in _TRANSPOSED
+            )
+            right = right.astype(dtype)
+        options = Options(dtype, options.precision, options.share)
         cotangents = {}
         if "bias_weights" in moving_dtypes:
             kind = moving_dtypes["bias_weights"]
             multiply = bias_products.of(call.implementation, dtype=kind, num_rows=num_rows)
             cotangents["bias_weights"] = multiply(gradient, groups, bias)
-        for name, (other, op, order) in _GRADIENTS[call.op.name].items():
+        for name, (other, op, order) in _GRADIENTS[call.op.name.replace("_of_blocks", "")].items():
             operands = {"left": left, "right": right, "gradient": gradient}
             if operands[other] is None:
                 continue
@@ -84,17 +93,24 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     moving = dict(zip(names, (*tangents[:2], d_bias, d_bias_weights), strict=True))
     moving_dtypes = {name: of.dtype for name, of in moving.items() if of is not None}
     dtype = primals[0].dtype
-    saved = left, right, primals[2], bias, bias_weights
+    saved = left, right, primals[2], scales, bias, bias_weights
     return linear.call(along, back, saved, moving, out)
 
 
-def _check_differentiable(rows: jax.Array, _: Any, __: Any, *scales: Any) -> None:
+def _check_differentiable(primals: Any, tangents: Any) -> None:
+    rows, weights, _, *scales = primals[:5]
     if rows.dtype.itemsize == 1:
         raise DifferentiationError(
             f"moe.ragged_dot of {rows.dtype} has no derivative: 8 bits do not hold one. Multiply "
             "in bfloat16 where you differentiate, or write the gradient with jax.custom_vjp."
         )
-    if any(scale is not None for scale in scales):
+    if weights.dtype.itemsize == 1:
+        if tangents[1] is not None or any(tangent is not None for tangent in tangents[3:5]):
+            raise DifferentiationError(
+                f"moe.ragged_dot has no derivative by weights of {weights.dtype} or their scales. "
+                "Differentiate by the rows alone, or multiply by weights of the rows' dtype."
+            )
+    elif any(scale is not None for scale in scales):
         raise DifferentiationError(
             "moe.ragged_dot with `row_scales` or `group_scales` has no derivative. Scale the "
             "rows or the result outside of it where you differentiate."
@@ -167,6 +183,8 @@ ragged_dot_transposed = _dot("ragged_dot_transposed", "rkn", transposed=True)
 # The same with scales of blocks of the depth or of columns, which are not cut.
 ragged_dot_of_blocks = _dot("ragged_dot_of_blocks", "r", transposed=False)
 ragged_dot_of_blocks_transposed = _dot("ragged_dot_of_blocks_transposed", "r", transposed=True)
+
+_TRANSPOSED = ragged_dot_transposed, ragged_dot_of_blocks_transposed
 
 # By whether weights are transposed, and whether scales are of blocks.
 DOTS = {

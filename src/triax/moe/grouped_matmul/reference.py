@@ -45,11 +45,13 @@ def _ragged_dot(
     if options.row_block is not None and row_scales is not None:
         rows, row_scales = _scaled(rows, row_scales, (1, options.row_block)), None
     if options.weight_block[1] is not None and group_scales is not None:
-        block = options.weight_block[:: 1 if transposed else -1]
-        weights, group_scales = _scaled(weights, group_scales, (1, *block)), None
+        weights = scaled_weights(weights, group_scales, options, transposed=transposed)
+        group_scales = None
     if options.blocked:
         rows, weights = (array.astype(jnp.float32) for array in (rows, weights))
         options = dataclasses.replace(options, precision="highest")
+    if weights.dtype.itemsize < rows.dtype.itemsize:
+        weights = weights.astype(rows.dtype)
     rows, weights = (_widened(array, wider) for array in (rows, weights))
     columns = weights.shape[1 if transposed else 2]
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -76,6 +78,17 @@ def _ragged_dot(
     # Rows outside of the groups are zero for all scales.
     found = jnp.where((group < groups.sizes.shape[0])[:, None], sums, 0)
     return found.astype(options.dtype)
+
+
+def scaled_weights(
+    weights: jax.Array, scales: jax.Array, options: Options, *, transposed: bool
+) -> jax.Array:
+    """Weights times the scales of groups, columns or blocks, in float32."""
+    block = options.weight_block[:: 1 if transposed else -1]
+    scales = scales.reshape(weights.shape[0], *(scales.shape[1:] or (1, 1)))
+    if scales.ndim == 2:
+        scales = jnp.expand_dims(scales, 2 if transposed else 1)
+    return _scaled(weights, scales, (1, *block))
 
 
 def _scaled(values: jax.Array, scales: jax.Array, block: Sequence[int | None]) -> jax.Array:

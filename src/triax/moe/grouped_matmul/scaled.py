@@ -65,6 +65,15 @@ def weights(array: Any, group_scales: Any) -> Unpacked:
     )
 
 
+def check_rows(array: jax.Array) -> None:
+    """Raises unless rows can be multiplied by weights in 8 bits."""
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
+        raise ArgumentTypeError(
+            "Argument `rows` must be floats of 16 bits or more, or a ScaledArray, as `weights` "
+            f"is a ScaledArray; got {array.dtype}."
+        )
+
+
 def check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | None:
     """One float for each of `count` rows or groups, or None."""
     if scales is None:
