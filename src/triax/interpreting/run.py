@@ -16,7 +16,7 @@ from triax.binding.launch import ArrayType, Descriptor, Launch, Leaf, Scalar, ma
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_lock import TRITON
 from triax.errors import ArgumentValueError, UnsupportedError
-from triax.interpreting import inside, language_extra, reductions, rewriting
+from triax.interpreting import inside, language_extra, reductions, rewriting, rounding
 from triax.interpreting.builder import Builder
 from triax.interpreting.checking import CheckedMemory
 from triax.interpreting.memory import Buffer, Memory
@@ -116,7 +116,7 @@ def _names(launch: Launch) -> dict[int, str]:
 
 def _interpret(launch: Launch, memory: Memory) -> None:
     machine = _machine()
-    with np.errstate(all="ignore"), machine.running(memory) as rewriter:
+    with rounding.standard(), np.errstate(all="ignore"), machine.running(memory) as rewriter:
         function = rewriter.function(launch.kernel.function)
         parameters = {p.name: p for p in launch.kernel.function.params}
         arguments = {}

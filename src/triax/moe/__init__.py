@@ -17,6 +17,8 @@ from triax.moe.permutation.reference import Permuted as Permuted
 from triax.moe.plans.api import make_plan as make_plan
 from triax.moe.plans.api import make_plan_from_mask as make_plan_from_mask
 from triax.moe.plans.reference import Plan as Plan
+from triax.moe.quantization.api import quantize as quantize
+from triax.moe.quantization.scaled import ScaledArray as ScaledArray
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss
 from triax.moe.router.losses import router_z_loss as router_z_loss
@@ -29,6 +31,7 @@ __all__ = [
     "Permuted",
     "Plan",
     "Routed",
+    "ScaledArray",
     "Sorted",
     "Swiglu",
     "combine",
@@ -39,6 +42,7 @@ __all__ = [
     "make_plan",
     "make_plan_from_mask",
     "permute",
+    "quantize",
     "ragged_dot",
     "route",
     "router_z_loss",

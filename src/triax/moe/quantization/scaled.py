@@ -68,11 +68,7 @@ class ScaledArray:
         check("self", self)
         dtype = jnp.dtype(dtype)
         wide = jnp.dtype("float64" if dtype == "float64" else "float32")
-        scales = self.scales.astype(wide)
-        for axis, (size, block) in enumerate(zip(self.values.shape, self.block, strict=True)):
-            if block > 1 and scales.shape[axis] > 1:
-                repeated = jnp.repeat(scales, block, axis=axis)
-                scales = jax.lax.slice_in_dim(repeated, 0, size, axis=axis)
+        scales = spread(self.scales.astype(wide), self.values.shape, self.block)
         array = (self.values.astype(wide) * scales).astype(dtype)
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
 
@@ -80,6 +76,15 @@ class ScaledArray:
 def num_blocks(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales."""
     return tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+
+
+def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
+    """Scales, repeated for each number of their blocks where they do not broadcast."""
+    for axis, (size, of) in enumerate(zip(shape, block, strict=True)):
+        if of > 1 and scales.shape[axis] > 1:
+            repeated = jnp.repeat(scales, of, axis=axis)
+            scales = jax.lax.slice_in_dim(repeated, 0, size, axis=axis)
+    return scales
 
 
 def check(name: str, scaled: Any) -> None:

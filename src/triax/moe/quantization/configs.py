@@ -1,0 +1,73 @@
+"""Which blocks the kernels of quantize do, and how they are cut into programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from triax.moe.quantization.scaled import num_blocks
+from triax.moe.shared import blocks
+
+Kernel = Literal["rows", "parts", "columns", "tiles"]
+
+KERNELS = (
+    "(…, 1, None), (…, 1, b) with b a power of two from 16 to 256, (…, 128, 128), and, transposed, "
+    "(…, None, 1) and (…, 128, 128)"
+)
+"""What they do, in words."""
+_PARTS = (16, 32, 64, 128, 256)
+_TILE = 128
+# A program keeps rows of up to so many numbers in registers; longer ones it reads twice.
+_MAX_AT_ONCE = 8 * 1024
+_MAX_ROWS = 128
+_MAX_BLOCKS = 2**31 - _MAX_ROWS
+
+
+def kernel_of(shape: tuple[int, ...], block: tuple[int, ...], transposed: bool) -> Kernel | None:
+    """The kernel for an array's blocks, or None."""
+    if not shape or any(of != 1 for of in block[:-2]):
+        return None
+    if math.prod(num_blocks(shape, block)) >= _MAX_BLOCKS:
+        return None
+    depth, rows = block[-1], block[-2] if len(block) > 1 else 1
+    if rows == 1 and not transposed:
+        if depth >= shape[-1]:
+            return "rows"
+        return "parts" if depth in _PARTS else None
+    if len(shape) > 1 and transposed and depth == 1 and rows >= shape[-2]:
+        return "columns"
+    return "tiles" if (rows, depth) == (_TILE, _TILE) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsConfig:
+    """One program handles `block_rows` blocks of `block_columns` numbers, or of more in steps."""
+
+    block_rows: int
+    block_columns: int
+    at_once: bool
+    num_warps: int
+
+    @classmethod
+    def for_depth(cls, depth: int, itemsize: int) -> RowsConfig:
+        """Several short blocks, of 4,096 numbers together; four accesses for each thread."""
+        columns = blocks.power_of_two(depth)
+        at_once = columns <= _MAX_AT_ONCE
+        columns = min(columns, _MAX_AT_ONCE // (1 if at_once else 2))
+        block = blocks.filled(columns, max(columns, 4096), itemsize, _MAX_ROWS, accesses=4)
+        return cls(block.rows, block.width, at_once, block.num_warps)
+
+
+@dataclasses.dataclass(frozen=True)
+class TilesConfig:
+    """One program handles tiles of `block_depth` by `block_columns` numbers."""
+
+    block_depth: int
+    block_columns: int
+    num_warps: int
+
+    @classmethod
+    def for_kernel(cls, kernel: Kernel) -> TilesConfig:
+        """A tile with one scale is one program; columns are read in tiles of 128 by 64."""
+        return cls(_TILE, _TILE, 8) if kernel == "tiles" else cls(128, 64, 4)

@@ -1,0 +1,124 @@
+"""The launches of quantize: result types, grids and configs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax.binding.launch import KernelImplementation
+from triax.errors import UnsupportedError
+from triax.moe.quantization.configs import Kernel, RowsConfig, TilesConfig
+from triax.moe.quantization.reference import FORMATS, quantize_reference
+from triax.moe.quantization.scaled import num_blocks
+from triax.moe.shared.launching import launch
+from triax.moe.shared.target import Target, for_target
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+_CASTS_TO_FLOAT8 = 89  # older GPUs have no instruction for it, and Triton would round twice
+
+
+def quantize(
+    array: jax.Array,
+    *,
+    block: tuple[int, ...],
+    dtype: np.dtype,
+    transposed: bool,
+    kernel: Kernel,
+    implementation: KernelImplementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The values and the scales of an array; `block` is along its dimensions."""
+    swap = _swapped if transposed else tuple
+    return for_target(
+        _quantize,
+        array,
+        out_type=(
+            jax.ShapeDtypeStruct(swap(array.shape), dtype),
+            jax.ShapeDtypeStruct(swap(num_blocks(array.shape, block)), jnp.float32),
+        ),
+        implementation=implementation,
+        block=block,
+        dtype=dtype,
+        transposed=transposed,
+        kernel=kernel,
+    )
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return *shape[:-2], shape[-1], shape[-2]
+
+
+def _quantize(
+    target: Target,
+    array: jax.Array,
+    *,
+    block: tuple[int, ...],
+    dtype: np.dtype,
+    transposed: bool,
+    kernel: Kernel,
+    implementation: KernelImplementation | None,
+) -> Any:
+    from triax.moe.quantization import kernels
+
+    capability = target.compute_capability
+    if dtype.kind != "i" and capability < _CASTS_TO_FLOAT8:
+        if implementation is not None:
+            raise UnsupportedError(
+                f"Argument `implementation` is {implementation!r}, and GPUs of compute capability "
+                f"{capability} do not round to {dtype.name}. Let it be None, which then takes "
+                "plain JAX, or use int8."
+            )
+        return quantize_reference(array, block=block, dtype=dtype, transposed=transposed)
+    kind = FORMATS[dtype]
+    scales = num_blocks(array.shape, block)
+    options: dict[str, Any] = {
+        "out_type": (
+            jax.ShapeDtypeStruct((array.size,), dtype),
+            jax.ShapeDtypeStruct((math.prod(scales),), jnp.float32),
+        ),
+        "implementation": implementation,
+        "LARGEST": kind.largest,
+        "NAN": kind.nan,
+        "INFINITY": kind.infinity,
+    }
+    depth = array.shape[-1]
+    if kernel in ("rows", "parts"):
+        count, parts, part = math.prod(scales), scales[-1], None
+        if parts > 1 and depth % block[-1]:
+            part = block[-1]
+        elif parts > 1:  # all parts are whole: they are the rows of a narrower array
+            depth, parts = block[-1], 1
+        rows = RowsConfig.for_depth(min(depth, block[-1]), array.dtype.itemsize)
+        found = launch(
+            kernels._quantize_rows_kernel,
+            array.reshape(-1),
+            count,
+            depth,
+            parts,
+            config=rows,
+            grid=-(-count // rows.block_rows),
+            BLOCK=part,
+            **options,
+        )
+    else:
+        tiles = TilesConfig.for_kernel(kernel)
+        programs = math.prod(array.shape[:-2]) * -(-depth // tiles.block_columns)
+        if kernel == "tiles":
+            programs *= -(-array.shape[-2] // tiles.block_depth)
+        found = launch(
+            kernels._quantize_tiles_kernel,
+            array.reshape(-1),
+            array.shape[-2],
+            depth,
+            config=tiles,
+            grid=programs,
+            WHOLE_DEPTH=kernel == "columns",
+            TRANSPOSED=transposed,
+            **options,
+        )
+    swap = _swapped if transposed else tuple
+    return found[0].reshape(swap(array.shape)), found[1].reshape(swap(scales))

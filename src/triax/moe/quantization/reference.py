@@ -1,0 +1,139 @@
+"""Quantization in plain JAX: the path for every block, and for platforms without Triton.
+
+It computes on the bits of numbers, as integers. Floats would not do: XLA takes subnormals for zeros
+on CPUs, and on GPUs its division, and its casts to 8 bits in some versions, do not round correctly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from triax.moe.quantization.scaled import num_blocks, spread
+
+INFINITY = 0x7F800000  # the bits of float32's
+_BITS = 23  # of its mantissa
+_LEAST_SCALE = 1 << _BITS  # the bits of 2**-126
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """An 8-bit format: integers are those of its bits without the sign.
+
+    Attributes:
+      largest: the largest finite number.
+      mantissa: how many bits it has.
+      least_exponent: of the numbers that are not subnormal.
+      top: the largest finite number as an integer.
+      nan, infinity: what stands for them. None for int8, where they make their block's scale a NaN.
+    """
+
+    largest: float
+    mantissa: int
+    least_exponent: int
+    top: int
+    nan: int | None = None
+    infinity: int | None = None
+
+
+FORMATS = {
+    np.dtype(ml_dtypes.float8_e4m3fn): Format(448.0, 3, -6, 0x7E, 0x7F, 0x7F),
+    np.dtype(ml_dtypes.float8_e5m2): Format(57344.0, 2, -14, 0x7B, 0x7E, 0x7C),
+    # All of its numbers are as far apart as the subnormals of this format.
+    np.dtype(np.int8): Format(127.0, 7, 7, 127),
+}
+
+
+def quantize_reference(
+    array: jax.Array, *, block: tuple[int, ...], dtype: np.dtype, transposed: bool, **_: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The values and the scales of an array; `block` is along its dimensions."""
+    kind = FORMATS[dtype]
+    bits = _float32_bits(array)
+    sign, size = bits < 0, bits & 0x7FFFFFFF
+    finite = size < INFINITY
+    largest = _largest(jnp.where(finite, size, 0), block)
+    scale = _scale(largest, kind.largest)
+    each = spread(scale, array.shape, block)
+
+    quotient, exponent = _divide(size, each)
+    drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
+    code = _rounded(quotient, jnp.minimum(drop, 26))  # 26 leaves nothing of any quotient
+    code += jnp.maximum(exponent - kind.least_exponent, 0) << kind.mantissa
+    code = jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
+    if kind.nan is None:
+        passed = _largest(size, block) < INFINITY
+        scale = jnp.where(passed, scale, INFINITY | 1 << (_BITS - 1))
+        code = jnp.where(spread(passed, array.shape, block), jnp.where(sign, -code, code), 0)
+        values = code.astype(jnp.int8)
+    else:
+        nan, infinity = (jnp.int32(special) for special in (kind.nan, kind.infinity))
+        is_infinity = (size == INFINITY) & (infinity != nan)
+        code = jnp.where(finite | is_infinity, jnp.where(finite, code, infinity), nan)
+        code = jnp.where(sign & (finite | is_infinity), code | 0x80, code)
+        values = code.astype(jnp.uint8)
+    if transposed:
+        values, scale = (jnp.swapaxes(a, -1, -2) for a in (values, scale))
+    if values.dtype != dtype:
+        values = jax.lax.bitcast_convert_type(values, dtype)
+    return values, jax.lax.bitcast_convert_type(scale, jnp.float32)
+
+
+def _float32_bits(array: jax.Array) -> jax.Array:
+    if array.dtype == jnp.bfloat16:
+        return jax.lax.bitcast_convert_type(array, jnp.uint16).astype(jnp.int32) << 16
+    return jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32)
+
+
+def _largest(sizes: jax.Array, block: tuple[int, ...]) -> jax.Array:
+    """The largest of each block, of integers that are at least 0."""
+    for axis, (count, of) in enumerate(zip(num_blocks(sizes.shape, block), block, strict=True)):
+        size = sizes.shape[axis]
+        if of == 1 or not size:
+            continue
+        if count == 1:
+            sizes = jnp.max(sizes, axis=axis, keepdims=True)
+            continue
+        edges = [(0, count * of - size if i == axis else 0) for i in range(sizes.ndim)]
+        shape = *sizes.shape[:axis], count, of, *sizes.shape[axis + 1 :]
+        sizes = jnp.max(jnp.pad(sizes, edges).reshape(shape), axis=axis + 1)
+    return sizes
+
+
+def _scale(largest: jax.Array, of: float) -> jax.Array:
+    """The bits of ``max(largest / of, 2**-126)``, from the bits of `largest`."""
+    quotient, exponent = _divide(largest, jnp.int32(np.float32(of).view(np.int32)))
+    normal = (largest > 0) & (exponent >= -126)
+    # The leading bit of the quotient adds one to the exponent.
+    return jnp.where(normal, (jnp.maximum(exponent, -126) + 126 << _BITS) + quotient, _LEAST_SCALE)
+
+
+def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The quotient of two floats as float32 has it: ``q * 2**(e - 23)``, q from 2**23 to 2**24.
+
+    Both are given by their bits, without signs; b is neither subnormal nor zero.
+    """
+    leading = 1 << _BITS
+    below = jax.lax.clz(jnp.maximum(a, 1)) - 8  # how far a subnormal is from being normal
+    a_exponent = jnp.where(a < leading, 1 - below, a >> _BITS)
+    a = jnp.where(a < leading, a << jnp.maximum(below, 0), a & (leading - 1) | leading)
+    b_exponent, b = b >> _BITS, b & (leading - 1) | leading
+    less = (a < b).astype(jnp.int32)
+    a, exponent = a << less, a_exponent - b_exponent - less
+    q = (a.astype(jnp.float32) / b.astype(jnp.float32) * leading).astype(jnp.int32)
+    rest = (a << _BITS) - q * b  # it is small, and so right although both of these wrap
+    for _ in range(4):  # a division may be off by a few units, on GPUs by two
+        step = (2 * rest > b).astype(jnp.int32) - (2 * rest < -b).astype(jnp.int32)
+        q, rest = q + step, rest - step * b
+    return q, exponent
+
+
+def _rounded(number: jax.Array, drop: jax.Array) -> jax.Array:
+    """``number / 2**drop``, rounded to the nearest, or to an even one of two."""
+    half = jnp.left_shift(1, drop - 1)
+    return (number + half - 1 + ((number >> drop) & 1)) >> drop

@@ -1,0 +1,41 @@
+"""quantize in programs for the GPUs there are."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+
+from triax import moe
+from triax.compat import triton_proto
+from triax.emitting import reading
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def kernels(shape, dtype, **how):
+    """The PTX of its calls."""
+    array = jax.ShapeDtypeStruct(shape, "bfloat16")
+    traced = jax.jit(functools.partial(moe.quantize, dtype=dtype, **how)).trace(array)
+    program = traced.lower(lowering_platforms=("cuda",))
+    return [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize(
+    ("shape", "block", "transposed"),
+    [
+        ((100, 7168), (1, None), False),
+        ((100, 16384), (1, None), False),
+        ((100, 7168), (1, 128), False),
+        ((4, 512, 256), (1, None, 1), True),
+        ((4, 512, 256), (1, 128, 128), True),
+    ],
+)
+def test_cuda_gets_one_kernel_that_moves_16_bytes(monkeypatch, shape, block, transposed):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    (ptx,) = kernels(shape, E4M3, block=block, transposed=transposed)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
