@@ -46,6 +46,7 @@ PUBLIC = {
         "FeedForward",
         "Permuted",
         "Plan",
+        "Recipe",
         "Routed",
         "ScaledArray",
         "Sorted",

@@ -11,6 +11,7 @@ from triax.moe.expert_parallel.api import dispatch as dispatch
 from triax.moe.grouped_matmul.api import ragged_dot as ragged_dot
 from triax.moe.layer.api import feed_forward as feed_forward
 from triax.moe.layer.parts import FeedForward as FeedForward
+from triax.moe.layer.recipes import Recipe as Recipe
 from triax.moe.permutation.api import permute as permute
 from triax.moe.permutation.api import unpermute as unpermute
 from triax.moe.permutation.reference import Permuted as Permuted
@@ -30,6 +31,7 @@ __all__ = [
     "FeedForward",
     "Permuted",
     "Plan",
+    "Recipe",
     "Routed",
     "ScaledArray",
     "Sorted",

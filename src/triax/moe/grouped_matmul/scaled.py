@@ -69,8 +69,8 @@ def check_rows(array: jax.Array) -> None:
     """Raises unless rows can be multiplied by weights in 8 bits."""
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
         raise ArgumentTypeError(
-            "Argument `rows` must be floats of 16 bits or more, or a ScaledArray, as `weights` "
-            f"is a ScaledArray; got {array.dtype}."
+            "Argument `rows` must be floats of 16 bits or more, or a ScaledArray, to go with a "
+            f"ScaledArray of weights; got {array.dtype}."
         )
 
 

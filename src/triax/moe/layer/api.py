@@ -14,8 +14,11 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import api as activations
 from triax.moe.activations.reference import Activation, GluSpec
-from triax.moe.layer import parts
+from triax.moe.layer import parts, recipes
 from triax.moe.layer.parts import FeedForward, Operands, Options, WeightsOn
+from triax.moe.layer.recipes import Recipe, Scaling
+from triax.moe.quantization import scaled as quantized
+from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.api import GroupScore, Score
 from triax.moe.shared import arguments, sharding
 from triax.moe.shared.implementation import Implementation
@@ -38,6 +41,7 @@ def feed_forward(
     capacity: int | None = None,
     align_size: int = 1,
     axis_name: Any = None,
+    recipe: Recipe | Scaling | None = None,
     score: Score = "softmax",
     bias: Any = None,
     num_groups: int | None = None,
@@ -78,7 +82,8 @@ def feed_forward(
       w_gate_up: [experts, hidden, 2 * width] in the dtype of `x`, with the gate's columns first; or
         two arrays [experts, hidden, width], gate and up, as a tuple; [experts, hidden, width] for
         activations without a gate.
-      w_down: [experts, width, hidden] in the dtype of `x`.
+      w_down: [experts, width, hidden] in the dtype of `x`. Weights may be `ScaledArray`s, as
+        `ragged_dot` takes them; they have no gradient.
       top_k: experts per token.
       routing: weights float [tokens, top_k] and experts integer [tokens, top_k], instead of logits
         and all of `route`'s arguments. Experts out of range are not routed.
@@ -95,6 +100,9 @@ def feed_forward(
       axis_name: for calls inside `jax.shard_map`: the mesh axis, or axes, over which the experts of
         the weights and biases are cut. Tokens go to their experts and back by `dispatch` and
         `combine`; `logits`, `bias` and `expert_scale` name all experts.
+      recipe: which products are in 8 bits, in training: a `Recipe`, or "rows" or "blocks" for
+        `Recipe("rows", "rows")` and `Recipe("blocks", "blocks")`. Such a layer has gradients, but
+        no forward mode and no second derivatives.
       score, bias, num_groups, top_groups, group_score, normalize, scale, expert_scale: how experts
         are chosen and weighted, as in `route`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
@@ -123,7 +131,7 @@ def feed_forward(
     messages.check_sizes_known("x", x.shape)
     num_tokens, hidden = x.shape
     down = ("experts", "hidden", "width") if transpose_weights else ("experts", "width", "hidden")
-    w_down = _float_array("w_down", w_down, down)
+    w_down = _weights("w_down", w_down, down)
     num_local = num_experts = w_down.shape[0]
     if axis_name is not None:
         axis_name, num_devices = arguments.mesh_axis(axis_name, "feed_forward")
@@ -147,8 +155,9 @@ def feed_forward(
     shapes = _Shapes(num_local, transpose_weights)
     shapes.check("w_down", w_down, width, hidden, "`x` and `logits`")
     spec, _ = activations.resolve(activation, interleaved)
-    w_gate_up, b_gate_up = _check_gate_up(w_gate_up, b_gate_up, spec, shapes, x, width)
-    _check_dtype("w_down", w_down, x)
+    recipe = recipes.resolve(recipe)
+    w_gate_up, b_gate_up = _check_gate_up(w_gate_up, b_gate_up, spec, shapes, x, width, recipe)
+    _check_dtype("w_down", w_down, x, recipe)
     b_down = shapes.bias("b_down", b_down, hidden)
     arguments.check_choice("weights_on", weights_on, ("output", "input"))
     options = Options(
@@ -161,6 +170,7 @@ def feed_forward(
         capacity=capacity,
         align_size=align_size,
         axis_name=axis_name,
+        recipe=recipe,
         implementation=implementation,
         router=router,
     )
@@ -237,19 +247,25 @@ def _check_routing(routing: Any, num_tokens: int, top_k: Any) -> tuple[jax.Array
 
 
 def _check_gate_up(
-    weights: Any, bias: Any, spec: GluSpec, shapes: _Shapes, x: jax.Array, width: int
+    weights: Any,
+    bias: Any,
+    spec: GluSpec,
+    shapes: _Shapes,
+    x: jax.Array,
+    width: int,
+    recipe: Recipe | None,
 ) -> tuple[Any, Any]:
     """The first matmul's weights and biases: an array each, or a tuple of two."""
     hidden = x.shape[1]
     if not isinstance(weights, tuple):
         columns = 2 * width if spec.gated else width
         weights = shapes.weights("w_gate_up", weights, hidden, columns)
-        _check_dtype("w_gate_up", weights, x)
+        _check_dtype("w_gate_up", weights, x, recipe)
         return weights, shapes.bias("b_gate_up", bias, columns)
     activations.check_two("w_gate_up", weights, spec)
     weights = tuple(shapes.weights("w_gate_up", array, hidden, width) for array in weights)
     for name, array in zip(("w_gate_up", "w_gate_up[1]"), weights, strict=True):
-        _check_dtype(name, array, x)
+        _check_dtype(name, array, x, recipe)
     if bias is None:
         return weights, None
     if not isinstance(bias, tuple) or len(bias) != 2:
@@ -266,12 +282,12 @@ class _Shapes:
     def __init__(self, num_experts: int, transposed: bool):
         self.num_experts, self.transposed = num_experts, transposed
 
-    def check(self, name: str, array: jax.Array, depth: int, columns: int, of: str) -> None:
+    def check(self, name: str, array: Any, depth: int, columns: int, of: str) -> None:
         shape = (columns, depth) if self.transposed else (depth, columns)
         _check_shape(name, array, (self.num_experts, *shape), of)
 
-    def weights(self, name: str, value: Any, depth: int, columns: int) -> jax.Array:
-        array = _float_array(name, value, ("experts", "hidden", "columns"))
+    def weights(self, name: str, value: Any, depth: int, columns: int) -> Any:
+        array = _weights(name, value, ("experts", "hidden", "columns"))
         self.check(name, array, depth, columns, "`x`, `logits` and `w_down`")
         return array
 
@@ -283,13 +299,25 @@ class _Shapes:
         return array
 
 
+def _weights(name: str, value: Any, axes: tuple[str, ...]) -> Any:
+    if not isinstance(value, ScaledArray):
+        return _float_array(name, value, axes)
+    quantized.check(name, value)
+    if value.ndim != 3:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape [{', '.join(axes)}]; got a ScaledArray of "
+            f"{value.shape}."
+        )
+    return value
+
+
 def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
     value = arguments.array(name, value, axes, jnp.floating)
     arguments.check_wide(name, value, "For 8-bit floats, call `ragged_dot` with scales.")
     return value
 
 
-def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...], of: str) -> None:
+def _check_shape(name: str, array: Any, shape: tuple[int, ...], of: str) -> None:
     if array.shape != shape:
         swapped = len(shape) == 3 and array.shape == (shape[0], shape[2], shape[1])
         raise ArgumentValueError(
@@ -298,8 +326,14 @@ def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...], of: str) -
         )
 
 
-def _check_dtype(name: str, array: jax.Array, x: jax.Array) -> None:
-    if array.dtype != x.dtype:
+def _check_dtype(name: str, array: Any, x: jax.Array, recipe: Recipe | None) -> None:
+    if isinstance(array, ScaledArray):
+        if recipe is not None:
+            raise ArgumentTypeError(
+                f"Argument `{name}` is a ScaledArray, and `recipe` is given, which quantizes the "
+                "weights itself. Leave one of them out."
+            )
+    elif array.dtype != x.dtype:
         raise ArgumentTypeError(
             f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {array.dtype}. Cast "
             f"it, `{name}.astype(x.dtype)`, and its gradient still has its own dtype; or cast "

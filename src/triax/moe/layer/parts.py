@@ -18,6 +18,8 @@ from triax.moe.activations.api import glu
 from triax.moe.activations.reference import Activation
 from triax.moe.expert_parallel.api import combine, dispatch
 from triax.moe.grouped_matmul.api import ragged_dot
+from triax.moe.layer import recipes
+from triax.moe.layer.recipes import Recipe
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
 from triax.moe.router.api import route
@@ -75,6 +77,7 @@ class Options:
     capacity: int | None
     align_size: int
     axis_name: Any
+    recipe: Recipe | None
     implementation: Implementation | None
     router: dict[str, Any]
 
@@ -164,7 +167,10 @@ def _experts(
         row_weights = is_row.astype(wider) if callable(options.activation) else None
 
     def multiply(rows: Any, weights: Any, bias: Any, bias_weights: Any = None) -> jax.Array:
-        return ragged_dot(
+        multiply = ragged_dot
+        if options.recipe is not None:
+            multiply = functools.partial(recipes.multiply, options.recipe)
+        return multiply(
             rows,
             weights,
             group_sizes,

@@ -1,0 +1,233 @@
+"""Products and layers in 8 bits, against bfloat16 and dense 8-bit matmuls.
+
+- `products`: TFLOP/s of `ragged_dot` of scaled arrays, over even and uneven groups, and of torch's
+  dense matmul of as many numbers with a scale for each row and column.
+- `errors`: against float64 of the quantized numbers and of those before, as a share of the result's
+  root mean square.
+- `layers`: forward and backward of the layer by recipe, quantizing included, against bfloat16.
+- `decode`: 16-bit rows times 8-bit weights, 128 tokens, groups as a router makes them, against
+  reading the quantized weights of the experts in use.
+
+Prints the figures and writes `benchmarks/eight_bits.json`.
+
+    python benchmarks/eight_bits.py [--output FILE]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+import gpu_record
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax import moe
+from triax.bench.cases import Stream
+from triax.bench.streams import find_limit
+from triax.bench.timing import time_program
+
+FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+# rows, experts, depth, columns
+PRODUCTS = {
+    "DeepSeek-V3, gate and up": (65536, 32, 7168, 4096),
+    "DeepSeek-V3, down": (65536, 32, 2048, 7168),
+    "fine-grained": (65536, 64, 2560, 2560),
+    "Qwen3": (65536, 16, 4096, 3072),
+}
+# tokens, experts, top_k, hidden, width
+LAYERS = {
+    "DeepSeek-V3": (8192, 32, 8, 7168, 2048),
+    "Mixtral": (16384, 8, 2, 4096, 14336),
+}
+RECIPES = {
+    "bfloat16": None,
+    "rows": "rows",
+    "rows, float32 sums": moe.Recipe(fast_sums=False),
+    "blocks": "blocks",
+}
+DECODE = {"32 experts": 32, "256 experts": 256}
+DECODE_TOKENS, DECODE_TOP_K, HIDDEN, WIDTH = 128, 8, 7168, 2048
+
+
+def normal(seed, *shape, scale=1.0):
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype("bfloat16")
+
+
+def operands(rows, experts, depth, columns):
+    """Rows and weights in bfloat16, with scales of rows and columns, and of blocks."""
+    x, w = normal(0, rows, depth), normal(1, experts, depth, columns, scale=depth**-0.5)
+    quantize = functools.partial(jax.jit, static_argnames=("block", "transposed"))(moe.quantize)
+    lines = quantize(x, block=(1, None)), quantize(w, block=(1, None, 1), transposed=True)
+    blocks = quantize(x, block=(1, 128)), quantize(w, block=(1, 128, 128), transposed=True)
+    return {
+        "bfloat16": ((x, w), None),
+        "rows, fast sums": (lines, FAST),
+        "rows, float32 sums": (lines, None),
+        "blocks": (blocks, None),
+    }
+
+
+def uneven(experts, rows):
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.multinomial(rows, rng.dirichlet(np.full(experts, 4.0))), jnp.int32)
+
+
+def dense_rate(rows, depth, columns):
+    """TFLOP/s of torch's dense matmul of 8-bit floats."""
+    import torch
+
+    a = torch.randn(rows, depth, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(columns, depth, device="cuda").to(torch.float8_e4m3fn).t()
+    scales = torch.ones(rows, 1, device="cuda"), torch.ones(1, columns, device="cuda")
+    run = functools.partial(
+        torch._scaled_mm, a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()
+        start.record()
+        for _ in range(10):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 10)
+    return 2 * rows * depth * columns / sorted(times)[2] / 1e9
+
+
+def measure_products():
+    found = {}
+    for name, (rows, experts, depth, columns) in PRODUCTS.items():
+        ways = operands(rows, experts, depth, columns)
+        groups = {
+            "even": jnp.full(experts, rows // experts, jnp.int32),
+            "uneven": uneven(experts, rows),
+        }
+        rates = {(way, kind): [] for way in ways for kind in groups}
+        dense = []
+        for _ in range(3):
+            for way, (pair, precision) in ways.items():
+                program = jax.jit(lambda given, p=precision: moe.ragged_dot(*given, precision=p))
+                for kind, sizes in groups.items():
+                    us = time_program(program, (*pair, sizes), target_ms=30.0).median_us
+                    rates[way, kind].append(2 * rows * depth * columns / us / 1e6)
+            dense.append(dense_rate(rows, depth, columns))
+        found[name] = {
+            way: {kind: sorted(rates[way, kind])[1] for kind in groups} for way in ways
+        } | {"dense": {"even": sorted(dense)[1]}}
+        print(name, found[name])
+    return found
+
+
+def measure_errors():
+    """Of 256 rows times 128 columns, by depth."""
+    found = {}
+    for depth in (2048, 7168):
+        for way, (pair, precision) in operands(256, 1, depth, 128).items():
+            sizes = jnp.array([256])
+            out = moe.ragged_dot(
+                *pair, sizes, precision=precision, preferred_element_type="float32"
+            )
+            whole = [np.asarray(a, np.float64) for a in operands(256, 1, depth, 128)["bfloat16"][0]]
+            given = whole
+            if way != "bfloat16":
+                given = [np.asarray(a.dequantize("float32"), np.float64) for a in pair]
+            wanted, before = given[0] @ given[1][0], whole[0] @ whole[1][0]
+            size = np.sqrt(np.mean(before**2))
+            error = lambda to, out=out, size=size: float(
+                np.sqrt(np.mean((np.asarray(out, np.float64) - to) ** 2)) / size
+            )
+            found[f"{way}, {depth} deep"] = {"of sums": error(wanted), "in all": error(before)}
+    for name, errors in found.items():
+        print(name, errors)
+        if not errors["in all"] < 0.06:
+            sys.exit(f"{name}: wrong")
+    return found
+
+
+def forward_and_backward(given, top_k, recipe):
+    def layer(given):
+        return moe.feed_forward(**given, top_k=top_k, normalize=True, recipe=recipe).tokens
+
+    out, pull = jax.vjp(layer, given)
+    return out, pull(given["x"])[0]
+
+
+def measure_layers():
+    found = {}
+    for name, (tokens, experts, top_k, hidden, width) in LAYERS.items():
+        given = {
+            "x": normal(0, tokens, hidden),
+            "logits": normal(1, tokens, experts).astype("float32"),
+            "w_gate_up": normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
+            "w_down": normal(3, experts, width, hidden, scale=width**-0.5),
+        }
+
+        run = functools.partial(forward_and_backward, top_k=top_k)
+        programs = {way: jax.jit(functools.partial(run, recipe=r)) for way, r in RECIPES.items()}
+        plain = None
+        for way, program in programs.items():
+            leaves = [leaf.astype("float32") for leaf in jax.tree.leaves(program(given))]
+            plain = leaves if plain is None else plain
+            for a, b in zip(leaves, plain, strict=True):
+                if not jnp.linalg.norm((a - b).ravel()) <= 0.1 * jnp.linalg.norm(b.ravel()):
+                    sys.exit(f"{name}, {way}: wrong")
+        del leaves, plain
+        times = {way: [] for way in programs}
+        for _ in range(5):
+            for way, program in programs.items():
+                times[way].append(time_program(program, given, target_ms=60.0).median_us / 1000)
+        ms = {way: sorted(each)[2] for way, each in times.items()}
+        found[name] = {way: {"ms": t, "speedup": ms["bfloat16"] / t} for way, t in ms.items()}
+        print(name, found[name])
+    return found
+
+
+def measure_decode():
+    found = {}
+    for name, experts in DECODE.items():
+        rows = DECODE_TOKENS * DECODE_TOP_K
+        logits = jax.random.normal(jax.random.key(3), (DECODE_TOKENS, experts))
+        _, chosen = moe.route(logits, DECODE_TOP_K)
+        sizes = jnp.bincount(chosen.ravel(), length=experts).astype("int32")
+        used = int((sizes > 0).sum())
+        for product, depth, columns in (
+            ("gate and up", HIDDEN, 2 * WIDTH),
+            ("down", WIDTH, HIDDEN),
+        ):
+            x = normal(0, rows, depth)
+            w = normal(1, experts, depth, columns, scale=depth**-0.5)
+            for dtype in ("bfloat16", "float8_e4m3fn", "int8"):
+                weights = w
+                num_bytes = 2 * used * depth * columns
+                if dtype != "bfloat16":
+                    weights = moe.quantize(w, dtype, block=(1, None, 1), transposed=True)
+                    num_bytes = used * (depth + 4) * columns
+                stream = find_limit(Stream(32, 1, num_bytes // 32))
+                read_us = stream["median_us"] * num_bytes / stream["bytes"]
+                program = jax.jit(lambda given: moe.ragged_dot(*given))
+                us = time_program(program, (x, weights, sizes), target_ms=50.0).median_us
+                figures = {"median_us": us, "read_us": read_us, "fraction_of_read": read_us / us}
+                found[f"{name}, {product}, {dtype}"] = figures
+                print(name, product, dtype, figures)
+    return found
+
+
+def main():
+    output = gpu_record.output(__doc__, __file__)
+    recipes = {way: r and dataclasses.asdict(r) for way, r in RECIPES.items() if type(r) is not str}
+    gpu_record.write(
+        output,
+        recipes=recipes,
+        errors=measure_errors(),
+        layers=measure_layers(),
+        decode=measure_decode(),
+        products=measure_products(),
+    )
+
+
+if __name__ == "__main__":
+    main()

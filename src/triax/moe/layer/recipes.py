@@ -1,0 +1,166 @@
+"""Training in 8 bits: which of the layer's products are of quantized operands, and how.
+
+A product of rows and weights becomes one of `quantize`d ones, and so does that of the incoming
+gradient and the weights. The weights' gradient is computed from the rows and the gradient as they
+are, so the weights that are trained keep all their bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from triax import messages
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.grouped_matmul.api import ragged_dot
+from triax.moe.quantization.api import quantize
+from triax.moe.quantization.scaled import ScaledArray
+
+Scaling = Literal["rows", "blocks"]
+_SCALINGS = ("rows", "blocks")
+_BLOCK = 128
+_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+_FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Which products of `feed_forward` are in 8 bits.
+
+    "rows" is a scale for each row of the left operand and each column of the weights; "blocks" one
+    for each 128 numbers of a row and each 128 × 128 weights (DeepSeek-V3). None leaves a product in
+    the dtype of `x`. Scales are those of the current values, as in `quantize`. Gradients by weights
+    and biases are computed in the dtype of `x`.
+
+    Attributes:
+      forward: for rows times weights.
+      rows_gradient: for the incoming gradient times weights.
+      gradient_dtype: of the incoming gradient; rows and weights are float8_e4m3fn.
+      fast_sums: whether tensor cores add up the whole depth, with about 14 bits, where scales allow
+        it; if not, each 128 products are added in float32.
+    """
+
+    forward: Scaling | None = "rows"
+    rows_gradient: Scaling | None = "rows"
+    gradient_dtype: str = "float8_e4m3fn"
+    fast_sums: bool = True
+
+
+def resolve(recipe: Any) -> Recipe | None:
+    """The `Recipe` that the argument `recipe` is, or names."""
+    if recipe is None:
+        return None
+    if isinstance(recipe, str) and recipe in _SCALINGS:
+        return Recipe(recipe, recipe)  # type: ignore[arg-type]
+    if not isinstance(recipe, Recipe):
+        raise ArgumentTypeError(
+            "Argument `recipe` must be 'rows', 'blocks', a moe.Recipe or None; got "
+            f"{messages.shown(recipe)}."
+        )
+    for name in ("forward", "rows_gradient"):
+        if getattr(recipe, name) not in (None, *_SCALINGS):
+            raise ArgumentValueError(
+                f"Argument `recipe.{name}` must be 'rows', 'blocks' or None; got "
+                f"{messages.short(getattr(recipe, name))}."
+            )
+    if recipe.gradient_dtype not in _DTYPES:
+        raise ArgumentValueError(
+            f"Argument `recipe.gradient_dtype` must be one of {', '.join(_DTYPES)}; got "
+            f"{messages.short(recipe.gradient_dtype)}."
+        )
+    return recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    recipe: Recipe
+    transposed: bool
+    implementation: Any
+
+
+def multiply(
+    recipe: Recipe,
+    rows: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    bias: jax.Array | None,
+    bias_weights: jax.Array | None,
+    transpose_weights: bool,
+    implementation: Any,
+) -> jax.Array:
+    """`ragged_dot` of arrays that are quantized as the recipe says."""
+    how = _How(recipe, transpose_weights, implementation)
+    out = _multiply(how, rows, weights, group_sizes, bias, bias_weights)
+    return checkpoint_name(out, "triax_ragged_dot")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(how: _How, rows: Any, weights: Any, sizes: Any, bias: Any, bias_weights: Any) -> Any:
+    options = _options(how, rows.dtype)
+    if (scaling := how.recipe.forward) is None:
+        options["transpose_weights"] = how.transposed
+    else:
+        rows = _quantized_rows(how, scaling, rows, _DTYPES[0])
+        weights = _quantized_weights(how, scaling, weights, 2 if how.transposed else 1)
+    return ragged_dot(rows, weights, sizes, bias=bias, bias_weights=bias_weights, **options)
+
+
+def _forward(how: _How, *operands: Any) -> Any:
+    return _multiply(how, *operands), operands
+
+
+def _backward(how: _How, operands: Any, gradient: Any) -> Any:
+    rows, weights, sizes, bias, bias_weights = operands
+    options = _options(how, rows.dtype)
+
+    def plain(weights: Any, bias: Any, bias_weights: Any) -> jax.Array:
+        return ragged_dot(
+            rows,
+            weights,
+            sizes,
+            bias=bias,
+            bias_weights=bias_weights,
+            transpose_weights=how.transposed,
+            implementation=how.implementation,
+        )
+
+    by_weights = jax.vjp(plain, weights, bias, bias_weights)[1](gradient)
+    if (scaling := how.recipe.rows_gradient) is None:
+        options["transpose_weights"] = not how.transposed
+    else:
+        gradient = _quantized_rows(how, scaling, gradient, how.recipe.gradient_dtype)
+        weights = _quantized_weights(how, scaling, weights, 1 if how.transposed else 2)
+    d_rows = ragged_dot(gradient, weights, sizes, **options)
+    no_sizes = np.zeros(sizes.shape, jax.dtypes.float0)
+    return d_rows, by_weights[0], no_sizes, *by_weights[1:]
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _options(how: _How, dtype: Any) -> dict[str, Any]:
+    fast = {"precision": _FAST} if how.recipe.fast_sums else {}
+    return {"preferred_element_type": dtype, "implementation": how.implementation} | fast
+
+
+def _quantized_rows(how: _How, scaling: Scaling, rows: jax.Array, dtype: str) -> ScaledArray:
+    block = (1, None if scaling == "rows" else _BLOCK)
+    return quantize(rows, dtype, block=block, implementation=how.implementation)
+
+
+def _quantized_weights(how: _How, scaling: Scaling, weights: jax.Array, depth: int) -> ScaledArray:
+    """Weights whose depth, the axis `depth` of these, lies innermost: [experts, depth, columns]."""
+    block: list[int | None] = [1, 1, 1] if scaling == "rows" else [1, _BLOCK, _BLOCK]
+    if scaling == "rows":
+        block[depth] = None
+    swapped = depth == 1
+    found = quantize(
+        weights, block=tuple(block), transposed=swapped, implementation=how.implementation
+    )
+    return found if swapped else dataclasses.replace(found, transposed=True)

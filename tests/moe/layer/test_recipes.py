@@ -1,0 +1,186 @@
+"""The layer's products in 8 bits: against float64 of the quantized numbers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tests.moe.grouped_matmul import oracle
+from tests.moe.grouped_matmul.test_scaled import exactly
+from triax import moe
+from triax.errors import DifferentiationError
+from triax.moe.layer import recipes
+from triax.testing import assert_close, assert_same_bits, checked
+
+SIZES = np.array([20, 0, 37, 30], np.int32)
+ROWS, DEPTH, COLUMNS = 96, 144, 200
+BLOCKS = {
+    "rows": ((1, None), (1, None, 1), (1, 1, None)),
+    "blocks": ((1, 128), *[(1, 128, 128)] * 2),
+}
+
+
+def draw(transposed=False):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    rows, gradient = normal(ROWS, DEPTH), normal(ROWS, COLUMNS)
+    rows[-9:] = gradient[-9:] = np.nan
+    rows[:, 3] *= 100  # what scales are for
+    weights, bias = normal(len(SIZES), DEPTH, COLUMNS), normal(len(SIZES), COLUMNS)
+    if transposed:
+        weights = np.swapaxes(weights, 1, 2)
+    return (
+        *map(jnp.asarray, (rows, weights, bias)),
+        jnp.linspace(-1, 2, ROWS),
+        jnp.asarray(gradient),
+    )
+
+
+def run(arrays, recipe, transposed=False, implementation=None):
+    *operands, gradient = arrays
+
+    def product(rows, weights, bias, by):
+        how = {"transpose_weights": transposed, "implementation": implementation}
+        if recipe is None:
+            return moe.ragged_dot(rows, weights, SIZES, bias=bias, bias_weights=by, **how)
+        found = recipes.resolve(recipe)
+        return recipes.multiply(found, rows, weights, SIZES, bias=bias, bias_weights=by, **how)
+
+    out, pull = jax.vjp(product, *operands)
+    return out, *pull(gradient)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
+    arrays = draw(transposed)
+    rows, weights, bias, by, gradient = arrays
+    with checked():
+        out, d_rows, *others = run(arrays, recipe, transposed, implementation)
+    of_rows, forward, backward = BLOCKS[recipe]
+    numbers = lambda array, block: exactly(moe.quantize(array, block=block))
+    straight = jnp.swapaxes(weights, 1, 2) if transposed else weights
+    wanted = oracle.ragged_dot(numbers(rows, of_rows), numbers(straight, forward), SIZES)
+    for group, span in enumerate(oracle.spans(SIZES, ROWS)):
+        wanted[span] += np.outer(by[span], bias[group])
+    assert_close(out, wanted, terms=DEPTH)
+    back = np.swapaxes(numbers(straight, backward), 1, 2)
+    assert_close(d_rows, oracle.ragged_dot(numbers(gradient, of_rows), back, SIZES), terms=COLUMNS)
+    for found, plain in zip(others, run(arrays, None, transposed, implementation)[2:], strict=True):
+        assert_same_bits(found, plain)
+
+
+def test_each_product_is_chosen():
+    """Those that are not quantized are as without a recipe, bit for bit."""
+    arrays = draw()
+    plain = run(arrays, None)
+    for forward, back in (("rows", None), (None, "blocks"), (None, None)):
+        found = run(arrays, moe.Recipe(forward, back))
+        assert np.array_equal(found[0], plain[0]) == (forward is None)
+        assert np.array_equal(found[1], plain[1]) == (back is None)
+    coarse = run(arrays, moe.Recipe("rows", "rows", gradient_dtype="float8_e5m2"))
+    fine = run(arrays, "rows")
+    assert_same_bits(coarse[0], fine[0])
+    error = [np.abs(a[1][:87] - plain[1][:87]).mean() for a in (fine, coarse)]
+    assert error[0] < error[1] < 4 * error[0]
+
+
+def layer(seed=0, dtype="bfloat16", experts=8):
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    x, logits = normal(64, 96).astype(dtype), normal(64, experts)
+    w_gate_up, w_down = normal(experts, 96, 80) / 10, normal(experts, 40, 96) / 6
+    return x, logits, w_gate_up.astype(dtype), w_down.astype(dtype)
+
+
+def value_and_gradients(given, recipe, **how):
+    def loss(x, logits, w_gate_up, w_down):
+        out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=2, recipe=recipe, **how)
+        return jnp.sum(out.tokens.astype("float32") ** 2), out.tokens
+
+    (_, tokens), gradients = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*given)
+    return tokens, *gradients
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+def test_the_layer(recipe, implementation):
+    """Near the layer in bfloat16, but another."""
+    given = layer()
+    how = {"implementation": implementation}
+    for found, plain in zip(
+        value_and_gradients(given, recipe, **how),
+        value_and_gradients(given, None, **how),
+        strict=True,
+    ):
+        assert found.dtype == plain.dtype
+        found, plain = (np.asarray(a, np.float64) for a in (found, plain))
+        error = np.linalg.norm(found - plain) / np.linalg.norm(plain)
+        assert 0.005 < error < 0.1
+
+
+def test_tokens_cut_over_devices():
+    given = layer()
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    plain = value_and_gradients(given, "rows")
+    with jax.set_mesh(mesh):
+        put = lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec("a")))
+        cut = jax.jit(lambda *given: value_and_gradients(given, "rows"))
+        found = cut(put(given[0]), put(given[1]), *given[2:])
+    for a, b in zip(found, plain, strict=True):
+        assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
+
+
+def test_weights_that_are_quantized():
+    """In place of arrays, for inference and for the gradient of the tokens."""
+    x, logits, *weights = layer()
+    gate_up = moe.quantize(weights[0], block=(1, None, 1), transposed=True)
+    down = moe.quantize(weights[1], "int8", block=(1, 32, 1))
+    exact = [w.dequantize("bfloat16") for w in (gate_up, down)]
+
+    def run(x, *weights):
+        return moe.feed_forward(x, logits, *weights, top_k=2).tokens
+
+    for found, plain in zip(
+        jax.vjp(lambda x: run(x, gate_up, down), x)[1](x),
+        jax.vjp(lambda x: run(x, *exact), x)[1](x),
+        strict=True,
+    ):
+        assert_close(found, np.asarray(plain, np.float64), terms=96)
+    found, plain = run(x, gate_up, down), run(x, *exact)
+    assert_close(found, np.asarray(plain, np.float64), terms=96)
+
+
+def test_what_has_no_derivative():
+    given = layer()
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: value_and_gradients((x, *given[1:]), "rows")[0], given[:1], given[:1])
+    twice = lambda x: jnp.sum(value_and_gradients((x, *given[1:]), "rows")[1].astype("float32"))
+    with pytest.raises(DifferentiationError, match="quantize has no derivative"):
+        jax.grad(twice)(given[0])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        ("row", "`recipe` must be 'rows', 'blocks'"),
+        (1, "`recipe` must be 'rows', 'blocks'"),
+        (moe.Recipe("cols"), "`recipe.forward` must be"),
+        (moe.Recipe(rows_gradient="cols"), "`recipe.rows_gradient` must be"),
+        (moe.Recipe(gradient_dtype="int8"), "`recipe.gradient_dtype` must be"),
+    ],
+)
+def test_mistakes(recipe, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        value_and_gradients(layer(), recipe)
+
+
+def test_a_recipe_for_weights_that_are_quantized():
+    x, logits, w_gate_up, w_down = layer()
+    quantized = moe.quantize(w_down, block=(1, None, 1), transposed=True)
+    with pytest.raises(TypeError, match="`w_down` is a ScaledArray, and `recipe`"):
+        moe.feed_forward(x, logits, w_gate_up, quantized, top_k=2, recipe="rows")
