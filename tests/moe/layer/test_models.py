@@ -384,7 +384,7 @@ def test_more_dimensions_in_front():
     out = layer(arrays, None, options)
     np.testing.assert_array_equal(out.tokens, flat.tokens.reshape(2, 11, HIDDEN))
     assert out.weights.shape == out.experts.shape == (2, 11, 2)
-    again = moe.feed_forward(
-        arrays["x"], None, arrays["w_gate_up"], arrays["w_down"], routing=(out.weights, out.experts)
-    )
-    np.testing.assert_array_equal(again.tokens, out.tokens)
+    given = arrays["x"], None, arrays["w_gate_up"], arrays["w_down"]
+    for kind in (lambda *both: both, moe.Routed):  # as `route` returns them under vmap
+        again = moe.feed_forward(*given, routing=kind(out.weights, out.experts))
+        np.testing.assert_array_equal(again.tokens, out.tokens)

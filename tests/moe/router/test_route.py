@@ -160,6 +160,9 @@ def test_norms_of_what_is_nothing_or_not_chosen():
         assert not np.any(d_logits[0])
         np.testing.assert_allclose(np.sum(routed.weights**2, axis=1), [0, 1, 1], rtol=1e-6)
     np.testing.assert_array_equal(routed.weights[1:], [[0, 1, 0], [1, 0, 0]])
+    for order in (1.5, 2, 3):
+        op = lambda x, order=order: jnp.sin(moe.route(x, 3, normalize=order).weights)
+        assert np.isfinite(jax.jit(jax.hessian(op))(logits)).all()
     scaled = moe.route(logits, 3, normalize=2.0, expert_scale=np.float32([1, 2, 3, 4, 5]))
     plain = moe.route(logits, 3, normalize=2.0)
     np.testing.assert_allclose(scaled.weights, plain.weights * (1 + plain.experts), rtol=1e-6)

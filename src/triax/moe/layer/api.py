@@ -191,7 +191,7 @@ def _flattened(x: Any, logits: Any, routing: Any) -> tuple[tuple[int, ...], jax.
         if logits is not None and getattr(logits, "shape", ())[:-1] == lead:
             logits = _flat(logits)
         if routing is not None:
-            both = routing if type(routing) is tuple else ()
+            both = routing if isinstance(routing, tuple) else ()
             if {getattr(array, "shape", ())[:-1] for array in both} != {lead}:
                 raise ArgumentValueError(
                     "Argument `routing` must be two arrays, weights and experts, with the "

@@ -66,7 +66,8 @@ def route(
     and other tokens are not affected. A token whose logits are all -inf has weights of zero, and no
     gradient.
 
-    Under `jax.checkpoint` both results carry the name "triax_routing".
+    Under `jax.checkpoint` both results carry the name "triax_routing", the weights before they are
+    divided by a p-norm or multiplied by `expert_scale`.
 
     Args:
       logits: float [tokens, experts].

@@ -86,7 +86,9 @@ def of_norm_one(weights: jax.Array, order: float) -> jax.Array:
     # The greatest is a factor that cancels: powers are then of numbers from 0 to 1.
     most = jax.lax.stop_gradient(jnp.max(weights, axis=1, keepdims=True))
     weights = weights / jnp.where(most == 0, 1, most)
-    total = jnp.sum(weights**order, axis=1, keepdims=True)
+    nothing = weights == 0  # where a second derivative of the power may be infinite
+    powers = jnp.where(nothing, 0, jnp.where(nothing, 1, weights) ** order)
+    total = jnp.sum(powers, axis=1, keepdims=True)
     return weights / jnp.where(most == 0, 1, total) ** (1 / order)
 
 

@@ -1,13 +1,15 @@
-"""TransformerEngine's MoE permutation and router, by its names, made of Triax's ops.
+"""TransformerEngine's MoE functions, by its names, made of Triax's ops.
 
 The functions take TransformerEngine's arguments and return its results, in its order, so in
 
+    from transformer_engine.jax.dense import grouped_dense
     from transformer_engine.jax.permutation import sort_chunks_by_index, token_dispatch
     from transformer_engine.jax.router import fused_topk_with_score_function
 
-replace `transformer_engine.jax.permutation` and `transformer_engine.jax.router` by
-`triax.moe.transformer_engine`. New programs should use `triax.moe.route`, `make_plan`, `permute`
-and `unpermute`: apart from the logits, these read nothing that is as wide as the experts.
+replace `transformer_engine.jax.dense`, `.permutation` and `.router` by
+`triax.moe.transformer_engine`. New programs should use `triax.moe.route`, `make_plan`, `permute`,
+`ragged_dot` and `unpermute`: apart from the logits, these read nothing that is as wide as the
+experts.
 
 Two keywords are new and optional. `top_k` is the most experts that a token is routed to. Without it
 a token may go to every expert, and the map between dispatch and combine is twice as wide as there
@@ -38,6 +40,9 @@ These differences from TransformerEngine are intended:
 - `pure_jax_token_combine` sums in float32 or wider and rounds once.
 - `routing_map_to_selected_experts` takes the first `topk` experts of a token. If there are fewer it
   fills up with -1 and weight zero, which is not routed. There it fills up with other experts.
+- `grouped_dense` takes the arguments after `bias` by name only, honours `precision`, and also takes
+  a kernel that is contracted over its last dimension. Rows past the groups are zero. Quantisers,
+  `kernel_fsdp_info` and `kernel_amax` are refused.
 - Of equal scores the lowest expert is chosen first, as in `jax.lax.top_k`. Scores are always
   computed in float32, and those for the auxiliary loss are returned in float32.
 """
@@ -58,6 +63,7 @@ from triax.moe.transformer_engine.all_to_all import (
     local_unpermute_before_a2a as local_unpermute_before_a2a,
 )
 from triax.moe.transformer_engine.chunks import sort_chunks_by_index as sort_chunks_by_index
+from triax.moe.transformer_engine.dense import grouped_dense as grouped_dense
 from triax.moe.transformer_engine.ids import PureJaxPermState as PureJaxPermState
 from triax.moe.transformer_engine.ids import pure_jax_token_combine as pure_jax_token_combine
 from triax.moe.transformer_engine.ids import pure_jax_token_dispatch as pure_jax_token_dispatch
@@ -83,6 +89,7 @@ __all__ = [
     "compute_reverse_ragged_all_to_all_params",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "grouped_dense",
     "local_permute_after_a2a",
     "local_unpermute_before_a2a",
     "pure_jax_token_combine",
