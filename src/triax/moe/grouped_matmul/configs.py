@@ -59,6 +59,8 @@ class DotConfig:
             return cls(64, _fit(columns, 128), _fit(depth, deep), 4, 3, False, 32)
         if tma and rows == 128:
             return cls(128, _fit(columns, widest), _fit(depth, deep), 8, 3, True)
+        if tma and itemsize == 1 and rows > 16:
+            return cls(64, _fit(columns, 128), _fit(depth, deep), 4, 4, True)
         if tma:  # few rows: what matters is how much of the weights is in flight
             deep = 2 * deep if itemsize <= 2 else deep
             return cls(rows, _fit(columns, 128), _fit(depth, deep), 8, 4, True)
