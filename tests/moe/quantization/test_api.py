@@ -22,7 +22,11 @@ X = np.ones((4, 300), np.float32)
         ({"dtype": "float8"}, ArgumentValueError, "`dtype` must be float8_e4m3fn, float8_e5m2 or"),
         ({"dtype": "float8_e4m3fnuz"}, ArgumentValueError, "`dtype` .* got 'float8_e4m3fnuz'"),
         ({"block": 128}, ArgumentTypeError, "`block` must be a tuple .* got 128 of type int"),
-        ({"block": (128,)}, ArgumentValueError, r"`block` must have .* shape \(4, 300\); got \(128"),
+        (
+            {"block": (128,)},
+            ArgumentValueError,
+            r"`block` must have .* shape \(4, 300\); got \(128",
+        ),
         ({"block": (1, 0)}, ArgumentValueError, r"`block\[1\]` must be at least 1 .* got 0"),
         ({"block": (-1, 1)}, ArgumentValueError, r"`block\[0\]` must be at least 1 .* got -1"),
         ({"block": (True, 1)}, ArgumentTypeError, r"`block\[0\]` must be a Python int"),

@@ -105,7 +105,9 @@ def test_quotients_next_to_the_middle_of_two_values(implementation, to):
     else:
         numbers = np.arange(kind.top + 1, dtype=np.uint8).view(to).astype(np.float32)
     middles = (numbers[1:] + numbers[:-1]) / 2
-    scales = rng.uniform(1, 2, (300, 1)).astype(np.float32) * 2.0 ** rng.integers(-125, 90, (300, 1))
+    scales = rng.uniform(1, 2, (300, 1)).astype(np.float32) * 2.0 ** rng.integers(
+        -125, 90, (300, 1)
+    )
     near = (middles * scales.astype(np.float32)).astype(np.float32)
     above, below = (np.nextafter(near, np.float32(to)) for to in (np.inf, 0))
     top = np.float32(kind.largest) * scales.astype(np.float32)
@@ -187,7 +189,11 @@ def test_derivatives_are_refused(implementation):
     def loss(x):
         return jnp.sum(moe.quantize(x, **how).dequantize())
 
-    for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.vmap(jax.grad(lambda x: loss(x[None])))):
+    for run in (
+        jax.grad(loss),
+        jax.jit(jax.grad(loss)),
+        jax.vmap(jax.grad(lambda x: loss(x[None]))),
+    ):
         with pytest.raises(DifferentiationError, match="quantize has no derivative"):
             run(x)
     with pytest.raises(DifferentiationError, match=r"stop_gradient\(x\)"):
