@@ -1,5 +1,8 @@
 """Arithmetic in narrow formats: bfloat16 rounds after each operation, float8 saturates."""
 
+import functools
+
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triax import triton_call
 from triax.binding.launch import Result
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -170,3 +174,23 @@ def test_integer_arithmetic_is_that_of_c(interpret, rng, dtype):
     quotient = np.sign(wide_x) * (np.abs(wide_x) // wide_y)
     expected = [quotient, wide_x - quotient * wide_y, wide_x >> 2, ~wide_x, wide_x * 1000003]
     np.testing.assert_array_equal(out, np.array(expected).astype(dtype))
+
+
+@triton.jit
+def doubled(x_ptr, o_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(o_ptr + at, 2 * tl.load(x_ptr + at))
+
+
+def test_subnormals_are_no_zeros():
+    """As on GPUs; in XLA's threads on CPUs, which run callbacks, they are."""
+    x = np.array([1e-40, -1e-45, 3e-39, 1.0], np.float32)
+    run = functools.partial(
+        triton_call, kernel=doubled, out_type=x, grid=1, implementation="interpret", N=4
+    )
+    for call in (run, jax.jit(run)):
+        np.testing.assert_array_equal(call(x), 2 * x)
+    # XLA's own arithmetic afterwards is what it was.
+    mixed = jax.jit(lambda x: (x * 4, run(x), x * 4))
+    first, _, last = mixed(x)
+    np.testing.assert_array_equal(first, last)

@@ -62,6 +62,15 @@ def products():
     forward_and_backward(op, draw(ROWS, WIDTH), draw(3, WIDTH, 21))
 
 
+def eight_bits():
+    for block, transposed in ((None, False), (16, False), (128, False), (None, True), (128, True)):
+        # A block for rows or parts of rows, for columns, or a tile.
+        blocks = {"block": (1, 128, block) if block == 128 else (1, 1, block)}
+        if block is None and transposed:
+            blocks = {"block": (1, None, 1)}
+        moe.quantize(draw(3, ROWS, WIDTH), transposed=transposed, **blocks, **RUN)
+
+
 CASES = {
     "pairs": functools.partial(pairs, 600),
     "masks of which some experts are kept": functools.partial(masks, 40, 120, 2),
@@ -70,6 +79,7 @@ CASES = {
     "chunk sort": chunks,
     "router": router,
     "ragged_dot": products,
+    "eight bits": eight_bits,
     "glu": lambda: forward_and_backward(moe.glu, draw(ROWS, 100), draw(ROWS)),
 }
 

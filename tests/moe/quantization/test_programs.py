@@ -10,6 +10,7 @@ import pytest
 from triax import moe
 from triax.compat import triton_proto
 from triax.emitting import reading
+from triax.errors import UnsupportedError
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
@@ -39,3 +40,19 @@ def test_cuda_gets_one_kernel_that_moves_16_bytes(monkeypatch, shape, block, tra
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
+
+
+@pytest.mark.cuda_plugin
+def test_other_blocks_take_plain_jax():
+    assert kernels((100, 300), E4M3, block=(1, 100)) == []
+
+
+@pytest.mark.cuda_plugin
+def test_a_gpu_that_does_not_round_to_8_bits_takes_plain_jax(monkeypatch):
+    """Triton would round to float16 first, and then again."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
+    for dtype in (E4M3, E5M2):
+        assert kernels((100, 256), dtype, block=(1, 128)) == []
+        with pytest.raises(UnsupportedError, match=f"capability 80 do not round to {dtype}"):
+            kernels((100, 256), dtype, block=(1, 128), implementation="triton")
+    assert len(kernels((100, 256), "int8", block=(1, 128))) == 1

@@ -12,6 +12,7 @@ OPS = {
     "permute": "(jnp.ones((2, 1)), plan",
     "unpermute": "(jnp.ones((2, 1)), plan",
     "route": "(jnp.ones((2, 3)), 1",
+    "quantize": "(jnp.ones((2, 4)), block=(1, None)",
     "ragged_dot": "(jnp.ones((2, 1)), jnp.ones((1, 1, 1)), jnp.array([2])",
     "feed_forward": "(jnp.ones((3, 1)), *map(jnp.ones, [(3, 2), (2, 1, 2), (2, 1, 1)]), top_k=1",
 }

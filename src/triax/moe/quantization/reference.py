@@ -7,6 +7,7 @@ on CPUs, and on GPUs its division, and its casts to 8 bits in some versions, do 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -49,10 +50,19 @@ FORMATS = {
 }
 
 
+@functools.partial(jax.jit, static_argnames=("block", "dtype", "transposed", "kernel"))
 def quantize_reference(
-    array: jax.Array, *, block: tuple[int, ...], dtype: np.dtype, transposed: bool, **_: Any
+    array: jax.Array,
+    *,
+    block: tuple[int, ...],
+    dtype: np.dtype,
+    transposed: bool,
+    kernel: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The values and the scales of an array; `block` is along its dimensions."""
+    """The values and the scales of an array; `block` is along its dimensions.
+
+    One program also outside `jit`. `kernel` is for kernels.
+    """
     kind = FORMATS[dtype]
     bits = _float32_bits(array)
     sign, size = bits < 0, bits & 0x7FFFFFFF
@@ -125,7 +135,8 @@ def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     b_exponent, b = b >> _BITS, b & (leading - 1) | leading
     less = (a < b).astype(jnp.int32)
     a, exponent = a << less, a_exponent - b_exponent - less
-    q = (a.astype(jnp.float32) / b.astype(jnp.float32) * leading).astype(jnp.int32)
+    q = jnp.divide(a.astype(jnp.float32), b.astype(jnp.float32))
+    q = (q * leading).astype(jnp.int32)
     rest = (a << _BITS) - q * b  # it is small, and so right although both of these wrap
     for _ in range(4):  # a division may be off by a few units, on GPUs by two
         step = (2 * rest > b).astype(jnp.int32) - (2 * rest < -b).astype(jnp.int32)

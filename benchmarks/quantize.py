@@ -1,0 +1,111 @@
+"""How fast `quantize` is, as a fraction of a copy: of a stream of two bytes in and one out.
+
+bfloat16 to float8_e4m3fn; an array counts as read once. Prints the figures and writes
+`benchmarks/quantize.json`. With --sweep it tries other blocks of each kernel, and writes nothing.
+
+    python benchmarks/quantize.py [--output FILE] [--sweep]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import sys
+from pathlib import Path
+from unittest import mock
+
+import gpu_record
+import jax
+
+from triax import moe
+from triax.bench.cases import Stream
+from triax.bench.streams import find_limit
+from triax.bench.timing import time_program
+from triax.moe.quantization import launchers
+from triax.moe.quantization.configs import RowsConfig, TilesConfig
+from triax.testing import assert_same_bits
+
+ROWS, WEIGHTS = (65536, 7168), (32, 7168, 4096)
+# Shape, block, transposed.
+CASES = {
+    "rows": (ROWS, (1, None), False),
+    "parts of 128": (ROWS, (1, 128), False),
+    "columns, transposed": (WEIGHTS, (1, None, 1), True),
+    "tiles of 128, transposed": (WEIGHTS, (1, 128, 128), True),
+    "tiles of 128": (WEIGHTS, (1, 128, 128), False),
+}
+CHECKED = 128  # rows, or columns and rows of a group, that plain JAX computes, too
+
+
+def program(block, transposed, implementation="triton"):
+    how = {"block": block, "transposed": transposed, "implementation": implementation}
+    return jax.jit(functools.partial(moe.quantize, **how))
+
+
+def median_us(name, array):
+    shape, block, transposed = CASES[name]
+    few = array[:CHECKED] if len(shape) == 2 else array[-1:, :, -CHECKED:]
+    pair = (program(block, transposed, way)(few) for way in ("triton", "xla"))
+    jax.tree.map(functools.partial(assert_same_bits, err_msg=name), *pair)
+    return time_program(program(block, transposed), array, target_ms=100.0).median_us
+
+
+def sweep(name, array, copy_us):
+    """Other configs, the fastest last."""
+    if CASES[name][0] == ROWS:
+        depth = CASES[name][1][-1] or ROWS[1]
+        columns = 1 << (depth - 1).bit_length()
+        whole = [
+            (n, columns, True) for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * columns <= 16384
+        ]
+        steps = [(1, n, False) for n in (1024, 2048, 4096) if n < columns]
+        kind, choices = RowsConfig, whole + steps
+    elif name.startswith("tiles"):
+        kind, choices = TilesConfig, [(128, 128)]
+    else:
+        kind = TilesConfig
+        choices = list(itertools.product((32, 64, 128, 256), (16, 32, 64, 128)))
+    found = {}
+    for block, num_warps in itertools.product(choices, (2, 4, 8, 16)):
+        config = kind(*block, num_warps=num_warps)
+        make = mock.Mock(for_depth=lambda *_, c=config: c, for_kernel=lambda *_, c=config: c)
+        with mock.patch.object(launchers, kind.__name__, make):
+            jax.clear_caches()
+            found[config] = median_us(name, array)
+    for config, us in sorted(found.items(), key=lambda item: -item[1])[-8:]:
+        print(f"  {us:9.1f} us  {copy_us / us:.3f}  {config}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--sweep", nargs="*", help="names of cases; all by default")
+    options = parser.parse_args()
+    if problem := gpu_record.missing_gpu():
+        sys.exit(problem)
+    copies = {}
+    for shape in (ROWS, WEIGHTS):
+        copies[shape] = find_limit(Stream(2, 1, math.prod(shape)))
+        print(shape, copies[shape])
+    found = {}
+    for shape in (ROWS, WEIGHTS):
+        array = jax.random.normal(jax.random.key(0), shape, "bfloat16")
+        for name in (name for name, case in CASES.items() if case[0] == shape):
+            copy_us = copies[shape]["median_us"]
+            if options.sweep is not None:
+                if not options.sweep or name in options.sweep:
+                    print(name)
+                    sweep(name, array, copy_us)
+                continue
+            us = median_us(name, array)
+            found[name] = {"shape": shape, "median_us": us, "of_copy": copy_us / us}
+            print(name, found[name])
+        del array
+    if options.sweep is None:
+        gpu_record.write(options.output, copies=list(copies.values()), results=found)
+
+
+if __name__ == "__main__":
+    main()
