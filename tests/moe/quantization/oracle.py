@@ -26,7 +26,7 @@ def expected(array, dtype, block, transposed=False):
         part = x[here]
         finite = np.isfinite(part)
         scale = np.maximum(np.abs(part[finite]).max(initial=0) / top, np.float32(2**-126))
-        quotient = np.clip(part / scale, -top, top)
+        quotient = np.clip(part * (np.float32(1) / np.float32(scale)), -top, top)
         if dtype == np.int8:
             scale = scale if finite.all() else np.nan
             quotient = np.rint(quotient) * finite.all()

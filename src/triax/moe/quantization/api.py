@@ -35,9 +35,9 @@ def quantize(
         w8 = moe.quantize(w, block=(1, 128, 128), transposed=True)  # for each tile
 
     ``scale = max(largest / top, 2**-126)``, where `largest` is the largest magnitude of the block's
-    finite numbers and `top` the largest number of `dtype`, and ``value = round(number / scale)``,
-    to the nearest or to an even one of two. Both divisions are float32's, correctly rounded, on
-    every platform: values and scales are the same everywhere, bit for bit.
+    finite numbers and `top` the largest number of `dtype`. ``value = round(number * (1 / scale))``,
+    to the nearest or to an even one of two. All steps are float32's, correctly rounded, on every
+    platform: values and scales are the same everywhere, bit for bit.
 
     NaN stays NaN. float8_e5m2 has infinities, float8_e4m3fn makes them NaN. int8 has neither: the
     scale of a block with one of them is NaN, and its values are 0.

@@ -61,11 +61,15 @@ class RowsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TilesConfig:
-    """One program handles tiles of `block_depth` by `block_columns` numbers."""
+    """One program handles tiles of `block_depth` by `block_columns` numbers.
+
+    It looks for the largest numbers of columns in steps of `scan_depth`.
+    """
 
     block_depth: int
     block_columns: int
     num_warps: int
+    scan_depth: int = 32
 
     @classmethod
     def for_kernel(cls, kernel: Kernel) -> TilesConfig:

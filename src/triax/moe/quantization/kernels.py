@@ -1,6 +1,6 @@
 """The kernels of quantize: one for blocks along rows, one for blocks whose values are transposed.
 
-A number is divided by its block's scale in float32, rounded correctly, and then to 8 bits.
+A number is multiplied by the inverse of its block's scale in float32, and then rounded to 8 bits.
 """
 
 import triton
@@ -32,34 +32,19 @@ def _scale(largest, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _divided(x, scale):
-    """``x / scale`` as float32 has it, for numbers of 2**-18 and more; others are as small.
-
-    As many multiplications as a division takes that need not care for subnormal numbers.
-    (Markstein: a quotient within one unit, corrected by its exact remainder and the correctly
-    rounded inverse, is rounded correctly.)
-    """
-    lift = tl.where(scale < 9.094947017729282e-13, 1.2089258196146292e24, 1.0)  # 2**-40, 2**80
-    signs = x.to(tl.int32, bitcast=True) & ~0x7FFFFFFF
-    x *= lift
-    scale *= lift
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    q = x * inverse
-    q = tl.fma(tl.fma(-q, scale, x), inverse, q)
-    q = tl.fma(tl.fma(-q, scale, x), inverse, q)
-    # The remainder of -0.0 is 0.0.
-    return (_magnitude(q) | signs).to(tl.float32, bitcast=True)
+def _inverse(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
-def _quantized(x, scale, special, out_ptr, NAN: tl.constexpr, INFINITY: tl.constexpr):
+def _quantized(x, inverse, special, out_ptr, NAN: tl.constexpr, INFINITY: tl.constexpr):
     """Numbers in the dtype of `out_ptr`; `special` says that some may not be finite."""
-    q = _divided(x, scale)
+    q = x * inverse
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if NAN is None:
         # Adding 1.5 * 2**23 rounds to an integer, which is then the lowest bits.
         whole = (q + 12582912.0).to(tl.int32, bitcast=True)
-        return tl.where(scale == scale, whole, 0).to(tl.int8)
+        return tl.where(inverse == inverse, whole, 0).to(tl.int8)
     else:
         codes = q.to(dtype).to(tl.uint8, bitcast=True)
         if special:
@@ -108,24 +93,29 @@ def _quantize_rows_kernel(
             if special:
                 largest = _largest(sizes, 1, True)
         scale = _scale(largest, LARGEST)
-        values = _quantized(x, scale[:, None], special, values_ptr, NAN, INFINITY)
+        values = _quantized(x, _inverse(scale)[:, None], special, values_ptr, NAN, INFINITY)
         tl.store(values_ptr + row + columns, values, mask=mask)
     else:
         tl.static_assert(BLOCK is None)
         found = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
-        top = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
         for first in range(0, depth, BLOCK_COLUMNS):
             mask = inside & (first + columns < depth)
             x = tl.load(x_ptr + row + first + columns, mask=mask, other=0.0).to(tl.float32)
-            sizes = _magnitude(x)
-            top = tl.maximum(top, sizes)
-            found = tl.maximum(found, tl.where(sizes < _INFINITY, sizes, 0))
-        special = tl.max(tl.max(top, 1), 0) >= _INFINITY
-        scale = _scale(tl.max(top if NAN is None else found, 1), LARGEST)
+            found = tl.maximum(found, _magnitude(x))
+        special = tl.max(tl.max(found, 1), 0) >= _INFINITY
+        if NAN is not None:
+            if special:  # rare: once more, of what is finite
+                found = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
+                for first in range(0, depth, BLOCK_COLUMNS):
+                    mask = inside & (first + columns < depth)
+                    x = tl.load(x_ptr + row + first + columns, mask=mask, other=0.0).to(tl.float32)
+                    sizes = _magnitude(x)
+                    found = tl.maximum(found, tl.where(sizes < _INFINITY, sizes, 0))
+        scale = _scale(tl.max(found, 1), LARGEST)
         for first in range(0, depth, BLOCK_COLUMNS):
             mask = inside & (first + columns < depth)
             x = tl.load(x_ptr + row + first + columns, mask=mask, other=0.0).to(tl.float32)
-            values = _quantized(x, scale[:, None], special, values_ptr, NAN, INFINITY)
+            values = _quantized(x, _inverse(scale)[:, None], special, values_ptr, NAN, INFINITY)
             tl.store(values_ptr + row + first + columns, values, mask=mask)
     tl.store(scales_ptr + index, scale, mask=index < num_blocks)
 
@@ -144,6 +134,7 @@ def _quantize_tiles_kernel(
     INFINITY: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    SCAN_DEPTH: tl.constexpr,
 ):
     # One program for some columns of a group [depth, width]: all of their depth, with a scale for
     # each column, in two passes; or one tile of it, with one scale.
@@ -158,19 +149,20 @@ def _quantize_tiles_kernel(
     x_ptr += group * depth * width
     values_ptr += group * depth * width
     if WHOLE_DEPTH:
-        found = tl.zeros([BLOCK_DEPTH, BLOCK_COLUMNS], tl.int32)
-        top = tl.zeros([BLOCK_DEPTH, BLOCK_COLUMNS], tl.int32)
-        for first in range(0, depth, BLOCK_DEPTH):
-            x, _ = _load_tile(x_ptr, first + rows, columns, depth, width)
-            sizes = _magnitude(x)
-            top = tl.maximum(top, sizes)
-            found = tl.maximum(found, tl.where(sizes < _INFINITY, sizes, 0))
-        special = tl.max(tl.max(top, 0), 0) >= _INFINITY
-        scale = _scale(tl.max(top if NAN is None else found, 0), LARGEST)
+        largest = _largest_of_columns(
+            x_ptr, columns, depth, width, False, SCAN_DEPTH, BLOCK_COLUMNS
+        )
+        special = tl.max(largest, 0) >= _INFINITY
+        if NAN is not None:
+            if special:  # rare: once more, of what is finite
+                largest = _largest_of_columns(
+                    x_ptr, columns, depth, width, True, SCAN_DEPTH, BLOCK_COLUMNS
+                )
+        scale = _scale(largest, LARGEST)
         tl.store(scales_ptr + group * width + columns, scale, mask=columns < width)
         for first in range(0, depth, BLOCK_DEPTH):
             x, mask = _load_tile(x_ptr, first + rows, columns, depth, width)
-            values = _quantized(x, scale[None, :], special, values_ptr, NAN, INFINITY)
+            values = _quantized(x, _inverse(scale)[None, :], special, values_ptr, NAN, INFINITY)
             _store_tile(values_ptr, first + rows, columns, depth, width, values, mask, TRANSPOSED)
     else:
         row_tile = tile // column_tiles
@@ -183,13 +175,33 @@ def _quantize_tiles_kernel(
             if special:
                 largest = tl.max(_largest(sizes, 1, True), 0)
         scale = _scale(tl.full([1, 1], 0, tl.int32) + largest, LARGEST)
-        values = _quantized(x, scale, special, values_ptr, NAN, INFINITY)
+        values = _quantized(x, _inverse(scale), special, values_ptr, NAN, INFINITY)
         _store_tile(values_ptr, rows, columns, depth, width, values, mask, TRANSPOSED)
         at = tile
         if TRANSPOSED:
             at = tile % column_tiles * (tiles // column_tiles) + row_tile
         one = tl.arange(0, 1)
         tl.store(scales_ptr + group * tiles + at + one[:, None] + one[None, :], scale)
+
+
+@triton.jit
+def _largest_of_columns(
+    x_ptr,
+    columns,
+    depth,
+    width,
+    FINITE: tl.constexpr,
+    SCAN_DEPTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    found = tl.zeros([SCAN_DEPTH, BLOCK_COLUMNS], tl.int32)
+    for first in range(0, depth, SCAN_DEPTH):
+        x, _ = _load_tile(x_ptr, first + tl.arange(0, SCAN_DEPTH), columns, depth, width)
+        sizes = _magnitude(x)
+        if FINITE:
+            sizes = tl.where(sizes < _INFINITY, sizes, 0)
+        found = tl.maximum(found, sizes)
+    return tl.max(found, 0)
 
 
 @triton.jit

@@ -69,11 +69,11 @@ def quantize_reference(
     finite = size < INFINITY
     largest = _largest(jnp.where(finite, size, 0), block)
     scale = _scale(largest, kind.largest)
-    each = spread(scale, array.shape, block)
+    inverse = _inverse(scale)
 
-    quotient, exponent = _divide(size, each)
+    product, exponent = _multiply(size, spread(inverse, array.shape, block))
     drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
-    code = _rounded(quotient, jnp.minimum(drop, 26))  # 26 leaves nothing of any quotient
+    code = _rounded(product, jnp.minimum(drop, 26))  # 26 leaves nothing of any product
     code += jnp.maximum(exponent - kind.least_exponent, 0) << kind.mantissa
     code = jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
     if kind.nan is None:
@@ -123,15 +123,47 @@ def _scale(largest: jax.Array, of: float) -> jax.Array:
     return jnp.where(normal, (jnp.maximum(exponent, -126) + 126 << _BITS) + quotient, _LEAST_SCALE)
 
 
+def _inverse(scale: jax.Array) -> jax.Array:
+    """The bits of ``1 / scale``, from those of `scale`."""
+    quotient, exponent = _divide(jnp.full_like(scale, 0x3F800000), scale)
+    return (exponent + 126 << _BITS) + quotient
+
+
+def _multiply(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The product of two floats as float32 has it, as `_divide` returns it."""
+    a, a_exponent = _parts(a)
+    b, b_exponent = _parts(b)
+    low = (1 << 12) - 1
+    a_high, a_low, b_high, b_low = a >> 12, a & low, b >> 12, b & low
+    middle = a_high * b_low + a_low * b_high
+    rest = (middle & low) * (1 << 12) + a_low * b_low
+    high = a_high * b_high + (middle >> 12) + (rest >> 24)
+    rest &= (1 << 24) - 1  # a * b is high * 2**24 + rest
+    less = (high < 1 << _BITS).astype(jnp.int32)
+    high, rest = (high << less) + ((rest >> _BITS) & less), rest << less & (1 << 24) - 1
+    half = 1 << _BITS
+    high += ((rest > half) | ((rest == half) & (high & 1 == 1))).astype(jnp.int32)
+    return high, a_exponent + b_exponent - 127 * 2 + 1 - less
+
+
+def _parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mantissa from 2**23 to 2**24 and biased exponent of floats, which may be subnormal."""
+    leading = 1 << _BITS
+    below = jax.lax.clz(jnp.maximum(bits, 1)) - 8  # how far a subnormal is from being normal
+    subnormal = bits < leading
+    exponent = jnp.where(subnormal, 1 - below, bits >> _BITS)
+    return jnp.where(
+        subnormal, bits << jnp.maximum(below, 0), bits & (leading - 1) | leading
+    ), exponent
+
+
 def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The quotient of two floats as float32 has it: ``q * 2**(e - 23)``, q from 2**23 to 2**24.
 
     Both are given by their bits, without signs; b is neither subnormal nor zero.
     """
     leading = 1 << _BITS
-    below = jax.lax.clz(jnp.maximum(a, 1)) - 8  # how far a subnormal is from being normal
-    a_exponent = jnp.where(a < leading, 1 - below, a >> _BITS)
-    a = jnp.where(a < leading, a << jnp.maximum(below, 0), a & (leading - 1) | leading)
+    a, a_exponent = _parts(a)
     b_exponent, b = b >> _BITS, b & (leading - 1) | leading
     less = (a < b).astype(jnp.int32)
     a, exponent = a << less, a_exponent - b_exponent - less
