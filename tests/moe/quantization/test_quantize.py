@@ -28,7 +28,7 @@ KERNELS = [
     ((130, 200), (128, 128), False),
     ((2, 130, 140), (1, 128, 128), True),
     ((2, 300, 70), (1, None, 1), True),
-    ((33, 21), (None, 1), True),
+    ((33, 21), (None, 1), True),  # no four values are one number
 ]
 OTHERS = [
     ((7, 30), (2, 7), False),

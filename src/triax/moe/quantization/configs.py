@@ -50,28 +50,31 @@ class RowsConfig:
     num_warps: int
 
     @classmethod
-    def for_depth(cls, depth: int, itemsize: int) -> RowsConfig:
-        """Several short blocks, of 4,096 numbers together; four accesses for each thread."""
+    def for_depth(cls, depth: int) -> RowsConfig:
+        """Several short blocks, of 2,048 numbers together; 16 numbers for each thread.
+
+        32 would take over twice the registers, and leave a multiprocessor 8 to 12 warps.
+        """
         columns = blocks.power_of_two(depth)
         at_once = columns <= _MAX_AT_ONCE
-        columns = min(columns, _MAX_AT_ONCE // (1 if at_once else 2))
-        block = blocks.filled(columns, max(columns, 4096), itemsize, _MAX_ROWS, accesses=4)
-        return cls(block.rows, block.width, at_once, block.num_warps)
+        columns = columns if at_once else _MAX_AT_ONCE // 2
+        rows = max(1, min(2048 // columns, _MAX_ROWS))
+        return cls(rows, columns, at_once, max(1, rows * columns // (16 * 32)))
 
 
 @dataclasses.dataclass(frozen=True)
 class TilesConfig:
     """One program handles tiles of `block_depth` by `block_columns` numbers.
 
-    It looks for the largest numbers of columns in steps of `scan_depth`.
+    With `in_words` it transposes four values as one number, if the depth is a multiple of four.
     """
 
     block_depth: int
     block_columns: int
     num_warps: int
-    scan_depth: int = 32
+    in_words: bool = True
 
     @classmethod
     def for_kernel(cls, kernel: Kernel) -> TilesConfig:
-        """A tile with one scale is one program; columns are read in tiles of 128 by 64."""
-        return cls(_TILE, _TILE, 8) if kernel == "tiles" else cls(128, 64, 4)
+        """A tile with one scale is one program; columns are read in tiles of 64 by 64."""
+        return cls(_TILE, _TILE, 8) if kernel == "tiles" else cls(64, 64, 4)

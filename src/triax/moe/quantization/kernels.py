@@ -16,10 +16,8 @@ def _magnitude(x):
 
 
 @triton.jit
-def _largest(sizes, AXIS: tl.constexpr, FINITE: tl.constexpr):
-    if FINITE:
-        sizes = tl.where(sizes < _INFINITY, sizes, 0)
-    return tl.max(sizes, AXIS)
+def _finite(sizes):
+    return tl.where(sizes < _INFINITY, sizes, 0)
 
 
 @triton.jit
@@ -87,37 +85,40 @@ def _quantize_rows_kernel(
         mask = inside & (columns < depth)
         x = tl.load(x_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
         sizes = _magnitude(x)
-        largest = _largest(sizes, 1, False)
+        largest = tl.max(sizes, 1)
         special = tl.max(largest, 0) >= _INFINITY
         if NAN is not None:
             if special:
-                largest = _largest(sizes, 1, True)
+                largest = tl.max(_finite(sizes), 1)
         scale = _scale(largest, LARGEST)
         values = _quantized(x, _inverse(scale)[:, None], special, values_ptr, NAN, INFINITY)
         tl.store(values_ptr + row + columns, values, mask=mask)
     else:
         tl.static_assert(BLOCK is None)
-        found = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
-        for first in range(0, depth, BLOCK_COLUMNS):
-            mask = inside & (first + columns < depth)
-            x = tl.load(x_ptr + row + first + columns, mask=mask, other=0.0).to(tl.float32)
-            found = tl.maximum(found, _magnitude(x))
-        special = tl.max(tl.max(found, 1), 0) >= _INFINITY
+        sizes = _row_sizes(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, False)
+        special = tl.max(tl.max(sizes, 1), 0) >= _INFINITY
         if NAN is not None:
-            if special:  # rare: once more, of what is finite
-                found = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.int32)
-                for first in range(0, depth, BLOCK_COLUMNS):
-                    mask = inside & (first + columns < depth)
-                    x = tl.load(x_ptr + row + first + columns, mask=mask, other=0.0).to(tl.float32)
-                    sizes = _magnitude(x)
-                    found = tl.maximum(found, tl.where(sizes < _INFINITY, sizes, 0))
-        scale = _scale(tl.max(found, 1), LARGEST)
+            if special:
+                sizes = _row_sizes(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, True)
+        scale = _scale(tl.max(sizes, 1), LARGEST)
         for first in range(0, depth, BLOCK_COLUMNS):
             mask = inside & (first + columns < depth)
             x = tl.load(x_ptr + row + first + columns, mask=mask, other=0.0).to(tl.float32)
             values = _quantized(x, _inverse(scale)[:, None], special, values_ptr, NAN, INFINITY)
             tl.store(values_ptr + row + first + columns, values, mask=mask)
     tl.store(scales_ptr + index, scale, mask=index < num_blocks)
+
+
+@triton.jit
+def _row_sizes(row_ptr, inside, columns, depth, STEP: tl.constexpr, FINITE: tl.constexpr):
+    """The largest of every STEP numbers of rows, over all of their depth."""
+    found = tl.zeros([inside.shape[0], STEP], tl.int32)
+    for first in range(0, depth, STEP):
+        mask = inside & (first + columns < depth)
+        x = tl.load(row_ptr + first + columns, mask=mask, other=0.0).to(tl.float32)
+        sizes = _magnitude(x)
+        found = tl.maximum(found, _finite(sizes) if FINITE else sizes)
+    return found
 
 
 @triton.jit
@@ -134,87 +135,92 @@ def _quantize_tiles_kernel(
     INFINITY: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    SCAN_DEPTH: tl.constexpr,
+    IN_WORDS: tl.constexpr,
 ):
     # One program for some columns of a group [depth, width]: all of their depth, with a scale for
-    # each column, in two passes; or one tile of it, with one scale.
+    # each; or one tile, with one scale, whose second read is from the cache. IN_WORDS transposes
+    # four values along the depth as one number.
     column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
     tiles = column_tiles
     if not WHOLE_DEPTH:
         tiles *= tl.cdiv(depth, BLOCK_DEPTH)
     group = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0) % tiles
-    columns = tile % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    rows = tl.arange(0, BLOCK_DEPTH)
+    column_tile = tile % column_tiles
+    columns = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     x_ptr += group * depth * width
     values_ptr += group * depth * width
+    start = 0
+    stop = depth
+    if not WHOLE_DEPTH:
+        start = tile // column_tiles * BLOCK_DEPTH
+        stop = start + BLOCK_DEPTH
+
+    sizes = _tile_sizes(x_ptr, start, stop, columns, depth, width, BLOCK_DEPTH, False)
+    top = tl.max(tl.max(sizes, 1), 0)
+    special = top >= _INFINITY
+    if NAN is not None:
+        if special:
+            sizes = _tile_sizes(x_ptr, start, stop, columns, depth, width, BLOCK_DEPTH, True)
+            top = tl.max(tl.max(sizes, 1), 0)
     if WHOLE_DEPTH:
-        largest = _largest_of_columns(
-            x_ptr, columns, depth, width, False, SCAN_DEPTH, BLOCK_COLUMNS
-        )
-        special = tl.max(largest, 0) >= _INFINITY
-        if NAN is not None:
-            if special:  # rare: once more, of what is finite
-                largest = _largest_of_columns(
-                    x_ptr, columns, depth, width, True, SCAN_DEPTH, BLOCK_COLUMNS
-                )
-        scale = _scale(largest, LARGEST)
-        tl.store(scales_ptr + group * width + columns, scale, mask=columns < width)
-        for first in range(0, depth, BLOCK_DEPTH):
-            x, mask = _load_tile(x_ptr, first + rows, columns, depth, width)
-            values = _quantized(x, _inverse(scale)[None, :], special, values_ptr, NAN, INFINITY)
-            _store_tile(values_ptr, first + rows, columns, depth, width, values, mask, TRANSPOSED)
+        largest = tl.max(sizes, 0)
+        at = group * width + columns
+        mask = columns < width
     else:
-        row_tile = tile // column_tiles
-        rows += row_tile * BLOCK_DEPTH
-        x, mask = _load_tile(x_ptr, rows, columns, depth, width)
-        sizes = _magnitude(x)
-        largest = tl.max(_largest(sizes, 1, False), 0)
-        special = largest >= _INFINITY
-        if NAN is not None:
-            if special:
-                largest = tl.max(_largest(sizes, 1, True), 0)
-        scale = _scale(tl.full([1, 1], 0, tl.int32) + largest, LARGEST)
-        values = _quantized(x, _inverse(scale), special, values_ptr, NAN, INFINITY)
-        _store_tile(values_ptr, rows, columns, depth, width, values, mask, TRANSPOSED)
-        at = tile
+        largest = tl.full([BLOCK_COLUMNS], 0, tl.int32) + top
         if TRANSPOSED:
-            at = tile % column_tiles * (tiles // column_tiles) + row_tile
-        one = tl.arange(0, 1)
-        tl.store(scales_ptr + group * tiles + at + one[:, None] + one[None, :], scale)
+            tile = column_tile * (tiles // column_tiles) + tile // column_tiles
+        at = group * tiles + tile + tl.zeros_like(columns)
+        mask = columns % BLOCK_COLUMNS == 0
+    scale = _scale(largest, LARGEST)
+    tl.store(scales_ptr + at, scale, mask=mask)
+
+    inverse = _inverse(scale)[None, :]
+    for first in range(start, stop, BLOCK_DEPTH):
+        if IN_WORDS:
+            rows = first // 4 + tl.arange(0, BLOCK_DEPTH // 4)
+            words = tl.zeros([BLOCK_DEPTH // 4, BLOCK_COLUMNS], tl.int32)
+            for part in tl.static_range(4):
+                x = _load_tile(x_ptr, 4 * rows + part, columns, depth, width)
+                values = _quantized(x, inverse, special, values_ptr, NAN, INFINITY)
+                words |= values.to(tl.uint8, bitcast=True).to(tl.int32) << 8 * part
+            out_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            _store_tile(out_ptr, rows, columns, depth // 4, width, words, TRANSPOSED)
+        else:
+            rows = first + tl.arange(0, BLOCK_DEPTH)
+            x = _load_tile(x_ptr, rows, columns, depth, width)
+            values = _quantized(x, inverse, special, values_ptr, NAN, INFINITY)
+            _store_tile(values_ptr, rows, columns, depth, width, values, TRANSPOSED)
 
 
 @triton.jit
-def _largest_of_columns(
-    x_ptr,
-    columns,
-    depth,
-    width,
-    FINITE: tl.constexpr,
-    SCAN_DEPTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+def _tile_sizes(
+    x_ptr, start, stop, columns, depth, width, STEP: tl.constexpr, FINITE: tl.constexpr
 ):
-    found = tl.zeros([SCAN_DEPTH, BLOCK_COLUMNS], tl.int32)
-    for first in range(0, depth, SCAN_DEPTH):
-        x, _ = _load_tile(x_ptr, first + tl.arange(0, SCAN_DEPTH), columns, depth, width)
+    """The largest of every STEP numbers of columns, from row `start` to `stop`."""
+    found = tl.zeros([STEP, columns.shape[0]], tl.int32)
+    for first in range(start, stop, STEP):
+        x = _load_tile(x_ptr, first + tl.arange(0, STEP), columns, depth, width)
         sizes = _magnitude(x)
-        if FINITE:
-            sizes = tl.where(sizes < _INFINITY, sizes, 0)
-        found = tl.maximum(found, sizes)
-    return tl.max(found, 0)
+        found = tl.maximum(found, _finite(sizes) if FINITE else sizes)
+    return found
 
 
 @triton.jit
 def _load_tile(x_ptr, rows, columns, depth, width):
-    mask = (rows < depth)[:, None] & (columns < width)[None, :]
     at = rows.to(tl.int64)[:, None] * width + columns[None, :]
-    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), mask
+    mask = (rows < depth)[:, None] & (columns < width)[None, :]
+    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_tile(values_ptr, rows, columns, depth, width, values, mask, TRANSPOSED: tl.constexpr):
+def _store_tile(values_ptr, rows, columns, depth, width, values, TRANSPOSED: tl.constexpr):
     if TRANSPOSED:
+        values = tl.trans(values)
         at = columns.to(tl.int64)[:, None] * depth + rows[None, :]
-        tl.store(values_ptr + at, tl.trans(values), mask=tl.trans(mask))
+        mask = (columns < width)[:, None] & (rows < depth)[None, :]
     else:
-        tl.store(values_ptr + rows.to(tl.int64)[:, None] * width + columns[None, :], values, mask)
+        at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+        mask = (rows < depth)[:, None] & (columns < width)[None, :]
+    tl.store(values_ptr + at, values, mask=mask)

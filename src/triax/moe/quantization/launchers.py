@@ -92,7 +92,7 @@ def _quantize(
             part = block[-1]
         elif parts > 1:  # all parts are whole: they are the rows of a narrower array
             depth, parts = block[-1], 1
-        rows = RowsConfig.for_depth(min(depth, block[-1]), array.dtype.itemsize)
+        rows = RowsConfig.for_depth(min(depth, block[-1]))
         found = launch(
             kernels._quantize_rows_kernel,
             array.reshape(-1),
@@ -118,6 +118,7 @@ def _quantize(
             grid=programs,
             WHOLE_DEPTH=kernel == "columns",
             TRANSPOSED=transposed,
+            IN_WORDS=tiles.in_words and transposed and array.shape[-2] % 4 == 0,
             **options,
         )
     swap = _swapped if transposed else tuple
