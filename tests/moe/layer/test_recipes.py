@@ -123,6 +123,15 @@ def test_the_layer(recipe, implementation):
         assert 0.005 < error < 0.1
 
 
+@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+def test_tokens_are_quantized_before_they_move(monkeypatch, recipe):
+    """The same bits as of the rows afterwards, gradients too."""
+    found = value_and_gradients(layer(), recipe, align_size=8)
+    monkeypatch.setattr(recipes, "quantized_rows", lambda *args, **how: None)
+    for a, b in zip(found, value_and_gradients(layer(), recipe, align_size=8), strict=True):
+        assert_same_bits(a, b)
+
+
 def test_tokens_cut_over_devices():
     given = layer()
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])

@@ -22,6 +22,7 @@ from triax.moe.layer import recipes
 from triax.moe.layer.recipes import Recipe
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
+from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.api import route
 from triax.moe.shared import arguments, sharding
 from triax.moe.shared.arrays import at_least_float32
@@ -114,7 +115,10 @@ def _run(options: Options, *operands: Any) -> FeedForward:
         **how,
     )
     rows, row_weights, _ = permute(given.x, plan, weights=weights, **how)
-    out = _experts(options, given, rows, row_weights, plan.group_sizes)
+    quantized = None
+    if options.recipe is not None and options.weights_on == "output":
+        quantized = recipes.quantized_rows(options.recipe, given.x, plan, **how)
+    out = _experts(options, given, rows, row_weights, plan.group_sizes, quantized)
     tokens = unpermute(out, plan, **how)
     return FeedForward(tokens, plan.group_counts, plan.num_dropped, weights, experts)
 
@@ -155,7 +159,12 @@ def _route(options: Options, given: Operands) -> Any:
 
 
 def _experts(
-    options: Options, given: Operands, rows: Any, row_weights: Any, group_sizes: Any
+    options: Options,
+    given: Operands,
+    rows: Any,
+    row_weights: Any,
+    group_sizes: Any,
+    quantized: ScaledArray | None = None,
 ) -> jax.Array:
     """What the experts make of their rows, times the rows' weights."""
     how: dict[str, Any] = {"implementation": options.implementation}
@@ -166,11 +175,13 @@ def _experts(
         # A function need not be finite at zero, which pad rows are; others leave these zero.
         row_weights = is_row.astype(wider) if callable(options.activation) else None
 
-    def multiply(rows: Any, weights: Any, bias: Any, bias_weights: Any = None) -> jax.Array:
-        multiply = ragged_dot
+    def multiply(
+        rows: Any, weights: Any, bias: Any, bias_weights: Any = None, quantized: Any = None
+    ) -> jax.Array:
+        product: Any = ragged_dot
         if options.recipe is not None:
-            multiply = functools.partial(recipes.multiply, options.recipe)
-        return multiply(
+            product = functools.partial(recipes.multiply, options.recipe, quantized=quantized)
+        return product(
             rows,
             weights,
             group_sizes,
@@ -183,9 +194,9 @@ def _experts(
     if isinstance(given.w_gate_up, tuple):
         biases = given.b_gate_up or (None, None)
         both = zip(given.w_gate_up, biases, strict=True)
-        gate_up: Any = tuple(multiply(rows, weights, bias) for weights, bias in both)
+        gate_up: Any = tuple(multiply(rows, w, bias, quantized=quantized) for w, bias in both)
     else:
-        gate_up = multiply(rows, given.w_gate_up, given.b_gate_up)
+        gate_up = multiply(rows, given.w_gate_up, given.b_gate_up, quantized=quantized)
     kind: dict[str, Any] = {"activation": options.activation, "interleaved": options.interleaved}
     inner = glu(gate_up, row_weights, **kind, **how)
     return multiply(inner, given.w_down, given.b_down, row_weights)

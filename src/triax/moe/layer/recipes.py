@@ -12,12 +12,13 @@ import functools
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul.api import ragged_dot
+from triax.moe.permutation.api import permute
+from triax.moe.plans.reference import Plan
 from triax.moe.quantization.api import quantize
 from triax.moe.quantization.scaled import ScaledArray
 
@@ -93,26 +94,43 @@ def multiply(
     bias_weights: jax.Array | None,
     transpose_weights: bool,
     implementation: Any,
+    quantized: ScaledArray | None = None,
 ) -> jax.Array:
-    """`ragged_dot` of arrays that are quantized as the recipe says."""
+    """`ragged_dot` of arrays that are quantized as the recipe says.
+
+    `quantized` are the rows as `quantized_rows` has them, if they are there already.
+    """
     how = _How(recipe, transpose_weights, implementation)
-    out = _multiply(how, rows, weights, group_sizes, bias, bias_weights)
+    out = _multiply(how, rows, weights, group_sizes, bias, bias_weights, quantized)
     return checkpoint_name(out, "triax_ragged_dot")
 
 
+def quantized_rows(recipe: Recipe, x: jax.Array, plan: Plan, **how: Any) -> ScaledArray | None:
+    """The tokens' rows in 8 bits: tokens are fewer, and so are the bytes that then move."""
+    if recipe.forward is None:
+        return None
+    x8 = _quantized_rows(recipe.forward, jax.lax.stop_gradient(x), _DTYPES[0], **how)
+    moved: Any = permute(x8.values, plan, scales=x8.scales, **how)
+    return ScaledArray(moved.rows, moved.scales, x8.block)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(how: _How, rows: Any, weights: Any, sizes: Any, bias: Any, bias_weights: Any) -> Any:
+def _multiply(
+    how: _How, rows: Any, weights: Any, sizes: Any, bias: Any, bias_weights: Any, quantized: Any
+) -> Any:
     options = _options(how, rows.dtype)
     if (scaling := how.recipe.forward) is None:
         options["transpose_weights"] = how.transposed
     else:
-        rows = _quantized_rows(how, scaling, rows, _DTYPES[0])
+        rows = quantized or _quantized_rows(
+            scaling, rows, _DTYPES[0], implementation=how.implementation
+        )
         weights = _quantized_weights(how, scaling, weights, 2 if how.transposed else 1)
     return ragged_dot(rows, weights, sizes, bias=bias, bias_weights=bias_weights, **options)
 
 
 def _forward(how: _How, *operands: Any) -> Any:
-    return _multiply(how, *operands), operands
+    return _multiply(how, *operands), operands[:-1]
 
 
 def _backward(how: _How, operands: Any, gradient: Any) -> Any:
@@ -134,11 +152,13 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
     if (scaling := how.recipe.rows_gradient) is None:
         options["transpose_weights"] = not how.transposed
     else:
-        gradient = _quantized_rows(how, scaling, gradient, how.recipe.gradient_dtype)
+        gradient = _quantized_rows(
+            scaling, gradient, how.recipe.gradient_dtype, implementation=how.implementation
+        )
         weights = _quantized_weights(how, scaling, weights, 1 if how.transposed else 2)
     d_rows = ragged_dot(gradient, weights, sizes, **options)
-    no_sizes = np.zeros(sizes.shape, jax.dtypes.float0)
-    return d_rows, by_weights[0], no_sizes, *by_weights[1:]
+    # Group sizes have no gradient, and that of the rows is all of what is quantized, too.
+    return d_rows, by_weights[0], None, *by_weights[1:], None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -149,9 +169,11 @@ def _options(how: _How, dtype: Any) -> dict[str, Any]:
     return {"preferred_element_type": dtype, "implementation": how.implementation} | fast
 
 
-def _quantized_rows(how: _How, scaling: Scaling, rows: jax.Array, dtype: str) -> ScaledArray:
+def _quantized_rows(
+    scaling: Scaling, rows: jax.Array, dtype: str, *, implementation: Any
+) -> ScaledArray:
     block = (1, None if scaling == "rows" else _BLOCK)
-    return quantize(rows, dtype, block=block, implementation=how.implementation)
+    return quantize(rows, dtype, block=block, implementation=implementation)
 
 
 def _quantized_weights(how: _How, scaling: Scaling, weights: jax.Array, depth: int) -> ScaledArray:
