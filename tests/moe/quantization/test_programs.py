@@ -56,3 +56,15 @@ def test_a_gpu_that_does_not_round_to_8_bits_takes_plain_jax(monkeypatch):
         with pytest.raises(UnsupportedError, match=f"capability 80 do not round to {dtype}"):
             kernels((100, 256), dtype, block=(1, 128), implementation="triton")
     assert len(kernels((100, 256), "int8", block=(1, 128))) == 1
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize(("block", "transposed"), [((1, 1, None), False), ((1, None, 1), True)])
+def test_products_are_rounded_before_they_are_rounded_to_integers(monkeypatch, block, transposed):
+    """ptxas makes one operation of a multiplication and an addition, unless both say `.rn`."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    (ptx,) = kernels((4, 512, 256), "int8", block=block, transposed=transposed)
+    assert "add.rn.f32" in ptx
+    assert "mul.rn.f32" in ptx
+    for fused in ("fma.rn.f32", "add.f32", "mul.f32"):
+        assert fused not in ptx

@@ -81,6 +81,8 @@ def _quantize(
             jax.ShapeDtypeStruct((math.prod(scales),), jnp.float32),
         ),
         "implementation": implementation,
+        # A multiplication and the rounding after it are two steps.
+        "backend_options": {"enable_fp_fusion": False},
         "LARGEST": kind.largest,
         "NAN": kind.nan,
         "INFINITY": kind.infinity,
