@@ -463,6 +463,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/gpt_oss": lambda: where("gpt_oss"),
     "where/float32": lambda: where("float32"),
     "adopting": adopting,
+    "where/adopting": lambda: where("adopting") if _adopting_times() else "",
     **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
