@@ -49,6 +49,7 @@ PRESETS = {
     "llama4-maverick": "Llama 4 Maverick",
     "fine-grained": "64 small experts",
 }
+CODEBASES = ("maxtext", "haliax", "jax-llm-examples", "skyrl")
 MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad")
 
 
@@ -322,6 +323,60 @@ def gpt_oss() -> str:
     return table(["", "", "", "of the time without", "of its dense matmuls' speed"], rows)
 
 
+def adopting() -> str:
+    """What the patches of other codebases are, and what their tests say."""
+    rows = []
+    for key, found in record("adopting_tests")["codebases"].items():
+        page = f"[{found['name']}]({key}.md)"
+        lines = f"+{found['added']} −{found['removed']}"
+        rows.append([page, f"{found['source']}, {found['version']}", lines, _speedups(key)])
+    head = ["", "patched", "lines", "times as fast on a GPU"]
+    return table(head, rows)
+
+
+def adopting_tests(key: str) -> str:
+    """A codebase's tests before and after the patch."""
+    rows = []
+    for found in record("adopting_tests")["codebases"][key]["tests"]:
+        files = ", ".join(f"`{name}`" for name in found["files"].split(", "))
+        counts = [
+            ", ".join(f"{count} {what}" for what, count in found[when].items() if count)
+            for when in ("before", "after")
+        ]
+        rows.append([files, found["jax"], *counts])
+    return table(["tests", "JAX", "before", "after"], rows)
+
+
+def _adopting_times() -> Any:
+    path = ROOT / "benchmarks" / "adopting.json"
+    return record("adopting")["results"] if path.exists() else {}
+
+
+def _speedups(key: str) -> str:
+    """The least and the greatest over a codebase's cases, against the best that runs there."""
+    found = [
+        min((way["of_patched"] for name, way in case.items() if name != "patched" and "ms" in way))
+        for case in _adopting_times().get(key, {}).values()
+        if any(name != "patched" and "ms" in way for name, way in case.items())
+    ]
+    return f"{min(found):.1f} to {max(found):.1f}" if found else "–"
+
+
+def adopting_times(key: str) -> str:
+    """Each case before and after the patch."""
+    cases = _adopting_times().get(key)
+    if not cases:
+        return "Not measured yet.\n"
+    rows = []
+    for name, ways in cases.items():
+        for way, found in ways.items():
+            cells = ["–", found.get("error", "").partition(":")[0]]
+            if "ms" in found:
+                cells = [f"{found['ms']:.2f} ms", f"{found.get('of_patched', 1.0):.2f}"]
+            rows.append([name, way, *cells])
+    return table(["", "", "time", "of the patched one's"], rows)
+
+
 def layers() -> str:
     """The whole layer, forward and backward, against its matmuls as dense ones."""
     rows = [
@@ -439,6 +494,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpt_oss": gpt_oss,
     "where/gpt_oss": lambda: where("gpt_oss"),
     "where/float32": lambda: where("float32"),
+    "adopting": adopting,
+    "where/adopting": lambda: where("adopting") if _adopting_times() else "",
+    **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
+    **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
     "gallery": gallery,
     "where/gallery": lambda: where("gallery"),
