@@ -312,6 +312,68 @@ def group_offset() -> str:
     return table(["", "`group_offset`", "these rows alone", "zeros", "of both"], rows)
 
 
+def eight_bits(part: str) -> Any:
+    """A part of what was measured of products and layers in 8 bits."""
+    return record("eight_bits")[part]
+
+
+def eight_bit_products() -> str:
+    """TFLOP/s of products in 8 bits."""
+    rows = []
+    for name, ways in eight_bits("products").items():
+        rates = [" / ".join(f"{rate:,.0f}" for rate in found.values()) for found in ways.values()]
+        rows.append([name, *rates])
+    return table(["even / uneven groups", *ways], rows)
+
+
+def eight_bit_errors() -> str:
+    """Errors of products in 8 bits."""
+    rows = [
+        [name, f"{found['of sums']:.1e}", f"{found['in all']:.1e}"]
+        for name, found in eight_bits("errors").items()
+    ]
+    return table(["", "of the sums", "with rounding to 8 bits"], rows)
+
+
+def eight_bit_layers() -> str:
+    """The layer, forward and backward, by recipe."""
+    rows = [
+        [name, way, f"{found['ms']:.1f} ms", f"{found['speedup']:.2f}"]
+        for name, ways in eight_bits("layers").items()
+        for way, found in ways.items()
+    ]
+    return table(["", "recipe", "", "times as fast"], rows)
+
+
+def eight_bit_decode() -> str:
+    """Rows of 16 bits times weights of 8."""
+    rows = [
+        [name, f"{found['median_us']:,.0f} µs", f"{found['fraction_of_read']:.2f}"]
+        for name, found in eight_bits("decode").items()
+    ]
+    return table(["128 tokens", "", "of a read of the weights"], rows)
+
+
+def learning() -> str:
+    """Losses after training in 8 bits."""
+    rows = []
+    for name, found in record("learning")["results"].items():
+        mean = sum(found["held_out"]) / len(found["held_out"])
+        rows.append(
+            [name, f"{mean:.3f}", f"{found['change']:+.2%}", f"{found['largest_change']:.2%}"]
+        )
+    return table(["", "loss", "mean change", "largest change of a seed"], rows)
+
+
+def quantize() -> str:
+    """How fast arrays are quantized."""
+    rows = [
+        [name, str(found["shape"]), f"{found['median_us']:,.0f} µs", f"{found['of_copy']:.2f}"]
+        for name, found in record("quantize")["results"].items()
+    ]
+    return table(["", "shape", "", "of a copy's speed"], rows)
+
+
 def gpt_oss() -> str:
     """gpt-oss's own layer, forward and backward, against the same without its extras."""
     rows = [
@@ -489,6 +551,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers_on_gpus": layers_on_gpus,
     "tokens_cut": tokens_cut,
     "float32": float32,
+    "eight_bits/products": eight_bit_products,
+    "eight_bits/errors": eight_bit_errors,
+    "eight_bits/layers": eight_bit_layers,
+    "eight_bits/decode": eight_bit_decode,
+    "where/eight_bits": lambda: where("eight_bits"),
+    "learning": learning,
+    "where/learning": lambda: where("learning"),
+    "quantize": quantize,
+    "where/quantize": lambda: where("quantize"),
     "group_offset": group_offset,
     "where/group_offset": lambda: where("group_offset"),
     "gpt_oss": gpt_oss,
