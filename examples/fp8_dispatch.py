@@ -27,35 +27,21 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 840, 512, 16, 2  # tokens of up to eight device
 BLOCK = 128
 
 
-def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Values [tokens, hidden] in float8_e4m3fn, and float32 scales [tokens, hidden / BLOCK]."""
-    blocks = x.astype(jnp.float32).reshape(len(x), -1, BLOCK)
-    largest = jnp.max(jnp.abs(blocks), axis=2)
-    scales = jnp.where(largest == 0, 1, largest / float(jnp.finfo(jnp.float8_e4m3fn).max))
-    values = (blocks / scales[:, :, None]).astype(jnp.float8_e4m3fn)
-    return values.reshape(x.shape), scales
-
-
-def dequantise(values: jax.Array, scales: jax.Array) -> jax.Array:
-    return values.astype(jnp.float32) * jnp.repeat(scales, BLOCK, axis=1)
-
-
 @jax.jit
 def permuted(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The rows as bfloat16, and from 8-bit floats."""
     plan = moe.make_plan(experts, num_experts=EXPERTS)
-    values, scales = quantise(x)
-    moved = moe.permute(values, plan, scales=scales)
-    return moe.permute(x, plan), dequantise(moved.rows, moved.scales)
+    rows = moe.permute(moe.quantize(x, block=(1, BLOCK)), plan)
+    return moe.permute(x, plan), rows.dequantize()
 
 
 def dispatched(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same for the rows that arrive at each device."""
     weights = jnp.ones(experts.shape)
-    values, scales = quantise(x)
     plain = moe.dispatch(x, weights, experts, EXPERTS, "expert", scheme="token")
-    sent = moe.dispatch(values, weights, experts, EXPERTS, "expert", scheme="token", scales=scales)
-    return plain.rows, dequantise(sent.rows, sent.scales)
+    x8 = moe.quantize(x, block=(1, BLOCK))
+    sent = moe.dispatch(x8, weights, experts, EXPERTS, "expert", scheme="token")
+    return plain.rows, sent.rows.dequantize()
 
 
 def compare(name: str, num_rows: int, rows: jax.Array, restored: jax.Array) -> float:

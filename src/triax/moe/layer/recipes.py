@@ -110,8 +110,8 @@ def quantized_rows(recipe: Recipe, x: jax.Array, plan: Plan, **how: Any) -> Scal
     if recipe.forward is None:
         return None
     x8 = _quantized_rows(recipe.forward, jax.lax.stop_gradient(x), _DTYPES[0], **how)
-    moved: Any = permute(x8.values, plan, scales=x8.scales, **how)
-    return ScaledArray(moved.rows, moved.scales, x8.block)
+    rows: Any = permute(x8, plan, **how)
+    return rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, overload
 
 import jax
@@ -15,6 +16,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation import configs, ops
 from triax.moe.permutation.reference import Permuted, Routes
 from triax.moe.plans.reference import Plan
+from triax.moe.quantization.scaled import ScaledArray, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -70,7 +72,8 @@ def permute(
     "triax_permuted_weights" and "triax_permuted_scales": name them in a policy to keep them.
 
     Args:
-      x: [tokens, hidden], any dtype.
+      x: [tokens, hidden], any dtype, or a `ScaledArray` with scales for each token, whose rows are
+        one, too.
       plan: from `make_plan`. Wrong values in its arrays misplace rows, but never touch memory
         outside.
       weights: float [tokens, top_k], moved along: each row gets that of its (token, slot). Their
@@ -87,6 +90,13 @@ def permute(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
+    if isinstance(x, ScaledArray):
+        values, of_tokens = tokens("x", x, scales)
+        moved: Any = permute(
+            values, plan, weights=weights, scales=of_tokens, implementation=implementation
+        )
+        rows: Any = dataclasses.replace(x, values=moved.rows, scales=moved.scales)
+        return rows if weights is None else Permuted(rows, moved.weights, None)
     routes = routes_of(plan)
     num_tokens, top_k = routes.row_of.shape
     x = arguments.array("x", x, ("tokens", "hidden"))

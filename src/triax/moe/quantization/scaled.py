@@ -73,6 +73,27 @@ class ScaledArray:
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
 
 
+def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array]:
+    """The values [tokens, hidden] and scales [tokens, …] of the argument `name`, to be moved.
+
+    Raises:
+      ArgumentTypeError: `scales` is given too.
+      ArgumentValueError: tokens share scales, or the array is not one of tokens.
+    """
+    check(name, x)
+    if scales is not None:
+        raise ArgumentTypeError(
+            f"Argument `scales` is given, and `{name}` is a ScaledArray, which has scales. Leave "
+            "`scales` out."
+        )
+    if x.ndim != 2 or x.transposed or (x.block[0] != 1 and x.shape[0] > 1):
+        raise ArgumentValueError(
+            f"Argument `{name}` must be [tokens, hidden] with scales of its own for each token: "
+            f"`block=(1, …)`; got shape {x.shape}, block {x.block} and transposed={x.transposed}."
+        )
+    return x.values, x.scales
+
+
 def num_blocks(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales."""
     return tuple(-(-size // of) for size, of in zip(shape, block, strict=True))

@@ -1,0 +1,81 @@
+"""Scaled arrays on their way to experts: values and scales move together."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from triax import moe
+from triax.testing import assert_same_bits
+
+TOKENS, HIDDEN, EXPERTS, TOP_K = 24, 80, 8, 2
+
+
+def draw():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.bfloat16)
+    experts = rng.random((TOKENS, EXPERTS)).argsort(axis=1)[:, :TOP_K].astype(np.int32)
+    weights = rng.random((TOKENS, TOP_K), np.float32)
+    return x, jnp.asarray(experts), jnp.asarray(weights)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize("block", [(1, None), (1, 32)])
+def test_rows_are_quantized_as_if_after_the_move(block, implementation):
+    x, experts, weights = draw()
+    plan = moe.make_plan(experts, EXPERTS, align_size=4)
+    x8 = moe.quantize(x, block=block)
+    how = {"implementation": implementation}
+    rows = moe.permute(x8, plan, **how)
+    after = moe.quantize(moe.permute(x, plan), block=block)
+    assert_same_bits(rows.dequantize(), after.dequantize())
+    moved = moe.permute(x8, plan, weights=weights, **how)
+    assert_same_bits(moved.rows.values, rows.values)
+    assert_same_bits(moved.weights, moe.permute(x, plan, weights=weights).weights)
+    assert moved.scales is None
+    w8 = moe.quantize(jnp.ones((EXPERTS, HIDDEN, 16)), block=(1, None, 1), transposed=True)
+    assert_same_bits(
+        moe.ragged_dot(rows, w8, plan.group_sizes), moe.ragged_dot(after, w8, plan.group_sizes)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["token", "choice"])
+def test_between_devices(scheme):
+    """The same rows as of tokens that are not quantized before, to the last bit."""
+    x, experts, weights = draw()
+    mesh = Mesh(np.array(jax.devices()[:4]), ("e",))
+
+    def move(x, experts, weights):
+        how = {"scheme": "token"} if scheme == "token" else {"scheme": scheme, "exchange": "ragged"}
+        sent = moe.dispatch(moe.quantize(x, block=(1, 32)), weights, experts, EXPERTS, "e", **how)
+        plain = moe.dispatch(x, weights, experts, EXPERTS, "e", **how)
+        assert sent.scales is None
+        back = moe.combine(sent.rows.dequantize(), sent.plan, weights=sent.weights)
+        return sent.rows.dequantize(), moe.quantize(plain.rows, block=(1, 32)).dequantize(), back
+
+    split = jax.shard_map(
+        move, mesh=mesh, in_specs=PartitionSpec("e"), out_specs=PartitionSpec("e"), check_vma=False
+    )
+    rows, wanted, back = jax.jit(split)(x, experts, weights)
+    assert_same_bits(rows, wanted)
+    whole = moe.quantize(x, block=(1, 32)).dequantize() * weights.sum(1)[:, None]
+    np.testing.assert_allclose(back, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"block": (2, None)}, "`x` must be \\[tokens, hidden\\] with scales of its own for each"),
+        ({"block": (1, None), "transposed": True}, "with scales of its own for each token"),
+    ],
+)
+def test_tokens_that_share_scales(change, match):
+    x, experts, _ = draw()
+    plan = moe.make_plan(experts, EXPERTS)
+    with pytest.raises(ValueError, match=match):
+        moe.permute(moe.quantize(x, **change), plan)
+    with pytest.raises(TypeError, match="`scales` is given, and `x` is a ScaledArray"):
+        moe.permute(moe.quantize(x, block=(1, None)), plan, scales=jnp.ones((TOKENS, 1)))
