@@ -276,7 +276,16 @@ def test_the_layer_is_the_models(name, implementation):
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V3", "Llama 4", "two arrays"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-oss",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("only other arguments of the layer"))
+            for name in ("DeepSeek-V3", "Llama 4", "two arrays")
+        ),
+    ],
+)
 def test_experts_spread_over_devices(name):
     """Inside `shard_map` the layer is that of one device, its gradients too."""
     router, _, options = MODELS[name]
@@ -304,7 +313,9 @@ def test_experts_spread_over_devices(name):
     np.testing.assert_array_equal(out.experts, expected.experts)
 
 
-@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize(
+    "weights_on", ["output", pytest.param("input", marks=pytest.mark.slow("nearly the same"))]
+)
 def test_functions_that_are_not_finite_at_zero(weights_on):
     """Pad rows, which are zeros, reach no weights."""
     options = MODELS["Mixtral"][2] | {"weights_on": weights_on}

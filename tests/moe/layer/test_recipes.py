@@ -53,9 +53,19 @@ def run(arrays, recipe, transposed=False, implementation=None):
     return out, *pull(gradient)
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+SLOW = pytest.mark.slow("ops of the recipe have tests of their own, on all paths")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "transposed", "implementation"),
+    [
+        ("rows", False, "interpret"),
+        ("blocks", True, "xla"),
+        pytest.param("rows", True, "xla", marks=SLOW),
+        pytest.param("rows", True, "interpret", marks=SLOW),
+        pytest.param("blocks", False, "interpret", marks=SLOW),
+    ],
+)
 def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
     arrays = draw(transposed)
     rows, weights, bias, by, gradient = arrays
@@ -106,8 +116,14 @@ def value_and_gradients(given, recipe, **how):
     return tokens, *gradients
 
 
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
-@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+@pytest.mark.parametrize(
+    ("recipe", "implementation"),
+    [
+        ("rows", "interpret"),
+        pytest.param("rows", "xla", marks=SLOW),
+        pytest.param("blocks", "interpret", marks=SLOW),
+    ],
+)
 def test_the_layer(recipe, implementation):
     """Near the layer in bfloat16, but another."""
     given = layer()
@@ -123,7 +139,7 @@ def test_the_layer(recipe, implementation):
         assert 0.005 < error < 0.1
 
 
-@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+@pytest.mark.parametrize("recipe", [pytest.param("rows", marks=SLOW), "blocks"])
 def test_tokens_are_quantized_before_they_move(monkeypatch, recipe):
     """The same bits as of the rows afterwards, gradients too."""
     found = value_and_gradients(layer(), recipe, align_size=8)
