@@ -44,6 +44,8 @@ def _ragged_dot(
     options: Options,
 ) -> jax.Array:
     wider = _sum_dtype(rows.dtype, options.dtype)
+    if options.blocked:  # whose scaled values are floats
+        wider = at_least_float32(options.dtype)
     if options.row_block is not None and row_scales is not None:
         rows, row_scales = _scaled(rows, row_scales, (1, options.row_block), wider), None
     if options.weight_block[1] is not None and group_scales is not None:
