@@ -109,6 +109,21 @@ def test_offsets_of_a_batch(implementation):
             assert_close(found[name][i], array, terms=64)
 
 
+@pytest.mark.parametrize("offset", [-1, -3, -(2**40), 2**40])
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_an_offset_of_64_bits(offset, promotion):
+    """The same as of 32 bits, before the first group too."""
+    rows, weights = jnp.ones((8, 16)), jnp.stack([jnp.full((16, 16), i + 1.0) for i in range(3)])
+    near = max(-9, min(9, offset))
+    how = {"implementation": "xla"}
+    wanted = moe.ragged_dot(rows, weights, np.array([5, 2]), group_offset=jnp.int32(near), **how)
+    with jax.enable_x64(), jax.numpy_dtype_promotion(promotion):
+        out = moe.ragged_dot(
+            rows, weights, jnp.array([5, 2], "int32"), group_offset=jnp.int64(offset), **how
+        )
+        assert_same_bits(out, wanted)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", [("a", None), (None, "a")])
 def test_over_devices(kind, cut):

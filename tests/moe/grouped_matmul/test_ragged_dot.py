@@ -288,3 +288,10 @@ def test_nothing_to_multiply(implementation, rows, weights):
     assert d_rows.shape == rows
     assert d_weights.shape == weights
     assert not np.any(d_weights)
+
+
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_biases_of_no_groups(num_rows):
+    arrays = jnp.ones((num_rows, 0)), jnp.ones((0, 0, 3)), np.zeros(0, np.int32)
+    out = moe.ragged_dot(*arrays, bias=jnp.ones((0, 3)))
+    np.testing.assert_array_equal(out, np.zeros((num_rows, 3)))

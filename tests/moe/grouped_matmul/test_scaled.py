@@ -185,6 +185,81 @@ def test_no_derivative(way):
         jax.grad(of_weights)(weights.scales)
 
 
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize(
+    "block", [(1, 1, None), (1, None, None), (1, 32, 64), (1, 64, 32), (1, 16, 128)]
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_as_in_torch(implementation, block, transposed):
+    """Of `transpose_weights`, stored either way; blocks are named as the weights are."""
+    rng = np.random.default_rng(2)
+    rows = jnp.asarray(rng.standard_normal((ROWS, 128), np.float32))
+    spread = np.exp(rng.standard_normal((5, 128, 1)) + rng.standard_normal((5, 1, 128)))
+    weights = moe.quantize(jnp.asarray(spread, jnp.float32), block=block, transposed=transposed)
+    how = {"transpose_weights": True, "implementation": implementation}
+    out, pull = jax.vjp(lambda rows: moe.ragged_dot(rows, weights, SIZES, **how), rows)
+    exact = exactly(weights)
+    assert_close(out, oracle.ragged_dot(rows, np.swapaxes(exact, 1, 2), SIZES), terms=128)
+    assert_close(pull(rows)[0], oracle.ragged_dot(rows, exact, SIZES), terms=128)
+
+
+@pytest.mark.parametrize("block", [(1, 1, None), (1, None, 1)])
+def test_scales_of_columns_are_not_those_of_the_depth(block):
+    """Square weights, where both have the same shape."""
+    weights = moe.quantize(jnp.ones((5, 64, 64)), block=block)
+    with pytest.raises(ValueError, match="`weights` must have scales of blocks"):
+        moe.ragged_dot(jnp.ones((8, 64)), weights, SIZES, transpose_weights=block[1] is None)
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 4, 8), (0, 0, 4, 8), (5, 3, 4, 0), (5, 0, 0, 8)])
+def test_nothing_to_multiply(sizes):
+    num_rows, depth, groups, columns = sizes
+    rows = jnp.ones((num_rows, depth))
+    for block in ((1, None, 1), (1, None, None), (1, 128, 128)):
+        weights = moe.quantize(jnp.ones((groups, depth, columns)), block=block, transposed=True)
+        for left in (rows, moe.quantize(rows, block=(1, None))):
+            out = moe.ragged_dot(left, weights, np.ones(groups, np.int32))
+            np.testing.assert_array_equal(out, np.zeros((num_rows, columns)))
+
+
+@pytest.mark.parametrize("block", [(1, None, 1), (1, 32, 32), (1, None, None)])
+def test_float64_rows(block):
+    with jax.enable_x64():
+        rng = np.random.default_rng(3)
+        weights = moe.quantize(
+            jnp.asarray(rng.standard_normal((5, 64, 64)), jnp.float32), block=block
+        )
+        rows = jnp.asarray(rng.standard_normal((ROWS, 64)))
+        out, pull = jax.vjp(lambda rows: moe.ragged_dot(rows, weights, SIZES), rows)
+        assert_close(out, oracle.ragged_dot(rows, exactly(weights), SIZES), terms=64)
+        back = oracle.ragged_dot(rows, np.swapaxes(exactly(weights), 1, 2), SIZES)
+        assert_close(pull(rows)[0], back, terms=64)
+
+
+@pytest.mark.parametrize("block", [(1, None, 1), (1, 32, 32), (1, None, None)])
+def test_weights_cut_by_group_on_explicit_axes(block):
+    """The rows' gradient, and the array itself."""
+    rng = np.random.default_rng(4)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
+    weights, rows, sizes = (
+        moe.quantize(normal(4, 64, 64), block=block),
+        normal(24, 64),
+        [9, 0, 7, 5],
+    )
+
+    @jax.jit
+    def run(weights):
+        multiply = lambda rows: moe.ragged_dot(rows, weights, jnp.array(sizes))
+        return *jax.vjp(multiply, rows)[1](rows), weights.dequantize()
+
+    plain = run(weights)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        cut = jax.device_put(weights, NamedSharding(mesh, PartitionSpec("a")))
+        for found, wanted in zip(run(cut), plain, strict=True):
+            assert_close(np.asarray(found), np.asarray(wanted, np.float64), terms=64)
+
+
 MISTAKES = {
     "odd blocks of rows": (rows_of(48), WAYS["blocks"][1], {}, "`rows` must have scales of blocks"),
     "rows share scales": (

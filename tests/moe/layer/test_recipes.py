@@ -160,6 +160,47 @@ def test_tokens_cut_over_devices():
         assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
 
 
+@pytest.mark.parametrize(("recipe", "of_x"), [("rows", ()), ("blocks", (None, "a"))])
+def test_gradients_with_width_or_hidden_cut_on_explicit_axes(recipe, of_x):
+    given = layer()
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    plain = value_and_gradients(given, recipe)
+    specs = (
+        [of_x, (), (None, "a"), (None, None, "a")]
+        if of_x
+        else [(), (), (None, None, "a"), (None, "a")]
+    )
+    with jax.set_mesh(mesh):
+        put = lambda array, spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+        found = jax.jit(lambda *given: value_and_gradients(given, recipe))(*map(put, given, specs))
+    for a, b in zip(found, plain, strict=True):
+        assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
+
+
+def test_gradients_inside_shard_map_with_the_width_cut():
+    """Tokens are the same on all devices, and each has a part of the experts' width."""
+    x, logits, w_gate_up, w_down = layer(dtype="float32")
+    given = x, logits, tuple(jnp.split(w_gate_up, 2, axis=2)), w_down
+
+    def loss(total, *given):
+        tokens = moe.feed_forward(*given, top_k=2, recipe=moe.Recipe("rows", None)).tokens
+        return jnp.sum(jnp.sin(total(tokens)))
+
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec
+
+    def cut(x, logits, w_gate_up, w_down):
+        return loss(lambda tokens: jax.lax.psum(tokens, "a"), x, logits, w_gate_up, w_down)
+
+    specs = spec(), spec(), spec(None, None, "a"), spec(None, "a")
+    spread = jax.shard_map(cut, mesh=mesh, in_specs=specs, out_specs=spec())
+    found = jax.jit(jax.grad(spread, (0, 1, 2, 3)))(*given)
+    wanted = jax.grad(lambda *given: loss(lambda tokens: tokens, *given), (0, 1, 2, 3))(*given)
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)
+
+
 def test_weights_that_are_quantized():
     """In place of arrays, for inference and for the gradient of the tokens."""
     x, logits, *weights = layer()

@@ -109,7 +109,7 @@ def ragged_dot(
     if isinstance(weights, ScaledArray):
         transpose_weights ^= weights.transposed
     rows, row_scales, row_block = scaled.rows(rows, row_scales)
-    weights, group_scales, weight_block = scaled.weights(weights, group_scales)
+    weights, group_scales, weight_block = scaled.weights(weights, group_scales, transpose_weights)
     rows = arguments.array("rows", rows, ("rows", "depth"))
     weights = arguments.array("weights", weights, ("groups", "depth", "columns"))
     group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
@@ -159,7 +159,7 @@ def ragged_dot(
         bias=bias,
         bias_weights=bias_weights,
     )
-    if not depth and bias is not None:
+    if not depth and bias is not None and num_rows and num_groups and columns:
         implementation = "xla"  # nothing to multiply, but something to add
     elif not (num_rows and depth and num_groups and columns):
         empty = jnp.zeros((num_rows, columns), result)
@@ -188,6 +188,8 @@ def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> Any:
             )
         return jnp.int32(group_offset)
     offset = arguments.array("group_offset", group_offset, (), jnp.integer)
+    if offset.dtype == jnp.int64:  # it matters how far before the first group it is
+        offset = jnp.clip(offset, -arguments.MAX_ROWS, arguments.MAX_ROWS).astype(jnp.int32)
     return arguments.as_int32(offset, num_sizes)
 
 
@@ -196,7 +198,7 @@ def _some_groups(groups: Groups, offset: jax.Array, count: int, num_rows: int) -
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), group_ends(groups, num_rows)])
     # Groups that do not exist are empty.
     num_sizes = groups.sizes.shape[0]
-    which = jnp.clip(offset, -count, num_sizes) + jnp.arange(count + 1)
+    which = jnp.clip(offset, -count, num_sizes) + jnp.arange(count + 1, dtype=jnp.int32)
     bounds = jnp.take(bounds, jnp.clip(which, 0, num_sizes), mode="clip")
     return Groups(jnp.diff(bounds), bounds[0])
 

@@ -60,7 +60,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
         options = call.options["options"]
         if only_weights and right is not None:
             right = reference.scaled_weights(
-                right, scales, options, transposed=call.op in _TRANSPOSED
+                right, scales, options, at_least_float32(dtype), transposed=call.op in _TRANSPOSED
             )
             right = right.astype(dtype)
         options = Options(dtype, options.precision, options.share)

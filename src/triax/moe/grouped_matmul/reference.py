@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from triax.compat import jax_private
 from triax.moe.grouped_matmul.launchers import Groups, Options, Side
+from triax.moe.quantization.scaled import spread
+from triax.moe.shared import sharding
 from triax.moe.shared.arrays import at_least_float32, running_sum
 
 _MOST_ROWS = 128  # of a tile
@@ -42,13 +44,15 @@ def _ragged_dot(
     options: Options,
 ) -> jax.Array:
     wider = _sum_dtype(rows.dtype, options.dtype)
+    if options.blocked:  # whose scaled values are floats
+        wider = at_least_float32(options.dtype)
     if options.row_block is not None and row_scales is not None:
-        rows, row_scales = _scaled(rows, row_scales, (1, options.row_block)), None
+        rows, row_scales = _scaled(rows, row_scales, (1, options.row_block), wider), None
     if options.weight_block[1] is not None and group_scales is not None:
-        weights = scaled_weights(weights, group_scales, options, transposed=transposed)
+        weights = scaled_weights(weights, group_scales, options, wider, transposed=transposed)
         group_scales = None
     if options.blocked:
-        rows, weights = (array.astype(jnp.float32) for array in (rows, weights))
+        rows, weights = (array.astype(wider) for array in (rows, weights))
         options = dataclasses.replace(options, precision="highest")
     if weights.dtype.itemsize < rows.dtype.itemsize:
         weights = weights.astype(rows.dtype)
@@ -81,24 +85,24 @@ def _ragged_dot(
 
 
 def scaled_weights(
-    weights: jax.Array, scales: jax.Array, options: Options, *, transposed: bool
+    weights: jax.Array, scales: jax.Array, options: Options, dtype: Any, *, transposed: bool
 ) -> jax.Array:
-    """Weights times the scales of groups, columns or blocks, in float32."""
+    """Weights times the scales of groups, columns or blocks."""
     block = options.weight_block[:: 1 if transposed else -1]
+    # Explicit axes may cut weights and scales in ways that do not go together.
+    scales = sharding.gathered(scales)
     scales = scales.reshape(weights.shape[0], *(scales.shape[1:] or (1, 1)))
     if scales.ndim == 2:
         scales = jnp.expand_dims(scales, 2 if transposed else 1)
-    return _scaled(weights, scales, (1, *block))
+    return _scaled(weights, scales, (1, *block), dtype)
 
 
-def _scaled(values: jax.Array, scales: jax.Array, block: Sequence[int | None]) -> jax.Array:
-    """Values times the scales of their blocks, in float32."""
-    for axis, size in enumerate(block):
-        count = values.shape[axis]
-        scales = jnp.repeat(scales, size or count, axis=axis)[
-            tuple(slice(count if i == axis else None) for i in range(scales.ndim))
-        ]
-    return values.astype(jnp.float32) * scales.astype(jnp.float32)
+def _scaled(
+    values: jax.Array, scales: jax.Array, block: Sequence[int | None], dtype: Any
+) -> jax.Array:
+    """Values times the scales of their blocks."""
+    sizes = tuple(of or size for of, size in zip(block, values.shape, strict=True))
+    return values.astype(dtype) * spread(scales.astype(dtype), values.shape, sizes)
 
 
 def group_outer_reference(*operands: Any, options: Options) -> jax.Array:
@@ -222,7 +226,7 @@ def _over_tiles(
         end, tiles_left = ends[group], last_tiles[group] - index
         first = end - sizes[group] + (-(-sizes[group] // block) - tiles_left) * block
         start = jnp.minimum(first, num_rows - block)
-        row = start + jnp.arange(block)[:, None]
+        row = start + jnp.arange(block, dtype=jnp.int32)[:, None]
         with jax.default_matmul_precision(options.plain_precision):
             return step(_Tile(group, start, (row >= first) & (row < end)), sums)
 
@@ -247,7 +251,7 @@ def group_ends(groups: Groups, num_rows: int) -> jax.Array:
 
 def group_of_rows(groups: Groups, num_rows: int) -> jax.Array:
     """The group of each row; their number for rows outside of all."""
-    rows = jnp.arange(num_rows)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
     group = _group_of(rows, group_ends(groups, num_rows))
     if groups.first_row is None:
         return group

@@ -30,6 +30,8 @@ def rows(array: Any, row_scales: Any) -> Unpacked:
     _check("rows", array, 2, "row_scales", row_scales)
     if array.transposed:
         raise _unsupported("rows", array, "rows that are stored as such (`transposed=False`)")
+    if not array.values.size:  # no scales, or none that matter
+        return Unpacked(array.values, None, None)
     per_row, depth = array.block
     if per_row == 1 and depth >= array.shape[1]:
         return Unpacked(array.values, array.scales.reshape(-1), None)
@@ -38,18 +40,20 @@ def rows(array: Any, row_scales: Any) -> Unpacked:
     raise _unsupported("rows", array, "(1, depth) or (1, a power of two from 32 on)")
 
 
-def weights(array: Any, group_scales: Any) -> Unpacked:
+def weights(array: Any, group_scales: Any, transposed: bool) -> Unpacked:
     """Weights, whose scales are [groups], [groups, columns], or those of blocks.
 
-    The block is of columns and depth.
+    The block is of columns and depth. `transposed` is whether values are [groups, columns, depth].
     """
     if not isinstance(array, ScaledArray):
         return Unpacked(array, group_scales, (None, None))
     _check("weights", array, 3, "group_scales", group_scales)
-    _, depth, columns = array.shape
-    per_group, deep, wide = array.block
-    if array.transposed:
-        wide, deep = deep, wide
+    if not array.values.size:  # no scales, or none that matter
+        return Unpacked(array.values, None, (None, None))
+    order = slice(None, 0, -1) if transposed else slice(1, None)
+    depth, columns = array.values.shape[order]
+    per_group = array.block[0]
+    deep, wide = array.block[order]
     if per_group == 1 and deep >= depth:
         if wide >= columns:
             return Unpacked(array.values, array.scales.reshape(-1), (None, None))

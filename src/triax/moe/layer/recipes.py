@@ -15,12 +15,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
+from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul.api import ragged_dot
 from triax.moe.permutation.api import permute
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.api import quantize
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared import sharding
 
 Scaling = Literal["rows", "blocks"]
 _SCALINGS = ("rows", "blocks")
@@ -101,7 +103,10 @@ def multiply(
     `quantized` are the rows as `quantized_rows` has them, if they are there already.
     """
     how = _How(recipe, transpose_weights, implementation)
-    out = _multiply(how, rows, weights, group_sizes, bias, bias_weights, quantized)
+    operands = rows, weights, group_sizes, bias, bias_weights, quantized
+    # Inside shard_map, gradients vary over all of these mesh axes; the casts' transposes sum them.
+    varying = jax_private.insert_varying_casts(jax.tree.leaves(operands))
+    out = _multiply(how, *jax.tree.unflatten(jax.tree.structure(operands), varying))
     return checkpoint_name(out, "triax_ragged_dot")
 
 
@@ -148,7 +153,9 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
             implementation=how.implementation,
         )
 
-    by_weights = jax.vjp(plain, weights, bias, bias_weights)[1](gradient)
+    # Products in 8 bits may be cut over other explicit axes than those of arrays.
+    out, pull = jax.vjp(plain, weights, bias, bias_weights)
+    by_weights = pull(sharding.cast(gradient, sharding.type_of(out)))
     if (scaling := how.recipe.rows_gradient) is None:
         options["transpose_weights"] = not how.transposed
     else:
@@ -156,7 +163,7 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
             scaling, gradient, how.recipe.gradient_dtype, implementation=how.implementation
         )
         weights = _quantized_weights(how, scaling, weights, 1 if how.transposed else 2)
-    d_rows = ragged_dot(gradient, weights, sizes, **options)
+    d_rows = sharding.cast(ragged_dot(gradient, weights, sizes, **options), sharding.type_of(rows))
     # Group sizes have no gradient, and that of the rows is all of what is quantized, too.
     return d_rows, by_weights[0], None, *by_weights[1:], None
 

@@ -13,6 +13,7 @@ import numpy as np
 from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.shared import sharding
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)))
 """The dtypes that values may have."""
@@ -101,8 +102,10 @@ def num_blocks(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
     """Scales, repeated for each number of their blocks where they do not broadcast."""
+    repeats = [of > 1 and count > 1 for of, count in zip(block, scales.shape, strict=True)]
+    scales = sharding.gathered(scales, *(i for i, repeat in enumerate(repeats) if not repeat))
     for axis, (size, of) in enumerate(zip(shape, block, strict=True)):
-        if of > 1 and scales.shape[axis] > 1:
+        if repeats[axis]:
             repeated = jnp.repeat(scales, of, axis=axis)
             scales = jax.lax.slice_in_dim(repeated, 0, size, axis=axis)
     return scales
