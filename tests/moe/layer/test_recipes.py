@@ -84,6 +84,14 @@ def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
         assert_same_bits(found, plain)
 
 
+def test_products_that_are_not_quantized_have_the_precision_in_force():
+    arrays = draw()
+    with jax.default_matmul_precision("tensorfloat32"):
+        text = str(jax.make_jaxpr(lambda *a: run(a, moe.Recipe(None, None)))(*arrays))
+    assert "tensorfloat32" in text
+    assert "FAST_ACCUM" not in text
+
+
 def test_each_product_is_chosen():
     """Those that are not quantized are as without a recipe, bit for bit."""
     arrays = draw()

@@ -36,6 +36,7 @@ WRONG = [
     ({"normalize": 0}, ArgumentValueError, "`normalize` must be a bool, or a finite p of at least"),
     ({"normalize": 0.5}, ArgumentValueError, "(the 1-norm of scores is their sum); got 0.5"),
     ({"normalize": float("inf")}, ArgumentValueError, "a finite p of at least 1 (the 1-norm"),
+    ({"normalize": 1e39}, ArgumentValueError, "(the 1-norm of scores is their sum); got 1e+39"),
     ({"normalize": float("nan")}, ArgumentValueError, "at least 1 (the 1-norm of scores is"),
     (
         {"normalize": 2, "score": "none"},

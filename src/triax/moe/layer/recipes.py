@@ -123,7 +123,7 @@ def quantized_rows(recipe: Recipe, x: jax.Array, plan: Plan, **how: Any) -> Scal
 def _multiply(
     how: _How, rows: Any, weights: Any, sizes: Any, bias: Any, bias_weights: Any, quantized: Any
 ) -> Any:
-    options = _options(how, rows.dtype)
+    options = _options(how, rows.dtype, how.recipe.forward)
     if (scaling := how.recipe.forward) is None:
         options["transpose_weights"] = how.transposed
     else:
@@ -140,7 +140,7 @@ def _forward(how: _How, *operands: Any) -> Any:
 
 def _backward(how: _How, operands: Any, gradient: Any) -> Any:
     rows, weights, sizes, bias, bias_weights = operands
-    options = _options(how, rows.dtype)
+    options = _options(how, rows.dtype, how.recipe.rows_gradient)
 
     def plain(weights: Any, bias: Any, bias_weights: Any) -> jax.Array:
         return ragged_dot(
@@ -171,8 +171,8 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
 _multiply.defvjp(_forward, _backward)
 
 
-def _options(how: _How, dtype: Any) -> dict[str, Any]:
-    fast = {"precision": _FAST} if how.recipe.fast_sums else {}
+def _options(how: _How, dtype: Any, scaling: Scaling | None) -> dict[str, Any]:
+    fast = {"precision": _FAST} if how.recipe.fast_sums and scaling is not None else {}
     return {"preferred_element_type": dtype, "implementation": how.implementation} | fast
 
 

@@ -23,6 +23,8 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "none"]
 GroupScore = Literal["top2", "max"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
+_LARGEST_NORM = 1e30  # whose inverse float32 holds, too
+
 
 def route(
     logits: Any,
@@ -144,7 +146,7 @@ def _norm_order(normalize: Any, score: Score) -> float:
             "Argument `normalize` must be a bool, or a Python number, the p of a norm; got "
             f"{messages.shown(normalize)}."
         )
-    if not (math.isfinite(normalize) and normalize >= 1):
+    if not 1 <= normalize <= _LARGEST_NORM:
         raise ArgumentValueError(
             "Argument `normalize` must be a bool, or a finite p of at least 1 (the 1-norm of "
             f"scores is their sum); got {normalize!r}."

@@ -94,7 +94,7 @@ def _check_unsupported(
         "group_offset": "Cut the kernel and the group sizes before.",
         "quantizer_set": "For 8 bits call `triax.moe.ragged_dot` with 8-bit arrays and scales.",
         "kernel_fsdp_info": "Gather the kernel before, with `jax.lax.all_gather`.",
-        "kernel_amax": "It is for quantisation, which Triax does not do.",
+        "kernel_amax": "It is for quantizers, which `triax.moe.quantize` is instead.",
     }
     quantizers = ("x", "kernel", "dgrad")
     given = {
