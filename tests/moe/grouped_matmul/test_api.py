@@ -17,7 +17,7 @@ MISTAKES = {
     "rows": (([1.0], W, SIZES), {}, "`rows` must be an array of shape"),
     "rank": ((X, W[0], SIZES), {}, r"`weights` must have shape \[groups, depth, columns\]"),
     "depth": ((X, W[:, :3], SIZES), {}, r"`weights` must have the depth of `rows`, 4.*3, 3\)\.$"),
-    "torch's layout": ((X, jnp.ones((2, 3, 4)), SIZES), {}, r"`weights\.swapaxes\(1, 2\)`"),
+    "torch's layout": ((X, jnp.ones((2, 3, 4)), SIZES), {}, "that is `transpose_weights`"),
     "groups": ((X, W, jnp.array([1, 2, 3])), {}, "one size for each of the 2 groups"),
     "sizes": ((X, W, jnp.array([1.0, 2.0])), {}, "`group_sizes` must have an integer dtype"),
     "row scales": ((X, W, SIZES), {"row_scales": jnp.ones(5)}, "for each of the 6 rows"),

@@ -122,7 +122,7 @@ def ragged_dot(
         raise ArgumentValueError(
             f"Argument `weights` must have the depth of `rows`, {depth}, as its "
             f"{'third' if transpose_weights else 'second'} size; got shape {weights.shape}."
-            + (arguments.transpose_remedy("weights") if columns == depth else "")
+            + (arguments.transpose_remedy() if columns == depth else "")
         )
     of = "groups of `weights`"
     if group_offset is None:

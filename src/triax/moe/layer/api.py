@@ -322,7 +322,7 @@ def _check_shape(name: str, array: Any, shape: tuple[int, ...], of: str) -> None
         swapped = len(shape) == 3 and array.shape == (shape[0], shape[2], shape[1])
         raise ArgumentValueError(
             f"Argument `{name}` must have shape {shape} to go with {of}; got {array.shape}."
-            + (arguments.transpose_remedy(name) if swapped else "")
+            + (arguments.transpose_remedy() if swapped else "")
         )
 
 

@@ -53,9 +53,12 @@ def check_length(name: str, array: jax.Array, length: int, one: str, of: str) ->
         )
 
 
-def transpose_remedy(name: str) -> str:
+def transpose_remedy() -> str:
     """What to do about weights that are right but for the order of their last two axes."""
-    return f" If they are [experts, out, in], as in torch, transpose them: `{name}.swapaxes(1, 2)`."
+    return (
+        " It would be right with its last two axes swapped: that is `transpose_weights`, True for "
+        "[experts, out, in], as in torch."
+    )
 
 
 def check_wide(name: str, array: jax.Array, remedy: str) -> None:
