@@ -403,7 +403,7 @@ def test_kernels_do_all_on_cuda(monkeypatch):
         (
             {"w_down": jnp.ones((EXPERTS, HIDDEN, WIDTH))},
             ArgumentValueError,
-            r"`w_down` must have shape \(5, 24, 16\) .*; got \(5, 16, 24\)\. .*that is `transpose_weights`",
+            r"`w_down` must have shape \(5, 24, 16\) .*; got \(5, 16, 24\)\. .*`transpose_weights`",
         ),
         (
             {"w_gate_up": jnp.ones((EXPERTS, 2 * WIDTH, HIDDEN))},
