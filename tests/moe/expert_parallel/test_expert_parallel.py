@@ -16,7 +16,7 @@ from packaging.version import Version
 from triax import moe
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.expert_parallel import api, exchange, tokens
+from triax.moe.expert_parallel import choices, exchange, tokens
 from triax.testing import assert_same_bits
 
 WAYS = {
@@ -500,12 +500,12 @@ def test_defaults(monkeypatch, devices, top_k, processes, num_bytes, expected):
     x = jax.ShapeDtypeStruct((num_bytes, 1), np.int8)
     job = None if processes == 1 else types.SimpleNamespace(num_processes=processes)
     monkeypatch.setattr(jax_private, "key_value_client", lambda: job)
-    ragged = api._is_better_ragged(x, devices)
-    assert api._choose(None, None, top_k, devices, ragged) == expected
+    ragged = choices.is_better_ragged(x, devices)
+    assert choices.choose(None, None, top_k, devices, ragged) == expected
 
 
 def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
-    monkeypatch.setattr(api, "_MIN_RAGGED_BYTES", 0)
+    monkeypatch.setattr(choices, "_MIN_RAGGED_BYTES", 0)
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("d", "explicit"), axis_types=kinds)
     count = 4 * TOKENS

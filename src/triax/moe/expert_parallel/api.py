@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from triax import messages
-from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
+from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme, choose, is_better_ragged
 from triax.moe.expert_parallel.tokens import Ways, collect, padded_plan, ragged_ways, send
 from triax.moe.permutation.api import permute, routes_of, unpermute, weights_by_slot
 from triax.moe.plans.api import make_plan, make_plan_from_mask
@@ -28,18 +28,7 @@ from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
-from triax.moe.shared.sharding import explicit_mesh, gathered
-
-Scheme = Literal["token", "choice"]
-ExchangeMethod = Literal["padded", "ragged"]
-# The GPUs, all of one process, that XLA's kernel for ragged exchanges writes to; with more XLA of
-# JAX 0.11 wants flags, or stops with an error.
-_MOST_GPUS = 8
-# What a device's tokens have at least for a ragged exchange, which needs more messages before: on
-# two H200s 15 MB go there and back in 0.38 ms padded and 0.45 ragged, 59 MB in 1.19 and 1.11.
-_MIN_RAGGED_BYTES = 1 << 25
-# Where a token goes to more devices than this share of its choices, rows go straight to experts.
-_WORTH_A_TOKEN = 0.9
+from triax.moe.shared.sharding import gathered
 
 
 @functools.partial(
@@ -191,8 +180,8 @@ def dispatch(
     if capacity is not None:
         limit = min(arguments.integer("capacity", capacity, 0), limit)
         scheme = scheme or "token"  # a choice's capacity is another
-    ragged = _is_better_ragged(x, num_devices)
-    scheme, exchange = _choose(scheme, exchange, experts.shape[1], num_devices, ragged)
+    ragged = is_better_ragged(x, num_devices)
+    scheme, exchange = choose(scheme, exchange, experts.shape[1], num_devices, ragged)
     if num_rows is None:
         # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
         pairs = limit * experts.shape[1]
@@ -220,34 +209,6 @@ class _Axis(NamedTuple):
     name: Any
     devices: int
     experts: int  # of each device
-
-
-def _is_better_ragged(x: jax.Array, num_devices: int) -> bool:
-    job = jax_private.key_value_client()  # `jax.process_count` would start a backend
-    local = 1 < num_devices <= _MOST_GPUS and (job is None or job.num_processes == 1)
-    # Beside explicit axes it has not been tried on GPUs.
-    return local and x.size * x.dtype.itemsize >= _MIN_RAGGED_BYTES and explicit_mesh(x) is None
-
-
-def _choose(
-    scheme: Any, exchange: Any, top_k: int, num_devices: int, ragged: bool
-) -> tuple[Scheme, ExchangeMethod]:
-    """Checks what was asked for; chooses the rest as the docstring of `dispatch` says."""
-    arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
-    arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
-    needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
-    if scheme is None:
-        many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k
-        may_be_ragged = exchange == "ragged" or (exchange is None and ragged)
-        scheme = "choice" if many and may_be_ragged else "token"
-    if scheme == "choice":
-        if exchange == "padded":
-            raise ArgumentValueError(
-                'Argument `exchange` must be "ragged" or None with scheme "choice", whose rows go '
-                'straight to their places; got "padded".'
-            )
-        return "choice", "ragged"
-    return scheme, exchange or ("ragged" if ragged else "padded")
 
 
 def _send_tokens(

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul import ops, scaled
-from triax.moe.grouped_matmul.launchers import Groups, Options
+from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.reference import group_ends
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from triax.errors import DifferentiationError
 from triax.moe.grouped_matmul import launchers, reference
-from triax.moe.grouped_matmul.launchers import Groups, Options
+from triax.moe.grouped_matmul.options import Groups, Options, Side
 from triax.moe.shared import linear
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
@@ -330,7 +330,7 @@ def _part_of_both(
     return tuple(a.astype(to) for a, to in zip(found, (options.dtype, kind), strict=True))
 
 
-def _outer_and_sum(side: launchers.Side, letters: str) -> Op:
+def _outer_and_sum(side: Side, letters: str) -> Op:
     return Op(
         f"group_outer_and_sum_of_{side}",
         arguments=("rk", "rn", _of_groups, "r"),

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.compat import jax_private
-from triax.moe.grouped_matmul.launchers import Groups, Options, Side
+from triax.moe.grouped_matmul.options import Groups, Options, Side
 from triax.moe.quantization.scaled import spread
 from triax.moe.shared import sharding
 from triax.moe.shared.arrays import at_least_float32, running_sum

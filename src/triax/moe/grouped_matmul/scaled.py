@@ -16,7 +16,7 @@ _LEAST = 32
 
 
 class Unpacked(NamedTuple):
-    """Values, their scales, and `block`, which is one of `launchers.Options`."""
+    """Values, their scales, and `block`, which is one of `Options`."""
 
     values: Any
     scales: jax.Array | None
