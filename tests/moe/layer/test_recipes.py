@@ -60,7 +60,7 @@ SLOW = pytest.mark.slow("ops of the recipe have tests of their own, on all paths
     ("recipe", "transposed", "implementation"),
     [
         ("rows", False, "interpret"),
-        ("blocks", True, "xla"),
+        pytest.param("blocks", True, "xla", marks=SLOW),
         pytest.param("rows", True, "xla", marks=SLOW),
         pytest.param("rows", True, "interpret", marks=SLOW),
         pytest.param("blocks", False, "interpret", marks=SLOW),
@@ -156,6 +156,7 @@ def test_tokens_are_quantized_before_they_move(monkeypatch, recipe):
         assert_same_bits(a, b)
 
 
+@pytest.mark.slow("the layer's sharding has tests of its own")
 def test_tokens_cut_over_devices():
     given = layer()
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
@@ -168,7 +169,9 @@ def test_tokens_cut_over_devices():
         assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
 
 
-@pytest.mark.parametrize(("recipe", "of_x"), [("rows", ()), ("blocks", (None, "a"))])
+@pytest.mark.parametrize(
+    ("recipe", "of_x"), [("rows", ()), pytest.param("blocks", (None, "a"), marks=SLOW)]
+)
 def test_gradients_with_width_or_hidden_cut_on_explicit_axes(recipe, of_x):
     given = layer()
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
