@@ -91,7 +91,7 @@ def _check_unsupported(
     group_offset: Any, quantizer_set: Any, kernel_fsdp_info: Any, kernel_amax: Any
 ) -> None:
     remedies = {
-        "group_offset": "Cut the kernel and the group sizes before.",
+        "group_offset": "Call `triax.moe.ragged_dot`, which takes one.",
         "quantizer_set": "For 8 bits call `triax.moe.ragged_dot` with 8-bit arrays and scales.",
         "kernel_fsdp_info": "Gather the kernel before, with `jax.lax.all_gather`.",
         "kernel_amax": "It is for quantizers, which `triax.moe.quantize` is instead.",
