@@ -110,3 +110,8 @@ def test_eight_bits_have_no_gradient(implementation):
 
     with pytest.raises(DifferentiationError, match="float8_e4m3fn has no derivative"):
         jax.grad(loss)(X)
+
+
+def test_what_is_true_transposes():
+    same = [moe.ragged_dot(X, jnp.ones((2, 3, 4)), SIZES, transpose_weights=t) for t in (True, 2)]
+    assert (same[0] == same[1]).all()

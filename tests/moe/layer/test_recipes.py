@@ -46,7 +46,7 @@ def run(arrays, recipe, transposed=False, implementation=None):
         how = {"transpose_weights": transposed, "implementation": implementation}
         if recipe is None:
             return moe.ragged_dot(rows, weights, SIZES, bias=bias, bias_weights=by, **how)
-        found = recipes.resolve(recipe)
+        found = recipes.resolve(recipe, rows)
         return recipes.multiply(found, rows, weights, SIZES, bias=bias, bias_weights=by, **how)
 
     out, pull = jax.vjp(product, *operands)
@@ -254,6 +254,13 @@ def test_what_has_no_derivative():
 def test_mistakes(recipe, match):
     with pytest.raises((TypeError, ValueError), match=match):
         value_and_gradients(layer(), recipe)
+
+
+def test_a_recipe_for_64_bits():
+    with jax.enable_x64():
+        given = [array.astype("float64") for array in layer()]
+        with pytest.raises(TypeError, match="`recipe` is given, and `x` is of float64"):
+            value_and_gradients(given, "rows")
 
 
 def test_a_recipe_for_weights_that_are_quantized():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul import ops, scaled
-from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.options import FAST_SUMS, Groups, Options
 from triax.moe.grouped_matmul.reference import group_ends
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
@@ -106,6 +105,7 @@ def ragged_dot(
     only_weights = isinstance(weights, ScaledArray) and not isinstance(rows, ScaledArray)
     if isinstance(rows, ScaledArray) and preferred_element_type is None:
         preferred_element_type = jnp.bfloat16
+    transpose_weights = bool(transpose_weights)
     if isinstance(weights, ScaledArray):
         transpose_weights ^= weights.transposed
     rows, row_scales, row_block = scaled.rows(rows, row_scales)
@@ -166,9 +166,10 @@ def ragged_dot(
         # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
         return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
     share = min(1.0, num_groups / max(1, group_sizes.shape[0]))
-    options = Options(result, _precision_name(precision), share, row_block, weight_block)
-    if rows.dtype.itemsize < 4 and not (rows.dtype.itemsize == 1 and options.fast_sums):
-        options = dataclasses.replace(options, precision=None)
+    name = _precision_name(precision)
+    if rows.dtype.itemsize < 4 and not (rows.dtype.itemsize == 1 and name == FAST_SUMS):
+        name = None
+    options = Options(result, name, share, row_block, weight_block)
     groups = Groups(arguments.as_int32(group_sizes, num_rows))
     if group_offset is not None:
         groups = _some_groups(groups, group_offset, num_groups, num_rows)

@@ -13,7 +13,7 @@ _TF32 = {"default", "tensorfloat32", "TF32_TF32_F32"}
 _TF32X3 = {"high", "TF32_TF32_F32_X3"}
 
 # JAX's name for sums of products of 8-bit floats by the tensor cores alone.
-_FAST_SUMS = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+FAST_SUMS = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 
 Side = Literal["left", "right"]
 
@@ -60,7 +60,7 @@ class Options:
     @property
     def fast_sums(self) -> bool:
         """Whether tensor cores add up all products of 8-bit floats."""
-        return self.precision == _FAST_SUMS
+        return self.precision == FAST_SUMS
 
     @property
     def input_precision(self) -> str:

@@ -155,7 +155,7 @@ def feed_forward(
     shapes = _Shapes(num_local, transpose_weights)
     shapes.check("w_down", w_down, width, hidden, "`x` and `logits`")
     spec, _ = activations.resolve(activation, interleaved)
-    recipe = recipes.resolve(recipe)
+    recipe = recipes.resolve(recipe, x)
     w_gate_up, b_gate_up = _check_gate_up(w_gate_up, b_gate_up, spec, shapes, x, width, recipe)
     _check_dtype("w_down", w_down, x, recipe)
     b_down = shapes.bias("b_down", b_down, hidden)

@@ -18,6 +18,7 @@ from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul.api import ragged_dot
+from triax.moe.grouped_matmul.options import FAST_SUMS
 from triax.moe.permutation.api import permute
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.api import quantize
@@ -28,7 +29,6 @@ Scaling = Literal["rows", "blocks"]
 _SCALINGS = ("rows", "blocks")
 _BLOCK = 128
 _DTYPES = ("float8_e4m3fn", "float8_e5m2")
-_FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,15 @@ class Recipe:
     fast_sums: bool = True
 
 
-def resolve(recipe: Any) -> Recipe | None:
-    """The `Recipe` that the argument `recipe` is, or names."""
+def resolve(recipe: Any, x: jax.Array) -> Recipe | None:
+    """The `Recipe` that the argument `recipe` is, or names, for tokens of the dtype of `x`."""
     if recipe is None:
         return None
+    if x.dtype.itemsize > 4:
+        raise ArgumentTypeError(
+            f"Argument `recipe` is given, and `x` is of {x.dtype}, which is not quantized. Cast "
+            "`x` and the weights to float32 or less."
+        )
     if isinstance(recipe, str) and recipe in _SCALINGS:
         return Recipe(recipe, recipe)  # type: ignore[arg-type]
     if not isinstance(recipe, Recipe):
@@ -172,7 +177,7 @@ _multiply.defvjp(_forward, _backward)
 
 
 def _options(how: _How, dtype: Any, scaling: Scaling | None) -> dict[str, Any]:
-    fast = {"precision": _FAST} if how.recipe.fast_sums and scaling is not None else {}
+    fast = {"precision": FAST_SUMS} if how.recipe.fast_sums and scaling is not None else {}
     return {"preferred_element_type": dtype, "implementation": how.implementation} | fast
 
 
