@@ -176,11 +176,9 @@ def measure_layers():
                 if not jnp.linalg.norm((a - b).ravel()) <= 0.1 * jnp.linalg.norm(b.ravel()):
                     sys.exit(f"{name}, {way}: wrong")
         del leaves, plain
-        times = {way: [] for way in programs}
-        for _ in range(5):
-            for way, program in programs.items():
-                times[way].append(time_program(program, given, target_ms=60.0).median_us / 1000)
-        ms = {way: sorted(each)[2] for way, each in times.items()}
+        timed = {way: (program, given) for way, program in programs.items()}
+        us = gpu_record.in_turn(timed, rounds=5, target_ms=60.0)
+        ms = {way: time / 1000 for way, time in us.items()}
         found[name] = {way: {"ms": t, "speedup": ms["bfloat16"] / t} for way, t in ms.items()}
         print(name, found[name])
     return found

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from triax import moe
-from triax.bench.timing import time_program
 
 HIDDEN = WIDTH = 2880
 TOP_K = 4
@@ -86,11 +85,9 @@ def main():
             if not error <= 0.01:
                 sys.exit(f"{name}: the kernel and the function differ by {error}")
         del actual, expected
-        times = {way: [] for way in programs}
-        for _ in range(7):
-            for way, program in programs.items():
-                times[way].append(time_program(program, given, target_ms=60.0).median_us / 1000)
-        ms = {way: sorted(each)[3] for way, each in times.items()}
+        timed = {way: (program, given) for way, program in programs.items()}
+        us = gpu_record.in_turn(timed, rounds=7, target_ms=60.0)
+        ms = {way: time / 1000 for way, time in us.items()}
         plain, whole = ms["swiglu, no biases"], ms["matmuls"]
         found[name] = {
             way: {"ms": t, "of_plain": t / plain, "of_matmuls": whole / t} for way, t in ms.items()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from triax.bench.runner import environment
+from triax.bench.timing import time_program
 from triax.devices import is_cuda
 
 
@@ -28,6 +31,17 @@ def output(doc: str, script: str) -> Path:
     if problem := missing_gpu():
         sys.exit(problem)
     return path
+
+
+def in_turn(
+    programs: dict[str, tuple[Callable[[Any], Any], Any]], *, rounds: int, target_ms: float
+) -> dict[str, float]:
+    """The median of each program's times of its operands, in µs, over rounds of all of them."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, (program, operands) in programs.items():
+            times[name].append(time_program(program, operands, target_ms=target_ms).median_us)
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def write(path: Path, **found: Any) -> None:

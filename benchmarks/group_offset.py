@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from triax import moe
-from triax.bench.timing import time_program
 
 ROWS, DEPTH, COLUMNS, GROUPS, LOCAL, OFFSET = 65536, 4096, 4096, 64, 8, 24
 EACH = ROWS // GROUPS
@@ -79,11 +78,7 @@ def main():
             if not jnp.array_equal(mine, expected):
                 sys.exit(f"{name}: other results than of the rows alone")
         del actual, wanted
-        times = {way: [] for way in programs}
-        for _ in range(5):
-            for way, (run, given) in programs.items():
-                times[way].append(time_program(run, given, target_ms=50.0).median_us)
-        us = {way: sorted(each)[2] for way, each in times.items()}
+        us = gpu_record.in_turn(programs, rounds=5, target_ms=50.0)
         ratio = us["offset"] / (us["rows alone"] + us["zeros"])
         found[name] = {"median_us": us, "of_both": ratio}
         print(name, {way: round(t, 1) for way, t in us.items()}, round(ratio, 3))
