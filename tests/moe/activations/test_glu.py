@@ -179,6 +179,63 @@ def test_functions_of_jax_and_what_they_close_over():
     assert_rounded_once(out, np.cos(gate_up[:, :20].astype(jnp.bfloat16).astype(np.float64)))
 
 
+def test_functions_of_interleaved_columns_have_all_derivatives():
+    """Pairs of 16 bits are stored by their bits, of which JAX takes the derivative for zero."""
+    gate_up, weights, gradient = map(jnp.asarray, draw(6, 10, "bfloat16"))
+    apart = lambda both: jnp.concatenate([both[:, ::2], both[:, 1::2]], axis=1)
+
+    def run(gate_up, weights, **how):
+        loss = lambda x, w: jnp.sum((op(x, w) * gradient).astype("float32") ** 3)
+        op = functools.partial(moe.glu, activation=lambda gate, up: jnp.sin(gate) * up, **how)
+        slope = jax.grad(loss, (0, 1))
+        steep = jax.grad(lambda x: jnp.sum(slope(x, weights)[0].astype("float32") ** 2))
+        tangents = jax.jvp(lambda x: slope(x, weights), (gate_up,), (jnp.cos(gate_up),))[1]
+        each = jax.vmap(slope, (0, None))(jnp.stack([gate_up, -gate_up]), weights)
+        looped = jax.lax.scan(lambda x, _: (x - slope(x, weights)[0], ()), gate_up, length=2)[0]
+        return (
+            loss(gate_up, weights),
+            *slope(gate_up, weights),
+            steep(gate_up),
+            tangents,
+            each,
+            looped,
+        )
+
+    found = run(gate_up, weights, interleaved=True)
+    wanted = run(apart(gate_up), weights)
+    found_leaves, wanted_leaves = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    for a, b in zip(found_leaves, wanted_leaves, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.any(b)
+        if a.shape[-1:] == (20,):
+            a = np.concatenate([a[..., ::2], a[..., 1::2]], axis=-1)
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_functions_of_rows_without_a_weight(interleaved):
+    """A weight of zero has a gradient; pad rows, which are zeros too, have none that is not."""
+    gate_up, weights, gradient = draw(6, 10, "bfloat16")
+    gate_up[3:5] = weights[2:5] = 0
+    gate_up[2, 4:8] = gate_up[5, [1, 10]] = 0
+    how = {"activation": lambda gate, up: jnp.sqrt(jnp.abs(gate)) + up + 1 / up}
+    out, pull = jax.vjp(
+        functools.partial(moe.glu, interleaved=interleaved, **how), jnp.asarray(gate_up), weights
+    )
+    d_gate_up, d_weights = map(np.asarray, pull(jnp.asarray(gradient)))
+    assert not np.any(np.asarray(out)[2:5])
+    assert not np.any(d_gate_up[2:5])
+    assert np.isfinite(d_weights[:5]).all()
+    assert d_weights[2] != 0
+    assert not np.isfinite(np.asarray(out)[5].astype(np.float32)).all()  # its own, with a weight
+    _, tangent = jax.jvp(
+        lambda w: moe.glu(jnp.asarray(gate_up), w, interleaved=interleaved, **how),
+        (weights,),
+        (np.ones_like(weights),),
+    )
+    assert np.isfinite(np.asarray(tangent, np.float32)[:5]).all()
+
+
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_second_derivatives_forward_mode_and_vmap(implementation, activation):

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
@@ -88,7 +89,7 @@ def glu(
         implementation, gate_up=gate_up, row_weights=row_weights
     )
     if function is not None:
-        out = _by_function(function, halves(gate_up, up, spec), row_weights)
+        out = _by_function(function, gate_up, up, row_weights, spec)
         return checkpoint_name(out, "triax_glu")
     if not gate_up.size:
         implementation = "xla"
@@ -161,25 +162,30 @@ def _floats(name: str, value: Any, columns: str) -> jax.Array:
 
 
 def _by_function(
-    function: Callable[..., Any], parts: tuple[jax.Array, ...], row_weights: jax.Array | None
+    function: Callable[..., Any],
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    spec: GluSpec,
 ) -> jax.Array:
     """Plain JAX, of which only the operands are kept for the gradient."""
-    dtype = parts[0].dtype
+    dtype = gate_up.dtype
     wider = at_least_float32(dtype)
 
     @jax.checkpoint
-    def run(parts: tuple[jax.Array, ...], row_weights: jax.Array | None) -> jax.Array:
-        wide = [part.astype(wider) for part in parts]
+    def run(gate_up: jax.Array, up: jax.Array | None, row_weights: jax.Array | None) -> jax.Array:
+        parts = [part.astype(wider) for part in halves(gate_up, up, spec)]
         if row_weights is None:
-            return checked(function(*wide)).astype(dtype)
-        # Pad rows are zeros with a weight of zero. They stay so if the function, or its slope,
-        # is not finite at zero, which would reach their group's weights.
-        some = functools.reduce(jnp.logical_or, (jnp.any(part != 0, axis=1) for part in wide))
-        is_row = (some | (row_weights != 0))[:, None]
-        out = checked(function(*(jnp.where(is_row, part, 1) for part in wide)))
-        return jnp.where(is_row, out * row_weights.astype(wider)[:, None], 0).astype(dtype)
+            return checked(function(*parts), parts).astype(dtype)
+        # Rows without a weight have no gradient, be the function's slope at them finite or not.
+        # Pad rows, which are zeros, stay so: their NaN would reach the weights of their group.
+        weighted = (row_weights != 0)[:, None]
+        some = functools.reduce(jnp.logical_or, (part != 0 for part in parts))
+        out = checked(function(*(_moving(part, weighted, np.True_) for part in parts)), parts)
+        out = _moving(out, weighted, weighted | some | jnp.isfinite(out))
+        return (out * row_weights.astype(wider)[:, None]).astype(dtype)
 
-    def checked(out: Any) -> jax.Array:
+    def checked(out: Any, parts: list[jax.Array]) -> jax.Array:
         is_real = hasattr(out, "dtype") and jnp.issubdtype(out.dtype, jnp.floating)
         if getattr(out, "shape", None) != parts[0].shape or not is_real:
             raise ArgumentValueError(
@@ -190,5 +196,16 @@ def _by_function(
         return found
 
     row_weights = None if row_weights is None else sharding.gathered(row_weights)
-    result: jax.Array = run(parts, row_weights)
+    result: jax.Array = run(gate_up, up, row_weights)
     return result
+
+
+@jax.custom_jvp
+def _moving(x: jax.Array, moving: Any, kept: Any) -> jax.Array:
+    """`x` where it is `kept`, else zero; only where `moving` it has a derivative."""
+    return jnp.where(kept, x, 0)
+
+
+@_moving.defjvp
+def _moving_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _moving(*primals), jnp.where(primals[1], tangents[0], 0)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.shared import linear
 from triax.moe.shared.arrays import at_least_float32
 
 Name = Literal["swiglu", "geglu", "geglu_exact", "silu", "gelu", "gelu_exact", "relu2"]
@@ -102,9 +103,45 @@ def halves(gate_up: jax.Array, up: jax.Array | None, spec: GluSpec) -> tuple[jax
     if up is not None:
         return gate_up, up
     if spec.interleaved:
-        return gate_up[:, ::2], gate_up[:, 1::2]
+        return _apart(gate_up)
     gate, up = jnp.split(gate_up, 2, axis=1)
     return gate, up
+
+
+def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd columns."""
+    columns = both[:, ::2], both[:, 1::2]
+    if both.dtype.itemsize != 2:
+        return columns
+    found: tuple[jax.Array, jax.Array] = linear.call(
+        lambda _, moving: (moving["both"][:, ::2], moving["both"][:, 1::2]),
+        lambda _, cotangents: {"both": _together(*cotangents)},
+        None,
+        {"both": both},
+        columns,
+    )
+    return found
+
+
+def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """The inverse, by bits: XLA stores a pair at once, and columns in turn much slower."""
+
+    def pairs(_: Any, columns: dict[str, jax.Array]) -> jax.Array:
+        low, high = (
+            jax.lax.bitcast_convert_type(columns[name], jnp.uint16).astype(jnp.uint32)
+            for name in ("even", "odd")
+        )
+        both = jax.lax.bitcast_convert_type(low | high << 16, even.dtype)
+        return both.reshape(even.shape[0], -1)
+
+    found: jax.Array = linear.call(
+        pairs,
+        lambda _, both: dict(zip(("even", "odd"), _apart(both), strict=True)),
+        None,
+        {"even": even, "odd": odd},
+        jnp.stack([even, odd], axis=2).reshape(even.shape[0], -1),
+    )
+    return found
 
 
 def glu_reference(

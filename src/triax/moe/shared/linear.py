@@ -141,7 +141,13 @@ _linear_p = primitive("triax_linear")
 
 
 def _jvp(primals: Any, tangents: Any, *, call: _Bound) -> Any:
-    return jvp(call.function, primals, not_zero(tangents))
+    count = call.num_residuals
+    if any(tangent is not None for tangent in not_zero(tangents[:count])):
+        return jvp(call.function, primals, not_zero(tangents))
+    moved = map(ad.instantiate_zeros, tangents[count:])
+    return tuple(
+        _linear_p.bind(*primals[:count], *of, call=call) for of in (primals[count:], moved)
+    )
 
 
 def _transpose(cotangents: Any, *args: Any, call: _Bound) -> list[Any]:
