@@ -103,6 +103,28 @@ def test_weights_alone(sizes, scaling, transposed, dtype):
     assert error(d_x, back) < 5e-3
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("num_rows", [16, 256, 512, 2048, 32768])
+def test_all_weights_are_widened_exactly(num_rows, dtype):
+    """Whatever tiles the rows of a group take; what is not finite is none of its row's numbers."""
+    codes = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
+    codes = jnp.where(jnp.isfinite(codes.astype("float32")), codes.astype("float32"), 0)
+    each = (jnp.arange(256)[:, None] + jnp.arange(256)) % 256
+    values = jnp.broadcast_to(codes[each].astype(dtype), (8, 256, 256))
+    scales = jnp.ones((8, 256, 1), "float32")
+    rows = jnp.tile(jnp.eye(256, dtype="bfloat16"), (num_rows // 256 + 1, 1))[:num_rows]
+    sizes = jnp.full(8, num_rows // 8, "int32")
+    multiply = jax.jit(lambda values: moe.ragged_dot(rows, scaled(values), sizes))
+    scaled = lambda values: ScaledArray(values, scales, (1, 1, 256), True)
+    wanted = jnp.tile(codes[each].T, (num_rows // 256 + 1, 1))[:num_rows]
+    np.testing.assert_array_equal(np.asarray(multiply(values), np.float32), wanted)
+    if dtype != "int8":
+        out = np.asarray(multiply(values.at[3, 5, 7].set(jnp.nan)), np.float32)
+        rows_of_it = slice(3 * num_rows // 8, 4 * num_rows // 8)
+        assert np.isnan(out[rows_of_it, 5]).all()
+        assert np.isnan(out).sum() == num_rows // 8
+
+
 @pytest.mark.parametrize("recipe", ["rows", "blocks"])
 def test_the_layer(recipe):
     """The kernels against plain JAX: both quantize to the same bits."""

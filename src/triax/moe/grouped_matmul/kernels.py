@@ -228,7 +228,10 @@ def _ragged_dot_kernel(
                     w = _load_block(
                         matrix, start, depth, column, num_columns, BLOCK_DEPTH, BLOCK_COLUMNS
                     )
-            w = w.to(x.dtype) if w.dtype.primitive_bitwidth < x.dtype.primitive_bitwidth else w
+            if w.dtype.primitive_bitwidth < x.dtype.primitive_bitwidth:
+                if w.dtype == tl.float8e5:  # Triton makes numbers of its infinities and its NaN
+                    w = w.to(tl.float16)
+                w = w.to(x.dtype)
             if ROW_BLOCK is None and WEIGHT_DEPTH is None:
                 total = tl.dot(
                     x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE

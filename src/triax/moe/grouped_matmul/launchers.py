@@ -6,23 +6,26 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from triax.binding import dtypes
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
 from triax.moe.grouped_matmul.options import Groups, Options, Side
+from triax.moe.grouped_matmul.tiles import (
+    bounded_by_group,
+    cdiv,
+    schedule,
+    suit_tma,
+    triton_dtype,
+)
 from triax.moe.shared.arrays import stored
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
+from triax.moe.weight_only.configs import MOST_ROWS, FewRowsConfig
+from triax.moe.weight_only.launchers import few_rows, suit_few_rows
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-# The bound and the index of the kernels' `_GROUP_END`, and a dimension that is never the limit.
-_GROUP_END = 1 << 30
-_UNBOUNDED = 2**31 - 1
-_ADDRESSES = 1 << 64
 # Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
 # the sum is added to a float32 one.
 _IMPRECISE = 128
@@ -110,7 +113,7 @@ def group_sum(
     from triax.moe.grouped_matmul.kernels import _group_sum_kernel
 
     columns, num_groups = rows.shape[1], groups.sizes.shape[0]
-    _, bounds = _schedule(groups, num_rows, _SUM_ROWS, implementation)
+    _, bounds = schedule(groups, num_rows, _SUM_ROWS, implementation)
     return launch(
         _group_sum_kernel,
         rows,
@@ -118,7 +121,7 @@ def group_sum(
         bounds,
         columns,
         out_type=jax.ShapeDtypeStruct((num_groups, columns), dtype),
-        grid=num_groups * _cdiv(columns, _SUM_COLUMNS),
+        grid=num_groups * cdiv(columns, _SUM_COLUMNS),
         num_warps=4,
         implementation=implementation,
         BLOCK_ROWS=_SUM_ROWS,
@@ -146,10 +149,30 @@ def _ragged_dot(
     num_groups = groups.sizes.shape[0]
     columns = weights.shape[1 if transposed else 2]
     out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
-    tma = target.tensor_maps and _suit_tma(rows, weights, out_type)
+    tma = target.tensor_maps and suit_tma(rows, weights, out_type)
     itemsize = rows.dtype.itemsize
+    rows_per_group = int(num_rows * options.share) // num_groups
+    if weights.dtype.itemsize == 1 < itemsize == 2:
+        if rows_per_group > MOST_ROWS:
+            weights = weights.astype(rows.dtype)  # which is exact
+        elif tma and transposed and suit_few_rows(rows, weights, options):
+            few = FewRowsConfig.for_rows(rows_per_group, columns, depth, options.weight_block[1])
+            tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
+            return few_rows(
+                target,
+                few,
+                rows,
+                weights,
+                tiles,
+                group_scales,
+                bias,
+                bias_weights,
+                block=options.weight_block,
+                dtype=options.dtype,
+                implementation=implementation,
+            )
     config = DotConfig.heuristic(
-        int(num_rows * options.share) // num_groups,
+        rows_per_group,
         columns,
         min(size for size in (depth, options.row_block, options.weight_block[1]) if size),
         itemsize,
@@ -159,9 +182,9 @@ def _ragged_dot(
         float32_sums=itemsize == 1 and not options.fast_sums,
         blocked=options.blocked,
     )
-    row_tiles = _cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
-    tiles, _ = _schedule(groups, num_rows, config.block_rows, implementation)
-    num_programs = row_tiles * _cdiv(columns, config.block_columns)
+    row_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
+    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
+    num_programs = row_tiles * cdiv(columns, config.block_columns)
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)
     output: dict[str, Any] = {}
@@ -174,7 +197,7 @@ def _ragged_dot(
         )
         empty = jax.lax.empty(out_type.shape, out_type.dtype)
         output = {
-            "out": _bounded_by_group(empty, config.block_rows, config.block_columns // 2),
+            "out": bounded_by_group(empty, config.block_rows, config.block_columns // 2),
             "input_output_aliases": {"out": 0},
         }
     return launch(
@@ -194,7 +217,7 @@ def _ragged_dot(
         config=config,
         implementation=implementation,
         TRANSPOSED=transposed,
-        DTYPE=_triton_dtype(options.dtype),
+        DTYPE=triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
         IMPRECISE=None
@@ -225,7 +248,7 @@ def _group_outer(
     num_right = right.shape[1]
     num_groups = groups.sizes.shape[0]
     outer = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
-    tma = target.tensor_maps and _suit_tma(left, right, outer)
+    tma = target.tensor_maps and suit_tma(left, right, outer)
     itemsize = left.dtype.itemsize
     config = OuterConfig.heuristic(
         num_left,
@@ -235,7 +258,7 @@ def _group_outer(
         hopper=is_hopper(target.compute_capability),
         tma=tma,
     )
-    _, bounds = _schedule(groups, num_rows, config.block_rows, implementation)
+    _, bounds = schedule(groups, num_rows, config.block_rows, implementation)
     absent: dict[str, Any] = {"sums_ptr": None}
     out_type: Any = outer
     if summed is not None:
@@ -246,8 +269,8 @@ def _group_outer(
     operands: tuple[Any, ...] = (left, right)
     if tma:
         operands = (
-            _bounded_by_group(left, config.block_rows, config.block_left),
-            _bounded_by_group(right, config.block_rows, config.block_right),
+            bounded_by_group(left, config.block_rows, config.block_left),
+            bounded_by_group(right, config.block_rows, config.block_right),
         )
         empty = jax.lax.empty(outer.shape, outer.dtype)
         block = (1, config.block_left, config.block_right)
@@ -263,76 +286,13 @@ def _group_outer(
         num_left,
         num_right,
         out_type=out_type,
-        grid=num_groups * _cdiv(num_left, config.block_left) * _cdiv(num_right, config.block_right),
+        grid=num_groups * cdiv(num_left, config.block_left) * cdiv(num_right, config.block_right),
         config=config,
         implementation=implementation,
-        DTYPE=_triton_dtype(options.dtype),
+        DTYPE=triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
         SUM=summed,
         **output,
         **absent,
     )
-
-
-def _schedule(
-    groups: Groups,
-    num_rows: int,
-    block_rows: int,
-    implementation: KernelImplementation | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Row tiles, four numbers each after the first four, and the bounds of groups [groups + 1].
-
-    The first four begin with how many tiles there are, where the groups end and where they begin; a
-    tile's are its group, its first row and its group's end.
-    """
-    from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
-
-    num_groups = groups.sizes.shape[0]
-    num_tiles = _cdiv(num_rows, block_rows) + min(num_groups, num_rows)
-    return launch(
-        _ragged_dot_schedule_kernel,
-        groups.sizes,
-        groups.first_row,
-        num_rows,
-        out_type=(
-            jax.ShapeDtypeStruct((4 * (1 + num_tiles),), jnp.int32),
-            jax.ShapeDtypeStruct((num_groups + 1,), jnp.int32),
-        ),
-        grid=num_groups,
-        num_warps=4,
-        implementation=implementation,
-        NUM_GROUPS=num_groups,
-        BLOCK_ROWS=block_rows,
-        BLOCK_GROUPS=256,
-        BLOCK_TILES=128,
-    )
-
-
-def _bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Rows and columns shown so that the hardware stops at the end of a group (see the kernels)."""
-    columns = array.shape[1]
-    wrap = _ADDRESSES // _GROUP_END - columns
-    return TensorDescriptor(
-        array,
-        shape=(_UNBOUNDED, _UNBOUNDED, _GROUP_END, columns),
-        strides=(wrap, columns, columns, 1),
-        block_shape=(1, 1, block_rows, block_columns),
-    )
-
-
-def _suit_tma(*arrays: Any) -> bool:
-    """Whether descriptors can address these: rows begin at multiples of 16 bytes."""
-    return all(a.shape[-1] * a.dtype.itemsize % 16 == 0 for a in arrays) and all(
-        a.shape[0] <= _GROUP_END for a in arrays
-    )
-
-
-def _triton_dtype(dtype: Any) -> Any:
-    import triton.language as tl
-
-    return tl.dtype(dtypes.triton_name(dtype))
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)

@@ -1,0 +1,49 @@
+"""How the kernel for few rows is cut into programs, as measured on an H200."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from triax.moe.shared import blocks
+
+MOST_ROWS = 256
+"""Of a group on average. With more, weights are widened before, and then read by every row tile."""
+_MOST_OF_NARROW = 8
+LEAST_SCALED = 64
+"""Of the depth, which are renumbered together, and have one scale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FewRowsConfig:
+    """One program computes `block_rows` × `block_columns`, `block_depth` of the sum at a time.
+
+    `permuted` is whether the weights are the left operand of Hopper's tensor cores, which take 64
+    of its rows or more; of the others' right operands, 8.
+    """
+
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    num_stages: int
+    permuted: bool
+    num_warps: int = 4
+
+    @property
+    def flatten(self) -> bool:
+        """Whether the loops over tiles and depth are one; Hopper's need sums that begin at zero."""
+        return not self.permuted
+
+    @classmethod
+    def for_rows(
+        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
+    ) -> FewRowsConfig:
+        """The config for groups of so many rows on average; `scaled` is of how much of the depth a
+        scale is, if not of all."""
+        width = blocks.power_of_two(columns)
+        if rows_per_group <= _MOST_OF_NARROW:
+            deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
+            return cls(16, max(16, min(128, width)), deep, 3, False)
+        rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
+        if scaled is not None:  # a block's sum is kept beside that of all
+            return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
+        return cls(rows, max(64, min(256, width)), LEAST_SCALED, 4, True, num_warps)

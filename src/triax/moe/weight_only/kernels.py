@@ -1,0 +1,204 @@
+"""The kernel for few rows of bfloat16 times 8-bit weights: weights go through registers once.
+
+They are [groups, columns, depth]. Rows and tiles are as in the kernels of ragged_dot, and so is
+`_GROUP_END`, by which the hardware reads no rows past a group's end.
+
+A sum may be taken in any order; the depth is taken in one in which each thread has what it needs.
+With WORDS, the first and the third of four weights are widened by the same instructions, and so are
+the others. For PERMUTED the weights are the left operand of Hopper's tensor cores, from
+registers, where a thread holds other numbers than the 16 in a row that it loads from shared memory.
+So each 4 or 64 of the depth are renumbered, in the weights here and in the rows before.
+"""
+
+import triton
+import triton.language as tl
+
+_GROUP_END = tl.constexpr(1 << 30)
+
+
+# The bits of e4m3, put where bfloat16 has them, are 2**-120 times the number; those of NaN would be
+# 480. Of 4 bits times 9 / 8, all numbers but this fit between 2**119 and 2**128.
+_FIRST = tl.constexpr(9 / 8 * 2.0**120)
+_UP = tl.constexpr(2.0**119)
+_DOWN = tl.constexpr(2.0**-119)
+
+
+@triton.jit
+def _pair(words):
+    """The lower and the upper halves of words, as bfloat16."""
+    low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _constant(value: tl.constexpr):
+    # By float32, because Triton makes zeros of small ones in bfloat16.
+    return tl.full([1], value, tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _every_other(words, E4M3: tl.constexpr):
+    """The bytes 0 and 2 of words, as bfloat16. Those of E4M3 are 9 / 8 times as large, and infinite
+    where they are not a number."""
+    if E4M3:
+        low, high = _pair(((words << 4) & 0x07F007F0) | ((words << 8) & -0x7FFF8000))
+        low *= _constant(_FIRST)
+        high *= _constant(_FIRST)
+        low *= _constant(_UP)
+        high *= _constant(_UP)
+        return low * _constant(_DOWN), high * _constant(_DOWN)
+    else:  # 128 and the lowest 7 bits, less 128 or, for what is negative, 256
+        low, high = _pair((words & 0x007F007F) | 0x43004300)
+        less_low, less_high = _pair((words & 0x00800080) | 0x43004300)
+        return low - less_low, high - less_high
+
+
+@triton.jit
+def _widened(w, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """Weights in bfloat16, in the order 0, 2, 1, 3 of each four."""
+    E4M3: tl.constexpr = w.dtype == tl.float8e4nv
+    # Compilers find that a word of four bytes was there from the beginning.
+    even, odd = w.to(tl.uint8, bitcast=True).reshape(ROWS, DEPTH // 4, 2, 2).split()
+    zero, two = even.to(tl.int32).split()
+    one, three = odd.to(tl.int32).split()
+    words = zero | (one << 8) | (two << 16) | (three << 24)
+    zero, two = _every_other(words, E4M3)
+    one, three = _every_other(words >> 8, E4M3)
+    return tl.join(tl.join(zero, one), tl.join(two, three)).reshape(ROWS, DEPTH)
+
+
+@triton.jit
+def _scales(
+    pointer,
+    group,
+    column,
+    num_columns,
+    start,
+    depth,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+):
+    """The scales of a block of columns, [COLUMNS] or [1]; None is for all of a dimension."""
+    if SCALE_COLUMNS is None:
+        return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
+    else:
+        same: tl.constexpr = SCALE_COLUMNS % COLUMNS == 0
+        which = column + tl.arange(0, 1 if same else COLUMNS)
+        at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + which // SCALE_COLUMNS
+        if SCALE_DEPTH is not None:
+            at = at * tl.cdiv(depth, SCALE_DEPTH) + start // SCALE_DEPTH
+        return tl.load(pointer + at, mask=which < num_columns, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_kernel(
+    rows,
+    weights,
+    tiles_ptr,
+    group_scales_ptr,
+    bias_ptr,
+    bias_weights_ptr,
+    num_rows,
+    depth,
+    num_columns,
+    out_ptr,
+    DTYPE: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    num_row_tiles = tl.load(tiles_ptr)
+    last_row = tl.load(tiles_ptr + 1)
+    first_row = tl.load(tiles_ptr + 2)
+    num_column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    num_tiles = num_row_tiles * num_column_tiles
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
+        record = tiles_ptr + 4 * (1 + tile // num_column_tiles)
+        group = tl.load(record)
+        row = tl.load(record + 1)
+        end = tl.load(record + 2)
+        column = tile % num_column_tiles * BLOCK_COLUMNS
+        total = tl.zeros(
+            [BLOCK_COLUMNS, BLOCK_ROWS] if PERMUTED else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32
+        )
+        for start in range(0, depth, BLOCK_DEPTH):
+            w = weights.load([group, column, start]).reshape(BLOCK_COLUMNS, BLOCK_DEPTH)
+            x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
+            x = x.reshape(BLOCK_ROWS, BLOCK_DEPTH)
+            w = _widened(w, BLOCK_COLUMNS, BLOCK_DEPTH) if WORDS else w.to(tl.bfloat16)
+            if PERMUTED:
+                w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // 64, 4, 4, 2, 2)
+                w = w.permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_COLUMNS, BLOCK_DEPTH)
+            if SCALE_DEPTH is None:
+                if PERMUTED:
+                    total = tl.dot(w, x.T, total)
+                else:
+                    total = tl.dot(x, w.T, total)
+            else:
+                scale = _scales(
+                    group_scales_ptr,
+                    group,
+                    column,
+                    num_columns,
+                    start,
+                    depth,
+                    BLOCK_COLUMNS,
+                    SCALE_COLUMNS,
+                    SCALE_DEPTH,
+                )
+                if PERMUTED:
+                    total += tl.dot(w, x.T) * scale[:, None]
+                else:
+                    total += tl.dot(x, w.T) * scale[None, :]
+        if PERMUTED:
+            total = total.T
+
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        known = columns < num_columns
+        if WORDS and weights.dtype == tl.float8e4nv:
+            total *= 8 / 9
+            total += total - total  # NaN where it is infinite
+        if group_scales_ptr is not None and SCALE_DEPTH is None:
+            total *= _scales(
+                group_scales_ptr,
+                group,
+                column,
+                num_columns,
+                0,
+                depth,
+                BLOCK_COLUMNS,
+                SCALE_COLUMNS,
+                None,
+            )[None, :]
+        which = row + tl.arange(0, BLOCK_ROWS)
+        inside = which < end
+        if bias_ptr is not None:
+            at = bias_ptr + group.to(tl.int64) * num_columns + columns
+            addend = tl.load(at, mask=known, other=0.0).to(tl.float32)[None, :]
+            if bias_weights_ptr is not None:
+                weight = tl.load(bias_weights_ptr + which, mask=inside, other=0.0)
+                addend = addend * weight.to(tl.float32)[:, None]
+            total += addend
+        at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        tl.store(at, total.to(DTYPE), mask=inside[:, None] & known[None, :])
+
+    # The rows before and past the groups.
+    before = tl.cdiv(first_row, BLOCK_ROWS)
+    num_empty = (before + tl.cdiv(num_rows - last_row, BLOCK_ROWS)) * num_column_tiles
+    for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
+        row_tile = tile // num_column_tiles
+        is_before = row_tile < before
+        row = tl.where(is_before, 0, last_row - before * BLOCK_ROWS) + row_tile * BLOCK_ROWS
+        which = row + tl.arange(0, BLOCK_ROWS)
+        columns = tile % num_column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        mask = (which < tl.where(is_before, first_row, num_rows))[:, None]
+        zeros = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], DTYPE)
+        tl.store(at, zeros, mask=mask & (columns < num_columns)[None, :])
