@@ -6,6 +6,8 @@ equal parts, `unpermute`. Times are the host's, of many calls after one another,
 Triax's results are checked before anything is timed. The same is timed where all tokens choose
 experts of one GPU, for which there is no such way by hand: parts are not equal.
 
+Of 8-bit tokens with their scales `dispatch` alone is timed, against bfloat16.
+
 The layer with its experts spread over the GPUs is profiled, in one part and with its tokens in two,
 so that one part could be exchanged while experts work on the other. The layer with its tokens
 cut over an explicit axis, and all experts on each GPU, is compared with one GPU that has all
@@ -150,6 +152,27 @@ def length(spans):
     return found
 
 
+def measure_8_bits(on_all, x, weights, experts):
+    """Dispatch of tokens that were quantized before, with their scales, against bfloat16."""
+
+    def send(x, weights, experts):
+        how = {"num_rows": num_rows(TOKENS)}
+        return moe.dispatch(x, weights, experts, EXPERTS, AXIS, **how).rows
+
+    program = on_all(send)
+    found = {"bfloat16": {"ms": (whole_ms := time_ms(program, x, weights, experts)), "ratio": 1.0}}
+    for name, block in {"a scale for each token": None, "for each 128 numbers": 128}.items():
+        x8 = on_all(lambda x, block=block: moe.quantize(x, block=(1, block)))(x)
+        rows = program(x8, weights, experts).dequantize("bfloat16")
+        wanted = program(x8.dequantize("bfloat16"), weights, experts)
+        if not jnp.array_equal(rows, wanted):
+            sys.exit(f"dispatch of 8 bits, {name}: wrong rows")
+        del rows, wanted
+        ms = time_ms(program, x8, weights, experts)
+        found[name] = {"ms": ms, "ratio": ms / whole_ms}
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path)
@@ -208,6 +231,8 @@ def main():
             "forward_and_backward_ms": time_ms(on_all(both), x, *all_to_one, gradient),
         }
         print(f"{name}: {found[name]}")
+    found["dispatch of 8 bits"] = measure_8_bits(on_all, x, weights, experts)
+    print(f"dispatch of 8 bits: {found['dispatch of 8 bits']}")
     found["exchange_of_tokens_ms"] = time_ms(
         on_all(exchange), normal(3, count * count * TOKENS, HIDDEN)
     )
