@@ -240,3 +240,24 @@ def test_a_checkpoints_blocks_in_a_layer():
         moe.feed_forward(x, logits, np.zeros((4, 24, 3, 16), np.uint8), down, top_k=2)
     with pytest.raises(TypeError, match=r"`w_down` .*moe.from_mxfp4"):
         moe.feed_forward(x, logits, down, np.zeros((4, 96, 1, 16), np.uint8), top_k=2)
+    with pytest.raises(TypeError, match=r"`w_down` .* `moe.ScaledArray\(…, packed=…\)`"):
+        moe.feed_forward(x, logits, down, np.zeros((4, 96, 6), np.uint8), top_k=2)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_a_layer_with_its_experts_on_several_devices():
+    rng = np.random.default_rng(0)
+    x, logits, *weights = (
+        jnp.asarray(rng.standard_normal(shape, np.float32))
+        for shape in ((16, 64), (16, 8), (8, 64, 48), (8, 24, 64))
+    )
+    how = {"block": (1, 24, 1), "transposed": True}
+    weights = [moe.quantize(w, "int4", **how) for w in weights]
+    layer = lambda *args, **how: moe.feed_forward(*args, top_k=2, **how).tokens
+    mesh = jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    spread = jax.shard_map(
+        lambda *args: layer(*args, axis_name="e"), mesh=mesh, in_specs=P("e"), out_specs=P("e")
+    )
+    np.testing.assert_allclose(
+        jax.jit(spread)(x, logits, *weights), layer(x, logits, *weights), rtol=1e-4, atol=1e-4
+    )

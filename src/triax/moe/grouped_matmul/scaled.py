@@ -61,7 +61,7 @@ def weights(array: Any, group_scales: Any, transposed: bool) -> Unpacked:
     The block is of columns and depth. `transposed` is whether values are [groups, columns, depth].
     """
     if not isinstance(array, ScaledArray):
-        check_no_bytes("weights", array)
+        check_no_bytes("weights", array, range(4, 6))
         return Unpacked(array, group_scales, (None, None))
     _check("weights", array, 3, "group_scales", group_scales)
     if not array.values.size:  # no scales, or none that matter

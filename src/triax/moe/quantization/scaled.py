@@ -208,17 +208,19 @@ def check(name: str, scaled: Any) -> None:
         _check_zeros(name, scaled)
 
 
-def check_no_bytes(name: str, array: Any) -> None:
+def check_no_bytes(name: str, array: Any, ranks: range) -> None:
     """Raises if weights, the argument `name`, are the bytes of a checkpoint with numbers of 4 bits.
+
+    Those of other ranks than `ranks` may be integers.
 
     Raises:
       ArgumentTypeError: they are.
     """
-    if getattr(array, "dtype", None) == jnp.uint8 and getattr(array, "ndim", 3) > 3:
+    if getattr(array, "dtype", None) == jnp.uint8 and getattr(array, "ndim", -1) in ranks:
         raise ArgumentTypeError(
             f"Argument `{name}` must be weights, or a ScaledArray; got uint8 of shape "
-            f"{array.shape}. If these are the blocks of MXFP4, pass "
-            "`moe.from_mxfp4(blocks, scales)`."
+            f"{array.shape}. Of MXFP4's blocks make one with `moe.from_mxfp4(blocks, scales)`, of "
+            "other numbers of 4 bits with `moe.ScaledArray(…, packed=…)`."
         )
 
 
