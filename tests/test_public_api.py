@@ -54,6 +54,7 @@ PUBLIC = {
         "combine",
         "dispatch",
         "feed_forward",
+        "from_mxfp4",
         "glu",
         "load_balancing_loss",
         "make_plan",

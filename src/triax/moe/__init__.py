@@ -19,6 +19,7 @@ from triax.moe.plans.api import make_plan as make_plan
 from triax.moe.plans.api import make_plan_from_mask as make_plan_from_mask
 from triax.moe.plans.reference import Plan as Plan
 from triax.moe.quantization.api import quantize as quantize
+from triax.moe.quantization.checkpoints import from_mxfp4 as from_mxfp4
 from triax.moe.quantization.scaled import ScaledArray as ScaledArray
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss
@@ -39,6 +40,7 @@ __all__ = [
     "combine",
     "dispatch",
     "feed_forward",
+    "from_mxfp4",
     "glu",
     "load_balancing_loss",
     "make_plan",

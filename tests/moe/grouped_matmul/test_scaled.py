@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_ragged_dot import PATHS
+from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.errors import DifferentiationError
 from triax.moe.quantization.scaled import ScaledArray
@@ -32,15 +33,6 @@ def scaled(seed, shape, block, dtype, transposed=False):
     scales = 2 ** rng.uniform(-3, 3, count)
     values = jnp.asarray(values).astype(dtype)
     return ScaledArray(values, jnp.asarray(scales, jnp.float32), block, transposed)
-
-
-def exactly(array):
-    """What it stands for, in float64."""
-    scales = np.asarray(array.scales, np.float64)
-    values = np.asarray(array.values, np.float64)
-    for axis, (size, block) in enumerate(zip(values.shape, array.block, strict=True)):
-        scales = np.take(scales, np.arange(size) // block, axis)
-    return np.swapaxes(values * scales, -1, -2) if array.transposed else values * scales
 
 
 def rows_of(block, dtype=E4M3, seed=0):

@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8"]
+PACKED = ["float4_e2m1fn", "int4"]
+E8M0 = "float8_e8m0fnu"
 
 
 def whole(block, shape):
@@ -14,11 +16,12 @@ def whole(block, shape):
 
 
 @np.errstate(all="ignore")
-def expected(array, dtype, block, transposed=False):
+def expected(array, dtype, block, transposed=False, scale_dtype="float32"):
     """The values and the scales, in memory order; `block` is along `array`."""
-    x, dtype = np.asarray(array).astype(np.float32), np.dtype(dtype)
+    x, dtype = np.asarray(array).astype(np.float32), np.dtype(getattr(ml_dtypes, dtype, dtype))
     block = whole(block, x.shape)
-    top = np.float32(127 if dtype == np.int8 else ml_dtypes.finfo(dtype).max)
+    integers = {"int8": 127, "int4": 7}
+    top = np.float32(integers.get(dtype.name) or ml_dtypes.finfo(dtype).max)
     scales = np.empty([-(-s // b) for s, b in zip(x.shape, block, strict=True)], np.float32)
     values = np.empty(x.shape, dtype)
     for at in np.ndindex(*scales.shape):
@@ -26,18 +29,62 @@ def expected(array, dtype, block, transposed=False):
         part = x[here]
         finite = np.isfinite(part)
         scale = np.maximum(np.abs(part[finite]).max(initial=0) / top, np.float32(2**-126))
-        quotient = np.clip(part * (np.float32(1) / np.float32(scale)), -top, top)
-        if dtype == np.int8:
+        if scale_dtype == E8M0:
+            largest = np.abs(part[finite]).max(initial=0).astype(np.float64)
+            power = np.frexp(largest)[1] - np.frexp(np.float64(top))[1]
+            scale = np.ldexp(1.0, max(power, -127) if largest else -127)
+            quotient = np.clip(part / scale, -top, top).astype(np.float32)
+        else:
+            quotient = np.clip(part * (np.float32(1) / np.float32(scale)), -top, top)
+        if dtype.name in (*integers, "float4_e2m1fn"):
             scale = scale if finite.all() else np.nan
-            quotient = np.rint(quotient) * finite.all()
+            quotient = np.rint(quotient) if dtype.name in integers else quotient
+            quotient = np.where(finite.all(), quotient, 0)
         elif dtype.name == "float8_e5m2":
             quotient = np.where(np.isinf(part), part, quotient)
         else:
             quotient = np.where(finite, quotient, np.float32(np.nan))
         # All NaNs have one sign.
-        values[here] = np.where(np.isnan(quotient), 0 if dtype == np.int8 else np.nan, quotient)
+        missing = 0 if dtype.name in integers else np.nan
+        values[here] = np.where(np.isnan(quotient), missing, quotient)
         scales[at] = scale
-    return tuple(a.swapaxes(-1, -2) for a in (values, scales)) if transposed else (values, scales)
+    scales = scales.astype(scale_dtype)
+    if transposed:
+        values, scales = values.swapaxes(-1, -2), scales.swapaxes(-1, -2)
+    return (packed(values) if dtype.name in PACKED else values), scales
+
+
+def packed(values):
+    """Numbers of 4 bits, two to a byte."""
+    codes = np.ascontiguousarray(values).view(np.uint8) & 15
+    return codes[..., ::2] + 16 * codes[..., 1::2]
+
+
+def numbers(scaled):
+    """The numbers in the values of a `ScaledArray`, in float64."""
+    values = np.asarray(scaled.values)
+    if scaled.packed is None:
+        return values.astype(np.float64)
+    codes = np.stack([values % 16, values // 16], axis=-1).reshape(*values.shape[:-1], -1)
+    if scaled.packed == "int4":
+        return np.where(codes < 8, codes, codes - 16.0)
+    halves = np.array([0, 1, 2, 3, 4, 6, 8, 12]) / 2
+    return np.concatenate([halves, -halves])[codes]
+
+
+def exactly(scaled):
+    """What a `ScaledArray` stands for, in float64."""
+    values = numbers(scaled)
+
+    def spread(array):
+        for axis, (size, of) in enumerate(zip(values.shape, scaled.block, strict=True)):
+            array = np.take(array, np.arange(size) // of, axis)
+        return array
+
+    if scaled.zeros is not None:
+        values = values - spread(np.asarray(scaled.zeros, np.float64))
+    values = values * spread(np.asarray(scaled.scales, np.float64))
+    return np.swapaxes(values, -1, -2) if scaled.transposed else values
 
 
 def draw(shape, dtype, seed=0, special=True):

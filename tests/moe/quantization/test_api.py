@@ -19,7 +19,7 @@ X = np.ones((4, 300), np.float32)
         ({"array": X.astype(int)}, ArgumentTypeError, "float32, bfloat16 or float16; got int64"),
         ({"array": X.astype(np.float64)}, ArgumentTypeError, "`array` .* got float64"),
         ({"array": X.astype(jnp.float8_e5m2)}, ArgumentTypeError, "`array` .* got float8_e5m2"),
-        ({"dtype": "float8"}, ArgumentValueError, "`dtype` must be float8_e4m3fn, float8_e5m2 or"),
+        ({"dtype": "float8"}, ArgumentValueError, "`dtype` must be float8_e4m3fn, .* or int4; got"),
         ({"dtype": "float8_e4m3fnuz"}, ArgumentValueError, "`dtype` .* got 'float8_e4m3fnuz'"),
         ({"block": 128}, ArgumentTypeError, "`block` must be a tuple .* got 128 of type int"),
         (

@@ -55,7 +55,11 @@ def test_a_pytree_of_anything():
         ({"values": None}, ArgumentTypeError, "an array as its `values`; got None"),
         ({"scales": 1.0}, ArgumentTypeError, "an array as its `scales`; got 1.0"),
         ({"values": jnp.ones((2, 9, 7))}, ArgumentTypeError, "float8_e5m2, int8; got float32"),
-        ({"scales": jnp.ones((2, 3, 1), "int8")}, ArgumentTypeError, "float32; got int8"),
+        (
+            {"scales": jnp.ones((2, 3, 1), "int8")},
+            ArgumentTypeError,
+            "float32 or float8_e8m0fnu; got int8",
+        ),
         ({"block": (4, 7)}, ArgumentValueError, r"`block` of one .* got \(4, 7\)"),
         ({"block": (1, 0, 7)}, ArgumentValueError, r"`block` of one .* got \(1, 0, 7\)"),
         ({"block": (1, 3.0, 7)}, ArgumentValueError, r"`block` of one"),

@@ -62,14 +62,16 @@ def ragged_dot(
     `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores add up the whole depth, which is faster,
     unless scales are of blocks along the depth. Where only `weights` is a `ScaledArray`, its values
     are converted to the dtype of `rows` on their way to the tensor cores; for the gradient of the
-    rows they are dequantized in that dtype. There is no gradient by a `ScaledArray`.
+    rows they are dequantized in that dtype. Weights of 4 bits are dequantized in that dtype before
+    they are multiplied, all groups' at once. There is no gradient by a `ScaledArray`.
 
     Args:
       rows: [rows, depth]: float32, bfloat16, float16, an 8-bit float; by plain JAX also float64
         and integers, of which sums are exact in 32 bits. Or a `ScaledArray` with blocks (1, depth)
         or (1, b), b a power of two from 32 on.
       weights: [groups, depth, columns], of the same dtype, or any 8-bit float if `rows` is one, or
-        a `ScaledArray` with blocks (1, depth, columns), (1, depth, 1) or (1, b, any).
+        a `ScaledArray` with blocks (1, depth, columns), (1, depth, 1) or (1, b, any); in 4 bits,
+        which need `rows` of 16 bits or more, (1, any, any).
         Other floats or other integers are cast to a dtype that holds both, with a warning if that
         makes the matmul slower.
       group_sizes: integer [groups].
@@ -108,20 +110,22 @@ def ragged_dot(
     transpose_weights = bool(transpose_weights)
     if isinstance(weights, ScaledArray):
         transpose_weights ^= weights.transposed
-    rows, row_scales, row_block = scaled.rows(rows, row_scales)
-    weights, group_scales, weight_block = scaled.weights(weights, group_scales, transpose_weights)
+    given_rows = rows
+    rows, row_scales, row_block, _ = scaled.rows(rows, row_scales)
+    found = scaled.weights(weights, group_scales, transpose_weights)
+    weights, group_scales, weight_block, packed = found
     rows = arguments.array("rows", rows, ("rows", "depth"))
     weights = arguments.array("weights", weights, ("groups", "depth", "columns"))
     group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
     messages.check_sizes_known("rows", rows.shape)
     messages.check_sizes_known("weights", weights.shape)
     num_rows, depth = rows.shape
-    num_groups = weights.shape[0]
-    contracted, columns = weights.shape[1:][:: -1 if transpose_weights else 1]
+    num_groups, *sizes = found.shape
+    contracted, columns = sizes[:: -1 if transpose_weights else 1]
     if contracted != depth:
         raise ArgumentValueError(
             f"Argument `weights` must have the depth of `rows`, {depth}, as its "
-            f"{'third' if transpose_weights else 'second'} size; got shape {weights.shape}."
+            f"{'third' if transpose_weights else 'second'} size; got shape {found.shape}."
             + (arguments.transpose_remedy() if columns == depth else "")
         )
     of = "groups of `weights`"
@@ -134,8 +138,8 @@ def ragged_dot(
     if weight_block[0] is None:
         group_scales = scaled.check_scales("group_scales", group_scales, num_groups, "groups")
     bias, bias_weights = _check_bias(bias, bias_weights, (num_groups, columns), num_rows)
-    if only_weights:
-        scaled.check_rows(rows)
+    if only_weights or packed:
+        scaled.check_rows(given_rows, packed)
     else:
         rows, weights = _alike(rows, weights)
     result = _result_dtype(preferred_element_type, rows.dtype)
@@ -169,12 +173,12 @@ def ragged_dot(
     name = _precision_name(precision)
     if rows.dtype.itemsize < 4 and not (rows.dtype.itemsize == 1 and name == FAST_SUMS):
         name = None
-    options = Options(result, name, share, row_block, weight_block)
+    options = Options(result, name, share, row_block, weight_block, packed)
     groups = Groups(arguments.as_int32(group_sizes, num_rows))
     if group_offset is not None:
         groups = _some_groups(groups, group_offset, num_groups, num_rows)
     operands = rows, weights, groups, row_scales, group_scales, bias, bias_weights
-    op = ops.DOTS[transpose_weights, options.blocked]
+    op = ops.DOTS[transpose_weights, options.kind]
     out = op(*operands, options=options, implementation=implementation)
     return checkpoint_name(out, "triax_ragged_dot")
 

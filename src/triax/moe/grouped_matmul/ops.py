@@ -26,9 +26,9 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     """The tangent of a product, which is linear in left and in right.
 
     Each of the two is needed, and kept for the gradient, only where the other one has a tangent.
-    Weights of 8 bits have none, and are held in the rows' dtype for the rows' gradient.
+    Weights of 8 or 4 bits have none, and are in the rows' dtype while that of rows is computed.
     """
-    _check_differentiable(primals, tangents)
+    _check_differentiable(call, primals, tangents)
     only_weights = primals[1].dtype.itemsize == 1 < primals[0].dtype.itemsize
     bias, bias_weights = primals[5:] or (None, None)
     d_bias, d_bias_weights = tangents[5:] or (None, None)
@@ -69,7 +69,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
             kind = moving_dtypes["bias_weights"]
             multiply = bias_products.of(call.implementation, dtype=kind, num_rows=num_rows)
             cotangents["bias_weights"] = multiply(gradient, groups, bias)
-        for name, (other, op, order) in _GRADIENTS[call.op.name.replace("_of_blocks", "")].items():
+        for name, (other, op, order) in _GRADIENTS[_plain(call.op.name)].items():
             operands = {"left": left, "right": right, "gradient": gradient}
             if operands[other] is None:
                 continue
@@ -97,7 +97,12 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     return linear.call(along, back, saved, moving, out)
 
 
-def _check_differentiable(primals: Any, tangents: Any) -> None:
+def _plain(name: str) -> str:
+    """The op of arrays that are not scaled."""
+    return name.replace("_of_blocks", "").replace("_packed", "")
+
+
+def _check_differentiable(call: Call, primals: Any, tangents: Any) -> None:
     rows, weights, _, *scales = primals[:5]
     if rows.dtype.itemsize == 1:
         raise DifferentiationError(
@@ -105,9 +110,10 @@ def _check_differentiable(primals: Any, tangents: Any) -> None:
             "in bfloat16 where you differentiate, or write the gradient with jax.custom_vjp."
         )
     if weights.dtype.itemsize == 1:
-        if tangents[1] is not None or any(tangent is not None for tangent in tangents[3:5]):
+        if jax.tree.leaves((tangents[1], tangents[3:5])):
+            of = call.options["options"].packed or weights.dtype
             raise DifferentiationError(
-                f"moe.ragged_dot has no derivative by weights of {weights.dtype} or their scales. "
+                f"moe.ragged_dot has no derivative by weights of {of} or their scales. "
                 "Differentiate by the rows alone, or multiply by weights of the rows' dtype."
             )
     elif any(scale is not None for scale in scales):
@@ -158,9 +164,14 @@ def _of_row_scales(scales: Any) -> list[str]:
     return [] if scales is None else ["r_"[: scales.ndim]]
 
 
-def _dot(name: str, cut: str, *, transposed: bool) -> Op:
+def _dot(name: str, cut: str, *, transposed: bool, packed: bool = False) -> Op:
     of_groups = _of_group_scales if "n" in cut else None
     weights = "gnk" if transposed else "gkn"
+    ways: list[Any] = [launchers.ragged_dot, reference.ragged_dot_reference]
+    if packed:  # neither reads packed weights: they get a temporary of the rows' dtype
+        weights = weights[:-1] + "_"
+        ways = list(map(reference.with_unpacked_weights, ways))
+    kernels, xla = (functools.partial(way, transposed=transposed) for way in ways)
     return Op(
         name,
         arguments=("rk", weights, _of_groups, _of_row_scales, of_groups, "gn", "r"),
@@ -168,8 +179,8 @@ def _dot(name: str, cut: str, *, transposed: bool) -> Op:
         cut=cut,
         derivative=_derivative,
         part=_part,
-        kernels=functools.partial(launchers.ragged_dot, transposed=transposed),
-        xla=functools.partial(reference.ragged_dot_reference, transposed=transposed),
+        kernels=kernels,
+        xla=xla,
     )
 
 
@@ -184,14 +195,26 @@ ragged_dot_transposed = _dot("ragged_dot_transposed", "rkn", transposed=True)
 ragged_dot_of_blocks = _dot("ragged_dot_of_blocks", "r", transposed=False)
 ragged_dot_of_blocks_transposed = _dot("ragged_dot_of_blocks_transposed", "r", transposed=True)
 
-_TRANSPOSED = ragged_dot_transposed, ragged_dot_of_blocks_transposed
+# The same with weights of 4 bits, two to a byte, and their `PackedScales`.
+ragged_dot_packed = _dot("ragged_dot_packed", "r", transposed=False, packed=True)
+ragged_dot_packed_transposed = _dot(
+    "ragged_dot_packed_transposed", "r", transposed=True, packed=True
+)
 
-# By whether weights are transposed, and whether scales are of blocks.
+_TRANSPOSED = (
+    ragged_dot_transposed,
+    ragged_dot_of_blocks_transposed,
+    ragged_dot_packed_transposed,
+)
+
+# By whether weights are transposed, and by `Options.kind`.
 DOTS = {
-    (False, False): ragged_dot,
-    (True, False): ragged_dot_transposed,
-    (False, True): ragged_dot_of_blocks,
-    (True, True): ragged_dot_of_blocks_transposed,
+    (False, ""): ragged_dot,
+    (True, ""): ragged_dot_transposed,
+    (False, "of_blocks"): ragged_dot_of_blocks,
+    (True, "of_blocks"): ragged_dot_of_blocks_transposed,
+    (False, "packed"): ragged_dot_packed,
+    (True, "packed"): ragged_dot_packed_transposed,
 }
 
 # For each group the sum over its rows of left × right. Of left, right and groups.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from triax.compat import jax_private
 from triax.moe.grouped_matmul.options import Groups, Options, Side
-from triax.moe.quantization.scaled import spread
+from triax.moe.quantization.scaled import product
 from triax.moe.shared import sharding
 from triax.moe.shared.arrays import at_least_float32, running_sum
 
@@ -85,16 +85,42 @@ def _ragged_dot(
 
 
 def scaled_weights(
-    weights: jax.Array, scales: jax.Array, options: Options, dtype: Any, *, transposed: bool
+    weights: jax.Array, scales: Any, options: Options, dtype: Any, *, transposed: bool
 ) -> jax.Array:
-    """Weights times the scales of groups, columns or blocks."""
+    """Weights times the scales of groups, columns or blocks; packed ones are unpacked."""
     block = options.weight_block[:: 1 if transposed else -1]
     # Explicit axes may cut weights and scales in ways that do not go together.
-    scales = sharding.gathered(scales)
+    scales = jax.tree.map(sharding.gathered, scales)
+    if options.packed is not None:
+        sizes: Any = (1, *block)
+        return product(weights, scales.scales, scales.zeros, sizes, dtype, options.packed)
     scales = scales.reshape(weights.shape[0], *(scales.shape[1:] or (1, 1)))
     if scales.ndim == 2:
         scales = jnp.expand_dims(scales, 2 if transposed else 1)
     return _scaled(weights, scales, (1, *block), dtype)
+
+
+def with_unpacked_weights(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A product of packed weights by one of arrays: the weights are rounded to the rows' dtype."""
+
+    def run(
+        rows: jax.Array,
+        weights: jax.Array,
+        groups: Groups,
+        row_scales: None,
+        scales: Any,
+        *others: Any,
+        transposed: bool,
+        options: Options,
+        **how: Any,
+    ) -> jax.Array:
+        wide = at_least_float32(rows.dtype)
+        weights = scaled_weights(weights, scales, options, wide, transposed=transposed)
+        options = dataclasses.replace(options, packed=None, weight_block=(None, None))
+        operands = rows, weights.astype(rows.dtype), groups, row_scales, None, *others
+        return multiply(*operands, transposed=transposed, options=options, **how)
+
+    return run
 
 
 def _scaled(
@@ -102,7 +128,7 @@ def _scaled(
 ) -> jax.Array:
     """Values times the scales of their blocks."""
     sizes = tuple(of or size for of, size in zip(block, values.shape, strict=True))
-    return values.astype(dtype) * spread(scales.astype(dtype), values.shape, sizes)
+    return product(values, scales, None, sizes, dtype)
 
 
 def group_outer_reference(*operands: Any, options: Options) -> jax.Array:

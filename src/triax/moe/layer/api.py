@@ -301,6 +301,7 @@ class _Shapes:
 
 def _weights(name: str, value: Any, axes: tuple[str, ...]) -> Any:
     if not isinstance(value, ScaledArray):
+        quantized.check_no_bytes(name, value, range(6))
         return _float_array(name, value, axes)
     quantized.check(name, value)
     if value.ndim != 3:

@@ -13,6 +13,8 @@ from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization import configs, ops
+from triax.moe.quantization.packing import E8M0, PACKED
+from triax.moe.quantization.reference import FORMATS
 from triax.moe.quantization.scaled import DTYPES, ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
@@ -25,22 +27,31 @@ def quantize(
     *,
     block: Sequence[int | None],
     transposed: bool = False,
+    scale_dtype: Any = "float32",
     implementation: Implementation | None = None,
 ) -> ScaledArray:
-    """Rounds an array to 8 bits, with a scale for each block of it.
+    """Rounds an array to 8 or 4 bits, with a scale for each block of it.
 
         x8 = moe.quantize(x, block=(1, None))  # a scale for each row
         x8 = moe.quantize(x, block=(1, 128))  # for each 128 numbers of a row
         w8 = moe.quantize(w, block=(1, None, 1), transposed=True)  # for each column of experts
         w8 = moe.quantize(w, block=(1, 128, 128), transposed=True)  # for each tile
+        w4 = moe.quantize(w, "int4", block=(1, 128, 1), transposed=True)  # along the depth
+        mx = {"block": (1, 32, 1), "scale_dtype": "float8_e8m0fnu"}  # MXFP4, or MXFP8
+        w4 = moe.quantize(w, "float4_e2m1fn", transposed=True, **mx)
 
     ``scale = max(largest / top, 2**-126)``, where `largest` is the largest magnitude of the block's
     finite numbers and `top` the largest number of `dtype`. ``value = round(number * (1 / scale))``,
     to the nearest or to an even one of two. All steps are float32's, correctly rounded, on every
     platform: values and scales are the same everywhere, bit for bit.
 
-    NaN stays NaN. float8_e5m2 has infinities, float8_e4m3fn makes them NaN. int8 has neither: the
-    scale of a block with one of them is NaN, and its values are 0.
+    Scales of float8_e8m0fnu are those of OCP's MX formats: ``scale = 2**max(floor(log2(largest)) -
+    floor(log2(top)), -127)``, and 2**-127 for zeros. Numbers beyond ``top * scale`` become that:
+    the largest of a block may lose up to a quarter in float4_e2m1fn, and up to an eighth in floats
+    of 8 bits.
+
+    NaN stays NaN. float8_e5m2 has infinities, float8_e4m3fn makes them NaN. Integers and
+    float4_e2m1fn have neither: the scale of a block with one of them is NaN, and its values are 0.
 
     It has no derivative, and differentiating it is an error. To pass gradients straight through::
 
@@ -49,24 +60,28 @@ def quantize(
 
     Args:
       array: float32, bfloat16 or float16, of any rank.
-      dtype: float8_e4m3fn, float8_e5m2 or int8.
+      dtype: float8_e4m3fn, float8_e5m2, int8, float4_e2m1fn or int4 (from -7 to 7). The last two
+        are stored two to a byte: the dimension that is stored last must be even.
       block: the sizes of a block along the dimensions of `array`, None for a whole dimension. A
         last block may be partial.
       transposed: whether the values are stored with the last two dimensions swapped. Weights
         [experts, depth, columns] then have the depth innermost, as 8-bit tensor cores read them.
         The result stands for the same array either way.
+      scale_dtype: float32, or float8_e8m0fnu for floats.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist. The
         kernels do blocks (…, 1, None), (…, 1, b) with b a power of two from 16 to 256,
-        (…, 128, 128), and, transposed, (…, None, 1) and (…, 128, 128); plain JAX does all.
+        (…, 128, 128), and, transposed, (…, None, 1) and (…, 128, 128), to 8 bits with scales of
+        float32; plain JAX does all.
 
     Returns:
       A `ScaledArray` of shape `array.shape`.
 
     Raises:
       ArgumentTypeError: `array` is not an array, or of another dtype; a block's size is no int.
-      ArgumentValueError: `block` has the wrong length or a size below one; `dtype` or
-        `implementation` is unknown; the kernels, which were requested, do not do these blocks.
+      ArgumentValueError: `block` has the wrong length or a size below one; `dtype`, `scale_dtype`
+        or `implementation` is unknown; the kernels, which were requested, do not do these blocks
+        or dtypes; a size that must be even is odd.
       DifferentiationError: it is differentiated.
     """
     array = _array(array)
@@ -78,22 +93,34 @@ def quantize(
             f"shape {array.shape}. Leave it out."
         )
     transposed = bool(transposed)
+    packed = dtype in PACKED
+    if packed:
+        _check_pairs(array.shape, dtype, transposed)
+    scale_dtype = _scale_dtype(scale_dtype, dtype)
     implementation = implementations.resolve(implementation, array=array)
     kernel = configs.kernel_of(array.shape, sizes, transposed)
-    if kernel is None and implementation in ("triton", "interpret"):
+    if packed or scale_dtype == E8M0:
+        if implementation in ("triton", "interpret"):
+            raise ArgumentValueError(
+                f"Argument `implementation` is {implementation!r}, and no kernel rounds to "
+                f"{dtype.name} with scales of {scale_dtype.name}. Let it be None or 'xla'."
+            )
+        kernel = None
+    elif kernel is None and implementation in ("triton", "interpret"):
         how = " transposed" if transposed else ""
         raise ArgumentValueError(
             f"Argument `block` must be one that kernels do: {configs.KERNELS}; got {sizes}{how} "
             f"for shape {array.shape}. Let `implementation` be None or 'xla'."
         )
+    options: dict[str, Any] = {"block": sizes, "dtype": dtype, "transposed": transposed}
     if kernel is None or not array.size:
         implementation = "xla"
-    op = ops.quantize(sizes, transposed)
-    options = {"block": sizes, "dtype": dtype, "transposed": transposed, "kernel": kernel}
-    values, scales = op(array, implementation=implementation, **options)
+        options["scale_dtype"] = scale_dtype
+    op = ops.quantize(sizes, transposed, packed)
+    values, scales = op(array, implementation=implementation, kernel=kernel, **options)
     if transposed:
         sizes = *sizes[:-2], sizes[-1], sizes[-2]
-    return ScaledArray(values, scales, sizes, transposed)
+    return ScaledArray(values, scales, sizes, transposed, dtype.name if packed else None)
 
 
 def _array(array: Any) -> jax.Array:
@@ -114,12 +141,40 @@ def _dtype(dtype: Any) -> np.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found not in DTYPES:
+    if found not in (*DTYPES, *PACKED):
+        names = [dtype.name for dtype in (*DTYPES, *PACKED)]
         raise ArgumentValueError(
-            f"Argument `dtype` must be {', '.join(d.name for d in DTYPES[:-1])} or "
-            f"{DTYPES[-1].name}; got {messages.short(dtype)}."
+            f"Argument `dtype` must be {', '.join(names[:-1])} or {names[-1]}; got "
+            f"{messages.short(dtype)}."
         )
     return found
+
+
+def _scale_dtype(scale_dtype: Any, dtype: np.dtype) -> np.dtype:
+    try:
+        found = jnp.dtype(scale_dtype)
+    except TypeError:
+        found = None
+    if found not in (jnp.float32, E8M0):
+        raise ArgumentValueError(
+            "Argument `scale_dtype` must be float32 or float8_e8m0fnu; got "
+            f"{messages.short(scale_dtype)}."
+        )
+    if found == E8M0 and FORMATS[dtype].sign is None:
+        raise ArgumentValueError(
+            f"Argument `scale_dtype` is float8_e8m0fnu, which is for floats; got `dtype` "
+            f"{dtype.name}. Let it be float32."
+        )
+    return found
+
+
+def _check_pairs(shape: tuple[int, ...], dtype: np.dtype, transposed: bool) -> None:
+    last = -2 if transposed else -1
+    if not shape or shape[last] % 2:
+        raise ArgumentValueError(
+            f"Argument `array` must have an even size along dimension {last}, as it is stored with "
+            f"two numbers of {dtype.name} to a byte; got shape {shape}. Pad it with zeros."
+        )
 
 
 def _block(block: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,10 +21,12 @@ def _derivative(*_: Any) -> NoReturn:
 
 
 @functools.cache
-def quantize(block: tuple[int, ...], transposed: bool) -> Op:
+def quantize(block: tuple[int, ...], transposed: bool, packed: bool) -> Op:
     """The op for blocks that may be cut over devices along the dimensions where they are one."""
     # `_` stands for a dimension of any size, which is needed whole.
     one = [of == 1 for of in block]
+    if packed:  # two of the dimension that is stored last share a byte
+        one[-2 if transposed else -1] = False
     letters = "".join(n if o else "_" for n, o in zip(string.ascii_lowercase, one, strict=False))
     results = letters[:-2] + letters[:-3:-1] if transposed else letters
     return Op(

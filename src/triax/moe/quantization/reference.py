@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,48 +16,60 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from triax.moe.quantization import packing
+from triax.moe.quantization.packing import E8M0, PACKED
 from triax.moe.quantization.scaled import num_blocks, spread
 
 INFINITY = 0x7F800000  # the bits of float32's
 _BITS = 23  # of its mantissa
+_NAN = INFINITY | 1 << (_BITS - 1)
+_FLOAT32 = np.dtype(np.float32)
 _LEAST_SCALE = 1 << _BITS  # the bits of 2**-126
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """An 8-bit format: integers are those of its bits without the sign.
+    """A format of 8 or 4 bits: integers are those of its bits without the sign.
 
     Attributes:
       largest: the largest finite number.
       mantissa: how many bits it has.
       least_exponent: of the numbers that are not subnormal.
       top: the largest finite number as an integer.
-      nan, infinity: what stands for them. None for int8, where they make their block's scale a NaN.
+      sign: the bit of numbers below zero. None for integers, which are two's complements.
+      nan, infinity: what stands for them. None where there is nothing, and they make their block's
+        scale a NaN.
     """
 
     largest: float
     mantissa: int
     least_exponent: int
     top: int
+    sign: int | None = None
     nan: int | None = None
     infinity: int | None = None
 
 
 FORMATS = {
-    np.dtype(ml_dtypes.float8_e4m3fn): Format(448.0, 3, -6, 0x7E, 0x7F, 0x7F),
-    np.dtype(ml_dtypes.float8_e5m2): Format(57344.0, 2, -14, 0x7B, 0x7E, 0x7C),
-    # All of its numbers are as far apart as the subnormals of this format.
+    np.dtype(ml_dtypes.float8_e4m3fn): Format(448.0, 3, -6, 0x7E, 0x80, 0x7F, 0x7F),
+    np.dtype(ml_dtypes.float8_e5m2): Format(57344.0, 2, -14, 0x7B, 0x80, 0x7E, 0x7C),
+    np.dtype(ml_dtypes.float4_e2m1fn): Format(6.0, 1, 0, 7, 8),
+    # All of their numbers are as far apart as the subnormals of these formats.
     np.dtype(np.int8): Format(127.0, 7, 7, 127),
+    np.dtype(ml_dtypes.int4): Format(7.0, 3, 3, 7),
 }
 
 
-@functools.partial(jax.jit, static_argnames=("block", "dtype", "transposed", "kernel"))
+@functools.partial(
+    jax.jit, static_argnames=("block", "dtype", "transposed", "scale_dtype", "kernel")
+)
 def quantize_reference(
     array: jax.Array,
     *,
     block: tuple[int, ...],
     dtype: np.dtype,
     transposed: bool,
+    scale_dtype: np.dtype = _FLOAT32,
     kernel: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The values and the scales of an array; `block` is along its dimensions.
@@ -68,8 +81,12 @@ def quantize_reference(
     sign, size = bits < 0, bits & 0x7FFFFFFF
     finite = size < INFINITY
     largest = _largest(jnp.where(finite, size, 0), block)
-    scale = _scale(largest, kind.largest)
-    inverse = _inverse(scale)
+    if scale_dtype == E8M0:  # OCP's rule: 2**(floor(log2(largest)) - that of the format's largest)
+        power = jnp.maximum((largest >> _BITS) - int(math.log2(kind.largest)), 0)
+        scale, nan_scale, inverse = power, jnp.int32(255), 254 - power << _BITS
+    else:
+        scale, nan_scale = _scale(largest, kind.largest), jnp.int32(_NAN)
+        inverse = _inverse(scale)
 
     product, exponent = _multiply(size, spread(inverse, array.shape, block))
     drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
@@ -78,20 +95,24 @@ def quantize_reference(
     code = jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
     if kind.nan is None:
         passed = _largest(size, block) < INFINITY
-        scale = jnp.where(passed, scale, INFINITY | 1 << (_BITS - 1))
-        code = jnp.where(spread(passed, array.shape, block), jnp.where(sign, -code, code), 0)
-        values = code.astype(jnp.int8)
+        scale = jnp.where(passed, scale, nan_scale)
+        signed = jnp.where(sign, -code if kind.sign is None else code | kind.sign, code)
+        code = jnp.where(spread(passed, array.shape, block), signed, 0)
     else:
         nan, infinity = (jnp.int32(special) for special in (kind.nan, kind.infinity))
         is_infinity = (size == INFINITY) & (infinity != nan)
         code = jnp.where(finite | is_infinity, jnp.where(finite, code, infinity), nan)
         code = jnp.where(sign & (finite | is_infinity), code | 0x80, code)
-        values = code.astype(jnp.uint8)
+    if dtype not in PACKED:  # packed numbers are, once their last dimension is the last
+        code = code.astype(jnp.int8 if kind.sign is None else jnp.uint8)
     if transposed:
-        values, scale = (jnp.swapaxes(a, -1, -2) for a in (values, scale))
-    if values.dtype != dtype:
-        values = jax.lax.bitcast_convert_type(values, dtype)
-    return values, jax.lax.bitcast_convert_type(scale, jnp.float32)
+        code, scale = (jnp.swapaxes(a, -1, -2) for a in (code, scale))
+    if dtype in PACKED:
+        code = packing.pack(code)
+    elif code.dtype != dtype:
+        code = jax.lax.bitcast_convert_type(code, dtype)
+    scale = scale.astype(jnp.uint8) if scale_dtype == E8M0 else scale
+    return code, jax.lax.bitcast_convert_type(scale, scale_dtype)
 
 
 def _float32_bits(array: jax.Array) -> jax.Array:

@@ -1,0 +1,305 @@
+"""Numbers of 4 bits, and scales that are powers of two: bit for bit, and as arrays."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from tests.moe.quantization.oracle import E8M0, PACKED, draw, exactly, expected, numbers
+from tests.moe.test_sharding import collectives, compiled, kind, mesh_of  # noqa: F401
+from triax import moe
+from triax.errors import ArgumentTypeError, ArgumentValueError, DifferentiationError
+from triax.moe.quantization.scaled import check
+from triax.testing import assert_same_bits
+
+FORMATS = [
+    *((to, "float32") for to in PACKED),
+    *((to, E8M0) for to in ("float4_e2m1fn", "float8_e4m3fn", "float8_e5m2")),
+]
+BLOCKS = [
+    ((2, 70, 12), (1, 32, 1), True),  # the last is partial
+    ((2, 70, 12), (1, None, 1), True),
+    ((3, 6, 100), (1, 4, 32), False),
+    ((5, 30), (2, 7), False),  # blocks end within bytes
+    ((6, 40), (None, 1), True),
+]
+# One number of each kind in float4_e2m1fn.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
+@pytest.mark.parametrize(("dtype", "special"), [("bfloat16", True), ("float32", False)])
+@pytest.mark.parametrize(("shape", "block", "transposed"), BLOCKS)
+def test_bits(to, scale_dtype, dtype, special, shape, block, transposed):
+    array = draw(shape, jnp.dtype(dtype), special=special)
+    how = {"block": block, "transposed": transposed, "scale_dtype": scale_dtype}
+    found = moe.quantize(array, to, **how)
+    values, scales = expected(array, to, block, transposed, scale_dtype)
+    assert_same_bits(found.scales, scales)
+    assert_same_bits(found.values, values)
+    assert (found.shape, found.dtype, found.ndim) == (array.shape, to, array.ndim)
+    assert found.packed == (to if to in PACKED else None)
+    with np.errstate(all="ignore"):
+        wanted = exactly(found).astype(np.float32)
+    back = np.asarray(found.dequantize())
+    normal = ~(np.abs(wanted) < 2.0**-126)  # XLA takes others for zeros
+    np.testing.assert_array_equal(back[normal], wanted[normal])
+
+
+def test_the_first_of_two_is_the_lower_half_of_a_byte():
+    array = moe.quantize(np.float32([[6, -0.5, 1, 3]]), "float4_e2m1fn", block=(1, None))
+    np.testing.assert_array_equal(array.values, [[0x97, 0x52]])
+    array = moe.quantize(np.float32([[7, -1], [-7, 3]]), "int4", block=(None, 1), transposed=True)
+    assert array.block == (1, 2)
+    np.testing.assert_array_equal(array.scales, [[1], [np.float32(3) / 7]])
+    np.testing.assert_array_equal(array.values, [[0x97], [0x7E]])
+
+
+def test_every_number_of_e2m1_and_halves_to_even():
+    scale = {"block": (1, 16), "scale_dtype": E8M0}
+    array = moe.quantize(E2M1[None], "float4_e2m1fn", **scale)
+    np.testing.assert_array_equal(array.values[0] & 15, np.arange(16)[::2])
+    np.testing.assert_array_equal(array.values[0] >> 4, np.arange(16)[1::2])
+    back = np.asarray(array.dequantize())[0]
+    assert_same_bits(back, E2M1)
+    middles = np.float32([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 7.9, -7.9])[None]
+    found = moe.quantize(middles, "float4_e2m1fn", block=(1, 12), scale_dtype=E8M0).dequantize()
+    np.testing.assert_array_equal(found[0], [6, 0, 1, 1, 2, 2, 4, 4, -0.0, -4, 6, -6])
+
+
+@pytest.mark.parametrize("to", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_every_power_of_two(to, dtype):
+    """Of numbers that float32 holds; the least power is itself a subnormal one."""
+    codes = np.arange(256, dtype=np.uint8)[:, None]
+    packed = to if to in PACKED else None
+    values = np.full((256, 1), 0xF7, np.uint8) if packed else np.float32([[6, -6]] * 256).astype(to)
+    array = moe.ScaledArray(values, codes.view(E8M0), (1, 2), False, packed)
+    with jax.enable_x64():
+        found = np.asarray(array.dequantize(dtype)).astype(np.float64)
+    wanted = np.ldexp([[6.0, -6.0]], codes.astype(np.int32) - 127)
+    if dtype != "float64":
+        wanted[wanted > 3.5e38], wanted[wanted < -3.5e38] = np.inf, -np.inf
+    wanted[255] = np.nan
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("zeros", [np.int8, np.float32])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_zeros(zeros, transposed):
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 256, (3, 9, 10), np.uint8)
+    scales = rng.uniform(0.5, 2, (3, 3, 3)).astype(np.float32)
+    zeros = rng.integers(-8, 9, scales.shape).astype(zeros) + zeros(0.5)
+    array = moe.ScaledArray(values, scales, (1, 4, 8), transposed, "int4", zeros)
+    assert array.shape == ((3, 20, 9) if transposed else (3, 9, 20))
+    np.testing.assert_allclose(array.dequantize(), exactly(array), rtol=1e-7)
+    without = moe.ScaledArray(values, scales, (1, 4, 8), transposed, "int4")
+    assert not np.allclose(without.dequantize(), exactly(array))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.sampled_from([1, 7, 40]))
+@settings(max_examples=40, deadline=None)
+def test_a_value_is_within_half_a_step(seed, formats, block):
+    to, scale_dtype = formats
+    array = draw((9, 40), np.float32, seed, special=False)
+    found = moe.quantize(array, to, block=(1, block), scale_dtype=scale_dtype)
+    spread = np.repeat(np.asarray(found.scales, np.float64), block, axis=1)[:, :40]
+    back = numbers(found) * spread
+    quotient = np.abs(array) / spread
+    if to == "int4":
+        top, step = 7, 1.0
+    else:
+        info = ml_dtypes.finfo(to)
+        top, (_, exponent) = float(info.max), np.frexp(quotient)
+        mantissa = {"float4_e2m1fn": 1, "float8_e4m3fn": 3, "float8_e5m2": 2}[to]
+        step = np.maximum(2.0 ** (exponent - 1 - mantissa), float(info.smallest_subnormal))
+    cut = quotient > top
+    assert (scale_dtype == E8M0) or not (quotient > top * (1 + 2**-20)).any()
+    assert ((np.abs(array - back) <= step / 2 * spread * (1 + 2**-20)) | cut).all()
+    assert (np.abs(back)[cut] == (top * spread)[cut]).all()
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.sampled_from([1, 7, 40]))
+@settings(max_examples=40, deadline=None)
+def test_twice_is_once(seed, formats, block):
+    to, scale_dtype = formats
+    array = draw((9, 40), np.float32, seed, special=False)
+    array = np.where(np.abs(array) < 1e-20, 0, array)  # XLA takes subnormals for zeros
+    how = {"block": (1, block), "scale_dtype": scale_dtype}
+    once = moe.quantize(array, to, **how)
+    twice = moe.quantize(once.dequantize(), to, **how)
+    assert_same_bits(twice.values, once.values)
+    if scale_dtype == E8M0:  # scales of float32 may differ in their last bit
+        assert_same_bits(twice.scales, once.scales)
+
+
+@pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
+def test_through_transformations(to, scale_dtype):
+    array = draw((3, 2, 34, 6), jnp.bfloat16, special=False)
+    how = {"block": (1, 32, 1), "transposed": True, "scale_dtype": scale_dtype}
+    one = functools.partial(moe.quantize, dtype=to, **how)
+    wanted = one(array.reshape(6, 34, 6))
+    mapped = jax.jit(jax.vmap(one))(array)
+    _, scanned = jax.lax.scan(lambda _, a: (None, one(a)), None, array)
+    for found in (mapped, scanned):
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        parts = jax.tree.map(lambda a: np.asarray(a).reshape(6, *a.shape[2:]), found)
+        jax.tree.map(assert_same_bits, parts, wanted)
+    back = jax.jit(jax.vmap(lambda a: a.dequantize("bfloat16")))(mapped)
+    assert_same_bits(back.reshape(6, 34, 6), wanted.dequantize("bfloat16"))
+    _, back = jax.lax.scan(lambda _, a: (None, a.dequantize("bfloat16")), None, mapped)
+    assert_same_bits(back.reshape(6, 34, 6), wanted.dequantize("bfloat16"))
+    with pytest.raises(DifferentiationError, match="quantize has no derivative"):
+        jax.grad(lambda a: jnp.sum(one(a).dequantize()))(array[0].astype("float32"))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize(
+    ("block", "transposed", "spec", "gathered"),
+    [
+        ((1, None, 1), True, P("data", None, "model"), False),
+        ((1, 32, 1), True, P("data", "model"), True),
+        ((1, 1, 1), True, P("data", "model"), True),  # two numbers of a byte stay together
+    ],
+)
+def test_over_devices(kind, block, transposed, spec, gathered):  # noqa: F811
+    array = draw((8, 64, 40), np.float32, special=False)
+
+    def there_and_back(array):
+        found = moe.quantize(array, "int4", block=block, transposed=transposed)
+        return found.values, found.scales, found.dequantize()
+
+    program, found = compiled(there_and_back, mesh_of(kind), [array], [spec])
+    jax.tree.map(assert_same_bits, found, jax.jit(there_and_back)(array))
+    assert bool(collectives(program)) == gathered
+
+
+def test_tokens_move():
+    x = draw((6, 64), jnp.bfloat16, special=False)
+    plan = moe.make_plan(jnp.array([[0], [2], [1], [1], [0], [2]]), 3)
+    x4 = moe.quantize(x, "float4_e2m1fn", block=(1, 32), scale_dtype=E8M0)
+    rows = moe.permute(x4, plan)
+    assert rows.shape == (6, 64)
+    assert_same_bits(rows.dequantize("bfloat16"), moe.permute(x4.dequantize("bfloat16"), plan))
+    zeros = moe.ScaledArray(np.zeros((6, 32), np.uint8), jnp.ones((6, 1)), (1, 64), packed="int4")
+    with pytest.raises(ValueError, match="`x` has `zeros`, which do not move"):
+        moe.permute(moe.ScaledArray(**vars(zeros) | {"zeros": jnp.ones((6, 1))}), plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"array": np.ones((3, 5))}, ArgumentValueError, "`array` must have an even size .* -1, "),
+        ({"transposed": True}, ArgumentValueError, "`array` must have an even size .* -2, .* int4"),
+        ({"array": np.ones(()), "block": ()}, ArgumentValueError, r"even size .* shape \(\)"),
+        (
+            {"scale_dtype": E8M0},
+            ArgumentValueError,
+            "`scale_dtype` .* for floats; got `dtype` int4",
+        ),
+        ({"scale_dtype": E8M0, "dtype": "int8"}, ArgumentValueError, "`scale_dtype` .* int8"),
+        ({"scale_dtype": "bfloat16"}, ArgumentValueError, "`scale_dtype` must be float32 or"),
+        ({"scale_dtype": 3}, ArgumentValueError, "`scale_dtype` must be float32 or .* got 3"),
+        ({"implementation": "triton"}, ArgumentValueError, "`implementation` is 'triton', and no"),
+        (
+            {"implementation": "interpret", "dtype": "float8_e5m2", "scale_dtype": E8M0},
+            ArgumentValueError,
+            "no kernel rounds to float8_e5m2 with scales of float8_e8m0fnu",
+        ),
+    ],
+)
+def test_mistakes_in_quantize(change, error, match):
+    given = {"array": np.ones((3, 4)), "dtype": "int4", "block": (1, None)} | change
+    with pytest.raises(error, match=match):
+        moe.quantize(given.pop("array").astype(np.float32), given.pop("dtype"), **given)
+
+
+def packed(**change):
+    given = {
+        "values": jnp.zeros((2, 9, 8), jnp.uint8),
+        "scales": jnp.ones((2, 9, 2)),
+        "block": (1, 1, 8),
+        "transposed": True,
+        "packed": "int4",
+    }
+    return moe.ScaledArray(**given | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"packed": "fp4"}, ArgumentValueError, "`packed` of 'float4_e2m1fn' or 'int4', .* 'fp4'"),
+        ({"packed": None}, ArgumentTypeError, "got uint8. Numbers of 4 bits are stored in uint8"),
+        (
+            {"packed": None, "values": np.zeros((2, 9, 16), ml_dtypes.int4)},
+            ArgumentTypeError,
+            "got int4. Numbers of 4 bits",
+        ),
+        ({"values": jnp.zeros((2, 9, 16), jnp.int8)}, ArgumentTypeError, "values of uint8 .* int8"),
+        ({"block": (1, 1, 4)}, ArgumentValueError, r"scales of shape \(2, 9, 4\), .* \(2, 9, 16\)"),
+        ({"scales": jnp.ones((2, 9, 2), "uint8")}, ArgumentTypeError, r"view\(jnp.float8_e8m0fnu"),
+        ({"scales": jnp.ones((2, 9, 2), "bfloat16")}, ArgumentTypeError, "bfloat16. Cast them"),
+        ({"zeros": 8}, ArgumentTypeError, "int8 or float32 as its `zeros`, or None; got 8 of"),
+        ({"zeros": jnp.ones((2, 9, 2), "int32")}, ArgumentTypeError, "`zeros`, or None; got int32"),
+        ({"zeros": jnp.ones((2, 9, 1))}, ArgumentValueError, r"zeros of the shape of its scales, "),
+        (
+            {"packed": "float4_e2m1fn", "zeros": jnp.ones((2, 9, 2))},
+            ArgumentValueError,
+            "`zeros`, which are for values that are packed as int4; got float4_e2m1fn",
+        ),
+    ],
+)
+def test_parts_that_do_not_go_together(change, error, match):
+    check("w", packed())
+    check("w", packed(zeros=jnp.ones((2, 9, 2))))
+    with pytest.raises(error, match=f"`w` .*{match}"):
+        check("w", packed(**change))
+
+
+def test_zeros_of_8_bits_are_refused():
+    scaled = moe.quantize(np.ones((3, 4), np.float32), "int8", block=(1, None))
+    with pytest.raises(ArgumentValueError, match="packed as int4; got int8"):
+        moe.ScaledArray(**vars(scaled) | {"zeros": jnp.ones((3, 1))}).dequantize()
+
+
+def test_mxfp4():
+    """Against the definition: 32 numbers in 16 bytes, the lower halves first."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (2, 6, 3, 16), np.uint8)
+    scales = rng.integers(100, 150, (2, 6, 3), np.uint8)
+    array = moe.from_mxfp4(blocks, scales)
+    wanted = np.empty((2, 6, 3, 32))
+    wanted[..., 0::2], wanted[..., 1::2] = E2M1[blocks & 15], E2M1[blocks >> 4]
+    wanted = np.ldexp(wanted, scales.astype(np.int32)[..., None] - 127).reshape(2, 6, 96)
+    assert array.shape == (2, 96, 6)
+    np.testing.assert_array_equal(array.dequantize("bfloat16"), wanted.swapaxes(1, 2))
+    one = jax.jit(moe.from_mxfp4)(blocks[0], scales[0])
+    np.testing.assert_array_equal(one.dequantize(), wanted[0].T)
+    again = moe.quantize(
+        array.dequantize(), "float4_e2m1fn", block=(1, 32, 1), transposed=True, scale_dtype=E8M0
+    )
+    assert_same_bits(again.dequantize(), array.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales", "match"),
+    [
+        ((2, 6, 3, 8), (2, 6, 3), r"`blocks` must have shape \[..., out, in / 32, 16\]; got"),
+        ((3, 16), (3,), "`blocks` must have shape"),
+        ((2, 6, 3, 16), (2, 6, 1), r"`scales` must have shape \(2, 6, 3\), .* got \(2, 6, 1\)"),
+    ],
+)
+def test_mistakes_in_mxfp4(blocks, scales, match):
+    with pytest.raises(ArgumentValueError, match=match):
+        moe.from_mxfp4(np.zeros(blocks, np.uint8), np.zeros(scales, np.uint8))
+    with pytest.raises(ArgumentTypeError, match="`scales` must be an array of uint8; got float32"):
+        moe.from_mxfp4(np.zeros((2, 6, 3, 16), np.uint8), np.zeros((2, 6, 3), np.float32))
