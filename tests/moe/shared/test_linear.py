@@ -11,6 +11,8 @@ import pytest
 from jax import monitoring
 
 from triax import moe
+from triax.moe.shared import linear
+from triax.moe.shared.ops import Op
 
 EVENTS: list[str] = []
 monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))
@@ -52,3 +54,27 @@ def test_calls_outside_jit_compile_once(name):
     assert not [event for event in EVENTS if "backend_compile" in event]
     jax.jit(lambda x: x * 3)(X)
     assert [event for event in EVENTS if "backend_compile" in event], "JAX tells it otherwise now"
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_derivative_of_another_dtype_is_named(reverse):
+    def doubled(_, moving):
+        return 2 * moving["x"].astype("float32")
+
+    def halved(_, cotangent):
+        return {"x": cotangent.astype("float32")}
+
+    x = jnp.ones(3, jnp.bfloat16)
+    with pytest.raises(TypeError, match=r"(doubled|halved) returned float32\[3\] for .* bfloat16"):
+        if reverse:
+            right = lambda _, moving: moving["x"]
+            jax.linear_transpose(lambda x: linear.call(right, halved, None, {"x": x}, x), x)(x)
+        else:
+            linear.call(doubled, halved, None, {"x": x}, x)
+
+
+def test_sizes_that_clash_are_named():
+    add = lambda a, b, implementation: jnp.sum(a, 1)
+    op = Op("op", arguments=("rk", "rn"), results="r", cut="r", kernels=None, xla=add)
+    with pytest.raises(TypeError, match=r"\(3, 5\) is declared as 'rn', where 'r' is 4"):
+        jax.jit(op.of("xla"))(jnp.ones((4, 2)), jnp.ones((3, 5)))

@@ -49,16 +49,27 @@ def call(
     def flat_function(*flat: Any) -> list[Any]:
         known = jax.tree.unflatten(saved_tree, flat[: len(saved)])
         named = dict(zip(moving, flat[len(saved) :], strict=True))
-        return list(map(sharding.cast, jax.tree.leaves(function(known, named)), types))
+        return _as_declared(function, jax.tree.leaves(function(known, named)), types)
 
     def flat_transpose(*flat: Any) -> list[Any]:
         known = jax.tree.unflatten(saved_tree, flat[: len(saved)])
         cotangents = transpose(known, jax.tree.unflatten(out_tree, flat[len(saved) :]))
-        return list(map(sharding.cast, (cotangents[name] for name in moving), moving_types))
+        return _as_declared(transpose, [cotangents[name] for name in moving], moving_types)
 
     linear = _Bound(function.__qualname__, flat_function, flat_transpose, len(saved), types)
     jax_private.require_devices(_linear_p)
     return jax.tree.unflatten(out_tree, _linear_p.bind(*saved, *moving.values(), call=linear))
+
+
+def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) -> list[Any]:
+    """What a function returned, cut as `types` say; their shapes and dtypes it must have already."""
+    for array, kind in zip(arrays, types, strict=True):
+        if (array.shape, array.dtype) != (kind.shape, kind.dtype):
+            raise TypeError(
+                f"{function.__qualname__} returned {array.dtype}{list(array.shape)} for what is "
+                f"{kind.dtype}{list(kind.shape)}"
+            )
+    return list(map(sharding.cast, arrays, types))
 
 
 def call_each(

@@ -124,8 +124,9 @@ def _check(name: str, strings: Sequence[str], arrays: Sequence[Any]) -> None:
     for letters, array in zip(strings, arrays, strict=True):
         for letter, size in itertools.zip_longest(letters, array.shape):
             if letter is None or size is None or sizes.setdefault(letter, size) != size:
+                known = f", where {letter!r} is {sizes[letter]}" if letter in sizes else ""
                 raise TypeError(
-                    f"{name}: an array of shape {array.shape} is declared as {letters!r}"
+                    f"{name}: an array of shape {array.shape} is declared as {letters!r}{known}"
                 )
             sizes.pop(_UNNAMED, None)
 
