@@ -65,12 +65,11 @@ def test_a_derivative_of_another_dtype_is_named(reverse):
         return {"x": cotangent.astype("float32")}
 
     x = jnp.ones(3, jnp.bfloat16)
+    right = lambda _, moving: moving["x"]
+    function, transposed = (right, jax.linear_transpose) if reverse else (doubled, lambda f, _: f)
+    run = transposed(lambda x: linear.call(function, halved, None, {"x": x}, x), x)
     with pytest.raises(TypeError, match=r"(doubled|halved) returned float32\[3\] for .* bfloat16"):
-        if reverse:
-            right = lambda _, moving: moving["x"]
-            jax.linear_transpose(lambda x: linear.call(right, halved, None, {"x": x}, x), x)(x)
-        else:
-            linear.call(doubled, halved, None, {"x": x}, x)
+        run(x)
 
 
 def test_sizes_that_clash_are_named():

@@ -62,7 +62,7 @@ def call(
 
 
 def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) -> list[Any]:
-    """What a function returned, cut as `types` say; their shapes and dtypes it must have already."""
+    """What a function returned, cut as `types` say; it must have their shapes and dtypes."""
     for array, kind in zip(arrays, types, strict=True):
         if (array.shape, array.dtype) != (kind.shape, kind.dtype):
             raise TypeError(
