@@ -22,7 +22,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -123,21 +122,10 @@ def time_ms(program, *operands):
 
 def profile_ms(program, *operands):
     """Of a call, how long the first GPU exchanges, how long it does other work, how long both."""
-    jax.block_until_ready(program(*operands))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(CALLS):
-                out = program(*operands)
-            jax.block_until_ready(out)
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(file)).planes
-        (gpu,) = (plane for plane in planes if plane.name == "/device:GPU:0")
-        spans = {True: [], False: []}
-        for stream in (line for line in gpu.lines if line.name.startswith("Stream")):
-            for event in stream.events:
-                name = event.name.lower().replace("_", "")
-                is_exchange = "nccl" in name or "raggedalltoall" in name
-                spans[is_exchange].append((event.start_ns, event.start_ns + event.duration_ns))
+    spans = {True: [], False: []}
+    for name, start, end in gpu_record.kernels(program, *operands, calls=CALLS):
+        name = name.lower().replace("_", "")
+        spans["nccl" in name or "raggedalltoall" in name].append((start, end))
     exchange, work = (length(found) * 1e-6 / CALLS for found in (spans[True], spans[False]))
     either = length(spans[True] + spans[False]) * 1e-6 / CALLS
     return {"exchange": exchange, "work": work, "both": exchange + work - either}

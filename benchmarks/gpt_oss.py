@@ -2,7 +2,8 @@
 
 Forward and backward, in bfloat16, with 16,384 tokens that choose 4 of the 16 experts of one of
 eight GPUs, and with 8,192 that choose 4 of all 128. `matmuls` are dense ones of as many operations.
-Each is timed in turn. Results are checked against a JAX function as activation before. Prints the
+Each is timed in turn, at the GPU's power limit, and its kernels' times are summed up after a pause.
+Results are checked against a JAX function as activation before. Prints the
 figures and writes `benchmarks/gpt_oss.json`.
 
     python benchmarks/gpt_oss.py [--output FILE]
@@ -11,6 +12,7 @@ figures and writes `benchmarks/gpt_oss.json`.
 from __future__ import annotations
 
 import sys
+import time
 
 import gpu_record
 import jax
@@ -57,6 +59,13 @@ def with_gradients(function, upstream):
     return jax.jit(run)
 
 
+def kernel_ms(program, given, calls=10):
+    """The sum of the kernels' times of a call, right after a pause: at the GPU's full clock."""
+    time.sleep(1)
+    ran = gpu_record.kernels(program, given, calls=calls)
+    return sum(end - start for _, start, end in ran) * 1e-6 / calls
+
+
 WAYS = {
     "swiglu, no biases": lambda given: layer(given, biased=False),
     "gpt-oss": lambda given: layer(given, activation=CLAMPED, interleaved=True),
@@ -92,6 +101,10 @@ def main():
         found[name] = {
             way: {"ms": t, "of_plain": t / plain, "of_matmuls": whole / t} for way, t in ms.items()
         }
+        kernels_ms = {way: kernel_ms(programs[way], given) for way in ms}
+        for way, t in kernels_ms.items():
+            of_plain = t / kernels_ms["swiglu, no biases"]
+            found[name][way] |= {"kernels_ms": t, "kernels_of_plain": of_plain}
         for way, figures in found[name].items():
             print(name, way, {key: round(value, 3) for key, value in figures.items()})
     shape = {"hidden": HIDDEN, "width": WIDTH, "top_k": TOP_K}
