@@ -25,7 +25,7 @@ _UNBOUNDED = 2**31 - 1
 _ADDRESSES = 1 << 64
 # Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
 # the sum is added to a float32 one.
-_IMPRECISE = 128
+IMPRECISE = 128
 # The block that one program adds up at a time, as measured on an H200.
 _SUM_ROWS, _SUM_COLUMNS = 128, 128
 
@@ -110,7 +110,7 @@ def group_sum(
     from triax.moe.grouped_matmul.kernels import _group_sum_kernel
 
     columns, num_groups = rows.shape[1], groups.sizes.shape[0]
-    _, bounds = _schedule(groups, num_rows, _SUM_ROWS, implementation)
+    _, bounds = schedule(groups, num_rows, _SUM_ROWS, implementation)
     return launch(
         _group_sum_kernel,
         rows,
@@ -146,7 +146,7 @@ def _ragged_dot(
     num_groups = groups.sizes.shape[0]
     columns = weights.shape[1 if transposed else 2]
     out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
-    tma = target.tensor_maps and _suit_tma(rows, weights, out_type)
+    tma = target.tensor_maps and suit_tma(rows, weights, out_type)
     itemsize = rows.dtype.itemsize
     config = DotConfig.heuristic(
         int(num_rows * options.share) // num_groups,
@@ -160,7 +160,7 @@ def _ragged_dot(
         blocked=options.blocked,
     )
     row_tiles = _cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
-    tiles, _ = _schedule(groups, num_rows, config.block_rows, implementation)
+    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     num_programs = row_tiles * _cdiv(columns, config.block_columns)
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)
@@ -194,12 +194,10 @@ def _ragged_dot(
         config=config,
         implementation=implementation,
         TRANSPOSED=transposed,
-        DTYPE=_triton_dtype(options.dtype),
+        DTYPE=triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
-        IMPRECISE=None
-        if itemsize > 1 or options.fast_sums
-        else min(_IMPRECISE, config.block_depth),
+        IMPRECISE=None if itemsize > 1 or options.fast_sums else min(IMPRECISE, config.block_depth),
         ROW_BLOCK=options.row_block,
         WEIGHT_COLUMNS=options.weight_block[0],
         WEIGHT_DEPTH=options.weight_block[1],
@@ -225,7 +223,7 @@ def _group_outer(
     num_right = right.shape[1]
     num_groups = groups.sizes.shape[0]
     outer = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
-    tma = target.tensor_maps and _suit_tma(left, right, outer)
+    tma = target.tensor_maps and suit_tma(left, right, outer)
     itemsize = left.dtype.itemsize
     config = OuterConfig.heuristic(
         num_left,
@@ -235,7 +233,7 @@ def _group_outer(
         hopper=is_hopper(target.compute_capability),
         tma=tma,
     )
-    _, bounds = _schedule(groups, num_rows, config.block_rows, implementation)
+    _, bounds = schedule(groups, num_rows, config.block_rows, implementation)
     absent: dict[str, Any] = {"sums_ptr": None}
     out_type: Any = outer
     if summed is not None:
@@ -266,7 +264,7 @@ def _group_outer(
         grid=num_groups * _cdiv(num_left, config.block_left) * _cdiv(num_right, config.block_right),
         config=config,
         implementation=implementation,
-        DTYPE=_triton_dtype(options.dtype),
+        DTYPE=triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
         SUM=summed,
@@ -275,16 +273,16 @@ def _group_outer(
     )
 
 
-def _schedule(
+def schedule(
     groups: Groups,
     num_rows: int,
     block_rows: int,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Row tiles, four numbers each after the first four, and the bounds of groups [groups + 1].
+    """Row tiles, four numbers each after the first four, and the bounds of groups [2, groups + 1].
 
     The first four begin with how many tiles there are, where the groups end and where they begin; a
-    tile's are its group, its first row and its group's end.
+    tile's are its group, its first row and its group's end. Bounds are in rows and in tiles.
     """
     from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
 
@@ -297,7 +295,7 @@ def _schedule(
         num_rows,
         out_type=(
             jax.ShapeDtypeStruct((4 * (1 + num_tiles),), jnp.int32),
-            jax.ShapeDtypeStruct((num_groups + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((2, num_groups + 1), jnp.int32),
         ),
         grid=num_groups,
         num_warps=4,
@@ -321,14 +319,14 @@ def _bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> 
     )
 
 
-def _suit_tma(*arrays: Any) -> bool:
+def suit_tma(*arrays: Any) -> bool:
     """Whether descriptors can address these: rows begin at multiples of 16 bytes."""
     return all(a.shape[-1] * a.dtype.itemsize % 16 == 0 for a in arrays) and all(
         a.shape[0] <= _GROUP_END for a in arrays
     )
 
 
-def _triton_dtype(dtype: Any) -> Any:
+def triton_dtype(dtype: Any) -> Any:
     import triton.language as tl
 
     return tl.dtype(dtypes.triton_name(dtype))
