@@ -57,6 +57,8 @@ def test_cuda_gets_kernels_alone(monkeypatch, arch, fast_sums, widths):
     descriptors = arch >= 90 and jax_private.supports_tensor_maps()
     assert ("cp.async.bulk.tensor" in product) == descriptors
     if arch == 90:
+        # Twice before the loop: the loads of the next steps are under way while one is multiplied.
+        assert product.count("cp.async.bulk.tensor.2d.shared") == 6 * descriptors
         assert len(set(re.findall(r"wgmma\.mma_async\S+", product))) == 1
         # The sums stay in the tensor cores' registers, or are added to float32 ones.
         assert bool(re.search(r"\badd(\.rn)?\.f32", product)) != fast_sums

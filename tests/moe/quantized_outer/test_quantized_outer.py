@@ -91,9 +91,9 @@ def test_bits(sizes, dtype, to):
     )
     assert_same_bits(scales, plain_scales)
     assert values.shape[1] % TILE == 0
-    start = 0
+    values, plain_values, start = np.asarray(values), np.asarray(plain_values), 0
     for group, span in enumerate(oracle.spans(sizes, ROWS)):
-        found, plain = np.asarray(values[:, start:]).T, plain_values[span]
+        found, plain = values[:, start:].T, plain_values[span]
         wanted, wanted_scales = expected(rows[span], to, (None, 1))
         count = span.stop - span.start
         assert_same_bits(found[:count], wanted)

@@ -77,6 +77,23 @@ def _of_columns(scales_ptr, group, column, num_columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _num_steps(bounds_ptr, per_group, NUM_GROUPS: tl.constexpr, STEPS: tl.constexpr):
+    """The steps of all tiles of this program; a group has `per_group` tiles of as many steps as it
+    has tiles of rows, times STEPS, and at least one."""
+    found = tl.zeros([256], tl.int32)
+    for first in range(0, NUM_GROUPS, 256):
+        groups = first + tl.arange(0, 256)
+        inside = groups < NUM_GROUPS
+        start = tl.load(bounds_ptr + groups, mask=inside, other=0)
+        steps = (tl.load(bounds_ptr + groups + 1, mask=inside, other=0) - start) * STEPS
+        before = groups * per_group - tl.program_id(0)
+        tiles = tl.cdiv(tl.maximum(before + per_group, 0), tl.num_programs(0))
+        tiles -= tl.cdiv(tl.maximum(before, 0), tl.num_programs(0))
+        found += tl.where(inside, tl.maximum(steps, 1) * tiles, 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
 def _store(
     out,
     block,
@@ -87,11 +104,9 @@ def _store(
     num_right,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
-    DTYPE: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Stores a block of a group's left × right."""
-    block = block.to(DTYPE)
     if TMA:
         out.store([group, first, second], block.reshape(1, LEFT, RIGHT))
     else:
@@ -122,31 +137,48 @@ def _quantized_outer_kernel(
     IMPRECISE: tl.constexpr,
 ):
     # As many programs as the GPU runs at once, or one for each group and tile of its left × right
-    # columns.
+    # columns. One loop runs over all steps of all tiles of a program, so that a tile's first loads
+    # are under way while the last one is stored. Triton's own flattening wants tiles of equally
+    # many steps. What loads depend on changes only before them: Triton could not run them ahead of
+    # the products otherwise.
     left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
     right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
     per_group = left_tiles * right_tiles
-    for tile in tl.range(tl.program_id(0), NUM_GROUPS * per_group, tl.num_programs(0)):
-        group = tile // per_group
-        left_tile, right_tile = _ordered(tile % per_group, left_tiles, right_tiles, ROW_TILES)
-        first = left_tile * BLOCK_LEFT
-        second = right_tile * BLOCK_RIGHT
-        start = tl.load(bounds_ptr + NUM_GROUPS + 1 + group) * TILE
-        stop = tl.load(bounds_ptr + NUM_GROUPS + 2 + group) * TILE
-        total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
-        for row in range(start, stop, BLOCK_ROWS):
-            if TMA:
-                x = left.load([first, row])
-                y = right.load([second, row])
-            else:
-                x = _load_block(left, first, num_left, row, padded, BLOCK_LEFT, BLOCK_ROWS)
-                y = _load_block(right, second, num_right, row, padded, BLOCK_RIGHT, BLOCK_ROWS)
-            total = tl.dot(x, y.T, total, max_num_imprecise_acc=IMPRECISE)
-        total *= _of_columns(left_scales_ptr, group, first, num_left, BLOCK_LEFT)[:, None]
-        total *= _of_columns(right_scales_ptr, group, second, num_right, BLOCK_RIGHT)[None, :]
-        # By halves, which need half the shared memory on their way to the output.
-        x, y = _halves(total, BLOCK_LEFT, BLOCK_RIGHT)
-        half: tl.constexpr = BLOCK_RIGHT // 2
-        _store(out, x, group, first, second, num_left, num_right, BLOCK_LEFT, half, DTYPE, OUT_TMA)
-        second += half
-        _store(out, y, group, first, second, num_left, num_right, BLOCK_LEFT, half, DTYPE, OUT_TMA)
+    steps_ptr = bounds_ptr + NUM_GROUPS + 1
+    num_steps = _num_steps(steps_ptr, per_group, NUM_GROUPS, TILE // BLOCK_ROWS)
+    tile = tl.program_id(0) - tl.num_programs(0)
+    group, first, second, step, stop = 0, 0, 0, -1, 0
+    total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+    for _ in range(num_steps):
+        step += 1
+        if step == stop:
+            tile += tl.num_programs(0)
+            group = tile // per_group
+            left_tile, right_tile = _ordered(tile % per_group, left_tiles, right_tiles, ROW_TILES)
+            first = left_tile * BLOCK_LEFT
+            second = right_tile * BLOCK_RIGHT
+            step = tl.load(steps_ptr + group) * (TILE // BLOCK_ROWS)
+            stop = tl.load(steps_ptr + group + 1) * (TILE // BLOCK_ROWS)
+            if step == stop:  # no rows: past the end there are zeros
+                step = padded // BLOCK_ROWS
+                stop = step + 1
+        row = step * BLOCK_ROWS
+        if TMA:
+            x = left.load([first, row])
+            y = right.load([second, row])
+        else:
+            x = _load_block(left, first, num_left, row, padded, BLOCK_LEFT, BLOCK_ROWS)
+            y = _load_block(right, second, num_right, row, padded, BLOCK_RIGHT, BLOCK_ROWS)
+        total = tl.dot(x, y.T, total, max_num_imprecise_acc=IMPRECISE)
+        if step == stop - 1:
+            scales = _of_columns(left_scales_ptr, group, first, num_left, BLOCK_LEFT)
+            block = total * scales[:, None]
+            scales = _of_columns(right_scales_ptr, group, second, num_right, BLOCK_RIGHT)
+            block = (block * scales[None, :]).to(DTYPE)
+            # By halves, which need half the shared memory on their way to the output.
+            half: tl.constexpr = BLOCK_RIGHT // 2
+            near, far = _halves(block, BLOCK_LEFT, BLOCK_RIGHT)
+            middle = second + half
+            _store(out, near, group, first, second, num_left, num_right, BLOCK_LEFT, half, OUT_TMA)
+            _store(out, far, group, first, middle, num_left, num_right, BLOCK_LEFT, half, OUT_TMA)
+            total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
