@@ -4,6 +4,9 @@
   dense matmul of as many numbers with a scale for each row and column.
 - `errors`: against float64 of the quantized numbers and of those before, as a share of the result's
   root mean square.
+- `weight_gradients`: TFLOP/s of the weights' gradients: in bfloat16, of groups that are in 8 bits
+  already, and with rounding to them; rounding also as a fraction of a copy's speed (two bytes in
+  and one out).
 - `layers`: forward and backward of the layer by recipe, quantizing included, against bfloat16.
 - `decode`: 16-bit rows times 8-bit weights, 128 tokens, groups as a router makes them, against
   reading the quantized weights of the experts in use; and 8,192 tokens, against bfloat16.
@@ -28,8 +31,13 @@ from triax import moe
 from triax.bench.cases import Stream
 from triax.bench.streams import find_limit
 from triax.bench.timing import time_program
+from triax.moe.grouped_matmul import ops as products
+from triax.moe.grouped_matmul.options import FAST_SUMS as FAST
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.quantized_outer import launchers
+from triax.moe.quantized_outer import ops as outer
+from triax.moe.shared.target import for_target
 
-FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 # rows, experts, depth, columns
 PRODUCTS = {
     "DeepSeek-V3, gate and up": (65536, 32, 7168, 4096),
@@ -45,6 +53,7 @@ LAYERS = {
 RECIPES = {
     "bfloat16": None,
     "rows": "rows",
+    "rows, weights' gradients too": moe.Recipe(weight_gradient="rows"),
     "rows, float32 sums": moe.Recipe(fast_sums=False),
     "blocks": "blocks",
 }
@@ -124,6 +133,71 @@ def measure_products():
         found[name] = {
             way: {kind: sorted(rates[way, kind])[1] for kind in groups} for way in ways
         } | {"dense": {"even": sorted(dense)[1]}}
+        print(name, found[name])
+    return found
+
+
+def outer_programs(sides, sizes):
+    """Programs for a product's weights' gradient, with their operands."""
+    how, e4m3 = {"implementation": "triton"}, jnp.dtype("float8_e4m3fn")
+    bfloat16 = jnp.dtype("bfloat16")
+    groups = Groups(sizes)
+
+    def rounded(sides):
+        bounds = launchers.group_bounds(groups, len(sides[0]), "triton")
+        return *(launchers.quantize_groups(a, bounds, dtype=e4m3, **how) for a in sides), bounds
+
+    def multiplied(given, precision):
+        shape = len(sizes), *(side.shape[1] for side in sides)
+        return for_target(
+            launchers.multiply,
+            *given,
+            out_type=jax.ShapeDtypeStruct(shape, bfloat16),
+            options=Options(bfloat16, precision),
+            **how,
+        )
+
+    def both(sides, precision):
+        options = {"options": Options(bfloat16, precision), "dtypes": (e4m3, e4m3)}
+        return outer.quantized_outer(*sides, groups, **options, **how)
+
+    plain = products.group_outer.of("triton", options=Options(bfloat16, None))
+    rounded = jax.jit(rounded)
+    programs = {"bfloat16": (jax.jit(lambda sides: plain(*sides, groups)), sides)}
+    for name, precision in (("fast sums", FAST), ("float32 sums", None)):
+        product = jax.jit(functools.partial(multiplied, precision=precision))
+        programs[f"8 bits, {name}"] = product, rounded(sides)
+        with_rounding = jax.jit(functools.partial(both, precision=precision))
+        programs[f"with rounding, {name}"] = with_rounding, sides
+    return programs | {"rounding": (rounded, sides)}
+
+
+def measure_weight_gradients():
+    found = {}
+    for name, (rows, experts, left, right) in PRODUCTS.items():
+        copy = find_limit(Stream(2, 1, rows * (left + right)))
+        sides = normal(0, rows, left), normal(1, rows, right)
+        found[name] = {}
+        for kind, sizes in (
+            ("even", jnp.full(experts, rows // experts, jnp.int32)),
+            ("uneven", uneven(experts, rows)),
+        ):
+            programs = outer_programs(sides, sizes)
+            plain = programs["bfloat16"][0](sides).astype("float32")
+            for way, (program, given) in programs.items():
+                if way in ("bfloat16", "rounding"):
+                    continue
+                wrong = program(given).astype("float32") - plain
+                if not jnp.linalg.norm(wrong.ravel()) <= 0.06 * jnp.linalg.norm(plain.ravel()):
+                    sys.exit(f"{name}, {way}: wrong")
+            del plain, wrong
+            us = gpu_record.in_turn(programs, rounds=3, target_ms=30.0)
+            rounding = us.pop("rounding")
+            for way, time in us.items():
+                found[name].setdefault(way, {})[kind] = 2 * rows * left * right / time / 1e6
+            of_copy = found[name].setdefault("rounding, of a copy's speed", {})
+            of_copy[kind] = copy["median_us"] / rounding
+        found[name]["dense"] = {"even": dense_rate(rows, left, right)}
         print(name, found[name])
     return found
 
@@ -238,6 +312,7 @@ def main():
         output,
         recipes=recipes,
         errors=measure_errors(),
+        weight_gradients=measure_weight_gradients(),
         layers=measure_layers(),
         decode=measure_decode(),
         products=measure_products(),

@@ -326,6 +326,23 @@ def eight_bit_products() -> str:
     return table(["even / uneven groups", *ways], rows)
 
 
+def eight_bit_weight_gradients() -> str:
+    """TFLOP/s of the weights' gradients in 8 bits."""
+    found = record("eight_bits").get("weight_gradients")
+    if not found:
+        return "Not measured yet.\n"
+    rows = [
+        [name, *(" / ".join(f"{x:{_digits(x)}}" for x in of.values()) for of in ways.values())]
+        for name, ways in found.items()
+    ]
+    return table(["even / uneven groups", *next(iter(found.values()))], rows)
+
+
+def _digits(value: float) -> str:
+    """The format of a rate, or of a fraction."""
+    return ",.0f" if value > 10 else ".2f"
+
+
 def eight_bit_errors() -> str:
     """Errors of products in 8 bits."""
     rows = [
@@ -565,6 +582,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens_cut": tokens_cut,
     "float32": float32,
     "eight_bits/products": eight_bit_products,
+    "eight_bits/weight_gradients": eight_bit_weight_gradients,
     "eight_bits/errors": eight_bit_errors,
     "eight_bits/layers": eight_bit_layers,
     "eight_bits/decode": eight_bit_decode,

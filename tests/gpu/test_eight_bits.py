@@ -9,7 +9,13 @@ import pytest
 
 from tests.gpu.test_ragged_dot import spans
 from triax import moe
+from triax.moe.grouped_matmul.options import Groups
+from triax.moe.grouped_matmul.reference import group_of_rows
+from triax.moe.quantization.reference import quantize_groups_reference
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.quantized_outer import launchers
+from triax.moe.quantized_outer.api import quantized_outer
+from triax.moe.quantized_outer.configs import TILE
 from triax.testing import assert_same_bits, poison
 
 pytestmark = pytest.mark.gpu
@@ -125,7 +131,95 @@ def test_all_weights_are_widened_exactly(num_rows, dtype):
         assert np.isnan(out).sum() == num_rows // 8
 
 
-@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+def as_int32(sizes):
+    return jnp.asarray(np.array(sizes, np.int64).astype(np.int32))
+
+
+def rows_and_gradient(num_rows, sizes, dtype="bfloat16"):
+    """Rows past the groups are NaN."""
+    keys = jax.random.split(jax.random.key(2))
+    shapes = (num_rows, DEPTH), (num_rows, COLUMNS)
+    past = sum(max(size, 0) for size in sizes)
+    for key, shape in zip(keys, shapes, strict=True):
+        columns = jnp.exp(jnp.arange(shape[1]) % 7)
+        side = (jax.random.normal(key, shape) * columns).astype(dtype)
+        yield side.at[past:].set(jnp.nan) if past < num_rows else side
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_groups_in_8_bits(sizes, to, dtype):
+    """The same bits as plain JAX, and zeros up to the end of a group's last tile."""
+    sizes = SIZES[sizes]
+    num_rows = 100 if sum(sizes) == 83 else 3072
+    rows, _ = rows_and_gradient(num_rows, sizes, dtype)
+    special = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0, -0.0, 1e-40, 3e38])
+    rows = rows.at[:7, 5].set(special.astype(dtype))
+    groups = Groups(as_int32(sizes))
+
+    @jax.jit
+    def run(rows):
+        bounds = launchers.group_bounds(groups, num_rows, "triton")
+        how = {"dtype": jnp.dtype(to), "implementation": "triton"}
+        return launchers.quantize_groups(rows, bounds, **how)
+
+    poison(4 * rows.nbytes)
+    values, scales = run(rows)
+    group = group_of_rows(groups, num_rows)
+    how = {"num_groups": len(sizes), "dtype": jnp.dtype(to)}
+    wanted, wanted_scales = quantize_groups_reference(rows, group, **how)
+    assert_same_bits(scales, wanted_scales)
+    values, wanted, start = np.asarray(values), np.asarray(wanted), 0
+    for span in spans(sizes, num_rows):
+        count = span.stop - span.start
+        assert_same_bits(values[:, start : start + count].T, wanted[span])
+        padded = -(-count // TILE) * TILE
+        assert not values[:, start + count : start + padded].view(np.uint8).any()
+        start += padded
+
+
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn",) * 2, ("float8_e4m3fn", "float8_e5m2")])
+@pytest.mark.parametrize("fast_sums", [True, False])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_weights_gradients(sizes, fast_sums, dtypes):
+    sizes = SIZES[sizes]
+    num_rows = 100 if sum(sizes) == 83 else 3072
+    sides = list(rows_and_gradient(num_rows, sizes))
+    group = group_of_rows(Groups(as_int32(sizes)), num_rows)
+    exact = []
+    for side, dtype in zip(sides, dtypes, strict=True):
+        how = {"num_groups": len(sizes), "dtype": jnp.dtype(dtype)}
+        values, scales = quantize_groups_reference(side, group, **how)
+        of_rows = np.asarray(scales, np.float64)[np.minimum(group, len(sizes) - 1)]
+        exact.append(np.asarray(values).astype(np.float64) * of_rows)
+    wanted = np.stack([exact[0][span].T @ exact[1][span] for span in spans(sizes, num_rows)])
+    poison(4 * wanted.nbytes)
+
+    @jax.jit
+    def run(left, right):
+        return quantized_outer(
+            left,
+            right,
+            as_int32(sizes),
+            dtypes=dtypes,
+            result_dtype="float32",
+            fast_sums=fast_sums,
+            implementation="triton",
+        )
+
+    first = run(*sides)
+    assert error(first, wanted) < (3e-3 if fast_sums else 5e-4)
+    for matrix, span in zip(first, spans(sizes, num_rows), strict=True):
+        assert span.stop > span.start or not np.any(matrix)
+    for _ in range(20):
+        assert_same_bits(run(*sides), first)
+
+
+RECIPES = {"rows": "rows", "blocks": "blocks", "all": moe.Recipe(weight_gradient="rows")}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_layer(recipe):
     """The kernels against plain JAX: both quantize to the same bits."""
     keys = jax.random.split(jax.random.key(1), 4)
@@ -139,7 +233,7 @@ def test_the_layer(recipe):
     def run(implementation):
         def tokens(*given):
             how = {"top_k": 2, "normalize": True, "implementation": implementation}
-            return moe.feed_forward(*given, recipe=recipe, **how).tokens
+            return moe.feed_forward(*given, recipe=RECIPES[recipe], **how).tokens
 
         out, pull = jax.vjp(tokens, *given)
         return out, *pull(given[0])

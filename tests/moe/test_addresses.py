@@ -12,6 +12,7 @@ import pytest
 from triax import moe
 from triax.interpreting.builder import Builder
 from triax.moe.plans.configs import FewPairsConfig
+from triax.moe.quantized_outer.api import quantized_outer
 
 # More than any row, column, group or masked lane here, and less than the elements of an array.
 LARGEST = 4096
@@ -69,6 +70,8 @@ def eight_bits():
         if block is None and transposed:
             blocks = {"block": (1, None, 1)}
         moe.quantize(draw(3, ROWS, WIDTH), transposed=transposed, **blocks, **RUN)
+    how = {"dtypes": ("float8_e4m3fn",) * 2, "result_dtype": "float32", "fast_sums": True}
+    quantized_outer(draw(ROWS, WIDTH), draw(ROWS, 21), np.array([40, 0, 45]), **how, **RUN)
 
 
 CASES = {

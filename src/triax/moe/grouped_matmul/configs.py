@@ -47,26 +47,24 @@ class DotConfig:
         sums of tensor cores are added up outside of them, `blocked` whether they are scaled before.
         Row counts are rounded to powers of two up to 128, so that few configs are needed.
         """
-        rows = _fit(rows_per_group, 128)
+        rows = fit(rows_per_group, 128)
         if exact:
-            return cls(min(rows, 64), _fit(columns, 64), _fit(depth, 32), 4, 3, False)
+            return cls(min(rows, 64), fit(columns, 64), fit(depth, 32), 4, 3, False)
         deep = 128 // itemsize  # the 128 bytes of a swizzled line in shared memory
         widest = 256 if itemsize <= 2 else 128
         depth = max(depth, _LEAST_DEPTH_OF_8_BITS if itemsize == 1 else _LEAST)
         if tma and rows == 128 and blocked:
-            return cls(128, _fit(columns, 128), _fit(depth, deep), 8, 3, True)
+            return cls(128, fit(columns, 128), fit(depth, deep), 8, 3, True)
         if tma and rows == 128 and float32_sums:
-            return cls(64, _fit(columns, 128), _fit(depth, deep), 4, 3, False, 32)
+            return cls(64, fit(columns, 128), fit(depth, deep), 4, 3, False, 32)
         if tma and rows == 128:
-            return cls(128, _fit(columns, widest), _fit(depth, deep), 8, 3, True)
+            return cls(128, fit(columns, widest), fit(depth, deep), 8, 3, True)
         if tma and itemsize == 1 and rows > 16:
-            return cls(64, _fit(columns, 128), _fit(depth, deep), 4, 4, True)
+            return cls(64, fit(columns, 128), fit(depth, deep), 4, 4, True)
         if tma:  # few rows: what matters is how much of the weights is in flight
             deep = 2 * deep if itemsize <= 2 else deep
-            return cls(rows, _fit(columns, 128), _fit(depth, deep), 8, 4, True)
-        return cls(
-            rows, _fit(columns, 128), _fit(depth, deep if hopper else deep // 2), 8, 4, False
-        )
+            return cls(rows, fit(columns, 128), fit(depth, deep), 8, 4, True)
+        return cls(rows, fit(columns, 128), fit(depth, deep if hopper else deep // 2), 8, 4, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +84,11 @@ class OuterConfig:
     ) -> OuterConfig:
         """The config for so many columns on both sides, and elements of `itemsize` bytes."""
         if exact:
-            return cls(_fit(left, 64), _fit(right, 64), 32, 4, 3)
+            return cls(fit(left, 64), fit(right, 64), 32, 4, 3)
         deep = 128 // itemsize
         if tma:
-            return cls(_fit(left, 128), _fit(right, 256 if itemsize <= 2 else 128), deep, 8, 3)
-        return cls(_fit(left, 128), _fit(right, 128), deep if hopper else deep // 2, 8, 4)
+            return cls(fit(left, 128), fit(right, 256 if itemsize <= 2 else 128), deep, 8, 3)
+        return cls(fit(left, 128), fit(right, 128), deep if hopper else deep // 2, 8, 4)
 
 
 def is_hopper(compute_capability: int) -> bool:
@@ -98,6 +96,6 @@ def is_hopper(compute_capability: int) -> bool:
     return compute_capability >= _HOPPER
 
 
-def _fit(size: int, largest: int) -> int:
+def fit(size: int, largest: int) -> int:
     """The least power of two that holds `size`, from 16 to `largest`."""
     return max(_LEAST, min(largest, blocks.power_of_two(size)))

@@ -53,9 +53,12 @@ def _ragged_dot_schedule_kernel(
     end = tl.minimum(start + size, num_rows).to(tl.int32)
     start = start.to(tl.int32)
     num_tiles = tl.cdiv(end - start, BLOCK_ROWS)
+    tile_bounds_ptr = bounds_ptr + NUM_GROUPS + 1
     tl.store(bounds_ptr + group + 1, end)
+    tl.store(tile_bounds_ptr + group + 1, first_tile + num_tiles)
     if group == 0:
         tl.store(bounds_ptr, start)
+        tl.store(tile_bounds_ptr, 0)
         tl.store(tiles_ptr + 2, start)
     if group == NUM_GROUPS - 1:
         tl.store(tiles_ptr, first_tile + num_tiles)

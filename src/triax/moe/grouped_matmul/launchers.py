@@ -12,6 +12,7 @@ from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
 from triax.moe.grouped_matmul.options import Groups, Options, Side
 from triax.moe.grouped_matmul.tiles import (
+    IMPRECISE,
     bounded_by_group,
     cdiv,
     schedule,
@@ -26,9 +27,6 @@ from triax.moe.weight_only.launchers import few_rows, suit_few_rows
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-# Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
-# the sum is added to a float32 one.
-_IMPRECISE = 128
 # The block that one program adds up at a time, as measured on an H200.
 _SUM_ROWS, _SUM_COLUMNS = 128, 128
 
@@ -220,9 +218,7 @@ def _ragged_dot(
         DTYPE=triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
-        IMPRECISE=None
-        if itemsize > 1 or options.fast_sums
-        else min(_IMPRECISE, config.block_depth),
+        IMPRECISE=None if itemsize > 1 or options.fast_sums else min(IMPRECISE, config.block_depth),
         ROW_BLOCK=options.row_block,
         WEIGHT_COLUMNS=options.weight_block[0],
         WEIGHT_DEPTH=options.weight_block[1],

@@ -125,7 +125,7 @@ def _check_differentiable(call: Call, primals: Any, tangents: Any) -> None:
 
 def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Any, *others: Any) -> Any:
     """Of a part of the rows or of the sum, which is rounded after parts are added up."""
-    groups = _groups_of_part(shard, groups, left.shape[0])
+    groups = groups_of_part(shard, groups, left.shape[0])
     summed = "r" if call.op is group_outer else "k"
     if shard.count(summed) == 1:
         return call.run(left, right, groups, *others)
@@ -139,7 +139,7 @@ def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Any, *others:
     return sums.astype(options.dtype)
 
 
-def _groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
+def groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
     """The groups among the `num_rows` rows of a part."""
     part, count = shard.index("r"), shard.count("r")
     if count == 1:
@@ -152,7 +152,8 @@ def _groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
     return Groups(sizes, None if groups.first_row is None else first)
 
 
-def _of_groups(groups: Groups) -> list[str]:
+def letters_of_groups(groups: Groups) -> list[str]:
+    """The letters of `Groups`."""
     return ["g", ""][: len(jax.tree.leaves(groups))]
 
 
@@ -174,7 +175,7 @@ def _dot(name: str, cut: str, *, transposed: bool, packed: bool = False) -> Op:
     kernels, xla = (functools.partial(way, transposed=transposed) for way in ways)
     return Op(
         name,
-        arguments=("rk", weights, _of_groups, _of_row_scales, of_groups, "gn", "r"),
+        arguments=("rk", weights, letters_of_groups, _of_row_scales, of_groups, "gn", "r"),
         results="rn",
         cut=cut,
         derivative=_derivative,
@@ -220,7 +221,7 @@ DOTS = {
 # For each group the sum over its rows of left × right. Of left, right and groups.
 group_outer = Op(
     "group_outer",
-    arguments=("rk", "rn", _of_groups),
+    arguments=("rk", "rn", letters_of_groups),
     results="gkn",
     cut="rkn",
     derivative=_derivative,
@@ -282,7 +283,7 @@ def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) ->
 
 def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
     num_rows = call.options["num_rows"] // shard.count("r")
-    groups = _groups_of_part(shard, groups, num_rows)
+    groups = groups_of_part(shard, groups, num_rows)
     summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name, "")
     found = call.like(num_rows=num_rows).run(first, groups, second)
     return shard.sum(summed, found) if summed else found
@@ -293,7 +294,7 @@ _of_bias = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias
 # Each row's bias, of biases, groups and weights or None.
 spread_bias = _of_bias(
     "spread_bias",
-    arguments=("gn", _of_groups, "r"),
+    arguments=("gn", letters_of_groups, "r"),
     results="rn",
     cut="n",
     xla=reference.spread_bias_reference,
@@ -302,7 +303,7 @@ spread_bias = _of_bias(
 # Each group's sum of its rows, of rows, groups and weights or None.
 group_sum = _of_bias(
     "group_sum",
-    arguments=("rn", _of_groups, "r"),
+    arguments=("rn", letters_of_groups, "r"),
     results="gn",
     cut="rn",
     kernels=launchers.group_sum,
@@ -312,7 +313,7 @@ group_sum = _of_bias(
 # Each row's product with its bias, of rows, groups and biases.
 bias_products = _of_bias(
     "bias_products",
-    arguments=("rn", _of_groups, "gn"),
+    arguments=("rn", letters_of_groups, "gn"),
     results="r",
     cut="rn",
     xla=reference.bias_products_reference,
@@ -344,7 +345,7 @@ def _both_derivative(call: Call, primals: Any, tangents: Any, out: Any) -> Any:
 def _part_of_both(
     call: Call, shard: Shard, left: Any, right: Any, groups: Any, weights: Any
 ) -> Any:
-    groups = _groups_of_part(shard, groups, left.shape[0])
+    groups = groups_of_part(shard, groups, left.shape[0])
     if shard.count("r") == 1:
         return call.run(left, right, groups, weights)
     options, kind = call.options["options"], call.options["sum_dtype"]
@@ -356,7 +357,7 @@ def _part_of_both(
 def _outer_and_sum(side: Side, letters: str) -> Op:
     return Op(
         f"group_outer_and_sum_of_{side}",
-        arguments=("rk", "rn", _of_groups, "r"),
+        arguments=("rk", "rn", letters_of_groups, "r"),
         results=("gkn", letters),
         cut="rkn",
         derivative=_both_derivative,

@@ -13,6 +13,10 @@ from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.options import Groups
 from triax.moe.shared.launching import launch
 
+IMPRECISE = 128
+"""Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
+the sum is added to a float32 one."""
+
 # The bound and the index of the kernels' `_GROUP_END`, and a dimension that is never the limit.
 _GROUP_END = 1 << 30
 _UNBOUNDED = 2**31 - 1
@@ -25,10 +29,10 @@ def schedule(
     block_rows: int,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Row tiles, four numbers each after the first four, and the bounds of groups [groups + 1].
+    """Row tiles, four numbers each after the first four, and the bounds of groups [2, groups + 1].
 
     The first four begin with how many tiles there are, where the groups end and where they begin; a
-    tile's are its group, its first row and its group's end.
+    tile's are its group, its first row and its group's end. Bounds are in rows and in tiles.
     """
     from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
 
@@ -41,7 +45,7 @@ def schedule(
         num_rows,
         out_type=(
             jax.ShapeDtypeStruct((4 * (1 + num_tiles),), jnp.int32),
-            jax.ShapeDtypeStruct((num_groups + 1,), jnp.int32),
+            jax.ShapeDtypeStruct((2, num_groups + 1), jnp.int32),
         ),
         grid=num_groups,
         num_warps=4,

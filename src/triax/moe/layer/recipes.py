@@ -2,7 +2,7 @@
 
 A product of rows and weights becomes one of `quantize`d ones, and so does that of the incoming
 gradient and the weights. The weights' gradient is computed from the rows and the gradient as they
-are, so the weights that are trained keep all their bits.
+are, unless the recipe says otherwise; the weights that are trained keep all their bits either way.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from triax.moe.permutation.api import permute
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.api import quantize
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.quantized_outer.api import quantized_outer
 from triax.moe.shared import sharding
 
 Scaling = Literal["rows", "blocks"]
@@ -37,8 +38,8 @@ class Recipe:
 
     "rows" is a scale for each row of the left operand and each column of the weights; "blocks" one
     for each 128 numbers of a row and each 128 × 128 weights (DeepSeek-V3). None leaves a product in
-    the dtype of `x`. Scales are those of the current values, as in `quantize`. Gradients by weights
-    and biases are computed in the dtype of `x`.
+    the dtype of `x`. Scales are those of the current values, as in `quantize`. Gradients by biases
+    are computed in the dtype of `x`.
 
     Attributes:
       forward: for rows times weights.
@@ -46,12 +47,16 @@ class Recipe:
       gradient_dtype: of the incoming gradient; rows and weights are float8_e4m3fn.
       fast_sums: whether tensor cores add up the whole depth, with about 14 bits, where scales allow
         it; if not, each 128 products are added in float32.
+      weight_gradient: for rows times the incoming gradient, summed over each expert's rows. "rows"
+        is a scale for each expert's numbers in one column of the rows, and of the gradient; where
+        rows are cut over devices, for those on one device.
     """
 
     forward: Scaling | None = "rows"
     rows_gradient: Scaling | None = "rows"
     gradient_dtype: str = "float8_e4m3fn"
     fast_sums: bool = True
+    weight_gradient: Literal["rows"] | None = None
 
 
 def resolve(recipe: Any, x: jax.Array) -> Recipe | None:
@@ -76,6 +81,11 @@ def resolve(recipe: Any, x: jax.Array) -> Recipe | None:
                 f"Argument `recipe.{name}` must be 'rows', 'blocks' or None; got "
                 f"{messages.short(getattr(recipe, name))}."
             )
+    if recipe.weight_gradient not in (None, "rows"):
+        raise ArgumentValueError(
+            "Argument `recipe.weight_gradient` must be 'rows' or None, because blocks of 128 rows "
+            f"would span experts; got {messages.short(recipe.weight_gradient)}."
+        )
     if recipe.gradient_dtype not in _DTYPES:
         raise ArgumentValueError(
             f"Argument `recipe.gradient_dtype` must be one of {', '.join(_DTYPES)}; got "
@@ -147,20 +157,25 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
     rows, weights, sizes, bias, bias_weights = operands
     options = _options(how, rows.dtype, how.recipe.rows_gradient)
 
-    def plain(weights: Any, bias: Any, bias_weights: Any) -> jax.Array:
+    moving = {"bias": bias, "bias_weights": bias_weights}
+    if how.recipe.weight_gradient is None:
+        moving["weights"] = weights
+
+    def plain(moving: dict[str, Any]) -> jax.Array:
         return ragged_dot(
             rows,
-            weights,
-            sizes,
-            bias=bias,
-            bias_weights=bias_weights,
+            group_sizes=sizes,
             transpose_weights=how.transposed,
             implementation=how.implementation,
+            **{"weights": weights} | moving,
         )
 
     # Products in 8 bits may be cut over other explicit axes than those of arrays.
-    out, pull = jax.vjp(plain, weights, bias, bias_weights)
-    by_weights = pull(sharding.cast(gradient, sharding.type_of(out)))
+    out, pull = jax.vjp(plain, moving)
+    (found,) = pull(sharding.cast(gradient, sharding.type_of(out)))
+    d_weights = found.get("weights")
+    if d_weights is None:
+        d_weights = _quantized_outer(how, rows, gradient, sizes, weights)
     if (scaling := how.recipe.rows_gradient) is None:
         options["transpose_weights"] = not how.transposed
     else:
@@ -170,10 +185,28 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
         weights = _quantized_weights(how, scaling, weights, 1 if how.transposed else 2)
     d_rows = sharding.cast(ragged_dot(gradient, weights, sizes, **options), sharding.type_of(rows))
     # Group sizes have no gradient, and that of the rows is all of what is quantized, too.
-    return d_rows, by_weights[0], None, *by_weights[1:], None
+    return d_rows, d_weights, None, found["bias"], found["bias_weights"], None
 
 
 _multiply.defvjp(_forward, _backward)
+
+
+def _quantized_outer(
+    how: _How, rows: jax.Array, gradient: jax.Array, sizes: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """The weights' gradient in 8 bits."""
+    sides, dtypes = (rows, gradient), (_DTYPES[0], how.recipe.gradient_dtype)
+    if how.transposed:
+        sides, dtypes = sides[::-1], dtypes[::-1]
+    found = quantized_outer(
+        *sides,
+        sizes,
+        dtypes=dtypes,
+        result_dtype=weights.dtype,
+        fast_sums=how.recipe.fast_sums,
+        implementation=how.implementation,
+    )
+    return sharding.cast(found, sharding.type_of(weights))
 
 
 def _options(how: _How, dtype: Any, scaling: Scaling | None) -> dict[str, Any]:

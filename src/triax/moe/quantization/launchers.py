@@ -48,6 +48,20 @@ def quantize(
     )
 
 
+def rounds_to(dtype: np.dtype, target: Target, implementation: str | None) -> bool:
+    """Whether the GPU rounds to `dtype`; an error if it does not, and kernels were requested."""
+    capability = target.compute_capability
+    if dtype.kind == "i" or capability >= _CASTS_TO_FLOAT8:
+        return True
+    if implementation is None:
+        return False
+    raise UnsupportedError(
+        f"Argument `implementation` is {implementation!r}, and GPUs of compute capability "
+        f"{capability} do not round to {dtype.name}. Let it be None, which then takes plain JAX, "
+        "or use int8."
+    )
+
+
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return *shape[:-2], shape[-1], shape[-2]
 
@@ -64,14 +78,7 @@ def _quantize(
 ) -> Any:
     from triax.moe.quantization import kernels
 
-    capability = target.compute_capability
-    if dtype.kind != "i" and capability < _CASTS_TO_FLOAT8:
-        if implementation is not None:
-            raise UnsupportedError(
-                f"Argument `implementation` is {implementation!r}, and GPUs of compute capability "
-                f"{capability} do not round to {dtype.name}. Let it be None, which then takes "
-                "plain JAX, or use int8."
-            )
+    if not rounds_to(dtype, target, implementation):
         return quantize_reference(array, block=block, dtype=dtype, transposed=transposed)
     kind = FORMATS[dtype]
     scales = num_blocks(array.shape, block)

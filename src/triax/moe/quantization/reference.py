@@ -79,8 +79,7 @@ def quantize_reference(
     kind = FORMATS[dtype]
     bits = _float32_bits(array)
     sign, size = bits < 0, bits & 0x7FFFFFFF
-    finite = size < INFINITY
-    largest = _largest(jnp.where(finite, size, 0), block)
+    largest = _largest(jnp.where(size < INFINITY, size, 0), block)
     if scale_dtype == E8M0:  # OCP's rule: 2**(floor(log2(largest)) - that of the format's largest)
         power = jnp.maximum((largest >> _BITS) - int(math.log2(kind.largest)), 0)
         scale, nan_scale, inverse = power, jnp.int32(255), 254 - power << _BITS
@@ -88,21 +87,14 @@ def quantize_reference(
         scale, nan_scale = _scale(largest, kind.largest), jnp.int32(_NAN)
         inverse = _inverse(scale)
 
-    product, exponent = _multiply(size, spread(inverse, array.shape, block))
-    drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
-    code = _rounded(product, jnp.minimum(drop, 26))  # 26 leaves nothing of any product
-    code += jnp.maximum(exponent - kind.least_exponent, 0) << kind.mantissa
-    code = jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
+    code = _code(size, spread(inverse, array.shape, block), kind)
     if kind.nan is None:
         passed = _largest(size, block) < INFINITY
         scale = jnp.where(passed, scale, nan_scale)
         signed = jnp.where(sign, -code if kind.sign is None else code | kind.sign, code)
         code = jnp.where(spread(passed, array.shape, block), signed, 0)
     else:
-        nan, infinity = (jnp.int32(special) for special in (kind.nan, kind.infinity))
-        is_infinity = (size == INFINITY) & (infinity != nan)
-        code = jnp.where(finite | is_infinity, jnp.where(finite, code, infinity), nan)
-        code = jnp.where(sign & (finite | is_infinity), code | 0x80, code)
+        code = _of_float(code, sign, size, kind)
     if dtype not in PACKED:  # packed numbers are, once their last dimension is the last
         code = code.astype(jnp.int8 if kind.sign is None else jnp.uint8)
     if transposed:
@@ -113,6 +105,47 @@ def quantize_reference(
         code = jax.lax.bitcast_convert_type(code, dtype)
     scale = scale.astype(jnp.uint8) if scale_dtype == E8M0 else scale
     return code, jax.lax.bitcast_convert_type(scale, scale_dtype)
+
+
+def quantize_groups_reference(
+    rows: jax.Array, group: jax.Array, *, num_groups: int, dtype: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Values [rows, columns], floats of 8 bits, with scales [groups, columns].
+
+    `group` is each row's; rows of a group that does not exist are zero.
+    """
+    kind = FORMATS[dtype]
+    bits = _float32_bits(rows)
+    sign, size = bits < 0, bits & 0x7FFFFFFF
+    largest = jnp.zeros((num_groups, rows.shape[1]), jnp.int32)
+    largest = largest.at[group].max(jnp.where(size < INFINITY, size, 0), mode="drop")
+    scale = _scale(largest, kind.largest)
+    inverse = jnp.take(_inverse(scale), group, axis=0, mode="clip")
+    values = _of_float(_code(size, inverse, kind), sign, size, kind)
+    values = jnp.where((group < num_groups)[:, None], values, 0)
+    return (
+        jax.lax.bitcast_convert_type(values, dtype),
+        jax.lax.bitcast_convert_type(scale, jnp.float32),
+    )
+
+
+def _code(size: jax.Array, inverse: jax.Array, kind: Format) -> jax.Array:
+    """Magnitudes times the inverse of their scale, rounded, as integers of the format."""
+    product, exponent = _multiply(size, inverse)
+    drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
+    code = _rounded(product, jnp.minimum(drop, 26))  # 26 leaves nothing of any product
+    code += jnp.maximum(exponent - kind.least_exponent, 0) << kind.mantissa
+    return jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
+
+
+def _of_float(code: jax.Array, sign: jax.Array, size: jax.Array, kind: Format) -> jax.Array:
+    """The bits of floats, from the `_code` of their magnitudes and these magnitudes."""
+    nan, infinity = (jnp.int32(special) for special in (kind.nan, kind.infinity))
+    finite = size < INFINITY
+    is_infinity = (size == INFINITY) & (infinity != nan)
+    code = jnp.where(finite | is_infinity, jnp.where(finite, code, infinity), nan)
+    code = jnp.where(sign & (finite | is_infinity), code | 0x80, code)
+    return code.astype(jnp.uint8)
 
 
 def _float32_bits(array: jax.Array) -> jax.Array:

@@ -1,0 +1,59 @@
+"""`quantized_outer`: the gradient of weights in 8 bits, for recipes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.moe.grouped_matmul.options import FAST_SUMS, Groups, Options
+from triax.moe.quantized_outer import ops
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
+
+
+def quantized_outer(
+    left: jax.Array,
+    right: jax.Array,
+    group_sizes: Any,
+    *,
+    dtypes: tuple[str, str],
+    result_dtype: Any,
+    fast_sums: bool,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """For each group the sum over its rows of left × right, both rounded to 8 bits.
+
+    The numbers of a group in one column have one scale, as `quantize` computes it. Sums are those
+    of `ragged_dot` of scaled arrays. Where rows are cut over devices, each part of a group has
+    scales of its own, and the parts' products are summed.
+
+    Args:
+      left: float [rows, left].
+      right: float [rows, right].
+      group_sizes: integer [groups], as `ragged_dot` takes them.
+      dtypes: of both sides in 8 bits: float8_e4m3fn or float8_e5m2.
+      result_dtype: a float.
+      fast_sums: whether tensor cores add up all products.
+      implementation: as in `ragged_dot`.
+
+    Returns:
+      [groups, left, right]; zeros for empty groups.
+    """
+    num_rows = left.shape[0]
+    shape = group_sizes.shape[0], left.shape[1], right.shape[1]
+    if not (num_rows and all(shape)):
+        empty = jnp.zeros(shape, result_dtype)
+        # Of the type that it has inside shard_map: varying over the operands' axes.
+        return empty + sum(jnp.sum(side[:0]).astype(result_dtype) for side in (left, right))
+    options = Options(jnp.dtype(result_dtype), FAST_SUMS if fast_sums else None)
+    return ops.quantized_outer(
+        left,
+        right,
+        Groups(arguments.as_int32(jnp.asarray(group_sizes), num_rows)),
+        options=options,
+        dtypes=tuple(map(jnp.dtype, dtypes)),
+        implementation=implementations.resolve_for_floats(implementation, left=left, right=right),
+    )

@@ -1,0 +1,173 @@
+"""The launches of quantized_outer: result types, grids and configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax.binding.descriptor import TensorDescriptor
+from triax.binding.launch import KernelImplementation
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.tiles import IMPRECISE, schedule, suit_tma, triton_dtype
+from triax.moe.quantization.launchers import rounds_to
+from triax.moe.quantization.reference import FORMATS
+from triax.moe.quantized_outer.configs import TILE, GroupsConfig, OuterConfig
+from triax.moe.quantized_outer.reference import quantized_outer_reference
+from triax.moe.shared.launching import launch
+from triax.moe.shared.target import Target, for_target
+
+# Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+
+def quantized_outer(
+    left: jax.Array,
+    right: jax.Array,
+    groups: Groups,
+    *,
+    options: Options,
+    dtypes: tuple[np.dtype, np.dtype],
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    """For each group the sum over its rows of left × right, both in 8 bits."""
+    shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
+    return for_target(
+        _quantized_outer,
+        left,
+        right,
+        groups,
+        out_type=jax.ShapeDtypeStruct(shape, options.dtype),
+        options=options,
+        dtypes=dtypes,
+        implementation=implementation,
+    )
+
+
+def _quantized_outer(
+    target: Target,
+    left: jax.Array,
+    right: jax.Array,
+    groups: Groups,
+    *,
+    options: Options,
+    dtypes: tuple[np.dtype, np.dtype],
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    if not all(rounds_to(dtype, target, implementation) for dtype in dtypes):
+        return quantized_outer_reference(left, right, groups, options=options, dtypes=dtypes)
+    bounds = group_bounds(groups, left.shape[0], implementation)
+    x, y = (
+        quantize_groups(side, bounds, dtype=dtype, implementation=implementation)
+        for side, dtype in zip((left, right), dtypes, strict=True)
+    )
+    return multiply(target, x, y, bounds, options=options, implementation=implementation)
+
+
+def group_bounds(
+    groups: Groups, num_rows: int, implementation: KernelImplementation | None
+) -> jax.Array:
+    """The bounds of groups in rows and in tiles, [2, groups + 1]."""
+    return schedule(groups, num_rows, TILE, implementation)[1]
+
+
+def quantize_groups(
+    rows: jax.Array,
+    bounds: jax.Array,
+    *,
+    dtype: np.dtype,
+    implementation: KernelImplementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Rows as columns, in 8 bits, and their scales: [columns, padded] and [groups, columns].
+
+    Each group begins at a multiple of `TILE`, and is padded with zeros to the next one.
+    """
+    from triax.moe.quantized_outer.kernels import _quantize_groups_kernel
+
+    num_rows, columns = rows.shape
+    num_groups = bounds.shape[1] - 1
+    padded = (num_rows + (TILE - 1) * min(num_groups, num_rows)) // TILE * TILE
+    kind, config = FORMATS[dtype], GroupsConfig()
+    found: tuple[jax.Array, jax.Array] = launch(
+        _quantize_groups_kernel,
+        rows,
+        bounds,
+        columns,
+        padded,
+        out_type=(
+            jax.ShapeDtypeStruct((columns, padded), dtype),
+            jax.ShapeDtypeStruct((num_groups, columns), jnp.float32),
+        ),
+        grid=num_groups * -(-columns // config.block_columns),
+        config=config,
+        implementation=implementation,
+        # A multiplication and the rounding after it are two steps.
+        backend_options={"enable_fp_fusion": False},
+        NUM_GROUPS=num_groups,
+        TILE=TILE,
+        LARGEST=kind.largest,
+        NAN=kind.nan,
+        INFINITY=kind.infinity,
+    )
+    return found
+
+
+def multiply(
+    target: Target,
+    left: tuple[jax.Array, jax.Array],
+    right: tuple[jax.Array, jax.Array],
+    bounds: jax.Array,
+    *,
+    options: Options,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    """For each group the sum over its rows of left × right, as `quantize_groups` returns them."""
+    from triax.moe.quantized_outer.kernels import _quantized_outer_kernel
+
+    (x, left_scales), (y, right_scales) = left, right
+    num_left, num_right, num_groups = len(x), len(y), bounds.shape[1] - 1
+    out_type = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
+    tma = target.tensor_maps
+    out_tma = tma and suit_tma(out_type)
+    config = OuterConfig.heuristic(num_left, num_right, tma=tma, float32_sums=not options.fast_sums)
+    tiles = -(-num_left // config.block_left) * -(-num_right // config.block_right)
+    num_programs = num_groups * tiles
+    if config.persistent:
+        num_programs = min(num_programs, target.multiprocessors)
+    operands: tuple[Any, ...] = (x, y)
+    output: dict[str, Any] = {}
+    if tma:
+        operands = (
+            TensorDescriptor.from_array(x, (config.block_left, config.block_rows)),
+            TensorDescriptor.from_array(y, (config.block_right, config.block_rows)),
+        )
+    if out_tma:
+        empty = jax.lax.empty(out_type.shape, out_type.dtype)
+        block = (1, config.block_left, config.block_right // 2)
+        output = {
+            "out": TensorDescriptor.from_array(empty, block),
+            "input_output_aliases": {"out": 0},
+        }
+    found: jax.Array = launch(
+        _quantized_outer_kernel,
+        *operands,
+        bounds,
+        left_scales,
+        right_scales,
+        num_left,
+        num_right,
+        x.shape[1],
+        out_type=out_type,
+        grid=num_programs,
+        config=config,
+        implementation=implementation,
+        NUM_GROUPS=num_groups,
+        TILE=TILE,
+        DTYPE=triton_dtype(options.dtype),
+        TMA=tma,
+        OUT_TMA=out_tma,
+        IMPRECISE=None if options.fast_sums else min(IMPRECISE, config.block_rows),
+        **output,
+    )
+    return found

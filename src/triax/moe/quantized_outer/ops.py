@@ -1,0 +1,44 @@
+"""The op of quantized_outer, which has no derivative."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+
+from triax.errors import DifferentiationError
+from triax.moe.grouped_matmul.ops import groups_of_part, letters_of_groups
+from triax.moe.quantized_outer import launchers, reference
+from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.sharding import Shard
+
+
+def _derivative(*_: Any) -> NoReturn:
+    raise DifferentiationError(
+        "A gradient of weights in 8 bits has no derivative: quantize has no derivative. For second "
+        "derivatives leave `recipe.weight_gradient` None."
+    )
+
+
+def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Any) -> jax.Array:
+    """Each part of the rows has scales of its own, and the parts' products are summed."""
+    groups = groups_of_part(shard, groups, left.shape[0])
+    options = call.options["options"]
+    if shard.count("r") == 1:
+        return call.run(left, right, groups)
+    wide = call.like(options=options.for_partial_sums())
+    return shard.sum("r", wide.run(left, right, groups)).astype(options.dtype)
+
+
+# For each group the sum over its rows of left × right, both in 8 bits with a scale for each group
+# and column. Of left, right and groups.
+quantized_outer = Op(
+    "quantized_outer",
+    arguments=("rk", "rn", letters_of_groups),
+    results="gkn",
+    cut="rkn",
+    derivative=_derivative,
+    part=_part,
+    kernels=launchers.quantized_outer,
+    xla=reference.quantized_outer_reference,
+)

@@ -1,0 +1,33 @@
+"""quantized_outer in plain JAX: the path for every platform without Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.reference import group_of_rows, group_outer_reference
+from triax.moe.quantization.reference import quantize_groups_reference
+
+
+def quantized_outer_reference(
+    left: jax.Array,
+    right: jax.Array,
+    groups: Groups,
+    *,
+    options: Options,
+    dtypes: tuple[np.dtype, np.dtype],
+) -> jax.Array:
+    """For each group the sum over its rows of left × right, both in 8 bits."""
+    num_groups = groups.sizes.shape[0]
+    group = group_of_rows(groups, left.shape[0])
+    (x, x_scales), (y, y_scales) = (
+        quantize_groups_reference(side, group, num_groups=num_groups, dtype=dtype)
+        for side, dtype in zip((left, right), dtypes, strict=True)
+    )
+    wide: Any = Options(jnp.dtype(jnp.float32), None)
+    sums = group_outer_reference(x, y, groups, options=wide)
+    return (sums * x_scales[:, :, None] * y_scales[:, None, :]).astype(options.dtype)
