@@ -25,6 +25,7 @@ from triax import moe
 RECIPES = {
     "bfloat16": None,
     "rows": "rows",
+    "rows, weights' gradients too": moe.Recipe(weight_gradient="rows"),
     "blocks": "blocks",
 }
 SEEDS, STEPS, AT_ONCE = 5, 1000, 50

@@ -45,8 +45,8 @@ class Recipe:
       forward: for rows times weights.
       rows_gradient: for the incoming gradient times weights.
       gradient_dtype: of the incoming gradient; rows and weights are float8_e4m3fn.
-      fast_sums: whether tensor cores add up the whole depth, with about 14 bits, where scales allow
-        it; if not, each 128 products are added in float32.
+      fast_sums: whether tensor cores add up the whole depth, or all of an expert's rows, with about
+        14 bits, where scales allow it; if not, each 128 products are added in float32.
       weight_gradient: for rows times the incoming gradient, summed over each expert's rows. "rows"
         is a scale for each expert's numbers in one column of the rows, and of the gradient; where
         rows are cut over devices, for those on one device.
