@@ -13,14 +13,17 @@
 
 Prints the figures and writes `benchmarks/eight_bits.json`.
 
-    python benchmarks/eight_bits.py [--output FILE]
+    python benchmarks/eight_bits.py [--output FILE] [--only PART ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
+import json
 import sys
+from pathlib import Path
 
 import gpu_record
 import jax
@@ -305,18 +308,28 @@ def measure_decode():
     return found
 
 
+PARTS = {
+    "errors": measure_errors,
+    "weight_gradients": measure_weight_gradients,
+    "layers": measure_layers,
+    "decode": measure_decode,
+    "products": measure_products,
+}
+
+
 def main():
-    output = gpu_record.output(__doc__, __file__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="keep the record's other parts")
+    options = parser.parse_args()
+    if problem := gpu_record.missing_gpu():
+        sys.exit(problem)
     recipes = {way: r and dataclasses.asdict(r) for way, r in RECIPES.items() if type(r) is not str}
-    gpu_record.write(
-        output,
-        recipes=recipes,
-        errors=measure_errors(),
-        weight_gradients=measure_weight_gradients(),
-        layers=measure_layers(),
-        decode=measure_decode(),
-        products=measure_products(),
-    )
+    known = json.loads(options.output.read_text()) if options.only else {}
+    found = {part: known.get(part) for part in PARTS}
+    for part in options.only or PARTS:
+        found[part] = PARTS[part]()
+        gpu_record.write(options.output, recipes=recipes, **found)
 
 
 if __name__ == "__main__":

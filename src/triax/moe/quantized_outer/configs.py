@@ -15,7 +15,7 @@ class GroupsConfig:
     """One program quantizes `block_columns` of a group, `block_rows` at a time."""
 
     block_rows: int = TILE
-    block_columns: int = 64
+    block_columns: int = 128
     num_warps: int = 8
 
 
@@ -42,7 +42,7 @@ class OuterConfig:
         `float32_sums` is whether sums of tensor cores are added up outside of them.
         """
         if tma and float32_sums:
-            return cls(fit(left, 64), fit(right, 128), TILE, 4, 3, False, 32)
+            return cls(fit(left, 256), fit(right, 128), TILE, 8, 3, True)
         if tma:
-            return cls(fit(left, 128), fit(right, 256), TILE, 8, 3, True)
+            return cls(fit(left, 128), fit(right, 256), TILE, 8, 3, True, 4)
         return cls(fit(left, 128), fit(right, 128), TILE // 2, 8, 3, False)
