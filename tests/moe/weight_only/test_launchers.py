@@ -26,6 +26,8 @@ SIZES = {
 }
 ROWS = {"narrow": 40, "wide": 200, "wider": 210, "wrong": 70}
 DEPTH, COLUMNS = 208, 176  # no multiples of 64
+# Tensor cores take their left operand from registers.
+FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
 
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
@@ -98,5 +100,4 @@ def test_weights_are_widened_in_registers(monkeypatch, rows):
         return
     assert "_few_rows_kernel" in ptx
     assert "mul.bf16x2" in ptx
-    from_registers = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
-    assert bool(re.search(from_registers, ptx)) == (rows == 1024)
+    assert bool(re.search(FROM_REGISTERS, ptx)) == (rows == 1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ import jax
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
-from triax.moe.grouped_matmul.options import Groups, Options, Side
+from triax.moe.grouped_matmul.options import Groups, Options, PackedScales, Side
+from triax.moe.grouped_matmul.reference import with_unpacked_weights
 from triax.moe.grouped_matmul.tiles import (
     IMPRECISE,
     bounded_by_group,
@@ -19,6 +21,7 @@ from triax.moe.grouped_matmul.tiles import (
     suit_tma,
     triton_dtype,
 )
+from triax.moe.quantization.packing import E8M0
 from triax.moe.shared.arrays import stored
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
@@ -46,9 +49,11 @@ def ragged_dot(
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed; zeros elsewhere."""
     columns = weights.shape[1 if transposed else 2]
+    if options.packed and not transposed:
+        columns *= 2
     out_dtype = stored(options.dtype)
     return for_target(
-        _ragged_dot,
+        _ragged_dot_packed if options.packed else _ragged_dot,
         rows,
         weights,
         groups,
@@ -150,25 +155,15 @@ def _ragged_dot(
     tma = target.tensor_maps and suit_tma(rows, weights, out_type)
     itemsize = rows.dtype.itemsize
     rows_per_group = int(num_rows * options.share) // num_groups
+    operands: tuple[Any, ...]
     if weights.dtype.itemsize == 1 < itemsize == 2:
         if rows_per_group > MOST_ROWS:
             weights = weights.astype(rows.dtype)  # which is exact
-        elif tma and transposed and suit_few_rows(rows, weights, options):
+        elif tma and transposed and suit_few_rows(rows, weights, group_scales, options):
             few = FewRowsConfig.for_rows(rows_per_group, columns, depth, options.weight_block[1])
             tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
-            return few_rows(
-                target,
-                few,
-                rows,
-                weights,
-                tiles,
-                group_scales,
-                bias,
-                bias_weights,
-                block=options.weight_block,
-                dtype=options.dtype,
-                implementation=implementation,
-            )
+            operands = rows, weights, tiles, group_scales, bias, bias_weights
+            return few_rows(target, few, *operands, options=options, implementation=implementation)
     config = DotConfig.heuristic(
         rows_per_group,
         columns,
@@ -186,7 +181,7 @@ def _ragged_dot(
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)
     output: dict[str, Any] = {}
-    operands: tuple[Any, ...] = (rows, weights)
+    operands = (rows, weights)
     if tma:
         block = (config.block_columns, config.block_depth)
         operands = (
@@ -223,6 +218,42 @@ def _ragged_dot(
         WEIGHT_COLUMNS=options.weight_block[0],
         WEIGHT_DEPTH=options.weight_block[1],
         **output,
+    )
+
+
+def _ragged_dot_packed(
+    target: Target,
+    rows: jax.Array,
+    weights: jax.Array,
+    groups: Groups,
+    row_scales: None,
+    scales: PackedScales,
+    *others: jax.Array | None,
+    transposed: bool,
+    options: Options,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    """By the kernel for few rows, or by one of arrays, of a temporary of the rows' dtype."""
+    how: dict[str, Any] = {"options": options, "implementation": implementation}
+    num_rows, depth = rows.shape
+    num_groups, columns, _ = weights.shape
+    rows_per_group = int(num_rows * options.share) // num_groups
+    if (
+        transposed
+        and rows_per_group <= MOST_ROWS
+        and target.tensor_maps
+        and suit_tma(rows, weights)
+        and suit_few_rows(rows, weights, scales, options)
+    ):
+        scaled = options.weight_block[1]
+        if scales.scales.dtype == E8M0 or (scaled is not None and scaled >= depth):
+            scaled = None
+        few = FewRowsConfig.for_packed(rows_per_group, columns, depth, scaled)
+        tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
+        return few_rows(target, few, rows, weights, tiles, scales, *others, **how)
+    multiply = with_unpacked_weights(functools.partial(_ragged_dot, target))
+    return multiply(
+        rows, weights, groups, row_scales, scales, *others, transposed=transposed, **how
     )
 
 

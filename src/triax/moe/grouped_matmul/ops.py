@@ -168,10 +168,11 @@ def _of_row_scales(scales: Any) -> list[str]:
 def _dot(name: str, cut: str, *, transposed: bool, packed: bool = False) -> Op:
     of_groups = _of_group_scales if "n" in cut else None
     weights = "gnk" if transposed else "gkn"
-    ways: list[Any] = [launchers.ragged_dot, reference.ragged_dot_reference]
-    if packed:  # neither reads packed weights: they get a temporary of the rows' dtype
+    plain: Any = reference.ragged_dot_reference
+    if packed:
         weights = weights[:-1] + "_"
-        ways = list(map(reference.with_unpacked_weights, ways))
+        plain = reference.with_unpacked_weights(plain)
+    ways = launchers.ragged_dot, plain
     kernels, xla = (functools.partial(way, transposed=transposed) for way in ways)
     return Op(
         name,

@@ -18,7 +18,7 @@ class FewRowsConfig:
     """One program computes `block_rows` × `block_columns`, `block_depth` of the sum at a time.
 
     `permuted` is whether the weights are the left operand of Hopper's tensor cores, which take 64
-    of its rows or more; of the others' right operands, 8.
+    of its rows or more; of the others' right operands, 8. A multiprocessor runs `programs` at once.
     """
 
     block_rows: int
@@ -27,6 +27,7 @@ class FewRowsConfig:
     num_stages: int
     permuted: bool
     num_warps: int = 4
+    programs: int = 2
 
     @property
     def flatten(self) -> bool:
@@ -47,3 +48,18 @@ class FewRowsConfig:
         if scaled is not None:  # a block's sum is kept beside that of all
             return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
         return cls(rows, max(64, min(256, width)), LEAST_SCALED, 4, True, num_warps)
+
+    @classmethod
+    def for_packed(
+        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
+    ) -> FewRowsConfig:
+        """The same for weights of 4 bits, if not powers of two are what scales blocks of the depth.
+
+        Not measured; as many registers as programs and their sums leave.
+        """
+        width = max(64, min(128, blocks.power_of_two(columns)))
+        deep = 64 if depth <= 64 or (scaled is not None and scaled % 128) else 128
+        if rows_per_group <= _MOST_OF_NARROW:
+            return cls(16, width, deep, 3, True, programs=3)
+        rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
+        return cls(rows, width, deep, 3, True, num_warps)

@@ -1,13 +1,17 @@
-"""The kernel for few rows of bfloat16 times 8-bit weights: weights go through registers once.
+"""The kernel for few rows of bfloat16 times 8- or 4-bit weights, which go through registers once.
 
-They are [groups, columns, depth]. Rows and tiles are as in the kernels of ragged_dot, and so is
-`_GROUP_END`, by which the hardware reads no rows past a group's end.
+They are [groups, columns, depth], of which a byte may hold two. Rows and tiles are as in the
+kernels of ragged_dot, and so is `_GROUP_END`, by which the hardware reads no rows past a group's
+end.
 
 A sum may be taken in any order; the depth is taken in one in which each thread has what it needs.
 With WORDS, the first and the third of four weights are widened by the same instructions, and so are
 the others. For PERMUTED the weights are the left operand of Hopper's tensor cores, from
 registers, where a thread holds other numbers than the 16 in a row that it loads from shared memory.
 So each 4 or 64 of the depth are renumbered, in the weights here and in the rows before.
+
+Of 4 bits a word has 8, of which S and S + 4 are widened by the same instructions. Scales that are
+powers of two, and zeros, are applied to the widened weights, which is exact.
 """
 
 import triton
@@ -21,6 +25,11 @@ _GROUP_END = tl.constexpr(1 << 30)
 _FIRST = tl.constexpr(9 / 8 * 2.0**120)
 _UP = tl.constexpr(2.0**119)
 _DOWN = tl.constexpr(2.0**-119)
+# The bits of e2m1, put where bfloat16 has them, are 2**-126 times the number.
+_UP_E2M1 = tl.constexpr(2.0**126)
+_ALL = tl.constexpr(1 << 30)  # a block that is as deep as the weights
+# What a power of two is for at least.
+_POWER_DEPTH = tl.constexpr(32)
 
 
 @triton.jit
@@ -69,6 +78,75 @@ def _widened(w, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
+def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr):
+    """The numbers S and S + 4 in words, as bfloat16, less `zeros` and times `powers`."""
+    if E2M1:
+        size = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
+        low, high = _pair((size & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000))
+        low *= _constant(_UP_E2M1)
+        high *= _constant(_UP_E2M1)
+    else:
+        low, high = _pair(((words >> (4 * S)) & 0x000F000F) ^ base)
+        low -= 136.0
+        high -= 136.0
+    # After a constant, by which compilers find that two are one register.
+    if zeros is not None:
+        low -= zeros
+        high -= zeros
+    if powers is not None:
+        low *= powers
+        high *= powers
+    return tl.join(low, high)
+
+
+@triton.jit
+def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """Numbers of 4 bits in bfloat16, in the order of the left operand of tensor cores."""
+    WORDS: tl.constexpr = DEPTH // 8
+    LOADED: tl.constexpr = min(WORDS // 4, 4)  # by a thread at once
+    even, odd = w.reshape(ROWS, WORDS, 2, 2).split()
+    zero, two = even.to(tl.int32).split()
+    one, three = odd.to(tl.int32).split()
+    words = zero | (one << 8) | (two << 16) | (three << 24)
+    a = _two_of_eight(words, base, 0, zeros, powers, E2M1)
+    b = _two_of_eight(words, base, 1, zeros, powers, E2M1)
+    c = _two_of_eight(words, base, 2, zeros, powers, E2M1)
+    d = _two_of_eight(words, base, 3, zeros, powers, E2M1)
+    w = tl.join(tl.join(a, b), tl.join(c, d))
+    w = w.reshape(ROWS, WORDS // LOADED // 4, 4, LOADED, 2, 2, 2)
+    return w.permute(0, 1, 3, 6, 5, 2, 4).reshape(ROWS, DEPTH)
+
+
+@triton.jit
+def _powers_of_two(codes):
+    """Powers whose exponents are codes less 127, in bfloat16; NaN for 255."""
+    bits = codes.to(tl.int16) << 7
+    # 2**-127 is subnormal.
+    bits = tl.where((codes == 0) | (codes == 255), bits | 64, bits)
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
+    """What each part of the depth has one of, for each word of it."""
+    shape: tl.constexpr = (COLUMNS, parts.shape[1], WORDS // parts.shape[1])
+    return tl.broadcast_to(parts[:, :, None], shape).reshape(COLUMNS, WORDS)
+
+
+@triton.jit
+def _of_parts(
+    at, known, start, depth, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What blocks of BLOCK of the depth have one of, for PARTS parts of PART each."""
+    starts = start + PART * tl.arange(0, PARTS)
+    return tl.load(
+        at[:, None] + starts[None, :] // BLOCK,
+        mask=known[:, None] & (starts < depth)[None, :],
+        other=0,
+    )
+
+
+@triton.jit
 def _scales(
     pointer,
     group,
@@ -98,6 +176,7 @@ def _few_rows_kernel(
     weights,
     tiles_ptr,
     group_scales_ptr,
+    zeros_ptr,
     bias_ptr,
     bias_weights_ptr,
     num_rows,
@@ -107,6 +186,8 @@ def _few_rows_kernel(
     DTYPE: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    POWERS: tl.constexpr,
     WORDS: tl.constexpr,
     PERMUTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -119,6 +200,16 @@ def _few_rows_kernel(
     first_row = tl.load(tiles_ptr + 2)
     num_column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     num_tiles = num_row_tiles * num_column_tiles
+    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
+    IN_A_BYTE: tl.constexpr = 1 if PACKED is None else 2
+    # Whether scales are applied to sums of blocks, and else how much of the depth has one.
+    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
+    PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
+    PARTS: tl.constexpr = BLOCK_DEPTH // PART
+    BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
+    # An instruction takes one constant, so compilers must not know that this is another.
+    base = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
+    base = tl.where(base < 0, 0, 0x43084308)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         record = tiles_ptr + 4 * (1 + tile // num_column_tiles)
         group = tl.load(record)
@@ -128,15 +219,40 @@ def _few_rows_kernel(
         total = tl.zeros(
             [BLOCK_COLUMNS, BLOCK_ROWS] if PERMUTED else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32
         )
+        if PACKED is not None:
+            columns = column + tl.arange(0, BLOCK_COLUMNS)
+            known = columns < num_columns
+            at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
+            at *= tl.cdiv(depth, BLOCK)
+            # Each is loaded while the weights before are multiplied.
+            if POWERS:
+                codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
+            if zeros_ptr is not None:
+                zeros = _of_parts(zeros_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
         for start in range(0, depth, BLOCK_DEPTH):
-            w = weights.load([group, column, start]).reshape(BLOCK_COLUMNS, BLOCK_DEPTH)
+            w = weights.load([group, column, start // IN_A_BYTE])
+            w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // IN_A_BYTE)
             x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
             x = x.reshape(BLOCK_ROWS, BLOCK_DEPTH)
-            w = _widened(w, BLOCK_COLUMNS, BLOCK_DEPTH) if WORDS else w.to(tl.bfloat16)
-            if PERMUTED:
-                w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // 64, 4, 4, 2, 2)
-                w = w.permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_COLUMNS, BLOCK_DEPTH)
-            if SCALE_DEPTH is None:
+            if PACKED is None:
+                w = _widened(w, BLOCK_COLUMNS, BLOCK_DEPTH) if WORDS else w.to(tl.bfloat16)
+                if PERMUTED:
+                    w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // 64, 4, 4, 2, 2)
+                    w = w.permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_COLUMNS, BLOCK_DEPTH)
+            else:
+                after = start + BLOCK_DEPTH
+                less = None
+                powers = None
+                if zeros_ptr is not None:
+                    less = _for_words(zeros.to(tl.bfloat16), BLOCK_COLUMNS, BLOCK_DEPTH // 8)
+                    zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK)
+                if POWERS:
+                    powers = _for_words(_powers_of_two(codes), BLOCK_COLUMNS, BLOCK_DEPTH // 8)
+                    codes = _of_parts(
+                        group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK
+                    )
+                w = _unpacked(w, base, less, powers, E2M1, BLOCK_COLUMNS, BLOCK_DEPTH)
+            if not IN_SUM:
                 if PERMUTED:
                     total = tl.dot(w, x.T, total)
                 else:
@@ -165,7 +281,7 @@ def _few_rows_kernel(
         if WORDS and weights.dtype == tl.float8e4nv:
             total *= 8 / 9
             total += total - total  # NaN where it is infinite
-        if group_scales_ptr is not None and SCALE_DEPTH is None:
+        if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
             total *= _scales(
                 group_scales_ptr,
                 group,

@@ -1,0 +1,161 @@
+"""Few bfloat16 rows times weights of 4 bits, against float64 of the numbers they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.moe.grouped_matmul import oracle
+from tests.moe.quantization.oracle import E8M0, exactly
+from tests.moe.weight_only.test_launchers import FROM_REGISTERS, ROWS, SIZES
+from triax import moe
+from triax.compat import jax_private
+from triax.moe.quantization.packing import pack
+from triax.testing import assert_close, checked
+
+DEPTH, COLUMNS = 224, 176  # a multiple of 32, but not of 64
+E2M1 = "float4_e2m1fn"
+# dtype, columns and depth of a scale, the scales' dtype, the zeros'
+WAYS = {
+    "mxfp4": (E2M1, (1, 32), E8M0, None),
+    "e2m1, tiles": (E2M1, (32, 64), "float32", None),
+    "e2m1, powers of columns": (E2M1, (1, DEPTH), E8M0, None),
+    "int4, columns": ("int4", (1, DEPTH), "float32", np.int8),
+    "int4, 64": ("int4", (1, 64), "float32", np.int8),
+    "int4, 128": ("int4", (1, 128), "float32", None),
+    "int4, powers": ("int4", (1, 32), E8M0, np.int8),
+}
+
+
+def weights_of(groups, dtype, block, scale_dtype, zeros, columns=COLUMNS, depth=DEPTH):
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 16, (groups, columns, depth))
+    shape = groups, *(-(-size // of) for size, of in zip((columns, depth), block, strict=True))
+    scales = np.exp2(rng.integers(-9, 9, shape)).astype(scale_dtype)
+    if scale_dtype == "float32":
+        scales *= rng.uniform(0.5, 2, shape).astype("float32")
+    if zeros is not None:  # and the outermost
+        zeros = rng.choice([-128, -5, 0, 3, 127], shape).astype(zeros)
+    arrays = map(jnp.asarray, (pack(codes), scales))
+    return moe.ScaledArray(*arrays, (1, *block), True, dtype, zeros)
+
+
+def is_taken(run, *args):
+    return "few_rows" in run.lower(*args).as_text(debug_info=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_equals_float64(sizes, way):
+    num_rows, sizes = ROWS[sizes], np.array(SIZES[sizes], np.int64).astype(np.int32)
+    weights = weights_of(len(sizes), *WAYS[way])
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((num_rows, DEPTH), np.float32).astype(jnp.bfloat16)
+    past = int(np.minimum(np.maximum(sizes.astype(np.int64), 0).sum(), num_rows))
+    rows[past:] = np.nan
+    bias = rng.standard_normal((len(sizes), COLUMNS), np.float32).astype(jnp.bfloat16)
+    each = rng.standard_normal(num_rows, np.float32)
+    multiply = functools.partial(moe.ragged_dot, bias=bias, bias_weights=each)
+    run = jax.jit(functools.partial(multiply, implementation="interpret"))
+    assert is_taken(run, rows, weights, sizes)
+    with checked():
+        out = run(rows, weights, sizes)
+    wanted = oracle.ragged_dot(rows, exactly(weights), sizes)
+    for group, span in enumerate(oracle.spans(sizes, num_rows)):
+        wanted[span] += np.float64(bias[group]) * each[span, None]
+    assert_close(out, wanted, terms=DEPTH)
+    assert not np.any(np.asarray(out)[past:])
+
+
+@pytest.mark.parametrize("dtype", [E2M1, "int4"])
+@pytest.mark.parametrize("num_rows", [256, 2048])
+def test_all_numbers_times_all_powers_of_two(num_rows, dtype):
+    """A column for each power: also subnormals, and those that overflow or are not a number."""
+    rows, weights, sizes, wanted = all_numbers(num_rows, dtype)
+    run = jax.jit(
+        lambda *args: moe.ragged_dot(
+            *args, implementation="interpret", preferred_element_type="float32"
+        )
+    )
+    assert is_taken(run, rows, weights, sizes)
+    np.testing.assert_array_equal(run(rows, weights, sizes), wanted)
+
+
+def all_numbers(num_rows, dtype):
+    """Of 32 groups, whose rows are large, so that no product is subnormal in float32."""
+    depth = columns = 256
+    codes = (np.arange(columns)[:, None] + np.arange(depth) + np.arange(32)[:, None, None]) % 16
+    powers = np.broadcast_to(np.arange(columns, dtype=np.uint8)[:, None], (32, columns, 8))
+    powers = jax.lax.bitcast_convert_type(jnp.asarray(powers), E8M0)
+    weights = moe.ScaledArray(pack(jnp.asarray(codes)), powers, (1, 1, 32), True, dtype)
+    rows = np.zeros((num_rows, depth), np.float32)
+    rows[np.arange(num_rows), np.arange(num_rows) % depth] = 8
+    sizes = np.full(32, num_rows // 32, np.int32)
+    with np.errstate(all="ignore"):
+        exact = exactly(weights).astype(np.float32)  # overflows as bfloat16 does
+        wanted = oracle.ragged_dot(rows, exact, sizes).astype(np.float32)
+    return jnp.asarray(rows, jnp.bfloat16), weights, sizes, wanted
+
+
+def test_a_scale_that_is_not_a_number_is_its_columns():
+    weights = weights_of(8, *WAYS["mxfp4"])
+    scales = weights.scales.at[2, 5, 6].set(jnp.nan)
+    weights = dataclasses.replace(weights, scales=scales)
+    rows, sizes = jnp.zeros((40, DEPTH), jnp.bfloat16), np.full(8, 5, np.int32)
+    out = moe.ragged_dot(rows, weights, sizes, implementation="interpret")
+    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, 5, COLUMNS)
+    assert is_nan[2, :, 5].all()
+    assert is_nan.sum() == 5
+
+
+OTHERS = {
+    "zeros are floats": ("int4", (1, 64), "float32", np.float32),
+    "blocks of 32": ("int4", (1, 32), "float32", None),
+    "blocks of 16": (E2M1, (1, 16), E8M0, None),
+    "blocks of 96": (E2M1, (1, 96), "float32", None),
+}
+
+
+@pytest.mark.parametrize("way", [*OTHERS, "rows", "columns innermost", "many rows", "depth"])
+def test_what_takes_a_temporary(way):
+    num_rows = 600 if way == "many rows" else 40
+    depth = 240 if way == "depth" else DEPTH
+    weights = weights_of(2, *OTHERS.get(way, WAYS["mxfp4"]), depth=depth)
+    if way == "columns innermost":
+        weights = moe.quantize(weights.dequantize(), "int4", block=(1, None, 1))
+    rows = np.random.default_rng(0).standard_normal((num_rows, depth), np.float32)
+    rows = rows.astype("float32" if way == "rows" else jnp.bfloat16)
+    sizes = np.full(2, num_rows // 2, np.int32)
+    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
+    assert not is_taken(run, rows, weights, sizes)
+    if way in ("depth", "zeros are floats"):
+        exact = np.asarray(weights.dequantize(rows.dtype))
+        assert_close(run(rows, weights, sizes), oracle.ragged_dot(rows, exact, sizes), terms=depth)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("way", ["mxfp4", "int4, 64"])
+@pytest.mark.parametrize("rows", [64, 1024, 4096])
+def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
+    from tests.moe.grouped_matmul.test_programs import kernels
+
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    shape = jax.ShapeDtypeStruct
+    weights = weights_of(32, *WAYS[way], columns=256, depth=512)
+    weights = jax.tree.map(lambda a: shape(a.shape, a.dtype), weights)
+    traced = jax.jit(moe.ragged_dot).trace(
+        shape((rows, 512), "bfloat16"), weights, shape((32,), "int32")
+    )
+    ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+    if not jax_private.supports_tensor_maps():
+        assert "_few_rows_kernel" not in ptx
+        return
+    assert "_few_rows_kernel" in ptx
+    assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
+    assert re.search(FROM_REGISTERS, ptx)
