@@ -25,8 +25,8 @@ E2M1 = "float4_e2m1fn"
 WAYS = {
     "mxfp4": (E2M1, (1, 32), E8M0, None),
     "e2m1, tiles": (E2M1, (32, 64), "float32", None),
-    "e2m1, powers of columns": (E2M1, (1, DEPTH), E8M0, None),
-    "int4, columns": ("int4", (1, DEPTH), "float32", np.int8),
+    "e2m1, powers of columns": (E2M1, (1, None), E8M0, None),
+    "int4, columns": ("int4", (1, None), "float32", np.int8),
     "int4, 64": ("int4", (1, 64), "float32", np.int8),
     "int4, 128": ("int4", (1, 128), "float32", None),
     "int4, powers": ("int4", (1, 32), E8M0, np.int8),
@@ -36,6 +36,7 @@ WAYS = {
 def weights_of(groups, dtype, block, scale_dtype, zeros, columns=COLUMNS, depth=DEPTH):
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 16, (groups, columns, depth))
+    block = tuple(of or depth for of in block)
     shape = groups, *(-(-size // of) for size, of in zip((columns, depth), block, strict=True))
     scales = np.exp2(rng.integers(-9, 9, shape)).astype(scale_dtype)
     if scale_dtype == "float32":

@@ -62,8 +62,9 @@ def ragged_dot(
     `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores add up the whole depth, which is faster,
     unless scales are of blocks along the depth. Where only `weights` is a `ScaledArray`, its values
     are converted to the dtype of `rows` on their way to the tensor cores; for the gradient of the
-    rows they are dequantized in that dtype. Weights of 4 bits are dequantized in that dtype before
-    they are multiplied, all groups' at once. There is no gradient by a `ScaledArray`.
+    rows they are dequantized in that dtype. Weights of 4 bits are unpacked on their way, too, to
+    few rows of bfloat16, and else dequantized before, all groups' at once. There is no gradient by
+    a `ScaledArray`.
 
     Args:
       rows: [rows, depth]: float32, bfloat16, float16, an 8-bit float; by plain JAX also float64

@@ -1,1 +1,1 @@
-"""Few 16-bit rows times 8-bit weights, where reading the weights is what takes time."""
+"""Few 16-bit rows times weights of 8 or 4 bits, where reading the weights is what takes time."""

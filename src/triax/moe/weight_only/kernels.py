@@ -28,8 +28,7 @@ _DOWN = tl.constexpr(2.0**-119)
 # The bits of e2m1, put where bfloat16 has them, are 2**-126 times the number.
 _UP_E2M1 = tl.constexpr(2.0**126)
 _ALL = tl.constexpr(1 << 30)  # a block that is as deep as the weights
-# What a power of two is for at least.
-_POWER_DEPTH = tl.constexpr(32)
+_POWER_DEPTH = tl.constexpr(32)  # blocks with scales that are powers of two are multiples of it
 
 
 @triton.jit
@@ -202,7 +201,7 @@ def _few_rows_kernel(
     num_tiles = num_row_tiles * num_column_tiles
     E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
     IN_A_BYTE: tl.constexpr = 1 if PACKED is None else 2
-    # Whether scales are applied to sums of blocks, and else how much of the depth has one.
+    # Whether sums of blocks are scaled; and parts of the depth that have one power or one zero.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
     PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART

@@ -108,7 +108,7 @@ def _renumbered(rows: jax.Array, permuted: bool) -> jax.Array:
 
 
 def _renumbered_packed(rows: jax.Array, block_depth: int) -> jax.Array:
-    """The same for packed weights: what a thread loads at once is 32 or 16 numbers."""
+    """The same for packed weights, of which a thread loads 32 or 16 at once."""
     num_rows, depth = rows.shape
     rows = jnp.pad(rows, ((0, 0), (0, -depth % block_depth)))
     rows = rows.reshape(num_rows, -1, 4, min(block_depth // 32, 4), 2, 4)
