@@ -37,10 +37,16 @@ def output(doc: str, script: str) -> Path:
 def in_turn(
     programs: dict[str, tuple[Callable[[Any], Any], Any]], *, rounds: int, target_ms: float
 ) -> dict[str, float]:
-    """The median of each program's times of its operands, in µs, over rounds of all of them."""
+    """The median of each program's times of its operands, in µs, over rounds of all of them.
+
+    Each round begins with another one: at the GPU's power limit a program's time depends on what
+    ran before it.
+    """
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, (program, operands) in programs.items():
+    names = list(programs)
+    for first in range(rounds):
+        for name in (*names[first % len(names) :], *names[: first % len(names)]):
+            program, operands = programs[name]
             times[name].append(time_program(program, operands, target_ms=target_ms).median_us)
     return {name: statistics.median(each) for name, each in times.items()}
 

@@ -4,10 +4,10 @@ from triax.moe.activations.api import glu as glu
 from triax.moe.activations.reference import Swiglu as Swiglu
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
-from triax.moe.expert_parallel.api import Dispatched as Dispatched
-from triax.moe.expert_parallel.api import DispatchPlan as DispatchPlan
 from triax.moe.expert_parallel.api import combine as combine
 from triax.moe.expert_parallel.api import dispatch as dispatch
+from triax.moe.expert_parallel.arrivals import Dispatched as Dispatched
+from triax.moe.expert_parallel.arrivals import DispatchPlan as DispatchPlan
 from triax.moe.grouped_matmul.api import ragged_dot as ragged_dot
 from triax.moe.layer.api import feed_forward as feed_forward
 from triax.moe.layer.parts import FeedForward as FeedForward

@@ -13,6 +13,7 @@ import pytest
 from tests.moe.oracle import assert_rounded_once
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.activations.api import glu_gradients
 from triax.testing import assert_close, assert_same_bits, checked, poison
 
 PATHS = ["interpret", "xla"]
@@ -127,6 +128,36 @@ def test_layouts_are_the_same_bit_by_bit(implementation, activation, layout):
     # XLA may compile each layout another way, and zeros then have other signs.
     same = assert_same_bits if implementation == "interpret" else assert_close
     jax.tree.map(same, run(in_layout(layout, **how)), run(functools.partial(moe.glu, **how)))
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("activation", ["swiglu", CLAMPED, "relu2"], ids=str)
+@pytest.mark.parametrize("layout", ["one", "interleaved", "two"])
+def test_the_gradients_make_the_result_again(implementation, activation, layout):
+    """In the memory of the operands, which are still the caller's."""
+    gate_up, weights, gradient = draw(35, 40, "bfloat16")
+    if activation == "relu2":
+        gate_up = gate_up[:, :40]
+    elif layout == "two":
+        gate_up = tuple(np.split(gate_up, 2, axis=1))
+    interleaved = layout == "interleaved" and activation != "relu2"
+    how = {"activation": activation, "interleaved": interleaved, "implementation": implementation}
+    op = functools.partial(moe.glu, **how)
+
+    @jax.jit
+    def run(gate_up, weights, gradient):
+        found, again = glu_gradients(gate_up, weights, gradient, again=True, **how)
+        out, pull = jax.vjp(op, gate_up, weights)
+        return (again, found, (gate_up, gradient)), (out, *pull(gradient))
+
+    with checked():
+        (again, found, kept), (out, d_gate_up, d_weights) = run(gate_up, weights, gradient)
+    same = assert_same_bits if implementation == "interpret" else assert_close
+    same(again, out)
+    jax.tree.map(assert_same_bits, kept, (gate_up, gradient))
+    same(found["row_weights"], d_weights)
+    both = found["gate_up"] if found["up"] is None else (found["gate_up"], found["up"])
+    jax.tree.map(same, both, d_gate_up)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from jax.ad_checkpoint import checkpoint_name
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import ops
-from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu, halves
+from triax.moe.activations.reference import SPECS, Activation, GluSpec, Name, Swiglu, halves
 from triax.moe.shared import arguments, sharding
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.ops import Call
 
 
 def glu(
@@ -70,6 +71,45 @@ def glu(
         unknown.
     """
     spec, function = resolve(activation, interleaved)
+    gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
+    if function is not None:
+        out = _by_function(function, gate_up, up, row_weights, spec)
+    else:
+        out = _op(gate_up, up, spec, implementation)(gate_up, up, row_weights)
+    return checkpoint_name(out, "triax_glu")
+
+
+def glu_gradients(
+    gate_up: Any,
+    row_weights: Any,
+    gradient: jax.Array,
+    *,
+    activation: Name | Swiglu,
+    interleaved: bool,
+    again: bool,
+    implementation: Any,
+) -> tuple[dict[str, Any], Any]:
+    """The gradients of `glu`'s `gate_up`, `up` and `row_weights`; and, `again`, its result.
+
+    One pass over the operands makes all of them.
+    """
+    spec, _ = resolve(activation, interleaved)
+    gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
+    call = _op(gate_up, up, spec, implementation)
+    return ops.gradients(call, gate_up, up, row_weights, gradient=gradient, again=again)
+
+
+def _op(
+    gate_up: jax.Array, up: jax.Array | None, spec: GluSpec, implementation: Implementation | None
+) -> Call:
+    op = ops.glu if spec.gated and up is None else ops.glu_of_two
+    return op.of(implementation if gate_up.size else "xla", spec=spec)
+
+
+def _checked(
+    gate_up: Any, row_weights: Any, spec: GluSpec, implementation: Implementation | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Implementation | None]:
+    """Gate and up, or an array of both and None; the rows' weights; the implementation."""
     up = None
     if isinstance(gate_up, tuple):
         gate_up, up = _two(gate_up, spec)
@@ -88,14 +128,7 @@ def glu(
     implementation = implementations.resolve_for_floats(
         implementation, gate_up=gate_up, row_weights=row_weights
     )
-    if function is not None:
-        out = _by_function(function, gate_up, up, row_weights, spec)
-        return checkpoint_name(out, "triax_glu")
-    if not gate_up.size:
-        implementation = "xla"
-    op = ops.glu if spec.gated and up is None else ops.glu_of_two
-    out = op(gate_up, up, row_weights, spec=spec, implementation=implementation)
-    return checkpoint_name(out, "triax_glu")
+    return gate_up, up, row_weights, implementation
 
 
 def resolve(

@@ -130,6 +130,7 @@ def _glu_grad_kernel(
     d_gate_up_ptr,
     d_up_ptr,
     d_row_weights_ptr,
+    AGAIN: tl.constexpr,
     CURVE: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -139,11 +140,15 @@ def _glu_grad_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # Whole rows, so that the gradient of a row's weight is summed up by one program.
+    # Whole rows, so that the gradient of a row's weight is summed up by one program. Where it makes
+    # the result again, it takes the operands' places: the result's is that of the gradient.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     row = rows.to(tl.int64)[:, None]
-    dtype: tl.constexpr = d_gate_up_ptr.dtype.element_ty
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    if AGAIN:
+        d_gate_up_ptr = gate_up_ptr
+        d_up_ptr = up_ptr
     if row_weights_ptr is not None:
         weight = tl.load(row_weights_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
@@ -167,14 +172,17 @@ def _glu_grad_kernel(
         if LIMIT is not None:
             gate, up, gate_kept, up_kept = _clipped(gate, up, LIMIT)
         active, slope = _curve(gate, CURVE, ALPHA)
+        out = active
         if GATED:
             up += UP_OFFSET
+            out = active * up
         if row_weights_ptr is not None:
-            if GATED:
-                total += active * up * gradient
-            else:
-                total += active * gradient
+            total += out * gradient
             gradient *= weight
+            out *= weight
+        if AGAIN:
+            tl.debug_barrier()  # threads that share an element have read it
+            tl.store(gradient_ptr + row * width + columns, out.to(dtype), mask=mask)
         d_gate = gradient * slope
         if GATED:
             d_gate = gradient * up * slope

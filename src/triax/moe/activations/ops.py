@@ -22,21 +22,29 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> jax.
         return jax.jvp(lambda moved: plain(**operands | moved), (fixed,), (moving,))[1]
 
     def back(operands: dict[str, Any], gradient: jax.Array) -> dict[str, Any]:
-        gradients = call.like(_GRADIENTS[call.op.name])(*map(operands.get, names), gradient)
-        found = dict(zip(names, gradients, strict=True))
-        if found["row_weights"] is not None:
-            found["row_weights"] = found["row_weights"].astype(operands["row_weights"].dtype)
-        return found
+        given = (operands[name] for name in names)
+        return gradients(call, *given, gradient=gradient, again=False)[0]
 
     operands, moving = (dict(zip(names, of, strict=True)) for of in (primals, tangents))
     return linear.call(along, back, operands, moving, out)
 
 
+def gradients(
+    call: Call, gate_up: Any, up: Any, row_weights: Any, *, gradient: Any, again: bool
+) -> tuple[dict[str, Any], Any]:
+    """Of one of glu's ops the operands' gradients, by name; and, `again`, its result."""
+    of = call.like(_GRADIENTS[call.op.name], again=again)
+    d_gate_up, d_up, d_row_weights, out = of(gate_up, up, row_weights, gradient)
+    if d_row_weights is not None:
+        d_row_weights = d_row_weights.astype(row_weights.dtype)
+    return {"gate_up": d_gate_up, "up": d_up, "row_weights": d_row_weights}, out
+
+
 def _sum_over_width(call: Call, shard: Shard, *arguments: Any) -> Any:
-    d_gate, d_up, d_row_weights = call.run(*arguments)
+    d_gate, d_up, d_row_weights, out = call.run(*arguments)
     if d_row_weights is not None:
         d_row_weights = shard.sum("w", d_row_weights)
-    return d_gate, d_up, d_row_weights
+    return d_gate, d_up, d_row_weights, out
 
 
 # Of gate and up in one array, nothing, and the rows' weights.
@@ -65,7 +73,7 @@ glu_of_two = Op(
 glu_grad = Op(
     "glu_grad",
     arguments=("ru", "", "r", "rw"),
-    results=("ru", "", "r"),
+    results=("ru", "", "r", "rw"),
     cut="r",
     kernels=launchers.glu_grad,
     xla=reference.glu_grad_reference,
@@ -75,7 +83,7 @@ glu_grad = Op(
 glu_of_two_grad = Op(
     "glu_of_two_grad",
     arguments=("rw", "rw", "r", "rw"),
-    results=("rw", "rw", "r"),
+    results=("rw", "rw", "r", "rw"),
     cut="rw",
     kernels=launchers.glu_grad,
     xla=reference.glu_grad_reference,

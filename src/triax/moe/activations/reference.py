@@ -168,11 +168,14 @@ def glu_grad_reference(
     gradient: jax.Array,
     *,
     spec: GluSpec,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The gradients of `gate_up`, `up` and, in float32 or wider, of `row_weights`."""
+    again: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """The gradients of `gate_up`, `up` and, in float32 or wider, of `row_weights`; and, `again`,
+    glu's result."""
     wider = at_least_float32(gate_up.dtype)
     given = [None if a is None else a.astype(wider) for a in (gate_up, up, row_weights)]
-    _, pull = jax.vjp(functools.partial(glu_reference, spec=spec), *given)
+    out, pull = jax.vjp(functools.partial(glu_reference, spec=spec), *given)
     d_gate_up, d_up, d_row_weights = pull(gradient.astype(wider))
     d_up = None if up is None else d_up.astype(up.dtype)
-    return d_gate_up.astype(gate_up.dtype), d_up, d_row_weights
+    value = out.astype(gate_up.dtype) if again else None
+    return d_gate_up.astype(gate_up.dtype), d_up, d_row_weights, value

@@ -12,71 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
-from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme, choose, is_better_ragged
-from triax.moe.expert_parallel.tokens import Ways, collect, padded_plan, ragged_ways, send
-from triax.moe.permutation.api import permute, routes_of, unpermute, weights_by_slot
-from triax.moe.plans.api import make_plan, make_plan_from_mask
+from triax.moe.expert_parallel.arrivals import Dispatched, DispatchPlan, by_expert, exchanged
+from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme
+from triax.moe.expert_parallel.tokens import Ways, collect
+from triax.moe.permutation.api import routes_of, unpermute, weights_by_slot
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
-from triax.moe.shared.sharding import gathered
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["ways", "received"],
-    meta_fields=["axis_name", "num_rows"],
-)
-@dataclasses.dataclass(frozen=True)
-class DispatchPlan:
-    """How rows come back; made by `dispatch` for `combine`.
-
-    Attributes:
-      ways: how this device's rows go and come; the groups of its plan are devices, or all experts.
-        A plan alone for padded exchanges.
-      received: the plan of the tokens that came here, whose groups are the experts here; None
-        where rows came straight to their experts.
-      axis_name: the mesh axis.
-      num_rows: the rows made on each device.
-    """
-
-    ways: Ways | Plan
-    received: Plan | None
-    axis_name: Any
-    num_rows: int
-
-
-class Dispatched(NamedTuple):
-    """What `dispatch` returns; all of it is about the experts of this device.
-
-    Attributes:
-      rows: [rows, hidden], sorted by expert, in the dtype of `x`; zero past the groups.
-      weights: [rows], the router's weight of each row, in the dtype of `weights`.
-      scales: [rows, scales] in the dtype of `scales`, or None.
-      group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
-      group_counts: int32 [local experts], the pairs of token and expert that came here.
-      num_dropped: int32 [], dropped pairs: this device's pairs beyond `capacity`, and pairs
-        received that did not fit in `num_rows` (in scheme "choice", pairs sent that did not fit
-        there). `jax.lax.psum` over the axis gives the total.
-      plan: for `combine`.
-    """
-
-    rows: jax.Array
-    weights: jax.Array
-    scales: jax.Array | None
-    group_sizes: jax.Array
-    group_counts: jax.Array
-    num_dropped: jax.Array
-    plan: DispatchPlan
 
 
 def dispatch(
@@ -154,148 +104,27 @@ def dispatch(
     """
     whole = x if isinstance(x, ScaledArray) else None
     if whole is not None:
-        x, scales = tokens("x", whole, scales)
-    x = arguments.array("x", x, ("tokens", "hidden"))
-    experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
-    weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
-    messages.check_sizes_known("experts", experts.shape)
-    axis_name, num_devices = arguments.mesh_axis(axis_name, "dispatch")
-    num_experts = arguments.integer("num_experts", num_experts, 1)
-    if num_experts % num_devices:
-        raise ArgumentValueError(
-            f"Argument `num_experts` must be a multiple of the {num_devices} devices of axis "
-            f"{axis_name!r}; got {num_experts}."
-        )
-    if not x.shape[0] == weights.shape[0] == experts.shape[0] or weights.shape != experts.shape:
-        raise ArgumentValueError(
-            "Arguments `x`, `weights` and `experts` must have as many tokens, and the latter two "
-            f"as many slots; got {x.shape}, {weights.shape} and {experts.shape}."
-        )
-    if scales is not None:
-        scales = arguments.array("scales", scales, ("tokens", "scales"))
-        arguments.check_length("scales", scales, x.shape[0], "row", "tokens of `x`")
-    num_local = num_experts // num_devices
-    align_size = arguments.integer("align_size", align_size, 1)
-    limit = experts.shape[0]
-    if capacity is not None:
-        limit = min(arguments.integer("capacity", capacity, 0), limit)
-        scheme = scheme or "token"  # a choice's capacity is another
-    ragged = is_better_ragged(x, num_devices)
-    scheme, exchange = choose(scheme, exchange, experts.shape[1], num_devices, ragged)
-    if num_rows is None:
-        # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
-        pairs = limit * experts.shape[1]
-        if scheme == "choice" and capacity is not None:
-            pairs = min(experts.size, capacity * num_local)
-        num_rows = arguments.most_rows(num_devices * pairs, num_local, align_size)
-    sizes = {"num_rows": arguments.rows_of_groups(num_rows, align_size), "align_size": align_size}
-    weights, experts = gathered(weights), gathered(arguments.as_int32(experts, num_experts))
-    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
-    operands = (x, weights, experts, scales, _Axis(axis_name, num_devices, num_local))
-    how = {"implementation": implementation}
-    sent: Any
-    if scheme == "choice":
-        sent = _send_choices(*operands, capacity=capacity, sizes=sizes, how=how)
-    else:
-        padded = exchange == "padded"
-        sent = _send_tokens(*operands, capacity=limit, padded=padded, sizes=sizes, how=how)
+        x, scales = tokens("x", x, scales)
+    sent = exchanged(
+        x,
+        weights,
+        experts,
+        num_experts,
+        axis_name,
+        capacity=capacity,
+        num_rows=num_rows,
+        align_size=align_size,
+        scales=scales,
+        scheme=scheme,
+        exchange=exchange,
+        implementation=implementation,
+    )
+    sent = by_expert(sent, implementation)
     if whole is None:
         return sent
-    rows = dataclasses.replace(whole, values=sent.rows, scales=sent.scales)
+    of_rows: Any = sent.scales
+    rows: Any = dataclasses.replace(whole, values=sent.rows, scales=of_rows)
     return sent._replace(rows=rows, scales=None)
-
-
-class _Axis(NamedTuple):
-    name: Any
-    devices: int
-    experts: int  # of each device
-
-
-def _send_tokens(
-    x: jax.Array,
-    weights: jax.Array,
-    experts: jax.Array,
-    scales: Any,
-    axis: _Axis,
-    *,
-    capacity: int,
-    padded: bool,
-    sizes: dict[str, Any],
-    how: dict[str, Any],
-) -> Dispatched:
-    """Once to each device: what arrives is sorted by the experts here."""
-    top_k = experts.shape[1]
-    routed = experts >= 0
-    device_of = jnp.where(routed, experts // axis.experts, -1)
-    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices)[None, None, :], axis=1)
-    sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
-    room = axis.devices * capacity
-    ways: Ways | Plan = (
-        padded_plan(sent, capacity) if padded else ragged_ways(sent, room, axis.name)
-    )
-
-    def to_devices(array: jax.Array, *, fill: bool = False) -> jax.Array:
-        return send(array, ways, room, axis.name, fill=fill, **how)
-
-    # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
-    # float32, and so travel with the weights.
-    dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
-    numbers = (experts + 1).astype(dtype)
-    both = to_devices(jnp.concatenate([weights.astype(dtype), numbers], axis=1), fill=True)
-    here_weights = both[:, :top_k].astype(weights.dtype)
-    here_experts = both[:, top_k:].astype(jnp.int32) - 1
-    received = make_plan(
-        here_experts - jax.lax.axis_index(axis.name) * axis.experts, axis.experts, **sizes, **how
-    )
-    here_scales = None if scales is None else to_devices(scales)
-    moved: Any = permute(to_devices(x), received, weights=here_weights, scales=here_scales, **how)
-    num_dropped = received.num_dropped
-    if capacity < x.shape[0]:
-        arrives = (sent.row_of >= 0)[:, None, :] & (
-            device_of[:, :, None] == sent.expert_of[:, None, :]
-        )
-        num_dropped += jnp.sum(routed & ~jnp.any(arrives, axis=2), dtype=jnp.int32)
-    return Dispatched(
-        moved.rows,
-        moved.weights,
-        moved.scales,
-        received.group_sizes,
-        received.group_counts,
-        num_dropped,
-        DispatchPlan(ways, received, axis.name, sizes["num_rows"]),
-    )
-
-
-def _send_choices(
-    x: jax.Array,
-    weights: jax.Array,
-    experts: jax.Array,
-    scales: Any,
-    axis: _Axis,
-    *,
-    capacity: int | None,
-    sizes: dict[str, Any],
-    how: dict[str, Any],
-) -> Dispatched:
-    """Each pair of token and expert as a row, straight to its place among the experts there."""
-    sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
-    moved: Any = permute(x, sent, weights=weights, scales=scales, **how)
-    counts = sent.group_sizes.reshape(axis.devices, axis.experts)
-    slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, **sizes)
-    num_rows = sizes["num_rows"]
-
-    def to_devices(array: Any) -> jax.Array:
-        return exchanges.ragged(array, slices, num_rows, axis.name, fill=True)
-
-    return Dispatched(
-        to_devices(moved.rows),
-        to_devices(moved.weights[:, None])[:, 0],
-        None if scales is None else to_devices(moved.scales),
-        group_sizes,
-        totals,
-        jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
-        DispatchPlan(Ways(sent, slices, None), None, axis.name, num_rows),
-    )
 
 
 def combine(

@@ -19,6 +19,7 @@ from triax.moe.grouped_matmul.options import Groups, Options, Side
 from triax.moe.shared import linear
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.order import after
 from triax.moe.shared.sharding import Shard
 
 
@@ -73,6 +74,8 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
             operands = {"left": left, "right": right, "gradient": gradient}
             if operands[other] is None:
                 continue
+            if "right" in cotangents:  # which takes the rows: they need not be kept any longer
+                operands["gradient"] = after(gradient, cotangents["right"])
             pair = [operands[key] for key in order]
             if op is group_outer and "bias" in moving_dtypes:  # both read all of the gradient
                 both = _OUTER_AND_SUM["left" if order[0] == "gradient" else "right"]
@@ -231,15 +234,16 @@ group_outer = Op(
     xla=reference.group_outer_reference,
 )
 
-# The gradients of each op's left and right operand: the operand that is needed, the op, its order.
+# The gradients of each op's left and right operand, in the order in which they are computed: the
+# operand that is needed, the op, its order.
 _GRADIENTS: dict[str, dict[str, tuple[str, Op, tuple[str, str]]]] = {
     "ragged_dot": {
-        "left": ("right", ragged_dot_transposed, ("gradient", "right")),
         "right": ("left", group_outer, ("left", "gradient")),
+        "left": ("right", ragged_dot_transposed, ("gradient", "right")),
     },
     "ragged_dot_transposed": {
-        "left": ("right", ragged_dot, ("gradient", "right")),
         "right": ("left", group_outer, ("gradient", "left")),
+        "left": ("right", ragged_dot, ("gradient", "right")),
     },
     "group_outer": {
         "left": ("right", ragged_dot_transposed, ("right", "gradient")),

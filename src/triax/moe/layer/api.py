@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ def feed_forward(
     align_size: int = 1,
     axis_name: Any = None,
     recipe: Recipe | Scaling | None = None,
+    keep: Sequence[str] = (),
     score: Score = "softmax",
     bias: Any = None,
     num_groups: int | None = None,
@@ -72,8 +74,9 @@ def feed_forward(
     and rounded once, and so is the sum over a token's experts. Each gradient has the dtype of its
     argument.
 
-    The residuals are the routing, the permuted rows, the results of the first matmul and the
-    activation's, all with their ops' names for `jax.checkpoint`. The experts' outputs are not kept.
+    Kept for the gradient are the arguments, the routing and the first matmul's result. The rows of
+    tokens and the activation's results are made again; with `axis_name` tokens are kept as they
+    came. All have their ops' names for `jax.checkpoint`.
 
     Args:
       x: float [tokens, hidden], 16 bits or more; or with more dimensions in front, which `logits`,
@@ -103,6 +106,7 @@ def feed_forward(
       recipe: which products are in 8 bits, in training: a `Recipe`, or "rows" or "blocks" for
         `Recipe("rows", "rows")` and `Recipe("blocks", "blocks")`. Such a layer has gradients, but
         no forward mode and no second derivatives.
+      keep: what else to keep for the gradient: "triax_permuted_rows", "triax_glu" or both.
       score, bias, num_groups, top_groups, group_score, normalize, scale, expert_scale: how experts
         are chosen and weighted, as in `route`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
@@ -171,6 +175,7 @@ def feed_forward(
         align_size=align_size,
         axis_name=axis_name,
         recipe=recipe,
+        keep=_check_keep(keep),
         implementation=implementation,
         router=router,
     )
@@ -206,6 +211,21 @@ def _flat(array: Any) -> jax.Array:
     # JAX reshapes what explicit axes cut only where these cut the first or the last dimension.
     array = sharding.gathered(jnp.asarray(array), 0, array.ndim - 1)
     return jnp.reshape(array, (math.prod(array.shape[:-1]), array.shape[-1]))
+
+
+def _check_keep(keep: Any) -> tuple[str, ...]:
+    """Names of what is kept for the gradient, in one order."""
+    known = " and ".join(f'"{name}"' for name in parts.KEPT)
+    if isinstance(keep, str) or not isinstance(keep, Sequence):
+        raise ArgumentTypeError(
+            f"Argument `keep` must be a sequence of {known}; got {messages.short(keep)}."
+        )
+    for name in keep:
+        if name not in parts.KEPT:
+            raise ArgumentValueError(
+                f"Argument `keep` must name {known}, or none of them; got {messages.short(name)}."
+            )
+    return tuple(name for name in parts.KEPT if name in keep)
 
 
 def _check_no_router(given: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 
 from triax.moe.activations.api import glu
 from triax.moe.activations.reference import Activation
-from triax.moe.expert_parallel.api import combine, dispatch
+from triax.moe.expert_parallel.api import combine
+from triax.moe.expert_parallel.arrivals import by_expert, exchanged
 from triax.moe.grouped_matmul.api import ragged_dot
-from triax.moe.layer import recipes
+from triax.moe.layer import ops, recipes
 from triax.moe.layer.recipes import Recipe
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
@@ -30,6 +32,9 @@ from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.sharding import Shard, Split
 
 WeightsOn = Literal["output", "input"]
+
+KEPT = "triax_permuted_rows", "triax_glu"
+"""What may be kept for the gradient, or made again: names for `jax.checkpoint`."""
 
 
 class FeedForward(NamedTuple):
@@ -79,6 +84,7 @@ class Options:
     align_size: int
     axis_name: Any
     recipe: Recipe | None
+    keep: tuple[str, ...]
     implementation: Implementation | None
     router: dict[str, Any]
 
@@ -114,11 +120,15 @@ def _run(options: Options, *operands: Any) -> FeedForward:
         align_size=options.align_size,
         **how,
     )
-    rows, row_weights, _ = permute(given.x, plan, weights=weights, **how)
-    quantized = None
-    if options.recipe is not None and options.weights_on == "output":
-        quantized = recipes.quantized_rows(options.recipe, given.x, plan, **how)
-    out = _experts(options, given, rows, row_weights, plan.group_sizes, quantized)
+
+    def arrived() -> Arrived:
+        rows, row_weights, _ = permute(given.x, plan, weights=weights, **how)
+        quantized = None
+        if options.recipe is not None and options.weights_on == "output":
+            quantized = recipes.quantized_rows(options.recipe, given.x, plan, **how)
+        return Arrived(rows, row_weights, quantized)
+
+    out = _experts(options, given, arrived, plan.group_sizes)
     tokens = unpermute(out, plan, **how)
     return FeedForward(tokens, plan.group_counts, plan.num_dropped, weights, experts)
 
@@ -128,7 +138,7 @@ def _spread(options: Options, given: Operands) -> FeedForward:
     axis = options.axis_name
     how: dict[str, Any] = {"implementation": options.implementation}
     weights, experts = _route(options, given)
-    sent = dispatch(
+    sent = exchanged(
         given.x,
         weights,
         experts,
@@ -138,7 +148,12 @@ def _spread(options: Options, given: Operands) -> FeedForward:
         align_size=options.align_size,
         **how,
     )
-    out = _experts(options, given, sent.rows, sent.weights, sent.group_sizes)
+
+    def arrived() -> Arrived:
+        found = by_expert(sent, options.implementation)
+        return Arrived(found.rows, found.weights, None)
+
+    out = _experts(options, given, arrived, sent.group_sizes)
     tokens = combine(out, sent.plan, weights=None, **how)
     chosen = experts.reshape(-1, 1) == jnp.arange(options.num_experts)
     counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
@@ -158,22 +173,24 @@ def _route(options: Options, given: Operands) -> Any:
     )
 
 
+class Arrived(NamedTuple):
+    """The experts' rows, what the router weighs each by, and the rows in 8 bits if they are."""
+
+    rows: jax.Array
+    weights: jax.Array
+    quantized: ScaledArray | None
+
+
 def _experts(
-    options: Options,
-    given: Operands,
-    rows: Any,
-    row_weights: Any,
-    group_sizes: Any,
-    quantized: ScaledArray | None = None,
+    options: Options, given: Operands, arrived: Callable[[], Arrived], group_sizes: Any
 ) -> jax.Array:
-    """What the experts make of their rows, times the rows' weights."""
+    """What the experts make of their rows, times the rows' weights.
+
+    Between the two halves is the first matmul's result, which is kept for the gradient. What else
+    the halves need for theirs, but for `Options.keep`, they make again.
+    """
     how: dict[str, Any] = {"implementation": options.implementation}
-    if options.weights_on == "input":
-        wider = at_least_float32(rows.dtype)
-        is_row = jnp.any(rows != 0, axis=1) | (row_weights != 0)
-        rows = (rows.astype(wider) * row_weights.astype(wider)[:, None]).astype(rows.dtype)
-        # A function need not be finite at zero, which pad rows are; others leave these zero.
-        row_weights = is_row.astype(wider) if callable(options.activation) else None
+    kind: dict[str, Any] = {"activation": options.activation, "interleaved": options.interleaved}
 
     def multiply(
         rows: Any, weights: Any, bias: Any, bias_weights: Any = None, quantized: Any = None
@@ -191,15 +208,50 @@ def _experts(
             **how,
         )
 
-    if isinstance(given.w_gate_up, tuple):
-        biases = given.b_gate_up or (None, None)
-        both = zip(given.w_gate_up, biases, strict=True)
-        gate_up: Any = tuple(multiply(rows, w, bias, quantized=quantized) for w, bias in both)
-    else:
-        gate_up = multiply(rows, given.w_gate_up, given.b_gate_up, quantized=quantized)
-    kind: dict[str, Any] = {"activation": options.activation, "interleaved": options.interleaved}
-    inner = glu(gate_up, row_weights, **kind, **how)
-    return multiply(inner, given.w_down, given.b_down, row_weights)
+    def first() -> Any:
+        rows, row_weights, quantized = arrived()
+        if options.weights_on == "input":
+            rows, row_weights = _weighted(options, rows, row_weights)
+        weights, biases = given.w_gate_up, given.b_gate_up
+        if not isinstance(weights, tuple):
+            return multiply(rows, weights, biases, quantized=quantized), row_weights
+        both = zip(weights, biases or (None, None), strict=True)
+        return tuple(multiply(rows, w, bias, quantized=quantized) for w, bias in both), row_weights
+
+    def second(gate_up: Any, row_weights: Any) -> jax.Array:
+        inner = glu(gate_up, row_weights, **kind, **how)
+        return multiply(inner, given.w_down, given.b_down, row_weights)
+
+    if KEPT[0] not in options.keep:
+        first = jax.checkpoint(first)
+    gate_up, row_weights = first()
+    if KEPT[1] in options.keep:
+        return second(gate_up, row_weights)
+    quantized = options.recipe is not None or isinstance(given.w_down, ScaledArray)
+    if quantized or callable(options.activation):
+        return jax.checkpoint(second)(gate_up, row_weights)
+    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    return ops.glu_ragged_dot(
+        gate,
+        up,
+        row_weights,
+        given.w_down,
+        given.b_down,
+        group_sizes,
+        transposed=options.transpose_weights,
+        precision=jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        **kind,
+        **how,
+    )
+
+
+def _weighted(options: Options, rows: jax.Array, row_weights: jax.Array) -> tuple[Any, Any]:
+    """The rows times their weights; and the weights that are left for the activation."""
+    wider = at_least_float32(rows.dtype)
+    is_row = jnp.any(rows != 0, axis=1) | (row_weights != 0)
+    rows = (rows.astype(wider) * row_weights.astype(wider)[:, None]).astype(rows.dtype)
+    # A function need not be finite at zero, which pad rows are; others leave these zero.
+    return rows, is_row.astype(wider) if callable(options.activation) else None
 
 
 def _num_rows(num_pairs: int, options: Options) -> int | None:

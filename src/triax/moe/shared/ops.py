@@ -53,6 +53,8 @@ class Op:
       part: ``part(call, shard, *arguments)`` runs the op on one device's part: by default
         ``call.run(*arguments)``. It sums over cut letters that no result has.
       any_bits: whether the kernels only move numbers, and need not know their dtypes.
+      inline: whether it is made of ops that are cut over devices each for itself. Then letters and
+        `cut` are not needed, and its derivative is what it is there for.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class Op:
         cut: str = "",
         part: Function | None = None,
         any_bits: bool = False,
+        inline: bool = False,
     ):
         self.name, self.xla, self.kernels, self.any_bits = name, xla, kernels, any_bits
         self.arguments, self.results, self.cut, self.part = tuple(arguments), results, cut, part
-        self.derivative = derivative
+        self.derivative, self.inline = derivative, inline
         self.primitive = _primitive(f"triax_{name}")
         self._calls = functools.lru_cache(maxsize=1024)(self._call)  # options may be sizes
 
@@ -118,26 +121,27 @@ class Call:
 
     def __call__(self, *arguments: Any) -> Any:
         leaves, tree = jax.tree.leaves(arguments), jax.tree.structure(arguments)
-        mesh = sharding.explicit_mesh(leaves)
+        inline = self.op.inline
+        mesh = None if inline else sharding.explicit_mesh(leaves)
         traced = mesh is not None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        if self.op.derivative is None and not traced:
+        if (inline or self.op.derivative is None) and not traced:
             return self.run(*arguments)  # one program, where the primitive is one for each step
         # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
         leaves = jax_private.insert_varying_casts(leaves)
         arguments = jax.tree.unflatten(tree, leaves)
         if mesh is None:
-            run = sharding.left_whole(self.run)
+            run = self.run if inline else sharding.left_whole(self.run)
             jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
         else:
             shapes = sharding.shapes(mesh, self.run, arguments)
-        split = sharding.flatten(self._split, arguments, shapes, repr(self))
-        if mesh is not None:
+        split = None if inline else sharding.flatten(self._split, arguments, shapes, repr(self))
+        if mesh is not None and split is not None:
             jaxpr = _in_parts(mesh, split, leaves)
         # The thread in which XLA has a part traced may not know of `jax.enable_x64`. And XLA cannot
         # cut what is interpreted: a host callback that is lowered while XLA compiles does not live
         # as long as the program.
         wide = any(a.dtype.itemsize > 4 for a in (*leaves, *jaxpr.out_avals))
-        may_cut = not wide and mesh is None and self.implementation != "interpret"
+        may_cut = not (wide or inline or mesh) and self.implementation != "interpret"
         out_tree = jax.tree.structure(shapes)
         jax_private.require_devices(self.op.primitive, None if may_cut else "cuda")
         outputs = self.op.primitive.bind(
@@ -215,7 +219,8 @@ def _primitive(name: str) -> Primitive:
         split = None if call.split is None else sharding.batched(call.split, axes)
         function = jax.vmap(call.function, axes)
         size = linear.batch_size(args, axes)
-        types = tuple(sharding.batched_type(kind, size) for kind in call.types)
+        cut = sharding.explicit_batch(args, axes) if call.mesh is None else None
+        types = tuple(sharding.batched_type(kind, size, cut) for kind in call.types)
         if call.mesh is not None and split is not None:  # cut over more axes now: by batches
             jaxpr = _in_parts(call.mesh, split, args)
             function, types = jaxpr_as_fun(jaxpr), tuple(map(sharding.type_of, jaxpr.out_avals))

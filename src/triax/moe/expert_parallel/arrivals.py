@@ -1,0 +1,240 @@
+"""What arrives on a device: tokens from all of them, and their plan by the experts here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from triax import messages
+from triax.errors import ArgumentValueError
+from triax.moe.expert_parallel import exchange as exchanges
+from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme, choose, is_better_ragged
+from triax.moe.expert_parallel.tokens import Ways, padded_plan, ragged_ways, send
+from triax.moe.permutation.api import permute
+from triax.moe.plans.api import make_plan, make_plan_from_mask
+from triax.moe.plans.reference import Plan
+from triax.moe.shared import arguments
+from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.sharding import gathered
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ways", "received"],
+    meta_fields=["axis_name", "num_rows"],
+)
+@dataclasses.dataclass(frozen=True)
+class DispatchPlan:
+    """How rows come back; made by `dispatch` for `combine`.
+
+    Attributes:
+      ways: how this device's rows go and come; the groups of its plan are devices, or all experts.
+        A plan alone for padded exchanges.
+      received: the plan of the tokens that came here, whose groups are the experts here; None
+        where rows came straight to their experts.
+      axis_name: the mesh axis.
+      num_rows: the rows made on each device.
+    """
+
+    ways: Ways | Plan
+    received: Plan | None
+    axis_name: Any
+    num_rows: int
+
+
+class Dispatched(NamedTuple):
+    """What `dispatch` returns; all of it is about the experts of this device.
+
+    Attributes:
+      rows: [rows, hidden], sorted by expert, in the dtype of `x`; zero past the groups.
+      weights: [rows], the router's weight of each row, in the dtype of `weights`.
+      scales: [rows, scales] in the dtype of `scales`, or None.
+      group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
+      group_counts: int32 [local experts], the pairs of token and expert that came here.
+      num_dropped: int32 [], dropped pairs: this device's pairs beyond `capacity`, and pairs
+        received that did not fit in `num_rows` (in scheme "choice", pairs sent that did not fit
+        there). `jax.lax.psum` over the axis gives the total.
+      plan: for `combine`.
+    """
+
+    rows: jax.Array
+    weights: jax.Array
+    scales: jax.Array | None
+    group_sizes: jax.Array
+    group_counts: jax.Array
+    num_dropped: jax.Array
+    plan: DispatchPlan
+
+
+def by_expert(sent: Dispatched, implementation: Implementation | None) -> Dispatched:
+    """What `exchanged` returned, sorted by expert, in rows as `dispatch` returns them."""
+    if sent.plan.received is None:
+        return sent
+    moved: Any = permute(
+        sent.rows,
+        sent.plan.received,
+        weights=sent.weights,
+        scales=sent.scales,
+        implementation=implementation,
+    )
+    return sent._replace(rows=moved.rows, weights=moved.weights, scales=moved.scales)
+
+
+def exchanged(
+    x: Any,
+    weights: Any,
+    experts: Any,
+    num_experts: int,
+    axis_name: Any,
+    *,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    align_size: int = 1,
+    scales: Any = None,
+    scheme: Scheme | None = None,
+    exchange: ExchangeMethod | None = None,
+    implementation: Implementation | None = None,
+) -> Dispatched:
+    """`dispatch` before it sorts by expert: rows, weights and scales are those of what came.
+
+    In scheme "token" these are tokens, and weights have `top_k` columns; in scheme "choice" they
+    are in the order of experts already.
+    """
+    x = arguments.array("x", x, ("tokens", "hidden"))
+    experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
+    weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
+    messages.check_sizes_known("experts", experts.shape)
+    axis_name, num_devices = arguments.mesh_axis(axis_name, "dispatch")
+    num_experts = arguments.integer("num_experts", num_experts, 1)
+    if num_experts % num_devices:
+        raise ArgumentValueError(
+            f"Argument `num_experts` must be a multiple of the {num_devices} devices of axis "
+            f"{axis_name!r}; got {num_experts}."
+        )
+    if not x.shape[0] == weights.shape[0] == experts.shape[0] or weights.shape != experts.shape:
+        raise ArgumentValueError(
+            "Arguments `x`, `weights` and `experts` must have as many tokens, and the latter two "
+            f"as many slots; got {x.shape}, {weights.shape} and {experts.shape}."
+        )
+    if scales is not None:
+        scales = arguments.array("scales", scales, ("tokens", "scales"))
+        arguments.check_length("scales", scales, x.shape[0], "row", "tokens of `x`")
+    num_local = num_experts // num_devices
+    align_size = arguments.integer("align_size", align_size, 1)
+    limit = experts.shape[0]
+    if capacity is not None:
+        limit = min(arguments.integer("capacity", capacity, 0), limit)
+        scheme = scheme or "token"  # a choice's capacity is another
+    ragged = is_better_ragged(x, num_devices)
+    scheme, exchange = choose(scheme, exchange, experts.shape[1], num_devices, ragged)
+    if num_rows is None:
+        # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
+        pairs = limit * experts.shape[1]
+        if scheme == "choice" and capacity is not None:
+            pairs = min(experts.size, capacity * num_local)
+        num_rows = arguments.most_rows(num_devices * pairs, num_local, align_size)
+    sizes = {"num_rows": arguments.rows_of_groups(num_rows, align_size), "align_size": align_size}
+    weights, experts = gathered(weights), gathered(arguments.as_int32(experts, num_experts))
+    experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
+    operands = (x, weights, experts, scales, _Axis(axis_name, num_devices, num_local))
+    how = {"implementation": implementation}
+    if scheme == "choice":
+        return _send_choices(*operands, capacity=capacity, sizes=sizes, how=how)
+    padded = exchange == "padded"
+    return _send_tokens(*operands, capacity=limit, padded=padded, sizes=sizes, how=how)
+
+
+class _Axis(NamedTuple):
+    name: Any
+    devices: int
+    experts: int  # of each device
+
+
+def _send_tokens(
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    scales: Any,
+    axis: _Axis,
+    *,
+    capacity: int,
+    padded: bool,
+    sizes: dict[str, Any],
+    how: dict[str, Any],
+) -> Dispatched:
+    """Once to each device, with a plan of what arrives by the experts here."""
+    top_k = experts.shape[1]
+    routed = experts >= 0
+    device_of = jnp.where(routed, experts // axis.experts, -1)
+    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices)[None, None, :], axis=1)
+    sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
+    room = axis.devices * capacity
+    ways: Ways | Plan = (
+        padded_plan(sent, capacity) if padded else ragged_ways(sent, room, axis.name)
+    )
+
+    def to_devices(array: jax.Array, *, fill: bool = False) -> jax.Array:
+        return send(array, ways, room, axis.name, fill=fill, **how)
+
+    # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
+    # float32, and so travel with the weights.
+    dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
+    numbers = (experts + 1).astype(dtype)
+    both = to_devices(jnp.concatenate([weights.astype(dtype), numbers], axis=1), fill=True)
+    here_weights = both[:, :top_k].astype(weights.dtype)
+    here_experts = both[:, top_k:].astype(jnp.int32) - 1
+    received = make_plan(
+        here_experts - jax.lax.axis_index(axis.name) * axis.experts, axis.experts, **sizes, **how
+    )
+    here_scales = None if scales is None else to_devices(scales)
+    num_dropped = received.num_dropped
+    if capacity < x.shape[0]:
+        arrives = (sent.row_of >= 0)[:, None, :] & (
+            device_of[:, :, None] == sent.expert_of[:, None, :]
+        )
+        num_dropped += jnp.sum(routed & ~jnp.any(arrives, axis=2), dtype=jnp.int32)
+    return Dispatched(
+        to_devices(x),
+        here_weights,
+        here_scales,
+        received.group_sizes,
+        received.group_counts,
+        num_dropped,
+        DispatchPlan(ways, received, axis.name, sizes["num_rows"]),
+    )
+
+
+def _send_choices(
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
+    scales: Any,
+    axis: _Axis,
+    *,
+    capacity: int | None,
+    sizes: dict[str, Any],
+    how: dict[str, Any],
+) -> Dispatched:
+    """Each pair of token and expert as a row, straight to its place among the experts there."""
+    sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
+    moved: Any = permute(x, sent, weights=weights, scales=scales, **how)
+    counts = sent.group_sizes.reshape(axis.devices, axis.experts)
+    slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, **sizes)
+    num_rows = sizes["num_rows"]
+
+    def to_devices(array: Any) -> jax.Array:
+        return exchanges.ragged(array, slices, num_rows, axis.name, fill=True)
+
+    return Dispatched(
+        to_devices(moved.rows),
+        to_devices(moved.weights[:, None])[:, 0],
+        None if scales is None else to_devices(moved.scales),
+        group_sizes,
+        totals,
+        jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
+        DispatchPlan(Ways(sent, slices, None), None, axis.name, num_rows),
+    )

@@ -1,0 +1,46 @@
+"""The order in which XLA computes two things, neither of which needs the other.
+
+Left to itself, it may have the operands of both in memory at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from triax.moe.shared import sharding
+
+
+def after(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x`, for what is to be computed once `other` is there.
+
+    In programs that XLA cuts over several devices the order is left to it: `other` may be a sum
+    over devices, which it should not wait for.
+    """
+    if sharding.explicit(x) is not None:
+        return x
+    found: jax.Array = _after_p.bind(x, other)
+    return found
+
+
+_after_p = Primitive("triax_after")
+_after_p.def_impl(lambda x, other: x)
+_after_p.def_abstract_eval(lambda x, other: x)
+
+
+def _lower(ctx: Any, x: Any, other: Any) -> Any:
+    if sharding.is_partitioned(ctx):
+        return [x]
+    return mlir.lower_fun(lambda *both: jax.lax.optimization_barrier(both)[0], False)(ctx, x, other)
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    return after(*primals), tangents[0]
+
+
+mlir.register_lowering(_after_p, _lower)
+ad.primitive_jvps[_after_p] = _jvp
+batching.primitive_batchers[_after_p] = lambda args, axes: (after(*args), axes[0])
