@@ -1,9 +1,9 @@
-"""What a step of decoding takes: few tokens, on one of eight GPUs that hold DeepSeek-V3's experts.
+"""What a step of decoding takes: few tokens, on a GPU that holds some of DeepSeek-V3's experts.
 
 Times the routing (route, plan, permute, unpermute) as a part of a program, by programs that repeat
 it: launches of a CUDA graph, without what starting a program takes. Times the layer's two matmuls
-alone, and a sequential read of the weights that they need. Prints the figures and writes
-`benchmarks/decode.json`.
+alone, with groups as a router makes them, and eight layers in one program, against a sequential
+read of the weights of the experts in use. Prints the figures and writes `benchmarks/decode.json`.
 
     python benchmarks/decode.py [--output FILE]
 """
@@ -21,8 +21,9 @@ from triax.bench.cases import Stream
 from triax.bench.streams import find_limit
 from triax.bench.timing import time_program
 
-TOKENS, HIDDEN, WIDTH, LOCAL_EXPERTS, TOP_K = 128, 7168, 2048, 32, 8
-REPEATS = (4, 24)
+HIDDEN, WIDTH, TOP_K = 7168, 2048, 8
+TOKENS, EXPERTS = (8, 32, 128, 256), (32, 128)
+ROUTING_TOKENS, REPEATS, LAYERS = 128, (4, 24), 8
 
 
 def routing(x, logits):
@@ -36,8 +37,8 @@ def routing(x, logits):
 def measure_routing(experts):
     """One routing of those in a program, each of what the last one returned, by other logits."""
     keys = jax.random.split(jax.random.key(0), max(REPEATS))
-    logits = [jax.random.normal(key, (TOKENS, experts)) for key in keys]
-    x = jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN), jnp.bfloat16)
+    logits = [jax.random.normal(key, (ROUTING_TOKENS, experts)) for key in keys]
+    x = jax.random.normal(jax.random.key(1), (ROUTING_TOKENS, HIDDEN), jnp.bfloat16)
     same = jnp.abs(jax.jit(routing)(x, logits[0]).astype("float32") - x.astype("float32")).max()
     assert same < 0.1, f"weights that sum up to 1 give the tokens back, to {same}"
     program = jax.jit(lambda operands: functools.reduce(routing, operands[1], operands[0]))
@@ -47,35 +48,59 @@ def measure_routing(experts):
     return {"experts": experts, "median_us": median_us}
 
 
-def measure_matmuls():
-    """Both matmuls alone, with as many rows for each local expert as it gets on average."""
-    rows_of_expert = TOKENS * TOP_K // 256
-    sizes = jnp.full(LOCAL_EXPERTS, rows_of_expert, jnp.int32)
-    num_bytes = LOCAL_EXPERTS * HIDDEN * WIDTH * 2
-    # 32 bytes are read for each one written: as near to a read alone as a checked stream comes.
-    stream = find_limit(Stream(32, 1, num_bytes // 32))
-    read_us = stream["median_us"] * num_bytes / stream["bytes"]
+def normal(seed, *shape, scale=1.0):
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype("bfloat16")
+
+
+def layer(x, logits, w_gate_up, w_down):
+    return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K, normalize=True)
+
+
+def measure_weights(experts, rate):
+    """Both matmuls and the layer, against a read of the weights in use at `rate` bytes per µs."""
     found = []
-    for name, depth, columns in (("up", HIDDEN, WIDTH), ("down", WIDTH, HIDDEN)):
-        keys = jax.random.split(jax.random.key(2))
-        rows = jax.random.normal(keys[0], (LOCAL_EXPERTS * rows_of_expert, depth), jnp.bfloat16)
-        weights = jax.random.normal(keys[1], (LOCAL_EXPERTS, depth, columns), jnp.bfloat16)
-        program = jax.jit(lambda operands: moe.ragged_dot(*operands, sizes))
-        timing = time_program(program, (rows, weights), target_ms=50.0)
-        shape = {"rows": rows.shape[0], "depth": depth, "columns": columns}
-        times = {"median_us": timing.median_us, "read_us": read_us}
-        share = {"fraction_of_read": read_us / timing.median_us}
-        found.append({"matmul": name, **shape, "weights_bytes": num_bytes, **times, **share})
-    return {"matmuls": found, "stream": stream}
+    both = (
+        normal(1, experts, HIDDEN, 2 * WIDTH, scale=HIDDEN**-0.5),
+        normal(2, experts, WIDTH, HIDDEN, scale=WIDTH**-0.5),
+    )
+
+    def add(name, tokens, used, read, us):
+        figures = {"tokens": tokens, "experts": experts, "what": name, "experts_in_use": used}
+        found.append(figures | {"median_us": us, "read_us": read, "fraction_of_read": read / us})
+        print(found[-1], flush=True)
+
+    for tokens in TOKENS:
+        keys = jax.random.split(jax.random.key(3), LAYERS)
+        logits = [jax.random.normal(key, (tokens, experts)) for key in keys]
+        x = normal(0, tokens, HIDDEN)
+        sizes = [layer(x, each, *both).group_counts for each in logits]
+        in_use = [int((each > 0).sum()) for each in sizes]
+        for name, w in zip(("gate and up", "down"), both, strict=True):
+            rows = normal(4, tokens * TOP_K, w.shape[1])
+            program = jax.jit(lambda operands: moe.ragged_dot(*operands))
+            us = time_program(program, (rows, w, sizes[0]), target_ms=50.0).median_us
+            add(name, tokens, in_use[0], w.nbytes / experts * in_use[0] / rate, us)
+
+        def layers(operands):
+            x, logits, *both = operands
+            return functools.reduce(lambda x, chosen: layer(x, chosen, *both).tokens, logits, x)
+
+        us = time_program(jax.jit(layers), (x, logits, *both), target_ms=80.0).median_us
+        read = sum(w.nbytes for w in both) / experts * sum(in_use) / rate
+        add("layer", tokens, sum(in_use) / LAYERS, read / LAYERS, us / LAYERS)
+    return found
 
 
 def main():
     output = gpu_record.output(__doc__, __file__)
-    routings = [measure_routing(experts) for experts in (LOCAL_EXPERTS, 256)]
+    routings = [measure_routing(experts) for experts in (32, 256)]
     print(*routings, sep="\n")
-    found = measure_matmuls()
-    print(*found["matmuls"], sep="\n")
-    gpu_record.write(output, tokens=TOKENS, routing=routings, **found)
+    # 32 bytes are read for each one written: as near to a read alone as a checked stream comes.
+    stream = find_limit(Stream(32, 1, 30_000_000))
+    rate = stream["bytes"] / stream["median_us"]
+    found = [each for experts in EXPERTS for each in measure_weights(experts, rate)]
+    shape = {"hidden": HIDDEN, "width": WIDTH, "top_k": TOP_K, "layers": LAYERS}
+    gpu_record.write(output, **shape, routing=routings, weights=found, stream=stream)
 
 
 if __name__ == "__main__":

@@ -226,15 +226,21 @@ def profile() -> str:
 
 
 def decode() -> str:
-    """The routing and the matmuls of few tokens."""
-    found = record("decode")
-    rows = [
-        [f"routing, {r['experts']} experts", _us(r["median_us"]), "–"] for r in found["routing"]
-    ]
-    for r in found["matmuls"]:
-        shape = f"`ragged_dot`, {r['rows']} rows × {r['depth']} × {r['columns']}, 32 experts"
-        rows.append([shape, _us(r["median_us"]), f"{r['fraction_of_read']:.2f}"])
-    return table(["", "time", "of a read of the weights"], rows)
+    """The matmuls and the layer of few tokens, of a read of the weights in use."""
+    rows: dict[tuple[int, int], list[str]] = {}
+    for r in record("decode")["weights"]:
+        cells = rows.setdefault((r["experts"], r["tokens"]), [])
+        cells.append(f"{r['fraction_of_read']:.2f}")
+        if r["what"] == "layer":
+            cells.append(_us(r["median_us"]))
+    head = ["experts", "tokens", "gate and up", "down", "layer", "layer's time"]
+    return table(head, [[*map(str, shape), *cells] for shape, cells in rows.items()])
+
+
+def decode_routing() -> str:
+    """The routing of few tokens."""
+    found = record("decode")["routing"]
+    return table(["experts", "time"], [[str(r["experts"]), _us(r["median_us"])] for r in found])
 
 
 def of_several_gpus() -> list[tuple[str, dict[str, Any]]]:
@@ -599,6 +605,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
+    "decode/routing": decode_routing,
     "gallery": gallery,
     "where/gallery": lambda: where("gallery"),
     "layers": layers,

@@ -38,4 +38,4 @@ def test_memory_of_forward_and_backward():
     least = 2 * sum(a.size for a in (args[0], args[0], args[2], args[3]))
     least += 2 * tokens * top_k * (hidden + 2 * width)
     assert least < num_bytes() < 1.05 * least
-    assert num_bytes(keep=["triax_permuted_rows", "triax_glu"]) > 1.1 * least
+    assert num_bytes(keep=["triax_permuted_rows", "triax_glu"]) > 1.05 * least

@@ -73,7 +73,7 @@ def test_equals_float64(dtype, depth, columns, sizes):
     check(all_three(*arrays, SIZES[sizes]), expected(*arrays, SIZES[sizes]), dtype)
 
 
-@pytest.mark.parametrize("num_rows", [1, 40, 500])
+@pytest.mark.parametrize("num_rows", [1, 40, 100, 250, 500])
 def test_few_rows(num_rows):
     sizes = [num_rows // 8] * 7 + [num_rows]
     arrays = draw(num_rows, 512, 384, 8, "bfloat16")
