@@ -35,19 +35,24 @@ def output(doc: str, script: str) -> Path:
 
 
 def in_turn(
-    programs: dict[str, tuple[Callable[[Any], Any], Any]], *, rounds: int, target_ms: float
+    programs: dict[str, tuple[Callable[[Any], Any], Any]],
+    *,
+    rounds: int,
+    target_ms: float = 50.0,
+    bursts: bool = False,
 ) -> dict[str, float]:
     """The median of each program's times of its operands, in µs, over rounds of all of them.
 
     Each round begins with another one: at the GPU's power limit a program's time depends on what
-    ran before it.
+    ran before it. With `bursts` each runs after a rest, as matmuls do in `triax bench`.
     """
     times: dict[str, list[float]] = {name: [] for name in programs}
     names = list(programs)
     for first in range(rounds):
         for name in (*names[first % len(names) :], *names[: first % len(names)]):
             program, operands = programs[name]
-            times[name].append(time_program(program, operands, target_ms=target_ms).median_us)
+            timing = time_program(program, operands, target_ms=target_ms, bursts=bursts)
+            times[name].append(timing.median_us)
     return {name: statistics.median(each) for name, each in times.items()}
 
 

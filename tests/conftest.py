@@ -8,6 +8,7 @@ GPU), which needs JAX's CUDA plugin, and are skipped without it, except in CI.
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
 import glob
@@ -16,6 +17,7 @@ import importlib.metadata
 import itertools
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -89,6 +91,20 @@ def cuda_plugin_problem() -> str | None:
         else:
             return None
     return f"no JAX CUDA plugin with Triton support: {'; '.join(reasons)}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `sampled`, all but some are slow, whatever is run with it."""
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, of_test in cases.items():
+        (count,) = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in of_test[count:]:
+            item.add_marker(pytest.mark.slow(f"{count} cases of {name} are run"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -41,6 +41,7 @@ def check(outcomes):
     assert len(refused) <= 0.05 * len(outcomes), "\n\n".join(map(told, refused))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", range(2))
 def test_a_few_placements(part):
     check(many.outcome(2, index) for index in range(part, 12, 2))

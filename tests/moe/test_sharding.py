@@ -151,6 +151,7 @@ def spec_of(array):
     return P(*spec)
 
 
+@pytest.mark.sampled(4)
 @of_each_op
 def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
     function = OPS[name]
@@ -248,6 +249,7 @@ def test_the_layers_tokens_stay_on_their_device():
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("specs", [("a", "b"), ("a", "ab"), ("ab", "b")], ids=str)
 def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):
     """What is kept for the backward means the same, however XLA cuts either."""

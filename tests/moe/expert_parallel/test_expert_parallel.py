@@ -193,6 +193,7 @@ def dispatched(mesh, *arguments, experts=EXPERTS, scales=None, **options):
     return jax.tree.map(np.asarray, run(*arguments, scales))
 
 
+@pytest.mark.sampled(2)
 @every_way
 def test_rows_are_sorted_by_expert_then_device_then_token(options):
     mesh = local_mesh()
@@ -226,6 +227,7 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
     assert not out.num_dropped.any()
 
 
+@pytest.mark.sampled(4)
 @every_way
 @pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
 def test_what_does_not_fit_is_dropped_and_counted(options, limits):
@@ -595,6 +597,7 @@ def test_combine_wants_its_plan():
         moe.combine(np.ones((8, 4)), plan, weights=None)
 
 
+@pytest.mark.sampled(1)
 @every_way
 def test_weights_are_those_that_are_passed(options):
     """Other ones than `dispatch` returned, or none; and their gradient."""

@@ -12,7 +12,7 @@ _SHARED_BYTES = 227 * 1024  # of a program on Hopper
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("average", [0, 1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 500])
 def test_few_groups_have_more_rows_than_a_tile(average, itemsize):
-    """A group of two tiles has its weights read twice, which is what few rows take their time for."""
+    """A group of two tiles has its weights read twice, and few rows take no other time."""
     for columns in (16, 4096):
         config = DotConfig.heuristic(
             average, columns, 4096, itemsize, exact=False, hopper=True, tma=True

@@ -52,6 +52,7 @@ def some(arrays, offset):
     return (rows, weights[local], bias[local], bias_weights, gradient), of_others
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("offset", "widths", "dtype"),

@@ -93,6 +93,7 @@ def test_rows_and_weights_of_mxfp8(implementation):
     assert_close(out, oracle.ragged_dot(exactly(rows), exactly(weights), SIZES), terms=DEPTH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["mxfp4", "int4, columns innermost"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_as_an_array_of_the_rows_dtype(way, transposed):
@@ -111,6 +112,7 @@ def test_as_an_array_of_the_rows_dtype(way, transposed):
     jax.tree.map(assert_same_bits, both(weights), both(weights.dequantize("bfloat16")))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a"), "apart", None])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 128"])

@@ -116,6 +116,7 @@ def test_a_batch():
         np.testing.assert_array_equal(found[i], moe.ragged_dot(one, weights, SIZES))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ def test_no_derivative(way):
         jax.grad(of_weights)(weights.scales)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     "block", [(1, 1, None), (1, None, None), (1, 32, 64), (1, 64, 32), (1, 16, 128)]

@@ -118,6 +118,7 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     return out
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
 )

@@ -166,6 +166,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_is_the_models(name, implementation):

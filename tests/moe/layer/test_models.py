@@ -251,6 +251,7 @@ def gradients(function, arrays, upstream):
     return jax.jit(jax.value_and_grad(loss))(arrays)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layer_is_the_models(name, implementation):

@@ -85,6 +85,7 @@ def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
         assert_same_bits(found, plain)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("transposed", "implementation", "dtype"),
     [
@@ -153,6 +154,7 @@ def value_and_gradients(given, recipe, **how):
     return tokens, *gradients
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("recipe", "implementation"),
     [
@@ -204,6 +206,7 @@ def test_tokens_cut_over_devices(recipe):
             assert_close(a, b, terms=64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("recipe", "of_x"),
     [
@@ -229,6 +232,7 @@ def test_gradients_with_width_or_hidden_cut_on_explicit_axes(recipe, of_x):
         assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weight_gradient", [None, "rows"])
 def test_gradients_inside_shard_map_with_the_width_cut(weight_gradient):
     """Tokens are the same on all devices, and each has a part of the experts' width."""

@@ -135,6 +135,7 @@ def test_example(implementation):
     assert y.tolist() == [[1, 2], [6, 8]]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -148,6 +149,7 @@ def test_equals_definition(shape, seed, routing, capacity, hostile):
         check(case, implementation)
 
 
+@pytest.mark.sampled(1)
 def test_many_experts_with_pad_rows(implementation):
     check(make_case(np.random.default_rng(8), (10, 3, 384, 2, 4, None)), implementation)
 
@@ -199,6 +201,7 @@ def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
     check(tuple(case), implementation)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("width", "dtype"),
     [(1, "bfloat16"), (1024, "bfloat16"), (4097, "float32"), (9000, "float32")],
@@ -209,6 +212,7 @@ def test_widths(width, dtype, implementation):
     check(case, implementation)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 4), (11, 1), (11, 4), (11, 5)])
 def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     """From four choices on, two rows of a token are written at once; the last may be alone."""
@@ -236,6 +240,7 @@ def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
         np.testing.assert_array_equal(np.asarray(d_weights).astype(np.float32), expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_tokens", "width"), [(3, 1100), (70, 2)])
 def test_a_wide_map_is_the_narrow_one_with_room(num_tokens, width, implementation):
     """More slots than rows, in any place, change nothing: values and gradients to the bit."""

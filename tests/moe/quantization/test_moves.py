@@ -22,6 +22,7 @@ def draw():
     return x, jnp.asarray(experts), jnp.asarray(weights)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize("block", [(1, None), (1, 32)])
 def test_rows_are_quantized_as_if_after_the_move(block, implementation):
@@ -42,6 +43,7 @@ def test_rows_are_quantized_as_if_after_the_move(block, implementation):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["token", "choice"])
 def test_between_devices(scheme):
     """The same rows as of tokens that are not quantized before, to the last bit."""

@@ -35,6 +35,7 @@ BLOCKS = [
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
 @pytest.mark.parametrize(("dtype", "special"), [("bfloat16", True), ("float32", False)])
 @pytest.mark.parametrize(("shape", "block", "transposed"), BLOCKS)
@@ -142,6 +143,7 @@ def test_twice_is_once(seed, formats, block):
         assert_same_bits(twice.scales, once.scales)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
 def test_through_transformations(to, scale_dtype):
     array = draw((3, 2, 34, 6), jnp.bfloat16, special=False)
@@ -162,6 +164,7 @@ def test_through_transformations(to, scale_dtype):
         jax.grad(lambda a: jnp.sum(one(a).dequantize()))(array[0].astype("float32"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize(
     ("block", "transposed", "spec", "gathered"),

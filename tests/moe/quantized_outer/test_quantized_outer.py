@@ -105,6 +105,7 @@ def test_bits(sizes, dtype, to):
     assert start <= values.shape[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_equals_float64(implementation, sizes):

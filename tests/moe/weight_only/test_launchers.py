@@ -30,6 +30,7 @@ DEPTH, COLUMNS = 208, 176  # no multiples of 64
 FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
 @pytest.mark.parametrize("scaled_by", [(COLUMNS, DEPTH), (1, DEPTH), (128, 128), (1, 64)])
 @pytest.mark.parametrize("sizes", SIZES)

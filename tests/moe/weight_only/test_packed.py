@@ -51,6 +51,7 @@ def is_taken(run, *args):
     return "few_rows" in run.lower(*args).as_text(debug_info=True)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_equals_float64(sizes, way):
@@ -74,6 +75,7 @@ def test_equals_float64(sizes, way):
     assert not np.any(np.asarray(out)[past:])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [E2M1, "int4"])
 @pytest.mark.parametrize("num_rows", [256, 2048])
 def test_all_numbers_times_all_powers_of_two(num_rows, dtype):
