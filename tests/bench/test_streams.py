@@ -4,7 +4,6 @@ import functools
 import importlib
 import time
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -112,17 +111,16 @@ def test_limits_are_measured_once_and_added_up():
         limit_us(small_case("unpermute_grad"), known, find)
 
 
-def test_the_decode_benchmark_measures_matmuls_against_a_read(monkeypatch):
+def test_the_decode_benchmark_measures_against_a_read_of_the_weights_in_use(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     decode = importlib.import_module("decode")
-    stream = {"bytes": 2000, "median_us": 1.0}
-    monkeypatch.setattr(decode, "find_limit", mock.create_autospec(find_limit, return_value=stream))
-    for name, value in {"HIDDEN": 64, "WIDTH": 32, "LOCAL_EXPERTS": 4}.items():
+    small = {"HIDDEN": 64, "WIDTH": 32, "TOP_K": 1, "TOKENS": (3,), "LAYERS": 2}
+    for name, value in small.items():
         monkeypatch.setattr(decode, name, value)
-    found = decode.measure_matmuls()
-    assert found["stream"] == stream
-    assert [(m["matmul"], m["rows"], m["weights_bytes"]) for m in found["matmuls"]] == [
-        ("up", 16, 16384),
-        ("down", 16, 16384),
-    ]
-    assert {m["read_us"] for m in found["matmuls"]} == {16384 / 2000}
+    found = decode.measure_weights(experts=16, rate=1000.0)
+    assert [each["what"] for each in found] == ["gate and up", "down", "layer"]
+    both = 64 * 64 * 2, 32 * 64 * 2  # bytes of an expert
+    for each, num_bytes in zip(found, (*both, sum(both)), strict=True):
+        assert 1 <= each["experts_in_use"] <= 3
+        assert each["read_us"] == pytest.approx(each["experts_in_use"] * num_bytes / 1000)
+        assert each["fraction_of_read"] == pytest.approx(each["read_us"] / each["median_us"])

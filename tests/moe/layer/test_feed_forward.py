@@ -231,6 +231,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_what_is_kept_for_the_backward_pass(way, implementation):
@@ -308,6 +309,7 @@ def test_policy_that_permutes_again():
     jax.tree.map(assert_nearly, again, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transpose", [False, True])
 def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     """Forward mode, second derivatives and vmap are those of the layer that keeps all."""
@@ -342,6 +344,7 @@ def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-3), one, little)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", [(0,), (0, 3), (2,), (0, 2, 3)])
 def test_only_the_gradients_that_are_asked_for(numbers):
     args = draw(7, "bfloat16")
