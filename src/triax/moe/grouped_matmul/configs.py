@@ -62,7 +62,7 @@ class DotConfig:
         if tma and itemsize == 1 and rows > 16:
             return cls(64, fit(columns, 128), fit(depth, deep), 4, 4, True)
         if tma:  # few rows: what matters is how much of the weights is in flight
-            # A group of more than one tile has its weights read for each: few are twice the average.
+            # Weights are read for each tile of a group; few groups are twice the average.
             rows = fit(2 * rows_per_group, 128) if itemsize > 1 else rows
             if rows == 128:
                 return cls(128, fit(columns, widest), fit(depth, deep), 8, 3, True, 1)
