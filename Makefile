@@ -7,6 +7,7 @@
 #   make lint          style and types
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
+#   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
 #   make docs wheel    the documentation in site/, the wheel in dist/
 #   make clean         removes what these made
 #   make help          this list
@@ -38,7 +39,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test lint format matrix models docs wheel clean help
+.PHONY: demo test gpu-test lint format matrix models sanitize docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -65,6 +66,9 @@ matrix: $(STAMP)
 
 models: $(MODELS_STAMP)
 	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python benchmarks/models.py $(ARGS)
+
+sanitize: $(STAMP)
+	JAX_PLATFORMS=cpu TRIAX_CUDA_ARCH=90 $(PY) -m tools.sanitize all $(ARGS)
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -1,0 +1,116 @@
+"""`tools/sanitize`: launches as they are recorded, what the tools print, and when a run is void."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pickle
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from tools.sanitize import cases, planted, record, replay, report
+from tools.sanitize.__main__ import sanitize
+
+from triax.tuning.worker import messages
+
+# As compute-sanitizer prints them, in short.
+PRINTED = {
+    "memcheck": """\
+========= COMPUTE-SANITIZER
+ran {0} (layer)
+========= Invalid __global__ write of size 4 bytes
+=========     at {0}+0x130
+=========     by thread (0,0,0) in block (0,0,0)
+========= ERROR SUMMARY: 1 error
+""",
+    "racecheck": """\
+ran {0} (layer)
+========= Error: Race reported between Write access at {0}+0xc0
+=========     and Read access at {0}+0x120 [64 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+""",
+    "initcheck": """\
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at 0x90 in {0}
+ran {0} (layer)
+========= ERROR SUMMARY: 1 error
+""",
+    "synccheck": """\
+========= Barrier error detected. Divergent thread(s) in warp.
+=========     at {0}+0x60
+ran {0} (layer)
+========= ERROR SUMMARY: 1 error
+""",
+    "canaries": """\
+ran {0} (layer)
+CANARY: {0} wrote past buffer 1 of 4096 bytes
+""",
+}
+
+
+@pytest.mark.parametrize("tool", report.TOOLS)
+def test_what_a_tool_prints(tool):
+    found = report.read(tool, PRINTED[tool].format("_glu_kernel_0123456789abcdef0"), 0)
+    assert found.ran == found.findings == {"glu": 1}
+    assert found.total == 1
+    lines = report.table({tool: found, "other": report.Found(found.ran, collections.Counter(), 0)})
+    assert lines.split("\n")[1].split() == ["glu", "1", "1", "0"]
+    cut_off = PRINTED[tool].format("glu").rpartition("=========")[0] if tool != "canaries" else ""
+    assert not report.read(tool, cut_off, 1).complete
+
+
+@pytest.mark.cuda_plugin
+def test_launches_have_the_operands_they_were_made_with(tmp_path):
+    run = functools.partial(cases.activation, "swiglu", "bfloat16")
+    assert record.record([("activation", run), ("again", run)], tmp_path) == 2
+    jobs = pickle.loads((tmp_path / "jobs.pickle").read_bytes())
+    assert [report.base_name(job.candidates[0].entry) for _, job in jobs] == ["glu", "glu_grad"]
+    (_, job), _ = jobs
+    job = replay.located(job, tmp_path)
+    gate_up, weights, out = job.buffers
+    assert (gate_up.nbytes, weights.nbytes, out.nbytes) == (53 * 74 * 2, 53 * 4, 53 * 37 * 2)
+    assert Path(weights.path).read_bytes() == bytes(cases.draw(53, dtype="float32").tobytes())
+    assert out.path is None
+    assert job.candidates[0].cubin[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("fault", planted.FAULTS)
+def test_planted_faults_assemble(fault, tmp_path):
+    planted.plant(fault, tmp_path)
+    ((_, job),) = pickle.loads((tmp_path / "jobs.pickle").read_bytes())
+    (candidate,) = job.candidates
+    assert candidate.parameters == (messages.Pointer(0), messages.Pointer(1))
+    (tmp_path / "fault.ptx").write_bytes(candidate.cubin.rstrip(b"\0"))
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [ptxas, "-arch=sm_90", tmp_path / "fault.ptx", "-o", tmp_path / "fault.cubin"]
+    subprocess.run(command, check=True)
+    assert fault in planted.REPORTED_BY.values()
+
+
+@pytest.mark.parametrize("blind", [None, "racecheck"])
+@pytest.mark.parametrize("count", [0, 2, None])
+def test_a_run_in_which_a_planted_fault_goes_unseen_is_void(blind, count, tmp_path):
+    ran = collections.Counter(glu=3)
+
+    def run(tool, folder, log):
+        if folder == tmp_path / "launches":
+            return report.Found(ran, collections.Counter(), count if tool == "memcheck" else 0)
+        ((_, job),) = pickle.loads((folder / "jobs.pickle").read_bytes())
+        fault = job.candidates[0].entry
+        assert fault == planted.REPORTED_BY[tool]
+        seen = {} if tool == blind else {fault: 1}
+        return report.Found(collections.Counter([fault]), collections.Counter(seen), len(seen))
+
+    found = sanitize(tmp_path / "launches", tmp_path / "logs", list(report.TOOLS), run)
+    problems = []
+    if count is None:
+        problems.append("void: memcheck did not come to its end")
+    elif count:
+        problems.append("memcheck: 2 findings")
+    if blind:
+        problems.append("void: racecheck did not report planted_race")
+    assert found["problems"] == problems
+    assert found["tools"]["synccheck"]["launches"] == 3

@@ -1,0 +1,163 @@
+"""The calls of the MoE ops whose kernels are sanitized: sizes that fit no block, hostile groups.
+
+They run op by op in the interpreter, whose target is a GPU of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from triax import moe
+
+HOW = {"implementation": "interpret"}
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 37, 72, 40, 5, 3
+# Rows by group; the last ones go past all rows, or come before and after the groups.
+SIZES = {
+    "uneven": [0, 70, 3, 1, 37],
+    "short": [5, 0, 40, 0, 9],
+    "wrong": [-4, 20, 2**31 - 1, 6, 7],
+}
+
+
+def draw(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def with_gradients(function: Callable, *args: jax.Array) -> None:
+    out, pull = jax.vjp(function, *args)
+    jax.block_until_ready(pull(jax.tree.map(jnp.ones_like, out)))
+
+
+def routing(top_k: int = TOP_K) -> tuple[jax.Array, jax.Array]:
+    logits = draw(TOKENS, EXPERTS, dtype="float32")
+    return moe.route(logits, top_k, normalize=True, **HOW)
+
+
+def moves(dtype: str, **plan_options: int) -> None:
+    weights, experts = routing()
+    experts = experts.at[3].set(-1).at[5, 1].set(99)  # not routed
+    plan = moe.make_plan(experts, EXPERTS, **plan_options, **HOW)
+    x = draw(TOKENS, HIDDEN, dtype=dtype)
+
+    def there_and_back(x: jax.Array, weights: jax.Array) -> jax.Array:
+        rows = moe.permute(x, plan, weights=weights, **HOW)
+        y = moe.unpermute(rows.rows, plan, **HOW)
+        return y + moe.unpermute(rows.rows, plan, weights, **HOW)
+
+    with_gradients(there_and_back, x, weights)
+
+
+def mask() -> None:
+    chosen = draw(TOKENS, 70, dtype="float32") > 0.8
+    plan = moe.make_plan_from_mask(chosen, 9, capacity=4, align_size=4, **HOW)
+    jax.block_until_ready(moe.permute(draw(TOKENS, 19), plan, **HOW))
+
+
+def product(dtype: str, sizes: str, columns: int = WIDTH, bias: bool = False, **options) -> None:
+    rows = draw(111, HIDDEN, dtype=dtype)
+    shape = (columns, HIDDEN) if options.get("transpose_weights") else (HIDDEN, columns)
+    weights = draw(EXPERTS, *shape, dtype=dtype, seed=1)
+    group_sizes = jnp.array(SIZES[sizes], jnp.int32)
+    run = functools.partial(moe.ragged_dot, group_sizes=group_sizes, **options, **HOW)
+    if not bias:
+        return with_gradients(run, rows, weights)
+    given = rows, weights, draw(EXPERTS, columns, dtype=dtype), draw(111, dtype="float32")
+    with_gradients(lambda x, w, b, s: run(x, w, bias=b, bias_weights=s), *given)
+
+
+def some_groups() -> None:
+    sizes = jnp.array([9, 40, *SIZES["uneven"], 3], jnp.int32)
+    offset = jnp.int32(2)
+    rows, weights = draw(111, HIDDEN), draw(EXPERTS, HIDDEN, WIDTH)
+    run = functools.partial(moe.ragged_dot, group_sizes=sizes, group_offset=offset, **HOW)
+    with_gradients(run, rows, weights)
+
+
+def activation(name: object, dtype: str, interleaved: bool = False) -> None:
+    run = functools.partial(moe.glu, activation=name, interleaved=interleaved, **HOW)
+    columns = 2 * 37 if name not in ("relu2", "gelu_exact") else 37
+    with_gradients(run, draw(53, columns, dtype=dtype), draw(53, dtype="float32"))
+
+
+def layer(dtype: str, **options) -> None:
+    given = (
+        draw(TOKENS, HIDDEN, dtype=dtype),
+        draw(TOKENS, EXPERTS, dtype="float32"),
+        draw(EXPERTS, HIDDEN, 2 * WIDTH, dtype=dtype),
+        draw(EXPERTS, WIDTH, HIDDEN, dtype=dtype),
+    )
+    run = lambda *args: moe.feed_forward(*args, top_k=TOP_K, **options, **HOW).tokens
+    with_gradients(run, *given)
+
+
+def weights_alone(dtype: str, rows_per_group: int, **options) -> None:
+    rows = draw(EXPERTS * rows_per_group, 128)
+    sizes = jnp.full(EXPERTS, rows_per_group, jnp.int32).at[1].set(2 * rows_per_group)
+    block = options.pop("block", (1, None, 1))
+    weights = draw(EXPERTS, 128, 96, dtype="float32")
+    weights = moe.quantize(weights, dtype, block=block, transposed=True, **options)
+    jax.block_until_ready(moe.ragged_dot(rows, weights, sizes, **HOW))
+
+
+def eight_bits(rows_block: tuple, weights_block: tuple, precision: str | None) -> None:
+    rows = moe.quantize(draw(111, 256), block=rows_block, **HOW)
+    weights = draw(EXPERTS, 256, WIDTH)
+    weights = moe.quantize(weights, block=weights_block, transposed=True, **HOW)
+    sizes = jnp.array(SIZES["uneven"], jnp.int32)
+    jax.block_until_ready(moe.ragged_dot(rows, weights, sizes, precision=precision, **HOW))
+
+
+def chunks() -> None:
+    sizes, order = jnp.array([5, 0, 30, 7]), jnp.array([2, 0, 3, 1])
+    run = lambda x: moe.sort_chunks_by_index(x, sizes, order, **HOW).rows
+    with_gradients(run, draw(51, 33, dtype="float32"))
+
+
+def cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Names, and functions that run the ops."""
+    of = functools.partial
+    for score in ("softmax", "sigmoid", "sqrtsoftplus"):
+        run = lambda x, s=score: moe.route(x, TOP_K, score=s, normalize=True, **HOW).weights
+        yield f"route, {score}", of(with_gradients, run, draw(TOKENS, 130, dtype="float32"))
+    for dtype in ("bfloat16", "float32", "float8_e4m3fn"):
+        if dtype != "float8_e4m3fn":
+            yield f"moves, {dtype}", of(moves, dtype)
+    yield "moves, capacity", of(moves, "bfloat16", capacity=9, align_size=8)
+    yield "moves, rows", of(moves, "float16", num_rows=61)
+    yield "mask", mask
+    for dtype in ("bfloat16", "float16", "float32"):
+        for sizes in SIZES:
+            yield f"product, {dtype}, {sizes}", of(product, dtype, sizes)
+    yield "product, no descriptors", of(product, "bfloat16", "uneven", columns=37)
+    yield "product, transposed", of(product, "bfloat16", "short", transpose_weights=True)
+    yield "product, bias", of(product, "bfloat16", "uneven", bias=True)
+    yield "product, bias, no descriptors", of(product, "float32", "short", columns=37, bias=True)
+    yield "product, some groups", some_groups
+    for name in ("swiglu", moe.Swiglu(1.7, 1.0, 1.0), "gelu_exact", "relu2"):
+        yield f"activation, {name}", of(activation, name, "bfloat16")
+    yield "activation, interleaved", of(activation, "geglu", "float32", interleaved=True)
+    yield "layer", of(layer, "bfloat16")
+    yield "layer, interleaved", of(layer, "bfloat16", interleaved=True, capacity=7, align_size=8)
+    yield "layer, 8 bits", of(layer, "bfloat16", recipe=moe.Recipe(weight_gradient="rows"))
+    yield "layer, blocks", of(layer, "bfloat16", recipe="blocks")
+    for dtype in ("int8", "float8_e4m3fn"):
+        for rows in (3, 20):
+            yield f"weights of {dtype}, {rows} rows", of(weights_alone, dtype, rows)
+    for dtype, options in (
+        ("int4", {}),
+        ("float4_e2m1fn", {"block": (1, 32, 1), "scale_dtype": "float8_e8m0fnu"}),
+    ):
+        for rows in (3, 20):
+            name = f"weights of {dtype}, {rows} rows"
+            yield name, of(weights_alone, dtype, rows, **options)
+    fast = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+    yield "8 bits, rows", of(eight_bits, (1, None), (1, None, 1), fast)
+    yield "8 bits, float32 sums", of(eight_bits, (1, None), (1, None, 1), None)
+    yield "8 bits, blocks", of(eight_bits, (1, 128), (1, 128, 128), None)
+    yield "chunks", chunks
