@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from tests.fuzz import many, programs, state
+from tests.fuzz import many, programs
 
 
 @pytest.mark.parametrize("path", ["xla", "interpret"])

@@ -110,7 +110,7 @@ def matmul(a: Near, b: Near, u: float = U32, terms: int | None = None) -> Near:
     size = left @ right
     factor = gamma(n, U32) + (gamma(min(terms or n, n), u) if u != U32 else 0)
     flushed = n * TINY * (1 + _largest(left) + _largest(right))
-    error = factor * size + np.where(size == 0, 0 if left.any() and right.any() else 0, flushed)
+    error = factor * size + np.where(size == 0, 0, flushed)
     if a.error.ndim:
         error = error + a.error @ (right + b.error)
     if b.error.ndim:

@@ -6,11 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.fuzz import products
+from tests.fuzz import layer, moves, products, quantizing, routing
 from tests.fuzz.draws import Rng
 from tests.fuzz.program import Program
 
-OPS: tuple[Callable[[Rng, str], Program], ...] = (*products.OPS,)
+OPS: tuple[Callable[[Rng, str], Program], ...] = (
+    *products.OPS,
+    *moves.OPS,
+    *layer.OPS,
+    *routing.OPS,
+    *quantizing.OPS,
+)
 
 
 def program(seed: int, index: int, path: str) -> Program:

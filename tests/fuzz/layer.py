@@ -1,0 +1,314 @@
+"""glu and feed_forward with all gradients; the layer's oracle is the ops' oracles in turn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.fuzz import draws, routing
+from tests.fuzz.bounds import TINY, U32, Array, Near, exact, rounded, sum_unit
+from tests.fuzz.draws import Rng, one_of
+from tests.fuzz.moves import back, move, plan_of, row_sums, summed
+from tests.fuzz.products import FLOATS, dot, group_sum, outer, put, spans, swapped
+from tests.fuzz.program import Arrays, Program
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+class Activation(NamedTuple):
+    """An activation as source, its curve of the gate, and whether there is one."""
+
+    source: str
+    curve: str
+    gated: bool = True
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+_GPT_OSS = "moe.Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)"
+ACTIVATIONS = (
+    Activation("'swiglu'", "silu"),
+    Activation("'geglu'", "gelu"),
+    Activation("'geglu_exact'", "gelu_exact"),
+    Activation(_GPT_OSS, "silu", alpha=1.702, limit=7.0, offset=1.0),
+    Activation("moe.Swiglu(limit=2.0)", "silu", limit=2.0),
+    Activation("'silu'", "silu", gated=False),
+    Activation("'gelu'", "gelu", gated=False),
+    Activation("'gelu_exact'", "gelu_exact", gated=False),
+    Activation("'relu2'", "relu2", gated=False),
+)
+
+
+def curve(x: Near, kind: Activation) -> tuple[Near, Near]:
+    """The activation and its slope.
+
+    An argument z of an exponential is rounded, so the result is off by z units of float32 beside a
+    few for each operation; less than 16, of a GPU's and of XLA's functions. What x is off by
+    changes the activation by at most the slope, and the slope by at most 2, times that.
+    """
+    v = x.value
+    change: Any = 1.0
+    if kind.curve == "relu2":
+        positive = np.where(v < 0, 0, v)
+        value, slope, z, size, slope_size = positive**2, 2 * positive, 0.0, None, None
+    elif kind.curve == "gelu_exact":
+        cdf = 0.5 + 0.5 * _erf(v * math.sqrt(0.5)).astype(np.float64)
+        density = np.exp(-v * v / 2) / math.sqrt(2 * math.pi)
+        value, slope, z = v * cdf, cdf + v * density, v * v / 2
+        size, slope_size = abs(v), 1 + abs(v * density)
+    else:
+        w = kind.alpha * v
+        change = kind.alpha
+        if kind.curve == "gelu":
+            w = math.sqrt(8 / math.pi) * v * (1 + 0.044715 * v * v)
+            change = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * v * v)
+        with np.errstate(over="ignore"):
+            s, rest = 1 / (1 + np.exp(-w)), 1 / (1 + np.exp(w))
+        bend = np.where(s * rest == 0, 0, v * s * rest * change)
+        value, slope, z = v * s, s + bend, -w
+        size, slope_size = abs(value), s + abs(bend)
+    units = 16 + 8 * np.clip(z, 0, 110)
+    found = []
+    for result, of in ((value, size), (slope, slope_size)):
+        of = abs(result) if of is None else of
+        flushed = TINY * (1 + abs(v) * (1 + abs(change))) * (of != 0)
+        found.append(Near(result, units * U32 * of + flushed))
+    if x.error.ndim:
+        found[0].error = found[0].error + (abs(slope) + 2 * x.error) * x.error
+        found[1].error = found[1].error + 2 * x.error
+    return found[0], found[1]
+
+
+def clipped(x: Near, low: float, high: float) -> tuple[Near, Array, Array]:
+    """What is clipped, where it was not, and where that is not sure."""
+    kept = ~((x.value > high) | (x.value < low))
+    distance = np.minimum(abs(x.value - high), abs(x.value - low))
+    return Near(np.clip(x.value, low, high), x.error), kept, distance <= x.error
+
+
+def masked(x: Near, kept: Array, unsure: Array) -> Near:
+    error = np.where(kept, x.error, 0) + np.where(unsure, abs(x.value) + x.error, 0)
+    return Near(np.where(kept, x.value, 0), error)
+
+
+def glu_of(gate: Near, up: Near | None, weights: Near | None, kind: Activation, g: Near) -> Any:
+    """The result in float32, and the gradients of gate, up and weights for g."""
+    checks: list[Any] = []
+    if kind.limit is not None and up is not None:
+        gate, *of_gate = clipped(gate, -math.inf, kind.limit)
+        up, *of_up = clipped(up, -kind.limit, kind.limit)
+        checks = [of_gate, of_up]
+    active, slope = curve(gate, kind)
+    out = active
+    if up is not None:
+        up = up + exact(kind.offset) if kind.offset else up
+        out = active * up
+    d_weights = None
+    if weights is not None:
+        d_weights = row_sums(out, g)
+        out, g = out * weights[:, None], g * weights[:, None]
+    d_gate = g * slope if up is None else g * up * slope
+    d_up = None if up is None else g * active
+    if checks and d_up is not None:
+        d_gate, d_up = masked(d_gate, *checks[0]), masked(d_up, *checks[1])
+    return out, d_gate, d_up, d_weights
+
+
+def joined(gate: Near, up: Near | None, interleaved: bool) -> Near:
+    """One array of gate and up."""
+    if up is None:
+        return gate
+    both = []
+    for pair in ((gate.value, up.value), (gate.error, up.error)):
+        parts = np.broadcast_arrays(*pair, gate.value)[:2]
+        both.append(
+            np.stack(parts, -1).reshape(len(parts[0]), -1) if interleaved else np.hstack(parts)
+        )
+    return Near(*both)
+
+
+def apart(both: Near, kind: Activation, interleaved: bool) -> tuple[Near, Near | None]:
+    if not kind.gated:
+        return both, None
+    width = both.value.shape[1] // 2
+    first = slice(0, None, 2) if interleaved else slice(0, width)
+    return both[:, first], both[:, slice(1, None, 2) if interleaved else slice(width, None)]
+
+
+def glu(rng: Rng, path: str) -> Program:
+    small = path == "interpret"
+    num_rows = int(rng.integers(1, 40 if small else 200))
+    width = one_of(rng, draws.SMALL_WIDTHS if small else draws.WIDTHS)
+    kind = one_of(rng, ACTIVATIONS)
+    dtype = np.dtype(one_of(rng, FLOATS))
+    weighted = bool(rng.random() < 0.6)
+    layout = one_of(rng, ("halves", "interleaved", "two")) if kind.gated else "one"
+    interleaved = layout == "interleaved"
+    names = ("gate", "up") if layout == "two" else ("gate_up",)
+    given = "(gate, up)" if layout == "two" else "gate_up"
+    call = f"moe.glu({given}, {'weights, ' * weighted}activation={kind.source}, "
+    call += f"interleaved={interleaved}, implementation=how)"
+    columns = width * (1 + (layout in ("halves", "interleaved")))
+
+    def draw(rng: Rng) -> Arrays:
+        value_kind = one_of(rng, draws.KINDS)
+        arrays = {n: draws.values(rng, (num_rows, columns), dtype, value_kind) for n in names}
+        if value_kind == "normal":
+            for array in arrays.values():
+                array *= np.asarray(one_of(rng, (1, 3, 20)), dtype)
+        if weighted:
+            arrays["weights"] = draws.values(rng, (num_rows,), np.float32)
+        arrays["g_out"] = draws.values(rng, (num_rows, width), dtype)
+        if rng.random() < 0.3:  # in a row, where it stays
+            row = rng.integers(num_rows)
+            arrays[names[0]][row] = np.nan
+        return arrays
+
+    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        if layout == "two":
+            gate, up = exact(arrays["gate"]), exact(arrays["up"])
+        else:
+            gate, up = apart(exact(arrays["gate_up"]), kind, interleaved)
+        weights = exact(arrays["weights"]) if weighted else None
+        out, d_gate, d_up, d_weights = glu_of(gate, up, weights, kind, exact(arrays["g_out"]))
+        wanted = {"out": rounded(out, dtype)}
+        if layout == "two":
+            wanted |= {"d_gate": rounded(d_gate, dtype), "d_up": rounded(d_up, dtype)}
+        else:
+            wanted["d_gate_up"] = rounded(joined(d_gate, d_up, interleaved), dtype)
+        return wanted | ({"d_weights": d_weights} if weighted else {})
+
+    gradients = (*names, *["weights"] * weighted)
+    return Program("glu", path, call, ("out",), draw, expect, gradients)
+
+
+def feed_forward(rng: Rng, path: str) -> Program:
+    small = path == "interpret"
+    experts = one_of(rng, (1, 3, 5) if small else (1, 2, 5, 8, 16))
+    slots = int(rng.integers(1, min(4, experts) + 1))
+    tokens = int(rng.integers(1, 12 if small else 70))
+    hidden, width = (one_of(rng, (8, 16, 24) if small else draws.SMALL_WIDTHS) for _ in range(2))
+    kind, dtype = one_of(rng, ACTIVATIONS), np.dtype(one_of(rng, FLOATS))
+    align = one_of(rng, (1, 1, 1, 8, 16))
+    capacity = int(rng.integers(0, tokens * slots + 1)) if rng.random() < 0.3 else None
+    transposed, biased, by_logits, of_input = (rng.random(4) < (0.4, 0.4, 0.5, 0.2)).tolist()
+    interleaved = bool(kind.gated and rng.random() < 0.4)
+    router = routing.draw_spec(rng, experts, slots, plain=True)
+    columns = 2 * width if kind.gated else width
+    biases = "b_gate_up=b_gate_up, b_down=b_down, " * biased
+    choice = f"logits, w_gate_up, w_down, top_k={slots}, {router.source}"
+    if not by_logits:
+        choice = "None, w_gate_up, w_down, routing=(weights, ids), "
+    call = (
+        f"moe.feed_forward(x, {choice}{biases}activation={kind.source}, interleaved={interleaved}, "
+        f"transpose_weights={transposed}, align_size={align}, capacity={capacity}, "
+        f"weights_on={'input' if of_input else 'output'!r}, implementation=how)"
+    )
+    results = ("tokens", "group_counts", "num_dropped", "weights", "experts")
+    gradients = ["x", "w_gate_up", "w_down", "logits" if by_logits else "weights"]
+    gradients += ["b_gate_up", "b_down"] * biased
+    u = sum_unit(path, dtype)
+    most = tokens * slots + experts * (align - 1)
+    num_rows = most // align * align
+    if capacity is not None:
+        num_rows = min(num_rows, experts * (-(-capacity // align) * align))
+
+    def draw(rng: Rng) -> Arrays:
+        w = lambda out, into: draws.values(
+            rng, (experts, *((out, into) if transposed else (into, out))), dtype
+        )
+        arrays = {
+            "x": draws.values(
+                rng, (tokens, hidden), dtype, one_of(rng, ("normal",) * 3 + ("integers", "zeros"))
+            ),
+            "w_gate_up": w(columns, hidden) * np.asarray(hidden**-0.5, dtype),
+            "w_down": w(hidden, width) * np.asarray(width**-0.5, dtype),
+            "g_tokens": draws.values(rng, (tokens, hidden), dtype),
+        }
+        if by_logits:
+            arrays["logits"] = router.logits(rng, tokens)
+        else:
+            arrays["ids"] = draws.ids(rng, tokens, slots, experts)
+            arrays["weights"] = draws.values(rng, (tokens, slots), np.float32)
+        if biased:
+            arrays["b_gate_up"] = draws.values(rng, (experts, columns), dtype)
+            arrays["b_down"] = draws.values(rng, (experts, hidden), dtype)
+        if rng.random() < 0.2 and not of_input:
+            arrays["x"][rng.integers(tokens), rng.integers(hidden)] = np.nan
+        return arrays
+
+    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        if by_logits:
+            ids = found["experts"]
+            weights, d_logits = router.weigh(arrays["logits"], ids)
+            wanted: dict[str, Any] = router.wanted_experts(arrays, ids) | {"weights": weights}
+        else:
+            ids, weights = arrays["ids"], exact(arrays["weights"])
+            wanted = {"weights": arrays["weights"], "experts": arrays["ids"]}
+        plan = plan_of(ids, experts, num_rows, capacity, align)
+        groups = spans(plan.group_sizes, num_rows)
+        w_up, w_down = exact(arrays["w_gate_up"]), exact(arrays["w_down"])
+        if transposed:
+            w_up, w_down = swapped(w_up), swapped(w_down)
+        to_rows = lambda a, by_slot=False: move(a, plan.row_of, num_rows, by_slot)
+        rows = exact(to_rows(arrays["x"]))
+        error = np.broadcast_to(weights.error, weights.value.shape)
+        of_rows = Near(to_rows(weights.value, True), to_rows(error, True))
+        given = rows
+        if of_input:
+            rows = rounded(rows * of_rows[:, None], dtype)
+        inner_weights = None if of_input else of_rows
+        gate_up = rounded(
+            _with_bias(dot(rows, w_up, groups, u), arrays.get("b_gate_up"), None, groups), dtype
+        )
+        gate, up = apart(gate_up, kind, interleaved)
+        g = exact(to_rows(arrays["g_tokens"]))
+        d_inner = rounded(dot(g, swapped(w_down), groups, u), dtype)
+        inner, d_gate, d_up, d_weights = glu_of(gate, up, inner_weights, kind, d_inner)
+        inner = rounded(inner, dtype)
+        out = rounded(
+            _with_bias(dot(inner, w_down, groups, u), arrays.get("b_down"), inner_weights, groups),
+            dtype,
+        )
+        d_gate_up = rounded(joined(d_gate, d_up, interleaved), dtype)
+        d_rows = rounded(dot(d_gate_up, swapped(w_up), groups, u), dtype)
+        d_w_up = rounded(outer(rows, d_gate_up, groups, u), dtype)
+        d_w_down = rounded(outer(inner, g, groups, u), dtype)
+        if of_input:
+            d_weights = row_sums(d_rows, given)
+            d_rows = rounded(d_rows * of_rows[:, None], dtype)
+        if biased:
+            wanted["d_b_gate_up"] = rounded(group_sum(d_gate_up, None, groups), dtype)
+            wanted["d_b_down"] = rounded(group_sum(g, inner_weights, groups), dtype)
+            if not of_input:
+                of_bias = dot(g, exact(arrays["b_down"])[:, :, None], groups, u)[:, 0]
+                d_weights = d_weights + of_bias
+        d_slots = Near(back(d_weights.value, plan.row_of), back(d_weights.error, plan.row_of))
+        wanted["d_logits" if by_logits else "d_weights"] = (
+            d_logits(d_slots) if by_logits else d_slots
+        )
+        return wanted | {
+            "tokens": rounded(summed(out, plan.row_of), dtype),
+            "group_counts": plan.group_counts,
+            "num_dropped": plan.num_dropped,
+            "d_x": rounded(summed(d_rows, plan.row_of), dtype),
+            "d_w_gate_up": swapped(d_w_up) if transposed else d_w_up,
+            "d_w_down": swapped(d_w_down) if transposed else d_w_down,
+        }
+
+    return Program("feed_forward", path, call, results, draw, expect, tuple(gradients))
+
+
+def _with_bias(out: Near, bias: Any, weights: Near | None, groups: list[slice]) -> Near:
+    """Rows with the biases of their groups, times weights."""
+    for group, span in enumerate(groups if bias is not None else ()):
+        if span.stop > span.start:
+            one = exact(bias[group])
+            put(out, span, out[span] + (one if weights is None else weights[span, None] * one))
+    return out
+
+
+OPS = (glu, feed_forward)
