@@ -10,6 +10,7 @@ import argparse
 import itertools
 import os
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ def main() -> int:
     parser.add_argument("--merge", type=pathlib.Path, nargs="+", help="others to put into --state")
     parser.add_argument("--reproduce", metavar="NAME", help="print a failure of --state again")
     asked = parser.parse_args()
+    if shutil.which("nvidia-smi") is None:
+        from tests import conftest  # noqa: F401  # several devices, and programs that compile soon
     from tests.fuzz import known, many, state
 
     kept = state.State.load(asked.state) if asked.state else state.State()

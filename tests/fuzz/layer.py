@@ -42,26 +42,28 @@ ACTIVATIONS = (
 )
 
 
-def curve(x: Near, kind: Activation) -> tuple[Near, Near]:
-    """The activation and its slope.
+def curve(x: Near, kind: Activation) -> tuple[Near, Near, Array]:
+    """The activation, its slope, and what underflow may change of them.
 
     An argument z of an exponential is rounded, so the result is off by z units of float32 beside a
-    few for each operation; less than 16, of a GPU's and of XLA's functions. What x is off by
-    changes the activation by at most the slope, and the slope by at most 2, times that.
+    few for each operation; less than 16, of a GPU's and of XLA's functions. The slope has a factor
+    1 - s, which is off by a few units of s, until s is 1. What x is off by changes the activation
+    by at most the slope, and the slope by at most 2, times that.
     """
     v = x.value
     change: Any = 1.0
+    cancelled: Any = 0.0
     if kind.curve == "relu2":
         positive = np.where(v < 0, 0, v)
-        value, slope, z, size, slope_size = positive**2, 2 * positive, 0.0, None, None
+        value, slope, z = positive**2, 2 * positive, np.zeros_like(v)
+        size, slope_size = value, slope
     elif kind.curve == "gelu_exact":
         cdf = 0.5 + 0.5 * _erf(v * math.sqrt(0.5)).astype(np.float64)
         density = np.exp(-v * v / 2) / math.sqrt(2 * math.pi)
         value, slope, z = v * cdf, cdf + v * density, v * v / 2
         size, slope_size = abs(v), 1 + abs(v * density)
     else:
-        w = kind.alpha * v
-        change = kind.alpha
+        w, change = kind.alpha * v, kind.alpha
         if kind.curve == "gelu":
             w = math.sqrt(8 / math.pi) * v * (1 + 0.044715 * v * v)
             change = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * v * v)
@@ -70,16 +72,13 @@ def curve(x: Near, kind: Activation) -> tuple[Near, Near]:
         bend = np.where(s * rest == 0, 0, v * s * rest * change)
         value, slope, z = v * s, s + bend, -w
         size, slope_size = abs(value), s + abs(bend)
-    units = 16 + 8 * np.clip(z, 0, 110)
-    found = []
-    for result, of in ((value, size), (slope, slope_size)):
-        of = abs(result) if of is None else of
-        flushed = TINY * (1 + abs(v) * (1 + abs(change))) * (of != 0)
-        found.append(Near(result, units * U32 * of + flushed))
+        cancelled = np.where(w < 18, 4 * U32 * abs(v * change) * s, abs(bend))
+    units = U32 * (16 + 8 * np.clip(z, 0, 110))
+    active, sloped = Near(value, units * size), Near(slope, units * slope_size + cancelled)
     if x.error.ndim:
-        found[0].error = found[0].error + (abs(slope) + 2 * x.error) * x.error
-        found[1].error = found[1].error + 2 * x.error
-    return found[0], found[1]
+        active.error = active.error + (abs(slope) + 2 * x.error) * x.error
+        sloped.error = sloped.error + 2 * x.error
+    return active, sloped, TINY * (1 + abs(v)) * (1 + abs(change))
 
 
 def clipped(x: Near, low: float, high: float) -> tuple[Near, Array, Array]:
@@ -101,7 +100,11 @@ def glu_of(gate: Near, up: Near | None, weights: Near | None, kind: Activation, 
         gate, *of_gate = clipped(gate, -math.inf, kind.limit)
         up, *of_up = clipped(up, -kind.limit, kind.limit)
         checks = [of_gate, of_up]
-    active, slope = curve(gate, kind)
+    active, slope, lost = curve(gate, kind)
+    for factor in (up, weights, g):  # in whatever order they are multiplied
+        if factor is not None:
+            size = abs(factor.value)
+            lost = lost * (1 + (size[:, None] if size.ndim == 1 else size))
     out = active
     if up is not None:
         up = up + exact(kind.offset) if kind.offset else up
@@ -114,6 +117,8 @@ def glu_of(gate: Near, up: Near | None, weights: Near | None, kind: Activation, 
     d_up = None if up is None else g * active
     if checks and d_up is not None:
         d_gate, d_up = masked(d_gate, *checks[0]), masked(d_up, *checks[1])
+    for result in filter(None, (out, d_gate, d_up)):
+        result.error = result.error + np.where((result.value == 0) & (result.error == 0), 0, lost)
     return out, d_gate, d_up, d_weights
 
 

@@ -13,7 +13,9 @@ from tests.fuzz.draws import Rng, one_of
 from tests.fuzz.program import Arrays, Program
 
 FLOATS = ("float32", "bfloat16", "bfloat16", "float16")
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 _EIGHT = ("float8_e4m3fn", "float8_e5m2")
+_PACKED = ("int4", "float4_e2m1fn")
 
 
 def spans(sizes: Array, num_rows: int, offset: int = 0, count: int | None = None) -> list[slice]:
@@ -74,12 +76,30 @@ def sizes_of(rng: Rng, path: str) -> tuple[int, int, int, int]:
 
 def plain(rng: Rng, path: str) -> Program:
     """Arrays, with all gradients."""
-    num_rows, depth, columns, num_groups = sizes_of(rng, path)
+    shape = sizes_of(rng, path)
     dtype = np.dtype(one_of(rng, FLOATS))
-    transposed, biased, weighted, offset = rng.random(4) < (0.5, 0.4, 0.5, 0.2)
-    weighted &= biased
-    num_sizes = num_groups + (int(rng.integers(0, 4)) if offset else 0)
+    transposed, biased, weighted, offset = (rng.random(4) < (0.5, 0.4, 0.5, 0.2)).tolist()
+    others = int(rng.integers(0, 4)) if offset else None
     result = np.dtype(np.float32) if rng.random() < 0.2 else dtype
+    return dense(path, shape, dtype, transposed, biased, weighted and biased, others, result)
+
+
+def dense(
+    path: str,
+    sizes: tuple[int, int, int, int],
+    dtype: np.dtype[Any],
+    transposed: bool = False,
+    biased: bool = False,
+    weighted: bool = False,
+    others: int | None = None,
+    result: Any = None,
+    given: tuple[int, ...] | None = None,
+) -> Program:
+    """Of rows, depth, columns and groups; `others` are groups that there are no weights for, and
+    `given` the sizes of all groups, which else are drawn."""
+    num_rows, depth, columns, num_groups = sizes
+    offset, num_sizes = others is not None, num_groups + (others or 0)
+    result = result or dtype
     options = {
         "bias=bias, ": biased,
         "bias_weights=bias_weights, ": weighted,
@@ -100,6 +120,8 @@ def plain(rng: Rng, path: str) -> Program:
             "sizes": draws.group_sizes(rng, num_sizes, num_rows),
             "g_out": draws.values(rng, (num_rows, columns), result),
         }
+        if given is not None:
+            arrays["sizes"] = np.array(given, np.int32)
         if biased:
             arrays["bias"] = draws.values(rng, (num_groups, columns), dtype)
         if weighted:
@@ -168,7 +190,7 @@ def poison(rng: Rng, arrays: Arrays, groups: list[slice], special: bool) -> None
 
 def small_numbers(rng: Rng, shape: tuple[int, ...], kind: str) -> Array:
     """Numbers of a small dtype; two to a byte of those of 4 bits."""
-    if kind in ("int4", "float4_e2m1fn"):
+    if kind in _PACKED:
         return rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
     if kind == "int8":
         return rng.integers(-128, 128, shape, np.int8)
@@ -177,7 +199,7 @@ def small_numbers(rng: Rng, shape: tuple[int, ...], kind: str) -> Array:
 
 
 def numbers_of(values: Array, kind: str) -> Array:
-    if kind not in ("int4", "float4_e2m1fn"):
+    if kind not in _PACKED:
         return values.astype(np.float64)
     codes = np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)
     if kind == "int4":
@@ -195,33 +217,65 @@ def spread(scales: Array, shape: tuple[int, ...], block: tuple[int, ...]) -> Arr
 def scaled(rng: Rng, path: str) -> Program:
     """A `ScaledArray` of weights, and rows that are one too, or floats, with their gradient."""
     num_rows, depth, columns, num_groups = sizes_of(rng, path)
-    kind = one_of(rng, (*_EIGHT, "int8", "int4", "float4_e2m1fn"))
-    packed = kind in ("int4", "float4_e2m1fn")
-    if packed:
+    kind = one_of(rng, (*_EIGHT, "int8", *_PACKED))
+    if kind in _PACKED:
         depth, columns = depth + depth % 2, columns + columns % 2
-    both = not packed and rng.random() < 0.5
-    dtype = np.dtype(one_of(rng, ("bfloat16", "bfloat16", "float16", "float32")))
+    both = kind not in _PACKED and rng.random() < 0.5
+    both &= kind != "int8" or path == "xla"  # kernels do not multiply integers
+    row_kind = None if not both else kind if kind == "int8" else str(one_of(rng, _EIGHT))
     transposed, blocked, biased = (rng.random(3) < (0.75, 0.4, 0.25)).tolist()
-    biased &= not (both and kind == "int8")  # a bias is refused there
     deep = 32 if blocked and depth >= 32 else depth
-    wide = one_of(rng, (1, columns) if deep == depth else (1, 16, columns))
-    with_zeros = kind == "int4" and rng.random() < 0.5
-    row_kind = kind if kind == "int8" else one_of(rng, _EIGHT)
-    row_block = 32 if deep == 32 and rng.random() < 0.5 else depth
-    e8m0 = "float8" in kind and rng.random() < 0.2
+    return scaled_of(
+        path,
+        (num_rows, depth, columns, num_groups),
+        kind,
+        row_kind=row_kind,
+        dtype=np.dtype(one_of(rng, ("bfloat16", "bfloat16", "float16", "float32"))),
+        block=(deep, one_of(rng, (1, columns) if deep == depth else (1, 16, columns))),
+        row_block=32 if deep == 32 and rng.random() < 0.5 else depth,
+        transposed=transposed,
+        with_zeros=bool(kind == "int4" and rng.random() < 0.5),
+        e8m0="float8" in kind and bool(rng.random() < 0.2),
+        biased=biased and row_kind != "int8",  # which takes none
+        wide_result=bool(rng.random() < 0.2),
+    )
+
+
+def scaled_of(
+    path: str,
+    sizes: tuple[int, int, int, int],
+    kind: str,
+    *,
+    row_kind: str | None,
+    dtype: Any = _BF16,
+    block: tuple[int, int] | None = None,
+    row_block: int | None = None,
+    transposed: bool = True,
+    with_zeros: bool = False,
+    e8m0: bool = False,
+    biased: bool = False,
+    wide_result: bool = False,
+    given: tuple[int, ...] | None = None,
+) -> Program:
+    """Weights of a kind, with scales for each block of depth and columns; `dtype` is of rows that
+    have no kind."""
+    num_rows, depth, columns, num_groups = sizes
+    packed, both = kind in _PACKED, row_kind is not None
+    deep, wide = block or (depth, 1)
+    row_block = row_block or depth
     stored = (num_groups, columns, depth) if transposed else (num_groups, depth, columns)
-    block = (1, wide, deep) if transposed else (1, deep, wide)
-    array = f"moe.ScaledArray(weights, scales, {block}, transposed={transposed}"
+    blocks = (1, wide, deep) if transposed else (1, deep, wide)
+    array = f"moe.ScaledArray(weights, scales, {blocks}, transposed={transposed}"
     array += f", packed={kind!r}" * packed + ", zeros=zeros" * with_zeros + ")"
     rows = f"moe.ScaledArray(rows, row_scales, (1, {row_block}))" if both else "rows"
-    end = "bias=bias, " * biased + "preferred_element_type=jnp.float32, " * (rng.random() < 0.2)
-    result = np.dtype("float32" if "float32" in end else "bfloat16" if both else dtype)
+    end = "bias=bias, " * biased + "preferred_element_type=jnp.float32, " * wide_result
+    result = np.dtype("float32" if wide_result else "bfloat16" if both else dtype)
     call = f"moe.ragged_dot({rows}, {array}, sizes, {end}implementation=how)"
     gradients = () if both else ("rows", *["bias"] * biased)
 
     def draw(rng: Rng) -> Arrays:
-        blocks = tuple(-(-s // b) for s, b in zip(stored, block, strict=True))
-        scales = np.exp(rng.standard_normal(blocks)).astype(np.float32)
+        counts = tuple(-(-s // b) for s, b in zip(stored, blocks, strict=True))
+        scales = np.exp(rng.standard_normal(counts)).astype(np.float32)
         if e8m0:
             scales = scales.astype(ml_dtypes.float8_e8m0fnu)
         arrays = {
@@ -229,11 +283,13 @@ def scaled(rng: Rng, path: str) -> Program:
             "scales": scales,
             "sizes": draws.group_sizes(rng, num_groups, num_rows),
         }
+        if given is not None:
+            arrays["sizes"] = np.array(given, np.int32)
         if with_zeros:
-            arrays["zeros"] = rng.integers(-8, 8, blocks, np.int8)
+            arrays["zeros"] = rng.integers(-8, 8, counts, np.int8)
         if biased:
             arrays["bias"] = draws.values(rng, (num_groups, columns), np.float32)
-        if both:
+        if row_kind is not None:
             of_rows = (num_rows, -(-depth // row_block))
             arrays["rows"] = small_numbers(rng, (num_rows, depth), row_kind)
             arrays["row_scales"] = np.exp(rng.standard_normal(of_rows)).astype(np.float32)
@@ -251,8 +307,8 @@ def scaled(rng: Rng, path: str) -> Program:
         groups = spans(arrays["sizes"], num_rows)
         numbers = numbers_of(arrays["weights"], kind)
         if with_zeros:
-            numbers = numbers - spread(arrays["zeros"], stored, block)
-        numbers = numbers * spread(arrays["scales"], stored, block)
+            numbers = numbers - spread(arrays["zeros"], stored, blocks)
+        numbers = numbers * spread(arrays["scales"], stored, blocks)
         # Scales multiply the numbers or the sums, in float32; 4 bits may be rounded after that.
         weights = Near(numbers, abs(numbers) * 2.0**-23)
         if packed:

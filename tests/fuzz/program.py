@@ -31,6 +31,7 @@ class Program:
       expect: the results and gradients ("d_" and the array's name) that there must be, given the
         arrays and what was found.
       gradients: the arrays to differentiate by.
+      names: what the source needs beside `moe`, `jnp` and `how`.
       seed, index: what it was drawn from.
     """
 
@@ -41,6 +42,7 @@ class Program:
     draw: Callable[[Rng], Arrays]
     expect: Callable[[Arrays, Arrays], dict[str, Any]]
     gradients: tuple[str, ...] = ()
+    names: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
     index: int = 0
 
@@ -53,7 +55,7 @@ class Program:
         return self.draw(np.random.default_rng([self.seed, self.index, case]))
 
     def _run(self, arrays: Any) -> dict[str, Any]:
-        names = {"moe": moe, "jnp": jnp, "how": self.path}
+        names = {"moe": moe, "jnp": jnp, "how": self.path, **self.names}
         found: dict[str, Any] = {}
 
         def forward(moving: Any) -> Any:

@@ -160,6 +160,9 @@ class Spec:
                 error = error + scores * error.sum(1, keepdims=True)
             elif self.score != "none":
                 d, size, error = d * slope, size * slope, error * slope
+            # A NaN need not reach experts that no score is left for.
+            never = np.isnan(d) & (scores == 0)
+            d, error = np.where(never, 0, d), np.where(never, np.inf, error)
             most = (units + off.max(1, keepdims=True)) * U32
             lost = TINY * (1 + abs(g).max(1, keepdims=True)) * (size != 0)
             return Near(
