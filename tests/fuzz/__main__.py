@@ -14,10 +14,10 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-# Before JAX starts, here and in the processes that this one starts.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices, and a process for each core
+if TYPE_CHECKING:
+    from tests.fuzz.state import State
 
 
 def main() -> int:
@@ -31,8 +31,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--state", type=pathlib.Path, help="a JSON file of what has been run")
     parser.add_argument("--merge", type=pathlib.Path, nargs="+", help="others to put into --state")
-    parser.add_argument("--reproduce", metavar="NAME", help="print a failure of --state again")
+    parser.add_argument("--again", action="store_true", help="what was wrong in --state first")
     asked = parser.parse_args()
+    # Before JAX and NumPy start, here and in the processes that this one starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault(
+        "OPENBLAS_NUM_THREADS", "1"
+    )  # small matrices, and a process for each core
     if shutil.which("nvidia-smi") is None:
         from tests import conftest  # noqa: F401  # several devices, and programs that compile soon
     from tests.fuzz import known, many, state
@@ -53,16 +58,23 @@ def main() -> int:
                 text, f"# tests/fuzz/known.py: {name}"
             )
 
+    again = []
+    if asked.again:
+        again = [many.Job.named(name, each) for name in kept.failures if "known" not in name]
+        again = [job for job in again if job.path == path]
+        for job in again:
+            del kept.done[job.name], kept.failures[job.name]
+
     def todo() -> Iterator[many.Job]:
-        left = asked.cases
-        for index in itertools.count(asked.first):
-            job = many.Job(path, asked.seed, index, min(each, left), path == "triton")
-            if job.name in kept.done:
-                continue
+        yield from again
+        left = asked.cases - sum(job.cases for job in again)
+        for number in itertools.count(asked.first):
+            job = many.Job(path, asked.seed, number, min(each, left), path == "triton")
             if left <= 0:
                 return
-            left -= job.cases
-            yield job
+            if job.name not in kept.done and job not in again:
+                left -= job.cases
+                yield job
 
     saved = start = time.monotonic()
     for job, done, failure in many.run_all(todo(), asked.jobs, start + asked.seconds):
@@ -76,7 +88,7 @@ def main() -> int:
     return finish(asked, kept)
 
 
-def finish(asked: argparse.Namespace, kept: state.State) -> int:  # type: ignore[name-defined]  # noqa: F821
+def finish(asked: argparse.Namespace, kept: State) -> int:
     if asked.state:
         kept.save(asked.state)
     print(kept.table())

@@ -143,8 +143,7 @@ def fault(name: str, got: Any, want: Any) -> str | None:
     if not isinstance(want, Near):
         if got.dtype != want.dtype:
             return f"{name} is {got.dtype}, not {want.dtype}"
-        bits = f"u{want.dtype.itemsize}"
-        bad = np.ascontiguousarray(got).view(bits) != np.ascontiguousarray(want).view(bits)
+        bad = _bits(got) != _bits(want)
         return _say(name, bad if where is None else bad & where, got, want, None)
     wide, value = got.astype(np.float64), want.value
     error = np.broadcast_to(want.error, value.shape)
@@ -156,6 +155,11 @@ def fault(name: str, got: Any, want: Any) -> str | None:
         good |= (wide == np.sign(value) * np.inf) & (abs(value) + error > most * (1 - U32))
         good |= np.isfinite(value) & ~np.isfinite(error)  # it may have overflowed on its way
     return _say(name, ~good if where is None else ~good & where, got, value, error)
+
+
+def _bits(array: Array) -> Array:
+    words = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+    return words.reshape(array.shape)  # which has one dimension more of a single number
 
 
 def _say(name: str, bad: Array, got: Array, want: Array, error: Array | None) -> str | None:

@@ -86,7 +86,7 @@ def values(rng: Rng, shape: Any, dtype: Any, kind: str = "normal") -> Array:
     elif kind != "normal":
         powers = _FLOAT16_POWERS if dtype == np.float16 else _POWERS
         found = np.ldexp(found, powers[kind])
-    return found.astype(dtype)
+    return np.asarray(found.astype(dtype))
 
 
 def plant(rng: Rng, array: Array, at: Any) -> None:

@@ -20,13 +20,18 @@ class Job(NamedTuple):
 
     path: str
     seed: int
-    index: int
+    number: int
     cases: int
     repeat: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.path}/{self.seed}/{self.index}"
+        return f"{self.path}/{self.seed}/{self.number}"
+
+    @classmethod
+    def named(cls, name: str, cases: int) -> Job:
+        path, seed, number = name.split("/")
+        return cls(path, int(seed), int(number), cases, path == "triton")
 
 
 Result = tuple[Job, Done, Failure | None]
@@ -38,7 +43,7 @@ def run(job: Job) -> Result:
     from tests.fuzz import programs  # which starts JAX
 
     start = time.perf_counter()
-    program = programs.program(job.seed, job.index, job.path)
+    program = programs.program(job.seed, job.number, job.path)
     wrong: dict[int, str] = {}
     compared = 0
     try:
@@ -54,8 +59,7 @@ def run(job: Job) -> Result:
                     wrong[case] = text
                 compared += 1
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".strip().splitlines()
-        wrong[compared] = text[0][:300]
+        wrong[compared] = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     seconds = round(time.perf_counter() - start, 2)
     done = Done(program.op, program.key, compared, len(wrong), seconds)
     if not wrong:

@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.fuzz import layer, moves, products, quantizing, routing
+from tests.fuzz import activations, feed_forward, moves, products, quantizing, routing, scaled
 from tests.fuzz.draws import Rng
 from tests.fuzz.program import Program
 
 OPS: tuple[Callable[[Rng, str], Program], ...] = (
     *products.OPS,
+    *scaled.OPS,
     *moves.OPS,
-    *layer.OPS,
+    *activations.OPS,
+    *feed_forward.OPS,
     *routing.OPS,
     *quantizing.OPS,
 )

@@ -54,7 +54,7 @@ def quantized(x: Array, kind: str, block: tuple[int, ...], e8m0: bool) -> tuple[
     else:
         numbers = np.clip(x * (_F32(1) / scales)[..., None], -top, top)
     if kind in (*_INTEGERS, "float4_e2m1fn"):
-        fine = finite.all(-1)
+        fine = np.asarray(finite.all(-1))
         scales = np.where(fine, scales, np.nan)
         numbers = np.where(fine[..., None], numbers, 0)
         values = (np.rint(numbers) if kind in _INTEGERS else numbers).astype(dtype)

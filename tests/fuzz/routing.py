@@ -177,7 +177,8 @@ def _apart(values: Array, off: Array, count: int) -> Array:
     index = np.argsort(-values, axis=1, kind="stable")[:, : count + 1]
     ordered, most = np.take_along_axis(values, index, 1), np.take_along_axis(off, index, 1)
     with np.errstate(invalid="ignore"):
-        return (ordered[:, :-1] - ordered[:, 1:] > most[:, :-1] + most[:, 1:]).all(1)
+        apart = ordered[:, :-1] - ordered[:, 1:] > most[:, :-1] + most[:, 1:]
+    return np.asarray(apart.all(1))
 
 
 def draw_spec(rng: Rng, experts: int, top_k: int, plain: bool = False) -> Spec:
@@ -216,7 +217,8 @@ def route(rng: Rng, path: str) -> Program:
 
     def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
         wanted = spec.wanted_experts(arrays, found["experts"])
-        known = ~np.isnan(arrays["logits"].astype(np.float32)).any(1)[:, None]
+        nans = np.isnan(arrays["logits"].astype(np.float32)).any(1)
+        known = ~np.asarray(nans)[:, None]
         # A NaN is the greatest logit; what it makes of its own token's weights is not looked at.
         if spec.biased or spec.groups:
             wanted["experts"].where = wanted["experts"].where & known

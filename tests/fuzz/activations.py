@@ -1,4 +1,4 @@
-"""glu and feed_forward with all gradients; the layer's oracle is the ops' oracles in turn."""
+"""glu with all gradients."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.fuzz import draws, routing
-from tests.fuzz.bounds import TINY, U32, Array, Near, exact, rounded, sum_unit
+from tests.fuzz import draws
+from tests.fuzz.bounds import TINY, U32, Array, Near, exact, rounded
 from tests.fuzz.draws import Rng, one_of
-from tests.fuzz.moves import back, move, plan_of, row_sums, summed
-from tests.fuzz.products import FLOATS, dot, group_sum, outer, put, spans, swapped
+from tests.fuzz.moves import row_sums
+from tests.fuzz.products import FLOATS
 from tests.fuzz.program import Arrays, Program
 
 _erf = np.frompyfunc(math.erf, 1, 1)
@@ -58,7 +58,7 @@ def curve(x: Near, kind: Activation) -> tuple[Near, Near, Array]:
         value, slope, z = positive**2, 2 * positive, np.zeros_like(v)
         size, slope_size = value, slope
     elif kind.curve == "gelu_exact":
-        cdf = 0.5 + 0.5 * _erf(v * math.sqrt(0.5)).astype(np.float64)
+        cdf = 0.5 + 0.5 * np.asarray(_erf(v * math.sqrt(0.5)), np.float64)
         density = np.exp(-v * v / 2) / math.sqrt(2 * math.pi)
         value, slope, z = v * cdf, cdf + v * density, v * v / 2
         size, slope_size = abs(v), 1 + abs(v * density)
@@ -130,7 +130,9 @@ def joined(gate: Near, up: Near | None, interleaved: bool) -> Near:
     for pair in ((gate.value, up.value), (gate.error, up.error)):
         parts = np.broadcast_arrays(*pair, gate.value)[:2]
         both.append(
-            np.stack(parts, -1).reshape(len(parts[0]), -1) if interleaved else np.hstack(parts)
+            np.stack(parts, -1).reshape(len(parts[0]), 2 * gate.value.shape[1])
+            if interleaved
+            else np.hstack(parts)
         )
     return Near(*both)
 
@@ -173,6 +175,7 @@ def glu(rng: Rng, path: str) -> Program:
         return arrays
 
     def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        up: Near | None
         if layout == "two":
             gate, up = exact(arrays["gate"]), exact(arrays["up"])
         else:
@@ -190,130 +193,4 @@ def glu(rng: Rng, path: str) -> Program:
     return Program("glu", path, call, ("out",), draw, expect, gradients)
 
 
-def feed_forward(rng: Rng, path: str) -> Program:
-    small = path == "interpret"
-    experts = one_of(rng, (1, 3, 5) if small else (1, 2, 5, 8, 16))
-    slots = int(rng.integers(1, min(4, experts) + 1))
-    tokens = int(rng.integers(1, 12 if small else 70))
-    hidden, width = (one_of(rng, (8, 16, 24) if small else draws.SMALL_WIDTHS) for _ in range(2))
-    kind, dtype = one_of(rng, ACTIVATIONS), np.dtype(one_of(rng, FLOATS))
-    align = one_of(rng, (1, 1, 1, 8, 16))
-    capacity = int(rng.integers(0, tokens * slots + 1)) if rng.random() < 0.3 else None
-    transposed, biased, by_logits, of_input = (rng.random(4) < (0.4, 0.4, 0.5, 0.2)).tolist()
-    interleaved = bool(kind.gated and rng.random() < 0.4)
-    router = routing.draw_spec(rng, experts, slots, plain=True)
-    columns = 2 * width if kind.gated else width
-    biases = "b_gate_up=b_gate_up, b_down=b_down, " * biased
-    choice = f"logits, w_gate_up, w_down, top_k={slots}, {router.source}"
-    if not by_logits:
-        choice = "None, w_gate_up, w_down, routing=(weights, ids), "
-    call = (
-        f"moe.feed_forward(x, {choice}{biases}activation={kind.source}, interleaved={interleaved}, "
-        f"transpose_weights={transposed}, align_size={align}, capacity={capacity}, "
-        f"weights_on={'input' if of_input else 'output'!r}, implementation=how)"
-    )
-    results = ("tokens", "group_counts", "num_dropped", "weights", "experts")
-    gradients = ["x", "w_gate_up", "w_down", "logits" if by_logits else "weights"]
-    gradients += ["b_gate_up", "b_down"] * biased
-    u = sum_unit(path, dtype)
-    most = tokens * slots + experts * (align - 1)
-    num_rows = most // align * align
-    if capacity is not None:
-        num_rows = min(num_rows, experts * (-(-capacity // align) * align))
-
-    def draw(rng: Rng) -> Arrays:
-        w = lambda out, into: draws.values(
-            rng, (experts, *((out, into) if transposed else (into, out))), dtype
-        )
-        arrays = {
-            "x": draws.values(
-                rng, (tokens, hidden), dtype, one_of(rng, ("normal",) * 3 + ("integers", "zeros"))
-            ),
-            "w_gate_up": w(columns, hidden) * np.asarray(hidden**-0.5, dtype),
-            "w_down": w(hidden, width) * np.asarray(width**-0.5, dtype),
-            "g_tokens": draws.values(rng, (tokens, hidden), dtype),
-        }
-        if by_logits:
-            arrays["logits"] = router.logits(rng, tokens)
-        else:
-            arrays["ids"] = draws.ids(rng, tokens, slots, experts)
-            arrays["weights"] = draws.values(rng, (tokens, slots), np.float32)
-        if biased:
-            arrays["b_gate_up"] = draws.values(rng, (experts, columns), dtype)
-            arrays["b_down"] = draws.values(rng, (experts, hidden), dtype)
-        if rng.random() < 0.2 and not of_input:
-            arrays["x"][rng.integers(tokens), rng.integers(hidden)] = np.nan
-        return arrays
-
-    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
-        if by_logits:
-            ids = found["experts"]
-            weights, d_logits = router.weigh(arrays["logits"], ids)
-            wanted: dict[str, Any] = router.wanted_experts(arrays, ids) | {"weights": weights}
-        else:
-            ids, weights = arrays["ids"], exact(arrays["weights"])
-            wanted = {"weights": arrays["weights"], "experts": arrays["ids"]}
-        plan = plan_of(ids, experts, num_rows, capacity, align)
-        groups = spans(plan.group_sizes, num_rows)
-        w_up, w_down = exact(arrays["w_gate_up"]), exact(arrays["w_down"])
-        if transposed:
-            w_up, w_down = swapped(w_up), swapped(w_down)
-        to_rows = lambda a, by_slot=False: move(a, plan.row_of, num_rows, by_slot)
-        rows = exact(to_rows(arrays["x"]))
-        error = np.broadcast_to(weights.error, weights.value.shape)
-        of_rows = Near(to_rows(weights.value, True), to_rows(error, True))
-        given = rows
-        if of_input:
-            rows = rounded(rows * of_rows[:, None], dtype)
-        inner_weights = None if of_input else of_rows
-        gate_up = rounded(
-            _with_bias(dot(rows, w_up, groups, u), arrays.get("b_gate_up"), None, groups), dtype
-        )
-        gate, up = apart(gate_up, kind, interleaved)
-        g = exact(to_rows(arrays["g_tokens"]))
-        d_inner = rounded(dot(g, swapped(w_down), groups, u), dtype)
-        inner, d_gate, d_up, d_weights = glu_of(gate, up, inner_weights, kind, d_inner)
-        inner = rounded(inner, dtype)
-        out = rounded(
-            _with_bias(dot(inner, w_down, groups, u), arrays.get("b_down"), inner_weights, groups),
-            dtype,
-        )
-        d_gate_up = rounded(joined(d_gate, d_up, interleaved), dtype)
-        d_rows = rounded(dot(d_gate_up, swapped(w_up), groups, u), dtype)
-        d_w_up = rounded(outer(rows, d_gate_up, groups, u), dtype)
-        d_w_down = rounded(outer(inner, g, groups, u), dtype)
-        if of_input:
-            d_weights = row_sums(d_rows, given)
-            d_rows = rounded(d_rows * of_rows[:, None], dtype)
-        if biased:
-            wanted["d_b_gate_up"] = rounded(group_sum(d_gate_up, None, groups), dtype)
-            wanted["d_b_down"] = rounded(group_sum(g, inner_weights, groups), dtype)
-            if not of_input:
-                of_bias = dot(g, exact(arrays["b_down"])[:, :, None], groups, u)[:, 0]
-                d_weights = d_weights + of_bias
-        d_slots = Near(back(d_weights.value, plan.row_of), back(d_weights.error, plan.row_of))
-        wanted["d_logits" if by_logits else "d_weights"] = (
-            d_logits(d_slots) if by_logits else d_slots
-        )
-        return wanted | {
-            "tokens": rounded(summed(out, plan.row_of), dtype),
-            "group_counts": plan.group_counts,
-            "num_dropped": plan.num_dropped,
-            "d_x": rounded(summed(d_rows, plan.row_of), dtype),
-            "d_w_gate_up": swapped(d_w_up) if transposed else d_w_up,
-            "d_w_down": swapped(d_w_down) if transposed else d_w_down,
-        }
-
-    return Program("feed_forward", path, call, results, draw, expect, tuple(gradients))
-
-
-def _with_bias(out: Near, bias: Any, weights: Near | None, groups: list[slice]) -> Near:
-    """Rows with the biases of their groups, times weights."""
-    for group, span in enumerate(groups if bias is not None else ()):
-        if span.stop > span.start:
-            one = exact(bias[group])
-            put(out, span, out[span] + (one if weights is None else weights[span, None] * one))
-    return out
-
-
-OPS = (glu, feed_forward)
+OPS = (glu,)
