@@ -52,7 +52,8 @@ def ragged_dot(
 
     Group sizes are values on the device. A negative size is an empty group, and groups end at the
     last row; memory outside is never touched. NaNs and infinities in one group's rows or weights do
-    not reach another group's results or gradients.
+    not reach another group's results or gradients. An infinity in a row may become NaN where
+    `weights` are a `ScaledArray` of float8_e4m3fn.
 
     Under `jax.checkpoint` the result carries the name "triax_ragged_dot".
 

@@ -1,0 +1,137 @@
+"""feed_forward with all gradients: its oracle is the ops' oracles in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.fuzz import draws, routing
+from tests.fuzz.activations import ACTIVATIONS, apart, glu_of, joined
+from tests.fuzz.bounds import Array, Near, exact, rounded, sum_unit
+from tests.fuzz.draws import Rng, one_of
+from tests.fuzz.moves import back, move, plan_of, row_sums, summed
+from tests.fuzz.products import FLOATS, dot, group_sum, outer, spans, swapped, with_bias
+from tests.fuzz.program import Arrays, Program
+
+
+def feed_forward(rng: Rng, path: str) -> Program:
+    small = path == "interpret"
+    experts = one_of(rng, (1, 3, 5) if small else (1, 2, 5, 8, 16))
+    slots = int(rng.integers(1, min(4, experts) + 1))
+    tokens = int(rng.integers(1, 12 if small else 70))
+    hidden, width = (one_of(rng, (8, 16, 24) if small else draws.SMALL_WIDTHS) for _ in range(2))
+    kind, dtype = one_of(rng, ACTIVATIONS), np.dtype(one_of(rng, FLOATS))
+    align = one_of(rng, (1, 1, 1, 8, 16))
+    capacity = int(rng.integers(0, tokens * slots + 1)) if rng.random() < 0.3 else None
+    transposed, biased, by_logits, of_input = (rng.random(4) < (0.4, 0.4, 0.5, 0.2)).tolist()
+    interleaved = bool(kind.gated and rng.random() < 0.4)
+    router = routing.draw_spec(rng, experts, slots, plain=True)
+    columns = 2 * width if kind.gated else width
+    biases = "b_gate_up=b_gate_up, b_down=b_down, " * biased
+    choice = f"logits, w_gate_up, w_down, top_k={slots}, {router.source}"
+    if not by_logits:
+        choice = "None, w_gate_up, w_down, routing=(weights, ids), "
+    call = (
+        f"moe.feed_forward(x, {choice}{biases}activation={kind.source}, interleaved={interleaved}, "
+        f"transpose_weights={transposed}, align_size={align}, capacity={capacity}, "
+        f"weights_on={'input' if of_input else 'output'!r}, implementation=how)"
+    )
+    results = ("tokens", "group_counts", "num_dropped", "weights", "experts")
+    gradients = ["x", "w_gate_up", "w_down", "logits" if by_logits else "weights"]
+    gradients += ["b_gate_up", "b_down"] * biased
+    u = sum_unit(path, dtype)
+    most = tokens * slots + experts * (align - 1)
+    num_rows = most // align * align
+    if capacity is not None:
+        num_rows = min(num_rows, experts * (-(-capacity // align) * align))
+
+    def weights_of(rng: Rng, into: int, out: int) -> Array:
+        shape = (experts, out, into) if transposed else (experts, into, out)
+        return np.asarray(draws.values(rng, shape, dtype) * dtype.type(into**-0.5))
+
+    def draw(rng: Rng) -> Arrays:
+        value_kind = one_of(rng, ("normal",) * 3 + ("integers", "zeros"))
+        arrays = {
+            "x": draws.values(rng, (tokens, hidden), dtype, value_kind),
+            "w_gate_up": weights_of(rng, hidden, columns),
+            "w_down": weights_of(rng, width, hidden),
+            "g_tokens": draws.values(rng, (tokens, hidden), dtype),
+        }
+        if by_logits:
+            arrays["logits"] = router.logits(rng, tokens)
+        else:
+            arrays["ids"] = draws.ids(rng, tokens, slots, experts)
+            arrays["weights"] = draws.values(rng, (tokens, slots), np.float32)
+        if biased:
+            arrays["b_gate_up"] = draws.values(rng, (experts, columns), dtype)
+            arrays["b_down"] = draws.values(rng, (experts, hidden), dtype)
+        if rng.random() < 0.2 and not of_input:
+            arrays["x"][rng.integers(tokens), rng.integers(hidden)] = np.nan
+        return arrays
+
+    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        if not by_logits:
+            routed = {"weights": arrays["weights"], "experts": arrays["ids"]}
+            results, d_weights = layer(arrays, arrays["ids"], exact(arrays["weights"]))
+            return routed | results | {"d_weights": d_weights}
+        chosen = found["experts"]
+        weights, gradient = router.weigh(arrays["logits"], chosen)
+        results, d_weights = layer(arrays, chosen, weights)
+        wanted = router.wanted_experts(arrays, chosen) | {"weights": weights}
+        return wanted | results | {"d_logits": gradient(d_weights)}
+
+    def layer(arrays: Arrays, ids: Array, weights: Near) -> tuple[dict[str, Any], Near]:
+        """All but the router, and the gradient of its weights."""
+        plan = plan_of(ids, experts, num_rows, capacity, align)
+        groups = spans(plan.group_sizes, num_rows)
+
+        def to_rows(array: Array, by_slot: bool = False) -> Array:
+            return move(array, plan.row_of, num_rows, by_slot)
+
+        error = np.broadcast_to(weights.error, weights.value.shape)
+        of_rows = Near(to_rows(weights.value, True), to_rows(error, True))
+        w_up, w_down = exact(arrays["w_gate_up"]), exact(arrays["w_down"])
+        if transposed:
+            w_up, w_down = swapped(w_up), swapped(w_down)
+
+        given = rows = exact(to_rows(arrays["x"]))
+        if of_input:
+            rows = rounded(rows * of_rows[:, None], dtype)
+        inner_weights = None if of_input else of_rows
+        product = with_bias(dot(rows, w_up, groups, u), arrays.get("b_gate_up"), None, groups)
+        gate, up = apart(rounded(product, dtype), kind, interleaved)
+        g = exact(to_rows(arrays["g_tokens"]))
+        d_inner = rounded(dot(g, swapped(w_down), groups, u), dtype)
+        inner, d_gate, d_up, d_weights = glu_of(gate, up, inner_weights, kind, d_inner)
+        inner = rounded(inner, dtype)
+        product = dot(inner, w_down, groups, u)
+        out = rounded(with_bias(product, arrays.get("b_down"), inner_weights, groups), dtype)
+
+        d_gate_up = rounded(joined(d_gate, d_up, interleaved), dtype)
+        d_rows = rounded(dot(d_gate_up, swapped(w_up), groups, u), dtype)
+        d_w_up = rounded(outer(rows, d_gate_up, groups, u), dtype)
+        d_w_down = rounded(outer(inner, g, groups, u), dtype)
+        if of_input:
+            d_weights = row_sums(d_rows, given)
+            d_rows = rounded(d_rows * of_rows[:, None], dtype)
+        wanted: dict[str, Any] = {
+            "tokens": rounded(summed(out, plan.row_of), dtype),
+            "group_counts": plan.group_counts,
+            "num_dropped": plan.num_dropped,
+            "d_x": rounded(summed(d_rows, plan.row_of), dtype),
+            "d_w_gate_up": swapped(d_w_up) if transposed else d_w_up,
+            "d_w_down": swapped(d_w_down) if transposed else d_w_down,
+        }
+        if biased:
+            wanted["d_b_gate_up"] = rounded(group_sum(d_gate_up, None, groups), dtype)
+            wanted["d_b_down"] = rounded(group_sum(g, inner_weights, groups), dtype)
+            if not of_input:
+                of_bias = dot(g, exact(arrays["b_down"])[:, :, None], groups, u)[:, 0]
+                d_weights = d_weights + of_bias
+        return wanted, Near(*(back(a, plan.row_of) for a in (d_weights.value, d_weights.error)))
+
+    return Program("feed_forward", path, call, results, draw, expect, tuple(gradients))
+
+
+OPS = (feed_forward,)

@@ -1,0 +1,204 @@
+"""ragged_dot of numbers of 8 and 4 bits, with scales and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.fuzz import draws
+from tests.fuzz.bounds import Array, Near, Some, exact, rounded, sum_unit
+from tests.fuzz.draws import Rng, one_of
+from tests.fuzz.products import dot, group_sum, sizes_of, spans, swapped, with_bias
+from tests.fuzz.program import Arrays, Program
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_EIGHT = ("float8_e4m3fn", "float8_e5m2")
+_PACKED = ("int4", "float4_e2m1fn")
+
+
+def small_numbers(rng: Rng, shape: tuple[int, ...], kind: str) -> Array:
+    """Numbers of a small dtype; two to a byte of those of 4 bits."""
+    if kind in _PACKED:
+        return rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), np.uint8)
+    if kind == "int8":
+        return rng.integers(-128, 128, shape, np.int8)
+    numbers: Array = rng.standard_normal(shape, np.float32) * np.exp2(rng.integers(-4, 5))
+    return np.asarray(numbers.astype(getattr(ml_dtypes, kind)))
+
+
+def numbers_of(values: Array, kind: str) -> Array:
+    if kind not in _PACKED:
+        return values.astype(np.float64)
+    codes = np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)
+    if kind == "int4":
+        return np.where(codes < 8, codes, codes - 16.0)
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return np.concatenate([sizes, -sizes])[codes]
+
+
+def spread(scales: Array, shape: tuple[int, ...], block: tuple[int, ...]) -> Array:
+    for axis, (size, of) in enumerate(zip(shape, block, strict=True)):
+        scales = np.take(scales, np.arange(size) // of, axis)
+    return scales.astype(np.float64)
+
+
+def scaled(rng: Rng, path: str) -> Program:
+    """A `ScaledArray` of weights, and rows that are one too, or floats, with their gradient."""
+    num_rows, depth, columns, num_groups = sizes_of(rng, path)
+    kind = one_of(rng, (*_EIGHT, "int8", *_PACKED))
+    if kind in _PACKED:
+        depth, columns = depth + depth % 2, columns + columns % 2
+    both = kind not in _PACKED and rng.random() < 0.5
+    both &= kind != "int8" or path == "xla"  # kernels do not multiply integers
+    row_kind = None if not both else kind if kind == "int8" else str(one_of(rng, _EIGHT))
+    transposed, blocked, biased = (rng.random(3) < (0.75, 0.4, 0.25)).tolist()
+    deep = 32 if blocked and depth >= 32 else depth
+    return scaled_of(
+        path,
+        (num_rows, depth, columns, num_groups),
+        kind,
+        row_kind=row_kind,
+        dtype=np.dtype(one_of(rng, ("bfloat16", "bfloat16", "float16", "float32"))),
+        block=(deep, one_of(rng, (1, columns) if deep == depth else (1, 16, columns))),
+        row_block=32 if deep == 32 and rng.random() < 0.5 else depth,
+        transposed=transposed,
+        with_zeros=bool(kind == "int4" and rng.random() < 0.5),
+        e8m0="float8" in kind and bool(rng.random() < 0.2),
+        biased=biased and row_kind != "int8",  # which takes none
+        wide_result=bool(rng.random() < 0.2),
+    )
+
+
+def scaled_of(
+    path: str,
+    sizes: tuple[int, int, int, int],
+    kind: str,
+    *,
+    row_kind: str | None,
+    dtype: Any = _BF16,
+    block: tuple[int, int] | None = None,
+    row_block: int | None = None,
+    transposed: bool = True,
+    with_zeros: bool = False,
+    e8m0: bool = False,
+    biased: bool = False,
+    wide_result: bool = False,
+    given: tuple[int, ...] | None = None,
+) -> Program:
+    """Weights of a kind, with scales for each block of depth and columns; `dtype` is of rows that
+    have no kind."""
+    num_rows, depth, columns, num_groups = sizes
+    packed, both = kind in _PACKED, row_kind is not None
+    deep, wide = block or (depth, 1)
+    row_block = row_block or depth
+    stored = (num_groups, columns, depth) if transposed else (num_groups, depth, columns)
+    blocks = (1, wide, deep) if transposed else (1, deep, wide)
+    array = f"moe.ScaledArray(weights, scales, {blocks}, transposed={transposed}"
+    array += f", packed={kind!r}" * packed + ", zeros=zeros" * with_zeros + ")"
+    rows = f"moe.ScaledArray(rows, row_scales, (1, {row_block}))" if both else "rows"
+    end = "bias=bias, " * biased + "preferred_element_type=jnp.float32, " * wide_result
+    result = np.dtype("float32" if wide_result else "bfloat16" if both else dtype)
+    call = f"moe.ragged_dot({rows}, {array}, sizes, {end}implementation=how)"
+    gradients = () if both else ("rows", *["bias"] * biased)
+
+    def draw(rng: Rng) -> Arrays:
+        counts = tuple(-(-s // b) for s, b in zip(stored, blocks, strict=True))
+        scales = np.exp(rng.standard_normal(counts)).astype(np.float32)
+        if e8m0:
+            scales = scales.astype(ml_dtypes.float8_e8m0fnu)
+        arrays = {
+            "weights": small_numbers(rng, stored, kind),
+            "scales": scales,
+            "sizes": draws.group_sizes(rng, num_groups, num_rows),
+        }
+        if given is not None:
+            arrays["sizes"] = np.array(given, np.int32)
+        if with_zeros:
+            arrays["zeros"] = rng.integers(-8, 8, counts, np.int8)
+        if biased:
+            arrays["bias"] = draws.values(rng, (num_groups, columns), np.float32)
+        if row_kind is not None:
+            of_rows = (num_rows, -(-depth // row_block))
+            arrays["rows"] = small_numbers(rng, (num_rows, depth), row_kind)
+            arrays["row_scales"] = np.exp(rng.standard_normal(of_rows)).astype(np.float32)
+            return arrays
+        arrays["rows"] = draws.values(rng, (num_rows, depth), dtype)
+        arrays["g_out"] = draws.values(rng, (num_rows, columns), result)
+        inside = np.zeros(num_rows, bool)
+        for span in spans(arrays["sizes"], num_rows):
+            inside[span] = True
+        arrays["rows"][~inside] = np.nan
+        arrays["g_out"][~inside] = np.nan
+        if rng.random() < 0.2:
+            draws.plant(rng, arrays["rows"], slice(None))
+        return arrays
+
+    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        groups = spans(arrays["sizes"], num_rows)
+        numbers = numbers_of(arrays["weights"], kind)
+        if with_zeros:
+            numbers = numbers - spread(arrays["zeros"], stored, blocks)
+        numbers = numbers * spread(arrays["scales"], stored, blocks)
+        # Scales multiply the numbers or the sums, in float32; 4 bits may be rounded after that.
+        weights = Near(numbers, abs(numbers) * 2.0**-23)
+        if packed:
+            weights = rounded(weights, dtype)
+        left = exact(arrays["rows"])
+        if both:
+            values = left.value * spread(arrays["row_scales"], left.value.shape, (1, row_block))
+            left = Near(values, abs(values) * 2.0**-23)
+        weights = swapped(weights) if transposed else weights
+        out = dot(left, weights, groups, sum_unit(path, arrays["rows"].dtype), 128)
+        out = with_bias(out, arrays.get("bias"), None, groups)
+        wanted: dict[str, Any] = {"out": rounded(out, result)}
+        if both:
+            return wanted
+        if kind == "float8_e4m3fn":  # an infinity in a row may become NaN
+            wanted["out"] = Some(wanted["out"], ~np.isinf(out.value))
+        gradient = exact(arrays["g_out"].astype(dtype))
+        # For this gradient weights are dequantized in the rows' dtype.
+        back = dot(gradient, swapped(rounded(weights, dtype)), groups, sum_unit(path, dtype))
+        wanted["d_rows"] = rounded(back, dtype)
+        if biased:
+            wanted["d_bias"] = rounded(group_sum(gradient, None, groups), np.float32)
+        return wanted
+
+    of = f"ragged_dot of {kind}" + (" and 8 bits" if both else "")
+    return Program(of, path, call, ("out",), draw, expect, gradients)
+
+
+def of_small_floats(rng: Rng, path: str) -> Program:
+    """Arrays of 8 bits without scales; integers are exact, and multiplied by plain JAX alone."""
+    num_rows, depth, columns, num_groups = sizes_of(rng, path)
+    kinds = [one_of(rng, _EIGHT), one_of(rng, _EIGHT)]
+    if path == "xla" and rng.random() < 0.3:
+        kinds = ["int8", "int8"]
+    result = np.dtype("int32" if kinds[0] == "int8" else one_of(rng, ("float32", "bfloat16")))
+    transposed = bool(rng.random() < 0.5)
+    shape = (num_groups, columns, depth) if transposed else (num_groups, depth, columns)
+    call = (
+        f"moe.ragged_dot(rows, weights, sizes, transpose_weights={transposed}, "
+        f"preferred_element_type=jnp.{result}, implementation=how)"
+    )
+
+    def draw(rng: Rng) -> Arrays:
+        return {
+            "rows": small_numbers(rng, (num_rows, depth), kinds[0]),
+            "weights": small_numbers(rng, shape, kinds[1]),
+            "sizes": draws.group_sizes(rng, num_groups, num_rows),
+        }
+
+    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        weights = exact(arrays["weights"])
+        weights = swapped(weights) if transposed else weights
+        u = sum_unit(path, arrays["rows"].dtype)
+        groups = spans(arrays["sizes"], num_rows)
+        out = dot(exact(arrays["rows"]), weights, groups, u, 128)
+        return {"out": out.value.astype(np.int32) if result == np.int32 else rounded(out, result)}
+
+    return Program("ragged_dot of 8 bits", path, call, ("out",), draw, expect)
+
+
+OPS = (scaled, of_small_floats)
