@@ -303,6 +303,14 @@ def test_nothing_to_do(implementation, shape):
     assert pull(out)[0].shape == shape
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0)])
+def test_nothing_for_a_function_of_interleaved_columns(shape):
+    op = functools.partial(moe.glu, activation=lambda gate, up: gate * up, interleaved=True)
+    out, pull = jax.vjp(op, jnp.ones(shape, "bfloat16"))
+    assert out.shape == (shape[0], shape[1] // 2)
+    assert pull(out)[0].shape == shape
+
+
 def test_float64_takes_plain_jax():
     with jax.enable_x64(True):
         gate_up = jnp.ones((2, 4), jnp.float64)

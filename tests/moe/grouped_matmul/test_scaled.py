@@ -159,6 +159,22 @@ def test_weights_alone(implementation, dtype, depth, columns, transposed, weight
     assert_close(d_bias, np.stack(sums), terms=ROWS)
 
 
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("dtype", [E4M3, "int4"])
+def test_scales_of_rows_beside_weights_alone(implementation, dtype):
+    rng = np.random.default_rng(7)
+    rows = rng.standard_normal((ROWS, 128), np.float32).astype("bfloat16")
+    weights = rng.standard_normal((len(SIZES), 128, 32), np.float32)
+    weights = moe.quantize(weights, dtype, block=(1, None, 1), transposed=True)
+    scales = np.linspace(0.5, 4, ROWS, dtype="float32")
+    run = functools.partial(moe.ragged_dot, row_scales=scales, implementation=implementation)
+    wanted = oracle.ragged_dot(rows, exactly(weights), SIZES) * scales[:, None]
+    # Weights of 4 bits may be rounded to the rows' dtype.
+    assert_close(run(rows, weights, SIZES), wanted, terms=8 * 128)
+    with pytest.raises(DifferentiationError, match="with `row_scales` or `group_scales`"):
+        jax.grad(lambda rows: jnp.sum(run(rows, weights, SIZES)))(jnp.asarray(rows))
+
+
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 def test_no_derivative(way):
     rows, weights = WAYS[way]

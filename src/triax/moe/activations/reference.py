@@ -125,6 +125,7 @@ def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
     """The inverse, by bits: XLA stores a pair at once, and columns in turn much slower."""
+    shape = even.shape[0], 2 * even.shape[1]
 
     def pairs(_: Any, columns: dict[str, jax.Array]) -> jax.Array:
         low, high = (
@@ -132,14 +133,14 @@ def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
             for name in ("even", "odd")
         )
         both = jax.lax.bitcast_convert_type(low | high << 16, even.dtype)
-        return both.reshape(even.shape[0], -1)
+        return both.reshape(shape)
 
     found: jax.Array = linear.call(
         pairs,
         lambda _, both: dict(zip(("even", "odd"), _apart(both), strict=True)),
         None,
         {"even": even, "odd": odd},
-        jnp.stack([even, odd], axis=2).reshape(even.shape[0], -1),
+        jnp.stack([even, odd], axis=2).reshape(shape),
     )
     return found
 

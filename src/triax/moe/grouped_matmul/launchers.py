@@ -159,7 +159,7 @@ def _ragged_dot(
     if weights.dtype.itemsize == 1 < itemsize == 2:
         if rows_per_group > MOST_ROWS:
             weights = weights.astype(rows.dtype)  # which is exact
-        elif tma and transposed and suit_few_rows(rows, weights, group_scales, options):
+        elif tma and transposed and suit_few_rows(rows, weights, row_scales, group_scales, options):
             few = FewRowsConfig.for_rows(rows_per_group, columns, depth, options.weight_block[1])
             tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
             operands = rows, weights, tiles, group_scales, bias, bias_weights
@@ -226,7 +226,7 @@ def _ragged_dot_packed(
     rows: jax.Array,
     weights: jax.Array,
     groups: Groups,
-    row_scales: None,
+    row_scales: jax.Array | None,
     scales: PackedScales,
     *others: jax.Array | None,
     transposed: bool,
@@ -243,7 +243,7 @@ def _ragged_dot_packed(
         and rows_per_group <= MOST_ROWS
         and target.tensor_maps
         and suit_tma(rows, weights)
-        and suit_few_rows(rows, weights, scales, options)
+        and suit_few_rows(rows, weights, row_scales, scales, options)
     ):
         scaled = options.weight_block[1]
         if scales.scales.dtype == E8M0 or (scaled is not None and scaled >= depth):

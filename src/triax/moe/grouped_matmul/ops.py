@@ -106,7 +106,7 @@ def _plain(name: str) -> str:
 
 
 def _check_differentiable(call: Call, primals: Any, tangents: Any) -> None:
-    rows, weights, _, *scales = primals[:5]
+    rows, weights, _, row_scales, group_scales = (*primals, None, None)[:5]
     if rows.dtype.itemsize == 1:
         raise DifferentiationError(
             f"moe.ragged_dot of {rows.dtype} has no derivative: 8 bits do not hold one. Multiply "
@@ -119,7 +119,8 @@ def _check_differentiable(call: Call, primals: Any, tangents: Any) -> None:
                 f"moe.ragged_dot has no derivative by weights of {of} or their scales. "
                 "Differentiate by the rows alone, or multiply by weights of the rows' dtype."
             )
-    elif any(scale is not None for scale in scales):
+        group_scales = None  # they are the weights'
+    if not (row_scales is None and group_scales is None):
         raise DifferentiationError(
             "moe.ragged_dot with `row_scales` or `group_scales` has no derivative. Scale the "
             "rows or the result outside of it where you differentiate."

@@ -107,7 +107,7 @@ def with_unpacked_weights(multiply: Callable[..., jax.Array]) -> Callable[..., j
         rows: jax.Array,
         weights: jax.Array,
         groups: Groups,
-        row_scales: None,
+        row_scales: jax.Array | None,
         scales: Any,
         *others: Any,
         transposed: bool,

@@ -19,9 +19,15 @@ from triax.moe.weight_only.configs import LEAST_SCALED, FewRowsConfig
 _POWER_DEPTH = 32  # as in the kernels
 
 
-def suit_few_rows(rows: jax.Array, weights: jax.Array, scales: Any, options: Options) -> bool:
+def suit_few_rows(
+    rows: jax.Array,
+    weights: jax.Array,
+    row_scales: jax.Array | None,
+    scales: Any,
+    options: Options,
+) -> bool:
     """Whether the kernel is for these, whose depth lies innermost."""
-    if rows.dtype != jnp.bfloat16:
+    if rows.dtype != jnp.bfloat16 or row_scales is not None:
         return False
     deep = options.weight_block[1]
     if options.packed is None:
