@@ -99,10 +99,10 @@ def dense(
     weighted: bool = False,
     others: int | None = None,
     result: Any = None,
-    given: tuple[int, ...] | None = None,
+    given: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
     """Of rows, depth, columns and groups; `others` are groups that there are no weights for, and
-    `given` the sizes of all groups, which else are drawn."""
+    `given` the sizes of all groups to choose from, which else are drawn."""
     num_rows, depth, columns, num_groups = sizes
     offset, num_sizes = others is not None, num_groups + (others or 0)
     result = result or dtype
@@ -126,8 +126,8 @@ def dense(
             "sizes": draws.group_sizes(rng, num_sizes, num_rows),
             "g_out": draws.values(rng, (num_rows, columns), result),
         }
-        if given is not None:
-            arrays["sizes"] = np.array(given, np.int32)
+        if given:
+            arrays["sizes"] = np.array(one_of(rng, given), np.int32)
         if biased:
             arrays["bias"] = draws.values(rng, (num_groups, columns), dtype)
         if weighted:
