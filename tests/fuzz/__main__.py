@@ -48,6 +48,8 @@ def main() -> int:
     import jax
 
     path = asked.path or ("triton" if jax.default_backend() == "gpu" else "xla")
+    if path == "triton" and jax.default_backend() != "gpu":
+        parser.error("--path triton needs a GPU that JAX can use")
     each = asked.each or (8 if path == "interpret" else 256)
     for name, text in known.run_all(path):
         kept.failures.pop(f"{path}/known/{name}", None)
