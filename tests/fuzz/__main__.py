@@ -33,11 +33,9 @@ def main() -> int:
     parser.add_argument("--merge", type=pathlib.Path, nargs="+", help="others to put into --state")
     parser.add_argument("--again", action="store_true", help="what was wrong in --state first")
     asked = parser.parse_args()
-    # Before JAX and NumPy start, here and in the processes that this one starts.
+    # Before JAX and NumPy start, here and in the processes that this one starts, one for a core.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # small matrices, and a process for each core
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if shutil.which("nvidia-smi") is None:
         from tests import conftest  # noqa: F401  # several devices, and programs that compile soon
     from tests.fuzz import known, many, state
@@ -50,17 +48,19 @@ def main() -> int:
     import jax
 
     path = asked.path or ("triton" if jax.default_backend() == "gpu" else "xla")
+    if path == "triton" and jax.default_backend() != "gpu":
+        parser.error("--path triton needs a GPU that JAX can use")
     each = asked.each or (8 if path == "interpret" else 256)
     for name, text in known.run_all(path):
+        kept.failures.pop(f"{path}/known/{name}", None)
         print(f"known bug: {name}: {text}", flush=True)
         if text.startswith("wrong"):
-            kept.failures[f"{path}/known/{name}"] = state.Failure(
-                text, f"# tests/fuzz/known.py: {name}"
-            )
+            where = f"# tests/fuzz/known.py: {name}"
+            kept.failures[f"{path}/known/{name}"] = state.Failure(text, where)
 
     again = []
     if asked.again:
-        again = [many.Job.named(name, each) for name in kept.failures if "known" not in name]
+        again = [many.Job.named(name, each) for name in kept.failures if name in kept.done]
         again = [job for job in again if job.path == path]
         for job in again:
             del kept.done[job.name], kept.failures[job.name]

@@ -81,13 +81,15 @@ def sizes_of(rng: Rng, path: str) -> tuple[int, int, int, int]:
 
 
 def plain(rng: Rng, path: str) -> Program:
-    """Arrays, with all gradients."""
+    """Arrays, with all gradients; or with scales, which have none."""
     shape = sizes_of(rng, path)
     dtype = np.dtype(one_of(rng, FLOATS))
-    transposed, biased, weighted, offset = (rng.random(4) < (0.5, 0.4, 0.5, 0.2)).tolist()
+    chances = (0.5, 0.4, 0.5, 0.2, 0.2)
+    transposed, biased, weighted, offset, scaled = (rng.random(5) < chances).tolist()
     others = int(rng.integers(0, 4)) if offset else None
     result = np.dtype(np.float32) if rng.random() < 0.2 else dtype
-    return dense(path, shape, dtype, transposed, biased, weighted and biased, others, result)
+    weighted &= biased
+    return dense(path, shape, dtype, transposed, biased, weighted, others, result, scaled)
 
 
 def dense(
@@ -99,10 +101,11 @@ def dense(
     weighted: bool = False,
     others: int | None = None,
     result: Any = None,
-    given: tuple[int, ...] | None = None,
+    scaled: bool = False,
+    given: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
     """Of rows, depth, columns and groups; `others` are groups that there are no weights for, and
-    `given` the sizes of all groups, which else are drawn."""
+    `given` the sizes of all groups to choose from, which else are drawn."""
     num_rows, depth, columns, num_groups = sizes
     offset, num_sizes = others is not None, num_groups + (others or 0)
     result = result or dtype
@@ -110,11 +113,12 @@ def dense(
         "bias=bias, ": biased,
         "bias_weights=bias_weights, ": weighted,
         "group_offset=group_offset, ": offset,
+        "row_scales=row_scales, group_scales=group_scales, ": scaled,
         "transpose_weights=True, ": transposed,
         "preferred_element_type=jnp.float32, ": result != dtype,
     }
     call = f"moe.ragged_dot(rows, weights, sizes, {''.join(o for o, on in options.items() if on)}"
-    names = ("rows", "weights", *["bias"] * bool(biased), *["bias_weights"] * bool(weighted))
+    names = ("rows", "weights", *["bias"] * biased, *["bias_weights"] * weighted) * (not scaled)
     shape = (num_groups, columns, depth) if transposed else (num_groups, depth, columns)
     u = sum_unit(path, dtype)
 
@@ -126,14 +130,18 @@ def dense(
             "sizes": draws.group_sizes(rng, num_sizes, num_rows),
             "g_out": draws.values(rng, (num_rows, columns), result),
         }
-        if given is not None:
-            arrays["sizes"] = np.array(given, np.int32)
+        if given:
+            arrays["sizes"] = np.array(one_of(rng, given), np.int32)
         if biased:
             arrays["bias"] = draws.values(rng, (num_groups, columns), dtype)
         if weighted:
             arrays["bias_weights"] = draws.values(rng, (num_rows,), np.float32)
         if offset:
-            arrays["group_offset"] = np.array(rng.integers(0, num_sizes - num_groups + 1), np.int32)
+            arrays["group_offset"] = np.array(rng.integers(num_sizes + 1), np.int32)
+        if scaled:
+            del arrays["g_out"]
+            arrays["row_scales"] = draws.values(rng, (num_rows,), np.float32)
+            arrays["group_scales"] = draws.values(rng, (num_groups,), np.float32)
         poison(rng, arrays, groups_of(arrays), kind == "normal")
         return arrays
 
@@ -145,9 +153,14 @@ def dense(
         rows, weights = exact(arrays["rows"]), exact(arrays["weights"])
         weights = swapped(weights) if transposed else weights
         out = dot(rows, weights, groups, u)
+        by_row = exact(arrays["bias_weights"]) if weighted else None
+        if scaled:
+            for group, span in enumerate(groups):
+                scale = exact(arrays["group_scales"][group])
+                put(out, span, out[span] * exact(arrays["row_scales"][span, None]) * scale)
+            return {"out": rounded(with_bias(out, arrays.get("bias"), by_row, groups), result)}
         gradient = exact(arrays["g_out"].astype(dtype))
         wanted: dict[str, Any] = {}
-        by_row = exact(arrays["bias_weights"]) if weighted else None
         out = with_bias(out, arrays.get("bias"), by_row, groups)
         if biased:
             wanted["d_bias"] = rounded(group_sum(gradient, by_row, groups), dtype)
@@ -170,11 +183,11 @@ def poison(rng: Rng, arrays: Arrays, groups: list[slice], special: bool) -> None
     inside = np.zeros(len(arrays["rows"]), bool)
     for span in groups:
         inside[span] = True
-    for name in ("rows", "g_out", "bias_weights"):
+    for name in ("rows", "g_out", "bias_weights", "row_scales"):
         if name in arrays and rng.random() < 0.5:
             arrays[name][~inside] = np.nan
     empty = [g for g, span in enumerate(groups) if span.stop <= span.start]
-    for name in ("weights", "bias"):
+    for name in ("weights", "bias", "group_scales"):
         if name in arrays and rng.random() < 0.5:
             arrays[name][empty] = np.nan
     if special and rng.random() < 0.3:

@@ -122,9 +122,9 @@ def outer_of(
     sizes: tuple[int, int, int, int],
     dtype: np.dtype[Any],
     kinds: list[str],
-    given: tuple[int, ...] | None = None,
+    given: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
-    """Of rows, both sides' columns and groups; `given` are the sizes of the groups."""
+    """Of rows, both sides' columns and groups; `given` are sizes of all groups."""
     num_rows, left, right, num_groups = sizes
     call = (
         f"quantized_outer(left, right, sizes, dtypes={tuple(kinds)}, result_dtype='{dtype}', "
@@ -138,8 +138,8 @@ def outer_of(
             "right": draws.values(rng, (num_rows, right), dtype),
             "sizes": draws.group_sizes(rng, num_groups, num_rows),
         }
-        if given is not None:
-            arrays["sizes"] = np.array(given, np.int32)
+        if given:
+            arrays["sizes"] = np.array(one_of(rng, given), np.int32)
         arrays["left"][:, rng.integers(left)] = 0
         return arrays
 

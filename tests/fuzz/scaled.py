@@ -85,7 +85,7 @@ def scaled_of(
     e8m0: bool = False,
     biased: bool = False,
     wide_result: bool = False,
-    given: tuple[int, ...] | None = None,
+    given: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
     """Weights of a kind, with scales for each block of depth and columns; `dtype` is of rows that
     have no kind."""
@@ -113,8 +113,8 @@ def scaled_of(
             "scales": scales,
             "sizes": draws.group_sizes(rng, num_groups, num_rows),
         }
-        if given is not None:
-            arrays["sizes"] = np.array(given, np.int32)
+        if given:
+            arrays["sizes"] = np.array(one_of(rng, given), np.int32)
         if with_zeros:
             arrays["zeros"] = rng.integers(-8, 8, counts, np.int8)
         if biased:
