@@ -15,6 +15,7 @@ from tests.fuzz import __main__ as fuzz
 from tests.fuzz import bounds, known, many, moves, programs, state
 from tests.moe import oracle
 from triax import moe
+from triax.moe.layer import ops as layer_ops
 from triax.moe.layer import parts
 
 NUM_OPS = len(programs.OPS)
@@ -66,6 +67,11 @@ def gradient_without_a_row(original, rows, *args, **options):
     return out.at[0].set(jax.lax.stop_gradient(out[0]))
 
 
+def row_without_a_gradient(original, *args, **options):
+    found, out = original(*args, **options)
+    return found | {"gate_up": found["gate_up"].at[0].set(0)}, out
+
+
 def first_expert_alone(original, rows, weights, sizes, **options):
     sizes = jnp.zeros_like(sizes).at[0].set(jnp.sum(sizes))
     return original(rows, weights, sizes, **options)
@@ -97,13 +103,14 @@ def last_weight_unscaled(original, *args, **options):
         ("route", "route", last_weight_unscaled, "weights"),
         ("feed_forward", "ragged_dot", first_expert_alone, ""),
         ("feed_forward", "ragged_dot", gradient_without_a_row, "d_"),
-        ("feed_forward", "glu", gradient_without_a_row, "d_"),
+        ("feed_forward", "glu_gradients", row_without_a_gradient, "d_"),
         ("feed_forward", "permute", rows_swapped, ""),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_planted_faults_are_found(monkeypatch, op, name, fault, where):
     module = parts if op == "feed_forward" else moe
+    module = layer_ops if name == "glu_gradients" else module
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **options: fault(original, *args, **options))
     for number in range(first_of(op), 5 * NUM_OPS, NUM_OPS):
