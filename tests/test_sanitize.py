@@ -62,6 +62,21 @@ def test_what_a_tool_prints(tool):
     assert not report.read(tool, cut_off, 1).complete
 
 
+def test_long_logs_are_read_at_once():
+    """Below each finding stands where the host was, and programs print, too."""
+    frames = "=========         Host Frame:  [0x4cd39] in cydriver.so\n" * 40
+    finding = (
+        "========= Barrier error detected. Divergent thread(s) in warp.\n"
+        "=========     at _glu_kernel+0x70\n=========     by thread (0,0,0) in block (0,0,0)\n"
+    )
+    refused = "========= Program hit CUDA_ERROR_LAUNCH_FAILED (error 719) on CUDA API call.\n"
+    end = "Traceback: at last\n========= Target application returned an error\n"
+    output = (finding + frames + "=========\n") * 500 + refused + frames + "=========\n" + end
+    found = report.read("synccheck", output + "========= ERROR SUMMARY: 501 errors\n", 1)
+    assert found.findings == {"glu": 500}
+    assert found.total == 501
+
+
 @pytest.mark.cuda_plugin
 def test_launches_have_the_operands_they_were_made_with(tmp_path):
     run = functools.partial(cases.activation, "swiglu", "bfloat16")

@@ -31,11 +31,12 @@ _LIMIT_S = 1800.0
 
 def replay(tool: str, folder: Path, log: Path) -> report.Found:
     """Runs the jobs of a folder under a tool; its output stays in `log`."""
+    quiet = "--show-backtrace", "no"  # of the host
     command = [sys.executable, str(REPLAY), str(folder)]
     if tool == "canaries":
         command.append("--canaries")
     else:
-        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "1000", *command]
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "1000", *quiet, *command]
     with log.open("w") as file:
         status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=_LIMIT_S)
     return report.read(tool, log.read_text(errors="replace"), status.returncode)

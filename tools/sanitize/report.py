@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 TOOLS = "canaries", "memcheck", "racecheck", "initcheck", "synccheck"
 
 _RAN = re.compile(r"^ran (\w+) ", re.MULTILINE)
 _CANARY = re.compile(r"^CANARY: (\w+) wrote ", re.MULTILINE)
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+)", re.MULTILINE)
-# A finding's first line, up to the kernel that the lines below it name.
 _FINDING = re.compile(
-    r"^=+ (?:Error|Warning|Invalid|Uninitialized|Barrier|Program hit|Race|Potential|Misaligned)"
-    r"[^\n]*(?:\n=+ +[^\n]*)*?\bat (?:0x[0-9a-f]+ in )?(\w+?)(?:\(|\+|:|\s|$)",
-    re.MULTILINE,
+    r"=+ (?:Error|Warning|Invalid|Uninitialized|Barrier|Race|Potential|Misaligned|Unused)\b"
 )
+_KERNEL = re.compile(r"\bat (?:0x[0-9a-f]+ in )?(\w+)")
+_EMPTY = re.compile(r"=+ *$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +43,22 @@ class Found:
 def read(tool: str, output: str, status: int) -> Found:
     """What a run printed, which ended with `status`."""
     ran = Counter(map(base_name, _RAN.findall(output)))
-    pattern = _CANARY if tool == "canaries" else _FINDING
-    findings = Counter(map(base_name, pattern.findall(output)))
+    names = _CANARY.findall(output) if tool == "canaries" else _complained_of(output)
+    findings = Counter(map(base_name, names))
     if tool == "canaries":
         return Found(ran, findings, sum(findings.values()) if status == 0 else None)
     counts = [int(count) for count in _SUMMARY.findall(output)]
     return Found(ran, findings, sum(counts) if counts else None)
+
+
+def _complained_of(output: str) -> Iterator[str]:
+    """The kernel of each finding: its first line names it, or one that follows."""
+    searching = False
+    for line in output.splitlines():
+        searching = bool(_FINDING.match(line)) or (searching and not _EMPTY.match(line))
+        if searching and (kernel := _KERNEL.search(line)):
+            searching = False
+            yield kernel[1]
 
 
 def base_name(entry: str) -> str:
