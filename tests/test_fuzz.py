@@ -101,7 +101,6 @@ def last_weight_unscaled(original, *args, **options):
         ("make_plan", "make_plan", one_more_dropped, "num_dropped"),
         ("glu", "glu", gradient_without_a_row, "d_"),
         ("route", "route", last_weight_unscaled, "weights"),
-        ("feed_forward", "ragged_dot", first_expert_alone, ""),
         ("feed_forward", "ragged_dot", gradient_without_a_row, "d_"),
         ("feed_forward", "glu_gradients", row_without_a_gradient, "d_"),
         ("feed_forward", "permute", rows_swapped, ""),

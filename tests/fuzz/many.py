@@ -68,11 +68,8 @@ def run(job: Job) -> Result:
     if not wrong:
         return job, done, None
     case, text = next(iter(wrong.items()))
-    return (
-        job,
-        done,
-        Failure(f"{program.op}, case {case}: {text}", program.reproduction(case, text)),
-    )
+    failure = Failure(f"{program.op}, case {case}: {text}", program.reproduction(case, text))
+    return job, done, failure
 
 
 def run_all(todo: Iterable[Job], processes: int, deadline: float) -> Iterator[Result]:
@@ -93,6 +90,9 @@ def run_all(todo: Iterable[Job], processes: int, deadline: float) -> Iterator[Re
         local.pool = getattr(local, "pool", None) or start()
         try:
             found: Result = local.pool.submit(run, job).result()
+            if found[1].cases < job.cases:  # an error, after which a GPU may be of no more use
+                local.pool.shutdown(wait=False)
+                local.pool = None
             return found
         except BrokenProcessPool:
             local.pool = None

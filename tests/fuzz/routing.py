@@ -164,7 +164,8 @@ class Spec:
             never = np.isnan(d) & (scores == 0)
             d, error = np.where(never, 0, d), np.where(never, np.inf, error)
             most = (units + off.max(1, keepdims=True)) * U32
-            lost = TINY * (1 + abs(g).max(1, keepdims=True)) * (size != 0)
+            # Each chosen score, and what it is multiplied by, may be taken for zero.
+            lost = TINY * (4 + self.top_k) * (1 + abs(g).max(1, keepdims=True)) * (size != 0)
             return Near(
                 d, np.where(size + error == 0, 0, 2 * most * size + error * (1 + most) + lost)
             )
