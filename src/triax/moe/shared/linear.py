@@ -90,8 +90,8 @@ def call_each(
 
 
 def jvp(function: Function, primals: Any, tangents: Any) -> Any:
-    """`jax.jvp` in the arguments whose tangent is not None."""
-    moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    """`jax.jvp` in the arguments whose tangent is not None, or a pytree of such."""
+    moving = [i for i, tangent in enumerate(tangents) if jax.tree.leaves(tangent)]
 
     def at(*moved: Any) -> Any:
         args = list(primals)
