@@ -111,6 +111,27 @@ def test_bias(implementation, depth):
     np.testing.assert_array_equal(d_weights, [6, 15, 15, 0])
 
 
+def test_second_derivatives_with_a_bias():
+    rng = np.random.default_rng(3)
+    operands = [rng.standard_normal(n, np.float32) for n in ((5, 4), (2, 4, 3), (2, 3), (5,))]
+    group = np.array([0, 0, 1, 1])
+
+    def op(rows, weights, bias, each):
+        return moe.ragged_dot(rows, weights, jnp.array([2, 2]), bias=bias, bias_weights=each)
+
+    def plain(rows, weights, bias, each):
+        out = jnp.einsum("rk,rkn->rn", rows[:4], weights[group])
+        return out + bias[group] * each[:4, None]
+
+    def run(op):
+        everything = tuple(range(4))
+        slopes = jax.grad(lambda *args: jnp.sum(op(*args) ** 3), everything)
+        steep = lambda *args: sum(jnp.sum(jnp.sin(slope)) for slope in slopes(*args))
+        return jax.jit(jax.grad(steep, everything))(*operands)
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3), run(op), run(plain))
+
+
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("precision", ["BF16_BF16_F32", "TF32_TF32_F32"])
 def test_precision_is_that_of_float32_alone(implementation, precision):

@@ -34,6 +34,13 @@ def test_dequantize(transposed):
     np.testing.assert_array_equal(found, wanted.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", ["int8", bool, "complex64", "float7"])
+def test_dequantized_numbers_are_floats(dtype):
+    array = moe.quantize(jnp.ones((4, 4)), block=(1, None))
+    with pytest.raises(ArgumentTypeError, match="`dtype` must be a float such as"):
+        array.dequantize(dtype)
+
+
 def test_a_pytree_of_anything():
     array = scaled(True)
     for other in (None, object(), 3):

@@ -83,13 +83,29 @@ class ScaledArray:
 
         Returns:
           An array of shape `shape`.
+
+        Raises:
+          ArgumentTypeError: `dtype` is no float.
         """
         check("self", self)
-        dtype = jnp.dtype(dtype)
+        dtype = _float(dtype)
         wide = jnp.dtype("float64" if dtype == "float64" else "float32")
         parts = self.values, self.scales, self.zeros
         array = product(*parts, self.block, wide, self.packed).astype(dtype)
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
+
+
+def _float(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ArgumentTypeError(
+            "Argument `dtype` must be a float such as jnp.bfloat16; got "
+            f"{messages.short(dtype)}. The numbers without their scales are in `values`."
+        )
+    return found
 
 
 def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array]:
