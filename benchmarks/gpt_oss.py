@@ -2,9 +2,9 @@
 
 Forward and backward, in bfloat16, with 16,384 tokens that choose 4 of the 16 experts of one of
 eight GPUs, and with 8,192 that choose 4 of all 128. `matmuls` are dense ones of as many operations.
-Each is timed in turn, in bursts after a rest, and again without rest (`sustained_ms`), at the GPU's
-power limit, where the numbers that are multiplied decide on its clock. Results are checked before
-against a JAX function as activation. Prints the figures and writes `benchmarks/gpt_oss.json`.
+Each is timed in turn, at the GPU's power limit, and its kernels' times are summed up after a pause.
+Results are checked against a JAX function as activation before. Prints the
+figures and writes `benchmarks/gpt_oss.json`.
 
     python benchmarks/gpt_oss.py [--output FILE]
 """
@@ -12,6 +12,7 @@ against a JAX function as activation. Prints the figures and writes `benchmarks/
 from __future__ import annotations
 
 import sys
+import time
 
 import gpu_record
 import jax
@@ -58,6 +59,13 @@ def with_gradients(function, upstream):
     return jax.jit(run)
 
 
+def kernel_ms(program, given, calls=10):
+    """The sum of the kernels' times of a call, right after a pause: at the GPU's full clock."""
+    time.sleep(1)
+    ran = gpu_record.kernels(program, given, calls=calls)
+    return sum(end - start for _, start, end in ran) * 1e-6 / calls
+
+
 WAYS = {
     "swiglu, no biases": lambda given: layer(given, biased=False),
     "gpt-oss": lambda given: layer(given, activation=CLAMPED, interleaved=True),
@@ -87,13 +95,16 @@ def main():
                 sys.exit(f"{name}: the kernel and the function differ by {error}")
         del actual, expected
         timed = {way: (program, given) for way, program in programs.items()}
-        found[name] = {way: {} for way in timed}
-        for prefix, how in (("", {"bursts": True}), ("sustained_", {"target_ms": 60.0})):
-            us = gpu_record.in_turn(timed, rounds=7, **how)
-            plain, whole = us["swiglu, no biases"], us["matmuls"]
-            for way, each in us.items():
-                figures = {"ms": each / 1000, "of_plain": each / plain, "of_matmuls": whole / each}
-                found[name][way] |= {prefix + key: value for key, value in figures.items()}
+        us = gpu_record.in_turn(timed, rounds=7, target_ms=60.0)
+        ms = {way: time / 1000 for way, time in us.items()}
+        plain, whole = ms["swiglu, no biases"], ms["matmuls"]
+        found[name] = {
+            way: {"ms": t, "of_plain": t / plain, "of_matmuls": whole / t} for way, t in ms.items()
+        }
+        kernels_ms = {way: kernel_ms(programs[way], given) for way in ms}
+        for way, t in kernels_ms.items():
+            of_plain = t / kernels_ms["swiglu, no biases"]
+            found[name][way] |= {"kernels_ms": t, "kernels_of_plain": of_plain}
         for way, figures in found[name].items():
             print(name, way, {key: round(value, 3) for key, value in figures.items()})
     shape = {"hidden": HIDDEN, "width": WIDTH, "top_k": TOP_K}
