@@ -22,7 +22,13 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
 from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme, choose, is_better_ragged
 from triax.moe.expert_parallel.tokens import Ways, collect, padded_plan, ragged_ways, send
-from triax.moe.permutation.api import permute, routes_of, unpermute, weights_by_slot
+from triax.moe.permutation.api import (
+    as_known_words,
+    permute,
+    routes_of,
+    unpermute,
+    weights_by_slot,
+)
 from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, tokens
@@ -171,9 +177,12 @@ def dispatch(
             "Arguments `x`, `weights` and `experts` must have as many tokens, and the latter two "
             f"as many slots; got {x.shape}, {weights.shape} and {experts.shape}."
         )
+    scale_dtype: Any = None
     if scales is not None:
         scales = arguments.array("scales", scales, ("tokens", "scales"))
         arguments.check_length("scales", scales, x.shape[0], "row", "tokens of `x`")
+        scale_dtype = scales.dtype
+        scales = as_known_words(scales)
     num_local = num_experts // num_devices
     align_size = arguments.integer("align_size", align_size, 1)
     limit = experts.shape[0]
@@ -199,6 +208,8 @@ def dispatch(
     else:
         padded = exchange == "padded"
         sent = _send_tokens(*operands, capacity=limit, padded=padded, sizes=sizes, how=how)
+    if scales is not None and scales.dtype != scale_dtype:
+        sent = sent._replace(scales=jax.lax.bitcast_convert_type(sent.scales, scale_dtype))
     if whole is None:
         return sent
     rows = dataclasses.replace(whole, values=sent.rows, scales=sent.scales)
