@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,27 +45,36 @@ def test_rows_are_quantized_as_if_after_the_move(block, implementation):
     )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("scheme", ["token", "choice"])
-def test_between_devices(scheme):
+@pytest.mark.parametrize(
+    ("scheme", "scale_dtype", "implementation"),
+    [
+        ("token", "float32", None),
+        ("choice", "float32", None),
+        ("token", "float8_e8m0fnu", "interpret"),  # which kernels do not know
+    ],
+)
+def test_between_devices(scheme, scale_dtype, implementation):
     """The same rows as of tokens that are not quantized before, to the last bit."""
     x, experts, weights = draw()
     mesh = Mesh(np.array(jax.devices()[:4]), ("e",))
 
     def move(x, experts, weights):
         how = {"scheme": "token"} if scheme == "token" else {"scheme": scheme, "exchange": "ragged"}
-        sent = moe.dispatch(moe.quantize(x, block=(1, 32)), weights, experts, EXPERTS, "e", **how)
+        how["implementation"] = implementation
+        quantize = functools.partial(moe.quantize, block=(1, 32), scale_dtype=scale_dtype)
+        sent = moe.dispatch(quantize(x), weights, experts, EXPERTS, "e", **how)
         plain = moe.dispatch(x, weights, experts, EXPERTS, "e", **how)
         assert sent.scales is None
         back = moe.combine(sent.rows.dequantize(), sent.plan, weights=sent.weights)
-        return sent.rows.dequantize(), moe.quantize(plain.rows, block=(1, 32)).dequantize(), back
+        return sent.rows.dequantize(), quantize(plain.rows).dequantize(), back
 
     split = jax.shard_map(
         move, mesh=mesh, in_specs=PartitionSpec("e"), out_specs=PartitionSpec("e"), check_vma=False
     )
     rows, wanted, back = jax.jit(split)(x, experts, weights)
     assert_same_bits(rows, wanted)
-    whole = moe.quantize(x, block=(1, 32)).dequantize() * weights.sum(1)[:, None]
+    quantized = moe.quantize(x, block=(1, 32), scale_dtype=scale_dtype)
+    whole = quantized.dequantize() * weights.sum(1)[:, None]
     np.testing.assert_allclose(back, whole, rtol=1e-5, atol=1e-6)
 
 

@@ -22,7 +22,7 @@ from triax.moe.expert_parallel import exchange as exchanges
 from triax.moe.expert_parallel.arrivals import Dispatched, DispatchPlan, by_expert, exchanged
 from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme
 from triax.moe.expert_parallel.tokens import Ways, collect
-from triax.moe.permutation.api import routes_of, unpermute, weights_by_slot
+from triax.moe.permutation.api import as_known_words, routes_of, unpermute, weights_by_slot
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, tokens
 from triax.moe.shared import arguments
@@ -105,6 +105,11 @@ def dispatch(
     whole = x if isinstance(x, ScaledArray) else None
     if whole is not None:
         x, scales = tokens("x", x, scales)
+    scale_dtype: Any = None
+    if scales is not None:
+        scales = arguments.array("scales", scales, ("tokens", "scales"))
+        scale_dtype = scales.dtype
+        scales = as_known_words(scales)
     sent = exchanged(
         x,
         weights,
@@ -120,6 +125,8 @@ def dispatch(
         implementation=implementation,
     )
     sent = by_expert(sent, implementation)
+    if sent.scales is not None and sent.scales.dtype != scale_dtype:
+        sent = sent._replace(scales=jax.lax.bitcast_convert_type(sent.scales, scale_dtype))
     if whole is None:
         return sent
     of_rows: Any = sent.scales

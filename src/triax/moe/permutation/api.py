@@ -108,7 +108,7 @@ def permute(
         scales = arguments.array("scales", scales, ("tokens", "scales"))
         _check_tokens("scales", scales, num_tokens)
         scale_dtype = scales.dtype
-        scales = _as_known_words(scales)
+        scales = as_known_words(scales)
     implementation = implementations.resolve(implementation, x=x, weights=weights, scales=scales)
     if not (num_tokens and top_k and routes.num_rows) or (
         x.shape[1] == 0 and weights is None and scales is None
@@ -248,7 +248,7 @@ def _check_weights(weights: Any, routes: Routes) -> jax.Array:
     return weights
 
 
-def _as_known_words(scales: jax.Array) -> jax.Array:
+def as_known_words(scales: jax.Array) -> jax.Array:
     """Reinterprets scales in a small float Triton lacks, such as float8_e8m0fnu, as integers."""
     if scales.dtype.name in dtypes.SUPPORTED or not jnp.issubdtype(scales.dtype, jnp.floating):
         return scales
