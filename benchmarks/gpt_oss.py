@@ -2,17 +2,16 @@
 
 Forward and backward, in bfloat16, with 16,384 tokens that choose 4 of the 16 experts of one of
 eight GPUs, and with 8,192 that choose 4 of all 128. `matmuls` are dense ones of as many operations.
-Each is timed in turn, at the GPU's power limit, and its kernels' times are summed up after a pause.
-Results are checked against a JAX function as activation before. Prints the
-figures and writes `benchmarks/gpt_oss.json`.
+Each is timed in turn, in bursts after a rest and then at the GPU's power limit. Before, results of
+the kernels are checked against a JAX function's. Writes `benchmarks/gpt_oss.json`.
 
     python benchmarks/gpt_oss.py [--output FILE]
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-import time
 
 import gpu_record
 import jax
@@ -51,19 +50,11 @@ def matmuls(given):
     return wide @ up.T, rows.T @ wide, rows @ down.T, narrow @ down, narrow.T @ rows
 
 
-def with_gradients(function, upstream):
-    def run(given):
-        out, pull = jax.vjp(function, given)
-        return out, pull(upstream)[0]
-
-    return jax.jit(run)
-
-
-def kernel_ms(program, given, calls=10):
-    """The sum of the kernels' times of a call, right after a pause: at the GPU's full clock."""
-    time.sleep(1)
-    ran = gpu_record.kernels(program, given, calls=calls)
-    return sum(end - start for _, start, end in ran) * 1e-6 / calls
+@functools.partial(jax.jit, static_argnames="function")
+def with_gradients(given, function):
+    """The result and the gradients, which start from the result: it has to be there before."""
+    out, pull = jax.vjp(function, given)
+    return out, pull(out)[0]
 
 
 WAYS = {
@@ -71,6 +62,17 @@ WAYS = {
     "gpt-oss": lambda given: layer(given, activation=CLAMPED, interleaved=True),
     "gpt-oss, a JAX function": lambda given: layer(given, activation=clamped, interleaved=True),
 }
+
+
+def figures(way, us, limited):
+    plain = "swiglu, no biases"
+    return {
+        "ms": us[way] / 1000,
+        "of_plain": us[way] / us[plain],
+        "of_matmuls": us["matmuls"] / us[way],
+        "limited_ms": limited[way] / 1000,
+        "limited_of_plain": limited[way] / limited[plain],
+    }
 
 
 def main():
@@ -85,7 +87,9 @@ def main():
             "b_gate_up": normal(4, experts, 2 * WIDTH),
             "b_down": normal(5, experts, HIDDEN),
         }
-        programs = {way: with_gradients(run, given["x"]) for way, run in WAYS.items()}
+        programs = {
+            way: functools.partial(with_gradients, function=run) for way, run in WAYS.items()
+        }
         programs["matmuls"] = jax.jit(matmuls)
         actual, expected = (programs[way](given) for way in list(WAYS)[1:])
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -95,18 +99,11 @@ def main():
                 sys.exit(f"{name}: the kernel and the function differ by {error}")
         del actual, expected
         timed = {way: (program, given) for way, program in programs.items()}
-        us = gpu_record.in_turn(timed, rounds=7, target_ms=60.0)
-        ms = {way: time / 1000 for way, time in us.items()}
-        plain, whole = ms["swiglu, no biases"], ms["matmuls"]
-        found[name] = {
-            way: {"ms": t, "of_plain": t / plain, "of_matmuls": whole / t} for way, t in ms.items()
-        }
-        kernels_ms = {way: kernel_ms(programs[way], given) for way in ms}
-        for way, t in kernels_ms.items():
-            of_plain = t / kernels_ms["swiglu, no biases"]
-            found[name][way] |= {"kernels_ms": t, "kernels_of_plain": of_plain}
-        for way, figures in found[name].items():
-            print(name, way, {key: round(value, 3) for key, value in figures.items()})
+        us = gpu_record.in_turn(timed, rounds=7, bursts=True)
+        limited = gpu_record.in_turn(timed, rounds=7, target_ms=60.0)
+        found[name] = {way: figures(way, us, limited) for way in us}
+        for way, of in found[name].items():
+            print(name, way, {key: round(value, 3) for key, value in of.items()})
     shape = {"hidden": HIDDEN, "width": WIDTH, "top_k": TOP_K}
     gpu_record.write(output, **shape, results=found)
 

@@ -42,7 +42,7 @@ def layer(given, top_k, keep):
 
 def forward_and_backward(given, top_k, keep):
     out, pull = jax.vjp(functools.partial(layer, top_k=top_k, keep=keep), given)
-    return out, pull(given["x"])[0]
+    return out, pull(out)[0]  # which has to be there before
 
 
 def dense(given, top_k):

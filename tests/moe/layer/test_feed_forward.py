@@ -251,6 +251,23 @@ def test_what_is_kept_for_the_backward_pass(way, implementation):
         jax.tree.map(same, found, results[0])
 
 
+@pytest.mark.parametrize("keep", [(), ("triax_glu",)])
+def test_functions_that_close_over_arrays_of_the_program(keep):
+    """They have gradients, too: of a scale of the whole activation, those that scale the loss."""
+    args = draw(7, "float32")
+
+    def loss(scale, args):
+        activation = lambda gate, up: scale * jax.nn.silu(gate) * up
+        return jnp.sum(layer(*args, activation=activation, keep=keep).tokens ** 2)
+
+    value, (of_scale, of_args) = jax.jit(jax.value_and_grad(loss, (0, 1)))(1.0, args)
+    expected = jax.grad(lambda args: jnp.sum(layer(*args).tokens ** 2))(args)
+    np.testing.assert_allclose(of_scale, 2 * value, rtol=1e-5)
+    jax.tree.map(assert_nearly, of_args, expected)
+    along = jax.jvp(lambda scale: loss(scale, args), (1.0,), (1.0,))[1]
+    np.testing.assert_allclose(along, 2 * value, rtol=1e-5)
+
+
 def assert_nearly(a, b):
     a, b = (np.asarray(x, np.float32) for x in (a, b))
     np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-2 * max(1e-6, np.abs(b).max(initial=0)))

@@ -10,16 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.activations import ops
-from triax.moe.activations.reference import SPECS, Activation, GluSpec, Name, Swiglu, halves
+from triax.moe.activations import functions, ops
+from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu
 from triax.moe.shared import arguments, sharding
 from triax.moe.shared import implementation as implementations
-from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call
 
@@ -73,7 +71,9 @@ def glu(
     spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
     if function is not None:
-        out = _by_function(function, gate_up, up, row_weights, spec)
+        row_weights = None if row_weights is None else sharding.gathered(row_weights)
+        run = jax.checkpoint(functools.partial(functions.apply, function, spec))
+        out = run(gate_up, up, row_weights)
     else:
         out = _op(gate_up, up, spec, implementation)(gate_up, up, row_weights)
     return checkpoint_name(out, "triax_glu")
@@ -84,19 +84,29 @@ def glu_gradients(
     row_weights: Any,
     gradient: jax.Array,
     *,
-    activation: Name | Swiglu,
+    activation: Activation,
     interleaved: bool,
     again: bool,
     implementation: Any,
 ) -> tuple[dict[str, Any], Any]:
     """The gradients of `glu`'s `gate_up`, `up` and `row_weights`; and, `again`, its result.
 
-    One pass over the operands makes all of them.
+    One pass over the operands makes all of them. A function must not close over traced arrays.
     """
-    spec, _ = resolve(activation, interleaved)
+    spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
+    if function is not None:
+        return functions.gradients(function, spec, gate_up, up, row_weights, gradient)
     call = _op(gate_up, up, spec, implementation)
     return ops.gradients(call, gate_up, up, row_weights, gradient=gradient, again=again)
+
+
+def closes_over_traced(
+    activation: Activation, interleaved: bool, gate_up: jax.Array, up: jax.Array | None
+) -> bool:
+    """Whether an activation is a function of more arrays of the program than its arguments."""
+    spec, function = resolve(activation, interleaved)
+    return function is not None and functions.closes_over_traced(function, spec, gate_up, up)
 
 
 def _op(
@@ -192,53 +202,3 @@ def _floats(name: str, value: Any, columns: str) -> jax.Array:
     remedy = "Make `ragged_dot` return one with `preferred_element_type`."
     arguments.check_wide(name, array, remedy)
     return array
-
-
-def _by_function(
-    function: Callable[..., Any],
-    gate_up: jax.Array,
-    up: jax.Array | None,
-    row_weights: jax.Array | None,
-    spec: GluSpec,
-) -> jax.Array:
-    """Plain JAX, of which only the operands are kept for the gradient."""
-    dtype = gate_up.dtype
-    wider = at_least_float32(dtype)
-
-    @jax.checkpoint
-    def run(gate_up: jax.Array, up: jax.Array | None, row_weights: jax.Array | None) -> jax.Array:
-        parts = [part.astype(wider) for part in halves(gate_up, up, spec)]
-        if row_weights is None:
-            return checked(function(*parts), parts).astype(dtype)
-        # Rows without a weight have no gradient, be the function's slope at them finite or not.
-        # Pad rows, which are zeros, stay so: their NaN would reach the weights of their group.
-        weighted = (row_weights != 0)[:, None]
-        some = functools.reduce(jnp.logical_or, (part != 0 for part in parts))
-        out = checked(function(*(_moving(part, weighted, np.True_) for part in parts)), parts)
-        out = _moving(out, weighted, weighted | some | jnp.isfinite(out))
-        return (out * row_weights.astype(wider)[:, None]).astype(dtype)
-
-    def checked(out: Any, parts: list[jax.Array]) -> jax.Array:
-        is_real = hasattr(out, "dtype") and jnp.issubdtype(out.dtype, jnp.floating)
-        if getattr(out, "shape", None) != parts[0].shape or not is_real:
-            raise ArgumentValueError(
-                "Argument `activation` must return floats of the shape of its arguments, "
-                f"{parts[0].shape}; got {messages.shown(out)}."
-            )
-        found: jax.Array = out
-        return found
-
-    row_weights = None if row_weights is None else sharding.gathered(row_weights)
-    result: jax.Array = run(gate_up, up, row_weights)
-    return result
-
-
-@jax.custom_jvp
-def _moving(x: jax.Array, moving: Any, kept: Any) -> jax.Array:
-    """`x` where it is `kept`, else zero; only where `moving` it has a derivative."""
-    return jnp.where(kept, x, 0)
-
-
-@_moving.defjvp
-def _moving_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _moving(*primals), jnp.where(primals[1], tangents[0], 0)

@@ -106,4 +106,16 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> jax.
     return linear.call(along, back, operands, moving, out)
 
 
-glu_ragged_dot = Op("glu_ragged_dot", xla=_run, derivative=_derivative, inline=True)
+_op = Op("glu_ragged_dot", xla=_run, derivative=_derivative, inline=True)
+
+
+def glu_ragged_dot(
+    operands: tuple[Any, ...], *, activation: Any, implementation: Any, **options: Any
+) -> jax.Array:
+    """`ragged_dot` of what `glu` makes of gate and up."""
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    options |= {"activation": activation, "precision": precision}
+    if callable(activation):  # which is not to be remembered
+        found: jax.Array = Call(_op, implementation, options)(*operands)
+        return found
+    return _op(*operands, implementation=implementation, **options)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.moe.activations.api import glu
+from triax.moe.activations.api import closes_over_traced, glu
 from triax.moe.activations.reference import Activation
 from triax.moe.expert_parallel.api import combine
 from triax.moe.expert_parallel.arrivals import by_expert, exchanged
@@ -227,19 +227,13 @@ def _experts(
     gate_up, row_weights = first()
     if KEPT[1] in options.keep:
         return second(gate_up, row_weights)
-    quantized = options.recipe is not None or isinstance(given.w_down, ScaledArray)
-    if quantized or callable(options.activation):
-        return jax.checkpoint(second)(gate_up, row_weights)
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    quantized = options.recipe is not None or isinstance(given.w_down, ScaledArray)
+    if quantized or closes_over_traced(options.activation, options.interleaved, gate, up):
+        return jax.checkpoint(second)(gate_up, row_weights)
     return ops.glu_ragged_dot(
-        gate,
-        up,
-        row_weights,
-        given.w_down,
-        given.b_down,
-        group_sizes,
+        (gate, up, row_weights, given.w_down, given.b_down, group_sizes),
         transposed=options.transpose_weights,
-        precision=jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         **kind,
         **how,
     )
