@@ -309,6 +309,42 @@ def float32() -> str:
     return table(["operands", "", "times as long as bfloat16"], rows)
 
 
+def _layer_shape(name: str) -> str:
+    tokens, _, experts, top_k, _ = record("layer_memory")["shapes"][name]
+    return f"{name}: {tokens:,} tokens, {top_k} of {experts}"
+
+
+def layer_memory() -> str:
+    """What the layer keeps and has in memory, as it is and keeping all; and what that costs."""
+    rows = []
+    for name, found in record("layer_memory")["results"].items():
+        ways = found["as it is"], found["keeping all"]
+        kept = (f"{way['kept_bytes']:,.0f}" for way in ways)
+        peak = (f"{way['peak_bytes'] / 1e9:.2f} GB" for way in ways)
+        cost = ways[0]["median_us"] / ways[1]["median_us"] - 1
+        rows.append([_layer_shape(name), *kept, *peak, f"{cost:+.1%}"])
+    head = ["", "kept, bytes a token", "all kept", "peak", "all kept", "time"]
+    return table(head, rows)
+
+
+def layer_budget() -> str:
+    """Where the layer's time goes, beside that of its dense products."""
+    parts = {
+        "products": ("ragged_dot", "group_outer"),
+        "moves": ("permute", "unpermute"),
+        "activation": ("glu", "glu_grad"),
+    }
+    rows = []
+    for name, found in record("layer_memory")["results"].items():
+        as_is, kernels = found["as it is"], found["as it is"]["kernels_us"]
+        times = [sum(kernels[kind] for kind in kinds) for kinds in parts.values()]
+        times = [*times, sum(kernels.values()) - sum(times)]
+        of_layer = found["dense"]["median_us"] / as_is["median_us"]
+        each = (f"{us / 1000:.2f}" for us in (found["dense"]["median_us"], *times))
+        rows.append([name, *each, f"{as_is['median_us'] / 1000:.2f} ms", f"{of_layer:.2f}"])
+    return table(["", "dense", *parts, "router, plan, rest", "the layer", "of dense"], rows)
+
+
 def group_offset() -> str:
     """`ragged_dot` of an eighth of the groups."""
     rows = []
@@ -601,6 +637,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/group_offset": lambda: where("group_offset"),
     "gpt_oss": gpt_oss,
     "where/gpt_oss": lambda: where("gpt_oss"),
+    "layer_memory": layer_memory,
+    "layer_budget": layer_budget,
+    "where/layer_memory": lambda: where("layer_memory"),
     "where/float32": lambda: where("float32"),
     "adopting": adopting,
     "where/adopting": lambda: where("adopting") if _adopting_times() else "",
