@@ -60,6 +60,6 @@ class FewRowsConfig:
         width = max(64, min(128, blocks.power_of_two(columns)))
         deep = 64 if depth <= 64 or (scaled is not None and scaled % 128) else 128
         if rows_per_group <= _MOST_OF_NARROW:
-            return cls(16, width, deep, 5, True, programs=3)
+            return cls(16, width, deep, 4 if scaled is None else 5, True, programs=3)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
         return cls(rows, width, deep, 4, True, num_warps)
