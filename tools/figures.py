@@ -345,6 +345,20 @@ def layer_budget() -> str:
     return table(["", "dense", *parts, "router, plan, rest", "the layer", "of dense"], rows)
 
 
+def numerics() -> str:
+    """Errors of the ops in units of the last place: the mean, and what one in 1,000 exceeds."""
+    ways = ("kernels", "plain JAX", "torch")
+    rows = []
+    for op, by_terms in record("numerics")["results"].items():
+        for terms, found in by_terms.items():
+            each = (
+                f"{found[way]['mean']:.2f}, {found[way]['p999']:.2f}" if way in found else "–"
+                for way in ways
+            )
+            rows.append([op, f"{int(terms):,}", *each])
+    return table(["", "terms of a sum", *ways], rows)
+
+
 def group_offset() -> str:
     """`ragged_dot` of an eighth of the groups."""
     rows = []
@@ -639,6 +653,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/gpt_oss": lambda: where("gpt_oss"),
     "layer_memory": layer_memory,
     "layer_budget": layer_budget,
+    "numerics": numerics,
+    "where/numerics": lambda: where("numerics"),
     "where/layer_memory": lambda: where("layer_memory"),
     "where/float32": lambda: where("float32"),
     "adopting": adopting,
