@@ -131,8 +131,8 @@ SAME = {
 }
 
 
-# Small tiles of 8-bit floats are multiplied by other instructions, which keep more bits of sums; and
-# few rows times narrow weights by a kernel that takes the depth in another order.
+# Small tiles of 8-bit floats are multiplied by other instructions, which keep more of their sums;
+# and few rows times narrow weights by a kernel that takes the depth in another order.
 NEARLY = {
     "8 bits, float32 sums": (eight_bits, COUNTS, None, None),
     "8 bits, fast sums": (eight_bits, COUNTS, None, FAST),
