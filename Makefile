@@ -9,6 +9,7 @@
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
+#   make stress        threads, interrupts, little memory, full disks (ARGS="--seconds 300")
 #   make docs wheel    the documentation in site/, the wheel in dist/
 #   make clean         removes what these made
 #   make help          this list
@@ -40,7 +41,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test fuzz lint format matrix models sanitize docs wheel clean help
+.PHONY: demo test gpu-test fuzz lint format matrix models sanitize stress docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -73,6 +74,9 @@ models: $(MODELS_STAMP)
 
 sanitize: $(STAMP)
 	JAX_PLATFORMS=cpu TRIAX_CUDA_ARCH=90 $(PY) -m tools.sanitize all $(ARGS)
+
+stress: $(STAMP)
+	$(PY) -m tests.stress $(ARGS)
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
