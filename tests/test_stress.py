@@ -8,6 +8,8 @@ import pytest
 from tests.stress import __main__ as command
 from tests.stress import scenarios
 
+pytestmark = pytest.mark.cuda_plugin
+
 
 def test_wrong_results_are_found():
     found = scenarios.planted_wrong(0.1, random.Random(0))
