@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = {
     "triax": [
         "Explanation",
+        "Records",
         "TensorDescriptor",
         "TriaxError",
         "Tuned",
@@ -25,6 +26,7 @@ PUBLIC = {
         "explain",
         "export_checks",
         "moe",
+        "record",
         "strides_from_shape",
         "testing",
         "triton_call",

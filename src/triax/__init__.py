@@ -19,9 +19,12 @@ from triax.tools.explain import Explanation as Explanation
 from triax.tools.explain import explain as explain
 from triax.tools.tune import Tuned as Tuned
 from triax.tools.tune import tune as tune
+from triax.tuning.recording import Records as Records
+from triax.tuning.recording import record as record
 
 __all__ = [
     "Explanation",
+    "Records",
     "TensorDescriptor",
     "TriaxError",
     "Tuned",
@@ -30,6 +33,7 @@ __all__ = [
     "explain",
     "export_checks",
     "moe",
+    "record",
     "strides_from_shape",
     "testing",
     "triton_call",

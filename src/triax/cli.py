@@ -16,9 +16,11 @@ from triax.bench import command as bench
 from triax.compat import workarounds
 from triax.compat.versions import __version__
 from triax.errors import TriaxError
+from triax.messages import counted
 from triax.tools import cache, doctor, programs
 from triax.tools.explain import Explanation, explain
 from triax.tools.tune import Tuned, tune
+from triax.tuning.recording import record
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_doctor)
 
     command = commands.add_parser("tune", help="measure the Triton calls of a function")
-    command.set_defaults(run=_with_function, tool=tune, show=_show_tuned)
+    command.set_defaults(run=_tune, tool=tune, show=_show_tuned)
     command.set_defaults(nothing="nothing to tune: no Triton call with several configs ran")
     _add_function(command)
+    about = "write what is found there too, for a package to ship or for TRIAX_CACHE_PATH"
+    command.add_argument("--into", type=Path, metavar="FOLDER", help=about)
 
     command = commands.add_parser("explain", help="which configs the calls of a function get, why")
     command.add_argument("--ptx", action="store_true", help="print the kernels' PTX, too")
@@ -116,6 +120,18 @@ def _doctor(options: argparse.Namespace) -> int:
         print(workarounds.listed())
         return 0
     return doctor.doctor(options.json)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    folder: Path | None = options.into
+    if folder is None:
+        return _with_function(options)
+    folder.mkdir(parents=True, exist_ok=True)  # found out before anything is measured
+    with record() as records:
+        status = _with_function(options)
+    if records:
+        print(f"wrote {counted(len(records.save(folder)), 'config')} to {folder}")
+    return status
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:
