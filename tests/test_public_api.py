@@ -16,12 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = {
     "triax": [
+        "Benchmark",
         "Explanation",
         "Records",
         "TensorDescriptor",
         "TriaxError",
         "Tuned",
         "__version__",
+        "benchmark",
         "errors",
         "explain",
         "export_checks",

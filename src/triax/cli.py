@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triax.bench import command as bench
+from triax.bench.functions import benchmarks
 from triax.compat import workarounds
 from triax.compat.versions import __version__
-from triax.errors import TriaxError
+from triax.errors import ArgumentValueError, TriaxError
 from triax.messages import counted
 from triax.tools import cache, doctor, programs
 from triax.tools.explain import Explanation, explain
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     action.set_defaults(run=lambda options: cache.import_(options.file))
 
     bench.add_parsers(commands)
+    commands.choices["bench"].set_defaults(run=_bench)
     return parser
 
 
@@ -132,6 +134,20 @@ def _tune(options: argparse.Namespace) -> int:
     if records:
         print(f"wrote {counted(len(records.save(folder)), 'config')} to {folder}")
     return status
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if ":" not in options.suite:
+        return bench.bench(options)
+    for flag in bench.FLAGS:
+        if getattr(options, flag):
+            raise ArgumentValueError(
+                f"`--{flag.replace('_', '-')}` is for suites; a function makes its own arrays."
+            )
+    options.function, options.tool = options.suite, benchmarks
+    options.show = lambda result, _: print(f"{result}\n")
+    options.nothing = "nothing to show: the function returned an empty list"
+    return _with_function(options)
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:
