@@ -75,6 +75,41 @@ def test_no_ratio_where_the_host_was_too_slow(timed):
     assert str(found).endswith("the device took this long at most")
 
 
+@pytest.mark.parametrize(
+    ("read", "written", "stream"),
+    [
+        (1 << 22, 1 << 22, (1, 1, 1 << 22)),
+        (3 << 20, 1 << 20, (3, 1, 1 << 20)),
+        (1 << 20, 1 << 30, (1, 8, ((1 << 20) + (1 << 30)) // 9)),
+        (1 << 18, 1 << 18, None),
+        (1 << 22, 0, None),
+    ],
+)
+def test_the_limit_of_memory(monkeypatch, read, written, stream):
+    asked = []
+    limit = lambda of: asked.append(tuple(of)) or {"bytes": (read + written) // 2, "median_us": 3.0}
+    monkeypatch.setattr(functions, "find_limit", limit)
+    assert functions._stream_us(read, written) == (None if stream is None else 6.0)
+    assert asked == ([] if stream is None else [stream])
+
+
+def test_no_limit_where_there_is_no_memory_for_it(monkeypatch):
+    def fail(stream):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(functions, "find_limit", fail)
+    assert functions._stream_us(1 << 30, 1 << 30) is None
+
+
+def test_the_limit_stands_in_the_table(timed, monkeypatch):
+    timed(lambda *_: 10.0)
+    monkeypatch.setattr(functions, "is_cuda", lambda device: True)
+    monkeypatch.setattr(functions, "_stream_us", lambda read, written: (read + written) / 300)
+    assert str(triax.benchmark(double, X)).splitlines()[-1].split() == [
+        "limit", "of", "memory", "8.00", "0.80×"
+    ]  # fmt: skip
+
+
 def test_on_the_cpu():
     found = triax.benchmark(double, {"a": X}["a"], against=twice)
     assert [*found.times] == ["double", "twice"]

@@ -122,11 +122,21 @@ class TestAnotherGpu:
             f"{DEVICE.name!r}, as TRIAX_GPU_LIKE says"
         ]
 
-    def test_those_of_another_architecture_are_not(self, monkeypatch):
+    def test_those_of_another_architecture_are_not(self, monkeypatch, caplog):
         monkeypatch.setenv("TRIAX_GPU_LIKE", DEVICE.name)
         monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
         with pytest.raises(TuningError):
             explain("strict")
+        assert "for a GPU of that name and compute capability 80." in caplog.text
+
+    def test_a_name_that_nothing_is_stored_for_is_logged_once(self, monkeypatch, caplog):
+        monkeypatch.setenv("TRIAX_GPU_LIKE", DEVICE.name.lower())
+        for _ in range(2):
+            with pytest.raises(TuningError):
+                explain("strict")
+        (line,) = caplog.messages
+        assert line.startswith(f"TRIAX_GPU_LIKE is {DEVICE.name.lower()!r}, and no stored config")
+        assert line.endswith(f"Did you mean `{DEVICE.name}`?")
 
     def test_its_own_come_first(self, monkeypatch, measurer):
         own = lambda ctx, devices, arch: Device(0, "Other GPU")

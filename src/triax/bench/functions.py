@@ -24,6 +24,7 @@ from triax.testing import TOLERANCES
 _ROUNDS = 5
 _TARGET_MS = 10.0  # of each function in each round
 _MOST_UNITS = 8  # that a stream reads or writes: its kernel is unrolled
+_LEAST_BYTES = 1 << 20  # to stream less takes no longer than to start
 _HOST_BOUND = "host-bound"
 
 Function = Callable[..., Any]
@@ -53,7 +54,7 @@ class Benchmark:
       ratios: by name, how many times as long each of `against` took as the function. Those of which
         one is host-bound are left out.
       stream_us: how long the device takes to read as many bytes as the arguments have and to write
-        as many as the results, in order; None without a GPU, or where that cannot be measured.
+        as many as the results, in order; None without a GPU, or for less than a megabyte.
     """
 
     device: str
@@ -292,7 +293,7 @@ def _together(rounds: Sequence[CallTiming]) -> CallTiming:
 def _stream_us(read_bytes: int, written_bytes: int) -> float | None:
     """How long a stream of so many bytes takes; None where one cannot be measured."""
     smaller = min(read_bytes, written_bytes)
-    if not smaller:
+    if not smaller or read_bytes + written_bytes < _LEAST_BYTES:
         return None
     sizes = read_bytes, written_bytes
     reads, writes = (min(_MOST_UNITS, round(size / smaller)) for size in sizes)

@@ -20,6 +20,7 @@ from triax.binding.launch import Call, CompiledKernel, Launch
 from triax.compat import versions
 from triax.devices import Device
 from triax.errors import TuningError, VersionError
+from triax.messages import near_misses
 from triax.tuning import agree, store
 from triax.tuning.key import SIZE_FACTOR, label
 from triax.tuning.request import HOW_TO_TUNE, Fallback, Request
@@ -224,15 +225,30 @@ def _stored(request: Request) -> tuple[Record, str] | None:
     key, like = request.key, settings.gpu_like()
     if (found := store.find(key)) is not None:
         return found[0], found[1].name
-    if like is None or not key.gpu:
+    if like is None or key.gpu in ("", like):
         return None
     if (found := store.find(dataclasses.replace(key, gpu=like))) is None:
+        _check_gpu_like(like, key.compute_capability)
         return None
     _warn(
         f"kernel {request.call.display_name}: programs for {key.gpu!r} take a config tuned on "
         f"{like!r}, as TRIAX_GPU_LIKE says"
     )
     return found[0], f"{found[1].name}, of {like}"
+
+
+@functools.cache
+def _check_gpu_like(name: str, compute_capability: int) -> None:
+    """Logs once if nothing at all is stored for a GPU of this name and architecture."""
+    known = store.gpus(compute_capability=compute_capability)
+    if name not in known:
+        logger.warning(
+            "TRIAX_GPU_LIKE is %r, and no stored config is for a GPU of that name and compute "
+            "capability %d.%s",
+            name,
+            compute_capability,
+            near_misses(name, known),
+        )
 
 
 def _measured_or_not(request: Request) -> Decision | Fallback:

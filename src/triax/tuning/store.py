@@ -227,12 +227,13 @@ def _in_order() -> Iterator[Store]:
         yield Store(path, f"package {name}", in_package=True)
 
 
-def gpus(kernel: str | None = None) -> list[str]:
-    """The names of the GPUs that stored configs are for, of all kernels or those of one name."""
+def gpus(kernel: str | None = None, compute_capability: int | None = None) -> list[str]:
+    """The GPUs that stored configs are for, by name; those of a kernel, or of an architecture."""
     found = set()
     for place in stores():
         with contextlib.suppress(OSError):
-            found |= {record.key.gpu for _, record in place.records(kernel) if record is not None}
+            keys = [record.key for _, record in place.records(kernel) if record is not None]
+            found |= {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
     return sorted(found - {""})
 
 
