@@ -45,9 +45,8 @@ def _folder(package: str) -> Path:
     first, *rest = parts = package.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ValueError("which must be the name of a package")
-    spec = importlib.util.find_spec(
-        first
-    )  # of a package inside a package it would import the outer
+    # That of a package inside another would import the other.
+    spec = importlib.util.find_spec(first)
     for location in (spec and spec.submodule_search_locations) or ():
         folder = Path(location, *rest, FOLDER)
         if folder.is_dir():
