@@ -16,15 +16,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PUBLIC = {
     "triax": [
+        "Benchmark",
         "Explanation",
+        "Records",
         "TensorDescriptor",
         "TriaxError",
         "Tuned",
         "__version__",
+        "benchmark",
         "errors",
         "explain",
         "export_checks",
         "moe",
+        "record",
         "strides_from_shape",
         "testing",
         "triton_call",

@@ -7,6 +7,8 @@ exceptions, and `triax.testing` helpers for testing your kernels.
 from triax import errors as errors
 from triax import moe as moe
 from triax import testing as testing
+from triax.bench.functions import Benchmark as Benchmark
+from triax.bench.functions import benchmark as benchmark
 from triax.binding.descriptor import TensorDescriptor as TensorDescriptor
 from triax.binding.descriptor import strides_from_shape as strides_from_shape
 from triax.call import triton_call as triton_call
@@ -19,17 +21,23 @@ from triax.tools.explain import Explanation as Explanation
 from triax.tools.explain import explain as explain
 from triax.tools.tune import Tuned as Tuned
 from triax.tools.tune import tune as tune
+from triax.tuning.recording import Records as Records
+from triax.tuning.recording import record as record
 
 __all__ = [
+    "Benchmark",
     "Explanation",
+    "Records",
     "TensorDescriptor",
     "TriaxError",
     "Tuned",
     "__version__",
+    "benchmark",
     "errors",
     "explain",
     "export_checks",
     "moe",
+    "record",
     "strides_from_shape",
     "testing",
     "triton_call",

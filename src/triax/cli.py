@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from triax.bench import command as bench
+from triax.bench.functions import benchmarks
 from triax.compat import workarounds
 from triax.compat.versions import __version__
-from triax.errors import TriaxError
+from triax.errors import ArgumentValueError, TriaxError
+from triax.messages import counted
 from triax.tools import cache, doctor, programs
 from triax.tools.explain import Explanation, explain
 from triax.tools.tune import Tuned, tune
+from triax.tuning.recording import record
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_doctor)
 
     command = commands.add_parser("tune", help="measure the Triton calls of a function")
-    command.set_defaults(run=_with_function, tool=tune, show=_show_tuned)
+    command.set_defaults(run=_tune, tool=tune, show=_show_tuned)
     command.set_defaults(nothing="nothing to tune: no Triton call with several configs ran")
     _add_function(command)
+    about = "write what is found there too, for a package to ship or for TRIAX_CACHE_PATH"
+    command.add_argument("--into", type=Path, metavar="FOLDER", help=about)
 
     command = commands.add_parser("explain", help="which configs the calls of a function get, why")
     command.add_argument("--ptx", action="store_true", help="print the kernels' PTX, too")
@@ -108,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     action.set_defaults(run=lambda options: cache.import_(options.file))
 
     bench.add_parsers(commands)
+    commands.choices["bench"].set_defaults(run=_bench)
     return parser
 
 
@@ -116,6 +122,32 @@ def _doctor(options: argparse.Namespace) -> int:
         print(workarounds.listed())
         return 0
     return doctor.doctor(options.json)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    folder: Path | None = options.into
+    if folder is None:
+        return _with_function(options)
+    folder.mkdir(parents=True, exist_ok=True)  # found out before anything is measured
+    with record() as records:
+        status = _with_function(options)
+    if records:
+        print(f"wrote {counted(len(records.save(folder)), 'config')} to {folder}")
+    return status
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if ":" not in options.suite:
+        return bench.bench(options)
+    for flag in bench.FLAGS:
+        if getattr(options, flag):
+            raise ArgumentValueError(
+                f"`--{flag.replace('_', '-')}` is for suites; a function makes its own arrays."
+            )
+    options.function, options.tool = options.suite, benchmarks
+    options.show = lambda result, _: print(f"{result}\n")
+    options.nothing = "nothing to show: the function returned an empty list"
+    return _with_function(options)
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:

@@ -94,6 +94,11 @@ def gpu() -> str | None:
     return _read("TRIAX_GPU") or None
 
 
+def gpu_like() -> str | None:
+    """``TRIAX_GPU_LIKE``: the GPU whose tuned configs others of its architecture take, or None."""
+    return _read("TRIAX_GPU_LIKE") or None
+
+
 def cache_folder() -> Path | None:
     """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
 
@@ -181,6 +186,7 @@ VARIABLES: dict[str, Callable[[], object]] = {
     "TRIAX_CUDA_ARCH": cuda_arch,
     "TRIAX_ENFORCE_AUTOTUNING": enforce_autotuning,
     "TRIAX_GPU": gpu,
+    "TRIAX_GPU_LIKE": gpu_like,
     "TRIAX_TUNING_BYTES": tuning_bytes,
     "TRIAX_TUNING_TIMEOUT": tuning_timeout_s,
 }

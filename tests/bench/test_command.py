@@ -189,7 +189,7 @@ def test_lists_take_the_place_of_the_suite_s(monkeypatch, capsys):
         ("--tokens 0", "0"),
         ("--ops fast", "fast"),
         ("--presets gpt-2", "gpt-2"),
-        ("fast", "invalid choice: 'fast' (choose from"),
+        ("fast", "'fast' is none of quick, full, scaling, nor FILE:FUNCTION"),
         ("quick record.json", "unrecognized arguments: record.json"),
         ("--json .", "Is a directory"),
         ("--json /dev/null", "`--json` must name a regular file; got /dev/null"),

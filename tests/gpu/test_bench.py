@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import triax
 from triax import cli
 from triax.bench.timing import clock_of
 
@@ -45,3 +47,14 @@ def test_a_run_is_right_and_times_the_device(tmp_path):
         if result["op"] in ("ragged_dot", "layer") and result["tokens"] == 8192:
             assert 0.5 < result["fraction_of_dense"] < 1.1, result
     assert {(s["reads"], s["writes"]) for s in record["streams"]} == {(1, 4), (4, 1), (5, 4)}
+
+
+def test_functions_of_one_s_own():
+    """A copy is about as fast as the memory; one that is written twice takes longer."""
+    x = jnp.ones(1 << 26)
+    twice = lambda x: jax.lax.optimization_barrier(x + 1) - 1
+    found = triax.benchmark(lambda x: -x, x, against={"twice": twice}, compare=False)
+    assert {t.method for t in found.times.values()} == {"events"}
+    assert found.stream_us is not None
+    assert 0.8 < found.stream_us / found.times["function"].median_us < 1.05
+    assert 1.8 < found.ratios["twice"].median < 2.2

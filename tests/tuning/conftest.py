@@ -11,7 +11,7 @@ import pytest
 
 from tests.tuning import fake_driver
 from triax.devices import Device
-from triax.tuning import measure, policy
+from triax.tuning import measure, packages, policy
 from triax.tuning.store import Timing
 from triax.tuning.worker import client
 
@@ -73,5 +73,8 @@ def fresh_process():
     """As if the process had just started."""
     policy.forget()
     policy._warn.cache_clear()
+    policy._check_gpu_like.cache_clear()
+    packages.folders.cache_clear()
     yield
+    packages.folders.cache_clear()
     policy.forget()

@@ -89,7 +89,16 @@ def _errors(case: Case, inputs: Inputs, outputs: Any) -> list[Any]:
             bits = lambda a: jax.lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}")
             found.append(jnp.sum(bits(got) != bits(want), dtype=jnp.float32))
         else:
-            scale = jnp.maximum(jnp.max(jnp.abs(want)).astype("float32"), _TINY)
-            error = jnp.abs(got.astype("float32") - want.astype("float32")) / scale
-            found.append((jnp.max(error), jnp.sqrt(jnp.mean(error * error))))
+            found.append(relative_errors(got, want))
     return found
+
+
+def relative_errors(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest and the root mean square error of floats, over the largest magnitude of `want`.
+
+    In float32, or in the wider dtype of the two; not finite where the arrays are not.
+    """
+    wide = max((np.dtype("float32"), got.dtype, want.dtype), key=lambda dtype: dtype.itemsize)
+    scale = jnp.maximum(jnp.max(jnp.abs(want.astype(wide))), _TINY)
+    error = jnp.abs(got.astype(wide) - want.astype(wide)) / scale
+    return jnp.max(error), jnp.sqrt(jnp.mean(error * error))

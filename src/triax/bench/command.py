@@ -15,18 +15,23 @@ from triax.bench.cases import FORMER_NAMES, OPS
 from triax.bench.suites import DTYPES, NAMES, ROUTINGS, SUITES
 from triax.errors import ArgumentValueError
 
+_LISTS = ("ops", "presets", "dtypes", "routing", "tokens")
+FLAGS = (*_LISTS, "json", "no_competitors", "first_call", "memory")
+
 
 def add_parsers(commands: Any) -> None:
     """Adds the commands to the others."""
     parser = commands.add_parser(
         "bench",
         help="how fast the MoE ops are on this machine",
-        usage=f"triax bench [{' | '.join(SUITES)}] [flags]",
-        epilog="\n".join(f"{name}: {suite.about}\n" for name, suite in SUITES.items()),
+        usage=f"triax bench [{' | '.join(SUITES)} | FILE:FUNCTION] [flags]",
+        epilog="\n".join(f"{name}: {suite.about}\n" for name, suite in SUITES.items())
+        + "FILE:FUNCTION, or package.module:FUNCTION: a function of yours without arguments; it\n"
+        "returns what `triax.benchmark` does, or a list of those. The flags are not for it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     about = "what to measure, quick if left out"
-    suite: Any = {"nargs": "?", "default": "quick", "choices": SUITES, "metavar": "SUITE"}
+    suite: Any = {"nargs": "?", "default": "quick", "type": _suite, "metavar": "SUITE"}
     parser.add_argument("suite", help=about, **suite)
     for name, what, names in (
         ("ops", "ops to measure", OPS),
@@ -50,6 +55,13 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the record")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write PNG and SVG")
     parser.set_defaults(run=draw)
+
+
+def _suite(word: str) -> str:
+    if word not in SUITES and ":" not in word:
+        names = ", ".join(SUITES)
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {names}, nor FILE:FUNCTION")
+    return word
 
 
 def _op(word: str) -> str:

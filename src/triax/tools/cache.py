@@ -72,7 +72,7 @@ def show(name: str) -> int:
                 print(f"{path}\n{record.to_json()}")
             elif record is None and path.stem == name:
                 shown, status = shown + 1, 1
-                _complain(f"{path} is not usable: {_reason(path)}")
+                _complain(f"{path} is not usable: {_reason(place, path)}")
     return status if shown else _nothing_named(name)
 
 
@@ -174,9 +174,9 @@ def _is_named(path: Path, record: Record, name: str) -> bool:
     return name in (path.stem, record.key.kernel)
 
 
-def _reason(path: Path) -> str:
+def _reason(place: Store, path: Path) -> str:
     try:
-        store.read(path)
+        place.read(path)
     except (OSError, ValueError) as error:
         return str(error)
     return "it was replaced meanwhile"

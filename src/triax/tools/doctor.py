@@ -209,8 +209,6 @@ def _folders(machine: Machine) -> Findings:
         is_own, problem = place.folder == folder, ""
         try:
             paths = place.paths()
-            if place.folder == store.SHIPPED and not paths:
-                continue
             if is_own:
                 problem = disk_cache.why_not(place.folder)
             elif not place.folder.exists():

@@ -13,17 +13,18 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from triax import settings
 from triax.binding.launch import Call, CompiledKernel, Launch
 from triax.compat import versions
 from triax.devices import Device
 from triax.errors import TuningError, VersionError
+from triax.messages import near_misses
 from triax.tuning import agree, store
 from triax.tuning.key import SIZE_FACTOR, label
 from triax.tuning.request import HOW_TO_TUNE, Fallback, Request
-from triax.tuning.store import Timing
+from triax.tuning.store import Record, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,24 @@ _ELSEWHERE = "another process of this job"
 class Decision:
     """A config, where it came from, and the timings of all candidates.
 
-    `source` is "only config", "first config", "user store", "measured now", … `timings` is empty
-    unless the config was measured, now or before it was stored, on a call that moved
-    `measured_bytes`.
+    `source` is "only config", "first config", "user store", "measured now", … `record` is what is
+    known of the key, if it was measured, now or before; the job may use another config.
     """
 
     config: str
     source: str
-    timings: tuple[Timing, ...] = ()
-    measured_bytes: int | None = None
+    record: Record | None = None
+
+    @property
+    def timings(self) -> tuple[Timing, ...]:
+        return () if self.record is None else self.record.timings
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """What the call moved that the config was measured on; None if it was not."""
+        if self.record is None or self.record.config != self.config:
+            return None
+        return self.record.key.moved_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +72,8 @@ _resolved: dict[str, Decision] = {}  # by the key's name
 _measured: dict[str, list[Decision]] = {}  # by the key's family
 _unmeasurable: dict[str, Fallback] = {}  # by the key's name, so that it is tried once
 _noted: dict[str, Decision] = {}
+listeners: list[Callable[[Record], None]] = []
+"""Called with every record that a call's config comes from."""
 
 
 def _renew_lock() -> None:
@@ -78,6 +90,15 @@ def forget() -> None:
     with _lock:
         for memory in (_resolved, _measured, _unmeasurable, _noted):
             memory.clear()
+
+
+def remember(record: Record, source: str) -> None:
+    """Makes this process use a record, as if it had measured it; programs lowered before do not."""
+    family = record.key.family
+    with _lock:
+        for name in [n for n in _resolved if n.rpartition("-")[0] == family]:
+            del _resolved[name]
+        _measured.setdefault(family, []).insert(0, Decision(record.config, source, record))
 
 
 def decision(name: str) -> Decision | None:
@@ -115,7 +136,10 @@ def choose(request: Request) -> Choice:
         return Choice(found, Decision(label(found[0]), source))
     with _lock:
         choice = _look_up(request)
-    _noted[choice.key] = choice.decision
+    _noted[choice.key] = decided = choice.decision
+    if decided.record is not None and decided.measured_bytes is not None:
+        for listen in tuple(listeners):
+            listen(decided.record)
     return choice
 
 
@@ -186,11 +210,45 @@ def _known(request: Request, labels: Collection[str]) -> Decision | None:
     near = [(key.ratio(d.measured_bytes or 0), i, d) for i, d in enumerate(measured)]
     if near and min(near)[0] <= SIZE_FACTOR:
         return min(near)[2]
-    if (found := store.find(key)) is not None:
+    if (found := _stored(request)) is not None:
         record, where = found
-        return Decision(record.config, where.name, record.timings, record.key.moved_bytes)
+        return Decision(record.config, where, record)
     config = agree.published(key.name)
     return None if config is None else Decision(config, _ELSEWHERE)
+
+
+def _stored(request: Request) -> tuple[Record, str] | None:
+    """The record of a request in the stores, and where it is.
+
+    ``TRIAX_GPU_LIKE`` names a GPU of the same architecture whose records count after its own.
+    """
+    key, like = request.key, settings.gpu_like()
+    if (found := store.find(key)) is not None:
+        return found[0], found[1].name
+    if like is None or key.gpu in ("", like):
+        return None
+    if (found := store.find(dataclasses.replace(key, gpu=like))) is None:
+        _check_gpu_like(like, key.compute_capability)
+        return None
+    _warn(
+        f"kernel {request.call.display_name}: programs for {key.gpu!r} take a config tuned on "
+        f"{like!r}, as TRIAX_GPU_LIKE says"
+    )
+    return found[0], f"{found[1].name}, of {like}"
+
+
+@functools.cache
+def _check_gpu_like(name: str, compute_capability: int) -> None:
+    """Logs once if nothing at all is stored for a GPU of this name and architecture."""
+    known = store.gpus(compute_capability=compute_capability)
+    if name not in known:
+        logger.warning(
+            "TRIAX_GPU_LIKE is %r, and no stored config is for a GPU of that name and compute "
+            "capability %d.%s",
+            name,
+            compute_capability,
+            near_misses(name, known),
+        )
 
 
 def _measured_or_not(request: Request) -> Decision | Fallback:
@@ -228,7 +286,7 @@ def _agreed(request: Request, found: Decision) -> Decision:
             f"among this process's: {'; '.join(key.candidates)}. Run the same program in all of "
             "them."
         )
-    return Decision(config, _ELSEWHERE, found.timings)
+    return Decision(config, _ELSEWHERE, found.record)
 
 
 def _measured_for_real(request: Request) -> Decision:
@@ -247,7 +305,7 @@ def _search(request: Request) -> Decision | Fallback:
     found = search(request)
     if isinstance(found, Fallback):
         return found
-    return Decision(found.config, "measured now", found.timings, request.key.moved_bytes)
+    return Decision(found.config, "measured now", found)
 
 
 def _unavailable(device: Device | None) -> str | None:

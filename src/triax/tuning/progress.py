@@ -1,4 +1,4 @@
-"""Shows the progress of tuning: a bar with tqdm on a terminal, else log lines."""
+"""Shows the progress of tuning: a line on a terminal or in a notebook, else log lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 import time
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ class Progress:
         self.name, self._total, self._done = name, 2 * configs, 0
         self._start = time.monotonic()
         self._speaks = self._next_line = self._start + quiet_s
-        self._bar: Any = None
+        self._width = 0  # of the line that stands on the terminal
 
     def step(self) -> None:
         """Counts one more step as done."""
@@ -31,21 +30,34 @@ class Progress:
         now = time.monotonic()
         if now < self._speaks:
             return
+        done, seconds = f"{self._done} of {self._total} steps", f"{now - self._start:.0f} s"
+        text = f"tuning {self.name}: {done} after {seconds}"
         # Tuning must not fail because of what the program uses as standard error.
         with contextlib.suppress(Exception):
-            if self._bar is None and sys.stderr.isatty():
-                from tqdm import tqdm
-
-                self._bar = tqdm(desc=f"tuning {self.name}", total=self._total, leave=False)
-            if self._bar is not None:
-                self._bar.update(self._done - self._bar.n)
-        if self._bar is None and now >= self._next_line:
+            if _rewrites_lines():
+                self._write(text)
+                return
+        if now >= self._next_line:
             self._next_line = now + _LINE_EVERY_S
-            done, seconds = f"{self._done} of {self._total} steps", f"{now - self._start:.0f} s"
             # A warning, so that it is shown even if logging is not set up.
-            logger.warning("tuning %s: %s after %s", self.name, done, seconds)
+            logger.warning("%s", text)
 
     def close(self) -> None:
-        if self._bar is not None:
+        """Removes the line."""
+        if self._width:
             with contextlib.suppress(Exception):
-                self._bar.close()
+                self._write("")
+                sys.stderr.write("\r")
+                sys.stderr.flush()
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+
+def _rewrites_lines() -> bool:
+    """Whether "\\r" starts the line anew: on a terminal, and in a notebook's output."""
+    # IPython's kernel puts a class of its own in the place of standard error.
+    in_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
+    return in_notebook or sys.stderr.isatty()

@@ -2,8 +2,7 @@
 
 A file is written under another name and renamed into place, so a reader sees either the old or the
 new one. A file that is not a valid record, or is about another key, is ignored and logged. Stores
-are looked up in order: the user's, the read-only ones in ``TRIAX_CACHE_PATH``, the one shipped with
-the package.
+are looked up in order: the user's, the read-only ones in ``TRIAX_CACHE_PATH``, those in packages.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from pathlib import Path
 
 from triax import settings
 from triax.compat import versions
-from triax.tuning import typed_json
+from triax.tuning import packages, typed_json
 from triax.tuning.key import FORMAT, Key
 
 logger = logging.getLogger(__name__)
 
-SHIPPED = Path(__file__).parent / "shipped"
 MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about ten thousand
 _PART_PREFIX = ".triax-"
 _PART_AGE_S = 60
@@ -112,10 +110,11 @@ def contents(path: Path, max_bytes: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """A folder of records."""
+    """A folder of records. In that of a package links do not count: they may lead anywhere."""
 
     folder: Path
     name: str
+    in_package: bool = False
 
     def path(self, key: Key) -> Path:
         return self.folder / f"{key.name}.json"
@@ -133,10 +132,16 @@ class Store:
         near = sorted(filter(key.is_near, keys), key=lambda other: key.ratio(other.moved_bytes))
         return next(filter(None, map(self._read, near)), None)
 
+    def read(self, path: Path) -> Record:
+        """The record in one of its files; raises what `store.read` does."""
+        if self.in_package and path.is_symlink():
+            raise ValueError("it is a link")
+        return read(path)
+
     def _read(self, key: Key) -> Record | None:
         path = self.path(key)
         try:
-            record = read(path)
+            record = self.read(path)
             if record.key == key:
                 return record
             logger.warning("tuned config %s is about another key and is ignored", path)
@@ -174,7 +179,7 @@ class Store:
         for path in self.paths():
             if kernel is None or path.name.startswith(f"{kernel}-"):
                 try:
-                    yield path, read(path)
+                    yield path, self.read(path)
                 except (OSError, ValueError):
                     yield path, None
 
@@ -210,21 +215,29 @@ def user_store() -> Store:
 
 def stores() -> list[Store]:
     """All stores, in the order they are looked up."""
-    users = [] if settings.cache_folder() is None else [user_store()]
-    read_only = [Store(path, f"store {path}") for path in settings.cache_path()]
-    return [*users, *read_only, Store(SHIPPED, "shipped with Triax")]
+    return [*_in_order()]
 
 
-def gpus(kernel: str | None = None) -> list[str]:
-    """The names of the GPUs that stored configs are for, of all kernels or those of one name."""
+def _in_order() -> Iterator[Store]:
+    if settings.cache_folder() is not None:
+        yield user_store()
+    for path in settings.cache_path():
+        yield Store(path, f"store {path}")
+    for name, path in packages.folders():
+        yield Store(path, f"package {name}", in_package=True)
+
+
+def gpus(kernel: str | None = None, compute_capability: int | None = None) -> list[str]:
+    """The GPUs that stored configs are for, by name; those of a kernel, or of an architecture."""
     found = set()
     for place in stores():
         with contextlib.suppress(OSError):
-            found |= {record.key.gpu for _, record in place.records(kernel) if record is not None}
+            keys = [record.key for _, record in place.records(kernel) if record is not None]
+            found |= {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
     return sorted(found - {""})
 
 
 def find(key: Key) -> tuple[Record, Store] | None:
     """The first record of a key in the stores."""
-    found = ((store.find(key), store) for store in stores())
+    found = ((store.find(key), store) for store in _in_order())
     return next(((record, store) for record, store in found if record is not None), None)

@@ -1,0 +1,103 @@
+"""Collects the tuned configs that a program uses, writes them, and puts others to use."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from triax.errors import ArgumentValueError
+from triax.tuning import policy
+from triax.tuning.store import Record, Store
+
+logger = logging.getLogger(__name__)
+
+
+class Records:
+    """Tuned configs, one per key, as `record` collects them.
+
+    Iterating gives what `triax cache show` prints, in order of first use: each has `key` (kernel,
+    GPU, versions, dtypes, bytes), `config`, and `timings`, every candidate's median in
+    milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, Record] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter([*self._by_key.values()])
+
+    def __repr__(self) -> str:
+        lines = (f"{r.key.kernel}: {r.config}  [{r.key.gpu}]" for r in self)
+        return "\n".join(lines) or "no tuned configs"
+
+    def add(self, record: Record) -> None:
+        """Adds a tuned config, in place of one with the same key."""
+        self._by_key[record.key.name] = record
+
+    def save(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Writes a file for each tuned config into a folder, which is made if there is none.
+
+        The folder is a store: it can stand in ``TRIAX_CACHE_PATH``, or in a package.
+
+        Returns:
+          The files.
+
+        Raises:
+          OSError: the folder cannot be written.
+        """
+        place = Store(Path(folder), f"folder {folder}")
+        return [place.put(record) for record in self]
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Records:
+        """Reads a folder of tuned configs, and makes this process use them before any others.
+
+        Programs compiled before keep theirs. Files that are not valid are logged.
+
+        Raises:
+          ArgumentValueError: the folder holds no tuned config.
+          OSError: the folder cannot be read.
+        """
+        place, found = Store(Path(folder), f"folder {folder}"), cls()
+        for path, record in place.records():
+            if record is None:
+                logger.warning("tuned config %s is not usable and is ignored", path)
+            else:
+                found.add(record)
+        if not found:
+            raise ArgumentValueError(
+                f"Argument `folder` must hold tuned configs, as `Records.save` writes them; "
+                f"{os.fspath(folder)!r} holds none."
+            )
+        for record in found:
+            policy.remember(record, place.name)
+        return found
+
+
+@contextlib.contextmanager
+def record() -> Iterator[Records]:
+    """Collects the tuned configs that calls get in the block, measured there or known before.
+
+        with triax.record() as records:
+            step.lower(params, batch).compile()
+        records.save("tuned")
+
+    A call gets its config when its program is lowered: what was compiled before the block is not
+    lowered again. Calls of all threads count. Configs that were never measured (only configs,
+    first configs, those that another process of a job has chosen) are not among them.
+
+    Returns:
+      A context manager that gives `Records`.
+    """
+    records = Records()
+    policy.listeners.append(records.add)
+    try:
+        yield records
+    finally:
+        policy.listeners.remove(records.add)

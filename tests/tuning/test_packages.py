@@ -1,0 +1,150 @@
+"""Tuned configs in installed packages: which are found, and what is made of damaged ones."""
+
+import importlib.metadata
+import os
+import sys
+
+import numpy as np
+import pytest
+
+import triax
+from tests import kernels
+from tests.cases import blockwise
+from tests.tuning.records import key, record
+from triax import cli
+from triax.tuning import packages, policy, store
+from triax.tuning.store import Store
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package, with a module that must not be imported; returns its records' folder."""
+    site = tmp_path / "site-packages"
+    monkeypatch.syspath_prepend(str(site))
+
+    def install(name="norms", value="norms", inside="norms"):
+        folder = site / inside / packages.FOLDER
+        folder.mkdir(parents=True)
+        (site / inside.split("/")[0] / "__init__.py").write_text("raise ImportError('imported')\n")
+        metadata = site / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[{packages.GROUP}]\n{name} = {value}\n")
+        packages.folders.cache_clear()
+        return folder
+
+    return install
+
+
+@pytest.mark.parametrize(("value", "inside"), [("norms", "norms"), ("norms.a.b", "norms/a/b")])
+def test_a_package_s_records_are_found_without_importing_it(install, value, inside):
+    folder = install(value=value, inside=inside)
+    Store(folder, "").put(record(0))
+    found, where = store.find(key(0))
+    assert found == record(0)
+    assert where == Store(folder, "package norms", in_package=True)
+    assert "norms" not in sys.modules
+
+
+def test_it_comes_after_the_user_s_and_the_path_s(install, tmp_path, monkeypatch):
+    Store(install(), "").put(record(0, 1.0))
+    other = Store(tmp_path / "other", "")
+    other.put(record(0, 2.0))
+    monkeypatch.setenv("TRIAX_CACHE_PATH", str(other.folder))
+    assert store.find(key(0))[0] == record(0, 2.0)
+    store.user_store().put(record(0, 3.0))
+    assert store.find(key(0))[0] == record(0, 3.0)
+    assert [place.name for place in store.stores()][2:] == ["package norms"]
+
+
+def test_metadata_is_read_once_and_only_where_nothing_else_is_found(install, monkeypatch):
+    install()
+    asked = []
+    original = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **how: asked.append(how) or original(**how)
+    )
+    store.user_store().put(record(0))
+    assert store.find(key(0)) is not None
+    assert asked == []
+    for _ in range(2):
+        assert store.find(key(1)) is None
+    assert asked == [{"group": packages.GROUP}]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("norms.other", "and there is no folder triax_records in a package of that name"),
+        ("nothing_of_that_name", "and there is no folder triax_records in a package of that name"),
+        ("sys", "and there is no folder triax_records in a package of that name"),
+        ("../norms", "which must be the name of a package"),
+        ("norms.a:b", "which must be the name of a package"),
+    ],
+)
+def test_an_entry_point_that_names_nothing_is_logged_once(install, caplog, value, reason):
+    install(value=value)
+    for _ in range(2):
+        assert store.find(key(0)) is None
+    (line,) = caplog.messages
+    assert line.startswith("tuned configs of package 'norms' are ignored: its entry point of group")
+    assert line.endswith(reason)
+
+
+def test_damaged_metadata_is_logged(monkeypatch, caplog):
+    def damaged(**_):
+        raise KeyError("Name")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", damaged)
+    assert store.find(key(0)) is None
+    assert "cannot be asked for tuned configs: 'Name'" in caplog.text
+
+
+def test_a_broken_record_is_a_miss(install, caplog):
+    place = Store(install(), "")
+    place.put(record(0)).write_bytes(b"\x80\x04.")  # a pickle
+    assert store.find(key(0)) is None
+    assert "is not usable and is ignored" in caplog.text
+
+
+def test_links_do_not_lead_out_of_a_package(install, tmp_path, caplog, capsys):
+    outside = Store(tmp_path / "outside", "")
+    outside.put(record(0))
+    folder = install()
+    os.symlink(outside.path(key(0)), Store(folder, "").path(key(0)))
+    assert store.find(key(0)) is None
+    assert caplog.messages[-1].endswith("is not usable and is ignored: it is a link")
+    assert cli.main(["cache", "show", key(0).name]) == 1
+    assert "it is a link" in capsys.readouterr().err
+    Store(folder, "").path(key(0)).unlink()
+    folder.rmdir()
+    os.symlink(outside.folder, folder)
+    packages.folders.cache_clear()
+    assert store.find(key(0)) is None
+    assert f"{folder} leads out of it" in caplog.messages[-1]
+
+
+@pytest.mark.cuda_plugin
+def test_a_shipped_config_is_chosen(install, measurer):
+    """Without measuring, on another machine: another store, another process."""
+    add = lambda x: blockwise(kernels.autotuned_add_kernel, x, x)
+    x = np.zeros(1003, np.float32)
+    measurer.times = lambda label: 0.5 if "BLOCK=256" in label else 1.0
+    folder = install()
+    with triax.record() as records:
+        triax.explain(add, x)
+    records.save(folder)
+    store.user_store().path(next(iter(records)).key).unlink()
+    policy.forget()
+    with triax.tuning_mode("strict"):
+        (call,) = triax.explain(add, x)
+    assert (call.source, call.grid) == ("package norms", ((4, 1, 1),))
+    assert len(measurer.jobs) == 1
+
+
+def test_commands_show_them(install, capsys):
+    Store(install(), "").put(record(0))
+    assert cli.main(["cache", "list"]) == 0
+    assert "[Imaginary GPU, package norms]" in capsys.readouterr().out
+    cli.main(["doctor"])
+    assert "package norms" in capsys.readouterr().out
