@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.examples.test_moe_layer import EXAMPLES, load
+from triax import moe
 from triax.emitting.reading import triton_calls
 
 pytestmark = pytest.mark.cuda_plugin
@@ -109,6 +112,27 @@ def test_it_runs_without_triton_triax_home_path_network_or_a_folder(example, exp
     for _ in range(2):
         state, x = example.decode_step(params, state, x)
     np.testing.assert_allclose(found["state begins"], state[0, :4], rtol=0.02)
+
+
+def test_classes_of_triax_are_not_serialized_and_their_arrays_are():
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 16), (8, 4), (4, 16, 32))]
+    scaled = jax.eval_shape(functools.partial(moe.quantize, block=(1, None, 1)), types[2])
+    down = jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)
+    layer = functools.partial(moe.feed_forward, top_k=2)
+
+    def of_arrays(x, logits, values, scales, down):
+        w = dataclasses.replace(scaled, values=values, scales=scales)
+        return layer(x, logits, w, down).tokens
+
+    def bytes_of(function, *args):
+        export = jax.export.export(jax.jit(function), platforms=["cpu"])
+        return export(*args).serialize()
+
+    assert bytes_of(of_arrays, *types[:2], scaled.values, scaled.scales, down)
+    with pytest.raises(ValueError, match=r"unregistered type .*FeedForward"):
+        bytes_of(layer, *types, down)
+    with pytest.raises(ValueError, match=r"unregistered type .*ScaledArray"):
+        bytes_of(lambda *args: layer(*args).tokens, *types[:2], scaled, down)
 
 
 @pytest.mark.parametrize(
