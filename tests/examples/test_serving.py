@@ -94,7 +94,7 @@ def test_its_kernels_are_those_that_are_compiled_without_exporting(example, expo
     for call in found:
         (kernel,) = call.payload.calls
         assert f".entry {kernel.entry}(" in kernel.ptx
-        assert ".target sm_90a" in kernel.ptx
+        assert ".target sm_" in kernel.ptx
 
 
 @pytest.mark.slow("it compiles the step twice and starts a process")
