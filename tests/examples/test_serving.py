@@ -38,7 +38,8 @@ def refuse(event, args):
         os.write(2, f"refused: {event} {args}".encode())
         os._exit(3)  # an exception might be caught
 
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # of what Python does not see, too
+if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU ptxas writes temporary files
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # for what Python does not see, too
 sys.addaudithook(refuse)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -50,20 +51,21 @@ def example():
     return load("serving/export_step")
 
 
-def in_jail(tmp_path, *command):
-    """Runs Python with those packages alone: no home folder, no PATH, nothing that it may write."""
+def in_jail(tmp_path, *command, platform="cpu", needed=NEEDED):
+    """Runs Python with some packages alone: no home folder, no PATH, nothing that it may write."""
     packages, nowhere = tmp_path / "packages", tmp_path / "nowhere"
     packages.mkdir()
-    for name in NEEDED:
-        found = Path(importlib.util.find_spec(name).origin).parent
+    for name in needed:
+        found = Path(importlib.util.find_spec(name).submodule_search_locations[0])
         for folder in (found, found.with_name(f"{name}.libs")):
             if folder.exists():
                 (packages / folder.name).symlink_to(folder)
     nowhere.mkdir(mode=0o555)
     given = {name: os.environ[name] for name in ("XLA_FLAGS",) if name in os.environ}
+    given |= {"PYTHONPATH": str(packages), "JAX_PLATFORMS": platform, "PATH": ""}
     return subprocess.run(
         [sys.executable, "-S", "-s", "-B", "-c", JAIL, *map(str, command)],
-        env=given | {"PYTHONPATH": str(packages), "JAX_PLATFORMS": "cpu", "PATH": ""},
+        env=given | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # a parent on a GPU has most of it
         cwd=nowhere,
         capture_output=True,
         text=True,
@@ -97,14 +99,14 @@ def test_its_kernels_are_those_that_are_compiled_without_exporting(example, expo
         assert ".target sm_" in kernel.ptx
 
 
-@pytest.mark.slow("it compiles the step twice and starts a process")
-def test_it_runs_without_triton_triax_home_path_network_or_a_folder(example, exported, tmp_path):
+def check_served(example, exported, tmp_path, device, **how):
+    """Runs the step in a jail, and compares what it returns with the same step here."""
     path = tmp_path / "step.bin"
     path.write_bytes(exported.serialize())
-    done = in_jail(tmp_path, EXAMPLES / "serving" / "serve.py", path)
+    done = in_jail(tmp_path, EXAMPLES / "serving" / "serve.py", path, **how)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["device"] == "cpu"
+    assert found["device"] == device
     random = np.random.default_rng(0)
     fill = lambda a: jnp.asarray(random.standard_normal(a.shape, np.float32) / 16, a.dtype)
     flat = [fill(aval) for aval in exported.in_avals]
@@ -112,6 +114,11 @@ def test_it_runs_without_triton_triax_home_path_network_or_a_folder(example, exp
     for _ in range(2):
         state, x = example.decode_step(params, state, x)
     np.testing.assert_allclose(found["state begins"], state[0, :4], rtol=0.02)
+
+
+@pytest.mark.slow("it compiles the step twice and starts a process")
+def test_it_runs_without_triton_triax_home_path_network_or_a_folder(example, exported, tmp_path):
+    check_served(example, exported, tmp_path, "cpu")
 
 
 def test_classes_of_triax_are_not_serialized_and_their_arrays_are():
