@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```.*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r"^print\(.*\)\s+# ([\[(\d][^a-z:\n]*)", re.MULTILINE)  # `print(x)  # its value`
-LOWERS = {"start/first-kernel", "tuning", "guides/exporting"}  # what is compiled for a GPU
+LOWERS = {"start/first-kernel", "tuning", "serving"}  # what is compiled for a GPU
 
 
 def pages() -> list[object]:

@@ -243,6 +243,13 @@ def decode_routing() -> str:
     return table(["experts", "time"], [[str(r["experts"]), _us(r["median_us"])] for r in found])
 
 
+def start() -> str:
+    """What a new process does before XLA has the program, and before it has compiled it."""
+    found = record("start")["results"]
+    rows = [[name, f"{each['cpu_seconds']:.1f} s"] for name, each in found.items()]
+    return table(["", "CPU time"], rows)
+
+
 def of_several_gpus() -> list[tuple[str, dict[str, Any]]]:
     """The GPUs and the results of each record of expert parallelism."""
     paths = sorted((ROOT / "benchmarks").glob("expert_parallel_*.json"))
@@ -662,6 +669,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
+    "start": start,
+    "where/start": lambda: where("start"),
     "decode/routing": decode_routing,
     "gallery": gallery,
     "where/gallery": lambda: where("gallery"),
