@@ -102,14 +102,15 @@ def test_a_product_in_float32_of_shorter_operands_is_told(rows, weights):
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_eight_bits_have_no_gradient(implementation):
     def loss(x):
-        rows, weights = x.astype(jnp.float8_e4m3fn), W.astype(jnp.float8_e4m3fn)
+        rows, weights = (array.astype(jnp.float8_e4m3fn) for array in (x, jnp.ones((2, 32, 24))))
         out = moe.ragged_dot(
             rows, weights, SIZES, preferred_element_type=jnp.float32, implementation=implementation
         )
         return jnp.sum(out)
 
+    # XLA's CPU compiler of JAX 0.8 has no smaller products of bfloat16.
     with pytest.raises(DifferentiationError, match="float8_e4m3fn has no derivative"):
-        jax.grad(loss)(X)
+        jax.grad(loss)(jnp.ones((24, 32)))
 
 
 def test_what_is_true_transposes():

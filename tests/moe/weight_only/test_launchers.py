@@ -45,7 +45,8 @@ def test_equals_float64(sizes, scaled_by, dtype):
     each = rng.standard_normal(num_rows, np.float32)
     multiply = functools.partial(moe.ragged_dot, bias=bias, bias_weights=each)
     run = jax.jit(functools.partial(multiply, implementation="interpret"))
-    assert "few_rows" in run.lower(rows, weights, sizes).as_text(debug_info=True)
+    if jax_private.supports_tensor_maps():  # else the kernel of many rows is taken
+        assert "few_rows" in run.lower(rows, weights, sizes).as_text(debug_info=True)
     with checked():
         out = run(rows, weights, sizes)
     wanted = oracle.ragged_dot(rows, exactly(weights), sizes)
