@@ -220,7 +220,7 @@ def ended(process, wanted=None):
         return f"a child did not end within {CHILD_SECONDS} s"
     if wanted is None or (process.returncode == 0 and wanted in out):
         return None
-    return f"a child ended with {process.returncode}: {out[-200:]} {errors[-800:]}"
+    return f"a child ended with {process.returncode}: {out[-200:]} {errors[-2000:]}"
 
 
 @contextlib.contextmanager
@@ -269,22 +269,31 @@ def together(seconds, rng):
 
 
 def full_disk(seconds, rng):
-    """Caches on a file system of 64 KiB, or where that cannot be mounted, of files of 1 KiB."""
+    """Caches on a file system of 64 KiB, or where that cannot be mounted, of files of 1 KiB.
+
+    Without room for tuned configs results are right all the same; Triton cannot compile without
+    room for its own cache, and then an error has to say so.
+    """
     wanted, _ = _wanted()
     end, count, findings, way = time.monotonic() + seconds, 0, [], "file system"
     while time.monotonic() < end and not findings:
-        with folder() as cache:
-            mount = ["mount", "-t", "tmpfs", "-o", f"size={64 << 10}", "tmpfs", cache]
+        with folder() as full, folder() as roomy:
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={64 << 10}", "tmpfs", full]
             mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
             limits = {} if mounted else {"STRESS_FILE_BYTES": "1024"}
             way = "file system" if mounted else "limit of file sizes"
+            Path(full, "filled").write_bytes(bytes(60 << 10 if mounted else 0))
             try:
-                start = {"TRITON_CACHE_DIR": str(Path(cache, "triton"))} | limits
-                findings += filter(None, [ended(child(cache, **start), wanted)])
-                count += 1
+                if mounted:  # a limit would hold for Triton's cache, too
+                    problem = ended(child(full, TRITON_CACHE_DIR=roomy), wanted)
+                    findings += filter(None, [problem])
+                problem = ended(child(full, **limits), wanted)
+                if problem and "set TRITON_CACHE_DIR" not in problem:
+                    findings.append(problem)
+                count += 2
             finally:
                 if mounted:
-                    subprocess.run(["umount", "-l", cache], check=False)
+                    subprocess.run(["umount", "-l", full], check=False)
     return {"count": count, "findings": findings, "way": way}
 
 
