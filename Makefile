@@ -6,6 +6,7 @@
 #   make gpu-test      the tests that need one
 #   make lint          style and types
 #   make fuzz          random cases of the MoE ops against float64 (ARGS="--cases 50000 --jobs 8")
+#   make coverage      which branches of src the tests run through (TESTS="not gpu" for all)
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
@@ -41,7 +42,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test fuzz lint format matrix models sanitize stress docs wheel clean help
+.PHONY: demo test gpu-test fuzz lint format coverage matrix models sanitize stress docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -65,6 +66,12 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+coverage: $(STAMP)
+	$(PY) -m coverage erase
+	JAX_PLATFORMS=cpu $(PY) -m coverage run -m pytest -q -m "$(TESTS)" $(PARALLEL) $(ARGS)
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report
 
 matrix: $(STAMP)
 	$(PY) -m nox -f tools/matrix.py $(ARGS)

@@ -366,6 +366,35 @@ def numerics() -> str:
     return table(["", "terms of a sum", *ways], rows)
 
 
+def fuzz() -> str:
+    """How much was fuzzed, by path and op."""
+    rows = []
+    for path, by_op in record("fuzz")["results"].items():
+        for op, found in by_op.items():
+            counts = (f"{found[what]:,}" for what in ("cases", "programs", "wrong"))
+            rows.append([path, op, *counts])
+    return table(["path", "op", "cases", "programs", "wrong"], rows)
+
+
+def sanitizers() -> str:
+    """What each tool ran, and what it found."""
+    rows = [
+        [tool, str(found["launches"]), str(found["kernels"]), f"{len(found['findings'])}", "yes"]
+        for tool, found in record("sanitizers")["tools"].items()
+        if found["planted"]
+    ]
+    return table(["tool", "launches", "kernels", "findings", "planted fault found"], rows)
+
+
+def stress() -> str:
+    """How often each scenario did what it does, and what was wrong."""
+    rows = [
+        [f"`{name}`", f"{found['count']:,}", f"{found['seconds']} s", str(len(found["findings"]))]
+        for name, found in record("stress")["results"].items()
+    ]
+    return table(["scenario", "done", "", "wrong"], rows)
+
+
 def group_offset() -> str:
     """`ragged_dot` of an eighth of the groups."""
     rows = []
@@ -660,6 +689,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/gpt_oss": lambda: where("gpt_oss"),
     "layer_memory": layer_memory,
     "layer_budget": layer_budget,
+    "fuzz": fuzz,
+    "where/fuzz": lambda: where("fuzz"),
+    "sanitizers": sanitizers,
+    "stress": stress,
+    "where/stress": lambda: where("stress"),
     "numerics": numerics,
     "where/numerics": lambda: where("numerics"),
     "where/layer_memory": lambda: where("layer_memory"),

@@ -1,0 +1,57 @@
+"""The layer under settings of JAX that its own code must not depend on."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from triax import moe
+from triax.testing import assert_same_bits
+
+SETTINGS = {
+    "x64": lambda: jax.enable_x64(True),
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "NaNs are errors": lambda: jax.debug_nans(True),
+}
+LAYERS = {
+    "bfloat16": {},
+    "interleaved": {"interleaved": True, "activation": moe.Swiglu(limit=7.0)},
+    "sigmoid": {"score": "sigmoid", "num_groups": 2, "top_groups": 1, "weights_on": "input"},
+    "8 bits": {"recipe": "rows"},
+}
+
+
+def draw():
+    rng = np.random.default_rng(0)
+    shapes = (12, 32), (12, 8), (8, 32, 48), (8, 24, 32), (8, 48), (8, 32)
+    arrays = [jnp.asarray(rng.standard_normal(shape), "bfloat16") for shape in shapes]
+    arrays[1] = arrays[1].astype("float32")
+    return arrays
+
+
+def layer(args, implementation, **options):
+    x, logits, w_gate_up, w_down, b_gate_up, b_down = args
+    biases = {} if "recipe" in options else {"b_gate_up": b_gate_up, "b_down": b_down}
+    found = moe.feed_forward(
+        *(x, logits, w_gate_up, w_down), top_k=2, implementation=implementation, **biases, **options
+    )
+    return jnp.sum(found.tokens.astype("float32")), found
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("options", LAYERS)
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_same_bits_under(setting, options, implementation):
+    """Results, their types, and gradients."""
+    args = draw()
+    results = []
+    for inside in (contextlib.nullcontext, SETTINGS[setting]):
+        run = functools.partial(layer, implementation=implementation, **LAYERS[options])
+        with inside():
+            results.append(jax.jit(jax.value_and_grad(run, has_aux=True))(args))
+    jax.tree.map(assert_same_bits, *results)
