@@ -25,6 +25,7 @@ PUBLIC = {
         "explain",
         "export_checks",
         "moe",
+        "sharded",
         "strides_from_shape",
         "testing",
         "triton_call",

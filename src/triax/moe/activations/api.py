@@ -17,11 +17,12 @@ from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import ops
 from triax.moe.activations.reference import SPECS, Activation, GluSpec, Name, Swiglu, halves
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call
+from triax.sharding import explicit
 
 
 def glu(
@@ -228,7 +229,7 @@ def _by_function(
         found: jax.Array = out
         return found
 
-    row_weights = None if row_weights is None else sharding.gathered(row_weights)
+    row_weights = None if row_weights is None else explicit.gathered(row_weights)
     result: jax.Array = run(gate_up, up, row_weights)
     return result
 
