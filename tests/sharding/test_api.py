@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import triax
-from triax import testing
+from triax import settings, testing
 from triax.errors import ArgumentTypeError, ArgumentValueError, OutOfBounds
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -272,12 +272,35 @@ def outside(x):
     return triax.triton_call(x, kernel=outside_kernel, out_type=x, grid=1)
 
 
+def test_parts_know_what_is_set_where_they_are_called():
+    """XLA has them traced in a thread of its own."""
+    known = []
+
+    def function(x):
+        known.append(
+            (
+                x.shape[0],
+                settings.mode_in_force(),
+                settings.checked(),
+                jax.config.jax_default_matmul_precision,
+            )
+        )
+        return 2 * x
+
+    (x,) = drawn((ROWS, WIDTH))
+    cut = triax.sharded(function, "t h -> t h", cut="t")
+    with triax.tuning_mode("off"), testing.checked(), jax.default_matmul_precision("highest"):
+        run(cut, mesh_of("plain"), [x], [P("data")])
+    assert known == [(rows, "off", True, "highest") for rows in (ROWS, ROWS // 2)]
+
+
 def test_host_callbacks_of_parts_are_told_apart():
     """Several kernels, in several functions, whose parts share the program's one callback."""
     x, weight = drawn((ROWS, WIDTH), (WIDTH,))
 
     def layers(norm):
-        return lambda x, weight: norm(norm(x, weight) + 1, 2 * weight) - norm(x, weight**2)
+        half = WIDTH // 2
+        return lambda x, w: norm(norm(x, w) + 1, 2 * w) - jnp.tile(norm(x[:, :half], w[:half]), 2)
 
     def several(x, weight):
         return layers(call)(x, weight)

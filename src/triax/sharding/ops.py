@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching
 
+from triax import settings
 from triax.compat import jax_private
 from triax.sharding import automatic, explicit, linear, primitives
 from triax.sharding.splits import FlatSplit, Function, Split, batched, flatten
@@ -59,7 +60,7 @@ def bind(
         jaxpr, shapes = explicit.traced(mesh, run, arguments)
     if check is not None:
         check(jaxpr, shapes)
-    flat = None if split is None else flatten(split, arguments, shapes, name)
+    flat = None if split is None else flatten(_as_here(split), arguments, shapes, name)
     if mesh is not None and flat is not None:
         jaxpr = _in_parts(mesh, flat, leaves)
     # The thread in which XLA has a part traced may not know of `jax.enable_x64`.
@@ -81,6 +82,17 @@ def bind(
         ),
     )
     return jax.tree.unflatten(out_tree, outputs)
+
+
+def _as_here(split: Split) -> Split:
+    """The split, whose parts XLA has traced in a thread of its own, which knows no settings."""
+    restored = settings.captured()
+
+    def run(*operands: Any) -> Any:
+        with restored():
+            return split.run(*operands)
+
+    return split._replace(run=run)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
