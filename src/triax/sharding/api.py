@@ -46,17 +46,18 @@ def sharded(
     as of a weight, is summed over the parts, in the array's dtype.
 
     Args:
-      function: takes arrays (or pytrees of them) by position and options by keyword; returns
-        arrays. On a part of the arrays it must return that part of the result, so it may not close
-        over arrays, and it must take sizes from its arguments.
+      function: takes arrays by position and options by keyword; returns arrays. They may be in
+        pytrees, whose leaves each have a place in `rule`. On a part of the arrays it must return
+        that part of the result, so it may not close over arrays, and it must take sizes from its
+        arguments.
       rule: as in Shardy's sharding rules, the names of the dimensions of each array with blanks
         between them, arrays apart by commas: arguments, "->", results. Dimensions of the same name
         have the same size. A scalar has no names: "t h, -> t h".
       cut: the names of dimensions that may be cut, as "t" or "b t". Each is in an argument and in
         every result.
-      reduce: names that may be cut and that a result lacks: the parts' results are summed. For a
-        product with "t k, k n -> t n" that is "k". Return float32 if the sum must not be rounded to
-        less.
+      reduce: names that may be cut and that a result lacks: the result is the sum of what the parts
+        return. For a product with "t k, k n -> t n" that is "k"; a bias is added outside, or every
+        part would add it. Return float32 if the sum must not be rounded to less.
 
     Returns:
       A function like `function`.
