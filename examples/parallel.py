@@ -263,7 +263,10 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def main(folder: Path) -> tuple[float | None, list[float], bool]:
     """The error, the losses, and whether the restart has the bits of a run without."""
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "expert", "tensor"))
+    devices = jax.devices()[:8]
+    if len(devices) < 8:
+        raise SystemExit(f"eight devices are needed, got {len(devices)}: set JAX_PLATFORMS=cpu")
+    mesh = Mesh(np.array(devices).reshape(2, 2, 2), ("data", "expert", "tensor"))
     error = compare(mesh) if jax.process_count() == 1 else None
     make = lambda: start(init(jax.random.key(0)))
     state = jax.jit(make, out_shardings=shardings(mesh))()
