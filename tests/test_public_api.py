@@ -29,6 +29,7 @@ PUBLIC = {
         "export_checks",
         "moe",
         "record",
+        "sharded",
         "strides_from_shape",
         "testing",
         "triton_call",

@@ -17,6 +17,7 @@ from triax.emitting.emit import export_checks as export_checks
 from triax.errors import TriaxError as TriaxError
 from triax.lowering import triton_call_lowering as triton_call_lowering
 from triax.settings import tuning_mode as tuning_mode
+from triax.sharding.api import sharded as sharded
 from triax.tools.explain import Explanation as Explanation
 from triax.tools.explain import explain as explain
 from triax.tools.tune import Tuned as Tuned
@@ -38,6 +39,7 @@ __all__ = [
     "export_checks",
     "moe",
     "record",
+    "sharded",
     "strides_from_shape",
     "testing",
     "triton_call",

@@ -16,6 +16,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -73,6 +74,19 @@ def tuning_mode(mode: TuningMode) -> Iterator[None]:
 def checked() -> bool:
     """Whether interpreted kernels are checked for races and for uninitialised reads."""
     return bool(checked_runs.value)
+
+
+def captured() -> Callable[[], AbstractContextManager[None]]:
+    """What is set in this thread, as a context for another one that traces for it."""
+    mode, checks = _tuning_mode.value, checked_runs.value
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        with _tuning_mode(mode), checked_runs(checks), jax.default_matmul_precision(precision):
+            yield
+
+    return restored
 
 
 def enforce_autotuning() -> bool:

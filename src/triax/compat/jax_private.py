@@ -28,7 +28,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.sharding import PartitionSpec
 
 from triax.compat import versions
-from triax.errors import MissingDependencyError, TuningError
+from triax.errors import MissingDependencyError, TuningError, UnsupportedError
 
 # --- jaxlib's Triton module ---------------------------------------------------
 
@@ -184,11 +184,6 @@ def num_partitions(ctx: Any) -> int:
     return len(devices) if devices and context.abstract_mesh is not None else 1
 
 
-def uses_shardy() -> bool:
-    """Whether XLA cuts programs by Shardy, and not by its predecessor."""
-    return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
-
-
 def spec_of(array: Any, mesh: Any) -> tuple[Any, ...]:
     """Over which axes of a mesh XLA cuts an array; () for ways that have no such name."""
     if array.sharding is None:
@@ -198,6 +193,59 @@ def spec_of(array: Any, mesh: Any) -> tuple[Any, ...]:
         return tuple(_sharding_impls.parse_flatten_op_sharding(xla, mesh)[0])
     except Exception:  # over a part of an axis
         return ()
+
+
+class Switchboard:
+    """One host callback of a program, for all those in the parts that XLA has traced.
+
+    A program's callbacks are counted before XLA compiles it, and its parts are traced while it
+    does. So they share one, whose first operand is the number of the one that is meant. It has what
+    JAX's lowering uses of a program's list of callbacks.
+    """
+
+    def __init__(self, index: int):
+        self._index, self._callbacks = index, list[Any]()
+        self._announced = False
+
+    def __call__(self, number: Any, *operands: Any) -> Any:
+        return self._callbacks[int(number)](number, *operands)
+
+    def __len__(self) -> int:
+        return self._index + 1
+
+    def announce(self) -> int:
+        """The number of the callback that is appended next, which takes it as first operand."""
+        self._announced = True
+        return len(self._callbacks)
+
+    def append(self, callback: Any) -> None:
+        if not self._announced:
+            raise UnsupportedError(
+                "A function that XLA cuts over devices (triax.sharded) has a host callback, as "
+                "jax.debug.print or jax.pure_callback. Take it out, or call the function inside "
+                "jax.shard_map."
+            )
+        self._announced = False
+        self._callbacks.append(callback)
+
+
+def add_switchboard(ctx: Any) -> Switchboard:
+    """One of the program that is being lowered; on GPUs kernels need no callbacks."""
+    board = Switchboard(len(ctx.module_context.host_callbacks))
+    if "cpu" in lowering_platforms(ctx):
+        ctx.module_context.add_host_callback(board)
+    return board
+
+
+def with_switchboard(ctx: Any, board: Switchboard) -> Any:
+    """The context of a lowering rule whose callbacks are those of `board`."""
+    return ctx.replace(module_context=ctx.module_context.replace(host_callbacks=board))
+
+
+def switchboard(ctx: Any) -> Switchboard | None:
+    """What takes the callbacks of a lowering rule, if it is for a part that XLA has traced."""
+    found = ctx.module_context.host_callbacks
+    return found if isinstance(found, Switchboard) else None
 
 
 def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:

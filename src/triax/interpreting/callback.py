@@ -12,6 +12,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from triax.binding.launch import Call, Launch
+from triax.compat import jax_private
 from triax.interpreting import frames
 
 
@@ -40,13 +41,20 @@ def emit_callback(ctx: Any, operands: Sequence[Any], call: Call, launch: Launch)
             for array, type in zip(found, types, strict=True)
         )
 
+    # In a part that XLA has traced, the program's one callback has to be told which is meant.
+    numbered, avals, numbers = callback, list(ctx.avals_in), list[Any]()
+    if (board := jax_private.switchboard(ctx)) is not None:
+        numbered = lambda number, *arrays: callback(*arrays)
+        numbers = [mlir.ir_constant(np.int32(board.announce()))]
+        avals = [jax.core.ShapedArray((), np.int32), *avals]
+
     results: Sequence[Any]
     results, _, _ = mlir.emit_python_callback(
-        ctx.replace(avals_out=types),
-        callback,
+        ctx.replace(avals_in=avals, avals_out=types),
+        numbered,
         None,
-        operands,
-        ctx.avals_in,
+        [*numbers, *operands],
+        avals,
         types,
         has_side_effect=call.has_side_effect,
     )

@@ -16,10 +16,11 @@ from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import functions, ops
 from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call
+from triax.sharding import explicit
 
 
 def glu(
@@ -71,7 +72,7 @@ def glu(
     spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
     if function is not None:
-        row_weights = None if row_weights is None else sharding.gathered(row_weights)
+        row_weights = None if row_weights is None else explicit.gathered(row_weights)
         run = jax.checkpoint(functools.partial(functions.apply, function, spec))
         out = run(gate_up, up, row_weights)
     else:

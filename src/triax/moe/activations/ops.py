@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from triax.moe.activations import launchers, reference
-from triax.moe.shared import linear
 from triax.moe.shared.ops import Call, Op
-from triax.moe.shared.sharding import Shard
+from triax.sharding import linear
+from triax.sharding.splits import Shard
 
 
 def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.shared import linear
 from triax.moe.shared.arrays import at_least_float32
+from triax.sharding import linear
 
 Name = Literal["swiglu", "geglu", "geglu_exact", "silu", "gelu", "gelu_exact", "relu2"]
 

@@ -8,8 +8,8 @@ import jax
 
 from triax.moe.chunk_sort import launchers, reference
 from triax.moe.chunk_sort.reference import ChunkMaps, Moved
-from triax.moe.shared import linear
 from triax.moe.shared.ops import Call, Op
+from triax.sharding import linear
 
 chunk_maps = Op(
     "chunk_maps",

@@ -19,7 +19,7 @@ from triax.moe.plans.api import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
-from triax.moe.shared.sharding import gathered
+from triax.sharding.explicit import gathered
 
 
 @functools.partial(

@@ -9,7 +9,7 @@ import jax
 from triax.compat import jax_private
 from triax.errors import ArgumentValueError
 from triax.moe.shared import arguments
-from triax.moe.shared.sharding import explicit_mesh
+from triax.sharding.explicit import explicit_mesh
 
 Scheme = Literal["token", "choice"]
 ExchangeMethod = Literal["padded", "ragged"]

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from triax.compat import jax_private
-from triax.moe.shared import linear
 from triax.moe.shared.arrays import running_sum
 from triax.moe.shared.ops import Call, Op
+from triax.sharding import linear
 
 # XLA's kernel gives each slice a small part of the GPU: two H100s took 91 ms for 0.47 GB in one
 # slice for each peer, 1.36 in 512 pieces, where `all_to_all` took 0.95. On four H200s 256 to 2,048

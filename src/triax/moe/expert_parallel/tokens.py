@@ -17,9 +17,9 @@ from triax.moe.expert_parallel import exchange
 from triax.moe.expert_parallel.exchange import Pieces, Slices
 from triax.moe.permutation.api import permute, routes_of, sum_rows, unpermute
 from triax.moe.plans.reference import Plan
-from triax.moe.shared import linear
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op
+from triax.sharding import linear
 
 # Rows of fewer bytes are copied for the devices first: to start a block of XLA's kernel for each
 # takes longer. On two and four H200s 2,048 bytes go faster from where they are, 64 slower.

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from triax.errors import DifferentiationError
 from triax.moe.grouped_matmul import launchers, reference
 from triax.moe.grouped_matmul.options import Groups, Options, Side
-from triax.moe.shared import linear
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.order import after
-from triax.moe.shared.sharding import Shard
+from triax.sharding import linear
+from triax.sharding.splits import Shard
 
 
 def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from triax.compat import jax_private
 from triax.moe.grouped_matmul.options import Groups, Options, Side
 from triax.moe.quantization.scaled import product
-from triax.moe.shared import sharding
 from triax.moe.shared.arrays import at_least_float32, running_sum
+from triax.sharding import explicit
 
 _MOST_ROWS = 128  # of a tile
 
@@ -90,7 +90,7 @@ def scaled_weights(
     """Weights times the scales of groups, columns or blocks; packed ones are unpacked."""
     block = options.weight_block[:: 1 if transposed else -1]
     # Explicit axes may cut weights and scales in ways that do not go together.
-    scales = jax.tree.map(sharding.gathered, scales)
+    scales = jax.tree.map(explicit.gathered, scales)
     if options.packed is not None:
         sizes: Any = (1, *block)
         return product(weights, scales.scales, scales.zeros, sizes, dtype, options.packed)

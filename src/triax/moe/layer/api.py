@@ -21,8 +21,9 @@ from triax.moe.layer.recipes import Recipe, Scaling
 from triax.moe.quantization import scaled as quantized
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.api import GroupScore, Score
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
+from triax.sharding import explicit
 
 
 def feed_forward(
@@ -209,7 +210,7 @@ def _flattened(x: Any, logits: Any, routing: Any) -> tuple[tuple[int, ...], jax.
 
 def _flat(array: Any) -> jax.Array:
     # JAX reshapes what explicit axes cut only where these cut the first or the last dimension.
-    array = sharding.gathered(jnp.asarray(array), 0, array.ndim - 1)
+    array = explicit.gathered(jnp.asarray(array), 0, array.ndim - 1)
     return jnp.reshape(array, (math.prod(array.shape[:-1]), array.shape[-1]))
 
 

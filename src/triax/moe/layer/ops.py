@@ -12,9 +12,9 @@ import jax
 
 from triax.moe.activations.api import glu, glu_gradients
 from triax.moe.grouped_matmul.api import ragged_dot
-from triax.moe.shared import linear
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.order import after
+from triax.sharding import linear
 
 _NAMES = "gate_up", "up", "row_weights", "weights", "bias", "sizes"
 

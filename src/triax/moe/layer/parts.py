@@ -26,10 +26,11 @@ from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.api import route
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
-from triax.moe.shared.sharding import Shard, Split
+from triax.sharding import explicit
+from triax.sharding.splits import Shard, Split
 
 WeightsOn = Literal["output", "input"]
 
@@ -105,7 +106,7 @@ def feed_forward(options: Options, operands: Operands) -> FeedForward:
 
     # Each device runs the layer on its tokens, and all sum up what they counted.
     by_tokens = Split(("th", "te", "e", "e", "tk"), ("th", "e", "", "tk", "tk"), "t", part)
-    return sharding.cut_only(run, by_tokens, *operands)
+    return explicit.cut_only(run, by_tokens, *operands)
 
 
 def _run(options: Options, *operands: Any) -> FeedForward:

@@ -24,7 +24,7 @@ from triax.moe.plans.reference import Plan
 from triax.moe.quantization.api import quantize
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.quantized_outer.api import quantized_outer
-from triax.moe.shared import sharding
+from triax.sharding import explicit
 
 Scaling = Literal["rows", "blocks"]
 _SCALINGS = ("rows", "blocks")
@@ -172,7 +172,7 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
 
     # Products in 8 bits may be cut over other explicit axes than those of arrays.
     out, pull = jax.vjp(plain, moving)
-    (found,) = pull(sharding.cast(gradient, sharding.type_of(out)))
+    (found,) = pull(explicit.cast(gradient, explicit.type_of(out)))
     d_weights = found.get("weights")
     if d_weights is None:
         d_weights = _quantized_outer(how, rows, gradient, sizes, weights)
@@ -183,7 +183,7 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
             scaling, gradient, how.recipe.gradient_dtype, implementation=how.implementation
         )
         weights = _quantized_weights(how, scaling, weights, 1 if how.transposed else 2)
-    d_rows = sharding.cast(ragged_dot(gradient, weights, sizes, **options), sharding.type_of(rows))
+    d_rows = explicit.cast(ragged_dot(gradient, weights, sizes, **options), explicit.type_of(rows))
     # Group sizes have no gradient, and that of the rows is all of what is quantized, too.
     return d_rows, d_weights, None, found["bias"], found["bias_weights"], None
 
@@ -206,7 +206,7 @@ def _quantized_outer(
         fast_sums=how.recipe.fast_sums,
         implementation=how.implementation,
     )
-    return sharding.cast(found, sharding.type_of(weights))
+    return explicit.cast(found, explicit.type_of(weights))
 
 
 def _options(how: _How, dtype: Any, scaling: Scaling | None) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from triax.moe.permutation import launchers, reference
 from triax.moe.permutation.reference import Gathered, Permuted, Routes
-from triax.moe.shared import linear
 from triax.moe.shared.ops import Call, Op
-from triax.moe.shared.sharding import Shard
+from triax.sharding import linear
+from triax.sharding.splits import Shard
 
 
 def _routes(routes: Routes) -> list[str]:

@@ -15,7 +15,7 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization import packing
 from triax.moe.quantization.packing import E8M0, PACKED
-from triax.moe.shared import sharding
+from triax.sharding import explicit
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)))
 """The dtypes of values of 8 bits."""
@@ -151,7 +151,7 @@ def product(
     if packed is None:
         numbers = values.astype(dtype)
     else:
-        numbers = packing.unpack(sharding.gathered(values, *range(values.ndim - 1)), packed, dtype)
+        numbers = packing.unpack(explicit.gathered(values, *range(values.ndim - 1)), packed, dtype)
     if zeros is not None:
         numbers -= spread(zeros.astype(dtype), numbers.shape, block)
     if scales.dtype != E8M0:
@@ -164,7 +164,7 @@ def product(
 def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
     """Scales, repeated for each number of their blocks where they do not broadcast."""
     repeats = [of > 1 and count > 1 for of, count in zip(block, scales.shape, strict=True)]
-    scales = sharding.gathered(scales, *(i for i, repeat in enumerate(repeats) if not repeat))
+    scales = explicit.gathered(scales, *(i for i, repeat in enumerate(repeats) if not repeat))
     for axis, (size, of) in enumerate(zip(shape, block, strict=True)):
         if repeats[axis]:
             repeated = jnp.repeat(scales, of, axis=axis)

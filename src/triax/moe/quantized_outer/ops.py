@@ -10,7 +10,7 @@ from triax.errors import DifferentiationError
 from triax.moe.grouped_matmul.ops import groups_of_part, letters_of_groups
 from triax.moe.quantized_outer import launchers, reference
 from triax.moe.shared.ops import Call, Op
-from triax.moe.shared.sharding import Shard
+from triax.sharding.splits import Shard
 
 
 def _derivative(*_: Any) -> NoReturn:

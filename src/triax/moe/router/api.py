@@ -15,9 +15,10 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.router import ops, reference
 from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
 from triax.moe.router.reference import Routed
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
+from triax.sharding import explicit
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "none"]
 GroupScore = Literal["top2", "max"]
@@ -161,7 +162,7 @@ def _norm_order(normalize: Any, score: Score) -> float:
 
 def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routed:
     """The weights of experts that are given; zero for those that there are not."""
-    logits, experts = sharding.gathered(logits), sharding.gathered(experts)
+    logits, experts = explicit.gathered(logits), explicit.gathered(experts)
     known = (experts >= 0) & (experts < logits.shape[1])
     # Not chosen: a score of zero, which no sum or gradient sees.
     rows = jnp.arange(experts.shape[0])[:, None]
@@ -174,7 +175,7 @@ def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routed:
 
 def _scaled(weights: jax.Array, expert_scale: jax.Array, experts: jax.Array) -> jax.Array:
     """Weights times their experts' scales, whose gradient is summed up in a fixed order."""
-    expert_scale = sharding.gathered(expert_scale)
+    expert_scale = explicit.gathered(expert_scale)
     is_expert = experts[:, :, None] == jnp.arange(expert_scale.shape[0])
     scales = jnp.sum(jnp.where(is_expert, expert_scale.astype(jnp.float32), 0), axis=2)
     return weights * scales

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from triax.moe.router.api import SCORES, Score, check_logits
 from triax.moe.router.reference import normalized_scores
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared.arrays import at_least_float32
+from triax.sharding import explicit
 
 
 def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softmax") -> jax.Array:
@@ -49,7 +50,7 @@ def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softm
     counts = arguments.array("group_counts", group_counts, ("experts",), jnp.integer)
     arguments.check_length("group_counts", counts, num_experts, "count", "experts of `logits`")
     arguments.check_choice("score", score, SCORES)
-    logits, counts = sharding.gathered(logits, 0), sharding.gathered(counts)
+    logits, counts = explicit.gathered(logits, 0), explicit.gathered(counts)
     scores = normalized_scores(_wider(logits), score)
     counts = counts.astype(scores.dtype)
     share = counts / jnp.maximum(jnp.sum(counts), 1)
@@ -74,7 +75,7 @@ def router_z_loss(logits: Any) -> jax.Array:
       ArgumentTypeError: `logits` is not an array, or of the wrong dtype.
       ArgumentValueError: `logits` has the wrong shape.
     """
-    logits = _wider(sharding.gathered(check_logits(logits), 0))
+    logits = _wider(explicit.gathered(check_logits(logits), 0))
     # -inf alone would be an infinite loss with a gradient of NaN.
     padding = jnp.all(logits == -jnp.inf, axis=1, keepdims=True)
     size = jax.scipy.special.logsumexp(jnp.where(padding, 0, logits), axis=1)

@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax.moe.router import launchers, reference
 from triax.moe.router.reference import Routed
-from triax.moe.shared import linear
 from triax.moe.shared.ops import Call, Op
+from triax.sharding import linear
 
 
 def _derivative(call: Call, primals: Any, tangents: Any, routed: Routed) -> Any:

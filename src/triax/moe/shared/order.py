@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from triax.moe.shared import sharding
+from triax.sharding import automatic, explicit
 
 
 def after(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -20,7 +20,7 @@ def after(x: jax.Array, other: jax.Array) -> jax.Array:
     In programs that XLA cuts over several devices the order is left to it: `other` may be a sum
     over devices, which it should not wait for.
     """
-    if sharding.explicit(x) is not None:
+    if explicit.sharding_of(x) is not None:
         return x
     found: jax.Array = _after_p.bind(x, other)
     return found
@@ -32,7 +32,7 @@ _after_p.def_abstract_eval(lambda x, other: x)
 
 
 def _lower(ctx: Any, x: Any, other: Any) -> Any:
-    if sharding.is_partitioned(ctx):
+    if automatic.is_partitioned(ctx):
         return [x]
     return mlir.lower_fun(lambda *both: jax.lax.optimization_barrier(both)[0], False)(ctx, x, other)
 

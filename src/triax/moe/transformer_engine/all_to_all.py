@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine.chunks import sort_chunks_by_index
+from triax.sharding import explicit
 
 _Parameters = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -97,7 +98,7 @@ def _counts(counts: Any, num_shards: int) -> jax.Array:
             f"Argument `{name}` must have a row for each of the {num_shards} shards, and as many "
             f"experts for each; got shape {counts.shape}."
         )
-    return sharding.gathered(counts).reshape(num_shards, num_shards, -1)
+    return explicit.gathered(counts).reshape(num_shards, num_shards, -1)
 
 
 def _parameters(rows: jax.Array, shard_id: Any) -> _Parameters:

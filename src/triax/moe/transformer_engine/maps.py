@@ -12,9 +12,10 @@ from triax.moe.permutation import api as moves
 from triax.moe.permutation.reference import Permuted
 from triax.moe.plans.api import make_plan_from_mask
 from triax.moe.plans.reference import Plan
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
+from triax.sharding import explicit
 
 
 class TokenDispatch(NamedTuple):
@@ -141,7 +142,7 @@ def token_combine(
             "Argument `row_id_map` must have shape [tokens, 2 * top_k + 1]; got "
             f"{row_id_map.shape}. Pass the third result of `token_dispatch`."
         )
-    row_id_map = sharding.gathered(row_id_map)
+    row_id_map = explicit.gathered(row_id_map)
     num_tokens, top_k = row_id_map.shape[0], row_id_map.shape[1] // 2
     row_id_map = row_id_map.astype(jnp.int32)
     exists = jnp.arange(top_k, dtype=jnp.int32)[None, :] < row_id_map[:, -1:]
@@ -153,7 +154,7 @@ def token_combine(
         sizes = filled
     else:
         offsets = arguments.array("pad_offsets", pad_offsets, ("experts",), jnp.integer)
-        offsets = sharding.gathered(offsets).astype(jnp.int32)
+        offsets = explicit.gathered(offsets).astype(jnp.int32)
         num_experts = offsets.shape[0]
         filled = jnp.zeros(num_experts, jnp.int32)
         filled = filled.at[tables.or_none(expert, num_experts)].add(1, mode="drop")

@@ -13,9 +13,10 @@ from triax.messages import short
 from triax.moe.router import api
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.reference import normalized_scores
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
+from triax.sharding import explicit
 
 
 class ScoreFunction(enum.IntEnum):
@@ -76,7 +77,7 @@ def fused_topk_with_score_function(
       routing_map: bool [tokens, experts], or uint8 [tokens, ceil(experts / 8)] with the first
         expert in the lowest bit.
     """
-    logits = sharding.gathered(api.check_logits(logits))
+    logits = explicit.gathered(api.check_logits(logits))
     num_experts = logits.shape[1]
     function = _as_enum("score_function", score_function, ScoreFunction)
     map_format = _as_enum("routing_map_format", routing_map_format, RoutingMapFormat)
@@ -150,7 +151,7 @@ def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: flo
     counts = arguments.array("tokens_per_expert", tokens_per_expert, ("experts",), kind)
     of = "experts of `probs`"
     arguments.check_length("tokens_per_expert", counts, num_experts, "count", of)
-    probs, counts = sharding.gathered(probs, 0), sharding.gathered(counts)
+    probs, counts = explicit.gathered(probs, 0), explicit.gathered(counts)
     topk = arguments.integer("topk", topk, 1)
     coeff = api.check_scale("coeff", coeff)
     wider = at_least_float32(probs.dtype)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from triax.compat import jax_private
 from triax.errors import ArgumentValueError
-from triax.moe.shared import arguments, sharding
+from triax.moe.shared import arguments
+from triax.sharding import explicit
 
 
 def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
@@ -24,7 +25,7 @@ def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
             f"got {value.shape}. Reshape it."
         )
     if jax_private.is_array(value):
-        value = sharding.gathered(value, *([ndim - 1] if last == "hidden" else []))
+        value = explicit.gathered(value, *([ndim - 1] if last == "hidden" else []))
     if ndim == 3:
         value = value.reshape(value.shape[0] * value.shape[1], value.shape[2])
     return arguments.array(name, value, ("tokens", last), kind)

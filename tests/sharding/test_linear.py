@@ -11,8 +11,8 @@ import pytest
 from jax import monitoring
 
 from triax import moe
-from triax.moe.shared import linear
 from triax.moe.shared.ops import Op
+from triax.sharding import linear
 
 EVENTS: list[str] = []
 monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from triax.compat import jax_private
-from triax.moe.shared import sharding
+from triax.sharding import explicit
+from triax.sharding.primitives import primitive
 
 Function = Callable[..., Any]
 
@@ -43,8 +43,8 @@ def call(
     moving = {name: tangent for name, tangent in tangents.items() if tangent is not None}
     saved, shapes = jax.tree.leaves(residuals), jax.tree.leaves(like)
     saved_tree, out_tree = jax.tree.structure(residuals), jax.tree.structure(like)
-    types = tuple(map(sharding.type_of, shapes))
-    moving_types = tuple(map(sharding.type_of, moving.values()))
+    types = tuple(map(explicit.type_of, shapes))
+    moving_types = tuple(map(explicit.type_of, moving.values()))
 
     def flat_function(*flat: Any) -> list[Any]:
         known = jax.tree.unflatten(saved_tree, flat[: len(saved)])
@@ -69,7 +69,7 @@ def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) ->
                 f"{function.__qualname__} returned {array.dtype}{list(array.shape)} for what is "
                 f"{kind.dtype}{list(kind.shape)}"
             )
-    return list(map(sharding.cast, arrays, types))
+    return list(map(explicit.cast, arrays, types))
 
 
 def call_each(
@@ -111,29 +111,6 @@ def batch_size(args: Any, axes: Any) -> int:
     return next(arg.shape[axis] for arg, axis in zip(args, axes, strict=True) if axis is not None)
 
 
-def primitive(
-    name: str, lowered: Callable[[Any, Any], Function] = lambda _, call: call.function
-) -> Primitive:
-    """A primitive that runs ``call.function``, which returns arrays of ``call.types``.
-
-    ``lowered(ctx, call)`` is what a program has of it.
-    """
-    new = Primitive(name)
-    new.multiple_results = True
-
-    def abstract_eval(*avals: Any, call: Any) -> list[Any]:
-        kinds = call.types
-        return [jax_private.result_aval(name, avals, a.shape, a.dtype, a.sharding) for a in kinds]
-
-    def lower(ctx: Any, *operands: Any, call: Any) -> Sequence[Any]:
-        return mlir.lower_fun(lowered(ctx, call), multiple_results=True)(ctx, *operands)
-
-    new.def_impl(lambda *args, call: call.function(*args))
-    new.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(new, lower)
-    return new
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Bound:
     """The parameter of the primitive: flat functions of `num_residuals` arrays and tangents."""
@@ -168,7 +145,7 @@ def _transpose(cotangents: Any, *args: Any, call: _Bound) -> list[Any]:
 
 
 def _batch(args: Any, axes: Any, *, call: _Bound) -> Any:
-    size, batch = batch_size(args, axes), sharding.explicit_batch(args, axes)
+    size, batch = batch_size(args, axes), explicit.explicit_batch(args, axes)
     count = call.num_residuals
 
     # Put the batch in front of all tangents, so that all cotangents have it there. JAX transposes
@@ -176,8 +153,8 @@ def _batch(args: Any, axes: Any, *, call: _Bound) -> Any:
     def in_front(arg: Any, axis: int | None) -> Any:
         if axis is not None:
             return jnp.moveaxis(arg, axis, 0)
-        kind = sharding.batched_type(sharding.type_of(arg), size, batch)
-        return sharding.cast(jnp.broadcast_to(arg, (size, *arg.shape)), kind)
+        kind = explicit.batched_type(explicit.type_of(arg), size, batch)
+        return explicit.cast(jnp.broadcast_to(arg, (size, *arg.shape)), kind)
 
     tangents = list(map(in_front, args[count:], axes[count:]))
     known = tuple(axes[:count])
@@ -185,7 +162,7 @@ def _batch(args: Any, axes: Any, *, call: _Bound) -> Any:
         call,
         function=jax.vmap(call.function, (*known, *(0 for _ in tangents))),
         transpose=jax.vmap(call.transpose, (*known, *(0 for _ in call.types))),
-        types=tuple(sharding.batched_type(kind, size, batch) for kind in call.types),
+        types=tuple(explicit.batched_type(kind, size, batch) for kind in call.types),
     )
     outputs = _linear_p.bind(*args[:count], *tangents, call=batched)
     return outputs, [0] * len(outputs)

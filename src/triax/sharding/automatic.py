@@ -1,0 +1,151 @@
+"""Cutting under plain `jit`: through `custom_partitioning`, once XLA has chosen the shardings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from triax.compat import jax_private
+from triax.sharding.primitives import primitive
+from triax.sharding.splits import FlatSplit, Function, Shard, mesh_axes, partition_spec
+
+
+def is_partitioned(ctx: Any) -> bool:
+    """Whether a lowering rule is for a program that XLA cuts over several devices."""
+    return jax_private.num_partitions(ctx) > 1 and not jax_private.is_exporting(ctx)
+
+
+def partitioned(split: FlatSplit, function: Function, board: Any = None) -> Function:
+    """`function` of flat arrays, which XLA runs in parts by `split` where it pays.
+
+    `board` takes the host callbacks of the parts.
+    """
+
+    def run(*operands: Any) -> Any:
+        jaxpr = jax.make_jaxpr(function)(*operands)
+        constants = jaxpr.consts  # JAX refuses them in a function that is cut
+        extended = split._replace(
+            operands=(*split.operands, *("_" * jnp.ndim(value) for value in constants)),
+            local=lambda shard: lambda *both: split.local(shard)(*both[: len(operands)]),
+        )
+
+        def whole(*both: Any) -> tuple[Any, ...]:
+            closed = ClosedJaxpr(jaxpr.jaxpr, both[len(operands) :])
+            return tuple(jaxpr_as_fun(closed)(*both[: len(operands)]))
+
+        return _partitioned(extended, whole, board)(*operands, *constants)
+
+    return run
+
+
+def _partitioned(split: FlatSplit, function: Function, board: Any) -> Function:
+    run = custom_partitioning(function)
+
+    def cut_as(mesh: Any, axes: Any, strings: tuple[str, ...]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, partition_spec(letters, axes)) for letters in strings)
+
+    def axes_of(mesh: Any, strings: tuple[str, ...], arrays: Any) -> Any:
+        cuts = zip(strings, arrays, strict=True)
+        return mesh_axes(
+            mesh, split.cut, ((s, a.shape, jax_private.spec_of(a, mesh)) for s, a in cuts)
+        )
+
+    def infer(mesh: Any, operands: Any, _: Any) -> Any:
+        return cut_as(mesh, axes_of(mesh, split.operands, operands), split.results)
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        axes = axes_of(mesh, split.results + split.operands, (*results, *operands))
+        local = functools.partial(_as_tuple, split.local(Shard(axes)))
+        if board is not None:
+            local = functools.partial(_with_callbacks, local, board)
+        return mesh, local, cut_as(mesh, axes, split.results), cut_as(mesh, axes, split.operands)
+
+    # Not decoded by JAX, which fails where XLA cuts over a part of a mesh axis.
+    run.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=_shardy_rule(split),
+        decode_shardings=False,
+    )
+    return run
+
+
+def _as_tuple(function: Function, *operands: Any) -> tuple[Any, ...]:
+    return tuple(function(*operands))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """The parameter of the primitive: a device's part, and where its host callbacks are."""
+
+    function: Function
+    types: tuple[Any, ...]
+    board: Any
+
+
+def _with_callbacks(function: Function, board: Any, *operands: Any) -> tuple[Any, ...]:
+    jaxpr = jax.make_jaxpr(function)(*operands)
+    types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals)
+    return tuple(_part_p.bind(*operands, call=_Part(jaxpr_as_fun(jaxpr), types, board)))
+
+
+_part_p = primitive("triax_part")
+mlir.register_lowering(
+    _part_p,
+    lambda ctx, *operands, call: mlir.lower_fun(call.function, multiple_results=True)(
+        jax_private.with_switchboard(ctx, call.board), *operands
+    ),
+)
+
+
+def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
+    """The same for Shardy; each dimension that is needed whole has a name of its own."""
+    whole: list[str] = []
+
+    def names(letters: str) -> ArrayMapping:
+        named = []
+        for letter in letters:
+            if letter not in split.cut:
+                letter = f"whole{len(whole)}"
+                whole.append(letter)
+            named.append(letter)
+        return ArrayMapping(*named)
+
+    operands = tuple(map(names, split.operands))
+    results = tuple(map(names, split.results))
+    summed = {*"".join(split.operands)} & {*split.cut} - {*"".join(split.results)}
+    return SdyShardingRule(
+        operands,
+        results,
+        reduction_factors=tuple(sorted(summed)),
+        need_replication_factors=tuple(whole),
+    )
+
+
+def left_whole(function: Function) -> Function:
+    """`function` of arrays, which XLA does not cut over axes that `shard_map` leaves to it.
+
+    Where it cuts plain JAX there, XLA of JAX 0.10 may end the process (at a gather).
+    """
+
+    def run(*operands: Any) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not {AxisType.Manual, AxisType.Auto} <= {*mesh.axis_types}:
+            return function(*operands)
+        whole = NamedSharding(mesh, PartitionSpec())
+        constrain = lambda array: jax.lax.with_sharding_constraint(array, whole)
+        return jax.tree.map(constrain, function(*jax.tree.map(constrain, operands)))
+
+    return run

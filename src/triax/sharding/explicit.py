@@ -1,0 +1,171 @@
+"""Cutting on meshes with explicit axes: through `shard_map`, while the program is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from triax.compat import jax_private
+from triax.sharding.automatic import left_whole
+from triax.sharding.splits import (
+    FlatSplit,
+    Function,
+    MeshAxes,
+    Shard,
+    Split,
+    flatten,
+    mesh_axes,
+    partition_spec,
+)
+
+
+def explicit_mesh(arrays: Any) -> Any | None:
+    """The mesh with explicit axes that is in use, or that the arrays' types name; None if none."""
+    types = map(jax.typeof, jax.tree.leaves(arrays))
+    meshes = (jax.sharding.get_abstract_mesh(), *(t.sharding.mesh for t in types))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def traced(mesh: Any, function: Function, arguments: Any) -> tuple[Any, Any]:
+    """The jaxpr of a whole op, whose arguments are cut over explicit axes; its results' types.
+
+    Traced as if these axes were automatic; those that are manual are so still.
+    """
+    kinds = (AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
+    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple(kinds))
+
+    def whole(array: Any) -> Any:
+        return jax_private.result_aval("op", [jax.typeof(array)], array.shape, array.dtype)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        make = jax.make_jaxpr(function, return_shape=True)
+        found: tuple[Any, Any] = make(*jax.tree.map(whole, arguments))
+        return found
+
+
+def sharding_of(array: Any) -> NamedSharding | None:
+    """The sharding that is part of an array's type, if its mesh has explicit axes."""
+    is_type = isinstance(array, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
+    sharding = (array if is_type else jax.typeof(array)).sharding
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding
+
+
+def type_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype, and the sharding that is part of the type."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding_of(array))
+
+
+def explicit_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> Any:
+    """The explicit axes that a batch is cut over, which `vmap` wants to be the same for all."""
+    cuts = [
+        sharding.spec[axis]
+        for array, axis in zip(arrays, axes, strict=True)
+        if axis is not None and (sharding := sharding_of(array)) is not None
+    ]
+    return next(filter(None, cuts), None)
+
+
+def batched_type(kind: jax.ShapeDtypeStruct, size: int, batch: Any = None) -> jax.ShapeDtypeStruct:
+    """The type with a batch in front, which is cut over the explicit axes `batch`."""
+    sharding = kind.sharding
+    if sharding is not None:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(batch, *sharding.spec))
+    return jax.ShapeDtypeStruct((size, *kind.shape), kind.dtype, sharding=sharding)
+
+
+def cast(array: Any, kind: jax.ShapeDtypeStruct) -> Any:
+    """The array with the sharding of a type."""
+    have, want = sharding_of(array), kind.sharding
+    if have == want:
+        return array
+    mesh = (have or want).mesh
+    return jax.sharding.reshard(array, want or NamedSharding(mesh, PartitionSpec()))
+
+
+def gathered(array: Any, *kept: int) -> Any:
+    """The array, which explicit axes cut over no dimensions but those given.
+
+    For plain JAX, which wants operands that are cut alike.
+    """
+    sharding = sharding_of(array)
+    if sharding is None:
+        return array
+    spec = (part if i in kept else None for i, part in enumerate(sharding.spec))
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
+    """The op in parts, as the types of its operands are cut."""
+    axes = _explicit_axes(mesh, split, operands)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, kind in kinds if kind is AxisType.Explicit}
+    return _in_parts(mesh, names, split, axes)
+
+
+def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
+    """Runs a function of several ops in parts, over those explicit axes that its arguments are cut
+    over and the split allows."""
+    mesh = explicit_mesh(arguments)
+    if mesh is None:
+        return function(*arguments)
+    _, results = traced(mesh, function, arguments)
+    flat = flatten(split, arguments, results, "the layer")
+    operands = jax.tree.leaves(arguments)
+    axes = _explicit_axes(mesh, flat, operands)
+    if not axes:
+        return function(*arguments)
+    used = {name for names in axes.values() for name in names}
+    parts = _in_parts(mesh, used, flat, axes)(*operands)
+    return jax.tree.unflatten(jax.tree.structure(results), parts)
+
+
+def _explicit_axes(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> dict[str, MeshAxes]:
+    cut = (
+        (letters, operand.shape, sharding.spec)
+        for letters, operand in zip(split.operands, operands, strict=True)
+        if (sharding := sharding_of(operand)) is not None and any(sharding.spec)
+    )
+    return mesh_axes(mesh, split.cut, cut)
+
+
+def _in_parts(
+    mesh: Any, names: set[str], split: FlatSplit, axes: Mapping[str, MeshAxes]
+) -> Function:
+    specs = [partition_spec(letters, axes) for letters in split.operands]
+    local = left_whole(split.local(Shard(axes)))
+
+    def on_device(*operands: Any) -> Any:
+        return local(*map(_of_no_axis, operands))
+
+    part = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=[partition_spec(letters, axes) for letters in split.results],
+        axis_names=names,
+        # JAX takes a kernel's results to vary over all axes that an operand varies over.
+        check_vma=False,
+    )
+
+    def run(*operands: Any) -> Any:
+        return part(
+            *(
+                jax.sharding.reshard(operand, NamedSharding(mesh, cut))
+                for operand, cut in zip(operands, specs, strict=True)
+            )
+        )
+
+    return run
+
+
+def _of_no_axis(array: jax.Array) -> jax.Array:
+    """The array, whose type says no more that it varies over axes that were manual before.
+
+    JAX lets operands keep that with `check_vma=False`, and most results lose it.
+    """
+    return jax.lax.squeeze(jax.lax.expand_dims(array, (0,)), (0,))

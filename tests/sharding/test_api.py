@@ -1,0 +1,401 @@
+"""`triax.sharded`: the result does not depend on how arrays are cut, and parts are what is run."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import triax
+from triax import settings, testing
+from triax.errors import ArgumentTypeError, ArgumentValueError, OutOfBounds
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+ROWS, WIDTH = 8, 12
+RULE = "t h, h -> t h"
+
+
+@triton.jit
+def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = at < width
+    x = tl.load(x_ptr + row * width + at, mask=mask, other=0.0)
+    scale = tl.rsqrt(tl.sum(x * x) / width + 1e-6)
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0)
+    tl.store(out_ptr + row * width + at, x * scale * weight, mask=mask)
+
+
+seen: list[tuple[int, ...]] = []  # the shapes that the kernel is called on
+
+
+def call(x, weight):
+    seen.append(x.shape)
+    return triax.triton_call(
+        x,
+        weight,
+        width=x.shape[1],
+        BLOCK=triton.next_power_of_2(x.shape[1]),
+        kernel=rms_norm_kernel,
+        out_type=x,
+        grid=x.shape[0],
+        vmap_method="sequential",
+    )
+
+
+def plain(x, weight, power=2):
+    return x * jax.lax.rsqrt(jnp.mean(x**power, axis=1, keepdims=True) + 1e-6) * weight
+
+
+@jax.custom_vjp
+def rms_norm(x, weight):
+    return call(x, weight)
+
+
+rms_norm.defvjp(lambda *args: (call(*args), args), lambda args, d: jax.vjp(plain, *args)[1](d))
+norm = triax.sharded(rms_norm, RULE, cut="t")
+
+
+def product(a, b):
+    return a @ b
+
+
+def with_gradients(function):
+    return jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(function(*args))), (0, 1))
+
+
+def drawn(*shapes):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+def mesh_of(kind):
+    axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis, axis))
+
+
+def run(function, mesh, args, specs):
+    """The results of `function` under `jit` for arguments that are cut by `specs`."""
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)
+    ]
+    seen.clear()
+    with jax.set_mesh(mesh):
+        return jax.jit(function)(*placed)
+
+
+def assert_close(got, wanted):
+    jax.tree.map(lambda g, w: testing.assert_close(np.asarray(g), w, terms=ROWS), got, wanted)
+
+
+# What x is cut by, and the part of it that a device has: over h it must be gathered.
+PLACEMENTS = [
+    (P(), ROWS),
+    (P("data"), ROWS // 2),
+    (P(("model", "data")), ROWS // 8),
+    (P(None, "model"), ROWS),
+    (P("data", "model"), ROWS // 2),
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "explicit"])
+@pytest.mark.parametrize("of_weight", [P(), P("model")], ids=str)
+@pytest.mark.parametrize(("spec", "rows"), PLACEMENTS, ids=str)
+def test_placements(kind, spec, rows, of_weight):
+    args = drawn((ROWS, WIDTH), (WIDTH,))
+    mesh = mesh_of(kind)
+    out = run(norm, mesh, args, [spec, of_weight])
+    assert (rows, WIDTH) in seen
+    assert all(shape[0] in (rows, ROWS) for shape in seen)
+    assert out.sharding.shard_shape(out.shape) == (rows, WIDTH)
+    assert_close(out, plain(*args))
+    assert_close(
+        run(with_gradients(norm), mesh, args, [spec, of_weight]), with_gradients(plain)(*args)
+    )
+
+
+def test_types_on_explicit_axes_and_what_does_not_split():
+    mesh, args = mesh_of("explicit"), drawn((6, WIDTH), (WIDTH,))  # six rows over two, not four
+
+    def types(x, weight):
+        out = norm(x, weight)
+        assert jax.typeof(out).sharding.spec == P("data", None)
+        return out
+
+    assert_close(run(types, mesh, args, [P("data"), P()]), plain(*args))
+    padded = run(norm, mesh_of("plain"), args, [P(), P()])
+    assert_close(padded, plain(*args))
+
+
+@pytest.mark.parametrize("kind", ["plain", "explicit"])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P(None, "model"), P("model")),
+        (P("data", "model"), P()),
+        (P("data", "model"), P("model", "data")),
+        (P("model"), P(None, "data")),
+    ],
+    ids=str,
+)
+def test_reduce_sums_over_the_parts(kind, specs):
+    args = drawn((8, 16), (16, 4))
+    both = triax.sharded(product, "t k, k n -> t n", cut="t n", reduce="k")
+    got = run(with_gradients(both), mesh_of(kind), args, specs)
+    assert_close(got, with_gradients(product)(*args))
+
+
+def test_without_reduce_a_dimension_is_gathered():
+    args = drawn((8, 16), (16, 4))
+    rows = triax.sharded(product, "t k, k n -> t n", cut="t")
+    got = run(with_gradients(rows), mesh_of("plain"), args, [P(None, "model"), P("model", "data")])
+    assert_close(got, with_gradients(product)(*args))
+
+
+def test_without_shardy():
+    args = drawn((ROWS, WIDTH), (WIDTH,))
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        got = run(with_gradients(norm), mesh_of("plain"), args, [P("data"), P("model")])
+        assert (ROWS // 2, WIDTH) in seen
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+    assert_close(got, with_gradients(plain)(*args))
+
+
+@pytest.mark.parametrize("kind", ["plain", "explicit"])
+def test_vmap_cuts_batches(kind):
+    x, weight = drawn((4, ROWS, WIDTH), (WIDTH,))
+    mapped = lambda f: jax.vmap(with_gradients(f), (0, None))
+    got = run(mapped(norm), mesh_of(kind), [x, weight], [P("model"), P()])
+    assert_close(got, mapped(plain)(x, weight))
+    with jax.set_mesh(mesh_of(kind)):
+        out = run(jax.vmap(norm, (0, None)), mesh_of(kind), [x, weight], [P("model"), P()])
+    assert out.sharding.shard_shape(out.shape) == (1, ROWS, WIDTH)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map_arrays_are_parts_already(check_vma):
+    args, mesh = drawn((ROWS, WIDTH), (WIDTH,)), mesh_of("plain")
+
+    def loss(x, weight):
+        return jax.lax.psum(jnp.sum(jnp.sin(norm(x, weight))), "data")
+
+    specs = P("data"), P()
+    local = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    got = run(jax.value_and_grad(local, (0, 1)), mesh, args, specs)
+    assert {*seen} == {(ROWS // 2, WIDTH)}
+    assert_close(got, with_gradients(plain)(*args))
+
+
+def test_gradient_inside_shard_map_sums_that_of_a_replicated_weight():
+    args, mesh = drawn((ROWS, WIDTH), (WIDTH,)), mesh_of("plain")
+    inside = jax.grad(lambda *a: jnp.sum(jnp.sin(norm(*a))), (0, 1))
+    specs = P("data"), P()
+    local = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=specs)
+    assert_close(run(local, mesh, args, specs), with_gradients(plain)(*args)[1])
+
+
+def test_custom_vjp_outside():
+    """Forward and backward are cut each for itself, and nothing is run twice."""
+
+    def backward(x, weight, d_out):
+        return jax.vjp(plain, x, weight)[1](d_out)
+
+    there = triax.sharded(call, RULE, cut="t")
+    of_x = triax.sharded(lambda *a: backward(*a)[0], "t h, h, t h -> t h", cut="t")
+    of_weight = triax.sharded(lambda *a: backward(*a)[1], "t h, h, t h -> h", reduce="t")
+    outside = jax.custom_vjp(there)
+    outside.defvjp(
+        lambda *args: (there(*args), args),
+        lambda args, d: (of_x(*args, d), of_weight(*args, d)),
+    )
+    args = drawn((ROWS, WIDTH), (WIDTH,))
+    for kind in ("plain", "explicit"):
+        got = run(with_gradients(outside), mesh_of(kind), args, [P("data"), P()])
+        assert_close(got, with_gradients(plain)(*args))
+
+
+def test_other_transformations():
+    args, mesh, specs = drawn((ROWS, WIDTH), (WIDTH,)), mesh_of("plain"), [P("data"), P()]
+
+    def twice(norm):
+        def layers(x, weight):
+            step = lambda x, weight: (norm(x, weight), None)
+            return jax.lax.scan(jax.checkpoint(step), x, jnp.stack([weight, 2 * weight]))[0]
+
+        return layers
+
+    got = run(with_gradients(twice(norm)), mesh, args, specs)
+    assert_close(got, with_gradients(twice(plain))(*args))
+    smooth = triax.sharded(plain, RULE, cut="t")
+    both = lambda f: lambda *args: jax.jvp(f, args, args)
+    assert_close(run(both(smooth), mesh, args, specs), both(plain)(*args))
+    again = lambda f: (
+        lambda *args: jax.grad(lambda x: jnp.sum(with_gradients(f)(x, args[1])[1][0]))(args[0])
+    )
+    assert_close(run(again(smooth), mesh, args, specs), again(plain)(*args))
+
+
+def test_options_pytrees_integers_and_eager_calls():
+    def pair(both, *, power):
+        out = plain(both["x"], both["weight"], power)
+        return {"out": out, "rank": jnp.argsort(out, axis=1)}
+
+    cut = triax.sharded(pair, "h, t h -> t h, t h", cut="t")  # leaves are sorted by key
+    x, weight = drawn((ROWS, WIDTH), (WIDTH,))
+    function = lambda x, weight: cut({"x": x, "weight": weight}, power=4)
+    got = run(function, mesh_of("plain"), [x, weight], [P("data"), P()])
+    np.testing.assert_array_equal(got["rank"], np.argsort(plain(x, weight, 4), axis=1))
+    moving = lambda f: with_gradients(lambda x, weight: f(x, weight)["out"])
+    whole = lambda x, weight: pair({"x": x, "weight": weight}, power=4)
+    got = run(moving(function), mesh_of("plain"), [x, weight], [P("data"), P()])
+    assert_close(got, moving(whole)(x, weight))
+    with pytest.raises(OutOfBounds):  # itself, not its text in an error of XLA
+        triax.sharded(outside, "t -> t", cut="t")(jnp.arange(8.0))
+
+
+@triton.jit
+def outside_kernel(x_ptr, out_ptr):
+    tl.store(out_ptr + 1000, tl.load(x_ptr))
+
+
+def outside(x):
+    return triax.triton_call(x, kernel=outside_kernel, out_type=x, grid=1)
+
+
+def test_parts_know_what_is_set_where_they_are_called():
+    """XLA has them traced in a thread of its own."""
+    known = []
+
+    def function(x):
+        known.append(
+            (
+                x.shape[0],
+                settings.mode_in_force(),
+                settings.checked(),
+                jax.config.jax_default_matmul_precision,
+            )
+        )
+        return 2 * x
+
+    (x,) = drawn((ROWS, WIDTH))
+    cut = triax.sharded(function, "t h -> t h", cut="t")
+    with triax.tuning_mode("off"), testing.checked(), jax.default_matmul_precision("highest"):
+        run(cut, mesh_of("plain"), [x], [P("data")])
+    assert known == [(rows, "off", True, "highest") for rows in (ROWS, ROWS // 2)]
+
+
+def test_host_callbacks_of_parts_are_told_apart():
+    """Several kernels, in several functions, whose parts share the program's one callback."""
+    x, weight = drawn((ROWS, WIDTH), (WIDTH,))
+
+    def layers(norm):
+        half = WIDTH // 2
+        return lambda x, w: norm(norm(x, w) + 1, 2 * w) - jnp.tile(norm(x[:, :half], w[:half]), 2)
+
+    def several(x, weight):
+        return layers(call)(x, weight)
+
+    for function in (layers(norm), triax.sharded(several, RULE, cut="t")):
+        out = run(function, mesh_of("plain"), [x, weight], [P("data"), P()])
+        assert_close(out, layers(plain)(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((3,), "`rule` must be a string"),
+        (("t h, h",), "one '->'"),
+        (("t h -> t -> h",), "one '->'"),
+        (("t t -> t",), "'t' twice in 't t'"),
+        (("t ... -> t",), "got '...'"),
+        ((RULE,), "`cut` is missing"),
+        ((RULE, {"cut": 3}), "`cut` must be names"),
+        ((RULE, {"cut": "token"}), "got 'token'"),
+        (("t -> t n", {"cut": "n"}), "`cut` must have names of arguments"),
+        (("t k, k n -> t n", {"cut": "t k"}), "pass reduce='k'"),
+        (("t h -> t h, h", {"cut": "t"}), "result 1 of"),
+        ((RULE, {"cut": "t", "reduce": "h"}), "Pass cut='h'"),
+        (("t k -> t", {"cut": "t", "reduce": "t k"}), "`reduce` has 't', and so has `cut`"),
+    ],
+)
+def test_wrong_rules(arguments, says):
+    rule, options = arguments[0], dict(*arguments[1:])
+    with pytest.raises((ArgumentTypeError, ArgumentValueError), match=re.escape(says)):
+        triax.sharded(plain, rule, **options)
+
+
+@pytest.mark.parametrize("under", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("rule", "shapes", "says"),
+    [
+        (RULE, [(8, 12)], "`rule` has 2 arguments, and the function has 1"),
+        (RULE, [(8, 12), (12, 1)], "names 1 dimension of argument 1"),
+        (RULE, [(8, 12), (6,)], "'h' is 12, and 6 in argument 1"),
+        ("t h, h -> t", [(8, 12), (12,)], "names 1 dimension of result 0"),
+        ("t h, h -> t h, t", [(8, 12), (12,)], "`rule` has 2 results"),
+        ("t a, b -> t b", [(8, 1), (12,)], None),
+        ("t a, b -> t a", [(8, 1), (12,)], "'a' is 1, and 12 in result 0"),
+    ],
+)
+def test_arrays_that_are_not_what_the_rule_says(under, rule, shapes, says):
+    function = under(
+        triax.sharded(
+            lambda *args: plain(*args, *args[2:]) if len(args) > 1 else args, rule, cut="t"
+        )
+    )
+    if says is None:
+        assert function(*drawn(*shapes)).shape == (8, 12)
+        return
+    with pytest.raises(ArgumentValueError, match=re.escape(says)):
+        function(*drawn(*shapes))
+
+
+def test_wrong_arguments():
+    x, weight = map(jnp.asarray, drawn((ROWS, WIDTH), (WIDTH,)))
+    with pytest.raises(ArgumentTypeError, match="must be an array; got 3 of type int"):
+        norm(x, 3)
+    with pytest.raises(ArgumentTypeError, match="`weight` is an array"):
+        norm(x, weight=weight)
+    with pytest.raises(ArgumentTypeError, match="`function` must be a function"):
+        triax.sharded(x, RULE, cut="t")
+
+
+TABLE = np.arange(ROWS, dtype=np.float32)
+
+
+def test_arrays_that_a_function_closes_over():
+    """A part would read the first rows of the whole."""
+    x = jnp.ones((ROWS, WIDTH))
+    on_device = jnp.asarray(TABLE)
+
+    def traced(x, table):
+        return triax.sharded(lambda x: x * table[:, None], "t h -> t h", cut="t")(x)
+
+    for function in (
+        triax.sharded(lambda x: x * TABLE[:, None], "t h -> t h", cut="t"),
+        triax.sharded(jax.jit(lambda x: x * on_device[:, None]), "t h -> t h", cut="t"),
+        lambda x: traced(x, x[:, 0]),
+    ):
+        with pytest.raises(ArgumentValueError, match="closes over an array, float32"):
+            jax.jit(function)(x)
+    made = triax.sharded(lambda x: x * jnp.array([1.0, 2.0] * 6), "t h -> t h", cut="t")
+    assert run(made, mesh_of("plain"), [x], [P("data")]).shape == x.shape
+
+
+def test_what_shows_only_on_a_part():
+    x = np.ones((ROWS, WIDTH), np.float32)
+    fixed = triax.sharded(lambda x: jnp.zeros((ROWS, WIDTH)) + x[:1], "t h -> t h", cut="t")
+    printing = triax.sharded(lambda x: (jax.debug.print("x"), x)[1], "t h -> t h", cut="t")
+    for function, says in ((fixed, "take sizes from its arguments"), (printing, "host callback")):
+        with pytest.raises(Exception, match=says):
+            run(function, mesh_of("plain"), [x], [P("data")])
