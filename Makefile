@@ -76,6 +76,7 @@ sanitize: $(STAMP)
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	$(PY) tools/check_site.py site
 
 wheel: $(STAMP)
 	$(PY) -m build
