@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
@@ -35,6 +37,11 @@ WORDS = {
     "tuning": "autotune, do_bench, key",
     "versions": "support, deprecation, pytorch, ptx",
 }
+
+
+def on_files(files: Any, *, config: Any, **_: Any) -> None:
+    notebook = ROOT / "examples" / "quickstart.ipynb"
+    files.append(File.generated(config, notebook.name, abs_src_path=str(notebook)))
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
