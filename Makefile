@@ -87,6 +87,7 @@ stress: $(STAMP)
 
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	$(PY) tools/check_site.py site
 
 wheel: $(STAMP)
 	$(PY) -m build

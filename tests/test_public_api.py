@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -163,3 +164,15 @@ def test_import_is_light():
         if seconds >= 1:
             seconds = min(seconds, probe_import()["seconds"])
     assert seconds < 1
+
+
+def test_signatures_of_moe_name_their_types():
+    module = importlib.import_module("triax.moe")
+    found = {
+        f"{name}({parameter.name})"
+        for name in PUBLIC["triax.moe"]
+        if inspect.isfunction(function := getattr(module, name))
+        for parameter in inspect.signature(function).parameters.values()
+        if "Any" in str(parameter.annotation)
+    }
+    assert found == {"combine(unknown)"}  # which are keywords that it refuses

@@ -1,15 +1,53 @@
-"""A hook of MkDocs: pages of the site that are files of the repository's root."""
+"""A hook of MkDocs: pages that are files of the repository's root, and words to search by."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
+# Words that people look for, which bring the page to the top; `tools/check_site.py` tries some.
+WORDS = {
+    "coming-from/argsort": "argsort, jax.lax.ragged_dot, megablox",
+    "coming-from/jax-triton": "jax_triton, jt",
+    "coming-from/pallas": "pallas, plgpu",
+    "coming-from/torch-triton": "torch, pytorch, heuristics, strides, views",
+    "eight-bits": "fp8, float8, e4m3, e5m2, int8, quantization",
+    "expert-parallel": "all_to_all, ep, all-to-all, nccl",
+    "gallery": "examples, notebook, flash attention, softmax, layer norm, matmul",
+    "guides/debugging": "pdb, breakpoint, print, out of bounds, illegal address, nan",
+    "guides/flax-and-equinox": "flax, nnx, equinox",
+    "guides/grids": "grid, program_id, launch",
+    "guides/in-place": "donate, inplace, alias, Ref",
+    "guides/profiling": "nsight, xprof, cost_estimate, CUDA graphs, command buffers",
+    "guides/testing": "pytest, hypothesis, unit tests, races",
+    "guides/tma-and-gluon": "tma, gluon, descriptor",
+    "guides/transformations": "custom_vjp, gradient, autodiff, vmap, custom_vmap, shard_map",
+    "models": "mixtral, deepseek, qwen, llama, gpt-oss, transformers",
+    "moe": "capacity, dropping, remat, swiglu",
+    "performance-notes": "performance, speed, roofline, bandwidth",
+    "quantized-checkpoints": "mxfp4, fp4, nvfp4, GPTQ, AWQ, int4",
+    "reference/command-line": "cli, draw, doctor",
+    "router": "top_k, gating, load balancing, sigmoid",
+    "start/install": "offline, pip, wheel, cuda, rocm, windows, macos",
+    "tuning": "autotune, do_bench, key",
+    "versions": "support, deprecation, pytorch, ptx",
+}
+
+
+def on_files(files: Any, *, config: Any, **_: Any) -> None:
+    notebook = ROOT / "examples" / "quickstart.ipynb"
+    files.append(File.generated(config, notebook.name, abs_src_path=str(notebook)))
+
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    if words := WORDS.get(page.file.src_uri.removesuffix(".md")):
+        page.meta["tags"] = words.split(", ")
     if (name := PAGES.get(page.file.src_uri)) is None:
         return markdown
+    page.meta["search"] = {"boost": 0.1}
     return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")

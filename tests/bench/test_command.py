@@ -212,7 +212,7 @@ def test_draw(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["draw", "record.json", "plots"]
     assert cli.main(words) == 1
-    assert "--json`; record.json is none (FileNotFoundError" in capsys.readouterr().err
+    assert capsys.readouterr().err == "triax: record.json: No such file or directory\n"
     file = tmp_path / "record.json"
     file.write_text(json.dumps(record(result(fraction_of_stream=None), result("jnp.take"))))
     assert cli.main(words) == 0

@@ -40,3 +40,14 @@ def test_dots_are_ratios_of_one_setting():
     dots = [x for dots in axes.collections for x, _ in dots.get_offsets()]
     assert dots == pytest.approx([1.2, 0.9])
     assert f"{own[0]['tokens']:,} tokens" in figure.get_suptitle()
+
+
+def test_bars_of_layers_begin_at_zero():
+    shape = {"op": "layer", "preset": "mixtral-8x7b"}
+    rates = {"triax": 600.0, "dense": 700.0, "a competitor": 300.0}
+    found = [result(name, teraflops_per_second=rate, **shape) for name, rate in rates.items()]
+    (axes,) = plots.layers([*found, result()], "origin").axes
+    assert [bar.get_width() for bar in axes.patches] == [*rates.values()]
+    assert {bar.get_x() for bar in axes.patches} == {0}
+    assert axes.get_xlim()[0] == 0
+    assert plots.layers([result()], "origin") is None

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.examples.test_moe_layer import EXAMPLES, load
+from tests.examples.test_moe_layer import EXAMPLES, assert_is_in_the_gallery, load
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,11 @@ def _beside_each_other(monkeypatch):
     "name",
     ["vector_add", "softmax", "layer_norm", "flash_attention", "adam_in_place", "own_op"],
 )
-def test_example_agrees_with_plain_jax(name):
+def test_example_agrees_with_plain_jax(name, capsys):
     on_gpu = jax.default_backend() == "gpu"  # where some take bfloat16
     assert load(name).main() < (1e-2 if on_gpu else 1e-5)
+    if not on_gpu:
+        assert_is_in_the_gallery(name, capsys.readouterr().out)
 
 
 @pytest.mark.cuda_plugin
@@ -33,8 +35,10 @@ def test_matmul_shows_what_was_compiled(capsys):
     assert "matmul_kernel: BK=64, BM=128, BN=256" in capsys.readouterr().out
 
 
-def test_matmul_by_descriptors_agrees():
+def test_matmul_by_descriptors_agrees(capsys):
     assert load("tma_matmul").main() < 1e-2  # bfloat16
+    if jax.default_backend() != "gpu":
+        assert_is_in_the_gallery("tma_matmul", capsys.readouterr().out)
 
 
 @pytest.mark.cuda_plugin
@@ -56,7 +60,7 @@ print(call.ptx[0])
 def test_equinox_layer_learns(capsys):
     losses = load("moe_equinox").main()
     assert losses[-1] < 0.3 * losses[0]
-    assert "step 40: loss" in capsys.readouterr().out
+    assert_is_in_the_gallery("moe_equinox", capsys.readouterr().out)
 
 
 @pytest.mark.slow("moe.dispatch and its scales have tests of their own")
@@ -78,7 +82,7 @@ def test_nothing_is_sent_on_one_device(monkeypatch, capsys):
 
 def test_every_planted_mistake_is_found(capsys):
     assert load("debugging").main() == 3
-    assert "OutOfBounds in difference" in capsys.readouterr().out
+    assert_is_in_the_gallery("debugging", capsys.readouterr().out)
 
 
 def test_state_is_handed_on(monkeypatch, capsys):
@@ -105,3 +109,11 @@ def test_record_has_every_comparison(monkeypatch, tmp_path, capsys):
     results = json.loads(output.read_text())["results"]
     assert [r["name"] for r in results] == ["softmax", "its gradient"]
     assert {r["example"] for r in results} == {"softmax"}
+
+
+def test_gallery_shows_what_every_example_prints():
+    page = (EXAMPLES.parent / "docs" / "gallery.md").read_text(encoding="utf-8")
+    shown = {p.stem for p in (EXAMPLES.parent / "docs" / "outputs").iterdir()}
+    assert {name for name in shown if f"docs/outputs/{name}.txt" in page} == shown
+    comparing = {p.stem for p in EXAMPLES.glob("*.py") if "import compare, on_gpu" in p.read_text()}
+    assert comparing - shown == {"gluon_transpose"}  # which prints nothing without a GPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from pathlib import Path
 
 import jax
@@ -21,6 +22,14 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def assert_is_in_the_gallery(name, printed):
+    """The page shows what the example prints, but for numbers, which differ by version."""
+    shown = (EXAMPLES.parent / "docs" / "outputs" / f"{name}.txt").read_text(encoding="utf-8")
+    words = lambda text: re.sub(r"\d[\w.,+-]*|-(?=\d)", "#", text).split()
+    again = "run python tools/gallery_outputs.py"
+    assert words(printed) == words(shown), again
 
 
 layers = load("moe_layer")

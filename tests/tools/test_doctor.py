@@ -58,7 +58,9 @@ def report(monkeypatch, capsys):
 def test_nothing_to_do(report):
     status, found, verdict = report(WITH_GPU)
     assert (status, verdict) == (0, "Triton kernels run on the GPU here.")
-    assert {finding["level"] for finding in found.values()} == {"ok"}
+    assert {finding["level"] for finding in found.values()} == {"ok", "info"}
+    for name in ("system", versions.RUNTIME_AUTOTUNING_ON_FFI.feature):
+        assert found[name]["level"] == "info"
     assert found["GPU"]["text"] == "NVIDIA H200 (sm_90), driver 570.86"
 
 
@@ -73,6 +75,8 @@ def test_no_gpu(report):
 def test_no_plugin(report):
     status, found, _ = report(with_packages(WITHOUT_GPU, jax_cuda13_plugin=None))
     assert (status, found["CUDA plugin"]["level"]) == (0, "warn")
+    assert found[versions.DISPATCH.feature]["level"] == "info"  # nothing launches kernels here
+    assert found[versions.TRITON.feature]["level"] == "ok"
     assert f"pip install --no-deps jax-cuda13-plugin=={JAX}" in found["CUDA plugin"]["remedy"]
 
     no_plugin = dataclasses.replace(WITH_GPU, gpus=[], no_gpu="RuntimeError: unknown backend")
@@ -134,7 +138,7 @@ def test_no_cuda_bindings(report):
     assert "configs cannot be measured" in found["cuda-bindings"]["text"]
     assert found["cuda-bindings"]["remedy"] == "pip install cuda-bindings"
     _, found, _ = report(with_packages(WITHOUT_GPU, cuda_bindings=None))
-    assert found["cuda-bindings"]["level"] == "ok"
+    assert found["cuda-bindings"]["level"] == "info"
 
 
 def test_jax_is_told_to_use_the_cpu(report, monkeypatch):
@@ -152,6 +156,20 @@ def test_settings(report, monkeypatch):
     assert "such as 90, 9.0 or sm_90; got 'hopper'" in found["TRIAX_CUDA_ARCH"]["text"]
     assert "Did you mean TRIAX_TUNING_BYTES?" in found["TRIAX_TUNING_BITES"]["text"]
     assert found["TRIAX_AUTOTUNE"]["text"] == "cached"
+
+
+@pytest.mark.parametrize(("value", "level"), [("1", "fix"), ("0", None)])
+def test_the_variable_under_which_kernels_cannot_be_called(report, monkeypatch, value, level):
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    status, found, _ = report(WITH_GPU)
+    assert status == (level == "fix")
+    assert found.get("TRITON_INTERPRET", {}).get("level") == level
+
+
+def test_a_python_that_is_not_tested(report, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 15, 0, "final", 0))
+    _, found, _ = report(WITH_GPU)
+    assert found["python"]["level"] == "warn"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Draws a benchmark's record: how close ops come to the stream limit, and how much faster they are.
+"""Draws a benchmark's record: how near the limit ops and layers are, and how much faster they are.
 
 Each figure is written as PNG and as SVG, the same bytes for the same record, without a background,
 in colours for light and dark pages. A figure whose data the record does not hold is left out.
@@ -22,7 +22,7 @@ Point = tuple[Result, str, str, float]  # its group of rows, its row in there, a
 
 # By Okabe and Ito, to be told apart by the colour-blind too; their yellow is darker, black is grey.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#9A8700", "#808080")
-INK = "#808080"
+INK = "#767676"  # 4.5 : 1 on white; the site inverts pictures on its dark pages
 _INKED = "axes.edgecolor axes.labelcolor grid.color text.color xtick.color ytick.color"
 _LEFT_OUT = "axes.spines.left axes.spines.right axes.spines.top legend.frameon ytick.left"
 STYLE = {
@@ -34,7 +34,10 @@ STYLE = {
     "savefig.transparent": True,
     "svg.hashsalt": "triax",
 }
-NOTHING = "nothing to draw: that takes times of a GPU, with a fraction of a stream or a competitor"
+NOTHING = (
+    "nothing to draw: that takes times of a GPU, of layers, or with a fraction of a stream or a "
+    "competitor"
+)
 
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
@@ -50,13 +53,49 @@ def draw(record: dict[str, Any], folder: Path) -> list[Path]:
     origin = "  ·  ".join([record["machine"]["device"], *names, record["written"][:10]])
     written = []
     with matplotlib.style.context(STYLE, after_reset=True):  # not as the user has set it
-        for make in (fraction_of_stream, speedup):
+        for make in (layers, fraction_of_stream, speedup):
             if (figure := make(results, origin)) is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 written += [folder / f"{make.__name__}.{kind}" for kind in ("png", "svg")]
                 figure.savefig(written[-2], dpi=150)
                 figure.savefig(written[-1], metadata={"Date": None})
     return written
+
+
+def layers(results: list[Result], origin: str) -> Any:
+    """For each model bars from zero: the TFLOP/s of its layer, with each implementation."""
+    found: dict[str, dict[str, float]] = {}
+    for r in results:
+        if r["op"] == "layer" and r["preset"]:
+            of_model = found.setdefault(_layer_name(r), {})
+            of_model[r["implementation"]] = r["teraflops_per_second"]
+    if not found:
+        return None
+    from matplotlib.figure import Figure
+
+    names = [*dict.fromkeys(name for of_model in found.values() for name in of_model)]
+    height = 0.8 / len(names)
+    figure = Figure(figsize=(7.5, 1.7 + 0.55 * len(found)), layout="constrained")
+    dtypes = " and ".join({r["dtype"]: None for r in results if r["op"] == "layer"})
+    title = f"TFLOP/s of the whole MoE layer, forward and backward, in {dtypes}"
+    figure.suptitle(f"{title}\n{origin}", x=0.01, ha="left", fontsize=10)
+    axes = figure.subplots()
+    for place, name in enumerate(names):
+        shown = [(y, values[name]) for y, values in enumerate(found.values()) if name in values]
+        label = "dense: its products alone, as dense matmuls" if name == DENSE else name
+        at = [y + height * (place + 0.5) - 0.4 for y, _ in shown]
+        color = INK if name == DENSE else PALETTE[place]
+        bars = axes.barh(at, [rate for _, rate in shown], 0.9 * height, color=color, label=label)
+        axes.bar_label(bars, fmt="{:.0f}", padding=3)
+    axes.set_yticks(range(len(found)), [*found])
+    axes.set(ylim=(len(found) - 0.5, -0.5))
+    axes.grid(axis="x")
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _layer_name(r: Result) -> str:
+    return f"{r['preset']}\n{r['tokens']:,} tokens, {r['top_k']} of {r['experts']}"
 
 
 def fraction_of_stream(results: list[Result], origin: str) -> Any:

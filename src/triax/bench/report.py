@@ -33,13 +33,16 @@ _NOTES = {
 
 def read(path: Path) -> dict[str, Any]:
     """Reads a record that was written before."""
+    text = path.read_bytes()  # an OSError names the file
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(text)
         if record["schema"] == SCHEMA and isinstance(record["results"], list):
             return renamed(record)
         reason = f"its schema is {record['schema']}, not {SCHEMA}"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
+    except (ValueError, RecursionError) as error:
+        reason = f"it is no JSON: {error}"
+    except (TypeError, KeyError):
+        reason = "it has no schema and no results"
     raise ArgumentValueError(
         f"Argument `file` must be a record of `triax bench --json`; {path} is none ({reason})."
     )

@@ -87,7 +87,7 @@ def cast(array: Any, kind: jax.ShapeDtypeStruct) -> Any:
     return jax.sharding.reshard(array, want or NamedSharding(mesh, PartitionSpec()))
 
 
-def gathered(array: Any, *kept: int) -> Any:
+def gathered(array: Any, *kept: int) -> jax.Array:
     """The array, which explicit axes cut over no dimensions but those given.
 
     For plain JAX, which wants operands that are cut alike.

@@ -26,14 +26,16 @@ from triax.tuning import store
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = ("jax", "jaxlib", *PLUGINS, "triton", "numpy", "cuda-bindings")
-_OF_OTHERS = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "TRITON_INTERPRET")
+_OF_OTHERS = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_PYTHONS = (3, 11), (3, 13)
 _TRIAL_TARGET = 90
 _ABSENT = "not installed"
 _SET_CACHE = "set TRIAX_CACHE_DIR to a folder that can be written"
 
 
 class Finding(NamedTuple):
-    """One line: "ok", "warn" (something is slower or missing), or "fix" (something fails)."""
+    """One line: "ok" (it was checked, and is right), "info" (nothing to judge, or absent and not
+    needed), "warn" (something is slower or missing), or "fix" (something fails)."""
 
     name: str
     level: str
@@ -123,10 +125,13 @@ def doctor(
 def _versions(machine: Machine) -> Findings:
     has_gpu = bool(machine.gpus or machine.driver)
     yield Finding("triax", "ok", versions.__version__)
-    yield Finding("python", "ok", platform.python_version())
-    yield Finding("system", "ok", platform.platform())
+    tested = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
+    newest = "" if tested else "; Triax is tested on 3.11 to 3.13"
+    yield Finding("python", "ok" if tested else "warn", platform.python_version() + newest)
+    yield Finding("system", "info", platform.platform())
     for name in ("jax", "jaxlib", "numpy"):
-        yield Finding(name, "ok", machine.packages[name] or _ABSENT)
+        version = machine.packages[name]
+        yield Finding(name, "ok" if version else "fix", version or _ABSENT)
 
     jaxlib = machine.packages["jaxlib"] or "0"
     if machine.plugin is not None:
@@ -155,7 +160,7 @@ def _versions(machine: Machine) -> Findings:
         yield Finding("cuda-bindings", "warn", text, "pip install cuda-bindings")
     else:
         text = bindings or f"{_ABSENT}; needed only where a GPU is"
-        yield Finding("cuda-bindings", "ok", text)
+        yield Finding("cuda-bindings", "ok" if bindings else "info", text)
 
 
 def _gpu(machine: Machine) -> Findings:
@@ -183,10 +188,12 @@ def _gates(machine: Machine) -> Findings:
         version = machine.triton if of_triton else machine.gated
         if not isinstance(version, str):
             continue  # said above
-        if gate.passes(version):
+        if gate.stable is None:
+            yield Finding(gate.feature, "info", f"in no release yet: {gate.below}")
+        elif gate.passes(version) and machine.plugin is None and not of_triton:
+            yield Finding(gate.feature, "info", f"in a CUDA plugin {version}, which is not here")
+        elif gate.passes(version):
             yield Finding(gate.feature, "ok", "")
-        elif gate.stable is None:
-            yield Finding(gate.feature, "ok", f"in no release yet: {gate.below}")
         else:
             level = "fix" if gate in (versions.DISPATCH, versions.TRITON) else "warn"
             package = "triton"
@@ -244,7 +251,10 @@ def _settings(machine: Machine) -> Findings:
     for name in sorted(os.environ):
         value = os.environ[name]
         if name in _OF_OTHERS and value:
-            yield Finding(name, "ok", value)
+            yield Finding(name, "info", value)
+        elif name == "TRITON_INTERPRET" and value not in ("", "0"):
+            remedy = "unset it: without a GPU, Triax calls the interpreter by itself"
+            yield Finding(name, "fix", f"{value}: Triax takes no kernel defined with it", remedy)
         elif name in settings.VARIABLES:
             try:
                 settings.VARIABLES[name]()
@@ -257,7 +267,7 @@ def _settings(machine: Machine) -> Findings:
             yield Finding(name, "warn", text)
     mode = "TRIAX_AUTOTUNE"
     if mode not in os.environ:
-        yield Finding(mode, "ok", f"{settings.mode_in_force()}, as it is not set")
+        yield Finding(mode, "info", f"{settings.mode_in_force()}, as it is not set")
 
 
 def _about_target(machine: Machine) -> str:

@@ -18,14 +18,15 @@ from triax.moe.activations import functions, ops
 from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call
 from triax.sharding import explicit
 
 
 def glu(
-    gate_up: Any,
-    row_weights: Any = None,
+    gate_up: Array | tuple[Array, Array],
+    row_weights: Array | None = None,
     *,
     activation: Activation = "swiglu",
     interleaved: bool = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from triax.errors import ArgumentValueError
 from triax.moe.chunk_sort import ops
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
 
@@ -28,10 +29,10 @@ class Sorted(NamedTuple):
 
 
 def sort_chunks_by_index(
-    x: Any,
-    split_sizes: Any,
-    sorted_indices: Any,
-    probs: Any = None,
+    x: Array,
+    split_sizes: Array,
+    sorted_indices: Array,
+    probs: Array | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> Sorted:

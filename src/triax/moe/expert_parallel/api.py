@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -26,20 +27,21 @@ from triax.moe.permutation.api import as_known_words, routes_of, unpermute, weig
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, tokens
 from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
 
 
 def dispatch(
-    x: Any,
-    weights: Any,
-    experts: Any,
+    x: Array | ScaledArray,
+    weights: Array,
+    experts: Array,
     num_experts: int,
-    axis_name: Any,
+    axis_name: AxisName,
     *,
     capacity: int | None = None,
     num_rows: int | None = None,
     align_size: int = 1,
-    scales: Any = None,
+    scales: Array | None = None,
     scheme: Scheme | None = None,
     exchange: ExchangeMethod | None = None,
     implementation: Implementation | None = None,
@@ -102,8 +104,9 @@ def dispatch(
       ArgumentValueError: an argument has the wrong shape or is out of range, or there is no mesh
         axis of that name: the call is outside of `shard_map`.
     """
-    whole = x if isinstance(x, ScaledArray) else None
-    if whole is not None:
+    whole = None
+    if isinstance(x, ScaledArray):
+        whole = x
         x, scales = tokens("x", x, scales)
     scale_dtype: Any = None
     if scales is not None:
@@ -135,10 +138,10 @@ def dispatch(
 
 
 def combine(
-    rows: Any,
+    rows: Array,
     plan: DispatchPlan,
     *,
-    weights: Any = ...,
+    weights: Array | EllipsisType | None = ...,
     implementation: Implementation | None = None,
     **unknown: Any,
 ) -> jax.Array:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
@@ -18,22 +20,23 @@ from triax.moe.grouped_matmul.reference import group_ends
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
 
 def ragged_dot(
-    rows: Any,
-    weights: Any,
-    group_sizes: Any,
+    rows: Array | ScaledArray,
+    weights: Array | ScaledArray,
+    group_sizes: Array,
     *,
-    group_offset: Any = None,
-    row_scales: Any = None,
-    group_scales: Any = None,
-    bias: Any = None,
-    bias_weights: Any = None,
+    group_offset: Array | int | None = None,
+    row_scales: Array | None = None,
+    group_scales: Array | None = None,
+    bias: Array | None = None,
+    bias_weights: Array | None = None,
     transpose_weights: bool = False,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Multiplies every row by the weights of its group.
@@ -185,7 +188,7 @@ def ragged_dot(
     return checkpoint_name(out, "triax_ragged_dot")
 
 
-def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> Any:
+def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> jax.Array:
     if isinstance(group_offset, (int, np.integer)) and not isinstance(group_offset, bool):
         if not 0 <= group_offset <= num_sizes - num_groups:
             raise ArgumentValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +22,40 @@ from triax.moe.quantization import scaled as quantized
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.api import GroupScore, Score
 from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
 from triax.sharding import explicit
 
+Weights: TypeAlias = Array | ScaledArray
+
 
 def feed_forward(
-    x: Any,
-    logits: Any,
-    w_gate_up: Any,
-    w_down: Any,
+    x: Array,
+    logits: Array | None,
+    w_gate_up: Weights | tuple[Weights, Weights],
+    w_down: Weights,
     *,
     top_k: int | None = None,
-    routing: Any = None,
-    b_gate_up: Any = None,
-    b_down: Any = None,
+    routing: tuple[Array, Array] | None = None,
+    b_gate_up: Array | tuple[Array, Array] | None = None,
+    b_down: Array | None = None,
     activation: Activation = "swiglu",
     interleaved: bool = False,
     transpose_weights: bool = False,
     weights_on: WeightsOn = "output",
     capacity: int | None = None,
     align_size: int = 1,
-    axis_name: Any = None,
+    axis_name: AxisName | None = None,
     recipe: Recipe | Scaling | None = None,
     keep: Sequence[str] = (),
     score: Score = "softmax",
-    bias: Any = None,
+    bias: Array | None = None,
     num_groups: int | None = None,
     top_groups: int | None = None,
     group_score: GroupScore = "top2",
     normalize: bool | float = False,
     scale: float = 1.0,
-    expert_scale: Any = None,
+    expert_scale: Array | None = None,
     implementation: Implementation | None = None,
 ) -> FeedForward:
     """Runs each token through its best experts, and sums their outputs.

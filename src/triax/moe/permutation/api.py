@@ -7,7 +7,6 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
@@ -19,12 +18,13 @@ from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
 
 @overload
 def permute(
-    x: Any,
+    x: Array,
     plan: Plan,
     *,
     weights: None = None,
@@ -33,30 +33,39 @@ def permute(
 ) -> jax.Array: ...
 @overload
 def permute(
-    x: Any,
+    x: ScaledArray,
     plan: Plan,
     *,
-    weights: jax.Array | np.ndarray,
-    scales: jax.Array | np.ndarray | None = None,
+    weights: None = None,
+    scales: None = None,
+    implementation: Implementation | None = None,
+) -> ScaledArray: ...
+@overload
+def permute(
+    x: Array | ScaledArray,
+    plan: Plan,
+    *,
+    weights: Array,
+    scales: Array | None = None,
     implementation: Implementation | None = None,
 ) -> Permuted: ...
 @overload
 def permute(
-    x: Any,
+    x: Array | ScaledArray,
     plan: Plan,
     *,
-    weights: jax.Array | np.ndarray | None = None,
-    scales: jax.Array | np.ndarray,
+    weights: Array | None = None,
+    scales: Array,
     implementation: Implementation | None = None,
 ) -> Permuted: ...
 def permute(
-    x: Any,
+    x: Array | ScaledArray,
     plan: Plan,
     *,
-    weights: Any = None,
-    scales: Any = None,
+    weights: Array | None = None,
+    scales: Array | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array | Permuted:
+) -> jax.Array | ScaledArray | Permuted:
     """Copies every token to its rows, grouped by expert.
 
         plan = moe.make_plan(selected_experts, num_experts)
@@ -130,7 +139,11 @@ def permute(
 
 
 def unpermute(
-    rows: Any, plan: Plan, weights: Any = None, *, implementation: Implementation | None = None
+    rows: Array,
+    plan: Plan,
+    weights: Array | None = None,
+    *,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Sums every token's rows, multiplied by its weights.
 

@@ -17,12 +17,13 @@ from triax.moe.plans.configs import MAX_SORTED_EXPERTS
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.arrays import is_nonzero
 from triax.moe.shared.implementation import Implementation
 
 
 def make_plan(
-    selected_experts: Any,
+    selected_experts: Array,
     num_experts: int,
     *,
     capacity: int | None = None,
@@ -75,7 +76,7 @@ def make_plan(
 
 
 def make_plan_from_mask(
-    routing_map: Any,
+    routing_map: Array,
     top_k: int,
     *,
     capacity: int | None = None,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from triax import messages
 from triax.compat import jax_private
@@ -18,16 +19,17 @@ from triax.moe.quantization.reference import FORMATS
 from triax.moe.quantization.scaled import DTYPES, ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
 
 def quantize(
-    array: Any,
-    dtype: Any = "float8_e4m3fn",
+    array: Array,
+    dtype: DTypeLike = "float8_e4m3fn",
     *,
     block: Sequence[int | None],
     transposed: bool = False,
-    scale_dtype: Any = "float32",
+    scale_dtype: DTypeLike = "float32",
     implementation: Implementation | None = None,
 ) -> ScaledArray:
     """Rounds an array to 8 or 4 bits, with a scale for each block of it.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -12,11 +10,12 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization.packing import E8M0
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared.arguments import Array
 
 _BYTES = 16  # of the 32 numbers that share a scale
 
 
-def from_mxfp4(blocks: Any, scales: Any) -> ScaledArray:
+def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
     """The weights of an MXFP4 checkpoint, as gpt-oss has them; the bytes stay as they are.
 
         w = moe.from_mxfp4(blocks, scales)

@@ -17,6 +17,7 @@ from triax.moe.router.configs import MAX_EXPERTS, RouterSpec
 from triax.moe.router.reference import Routed
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.sharding import explicit
 
@@ -28,18 +29,18 @@ _LARGEST_NORM = 1e30  # whose inverse float32 holds, too
 
 
 def route(
-    logits: Any,
+    logits: Array,
     top_k: int,
     *,
     score: Score = "softmax",
-    bias: Any = None,
+    bias: Array | None = None,
     num_groups: int | None = None,
     top_groups: int | None = None,
     group_score: GroupScore = "top2",
     normalize: bool | float = False,
     scale: float = 1.0,
-    expert_scale: Any = None,
-    experts: Any = None,
+    expert_scale: Array | None = None,
+    experts: Array | None = None,
     implementation: Implementation | None = None,
 ) -> Routed:
     """Chooses each token's experts and their weights, best first.

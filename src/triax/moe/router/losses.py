@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from triax.moe.router.api import SCORES, Score, check_logits
 from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.arrays import at_least_float32
 from triax.sharding import explicit
 
 
-def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softmax") -> jax.Array:
+def load_balancing_loss(
+    logits: Array, group_counts: Array, *, score: Score = "softmax"
+) -> jax.Array:
     """How unevenly experts are used: 1 if all get the same share, more if they do not.
 
         plan = moe.make_plan(experts, num_experts)
@@ -57,7 +58,7 @@ def load_balancing_loss(logits: Any, group_counts: Any, *, score: Score = "softm
     return num_experts * jnp.sum(share * jnp.sum(scores, axis=0)) / max(num_tokens, 1)
 
 
-def router_z_loss(logits: Any) -> jax.Array:
+def router_z_loss(logits: Array) -> jax.Array:
     """How large the logits have grown: the mean over tokens of ``logsumexp(logits) ** 2``.
 
         loss = task_loss + 1e-3 * moe.router_z_loss(logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
 MAX_ROWS = 2**31 - 1
+
+Array: TypeAlias = jax.Array | np.ndarray  # what ops take
+AxisName: TypeAlias = str | tuple[str, ...]  # of a mesh
 
 
 def array(

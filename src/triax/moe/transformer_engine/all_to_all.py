@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
 from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine.chunks import sort_chunks_by_index
 from triax.sharding import explicit
@@ -18,7 +19,7 @@ _Parameters = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def compute_ragged_all_to_all_params(
-    all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
+    all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> _Parameters:
     """Where a shard's rows, sorted by expert, go when each shard gets those of its own experts.
 
@@ -38,7 +39,7 @@ def compute_ragged_all_to_all_params(
 
 
 def compute_reverse_ragged_all_to_all_params(
-    all_shards_tokens_per_expert: Any, shard_id: Any, num_expert_shards: int
+    all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> _Parameters:
     """The same for the way back; see `compute_ragged_all_to_all_params`."""
     counts = _counts(all_shards_tokens_per_expert, num_expert_shards)
@@ -46,9 +47,9 @@ def compute_reverse_ragged_all_to_all_params(
 
 
 def local_permute_after_a2a(
-    x_recv: Any,
-    all_shards_tokens_per_expert: Any,
-    shard_id: Any,
+    x_recv: Array,
+    all_shards_tokens_per_expert: Array,
+    shard_id: Array | int,
     num_expert_shards: int,
     *,
     implementation: Implementation | None = None,
@@ -78,7 +79,7 @@ def local_permute_after_a2a(
 
 
 def local_unpermute_before_a2a(
-    expert_outputs: Any,
+    expert_outputs: Array,
     state: dict[str, jax.Array],
     *,
     implementation: Implementation | None = None,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from triax.moe.chunk_sort import api as chunks
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 from triax.sharding import explicit
 
 
 def sort_chunks_by_index(
-    inp: Any, split_sizes: Any, sorted_indices: Any, *, implementation: Implementation | None = None
+    inp: Array,
+    split_sizes: Array,
+    sorted_indices: Array,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`triax.moe.sort_chunks_by_index`, also for `inp` of shape [batch, sequence, hidden].
 

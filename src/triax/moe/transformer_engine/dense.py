@@ -6,24 +6,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from triax.errors import ArgumentValueError, UnsupportedError
 from triax.messages import short
 from triax.moe.grouped_matmul.api import ragged_dot
 from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
 
 def grouped_dense(
-    x: Any,
-    kernel: Any,
-    group_sizes: Any,
+    x: Array,
+    kernel: Array,
+    group_sizes: Array,
     contracting_dims: Any = ((1,), (1,)),
-    bias: Any = None,
+    bias: Array | None = None,
     *,
-    precision: Any = jax.lax.Precision.DEFAULT,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
+    precision: PrecisionLike = jax.lax.Precision.DEFAULT,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Array | None = None,
     quantizer_set: Any = None,
     kernel_fsdp_info: Any = (None, -1),
     kernel_amax: Any = None,

@@ -14,6 +14,7 @@ from triax.moe.plans.api import make_plan, select_experts
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 
@@ -29,7 +30,11 @@ class PureJaxPermState(NamedTuple):
 
 
 def routing_map_to_selected_experts(
-    sparse_probs: Any, routing_map: Any, topk: int, *, implementation: Implementation | None = None
+    sparse_probs: Array,
+    routing_map: Array,
+    topk: int,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Turns a router's map and probs into expert ids and weights, for `pure_jax_token_dispatch`.
 
@@ -58,8 +63,8 @@ def routing_map_to_selected_experts(
 
 
 def pure_jax_token_dispatch(
-    inputs: Any,
-    selected_experts: Any,
+    inputs: Array,
+    selected_experts: Array,
     num_experts: int,
     num_experts_per_tok: int,
     align_size: int = 0,
@@ -109,9 +114,9 @@ def pure_jax_token_dispatch(
 
 
 def pure_jax_token_combine(
-    expert_outputs: Any,
+    expert_outputs: Array,
     perm_state: PureJaxPermState,
-    routing_weights: Any,
+    routing_weights: Array,
     num_experts_per_tok: int,
     batch_size: int,
     sequence_length: int,

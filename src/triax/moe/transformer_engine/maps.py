@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from triax.moe.permutation.reference import Permuted
 from triax.moe.plans.api import make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
 from triax.sharding import explicit
@@ -39,10 +40,10 @@ class TokenDispatch(NamedTuple):
 
 
 def token_dispatch(
-    inp: Any,
-    routing_map: Any,
+    inp: Array,
+    routing_map: Array,
     num_out_tokens: int,
-    probs: Any = None,
+    probs: Array | None = None,
     align_size: int | None = None,
     *,
     top_k: int | None = None,
@@ -116,10 +117,10 @@ def token_dispatch(
 
 
 def token_combine(
-    inp: Any,
-    row_id_map: Any,
-    merging_probs: Any = None,
-    pad_offsets: Any = None,
+    inp: Array,
+    row_id_map: Array,
+    merging_probs: Array | None = None,
+    pad_offsets: Array | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:

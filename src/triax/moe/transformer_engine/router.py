@@ -14,6 +14,7 @@ from triax.moe.router import api
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
 from triax.sharding import explicit
@@ -35,14 +36,14 @@ class RoutingMapFormat(enum.IntEnum):
 
 
 def fused_topk_with_score_function(
-    logits: Any,
+    logits: Array,
     topk: int,
     use_pre_softmax: bool = False,
     num_groups: int = -1,
     group_topk: int = -1,
     scaling_factor: float = 1.0,
     score_function: str | ScoreFunction = ScoreFunction.SOFTMAX,
-    expert_bias: Any = None,
+    expert_bias: Array | None = None,
     compute_aux_scores: bool = False,
     routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
     *,
@@ -130,7 +131,9 @@ def fused_topk_with_score_function(
     return probs, _routing_map(experts, num_experts, map_format)
 
 
-def fused_moe_aux_loss(probs: Any, tokens_per_expert: Any, topk: int, coeff: float) -> jax.Array:
+def fused_moe_aux_loss(
+    probs: Array, tokens_per_expert: Array, topk: int, coeff: float
+) -> jax.Array:
     """The load-balancing loss, from scores and the number of tokens of each expert.
 
     ``experts * coeff / (topk * tokens**2) * sum(sum(probs, axis=0) * tokens_per_expert)``: `coeff`
