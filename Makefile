@@ -6,6 +6,7 @@
 #   make gpu-test      the tests that need one
 #   make lint          style and types
 #   make fuzz          random cases of the MoE ops against float64 (ARGS="--cases 50000 --jobs 8")
+#   make mutants       small changes to the code that some test must see (hours; Python 3.12)
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
@@ -40,7 +41,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test fuzz lint format matrix models sanitize docs wheel clean help
+.PHONY: demo test gpu-test fuzz mutants lint format matrix models sanitize docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -55,6 +56,9 @@ gpu-test: $(STAMP)
 
 fuzz: $(STAMP)
 	$(PY) -m tests.fuzz $(ARGS)
+
+mutants: $(STAMP)
+	JAX_PLATFORMS=cpu $(PY) -m tools.mutants $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
