@@ -126,6 +126,31 @@ def test_constants():
     assert fingerprint(kernel, (1, 2)) == fingerprint(kernel, (1, 2)) != fingerprint(kernel, 1, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    factor: int
+
+    @triton.constexpr_function
+    def times(self, x):
+        return x * self.factor
+
+
+bound = Scaled(2).times
+
+
+@triton.jit
+def calls_bound(out_ptr):
+    tl.store(out_ptr, bound(3))
+
+
+def test_bound_functions_of_constants(monkeypatch):
+    before = fingerprint(calls_bound), fingerprint(kernel, bound)
+    assert (fingerprint(calls_bound), fingerprint(kernel, Scaled(2).times)) == before
+    monkeypatch.setitem(globals(), "bound", Scaled(3).times)
+    assert fingerprint(calls_bound) != before[0]
+    assert fingerprint(kernel, bound) != before[1]
+
+
 def test_modules_and_classes_as_constants():
     constants = [types.ModuleType("held"), type("Held", (), {})]
     for constant in constants:
