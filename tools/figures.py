@@ -574,6 +574,18 @@ def _shape(config: dict[str, int]) -> str:
     return shape if slots == 1 else f"{shape}, {slots} at once"
 
 
+def mutants() -> str:
+    """What became of the changes, by package, and the date."""
+    found = record("mutants")
+    columns = "mutants", "killed", "timed out", "survived", "explained"
+    parts = {**found["modules"], "**all**": found["all"]}
+    rows = [[name, *(f"{of.get(column, 0):,}" for column in columns)] for name, of in parts.items()]
+    left = found["all"].get("survived", 0) / found["all"]["mutants"]
+    head = ["", "changes", "seen", "timed out", "left", "of them explained"]
+    drawn = f"seed {found['seed']}, of {found['population']:,} changes"
+    return table(head, rows) + f"\n{found['written'][:10]}, {drawn}: {left:.1%} left.\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "where": where,
     "where/layer": lambda: where("layer"),
@@ -619,6 +631,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "small": small,
     "first_call": first_call,
     "memory": memory,
+    "mutants": mutants,
     "configs": configs,
     "experiments/plan": lambda: experiments("plan"),
     "experiments/few-pairs": lambda: experiments("few pairs"),

@@ -199,6 +199,38 @@ def test_what_jaxlib_is_told_of_a_descriptor(kind, fill, monkeypatch):
     }
 
 
+@triton.jit
+def mixed_scalars_kernel(x_ptr, out_ptr, n, none, one, scale, flag, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(out_ptr + tl.arange(0, BLOCK), x * n + scale + flag)
+
+
+@pytest.mark.cuda_plugin
+def test_what_jaxlib_is_told_of_parameters(monkeypatch):
+    """In the kernel's order, without those that are compiled in."""
+    module, told = jax_private.gpu_triton(), []
+
+    def note(name):
+        create = getattr(module, name)
+
+        def noted(*values):
+            told.append((name.split("_")[1], *values))
+            return create(*values)
+
+        monkeypatch.setattr(module, name, noted)
+
+    note("create_scalar_parameter")
+    note("create_array_parameter")
+    x = np.zeros(64, np.float32)
+    given = {"n": 7, "none": None, "one": 1, "scale": 0.5, "flag": True, "BLOCK": 64}
+    zeroed = {"out_type": x, "zeroed_outputs": (0,), "grid": 1}
+    cuda_call(
+        lambda x: triax.triton_call(x, kernel=mixed_scalars_kernel, **given, **zeroed), x
+    )
+    scalars = ("scalar", 7, "i32"), ("scalar", 0.5, "fp32"), ("scalar", True, "i1")
+    assert told == [("array", 0, 16), ("array", 256, 16), *scalars]
+
+
 @pytest.mark.cuda_plugin
 def test_zeroed_bytes_reach_the_right_parameter():
     like = jax.ShapeDtypeStruct((50,), jnp.float32)

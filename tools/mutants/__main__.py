@@ -36,6 +36,7 @@ MUTATED = (
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 _START_S = 10.0  # what a fork may take beside its tests
 _SLOW_S = 5.0  # no test that takes longer
+_FEW = 5
 Covered = dict[str, tuple[float, dict[str, list[int]]]]
 
 
@@ -85,22 +86,26 @@ def cover(folder: Path, jobs: int) -> Covered:
         (Job(name, [*chosen, name], Coverage(names, kernels), 600.0) for name in missing),
         jobs,
         ended,
+        folder,
     )
     return {name: of for tests in known.values() for name, of in tests["tests"].items()}
 
 
 def tests_for(mutant: Mutant, covered: Covered, budget_s: float) -> tuple[list[str], float]:
-    """The tests that run the line (else those that run the file), the closest and quickest first.
+    """The tests that run the line, the closest and quickest first; those of the file if few do.
 
     Of each test function one case comes before the second of any.
     """
     of_file = {name: of[mutant.file] for name, (_, of) in covered.items() if mutant.file in of}
-    found = [name for name, lines in of_file.items() if mutant.line in lines] or list(of_file)
+    found = [name for name, lines in of_file.items() if mutant.line in lines]
+    if len(found) < _FEW or not mutant.function.rpartition(".")[2].strip("_")[:1].islower():
+        found = list(of_file)  # what runs at import is noticed only in the first test
     mirror = f"tests/{mutant.file.removeprefix('src/triax/').rpartition('/')[0]}/"
     same = f"{mirror}test_{Path(mutant.file).name}"
 
-    def distance(name: str) -> tuple[bool, bool, float]:
-        return not name.startswith(same), not name.startswith(mirror), covered[name][0]
+    def distance(name: str) -> tuple[bool, bool, bool, float]:
+        runs_it = mutant.line in of_file[name]
+        return not runs_it, not name.startswith(same), not name.startswith(mirror), covered[name][0]
 
     cases: collections.Counter[str] = collections.Counter()
     ranked = []
@@ -180,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             code = (ROOT / mutant.file).read_bytes()
             changed = code[: mutant.start] + mutant.text.encode() + code[mutant.end :]
             killer = Killer(tests, options.state / "kernels")
-            limit_s = _START_S + 5 * expected_s
+            limit_s = _START_S + 3 * expected_s
             compile(changed, mutant.file, "exec")
             yield Job(mutant.key, ["-x", *tests], killer, limit_s, (mutant.file, changed))
 
@@ -199,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
         where = f"{mutant.file}:{mutant.line}: {mutant.change}"
         print(f"{status:9} {end.seconds:5.1f} s {tests:3} {where}", flush=True)
 
-    run(jobs(), options.jobs, ended)
+    run(jobs(), options.jobs, ended, options.state)
     found = report(drawn, state, options.seed)
     options.output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(found["all"])

@@ -101,10 +101,10 @@ class Ended(NamedTuple):
     log: str
 
 
-def run(jobs: Iterable[Job], parallel: int, ended: Callable[[Ended], None]) -> None:
-    """Runs jobs side by side, each in a fork and in a copy of the sources."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        free = [Slot(Path(folder) / str(i)) for i in range(parallel)]
+def run(jobs: Iterable[Job], parallel: int, ended: Callable[[Ended], None], folder: Path) -> None:
+    """Runs jobs side by side, each in a fork and in a copy of the sources under `folder`."""
+    with tempfile.TemporaryDirectory(dir=folder) as copies:
+        free = [Slot(Path(copies) / str(i)) for i in range(parallel)]
         running: dict[int, tuple[Slot, Job, float]] = {}
         waiting = iter(jobs)
         try:
