@@ -84,7 +84,7 @@ def test_tests_are_the_closest_first(tmp_path):
         "tests/moe/plans/test_api.py::test_elsewhere": (0.1, {file: [9]}),
     }
     names = [name.rpartition("::")[2] for name in command.tests_for(mutant, covered, 10.0)[0]]
-    assert names == ["test_refused", "test_cases[1]", "test_quick", "test_cases[0]"]
+    assert names == ["test_refused", "test_cases[1]", "test_cases[0]", "test_quick"]
     assert command.tests_for(mutant, covered, 0.0)[0] == [
         "tests/moe/plans/test_api.py::test_refused"
     ]

@@ -217,3 +217,16 @@ def test_a_repeated_walk_is_only_left_out_where_nothing_has_changed(change, monk
 
 def _cell_of(helper):
     return helper.fn.__closure__[0]
+
+
+def test_code_inside_of_code_counts_by_what_it_does():
+    """Functions of two equal programs are the same, wherever their code objects lie."""
+    text = "def outer(x):\n    return [(lambda y: y {} 2)(i) for i in x]"
+
+    def made(sign):
+        found = {}
+        exec(text.format(sign), found)
+        return found["outer"]
+
+    assert fingerprint(kernel, made("+")) == fingerprint(kernel, made("+"))
+    assert fingerprint(kernel, made("+")) != fingerprint(kernel, made("-"))

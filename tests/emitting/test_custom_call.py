@@ -224,9 +224,7 @@ def test_what_jaxlib_is_told_of_parameters(monkeypatch):
     x = np.zeros(64, np.float32)
     given = {"n": 7, "none": None, "one": 1, "scale": 0.5, "flag": True, "BLOCK": 64}
     zeroed = {"out_type": x, "zeroed_outputs": (0,), "grid": 1}
-    cuda_call(
-        lambda x: triax.triton_call(x, kernel=mixed_scalars_kernel, **given, **zeroed), x
-    )
+    cuda_call(lambda x: triax.triton_call(x, kernel=mixed_scalars_kernel, **given, **zeroed), x)
     scalars = ("scalar", 7, "i32"), ("scalar", 0.5, "fp32"), ("scalar", True, "i1")
     assert told == [("array", 0, 16), ("array", 256, 16), *scalars]
 

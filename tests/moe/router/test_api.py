@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -116,3 +117,20 @@ def test_what_losses_refuse(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("experts", [None, jnp.zeros((4, 2), int)])
+def test_a_dtype_that_kernels_lack(experts):
+    """Plain JAX takes it; kernels that are insisted on do not, also where none would be launched."""
+    logits = LOGITS.astype("float8_e3m4")
+    assert moe.route(logits, 2, experts=experts).weights.shape == (4, 2)
+    with pytest.raises(ArgumentTypeError, match="`logits` has dtype float8_e3m4"):
+        moe.route(logits, 2, experts=experts, implementation="interpret")
+
+
+def test_gradient_of_the_bias_alone():
+    """The bias only chooses: it moves no weight."""
+    weigh = jax.jit(lambda bias: moe.route(LOGITS, 2, bias=bias).weights)
+    weights, moved = jax.jvp(weigh, [jnp.arange(12.0)], [jnp.ones(12)])
+    assert weights.shape == moved.shape
+    assert not moved.any()
