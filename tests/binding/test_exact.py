@@ -135,6 +135,7 @@ SAME = [
     lambda: OPAQUE,
     lambda: tl.pointer_type(tl.float32),
     lambda: kernels.add_kernel,
+    lambda: np.dtype([("a", "i4"), ("b", "f4")]),  # which has a text, and no members
 ]
 
 

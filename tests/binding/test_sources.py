@@ -230,3 +230,16 @@ def test_code_inside_of_code_counts_by_what_it_does():
 
     assert fingerprint(kernel, made("+")) == fingerprint(kernel, made("+"))
     assert fingerprint(kernel, made("+")) != fingerprint(kernel, made("-"))
+
+
+def test_a_variable_that_is_not_assigned_yet():
+    def made(assigned):
+        def function(x):
+            return late
+
+        if assigned:
+            late = None
+        return function
+
+    assert fingerprint(kernel, made(False)) == fingerprint(kernel, made(False))
+    assert fingerprint(kernel, made(False)) != fingerprint(kernel, made(True))

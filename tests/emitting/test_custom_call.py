@@ -12,7 +12,15 @@ import triton.language as tl
 
 import triax
 from tests import descriptors
-from tests.cases import cuda_call, cuda_calls
+from tests import kernels
+from tests.cases import (
+    autotuned_accumulate,
+    blockwise,
+    cuda_call,
+    cuda_calls,
+    outputs_first,
+    vector_add,
+)
 from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
@@ -249,3 +257,36 @@ def test_zeroed_bytes_reach_the_right_parameter():
     x = np.zeros(50, np.float32)
     call = cuda_call(f, x, x)
     assert call.payload.calls[0].zeroed_bytes == (0, 0, 200, 200)
+
+
+@pytest.mark.cuda_plugin
+def test_what_people_read_of_a_call():
+    """A key, only where there was a choice; the configs and their grids."""
+    x = np.zeros(301, np.float32)
+    one = jax.jit(vector_add).trace(x, x).lower(lowering_platforms=("cuda",))
+    assert "triax.key" not in one.as_text()
+    assert 'triax.grid = "3x1x1"' in one.as_text()
+    assert cuda_call(vector_add, x, x).key == ""
+    assert cuda_call(autotuned_accumulate, x, x).key.startswith("accumulate_kernel")
+
+
+@pytest.mark.cuda_plugin
+def test_two_configs_are_enough_to_choose_from(monkeypatch):
+    passes = versions.Gate.passes
+    gate = versions.RUNTIME_AUTOTUNING
+    monkeypatch.setattr(versions.Gate, "passes", lambda of, v: of is gate or passes(of, v))
+    configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+    kernel = triton.autotune(configs, key=[])(kernels.copy_kernel)
+    x = np.zeros(301, np.float32)
+    call = cuda_call(functools.partial(blockwise, kernel, tuning="runtime"), x)
+    assert call.grid == ((5, 1, 1), (3, 1, 1))
+    assert [config.partition(",")[0] for config in call.config] == ["BLOCK=64", "BLOCK=128"]
+
+
+@pytest.mark.cuda_plugin
+def test_buffers_that_nobody_writes_to_first_are_made_as_jax_makes_them():
+    x = np.zeros(301, np.float32)
+    lowered = jax.jit(outputs_first).trace(x, x).lower(lowering_platforms=("cuda",))
+    lines = [line for line in lowered.as_text().splitlines() if "@AllocateBuffer" in line]
+    assert len(lines) == 2
+    assert all(line.endswith('{backend_config = ""} : () -> tensor<301xf32>') for line in lines)

@@ -37,6 +37,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.json")
 _START_S = 10.0  # what a fork may take beside its tests
 _SLOW_S = 5.0  # no test that takes longer
 _FEW = 5
+_NEAR = 12
 Covered = dict[str, tuple[float, dict[str, list[int]]]]
 
 
@@ -94,7 +95,7 @@ def cover(folder: Path, jobs: int) -> Covered:
 def tests_for(mutant: Mutant, covered: Covered, budget_s: float) -> tuple[list[str], float]:
     """The tests that run the line, the closest and quickest first; those of the file if few do.
 
-    Of each test function one case comes before the second of any.
+    A test that runs other lines nearby comes before a second one that runs the same.
     """
     of_file = {name: of[mutant.file] for name, (_, of) in covered.items() if mutant.file in of}
     found = [name for name, lines in of_file.items() if mutant.line in lines]
@@ -107,15 +108,16 @@ def tests_for(mutant: Mutant, covered: Covered, budget_s: float) -> tuple[list[s
         runs_it = mutant.line in of_file[name]
         return not runs_it, not name.startswith(same), not name.startswith(mirror), covered[name][0]
 
-    cases: collections.Counter[str] = collections.Counter()
+    cases: collections.Counter[Any] = collections.Counter()
     ranked = []
     for name in sorted(found, key=distance):
-        function = name.partition("[")[0]
-        cases[function] += 1
+        near = frozenset(line for line in of_file[name] if abs(line - mutant.line) < _NEAR)
+        kinds = (name.partition("[")[0], near), near
         if covered[name][0] < _SLOW_S:
-            ranked.append((cases[function], distance(name), name))
+            ranked.append((*(cases[kind] for kind in kinds), distance(name), name))
+            cases.update(kinds)
     chosen, total_s = [], 0.0
-    for _, _, name in sorted(ranked):
+    for *_, name in sorted(ranked):
         if chosen and total_s + covered[name][0] > budget_s:
             break
         chosen.append(name)
@@ -123,9 +125,18 @@ def tests_for(mutant: Mutant, covered: Covered, budget_s: float) -> tuple[list[s
     return chosen, total_s
 
 
+def _place(mutant: Mutant) -> tuple[str, ...]:
+    return mutant.file, mutant.code, mutant.change
+
+
+def _reasons() -> dict[tuple[str, ...], str]:
+    """Why changes cannot be told apart."""
+    return {tuple(of[:3]): of[3] for of in json.loads(EQUIVALENT.read_text())}
+
+
 def report(drawn: list[Mutant], state: dict[str, Any], seed: int) -> dict[str, Any]:
     """What the record says."""
-    reasons = {tuple(of[:3]): of[3] for of in json.loads(EQUIVALENT.read_text())}
+    reasons = _reasons()
     modules: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     survivors = []
     for mutant in sorted(drawn):
@@ -135,7 +146,7 @@ def report(drawn: list[Mutant], state: dict[str, Any], seed: int) -> dict[str, A
         counts["mutants"] += 1
         counts[done["status"]] += 1
         if done["status"] == "survived":
-            why = reasons.get((mutant.file, mutant.code, mutant.change))
+            why = reasons.get(_place(mutant))
             counts["explained"] += why is not None
             shown = {name: getattr(mutant, name) for name in ("file", "line", "code", "change")}
             survivors.append(shown | ({} if why is None else {"equivalent": why}))
@@ -160,7 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=28)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=8.0, help="of tests for one mutant")
-    parser.add_argument("--again", action="store_true", help="survivors, with 5 times --seconds")
+    parser.add_argument(
+        "--again", action="store_true", help="what was not killed, 5 times --seconds"
+    )
     parser.add_argument("--only", default="", help="mutants of files with this in their names")
     parser.add_argument("--state", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "mutants.json")
@@ -173,12 +186,14 @@ def main(arguments: list[str] | None = None) -> int:
     drawn = sample(options.seed, options.count)
     file = options.state / "state.json"
     state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    reasons = _reasons()
     budget_s = options.seconds * (5 if options.again else 1)
 
     def jobs() -> Iterator[Job]:
         for mutant in drawn:
             done = state.get(mutant.key)
-            again = options.again and done is not None and done["status"] == "survived"
+            again = options.again and done is not None and done["status"] != "killed"
+            again &= _place(mutant) not in reasons
             if options.only not in mutant.file or (done is not None and not again):
                 continue
             tests, expected_s = tests_for(mutant, covered, budget_s)

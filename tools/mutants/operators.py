@@ -108,6 +108,8 @@ def _changes(node: ast.AST, function: str, key: bool) -> Iterator[tuple[str, ast
         for test in node.ifs:
             yield function, test, ast.Constant(True)
     for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            return
         if name in ("annotation", "returns", "type_comment", "format_spec", "type_params"):
             continue
         for child in value if isinstance(value, list) else [value]:
@@ -142,7 +144,7 @@ def _instead(node: ast.AST, key: bool) -> Iterator[ast.AST]:
             yield ast.Break()
         case ast.Call(keywords=keywords):
             for keyword in keywords:
-                if keyword.arg is not None:
+                if keyword.arg not in (None, "strict"):  # of `zip`, which is an assertion
                     yield _with(node, keywords=[k for k in keywords if k is not keyword])
     if isinstance(node, (ast.Raise, ast.Delete, ast.Assert, ast.AugAssign)) or _is_effect(node):
         yield ast.Pass()

@@ -121,7 +121,7 @@ def test_what_losses_refuse(call, error, text):
 
 @pytest.mark.parametrize("experts", [None, jnp.zeros((4, 2), int)])
 def test_a_dtype_that_kernels_lack(experts):
-    """Plain JAX takes it; kernels that are insisted on do not, also where none would be launched."""
+    """Plain JAX takes it; kernels that are asked for do not, also where none would be launched."""
     logits = LOGITS.astype("float8_e3m4")
     assert moe.route(logits, 2, experts=experts).weights.shape == (4, 2)
     with pytest.raises(ArgumentTypeError, match="`logits` has dtype float8_e3m4"):
