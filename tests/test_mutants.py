@@ -76,7 +76,8 @@ def test_tests_are_the_closest_first(tmp_path):
     mutant = mutant._replace(file="src/triax/moe/plans/api.py", line=8)
     file = mutant.file
     covered = {
-        "tests/test_call.py::test_quick": (0.1, {file: [8]}),
+        "tests/test_call.py::test_far": (0.1, {file: [8]}),
+        "tests/test_call.py::test_quick": (0.01, {file: [8]}),
         "tests/moe/plans/test_plan.py::test_slow": (9.0, {file: [8]}),
         "tests/moe/plans/test_plan.py::test_cases[0]": (0.2, {file: [8]}),
         "tests/moe/plans/test_plan.py::test_cases[1]": (0.1, {file: [8, 9]}),
@@ -84,7 +85,7 @@ def test_tests_are_the_closest_first(tmp_path):
         "tests/moe/plans/test_api.py::test_elsewhere": (0.1, {file: [9]}),
     }
     names = [name.rpartition("::")[2] for name in command.tests_for(mutant, covered, 10.0)[0]]
-    assert names == ["test_refused", "test_cases[1]", "test_cases[0]", "test_quick"]
+    assert names == ["test_quick", "test_refused", "test_cases[1]", "test_cases[0]", "test_far"]
     assert command.tests_for(mutant, covered, 0.0)[0] == [
         "tests/moe/plans/test_api.py::test_refused"
     ]

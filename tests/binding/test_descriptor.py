@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -61,6 +62,16 @@ def test_what_is_refused(changes, error, match):
     TensorDescriptor(**fields)
     with pytest.raises(error, match=match):
         TensorDescriptor(**fields | changes)
+
+
+def test_only_the_array_is_a_leaf():
+    """All else is known when a program is traced."""
+    descriptor = TensorDescriptor(X, (8, 16), (16, 1), (4, 16), "layout", "nan", True)
+    leaves, tree = jax.tree.flatten(descriptor)
+    assert [leaf is X for leaf in leaves] == [True]
+    assert jax.tree.unflatten(tree, leaves) == descriptor
+    other = jax.jit(lambda d: d)(descriptor)
+    assert (other.layout, other.padding, other.block_shape) == ("layout", "nan", (4, 16))
 
 
 @pytest.mark.parametrize("rank", [1, 5])

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 
 import triax
-from tests import descriptors
-from tests import kernels
+from tests import descriptors, kernels
 from tests.cases import (
     autotuned_accumulate,
     blockwise,

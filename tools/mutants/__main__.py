@@ -36,6 +36,7 @@ MUTATED = (
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 _START_S = 10.0  # what a fork may take beside its tests
 _SLOW_S = 5.0  # no test that takes longer
+_QUICK_S = 0.05
 _FEW = 5
 _NEAR = 12
 Covered = dict[str, tuple[float, dict[str, list[int]]]]
@@ -95,7 +96,7 @@ def cover(folder: Path, jobs: int) -> Covered:
 def tests_for(mutant: Mutant, covered: Covered, budget_s: float) -> tuple[list[str], float]:
     """The tests that run the line, the closest and quickest first; those of the file if few do.
 
-    A test that runs other lines nearby comes before a second one that runs the same.
+    After half of the budget, those that run other lines nearby come before those that do not.
     """
     of_file = {name: of[mutant.file] for name, (_, of) in covered.items() if mutant.file in of}
     found = [name for name, lines in of_file.items() if mutant.line in lines]
@@ -108,21 +109,22 @@ def tests_for(mutant: Mutant, covered: Covered, budget_s: float) -> tuple[list[s
         runs_it = mutant.line in of_file[name]
         return not runs_it, not name.startswith(same), not name.startswith(mirror), covered[name][0]
 
+    closest = [name for name in sorted(found, key=distance) if covered[name][0] < _SLOW_S]
     cases: collections.Counter[Any] = collections.Counter()
     ranked = []
-    for name in sorted(found, key=distance):
+    for name in closest:
         near = frozenset(line for line in of_file[name] if abs(line - mutant.line) < _NEAR)
         kinds = (name.partition("[")[0], near), near
-        if covered[name][0] < _SLOW_S:
-            ranked.append((*(cases[kind] for kind in kinds), distance(name), name))
-            cases.update(kinds)
-    chosen, total_s = [], 0.0
-    for *_, name in sorted(ranked):
-        if chosen and total_s + covered[name][0] > budget_s:
-            break
-        chosen.append(name)
-        total_s += covered[name][0]
-    return chosen, total_s
+        ranked.append((*(cases[kind] for kind in kinds), distance(name), name))
+        cases.update(kinds)
+    quick = [name for name in closest if covered[name][0] < _QUICK_S]
+    chosen: dict[str, float] = {}
+    for names, limit_s in ((quick, budget_s / 2), ([of[-1] for of in sorted(ranked)], budget_s)):
+        for name in names:
+            if name not in chosen and sum(chosen.values()) + covered[name][0] < limit_s:
+                chosen[name] = covered[name][0]
+    chosen = chosen or dict.fromkeys(closest[:1], 0.0)
+    return list(chosen), sum(chosen.values())
 
 
 def _place(mutant: Mutant) -> tuple[str, ...]:

@@ -128,6 +128,13 @@ def test_a_dtype_that_kernels_lack(experts):
         moe.route(logits, 2, experts=experts, implementation="interpret")
 
 
+def test_a_bias_of_a_dtype_that_kernels_lack():
+    bias = jnp.zeros(12, "float8_e3m4")
+    assert moe.route(LOGITS, 2, bias=bias).weights.shape == (4, 2)
+    with pytest.raises(ArgumentTypeError, match="`bias` has dtype float8_e3m4"):
+        moe.route(LOGITS, 2, bias=bias, implementation="interpret")
+
+
 def test_gradient_of_the_bias_alone():
     """The bias only chooses: it moves no weight."""
     weigh = jax.jit(lambda bias: moe.route(LOGITS, 2, bias=bias).weights)
