@@ -349,3 +349,11 @@ def test_weights_that_are_transposed_twice():
     plain = dataclasses.replace(square, transposed=False)
     np.testing.assert_array_equal(twice, moe.ragged_dot(rows, plain, SIZES))
     assert (twice != moe.ragged_dot(rows, square, SIZES)).any()
+
+
+def test_plain_jax_has_no_fast_sums():
+    """Their name is one of tensor cores, which other platforms refuse."""
+    rows, weights = (array.values for array in (rows_of(DEPTH), weights_of(DEPTH, COLUMNS, False)))
+    multiply = functools.partial(moe.ragged_dot, preferred_element_type="float32")
+    fast = multiply(rows, weights, SIZES, precision=FAST, implementation="xla")
+    np.testing.assert_array_equal(fast, multiply(rows, weights, SIZES, implementation="xla"))

@@ -141,3 +141,18 @@ def test_gradient_of_the_bias_alone():
     weights, moved = jax.jvp(weigh, [jnp.arange(12.0)], [jnp.ones(12)])
     assert weights.shape == moved.shape
     assert not moved.any()
+
+
+def test_experts_that_are_given():
+    """The first and the last are experts like others; those that there are not weigh nothing."""
+    logits = jnp.array([[3.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]])
+    for how in ({}, {"normalize": True, "scale": 2.5}, {"normalize": 2, "scale": 3.0}):
+        chosen = moe.route(logits, 2, **how)
+        assert chosen.experts.tolist() == [[0, 3], [3, 2]]
+        again = moe.route(logits, 2, experts=chosen.experts, **how)
+        assert jnp.allclose(again.weights, chosen.weights, rtol=1e-6)
+        assert again.weights.min() > 0
+    assert jnp.allclose((again.weights**2).sum(1), 9, rtol=1e-6)
+    given = jnp.array([[0, -1], [4, 3]])
+    weights = moe.route(logits, 2, experts=given, normalize=True, scale=2.0).weights
+    assert weights.tolist() == [[2, 0], [0, 2]]
