@@ -179,6 +179,14 @@ def test_a_file_called_like_a_standard_module(monkeypatch):
     assert len(found) == 2
 
 
+def test_whose_code_is_a_library():
+    """Modules that are built into Python or frozen are the standard library's, too."""
+    names = {"sys": True, "abc": True, "json": True, "numpy.linalg": True, "triton.language": True}
+    for name, expected in {**names, "tests.kernels": False, "scipy": False}.items():
+        sources._is_library.cache_clear()
+        assert sources._is_library(name) == expected, name
+
+
 def test_the_number_of_an_object_is_never_anothers():
     opaque = Opaque()
     assert fingerprint(kernel, opaque) == fingerprint(kernel, opaque)

@@ -25,7 +25,7 @@ from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import jax_private, versions
 from triax.emitting.custom_call import order_buffers
-from triax.errors import CompilationError
+from triax.errors import CompilationError, UnsupportedError, VersionError
 
 A = ArrayType((4,), np.dtype(np.float32))
 
@@ -234,6 +234,10 @@ def test_what_jaxlib_is_told_of_parameters(monkeypatch):
     cuda_call(lambda x: triax.triton_call(x, kernel=mixed_scalars_kernel, **given, **zeroed), x)
     scalars = ("scalar", 7, "i32"), ("scalar", 0.5, "fp32"), ("scalar", True, "i1")
     assert told == [("array", 0, 16), ("array", 256, 16), *scalars]
+    told.clear()
+    unaligned = triton.jit(do_not_specialize=["x_ptr"])(mixed_scalars_kernel.fn)
+    cuda_call(lambda x: triax.triton_call(x, kernel=unaligned, **given, **zeroed), x)
+    assert told == [("array", 0, 0), ("array", 256, 16), *scalars]
 
 
 @pytest.mark.cuda_plugin
@@ -289,3 +293,34 @@ def test_buffers_that_nobody_writes_to_first_are_made_as_jax_makes_them():
     lines = [line for line in lowered.as_text().splitlines() if "@AllocateBuffer" in line]
     assert len(lines) == 2
     assert all(line.endswith('{backend_config = ""} : () -> tensor<301xf32>') for line in lines)
+
+
+@pytest.mark.cuda_plugin
+def test_a_gpu_without_tma_takes_no_descriptors(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
+    with pytest.raises((UnsupportedError, VersionError), match="takes a host TMA descriptor"):
+        cuda_call(functools.partial(descriptors.call, "host"), np.zeros((35, 44), np.float32))
+
+
+@pytest.mark.cuda_plugin
+def test_a_cost_is_handed_on_only_where_there_is_one(monkeypatch):
+    x = np.zeros(301, np.float32)
+
+    def text(**how):
+        function = functools.partial(blockwise, kernels.copy_kernel, BLOCK=64, **how)
+        return jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "cost_estimate_json" not in text()
+    handed = versions.COST_ESTIMATE.passes(versions.gated_version())
+    assert ("cost_estimate_json" in text(cost_estimate={"flops": 7})) == handed
+    assert "has_side_effect = true" in text(has_side_effect=True)
+    assert "has_side_effect = true" not in text()
+
+
+@pytest.mark.cuda_plugin
+def test_the_text_of_a_call_is_short():
+    x = np.zeros(301, np.float32)
+    text = repr(cuda_call(vector_add, x, x))
+    assert "opaque" not in text
+    assert "payload" not in text
+    assert "kernel='add_kernel'" in text

@@ -165,3 +165,13 @@ def test_configs_that_were_measured(num_experts, bins, select, place):
     assert of(MaskConfig.to_place(num_experts)) == place
     assert of(ScanConfig()) == (256, 4, 4)
     assert (FewPairsConfig.max_pairs, SortConfig.max_blocks) == (2048, 256)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_experts_beyond_the_slots_are_counted_and_dropped(implementation):
+    mask = jnp.array([[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 0]])
+    plan = moe.make_plan_from_mask(mask, 2, implementation=implementation)
+    assert plan.expert_of.tolist() == [[0, 1], [1, 2], [2, -1]]
+    assert plan.group_sizes.tolist() == [1, 2, 2, 0]
+    assert plan.group_counts.tolist() == [1, 2, 3, 1]
+    assert int(plan.num_dropped) == 2
