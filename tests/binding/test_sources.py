@@ -251,3 +251,18 @@ def test_a_variable_that_is_not_assigned_yet():
 
     assert fingerprint(kernel, made(False)) == fingerprint(kernel, made(False))
     assert fingerprint(kernel, made(False)) != fingerprint(kernel, made(True))
+
+
+third = one
+
+
+@triton.jit
+def calls_three(out_ptr):
+    tl.store(out_ptr, one(1) + other(2) * third(3))
+
+
+def test_two_names_of_one_helper(monkeypatch):
+    """Which of the helpers that are known already a name is for."""
+    before = fingerprint(calls_three)
+    monkeypatch.setitem(globals(), "third", other)
+    assert fingerprint(calls_three) != before

@@ -147,7 +147,8 @@ CASES: dict[str, Any] = {
     "plan of very many pairs": plan(50000, 8, 64),
     "plan of a mask": mask(1000, 2, 64),
     "plan of a mask, all experts": mask(1000, 64, 64, num_rows=4096, align_size=8, capacity=7),
-    "plan of a mask, few experts": mask(1000, 8, 8),
+    "plan of a mask, few experts": mask(1000, 16, 16),
+    "plan of a mask, an expert more": mask(1000, 17, 17),
     "route, softmax": router(1000, 64, top_k=6),
     "route, softmax of the chosen, bfloat16": router(1000, 128, HALF, top_k=8, normalize=True),
     "route, in groups, with a bias": router(
@@ -156,6 +157,7 @@ CASES: dict[str, Any] = {
     "route, in groups by their best": router(
         1000, 160, top_k=6, num_groups=8, top_groups=3, group_score="max", scale=16.0
     ),
+    "route, in two groups": router(1000, 256, top_k=8, num_groups=2, top_groups=1),
     "route, float16": router(1000, 16, "float16", top_k=2),
     "route, no score": router(10, 33, top_k=4, score="none"),
 }

@@ -34,7 +34,8 @@ MUTATED = (
     "src/triax/tuning/policy.py",
 )
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
-_START_S = 10.0  # what a fork may take beside its tests
+_START_S = 30.0  # what a fork may take beside its tests
+_FIXED_S = 0.01  # what each test takes for pytest and its fixtures
 _SLOW_S = 5.0  # no test that takes longer
 _QUICK_S = 0.05
 _FEW = 5
@@ -121,8 +122,9 @@ def tests_for(mutant: Mutant, covered: Covered, budget_s: float) -> tuple[list[s
     chosen: dict[str, float] = {}
     for names, limit_s in ((quick, budget_s / 2), ([of[-1] for of in sorted(ranked)], budget_s)):
         for name in names:
-            if name not in chosen and sum(chosen.values()) + covered[name][0] < limit_s:
-                chosen[name] = covered[name][0]
+            cost_s = covered[name][0] + _FIXED_S
+            if name not in chosen and sum(chosen.values()) + cost_s < limit_s:
+                chosen[name] = cost_s
     chosen = chosen or dict.fromkeys(closest[:1], 0.0)
     return list(chosen), sum(chosen.values())
 

@@ -133,7 +133,7 @@ def _instead(node: ast.AST, key: bool) -> Iterator[ast.AST]:
         case ast.Constant(value=bool(value)):
             yield ast.Constant(not value)
         case ast.Constant(value=int(value) | float(value)):
-            yield ast.Constant(value + 1)
+            yield ast.Constant(value + (1 if isinstance(value, int) else max(1, abs(value))))
         case ast.Constant(value=str(value)) if key:
             yield ast.Constant(f"not {value}")
         case ast.Return(value=value) if value is not None and ast.unparse(value) != "None":

@@ -59,6 +59,11 @@ WRONG = [
         ArgumentValueError,
         "at most the 3 experts of the chosen groups of `logits`; got 4",
     ),
+    (
+        {"num_groups": 2, "top_groups": 1, "top_k": 7},
+        ArgumentValueError,
+        "at most the 6 experts of the chosen groups of `logits`; got 7",
+    ),
     ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
     (
         {"logits": jnp.zeros((1, 1025)), "implementation": "interpret"},
