@@ -7,6 +7,7 @@
 #   make lint          style and types
 #   make fuzz          random cases of the MoE ops against float64 (ARGS="--cases 50000 --jobs 8")
 #   make coverage      which branches of src the tests run through (TESTS="not gpu" for all)
+#   make mutants       small changes to the code that some test must see (hours; Python 3.12)
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
@@ -42,7 +43,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test fuzz lint format coverage matrix models sanitize stress docs wheel clean help
+.PHONY: demo test gpu-test fuzz mutants lint format coverage matrix models sanitize stress docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -57,6 +58,9 @@ gpu-test: $(STAMP)
 
 fuzz: $(STAMP)
 	$(PY) -m tests.fuzz $(ARGS)
+
+mutants: $(STAMP)
+	JAX_PLATFORMS=cpu $(PY) -m tools.mutants $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

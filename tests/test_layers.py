@@ -9,8 +9,10 @@ stand in `compat` alone.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import graphlib
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,3 +330,21 @@ def test_no_circles():
         for module, path in paths.items()
     }
     graphlib.TopologicalSorter(imports).prepare()
+
+
+# What is filled while something is walked, bound or measured, and is no key of anything.
+MUTABLE = {"Flattened", "_Branch", "_Walk"}
+
+
+@pytest.mark.parametrize("package", ["binding", "emitting", "tuning", "moe"])
+def test_data_that_is_a_key_is_frozen(package):
+    """Kernels, calls and options are keys of caches for as long as the process runs."""
+    pytest.importorskip("triton")
+    changed = set()
+    for name in package_modules():
+        if name.startswith(f"triax.{package}."):
+            module = importlib.import_module(name)
+            found = [of for of in vars(module).values() if isinstance(of, type)]
+            own = [of for of in found if of.__module__ == name and dataclasses.is_dataclass(of)]
+            changed |= {of.__name__ for of in own if not of.__dataclass_params__.frozen}
+    assert changed <= MUTABLE

@@ -367,13 +367,26 @@ def numerics() -> str:
 
 
 def fuzz() -> str:
-    """How much was fuzzed, by path and op."""
+    """How much was fuzzed, by op and path: cases of distinct programs."""
+    results = record("fuzz")["results"]
+    ops = sorted({op for by_op in results.values() for op in by_op})
     rows = []
-    for path, by_op in record("fuzz")["results"].items():
-        for op, found in by_op.items():
-            counts = (f"{found[what]:,}" for what in ("cases", "programs", "wrong"))
-            rows.append([path, op, *counts])
-    return table(["path", "op", "cases", "programs", "wrong"], rows)
+    for op in ops:
+        found = [by_op.get(op) for by_op in results.values()]
+        cells = [f"{of['cases']:,} of {of['programs']:,}" if of else "–" for of in found]
+        rows.append([op, *cells, f"{sum(of['wrong'] for of in found if of)}"])
+    every = [[*by_op.values()] for by_op in results.values()]
+    sums = [{what: sum(of[what] for of in all_) for what in all_[0]} for all_ in every]
+    cells = [f"{of['cases']:,} of {of['programs']:,}" for of in sums]
+    rows.append(["all", *cells, f"{sum(of['wrong'] for of in sums)}"])
+    return table(["", *(f"`{path}`" for path in results), "wrong"], rows)
+
+
+def where_fuzz() -> str:
+    run = record("fuzz")
+    machines = "; ".join(f"`{path}`: {machine}" for path, machine in run["ran_on"].items())
+    cases = sum(of["cases"] for by_op in run["results"].values() for of in by_op.values())
+    return f"{cases:,} cases. {machines}. {run['written'][:10]}.\n"
 
 
 def sanitizers() -> str:
@@ -383,7 +396,10 @@ def sanitizers() -> str:
         for tool, found in record("sanitizers")["tools"].items()
         if found["planted"]
     ]
-    return table(["tool", "launches", "kernels", "findings", "planted fault found"], rows)
+    run = record("sanitizers")
+    tool = run["compute_sanitizer"].partition(" (")[0].lower()
+    found = table(["tool", "launches", "kernels", "findings", "planted fault found"], rows)
+    return f"{found}\nOne {run['device']}, compute-sanitizer {tool}, {run['written'][:10]}.\n"
 
 
 def stress() -> str:
@@ -674,6 +690,18 @@ def _shape(config: dict[str, int]) -> str:
     return shape if slots == 1 else f"{shape}, {slots} at once"
 
 
+def mutants() -> str:
+    """What became of the changes, by package, and the date."""
+    found = record("mutants")
+    columns = "mutants", "killed", "timed out", "survived", "explained"
+    parts = {**found["modules"], "**all**": found["all"]}
+    rows = [[name, *(f"{of.get(column, 0):,}" for column in columns)] for name, of in parts.items()]
+    left = found["all"].get("survived", 0) / found["all"]["mutants"]
+    head = ["", "changes", "seen", "timed out", "left", "of them explained"]
+    drawn = f"seed {found['seed']}, of {found['population']:,} changes"
+    return table(head, rows) + f"\n{found['written'][:10]}, {drawn}: {left:.1%} left.\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "where": where,
     "where/layer": lambda: where("layer"),
@@ -704,7 +732,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer_memory": layer_memory,
     "layer_budget": layer_budget,
     "fuzz": fuzz,
-    "where/fuzz": lambda: where("fuzz"),
+    "where/fuzz": where_fuzz,
     "sanitizers": sanitizers,
     "stress": stress,
     "where/stress": lambda: where("stress"),
@@ -732,6 +760,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "small": small,
     "first_call": first_call,
     "memory": memory,
+    "mutants": mutants,
     "configs": configs,
     "experiments/plan": lambda: experiments("plan"),
     "experiments/few-pairs": lambda: experiments("few pairs"),

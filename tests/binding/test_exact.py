@@ -60,6 +60,32 @@ class Name(str):
     pass
 
 
+class Quiet(str):
+    def __repr__(self):
+        return "Quiet"
+
+
+class Tagged(int):
+    def __init__(self, _):
+        self.tag = "x"
+
+
+class Numbered:
+    """Equal by its member; its text is never the same."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return self.x == other.x
+
+    def __hash__(self):
+        return 0
+
+    def __repr__(self):
+        return f"Numbered at {id(self)}"
+
+
 class Opaque:
     pass
 
@@ -122,6 +148,8 @@ DIFFERENT = [
     (np.dtype("float32"), np.float32),
     (kernels.add_kernel, kernels.copy_kernel),
     (range(0, 3, 2), range(0, 4, 2)),
+    (Quiet("a"), Quiet("b")),
+    (Tagged(1), Tagged(2)),
 ]
 SAME = [
     lambda: 3,
@@ -133,8 +161,10 @@ SAME = [
     lambda: Loose((1, 2)),
     lambda: Level.ONE,
     lambda: OPAQUE,
+    lambda: [Numbered(i) for i in range(3)],
     lambda: tl.pointer_type(tl.float32),
     lambda: kernels.add_kernel,
+    lambda: np.dtype([("a", "i4"), ("b", "f4")]),  # which has a text, and no members
 ]
 
 

@@ -66,3 +66,22 @@ class TestClusters:
     def test_no_larger(self, capability, num_ctas, reason):
         with pytest.raises(CompilationError, match=reason):
             lower(num_ctas=num_ctas, compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_warps", 0, "a power of two; got 0"),
+        ("num_warps", 3, "a power of two; got 3"),
+        ("num_warps", -4, "a power of two; got -4"),
+        ("num_ctas", 6, "a power of two; got 6"),
+        ("num_warps", True, "a power of two; got True"),
+        ("num_stages", -1, "a positive int; got -1"),
+        ("num_stages", 2.0, "a positive int; got 2.0"),
+    ],
+)
+def test_counts(name, value, message):
+    with pytest.raises(ArgumentValueError, match=f"`{name}` must be {message}"):
+        copy(X, **{name: value})
+    for good in (1, 2, 8):
+        np.testing.assert_array_equal(copy(X, num_warps=good, num_stages=3), X)

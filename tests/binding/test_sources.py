@@ -126,6 +126,31 @@ def test_constants():
     assert fingerprint(kernel, (1, 2)) == fingerprint(kernel, (1, 2)) != fingerprint(kernel, 1, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    factor: int
+
+    @triton.constexpr_function
+    def times(self, x):
+        return x * self.factor
+
+
+bound = Scaled(2).times
+
+
+@triton.jit
+def calls_bound(out_ptr):
+    tl.store(out_ptr, bound(3))
+
+
+def test_bound_functions_of_constants(monkeypatch):
+    before = fingerprint(calls_bound), fingerprint(kernel, bound)
+    assert (fingerprint(calls_bound), fingerprint(kernel, Scaled(2).times)) == before
+    monkeypatch.setitem(globals(), "bound", Scaled(3).times)
+    assert fingerprint(calls_bound) != before[0]
+    assert fingerprint(kernel, bound) != before[1]
+
+
 def test_modules_and_classes_as_constants():
     constants = [types.ModuleType("held"), type("Held", (), {})]
     for constant in constants:
@@ -152,6 +177,14 @@ def test_a_file_called_like_a_standard_module(monkeypatch):
         found.add(fingerprint(kernel))
     sources._is_library.cache_clear()
     assert len(found) == 2
+
+
+def test_whose_code_is_a_library():
+    """Modules that are built into Python or frozen are the standard library's, too."""
+    names = {"sys": True, "abc": True, "json": True, "numpy.linalg": True, "triton.language": True}
+    for name, expected in {**names, "tests.kernels": False, "scipy": False}.items():
+        sources._is_library.cache_clear()
+        assert sources._is_library(name) == expected, name
 
 
 def test_the_number_of_an_object_is_never_anothers():
@@ -192,3 +225,44 @@ def test_a_repeated_walk_is_only_left_out_where_nothing_has_changed(change, monk
 
 def _cell_of(helper):
     return helper.fn.__closure__[0]
+
+
+def test_code_inside_of_code_counts_by_what_it_does():
+    """Functions of two equal programs are the same, wherever their code objects lie."""
+    text = "def outer(x):\n    return [(lambda y: y {} 2)(i) for i in x]"
+
+    def made(sign):
+        found = {}
+        exec(text.format(sign), found)
+        return found["outer"]
+
+    assert fingerprint(kernel, made("+")) == fingerprint(kernel, made("+"))
+    assert fingerprint(kernel, made("+")) != fingerprint(kernel, made("-"))
+
+
+def test_a_variable_that_is_not_assigned_yet():
+    def made(assigned):
+        def function(x):
+            return late
+
+        if assigned:
+            late = None
+        return function
+
+    assert fingerprint(kernel, made(False)) == fingerprint(kernel, made(False))
+    assert fingerprint(kernel, made(False)) != fingerprint(kernel, made(True))
+
+
+third = one
+
+
+@triton.jit
+def calls_three(out_ptr):
+    tl.store(out_ptr, one(1) + other(2) * third(3))
+
+
+def test_two_names_of_one_helper(monkeypatch):
+    """Which of the helpers that are known already a name is for."""
+    before = fingerprint(calls_three)
+    monkeypatch.setitem(globals(), "third", other)
+    assert fingerprint(calls_three) != before

@@ -11,14 +11,21 @@ import triton
 import triton.language as tl
 
 import triax
-from tests import descriptors
-from tests.cases import cuda_call, cuda_calls
+from tests import descriptors, kernels
+from tests.cases import (
+    autotuned_accumulate,
+    blockwise,
+    cuda_call,
+    cuda_calls,
+    outputs_first,
+    vector_add,
+)
 from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import jax_private, versions
 from triax.emitting.custom_call import order_buffers
-from triax.errors import CompilationError
+from triax.errors import CompilationError, UnsupportedError, VersionError
 
 A = ArrayType((4,), np.dtype(np.float32))
 
@@ -199,6 +206,40 @@ def test_what_jaxlib_is_told_of_a_descriptor(kind, fill, monkeypatch):
     }
 
 
+@triton.jit
+def mixed_scalars_kernel(x_ptr, out_ptr, n, none, one, scale, flag, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(out_ptr + tl.arange(0, BLOCK), x * n + scale + flag)
+
+
+@pytest.mark.cuda_plugin
+def test_what_jaxlib_is_told_of_parameters(monkeypatch):
+    """In the kernel's order, without those that are compiled in."""
+    module, told = jax_private.gpu_triton(), []
+
+    def note(name):
+        create = getattr(module, name)
+
+        def noted(*values):
+            told.append((name.split("_")[1], *values))
+            return create(*values)
+
+        monkeypatch.setattr(module, name, noted)
+
+    note("create_scalar_parameter")
+    note("create_array_parameter")
+    x = np.zeros(64, np.float32)
+    given = {"n": 7, "none": None, "one": 1, "scale": 0.5, "flag": True, "BLOCK": 64}
+    zeroed = {"out_type": x, "zeroed_outputs": (0,), "grid": 1}
+    cuda_call(lambda x: triax.triton_call(x, kernel=mixed_scalars_kernel, **given, **zeroed), x)
+    scalars = ("scalar", 7, "i32"), ("scalar", 0.5, "fp32"), ("scalar", True, "i1")
+    assert told == [("array", 0, 16), ("array", 256, 16), *scalars]
+    told.clear()
+    unaligned = triton.jit(do_not_specialize=["x_ptr"])(mixed_scalars_kernel.fn)
+    cuda_call(lambda x: triax.triton_call(x, kernel=unaligned, **given, **zeroed), x)
+    assert told == [("array", 0, 0), ("array", 256, 16), *scalars]
+
+
 @pytest.mark.cuda_plugin
 def test_zeroed_bytes_reach_the_right_parameter():
     like = jax.ShapeDtypeStruct((50,), jnp.float32)
@@ -219,3 +260,67 @@ def test_zeroed_bytes_reach_the_right_parameter():
     x = np.zeros(50, np.float32)
     call = cuda_call(f, x, x)
     assert call.payload.calls[0].zeroed_bytes == (0, 0, 200, 200)
+
+
+@pytest.mark.cuda_plugin
+def test_what_people_read_of_a_call():
+    """A key, only where there was a choice; the configs and their grids."""
+    x = np.zeros(301, np.float32)
+    one = jax.jit(vector_add).trace(x, x).lower(lowering_platforms=("cuda",))
+    assert "triax.key" not in one.as_text()
+    assert 'triax.grid = "3x1x1"' in one.as_text()
+    assert cuda_call(vector_add, x, x).key == ""
+    assert cuda_call(autotuned_accumulate, x, x).key.startswith("accumulate_kernel")
+
+
+@pytest.mark.cuda_plugin
+def test_two_configs_are_enough_to_choose_from(monkeypatch):
+    passes = versions.Gate.passes
+    gate = versions.RUNTIME_AUTOTUNING
+    monkeypatch.setattr(versions.Gate, "passes", lambda of, v: of is gate or passes(of, v))
+    configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+    kernel = triton.autotune(configs, key=[])(kernels.copy_kernel)
+    x = np.zeros(301, np.float32)
+    call = cuda_call(functools.partial(blockwise, kernel, tuning="runtime"), x)
+    assert call.grid == ((5, 1, 1), (3, 1, 1))
+    assert [config.partition(",")[0] for config in call.config] == ["BLOCK=64", "BLOCK=128"]
+
+
+@pytest.mark.cuda_plugin
+def test_buffers_that_nobody_writes_to_first_are_made_as_jax_makes_them():
+    x = np.zeros(301, np.float32)
+    lowered = jax.jit(outputs_first).trace(x, x).lower(lowering_platforms=("cuda",))
+    lines = [line for line in lowered.as_text().splitlines() if "@AllocateBuffer" in line]
+    assert len(lines) == 2
+    assert all(line.endswith('{backend_config = ""} : () -> tensor<301xf32>') for line in lines)
+
+
+@pytest.mark.cuda_plugin
+def test_a_gpu_without_tma_takes_no_descriptors(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
+    with pytest.raises((UnsupportedError, VersionError), match="takes a host TMA descriptor"):
+        cuda_call(functools.partial(descriptors.call, "host"), np.zeros((35, 44), np.float32))
+
+
+@pytest.mark.cuda_plugin
+def test_a_cost_is_handed_on_only_where_there_is_one(monkeypatch):
+    x = np.zeros(301, np.float32)
+
+    def text(**how):
+        function = functools.partial(blockwise, kernels.copy_kernel, BLOCK=64, **how)
+        return jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "cost_estimate_json" not in text()
+    handed = versions.COST_ESTIMATE.passes(versions.gated_version())
+    assert ("cost_estimate_json" in text(cost_estimate={"flops": 7})) == handed
+    assert "has_side_effect = true" in text(has_side_effect=True)
+    assert "has_side_effect = true" not in text()
+
+
+@pytest.mark.cuda_plugin
+def test_the_text_of_a_call_is_short():
+    x = np.zeros(301, np.float32)
+    text = repr(cuda_call(vector_add, x, x))
+    assert "opaque" not in text
+    assert "payload" not in text
+    assert "kernel='add_kernel'" in text

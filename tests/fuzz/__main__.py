@@ -7,7 +7,9 @@ machines, which ran other seeds or numbers (--first), are merged by --merge. See
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -32,6 +34,7 @@ def main() -> int:
     parser.add_argument("--state", type=pathlib.Path, help="a JSON file of what has been run")
     parser.add_argument("--merge", type=pathlib.Path, nargs="+", help="others to put into --state")
     parser.add_argument("--again", action="store_true", help="what was wrong in --state first")
+    parser.add_argument("--record", type=pathlib.Path, help="a JSON file for the counts of --state")
     asked = parser.parse_args()
     # Before JAX and NumPy start, here and in the processes that this one starts, one for a core.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -50,6 +53,8 @@ def main() -> int:
     path = asked.path or ("triton" if jax.default_backend() == "gpu" else "xla")
     if path == "triton" and jax.default_backend() != "gpu":
         parser.error("--path triton needs a GPU that JAX can use")
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("jax", "triton"))
+    kept.ran_on[path] = ", ".join((jax.devices()[0].device_kind, *versions))
     each = asked.each or (8 if path == "interpret" else 256)
     for name, text in known.run_all(path):
         kept.failures.pop(f"{path}/known/{name}", None)
@@ -91,6 +96,8 @@ def main() -> int:
 def finish(asked: argparse.Namespace, kept: State) -> int:
     if asked.state:
         kept.save(asked.state)
+    if asked.record:
+        asked.record.write_text(json.dumps(kept.record(), indent=1) + "\n")
     print(kept.table())
     for name, failure in kept.failures.items():
         print(f"wrong: {name}: {failure.text}")

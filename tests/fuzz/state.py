@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Done(NamedTuple):
@@ -34,6 +35,7 @@ class Failure(NamedTuple):
 class State:
     done: dict[str, Done] = dataclasses.field(default_factory=dict)
     failures: dict[str, Failure] = dataclasses.field(default_factory=dict)
+    ran_on: dict[str, str] = dataclasses.field(default_factory=dict)  # by path, the last time
 
     @classmethod
     def load(cls, file: pathlib.Path) -> State:
@@ -41,11 +43,12 @@ class State:
             return cls()
         found = json.loads(file.read_text())
         done = {name: Done(*of) for name, of in found["done"].items()}
-        return cls(done, {name: Failure(*of) for name, of in found["failures"].items()})
+        failures = {name: Failure(*of) for name, of in found["failures"].items()}
+        return cls(done, failures, found.get("ran_on", {}))
 
     def save(self, file: pathlib.Path) -> None:
         """By way of another file, so that one that is cut off is never left."""
-        text = json.dumps({"done": self.done, "failures": self.failures}, indent=0)
+        text = json.dumps(vars(self), indent=0)
         other = file.with_suffix(".tmp")
         other.write_text(text)
         other.replace(file)
@@ -53,11 +56,27 @@ class State:
     def merge(self, other: State) -> None:
         self.done |= other.done
         self.failures |= other.failures
+        self.ran_on |= other.ran_on
 
     def add(self, name: str, done: Done, failure: Failure | None) -> None:
         self.done[name] = done
         if failure is not None:
             self.failures[name] = failure
+
+    def record(self) -> dict[str, Any]:
+        """What was run, by path and op, without the single programs."""
+        results: dict[str, dict[str, dict[str, int]]] = {}
+        keys = set()
+        for name, done in sorted(self.done.items(), key=lambda of: (of[0].split("/")[0], of[1].op)):
+            path = name.partition("/")[0]
+            zero = {"cases": 0, "programs": 0, "wrong": 0}
+            found = results.setdefault(path, {}).setdefault(done.op, zero)
+            found["cases"] += done.cases
+            found["programs"] += (path, done.key) not in keys
+            found["wrong"] += done.wrong
+            keys.add((path, done.key))
+        written = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {"written": written, "ran_on": self.ran_on, "results": results}
 
     def table(self) -> str:
         """Cases by op, distinct programs, seconds, and how many cases were wrong."""

@@ -144,6 +144,11 @@ def test_the_map_as_bits():
         ({"expert_bias": jnp.zeros(EXPERTS)}, ArgumentValueError, "needs score_function='sigmoid'"),
         ({"scaling_factor": jnp.ones(())}, ArgumentTypeError, "`scaling_factor` must be a Python"),
         ({"topk": 17}, ArgumentValueError, "`topk` must be at most the 16 experts"),
+        (
+            {"topk": 17, "compute_aux_scores": True},
+            ArgumentValueError,
+            "`topk` must be at most the 16 experts of `logits`",
+        ),
         ({"num_groups": 5, "group_topk": 2}, ArgumentValueError, "`num_groups` must divide"),
         ({"num_groups": 4, "group_topk": 5}, ArgumentValueError, "`group_topk` must be at most"),
         (

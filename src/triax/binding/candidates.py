@@ -153,8 +153,7 @@ def _candidate(
         **{n: v for n, v in set_by_config.items() if n in triton_private.option_names()},
         **config_options,
     }
-    if not _LAUNCH_OPTIONS.keys().isdisjoint(compiler_options):
-        _refuse_launch_options(kernel.name, compiler_options)
+    _refuse_launch_options(kernel.name, compiler_options)
     seen = WatchedDict({**request.arguments, **meta, **compiler_options}, used)
     grid = grids.normalize(request.grid, seen)
     wanted = request.zeroed_outputs

@@ -80,8 +80,7 @@ class _Walk:
                 number, _ = met.setdefault(id(value), (len(met), value))
                 module = _module(value)
                 if _is_library(module):
-                    name = getattr(getattr(value, "fn", value), "__qualname__", "")
-                    parts.append(f"{number} {module}.{name}")
+                    parts.append(f"{number} {module}.{getattr(value, '__qualname__', '')}")
                     continue
                 parts.append(str(number))
                 members = self._members(value) if is_new else []
@@ -161,7 +160,8 @@ class _Walk:
 def _module(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
-    return str(getattr(getattr(value, "fn", value), "__module__", ""))
+    function = getattr(value, "__func__", value)  # of a bound `constexpr_function`
+    return str(getattr(function, "__module__", ""))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """The compiler options that a Triton config can set."""
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Static:
     """A compile-time value that equals only itself: see `exact`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -332,3 +333,27 @@ def test_tensor_cores_of_8_bits(monkeypatch, way, precision):
     ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
     assert re.search(r"wgmma.mma_async\S*e4m3.e4m3", ptx)
     assert ("add.f32" in ptx or "fma.rn.f32" in ptx) == (precision is None or way == "blocks")
+
+
+def test_products_of_blocks_are_exact_in_plain_jax():
+    """Where the platform would multiply float32 in fewer bits by default, as GPUs and TPUs do."""
+    product = functools.partial(moe.ragged_dot, implementation="xla")
+    program = jax.jit(product).lower(rows_of(128), weights_of(128, 128, False), SIZES)
+    assert "precision = [HIGHEST, HIGHEST]" in program.as_text()
+
+
+def test_weights_that_are_transposed_twice():
+    rows = rows_of(128)
+    square = scaled(1, (len(SIZES), DEPTH, DEPTH), (1, 128, 128), E4M3, True)
+    twice = moe.ragged_dot(rows, square, SIZES, transpose_weights=True)
+    plain = dataclasses.replace(square, transposed=False)
+    np.testing.assert_array_equal(twice, moe.ragged_dot(rows, plain, SIZES))
+    assert (twice != moe.ragged_dot(rows, square, SIZES)).any()
+
+
+def test_plain_jax_has_no_fast_sums():
+    """Their name is one of tensor cores, which other platforms refuse."""
+    rows, weights = (array.values for array in (rows_of(DEPTH), weights_of(DEPTH, COLUMNS, False)))
+    multiply = functools.partial(moe.ragged_dot, preferred_element_type="float32")
+    fast = multiply(rows, weights, SIZES, precision=FAST, implementation="xla")
+    np.testing.assert_array_equal(fast, multiply(rows, weights, SIZES, implementation="xla"))

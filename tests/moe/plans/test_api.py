@@ -12,7 +12,7 @@ import pytest
 import triax
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.plans.configs import FewPairsConfig, MaskConfig, SortConfig
+from triax.moe.plans.configs import FewPairsConfig, MaskConfig, ScanConfig, SortConfig
 
 IDS = jnp.zeros((4, 2), jnp.int32)
 MASK = jnp.zeros((4, 3), bool)
@@ -144,3 +144,34 @@ def test_blocks_are_few_and_whole(num_pairs):
     per_block = config.parts_per_block(num_pairs)
     assert per_block * config.max_blocks >= parts
     assert per_block == 1 or (per_block - 1) * config.max_blocks < parts
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "bins", "select", "place"),
+    [
+        (1, 32, (2048, 1, 4), (8192, 1, 8)),
+        (33, 64, (32, 64, 4), (128, 64, 8)),
+        (256, 256, (8, 256, 4), (32, 256, 8)),
+        (600, 512, (8, 256, 4), (32, 256, 8)),
+    ],
+)
+def test_configs_that_were_measured(num_experts, bins, select, place):
+    def of(config):
+        return tuple(vars(config).values())
+
+    assert of(FewPairsConfig.heuristic(num_experts)) == (bins, 16, 1024, 8)
+    assert of(SortConfig.heuristic(num_experts)) == (bins, 128, 4, 2)
+    assert of(MaskConfig.to_select(num_experts)) == select
+    assert of(MaskConfig.to_place(num_experts)) == place
+    assert of(ScanConfig()) == (256, 4, 4)
+    assert (FewPairsConfig.max_pairs, SortConfig.max_blocks) == (2048, 256)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_experts_beyond_the_slots_are_counted_and_dropped(implementation):
+    mask = jnp.array([[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 0]])
+    plan = moe.make_plan_from_mask(mask, 2, implementation=implementation)
+    assert plan.expert_of.tolist() == [[0, 1], [1, 2], [2, -1]]
+    assert plan.group_sizes.tolist() == [1, 2, 2, 0]
+    assert plan.group_counts.tolist() == [1, 2, 3, 1]
+    assert int(plan.num_dropped) == 2

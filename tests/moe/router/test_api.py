@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -57,6 +58,11 @@ WRONG = [
         {"num_groups": 4, "top_groups": 1, "top_k": 4},
         ArgumentValueError,
         "at most the 3 experts of the chosen groups of `logits`; got 4",
+    ),
+    (
+        {"num_groups": 2, "top_groups": 1, "top_k": 7},
+        ArgumentValueError,
+        "at most the 6 experts of the chosen groups of `logits`; got 7",
     ),
     ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
     (
@@ -116,3 +122,42 @@ def test_what_losses_refuse(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("experts", [None, jnp.zeros((4, 2), int)])
+def test_a_dtype_that_kernels_lack(experts):
+    """Plain JAX takes it; kernels that are asked for do not, also where none would be launched."""
+    logits = LOGITS.astype("float8_e3m4")
+    assert moe.route(logits, 2, experts=experts).weights.shape == (4, 2)
+    with pytest.raises(ArgumentTypeError, match="`logits` has dtype float8_e3m4"):
+        moe.route(logits, 2, experts=experts, implementation="interpret")
+
+
+def test_a_bias_of_a_dtype_that_kernels_lack():
+    bias = jnp.zeros(12, "float8_e3m4")
+    assert moe.route(LOGITS, 2, bias=bias).weights.shape == (4, 2)
+    with pytest.raises(ArgumentTypeError, match="`bias` has dtype float8_e3m4"):
+        moe.route(LOGITS, 2, bias=bias, implementation="interpret")
+
+
+def test_gradient_of_the_bias_alone():
+    """The bias only chooses: it moves no weight."""
+    weigh = jax.jit(lambda bias: moe.route(LOGITS, 2, bias=bias).weights)
+    weights, moved = jax.jvp(weigh, [jnp.arange(12.0)], [jnp.ones(12)])
+    assert weights.shape == moved.shape
+    assert not moved.any()
+
+
+def test_experts_that_are_given():
+    """The first and the last are experts like others; those that there are not weigh nothing."""
+    logits = jnp.array([[3.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]])
+    for how in ({}, {"normalize": True, "scale": 2.5}, {"normalize": 2, "scale": 3.0}):
+        chosen = moe.route(logits, 2, **how)
+        assert chosen.experts.tolist() == [[0, 3], [3, 2]]
+        again = moe.route(logits, 2, experts=chosen.experts, **how)
+        assert jnp.allclose(again.weights, chosen.weights, rtol=1e-6)
+        assert again.weights.min() > 0
+    assert jnp.allclose((again.weights**2).sum(1), 9, rtol=1e-6)
+    given = jnp.array([[0, -1], [4, 3]])
+    weights = moe.route(logits, 2, experts=given, normalize=True, scale=2.0).weights
+    assert weights.tolist() == [[2, 0], [0, 2]]

@@ -97,3 +97,13 @@ def test_without_tokens_there_is_no_loss():
     logits = jnp.zeros((0, EXPERTS))
     assert moe.router_z_loss(logits) == 0
     assert moe.load_balancing_loss(logits, jnp.zeros(EXPERTS, int)) == 0
+
+
+def test_losses_of_one_token():
+    logits = draw()[:1]
+    counts = np.bincount([np.argmax(logits[0])], minlength=EXPERTS)
+    scores = oracle.scores_of(np.asarray(logits, np.float64), "softmax")[0]
+    size = np.log(np.exp(logits[0].astype(float)).sum())
+    expected = EXPERTS * scores.max()
+    assert_close(moe.load_balancing_loss(logits, counts), expected, terms=EXPERTS)
+    assert_close(moe.router_z_loss(logits), size**2, terms=EXPERTS)

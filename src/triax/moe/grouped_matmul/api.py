@@ -228,9 +228,7 @@ def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         dtype = jnp.promote_types(rows.dtype, weights.dtype) if kinds[0] == kinds[1] else None
     except TypeError:  # JAX's strict mode, or a dtype that it does not promote
         dtype = None
-    if dtype is not None and not all(
-        np.can_cast(array.dtype, dtype) for array in (rows, weights) if kinds[0] == "integers"
-    ):
+    if dtype is not None and not all(np.can_cast(a.dtype, dtype) for a in (rows, weights)):
         dtype, remedy = None, "No dtype holds both. Cast one."  # without 64 bits
     if dtype is None:
         raise ArgumentTypeError(

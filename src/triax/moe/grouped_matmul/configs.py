@@ -59,7 +59,7 @@ class DotConfig:
             return cls(64, fit(columns, 128), fit(depth, deep), 4, 3, False, 32)
         if tma and rows == 128:
             return cls(128, fit(columns, widest), fit(depth, deep), 8, 3, True)
-        if tma and itemsize == 1 and rows > 16:
+        if tma and itemsize == 1 and rows > _LEAST:
             return cls(64, fit(columns, 128), fit(depth, deep), 4, 4, True)
         if tma:  # few rows: what matters is how much of the weights is in flight
             # Weights are read for each tile of a group; few groups are twice the average.

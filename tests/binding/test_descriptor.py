@@ -1,0 +1,87 @@
+"""What a host descriptor may be made of."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from triax import TensorDescriptor
+from triax.errors import ArgumentTypeError, ArgumentValueError
+
+X = jnp.zeros((8, 16))
+
+
+@pytest.mark.parametrize("lacking", ["shape", "dtype"])
+def test_what_is_no_array(lacking):
+    fields = {"shape": (8, 16), "dtype": jnp.dtype("float32")}
+    del fields[lacking]
+    with pytest.raises(ArgumentTypeError, match="`array` of TensorDescriptor must be an array"):
+        TensorDescriptor.from_array(types.SimpleNamespace(**fields), (8, 16))
+
+
+def test_of_a_whole_array():
+    found = TensorDescriptor.from_array(X, [4, 16])
+    assert (found.shape, found.strides, found.block_shape) == ((8, 16), (16, 1), (4, 16))
+    assert (found.layout, found.padding, found.round_f32_to_tf32) == (None, "zero", False)
+    assert TensorDescriptor.from_array(jnp.zeros((2, 3, 4)), (1, 1, 4)).strides == (12, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"shape": [8, 16]}, ArgumentTypeError, "`shape` .* must be a tuple of Python ints"),
+        ({"shape": (8, -1)}, ArgumentTypeError, "`shape` .* each at least 0"),
+        ({"strides": (16.0, 1)}, ArgumentTypeError, "`strides` .* each at least 0"),
+        ({"block_shape": (0, 16)}, ArgumentTypeError, "`block_shape` .* each at least 1"),
+        ({"block_shape": (16,)}, ArgumentValueError, "the same length, one to five"),
+        (
+            {"shape": (), "strides": (), "block_shape": ()},
+            ArgumentValueError,
+            "the same length, one to five",
+        ),
+        (
+            {"shape": (1,) * 6, "strides": (1,) * 6, "block_shape": (1,) * 6},
+            ArgumentValueError,
+            "the same length, one to five",
+        ),
+        ({"padding": "one"}, ArgumentValueError, "`padding` .* must be 'zero' or 'nan'; got 'one'"),
+        ({"strides": (16, 2)}, ArgumentValueError, "must end in 1 and be multiples of 16 bytes"),
+        ({"strides": (18, 1)}, ArgumentValueError, r"got \(18, 1\) of float32 \(4 bytes\)"),
+        (
+            {"base": X.astype("int32"), "round_f32_to_tf32": True},
+            ArgumentTypeError,
+            "needs a float32 array; got int32",
+        ),
+    ],
+)
+def test_what_is_refused(changes, error, match):
+    fields = {"base": X, "shape": (8, 16), "strides": (16, 1), "block_shape": (4, 16)}
+    TensorDescriptor(**fields)
+    with pytest.raises(error, match=match):
+        TensorDescriptor(**fields | changes)
+
+
+def test_only_the_array_is_a_leaf():
+    """All else is known when a program is traced."""
+    descriptor = TensorDescriptor(X, (8, 16), (16, 1), (4, 16), "layout", "nan", True)
+    leaves, tree = jax.tree.flatten(descriptor)
+    assert [leaf is X for leaf in leaves] == [True]
+    assert jax.tree.unflatten(tree, leaves) == descriptor
+    other = jax.jit(lambda d: d)(descriptor)
+    assert (other.layout, other.padding, other.block_shape) == ("layout", "nan", (4, 16))
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_ranks(rank):
+    shape = (1,) * (rank - 1) + (16,)
+    assert TensorDescriptor.from_array(jnp.zeros(shape), shape).shape == shape
+
+
+def test_zero_sizes_and_strides():
+    """Descriptors of arrays without elements, and of rows that are all the same."""
+    empty = TensorDescriptor.from_array(jnp.zeros((0, 16)), (4, 16))
+    assert empty.shape == (0, 16)
+    assert TensorDescriptor(X, (8, 16), (0, 1), (4, 16)).strides == (0, 1)
