@@ -259,6 +259,10 @@ WRONG_TYPES = {
         lambda: add(zeroed_outputs=0),
         r"`zeroed_outputs` must be a sequence of output indices.*got 0 of type int",
     ),
+    "zeroed_array": (
+        lambda: add(zeroed_outputs=X[0]),
+        r"`zeroed_outputs` must be a sequence of output indices.*got float32\[\] of type",
+    ),
     "zeroed_callable_result": (
         lambda: add(zeroed_outputs=lambda meta: None),
         r"`zeroed_outputs` must be.*got None of type NoneType",
@@ -296,6 +300,10 @@ WRONG_TYPES = {
 }
 
 WRONG_VALUES = {
+    "implementation_array": (
+        lambda: add(implementation=X),
+        r"`implementation` must be one of None, 'triton'.*got float32\[100\]",
+    ),
     "grid_four_dimensions": (
         lambda: add(grid=(1, 2, 3, 4)),
         r"`grid` must have one to three dimensions; got 4: \(1, 2, 3, 4\)",

@@ -343,7 +343,7 @@ def _check_arguments(
         ("implementation", implementation, IMPLEMENTATIONS),
         ("vmap_method", vmap_method, (None, *VMAP_METHODS)),
     ):
-        if value not in choices:
+        if not messages.among(value, choices):
             raise ArgumentValueError(
                 f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "
                 f"{messages.short(value)}."

@@ -72,3 +72,8 @@ def near_misses(name: str, known: Iterable[str], also: Iterable[str] = ()) -> st
     if close := difflib.get_close_matches(name.lower(), in_lower_case):
         return f" Did you mean {' or '.join(f'`{in_lower_case[n]}`' for n in close)}?"
     return f" Known: {', '.join(known)}." if known else ""
+
+
+def among(value: Any, choices: Iterable[Any]) -> bool:
+    """Whether the value is one of the choices; arrays, whose == is no bool, are none."""
+    return any(isinstance(value, type(choice)) and value == choice for choice in choices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from triax import messages
@@ -273,12 +273,16 @@ def _check_keywords(
 
 
 def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
-    if not isinstance(zeroed, Iterable) or not all(map(grids.is_int, zeroed := tuple(zeroed))):
+    try:
+        found = tuple(zeroed)
+    except TypeError:  # which arrays of no dimension raise too, though they have __iter__
+        found = (None,)
+    if not all(map(grids.is_int, found)):
         raise ArgumentTypeError(
             "Argument `zeroed_outputs` must be a sequence of output indices, such as (0,), or a "
             f"callable that returns one; got {messages.shown(zeroed)}."
         )
-    indices = tuple(sorted({int(i) for i in zeroed}))
+    indices = tuple(sorted({int(i) for i in found}))
     for index in indices:
         if not 0 <= index < num_results:
             raise ArgumentValueError(

@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from triax.errors import VersionError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 @dataclasses.dataclass(frozen=True)

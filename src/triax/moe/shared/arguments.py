@@ -75,7 +75,7 @@ def check_wide(name: str, array: jax.Array, remedy: str) -> None:
 def check_choice(name: str, value: Any, choices: Iterable[Any], remedy: str = "") -> None:
     """Raises unless `value` is one of `choices`."""
     choices = tuple(choices)
-    if value not in choices:
+    if not messages.among(value, choices):
         raise ArgumentValueError(
             f"Argument `{name}` must be one of {', '.join(map(repr, choices))}; got "
             f"{messages.short(value)}.{remedy}"

@@ -1,0 +1,206 @@
+"""Coverage-guided fuzzing of what reads text and arguments of others, by atheris.
+
+    pip install atheris
+    python -m tests.untrusted store -max_total_time=300
+
+`store` reads bytes as a stored record and as an exported file: ValueError is all that may come out.
+`command` runs the command `triax`, in folders of its own: an exit status, and no traceback.
+`arguments` calls kernels with operands, grids and results of any kind: errors of Triax alone.
+
+What comes after the target is for libFuzzer. A failure is an exception that nobody caught.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import atheris
+
+HOME = pathlib.Path(tempfile.mkdtemp(prefix="triax-fuzz-"))
+os.environ.update(
+    JAX_PLATFORMS="cpu", TRIAX_CACHE_DIR=str(HOME / "cache"), TRITON_CACHE_DIR=str(HOME / "triton")
+)
+
+with atheris.instrument_imports(include=["triax"]):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import triax
+    from tests import kernels
+    from tests.tuning import records
+    from triax import cli, errors
+    from triax.tuning import store
+
+VALID = records.record(0).to_json()
+COMMANDS = (
+    *("doctor", "tune", "explain", "cache", "bench", "draw", "list", "dir", "show", "clear"),
+    *("export", "import", "--all", "--json", "--ptx", "--into", "-v", "--version", "--workarounds"),
+    *(
+        "--output",
+        "--help",
+        "--preset",
+        "quick",
+        "none.json",
+        "none.py:f",
+        "os:getcwd",
+        "a:b:c",
+        ":",
+    ),
+)
+
+
+NUMBERS = (0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 1.5, float("nan"), 1e300, 10**400, True)
+NAMES = ("../../x", "", "\x00", "\ud800", "a" * 5000, "BLOCK=64", "kernel_0", "__class__")
+
+
+def pick(data: Any, choices: Sequence[Any]) -> Any:
+    return choices[data.ConsumeIntInRange(0, len(choices) - 1)]
+
+
+def text(data: Any) -> str:
+    return str(data.ConsumeUnicodeNoSurrogates(data.ConsumeIntInRange(0, 40)))
+
+
+def json_value(data: Any, depth: int = 0) -> Any:
+    match data.ConsumeIntInRange(0, 7 if depth < 3 else 5):
+        case 0 | 1:
+            return pick(data, NUMBERS)
+        case 2:
+            return pick(data, NAMES)
+        case 3 | 4:
+            return text(data)
+        case 5:
+            return None
+        case 6:
+            return [json_value(data, depth + 1) for _ in range(data.ConsumeIntInRange(0, 3))]
+        case _:
+            return {pick(data, NAMES): json_value(data, depth + 1)}
+
+
+def changed(data: Any, of: Any) -> Any:
+    """The JSON value with one part of it changed, added or left out."""
+    if not isinstance(of, dict | list) or not of or not data.ConsumeIntInRange(0, 5):
+        return json_value(data)
+    place = pick(data, list(of) if isinstance(of, dict) else range(len(of)))
+    if not data.ConsumeIntInRange(0, 9):
+        del of[place]
+    elif isinstance(of, dict) and not data.ConsumeIntInRange(0, 9):
+        of[text(data)] = of[place]
+    else:
+        of[place] = changed(data, of[place])
+    return of
+
+
+def read_store(of: bytes) -> None:
+    """Bytes, or a record of which parts are others; alone, and in a file to import."""
+    data = atheris.FuzzedDataProvider(of)
+    if not data.ConsumeIntInRange(0, 5):
+        found = data.ConsumeBytes(len(of))
+    else:
+        record = json.loads(VALID)
+        for _ in range(data.ConsumeIntInRange(1, 3)):
+            record = changed(data, record)
+        found = json.dumps(record).encode()
+    file = HOME / "record.json"
+    file.write_bytes(found)
+    with contextlib.suppress(ValueError):
+        kept = store.read(file)
+        assert store.Record.from_json(kept.to_json()) == kept
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        assert cli.main(["cache", "import", str(file)]) in (0, 1)
+    kept_files = [*(HOME / "cache").rglob("*")]
+    assert all(path.is_dir() or path.name.startswith("kernel_0") for path in kept_files), kept_files
+
+
+def run_command(of: bytes) -> None:
+    data = atheris.FuzzedDataProvider(of)
+    arguments = [
+        pick(data, COMMANDS) if data.ConsumeIntInRange(0, 3) else text(data)
+        for _ in range(data.ConsumeIntInRange(0, 5))
+    ]
+    measures = "bench" in arguments and not any(":" in of for of in arguments)
+    if "clear" in arguments or measures:  # one asks a person, the other takes minutes
+        return
+    os.chdir(HOME)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            status = cli.main(arguments)
+        except SystemExit as ended:  # as argparse does
+            status = ended.code
+    assert isinstance(status, int), (arguments, status)
+    assert "Traceback" not in said.getvalue(), (arguments, said.getvalue())
+
+
+def value(data: Any, depth: int = 0) -> Any:
+    """Anything one may pass where an argument is wanted."""
+    kinds = (jnp.float32, jnp.int8, jnp.bfloat16, bool, jnp.complex64, "float8_e4m3fn", "int4")
+    match data.ConsumeIntInRange(0, 9 if depth < 2 else 6):
+        case 0:
+            return pick(data, (*NUMBERS, 1j))
+        case 1:
+            return data.ConsumeInt(8)
+        case 2:
+            return text(data)
+        case 3:
+            return pick(data, (None, object(), slice(1), ..., b"", frozenset()))
+        case 4:
+            shape = tuple(data.ConsumeIntInRange(0, 3) for _ in range(data.ConsumeIntInRange(0, 3)))
+            return jnp.zeros(shape, pick(data, kinds))
+        case 5:
+            return pick(data, (np.float64(2), np.zeros(3), np.array("a"), np.zeros(2, "O")))
+        case 6:
+            shape = tuple(
+                data.ConsumeIntInRange(-2, 70) for _ in range(data.ConsumeIntInRange(0, 3))
+            )
+            with contextlib.suppress(Exception):  # JAX may refuse the shape itself
+                return jax.ShapeDtypeStruct(shape, pick(data, kinds))
+            return shape
+        case 7:
+            return [value(data, depth + 1) for _ in range(data.ConsumeIntInRange(0, 3))]
+        case 8:
+            return tuple(value(data, depth + 1) for _ in range(data.ConsumeIntInRange(0, 3)))
+        case _:
+            return {text(data): value(data, depth + 1)}
+
+
+def call_kernel(of: bytes) -> None:
+    data = atheris.FuzzedDataProvider(of)
+    x = jnp.zeros(64)
+    arguments: list[Any] = [x, x]
+    keywords: dict[str, Any] = {
+        "kernel": kernels.add_kernel,
+        "out_type": jax.ShapeDtypeStruct((64,), jnp.float32),
+        "grid": (1,),
+        "n": 64,
+        "BLOCK": 64,
+    }
+    for _ in range(data.ConsumeIntInRange(1, 3)):
+        names = (*keywords, "num_warps", "num_stages", "input_output_aliases", "zeroed_outputs")
+        names += ("name", "backend_options", "vmap_method", "configs", "constexprs", text(data))
+        match data.ConsumeIntInRange(0, 3):
+            case 0 if arguments:
+                arguments[data.ConsumeIntInRange(0, len(arguments) - 1)] = value(data)
+            case 1:
+                arguments.append(value(data))
+            case _:
+                keywords[pick(data, names)] = value(data)
+    with contextlib.suppress(errors.TriaxError):
+        jax.eval_shape(lambda: triax.triton_call(*arguments, **keywords))
+
+
+TARGETS = {"store": read_store, "command": run_command, "arguments": call_kernel}
+
+if __name__ == "__main__":
+    target = TARGETS[sys.argv.pop(1)]
+    atheris.Setup(sys.argv, target)
+    atheris.Fuzz()
