@@ -36,7 +36,7 @@ LAYER = {
     for name in group.strip("{}").split(",")
 }
 
-KERNELS = re.compile(r"triax\.moe\.\w+\.kernels")
+KERNELS = re.compile(r"triax\.moe\.\w+\.(\w+_)?kernels")
 FOREIGN = re.compile(r"(jax|jaxlib|triton|jax_cuda\d+_plugin)(\.|$)")
 TOP = ("triax", "triax.__main__")  # what imports anything, and is imported by nothing
 NEVER_IMPORTED = re.compile(r"(jaxlib|jax_cuda\w*_plugin)(\.|$)")

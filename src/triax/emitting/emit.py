@@ -12,7 +12,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from triax.binding.launch import Call, CompiledKernel, Launch, Operand
-from triax.compat import jax_private, versions
+from triax.compat import jax_modules, versions
 from triax.emitting import custom_call
 
 INTERPRETED = "triax_interpreted_kernel_cannot_be_exported_for_cpu"
@@ -59,7 +59,7 @@ def compiled(
         **({} if typed else {"backend_config": built.opaque}),  # type: ignore[arg-type]
     )
     results = rule(inner, *values, **(attributes if typed else {}))
-    jax_private.annotate(results, _frontend_attributes(call, launches, key))
+    jax_modules.annotate(results, _frontend_attributes(call, launches, key))
     by_output = dict(zip(buffers.results, results, strict=True))
     return [by_output[index] for index in range(len(ctx.avals_out))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from triax.compat import jax_private, triton_proto, versions
+from triax.compat import jax_modules, triton_proto, versions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
     """
     targets = (versions.LEGACY_TARGET, versions.NEW_TARGET)
     found = []
-    for op in jax_private.custom_calls(lowered.compiler_ir("stablehlo")):
+    for op in jax_modules.custom_calls(lowered.compiler_ir("stablehlo")):
         if op.target not in targets or op.opaque is None:
             continue
         payload = triton_proto.decode(op.opaque)

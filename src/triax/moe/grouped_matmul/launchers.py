@@ -113,7 +113,7 @@ def group_sum(
     implementation: KernelImplementation | None,
 ) -> jax.Array:
     """For each group the sum of its rows, times their weights: [groups, columns]."""
-    from triax.moe.grouped_matmul.kernels import _group_sum_kernel
+    from triax.moe.grouped_matmul.gradient_kernels import _group_sum_kernel
 
     columns, num_groups = rows.shape[1], groups.sizes.shape[0]
     _, bounds = schedule(groups, num_rows, _SUM_ROWS, implementation)
@@ -269,7 +269,7 @@ def _group_outer(
     sum_dtype: Any,
     implementation: KernelImplementation | None,
 ) -> Any:
-    from triax.moe.grouped_matmul.kernels import _group_outer_kernel
+    from triax.moe.grouped_matmul.gradient_kernels import _group_outer_kernel
 
     num_rows, num_left = left.shape
     num_right = right.shape[1]

@@ -1,0 +1,71 @@
+"""What Triax writes into lowered MLIR modules, and what it reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+
+def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:
+    """Adds frontend attributes to the operation that produced `results`.
+
+    XLA carries them along and prints them in its dumps; they change nothing.
+    """
+    if not results:
+        return
+    operation = results[0].owner
+    values = {name: ir.StringAttr.get(text) for name, text in sorted(attributes.items())}
+    operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(values)
+
+
+class CustomCallOp(NamedTuple):
+    """A custom call found in a lowered module; `attributes` are its frontend attributes."""
+
+    target: str
+    opaque: bytes | None
+    attributes: dict[str, str]
+    aliases: tuple[tuple[int, int], ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+
+def custom_calls(module: Any) -> list[CustomCallOp]:
+    """All StableHLO custom calls of an MLIR module."""
+    found = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            found.append(_custom_call_op(operation))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
+def _custom_call_op(operation: Any) -> CustomCallOp:
+    attributes = operation.attributes
+    opaque = None
+    if "mhlo.backend_config" in attributes:  # the typed FFI keeps a dictionary
+        config = ir.DictAttr(attributes["mhlo.backend_config"])
+        if "opaque" in config:
+            opaque = ir.StringAttr(config["opaque"]).value_bytes
+    elif "backend_config" in attributes:
+        opaque = ir.StringAttr(attributes["backend_config"]).value_bytes
+    frontend: dict[str, str] = {}
+    if "mhlo.frontend_attributes" in attributes:
+        for item in ir.DictAttr(attributes["mhlo.frontend_attributes"]):
+            frontend[item.name] = ir.StringAttr(item.attr).value
+    pairs = []
+    if "output_operand_aliases" in attributes:
+        for alias in map(stablehlo.OutputOperandAlias, attributes["output_operand_aliases"]):
+            # A single result is not a tuple, and has no index.
+            index = alias.output_tuple_indices[0] if len(operation.results) > 1 else 0
+            pairs.append((alias.operand_index, index))
+    operands, results = (
+        tuple(str(v.type) for v in values) for values in (operation.operands, operation.results)
+    )
+    target = ir.StringAttr(attributes["call_target_name"]).value
+    return CustomCallOp(target, opaque, frontend, tuple(sorted(pairs)), operands, results)
