@@ -35,7 +35,7 @@ WORDS = {
     "mxfp4": "quantized-checkpoints",
     "autotune": "tuning",
     "TRIAX_AUTOTUNE": "tuning",
-    "export": "guides/exporting",
+    "export": "serving",
     "out of bounds": "guides/debugging",
     "donate": "guides/in-place",
     "flax": "guides/flax-and-equinox",
