@@ -132,7 +132,8 @@ def benchmark(
       MissingDependencyError: cuda-bindings is not installed, and there is a GPU.
     """
     functions = _named(function, against)
-    if tolerance is not None and (not isinstance(tolerance, numbers.Real) or not tolerance >= 0):
+    allowed: Any = tolerance
+    if allowed is not None and not (isinstance(allowed, numbers.Real) and float(allowed) >= 0):
         raise ArgumentValueError(
             "Argument `tolerance` must be a number from 0 up, over the largest magnitude of a "
             f"result; got {messages.shown(tolerance)}."
