@@ -35,6 +35,14 @@ TUNING_MODES: tuple[TuningMode, ...] = get_args(TuningMode)
 _tuning_mode = jax.make_user_context(None)
 checked_runs = jax.make_user_context(False)
 
+# Contexts of JAX that what a function computes depends on.
+_SETTINGS_OF_JAX = (
+    "default_matmul_precision",
+    "default_prng_impl",
+    "enable_x64",
+    "threefry_partitionable",
+)
+
 
 def mode_in_force() -> str:
     """The mode of the innermost `tuning_mode` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
@@ -79,11 +87,15 @@ def checked() -> bool:
 def captured() -> Callable[[], AbstractContextManager[None]]:
     """What is set in this thread, as a context for another one that traces for it."""
     mode, checks = _tuning_mode.value, checked_runs.value
-    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    values = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS_OF_JAX}
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
-        with _tuning_mode(mode), checked_runs(checks), jax.default_matmul_precision(precision):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_tuning_mode(mode))
+            stack.enter_context(checked_runs(checks))
+            for name, value in values.items():
+                stack.enter_context(getattr(jax, name)(value))
             yield
 
     return restored

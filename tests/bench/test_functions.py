@@ -137,6 +137,7 @@ class TestWrong:
             (lambda x: x.sum(), r"the results have shapes \[\(\)\] and \[\(6, 50\)\]"),
             (lambda x: (2 * x).astype(int), "result 0 is int32 and float32"),
             (lambda x: x * jnp.nan, "result 0 differs by up to nan"),
+            (lambda x: jnp.complex64(2) * x, "result 0 is complex64 and float32"),
         ],
     )
     def test_is_not_timed(self, timed, other, text):
@@ -179,6 +180,14 @@ class TestWrong:
         ),
         (lambda: triax.benchmark(double, 3), ArgumentValueError, "must have an array among them"),
         (lambda: triax.benchmark(lambda x: None, X), ArgumentValueError, "must return an array"),
+        *(
+            (
+                lambda wrong=wrong: triax.benchmark(double, X, against=double, tolerance=wrong),
+                ArgumentValueError,
+                "`tolerance` must be a number from 0 up",
+            )
+            for wrong in (-1, "1e-3", float("nan"))
+        ),
         (
             lambda: jax.jit(lambda x: triax.benchmark(double, x))(X),
             ArgumentTypeError,

@@ -283,15 +283,42 @@ def test_parts_know_what_is_set_where_they_are_called():
                 settings.mode_in_force(),
                 settings.checked(),
                 jax.config.jax_default_matmul_precision,
+                jax.config.jax_enable_x64,
+                jax.config.jax_default_prng_impl,
+                jax.config.jax_threefry_partitionable,
             )
         )
         return 2 * x
 
     (x,) = drawn((ROWS, WIDTH))
     cut = triax.sharded(function, "t h -> t h", cut="t")
-    with triax.tuning_mode("off"), testing.checked(), jax.default_matmul_precision("highest"):
+    with (
+        triax.tuning_mode("off"),
+        testing.checked(),
+        jax.default_matmul_precision("highest"),
+        jax.enable_x64(True),
+        jax.default_prng_impl("rbg"),
+        jax.threefry_partitionable(False),
+    ):
         run(cut, mesh_of("plain"), [x], [P("data")])
-    assert known == [(rows, "off", True, "highest") for rows in (ROWS, ROWS // 2)]
+    of_all = "off", True, "highest", True, "rbg", False
+    assert known == [(rows, *of_all) for rows in (ROWS, ROWS // 2)]
+
+
+def test_wide_intermediates_of_parts_stay_wide():
+    x = np.arange(10**6, 10**6 + ROWS * WIDTH, dtype=np.int32).reshape(ROWS, WIDTH)
+    scatter = lambda x: (x.astype(np.int64) * 10**6 % 1000033).astype(np.int32)
+    cut = triax.sharded(scatter, "t h -> t h", cut="t")
+    with jax.enable_x64(True):
+        got = run(cut, mesh_of("plain"), [x], [P("data")])
+    np.testing.assert_array_equal(got, scatter(x))
+
+
+@pytest.mark.parametrize("under", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_booleans_are_not_summed(under):
+    cut = triax.sharded(lambda x: jnp.any(x > 0, 0), "t h -> h", reduce="t")
+    with pytest.raises(ArgumentValueError, match="result 0 is summed over parts of 't', so it"):
+        under(cut)(*drawn((ROWS, WIDTH)))
 
 
 def test_host_callbacks_of_parts_are_told_apart():
@@ -386,6 +413,20 @@ def test_arrays_that_a_function_closes_over():
         triax.sharded(jax.jit(lambda x: x * on_device[:, None]), "t h -> t h", cut="t"),
         lambda x: traced(x, x[:, 0]),
     ):
+        with pytest.raises(ArgumentValueError, match="closes over an array, float32"):
+            jax.jit(function)(x)
+
+    @jax.custom_vjp
+    def of_table(x):
+        return 2 * x
+
+    of_table.defvjp(lambda x: (2 * x, None), lambda _, d: (d * on_device[: d.shape[0], None],))
+    long = np.arange(128, dtype=np.float32)
+    positions = triax.sharded(
+        lambda x: x * jnp.asarray(long)[: x.shape[0], None], "t h -> t h", cut="t"
+    )
+    cut = triax.sharded(of_table, "t h -> t h", cut="t")
+    for function in (positions, jax.grad(lambda x: jnp.sum(cut(x)))):
         with pytest.raises(ArgumentValueError, match="closes over an array, float32"):
             jax.jit(function)(x)
     made = triax.sharded(lambda x: x * jnp.array([1.0, 2.0] * 6), "t h -> t h", cut="t")

@@ -46,6 +46,17 @@ def test_a_package_s_records_are_found_without_importing_it(install, value, insi
     assert "norms" not in sys.modules
 
 
+def test_two_of_one_name_have_an_order(install, monkeypatch):
+    points = [
+        importlib.metadata.EntryPoint("same", value, packages.GROUP)
+        for value in ("second", "first")
+    ]
+    for value in ("first", "second"):
+        install(name=value, value=value, inside=value)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    assert [folder.parent.name for _, folder in packages.folders()] == ["first", "second"]
+
+
 def test_it_comes_after_the_user_s_and_the_path_s(install, tmp_path, monkeypatch):
     Store(install(), "").put(record(0, 1.0))
     other = Store(tmp_path / "other", "")

@@ -122,6 +122,14 @@ class TestAnotherGpu:
             f"{DEVICE.name!r}, as TRIAX_GPU_LIKE says"
         ]
 
+    def test_those_that_were_loaded_are(self, monkeypatch, tmp_path):
+        (kept,) = [record for _, record in store.user_store().records()]
+        Store(tmp_path, "").put(kept)
+        forget_all()
+        triax.Records.load(tmp_path)
+        monkeypatch.setenv("TRIAX_GPU_LIKE", DEVICE.name)
+        assert explain("strict").source == f"folder {tmp_path}, of {DEVICE.name}"
+
     def test_those_of_another_architecture_are_not(self, monkeypatch, caplog):
         monkeypatch.setenv("TRIAX_GPU_LIKE", DEVICE.name)
         monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")

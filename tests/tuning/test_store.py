@@ -98,6 +98,8 @@ def test_the_type_of_every_field_is_checked():
         (lambda d: d["timings"][3].update(runs=None), "runs must be an int; got NoneType"),
         (lambda d: d["timings"].append([]), r"timings\[40\] must be an object; got list"),
         (lambda d: d.update(config="BLOCK=1"), "its config 'BLOCK=1' is not one of its candidates"),
+        (lambda d: d["key"].update(moved_bytes=10**400), "bytes moved is out of range"),
+        (lambda d: d["key"].update(moved_bytes=-1), "bytes moved is out of range"),
         (lambda d: d.update(date="\ud800"), "surrogates not allowed"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -125,11 +126,18 @@ def benchmark(
     Raises:
       ArgumentTypeError: a function cannot be called, or an argument is traced: this is not for
         inside `jit`.
-      ArgumentValueError: results differ, there is no array to compute with or none is returned.
+      ArgumentValueError: results differ, there is no array to compute with or none is returned, or
+        `tolerance` is no number from 0 up.
       UnsupportedError: the arrays are not all on JAX's first device.
       MissingDependencyError: cuda-bindings is not installed, and there is a GPU.
     """
     functions = _named(function, against)
+    allowed: Any = tolerance
+    if allowed is not None and not (isinstance(allowed, numbers.Real) and float(allowed) >= 0):
+        raise ArgumentValueError(
+            "Argument `tolerance` must be a number from 0 up, over the largest magnitude of a "
+            f"result; got {messages.shown(tolerance)}."
+        )
     inputs, rebuild = _split(args)
     programs = {name: _jitted(f, rebuild) for name, f in functions.items()}
     own, *others = programs
@@ -266,6 +274,9 @@ def _difference(got: Any, want: Any, inputs: Any, tolerance: float | None) -> st
             if differ := int(jnp.sum(a != b)):
                 return f"{differ} of {a.size} elements of result {number} differ"
             continue
+        kinds = [jnp.iscomplexobj(leaf) for leaf in (a, b)]
+        if kinds[0] != kinds[1]:
+            return f"result {number} is {a.dtype} and {b.dtype}"
         limit = max(_limit(a, terms), _limit(b, terms)) if tolerance is None else tolerance
         worst = float(jax.jit(relative_errors)(a, b)[0])
         if not worst <= limit:  # also for a NaN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
@@ -96,11 +97,15 @@ def sharded(
             found, out_tree = jax.tree.flatten(results)
             return found
 
-        def check(jaxpr: Any, results: Any) -> None:
+        def check_results(results: Any) -> None:
             _check_sizes(label, "result", parsed[1], results, dict(sizes))
+            _check_sums(label, parsed[1], both[1], results)
+
+        def check_constants(jaxpr: Any) -> None:
             _check_constants(label, jaxpr, {sizes[name] for name in (*both[0], *both[1])} - {1})
 
-        found = _Cut(label, flat, operands, outputs, letters, check)(*map(jnp.asarray, leaves))
+        checks = check_constants, check_results
+        found = _Cut(label, flat, operands, outputs, letters, *checks)(*map(jnp.asarray, leaves))
         result: _Result = jax.tree.unflatten(out_tree, found)
         return result
 
@@ -122,14 +127,15 @@ class _Cut:
     operands: tuple[str, ...]
     results: tuple[str, ...]
     cut: str
-    check: Callable[[Any, Any], None] | None = None
+    check_constants: Callable[[Any], None]
+    check_results: Callable[[Any], None] | None = None
 
     def __call__(self, *leaves: Any) -> list[Any]:
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         if not traced and explicit.explicit_mesh(leaves) is None:
             results = list(map(jnp.asarray, self.function(*leaves)))
-            if self.check is not None:
-                self.check(None, results)
+            if self.check_results is not None:
+                self.check_results(results)
             return results  # so that exceptions of interpreted kernels reach the caller unchanged
         split = Split(self.operands, self.results, self.cut, self._part)
         whole = lambda *leaves: tuple(self.function(*leaves))
@@ -141,9 +147,14 @@ class _Cut:
             self._rule,
             leaves,
             calls_back=True,
-            check=self.check,
+            check=self._check,
         )
         return list(found)
+
+    def _check(self, jaxpr: Any, results: Any) -> None:
+        if self.check_results is not None:
+            self.check_results(results)
+        self.check_constants(jaxpr)
 
     def _part(self, shard: Shard, *leaves: Any) -> tuple[Any, ...]:
         sizes = {
@@ -213,7 +224,7 @@ class _Cut:
             function=function,
             operands=(*self.operands, *(self.operands[i] for i in moving)),
             results=tuple(self.results[i] for i in floats),
-            check=None,
+            check_results=None,
         )
 
     def _backward(self, moving: list[int], floats: list[int], count: int) -> _Cut:
@@ -227,7 +238,7 @@ class _Cut:
             function=function,
             operands=(*self.operands, *(self.results[i] for i in floats)),
             results=tuple(self.operands[i] for i in moving),
-            check=None,
+            check_results=None,
         )
 
 
@@ -357,14 +368,33 @@ def _check_sizes(
     return sizes
 
 
+def _check_sums(
+    label: str, declared: Sequence[Sequence[str]], reduce: Sequence[str], results: Sequence[Any]
+) -> None:
+    for index, (names, result) in enumerate(zip(declared, results, strict=True)):
+        summed = [name for name in reduce if name not in names]
+        if summed and result.dtype == bool:
+            raise ArgumentValueError(
+                f"{label}: result {index} is summed over parts of {summed[0]!r}, so it must not be "
+                "of booleans. Return a count: the result of `any` is whether it is above 0."
+            )
+
+
+_SMALL = 128
+
+
 def _check_constants(label: str, jaxpr: Any, sizes: set[int]) -> None:
     """Refuses what a device's part would get whole, though it may need a part of it.
 
-    JAX's own functions have tables too, made with NumPy: those of other sizes are let through.
+    JAX's own functions have tables too, made with NumPy, which are small: those are let through
+    that have no dimension of a size that is cut.
     """
-    for value in [] if jaxpr is None else _constants(jaxpr):
-        traced = isinstance(value, jax.core.Tracer)
-        if traced or (jnp.ndim(value) and (isinstance(value, jax.Array) or sizes & {*value.shape})):
+    for value in _constants(jaxpr):
+        shape = jnp.shape(value)
+        # A part would take the first rows of a table that is longer than what is cut.
+        long = sizes and math.prod(shape) >= _SMALL and max(shape) >= min(sizes)
+        own = isinstance(value, jax.Array) or sizes & {*shape} or long
+        if isinstance(value, jax.core.Tracer) or (shape and own):
             raise ArgumentValueError(
                 f"{label}: the function closes over an array, {messages.short(value)}, or makes it "
                 "with NumPy. Make it an argument, so that `rule` says how it is cut."

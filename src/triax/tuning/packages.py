@@ -23,7 +23,9 @@ def folders() -> tuple[tuple[str, Path], ...]:
     """The entry points' names and folders, by name; those that name none are logged."""
     found = []
     try:
-        points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name)
+        points = sorted(
+            importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)
+        )
     except Exception as error:  # another package's metadata may be damaged
         logger.warning("installed packages cannot be asked for tuned configs: %s", error)
         return ()

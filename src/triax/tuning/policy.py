@@ -22,7 +22,7 @@ from triax.devices import Device
 from triax.errors import TuningError, VersionError
 from triax.messages import near_misses
 from triax.tuning import agree, store
-from triax.tuning.key import SIZE_FACTOR, label
+from triax.tuning.key import SIZE_FACTOR, Key, label
 from triax.tuning.request import HOW_TO_TUNE, Fallback, Request
 from triax.tuning.store import Record, Timing
 
@@ -206,18 +206,22 @@ def _known(request: Request, labels: Collection[str]) -> Decision | None:
     In this process the one measured on the nearest size counts.
     """
     key = request.key
-    measured = [d for d in _measured.get(key.family, ()) if d.config in labels]
-    near = [(key.ratio(d.measured_bytes or 0), i, d) for i, d in enumerate(measured)]
-    if near and min(near)[0] <= SIZE_FACTOR:
-        return min(near)[2]
-    if (found := _stored(request)) is not None:
+    if (own := _nearest(key, labels)) is not None:
+        return own
+    if (found := _stored(request, labels)) is not None:
         record, where = found
         return Decision(record.config, where, record)
     config = agree.published(key.name)
     return None if config is None else Decision(config, _ELSEWHERE)
 
 
-def _stored(request: Request) -> tuple[Record, str] | None:
+def _nearest(key: Key, labels: Collection[str]) -> Decision | None:
+    measured = [d for d in _measured.get(key.family, ()) if d.config in labels]
+    near = [(key.ratio(d.measured_bytes or 0), i, d) for i, d in enumerate(measured)]
+    return min(near)[2] if near and min(near)[0] <= SIZE_FACTOR else None
+
+
+def _stored(request: Request, labels: Collection[str]) -> tuple[Record, str] | None:
     """The record of a request in the stores, and where it is.
 
     ``TRIAX_GPU_LIKE`` names a GPU of the same architecture whose records count after its own.
@@ -227,14 +231,20 @@ def _stored(request: Request) -> tuple[Record, str] | None:
         return found[0], found[1].name
     if like is None or key.gpu in ("", like):
         return None
-    if (found := store.find(dataclasses.replace(key, gpu=like))) is None:
+    key_like = dataclasses.replace(key, gpu=like)
+    loaded = _nearest(key_like, labels)
+    if loaded is not None and loaded.record is not None:
+        record, where = loaded.record, loaded.source
+    elif (found := store.find(key_like)) is not None:
+        record, where = found[0], found[1].name
+    else:
         _check_gpu_like(like, key.compute_capability)
         return None
     _warn(
         f"kernel {request.call.display_name}: programs for {key.gpu!r} take a config tuned on "
         f"{like!r}, as TRIAX_GPU_LIKE says"
     )
-    return found[0], f"{found[1].name}, of {like}"
+    return record, f"{where}, of {like}"
 
 
 @functools.cache

@@ -76,6 +76,8 @@ class Record:
         record: Record = typed_json.build(cls, data)
         if not record.key.kernel.isidentifier():  # it becomes a part of a file's name
             raise ValueError(f"its kernel {record.key.kernel!r:.80} is not the name of a function")
+        if not 0 <= record.key.moved_bytes < 1 << 63:
+            raise ValueError("its number of bytes moved is out of range")
         if record.config not in record.key.candidates:
             raise ValueError(f"its config {record.config!r:.80} is not one of its candidates")
         return record

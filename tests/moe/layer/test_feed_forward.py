@@ -268,6 +268,40 @@ def test_functions_that_close_over_arrays_of_the_program(keep):
     np.testing.assert_allclose(along, 2 * value, rtol=1e-5)
 
 
+MIXING = {
+    "reduce_max": lambda gate, up: jax.nn.softmax(gate, axis=0) * up,
+    "reduce_sum": lambda gate, up: (gate - jnp.mean(gate)) * up,
+    "cumsum": jax.jit(lambda gate, up: jnp.cumsum(gate, axis=0) * up),
+    "slice": lambda gate, up: jnp.roll(gate, 1, axis=0) * up,
+    "sort": lambda gate, up: jnp.sort(gate, axis=0) * up,
+    "dot_general": lambda gate, up: gate @ (gate.T @ up),
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "keep"), [*((step, ()) for step in MIXING), ("sort", ("triax_glu",))]
+)
+def test_functions_that_mix_rows_are_refused(step, keep):
+    """Rows are in the order of experts, so results would depend on which tokens are together."""
+    with pytest.raises(ArgumentValueError, match=f"each row by itself.* by '{step}'"):
+        jax.eval_shape(lambda args: layer(*args, activation=MIXING[step], keep=keep), draw())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda gate, up: jax.nn.softmax(gate, axis=1) * jnp.cumsum(up, 1),
+        lambda gate, up: jnp.split(jnp.concatenate([gate, jnp.sort(up)], 1), 2, 1)[0],
+        lambda gate, up: (gate.T * up.T).T[::1] @ jnp.eye(WIDTH),
+        lambda gate, up: jnp.roll(gate.reshape(-1, 2, WIDTH // 2), 1, 2).reshape(gate.shape),
+        lambda gate, up: (jax.debug.callback(lambda most: None, jnp.max(gate)), gate * up)[1],
+    ],
+)
+def test_functions_of_whole_rows_are_not(function):
+    args = draw()
+    assert jax.eval_shape(lambda args: layer(*args, activation=function).tokens, args)
+
+
 def assert_nearly(a, b):
     a, b = (np.asarray(x, np.float32) for x in (a, b))
     np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-2 * max(1e-6, np.abs(b).max(initial=0)))

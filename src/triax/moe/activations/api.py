@@ -106,7 +106,11 @@ def glu_gradients(
 def closes_over_traced(
     activation: Activation, interleaved: bool, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether an activation is a function of more arrays of the program than its arguments."""
+    """Whether an activation is a function of more arrays of the program than its arguments.
+
+    Raises:
+      ArgumentValueError: it is a function that mixes rows.
+    """
     spec, function = resolve(activation, interleaved)
     return function is not None and functions.closes_over_traced(function, spec, gate_up, up)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from triax import messages
 from triax.errors import ArgumentValueError
+from triax.moe.activations import rows
 from triax.moe.activations.reference import GluSpec, halves
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.order import after
@@ -58,8 +59,18 @@ def gradients(
 def closes_over_traced(
     function: Callable[..., Any], spec: GluSpec, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether the function uses arrays of the program that are not its arguments."""
+    """Whether the function uses arrays of the program that are not its arguments.
+
+    Raises:
+      ArgumentValueError: it mixes rows.
+    """
     traced = jax.make_jaxpr(functools.partial(apply, function, spec))(gate_up, up, None)
+    if (step := rows.mixed_by(traced.jaxpr)) is not None:
+        raise ArgumentValueError(
+            "Argument `activation` must compute each row by itself: the layer's rows are those of "
+            f"all experts, in an order of its own. {messages.short(function)} mixes them, by "
+            f"{step!r} over the first dimension."
+        )
     return any(isinstance(array, jax.core.Tracer) for array in traced.consts)
 
 

@@ -226,11 +226,12 @@ def _experts(
     if KEPT[0] not in options.keep:
         first = jax.checkpoint(first)
     gate_up, row_weights = first()
+    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    closes_over = closes_over_traced(options.activation, options.interleaved, gate, up)
     if KEPT[1] in options.keep:
         return second(gate_up, row_weights)
-    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     quantized = options.recipe is not None or isinstance(given.w_down, ScaledArray)
-    if quantized or closes_over_traced(options.activation, options.interleaved, gate, up):
+    if quantized or closes_over:
         return jax.checkpoint(second)(gate_up, row_weights)
     return ops.glu_ragged_dot(
         (gate, up, row_weights, given.w_down, given.b_down, group_sizes),
