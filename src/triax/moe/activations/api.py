@@ -56,7 +56,8 @@ def glu(
         https://arxiv.org/abs/2002.05202), or a `Swiglu`; not gated: "silu", "gelu" (tanh),
         "gelu_exact", "relu2" (max(x, 0) squared); or a JAX function of arrays in float32, of gate
         and up if it takes two arguments, which XLA compiles on every platform. In the backward
-        pass it is computed again.
+        pass it is computed again. Rows whose weight is 0 have no derivative by gate and up, in
+        second derivatives by the weight neither.
       interleaved: whether gate and up are the even and the odd columns of `gate_up`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
