@@ -206,14 +206,17 @@ def train(mesh: Mesh, state: Any, steps: range, folder: Path | None = None) -> t
 
 
 def save(folder: Path, state: Any) -> None:
-    """Writes each part of each array once, by a process that has it; named by where it begins."""
+    """Writes each part of each array once, by a process that has it, into a new folder."""
     for path, array in jax.tree_util.tree_leaves_with_path(state):
         at = folder / jax.tree_util.keystr(path, simple=True, separator=".")
         at.mkdir(parents=True, exist_ok=True)
         for shard in array.addressable_shards:
             if shard.replica_id == 0:
                 begins = "-".join(str(part.start or 0) for part in shard.index)
-                np.save(at / f"part{begins}.npy", shard.data)
+                data = np.asarray(shard.data)
+                if data.dtype.kind == "V":  # bfloat16, say, which NumPy's files do not know
+                    data = data.astype(np.float32)
+                np.save(at / f"part{begins}.npy", data)
 
 
 def restore(folder: Path, like: Any, placed: Any) -> Any:
@@ -229,7 +232,8 @@ def restore(folder: Path, like: Any, placed: Any) -> Any:
             whole[tuple(slice(b, b + n) for b, n in zip(begins, part.shape, strict=True))] = part
             filled += part.size
         if filled != whole.size:
-            raise ValueError(f"{at} is not complete: {filled} of {whole.size} elements")
+            problem = "lacks parts" if filled < whole.size else "has parts of another mesh too"
+            raise ValueError(f"{at} {problem}: {filled} elements of {whole.size}")
         return jax.make_array_from_callback(kind.shape, sharding, lambda index: whole[index])
 
     return jax.tree_util.tree_map_with_path(load, like, placed)

@@ -22,9 +22,9 @@ def load_balancing_loss(
         loss = task_loss + 0.01 * moe.load_balancing_loss(logits, plan.group_counts)
 
     ``experts * sum over e of share[e] * mean[e]``: the share of all (token, choice) pairs that went
-    to expert e, and its mean score over the tokens. A token's scores sum to 1: the softmax, or the
-    sigmoids divided by their sum; if its logits are all -inf, they are zeros. Only the scores have
-    a gradient.
+    to expert e, and its mean score over the tokens. A token's scores sum to 1: the softmax, or
+    other scores divided by their sum; if its logits are all -inf, they are zeros. Only the scores
+    have a gradient.
 
     Equations 4 to 6 of "Switch Transformers" (arXiv:2101.03961), for any number of choices; with
     "sigmoid", equations 17 to 20 of "DeepSeek-V3 Technical Report" (arXiv:2412.19437) for the given
@@ -37,7 +37,8 @@ def load_balancing_loss(
     Args:
       logits: float [tokens, experts].
       group_counts: integer [experts], the pairs routed to each: `Plan.group_counts`.
-      score: "softmax" or "sigmoid".
+      score: as in `route`: "softmax", "sigmoid", "sqrtsoftplus", or "none" for scores that were
+        computed before. All but the softmax are divided by a token's sum.
 
     Returns:
       float32 [], or float64 for such logits; 0 without tokens.
