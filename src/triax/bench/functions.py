@@ -130,6 +130,12 @@ def benchmark(
       MissingDependencyError: cuda-bindings is not installed, and there is a GPU.
     """
     functions = _named(function, against)
+    messages.check_bool(compare=compare, bursts=bursts)
+    if tolerance is not None and not _is_number(tolerance):
+        raise ArgumentTypeError(
+            "Argument `tolerance` must be a number of at least 0, the share of a result's largest "
+            f"magnitude; got {messages.shown(tolerance)}."
+        )
     inputs, rebuild = _split(args)
     programs = {name: _jitted(f, rebuild) for name, f in functions.items()}
     own, *others = programs
@@ -248,6 +254,11 @@ def _check_results(name: str, results: Any) -> None:
         )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise ArgumentTypeError(_TRACED.format("a call inside a function that is being traced"))
+
+
+def _is_number(value: object) -> bool:
+    numbers = (int, float, np.integer, np.floating)
+    return isinstance(value, numbers) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def _difference(got: Any, want: Any, inputs: Any, tolerance: float | None) -> str | None:
