@@ -237,6 +237,9 @@ def triton_call(
     kwargs |= kwargs.pop(_KERNELS_OWN, {})
     given = (name, serialized_metadata, backend_options, cost_estimate, input_output_aliases)
     _check_arguments(*given, implementation, vmap_method, compute_capability)
+    messages.check_bool(debug=debug, has_side_effect=has_side_effect)
+    if tuning_inputs is not None:
+        messages.check_callable("tuning_inputs", tuning_inputs)
     mode = (
         settings.mode_in_force() if tuning is None else settings.check_tuning_mode(tuning, "tuning")
     )

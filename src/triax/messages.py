@@ -27,6 +27,8 @@ class _Short(reprlib.Repr):
         is_value = isinstance(x, (type, np.generic))
         if not is_value and hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple):
             return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        if isinstance(x, type):
+            return super().repr1(x, level)
         if dataclasses.is_dataclass(x) or hasattr(x, "_fields"):  # their own texts hold arrays'
             return f"{type(x).__name__}(...)"
         return super().repr1(x, level)
@@ -51,6 +53,13 @@ def check_callable(argument: str, value: object) -> None:
     """Raises `ArgumentTypeError` if a value cannot be called."""
     if not callable(value):
         raise ArgumentTypeError(f"Argument `{argument}` must be a function; got {shown(value)}.")
+
+
+def check_bool(**arguments: object) -> None:
+    """Raises `ArgumentTypeError` if one is no bool or int: every string is true, "no" as well."""
+    for argument, value in arguments.items():
+        if not isinstance(value, (int, np.bool_)):
+            raise ArgumentTypeError(f"Argument `{argument}` must be a bool; got {shown(value)}.")
 
 
 def check_sizes_known(argument: str, shape: Sequence[Any], remedy: str = "") -> None:

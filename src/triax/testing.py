@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from triax import settings
+from triax import messages, settings
+from triax.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = [
     "TOLERANCES",
@@ -53,8 +54,24 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
       expected: the reference, float64, of the same shape.
       terms: how many values were summed into each element.
       err_msg: put in front of the message.
+
+    Raises:
+      AssertionError: they differ.
+      ArgumentTypeError, ArgumentValueError: `actual` is no array of floats; `terms` is no
+        number of terms.
     """
-    dtype = np.dtype(actual.dtype)
+    dtype = getattr(actual, "dtype", None)
+    if dtype is None or np.dtype(dtype).name not in TOLERANCES:
+        raise ArgumentTypeError(
+            f"Argument `actual` must be an array of one of {', '.join(TOLERANCES)}; got "
+            f"{messages.shown(actual)}. Compare others with `assert_same_bits`."
+        )
+    if isinstance(terms, bool) or not isinstance(terms, (int, np.integer)) or terms < 0:
+        raise ArgumentValueError(
+            "Argument `terms` must be an int of at least 0, how many values were summed into each "
+            f"element; got {messages.shown(terms)}."
+        )
+    dtype = np.dtype(dtype)
     got = np.asarray(actual).astype(np.float64)
     want = np.asarray(expected, dtype=np.float64)
     assert got.shape == want.shape, f"{err_msg} shape {got.shape} is not {want.shape}"
@@ -84,6 +101,11 @@ def assert_same_bits(actual: Any, expected: Any, err_msg: str = "") -> None:
 
 def hostile_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Random values with NaN, infinities and signed zeros among them where the dtype has them."""
+    if not isinstance(rng, np.random.Generator):
+        raise ArgumentTypeError(
+            f"Argument `rng` must be a NumPy generator; got {messages.shown(rng)}. Use "
+            "np.random.default_rng(0)."
+        )
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
@@ -135,6 +157,10 @@ def poison(num_bytes: int, device: Any | None = None) -> None:
     Buffers that XLA allocates next are likely to reuse it, so an element that a kernel does not
     write is NaN (0x7FC00000 repeated) instead of a leftover that happens to be right.
     """
+    if isinstance(num_bytes, bool) or not isinstance(num_bytes, (int, np.integer)) or num_bytes < 0:
+        raise ArgumentTypeError(
+            f"Argument `num_bytes` must be an int of at least 0; got {messages.shown(num_bytes)}."
+        )
     block = jax.device_put(jnp.full((num_bytes // 4,), jnp.nan, jnp.float32), device)
     block.block_until_ready()
     block.delete()

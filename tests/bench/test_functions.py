@@ -183,8 +183,8 @@ class TestWrong:
         *(
             (
                 lambda wrong=wrong: triax.benchmark(double, X, against=double, tolerance=wrong),
-                ArgumentValueError,
-                "`tolerance` must be a number from 0 up",
+                ArgumentTypeError,
+                "`tolerance` must be a number of at least 0",
             )
             for wrong in (-1, "1e-3", float("nan"))
         ),

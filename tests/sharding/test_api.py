@@ -204,23 +204,28 @@ def test_gradient_inside_shard_map_sums_that_of_a_replicated_weight():
     assert_close(run(local, mesh, args, specs), with_gradients(plain)(*args)[1])
 
 
-def test_custom_vjp_outside():
+@pytest.mark.parametrize("rules", ["one for each gradient", "one for both"])
+def test_custom_vjp_outside(rules):
     """Forward and backward are cut each for itself, and nothing is run twice."""
+    seen = []
 
     def backward(x, weight, d_out):
+        seen.append(x.shape)
         return jax.vjp(plain, x, weight)[1](d_out)
 
     there = triax.sharded(call, RULE, cut="t")
     of_x = triax.sharded(lambda *a: backward(*a)[0], "t h, h, t h -> t h", cut="t")
     of_weight = triax.sharded(lambda *a: backward(*a)[1], "t h, h, t h -> h", reduce="t")
+    back = lambda *a: (of_x(*a), of_weight(*a))
+    if rules == "one for both":
+        back = triax.sharded(backward, "t h, h, t h -> t h, h", reduce="t")
     outside = jax.custom_vjp(there)
-    outside.defvjp(
-        lambda *args: (there(*args), args),
-        lambda args, d: (of_x(*args, d), of_weight(*args, d)),
-    )
+    outside.defvjp(lambda *args: (there(*args), args), lambda args, d: back(*args, d))
     args = drawn((ROWS, WIDTH), (WIDTH,))
     for kind in ("plain", "explicit"):
+        seen.clear()
         got = run(with_gradients(outside), mesh_of(kind), args, [P("data"), P()])
+        assert (ROWS // 2, WIDTH) in seen
         assert_close(got, with_gradients(plain)(*args))
 
 

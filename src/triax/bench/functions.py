@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -124,19 +123,18 @@ def benchmark(
       A `Benchmark`: medians in microseconds, and ratios with their span. `print` shows a table.
 
     Raises:
-      ArgumentTypeError: a function cannot be called, or an argument is traced: this is not for
-        inside `jit`.
-      ArgumentValueError: results differ, there is no array to compute with or none is returned, or
-        `tolerance` is no number from 0 up.
+      ArgumentTypeError: a function cannot be called, `tolerance` is no number of at least 0, or an
+        argument is traced: this is not for inside `jit`.
+      ArgumentValueError: results differ, or there is no array to compute with or none is returned.
       UnsupportedError: the arrays are not all on JAX's first device.
       MissingDependencyError: cuda-bindings is not installed, and there is a GPU.
     """
     functions = _named(function, against)
-    allowed: Any = tolerance
-    if allowed is not None and not (isinstance(allowed, numbers.Real) and float(allowed) >= 0):
-        raise ArgumentValueError(
-            "Argument `tolerance` must be a number from 0 up, over the largest magnitude of a "
-            f"result; got {messages.shown(tolerance)}."
+    messages.check_bool(compare=compare, bursts=bursts)
+    if tolerance is not None and not _is_number(tolerance):
+        raise ArgumentTypeError(
+            "Argument `tolerance` must be a number of at least 0, the share of a result's largest "
+            f"magnitude; got {messages.shown(tolerance)}."
         )
     inputs, rebuild = _split(args)
     programs = {name: _jitted(f, rebuild) for name, f in functions.items()}
@@ -256,6 +254,11 @@ def _check_results(name: str, results: Any) -> None:
         )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise ArgumentTypeError(_TRACED.format("a call inside a function that is being traced"))
+
+
+def _is_number(value: object) -> bool:
+    numbers = (int, float, np.integer, np.floating)
+    return isinstance(value, numbers) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def _difference(got: Any, want: Any, inputs: Any, tolerance: float | None) -> str | None:

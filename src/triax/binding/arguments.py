@@ -129,6 +129,8 @@ class Flattened:
             remedy = " Make it an array with jnp.asarray, or a tuple."
         elif hasattr(value, "__dlpack__"):
             remedy = " Make it a JAX array with jax.dlpack.from_dlpack."
+        elif callable(value):
+            remedy = " The kernel to be called goes to `kernel`."
         raise ArgumentTypeError(
             f"Argument `{name}` of kernel {self.kernel!r} must be an array, a bool, int or float, "
             f"None, a Ref, a TensorDescriptor or a tuple of these; got {messages.shown(value)}."
@@ -136,13 +138,15 @@ class Flattened:
         )
 
     def _add_array(self, name: str, value: Any) -> int:
-        self.types.append(array_type(name, value))
+        kind = array_type(name, value)
         index = len(self.arrays)
         # Workaround: jax <0.9: a traced Ref is an array too, so this comes first.
         if isinstance(value, jax.Ref):
             value = self._read(name, index, value)
         elif not isinstance(value, jax.Array):
-            value = jnp.asarray(value)
+            value = _on_device(name, value)
+            kind = array_type(name, value)  # 64 bits become 32, unless JAX has them enabled
+        self.types.append(kind)
         self.arrays.append(value)
         self.names.append(name)
         self.leaves.append((name, index))
@@ -188,6 +192,18 @@ def array_type(argument: str, array: Any) -> ArrayType:
                 f"Argument `{argument}` must have a shape of non-negative ints; got {shape}."
             )
     return ArrayType(tuple(map(int, shape)), np.dtype(array.dtype))
+
+
+def _on_device(name: str, value: Any) -> jax.Array:
+    """A host's array as JAX's, which would wrap integers of 64 bits around in 32."""
+    array = jnp.asarray(value)
+    narrowed = array.dtype.kind in "iu" and array.dtype.itemsize < value.dtype.itemsize
+    if narrowed and (value.astype(array.dtype) != value).any():
+        raise ArgumentValueError(
+            f"Argument `{name}` has values that {array.dtype} cannot hold, and JAX has disabled "
+            f"{value.dtype}. Enable it (jax.config.update('jax_enable_x64', True))."
+        )
+    return array
 
 
 def resolve_aliases(

@@ -143,6 +143,11 @@ def _candidate(
     if missing:
         unknown = [n for n in keywords if n not in kernel.parameter_names]
         hint = "".join(f" It has no parameter `{n}`.{near_misses(n, missing)}" for n in unknown)
+        hint += "".join(
+            f" A config or heuristic sets `{n}`, which is not one.{near_misses(n, missing)}"
+            for n in set_by_config
+            if n not in kernel.parameter_names and n not in triton_private.option_names()
+        )
         raise ArgumentTypeError(
             f"Kernel {kernel.name!r} needs a value for its constexpr "
             f"{', '.join(f'`{n}`' for n in missing)}: pass it as a keyword.{hint} Its parameters "

@@ -17,6 +17,16 @@ BlockShape: TypeAlias = tuple[int, ...] | Callable[[Mapping[str, Any]], Sequence
 
 def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides, in elements: (2, 3, 4) → (12, 4, 1)."""
+    if hasattr(shape, "shape") or not isinstance(shape, Sequence):
+        remedy = " Use its `shape`." if hasattr(shape, "shape") else ""
+        raise ArgumentTypeError(
+            f"Argument `shape` must be a tuple of ints; got {messages.shown(shape)}.{remedy}"
+        )
+    messages.check_sizes_known("shape", shape)
+    if not all(is_int(size) and size >= 0 for size in shape):
+        raise ArgumentTypeError(
+            f"Argument `shape` must be a tuple of non-negative ints; got {messages.shown(shape)}."
+        )
     strides = []
     step = 1
     for size in reversed(shape):

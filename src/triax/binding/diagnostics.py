@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from triax import messages
 from triax.binding.launch import Launch, Operand, Scalar
 from triax.compat import triton_private
 
@@ -38,6 +39,14 @@ def hint(launch: Launch, error: BaseException | None) -> str:
             f"{', '.join(ones)}. Annotate the parameter (`: tl.int32`), or list it in "
             "`@triton.jit(do_not_specialize=…)`."
         )
+    tuples = [f"`{name}`" for name, argument in launch.arguments if isinstance(argument, tuple)]
+    if tuples and "'tuple'" in text:
+        return f" The kernel gets a tuple for {', '.join(tuples)}."
+    if launch.constants and any(
+        words in text for words in ("arange", "power of 2", "'str' object")
+    ):
+        values = ", ".join(f"{n}={messages.short(v)}" for n, v in launch.constants.items())
+        return f" The kernel's constexprs are {values}."
     return f" The kernel gets None for {', '.join(nones)}." if nones and "NoneType" in text else ""
 
 

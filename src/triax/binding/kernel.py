@@ -277,9 +277,10 @@ class WatchedDict(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         error = KeyError(key)
         names = sorted(dict.keys(self))
+        meant = messages.near_misses(key, names)
+        known = "" if meant.startswith(" Known") else f" It has {', '.join(names)}."
         error.add_note(
-            f"A grid or heuristic asks for `{key}`, which the call does not have."
-            f"{messages.near_misses(key, names)} It has {', '.join(names)}."
+            f"A grid or heuristic asks for `{key}`, which the call does not have.{meant}{known}"
         )
         raise error
 

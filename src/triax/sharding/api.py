@@ -306,8 +306,10 @@ def _check_cut(rule: str, parsed: _Rule, cut: tuple[str, ...], reduce: tuple[str
                 )
     for name in cut:
         if name in reduce:
+            which = "`reduce`" if all(name in named for named in parsed[1]) else "`cut`"
             raise ArgumentValueError(
-                f"Argument `reduce` has {name!r}, and so has `cut`. Leave it out of one."
+                f"Argument `reduce` has {name!r}, and so has `cut`. Names in `reduce` are cut as "
+                f"well, also in results that have them: leave it out of {which}."
             )
         for index, named in enumerate(parsed[1]):
             if name not in named:

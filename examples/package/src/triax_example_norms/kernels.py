@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# What is best depends on how long a row is. A grid and the shapes of outputs may not depend on it.
+# What is best depends on how long a row is. Outputs' shapes may not depend on the config.
 tuned = triton.autotune(
     configs=[triton.Config({}, num_warps=warps) for warps in (1, 2, 4, 8, 16)], key=["width"]
 )

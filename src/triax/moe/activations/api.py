@@ -160,6 +160,7 @@ def resolve(
         remedy = " Or pass a `Swiglu`, or a JAX function of gate and up."
         arguments.check_choice("activation", activation, SPECS, remedy)
         spec = SPECS[activation]
+    messages.check_bool(interleaved=interleaved)
     if interleaved and not spec.gated:
         raise ArgumentValueError(
             f"Argument `interleaved` is True, and `activation`, {messages.short(activation)}, has "

@@ -13,6 +13,7 @@ from jax.lax import PrecisionLike
 from jax.typing import DTypeLike
 
 from triax import messages
+from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul import ops, scaled
 from triax.moe.grouped_matmul.options import FAST_SUMS, Groups, Options
@@ -112,6 +113,7 @@ def ragged_dot(
     only_weights = isinstance(weights, ScaledArray) and not isinstance(rows, ScaledArray)
     if isinstance(rows, ScaledArray) and preferred_element_type is None:
         preferred_element_type = jnp.bfloat16
+    messages.check_bool(transpose_weights=transpose_weights)
     transpose_weights = bool(transpose_weights)
     if isinstance(weights, ScaledArray):
         transpose_weights ^= weights.transposed
@@ -197,6 +199,11 @@ def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> jax.Arr
                 f"{group_offset}."
             )
         return jnp.int32(group_offset)
+    if not jax_private.is_array(group_offset):
+        raise ArgumentTypeError(
+            "Argument `group_offset` must be an int, or an integer array of shape []; got "
+            f"{messages.shown(group_offset)}."
+        )
     offset = arguments.array("group_offset", group_offset, (), jnp.integer)
     if offset.dtype == jnp.int64:  # it matters how far before the first group it is
         offset = jnp.clip(offset, -arguments.MAX_ROWS, arguments.MAX_ROWS).astype(jnp.int32)
@@ -218,7 +225,7 @@ def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     kinds = [_kind("rows", rows), _kind("weights", weights)]
     if rows.dtype == weights.dtype or kinds == ["8-bit floats"] * 2:
         return rows, weights
-    remedy = "Cast one."
+    remedy = "Cast one; of a `ScaledArray` pass `dequantize(dtype)`, or quantize the other, too."
     if kinds[0] != kinds[1] and "integers" in kinds:
         remedy = (
             "Integers are multiplied as they are: cast them to the floats' dtype, and multiply by "

@@ -139,6 +139,7 @@ def feed_forward(
     lead, x, logits, routing = _flattened(x, logits, routing)
     messages.check_sizes_known("x", x.shape)
     num_tokens, hidden = x.shape
+    messages.check_bool(interleaved=interleaved, transpose_weights=transpose_weights)
     down = ("experts", "hidden", "width") if transpose_weights else ("experts", "width", "hidden")
     w_down = _weights("w_down", w_down, down)
     num_local = num_experts = w_down.shape[0]
@@ -156,9 +157,15 @@ def feed_forward(
                 "Argument `top_k` is missing: how many experts a token chooses."
             )
         logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
+        beside = "the tokens of `x`"
         if axis_name is None:  # what is wrong is more often the weights
             num_local = num_experts = logits.shape[1]
-        _check_shape("logits", logits, (num_tokens, num_experts), "the tokens of `x`")
+        else:
+            beside += (
+                f" and `w_down`, which has {num_local} experts on each of {num_devices} devices "
+                "(each gets its own experts' weights, and the logits of all experts)"
+            )
+        _check_shape("logits", logits, (num_tokens, num_experts), beside)
     right_way = w_down.shape[1 if transpose_weights else 2] == hidden
     width = w_down.shape[1 if right_way != transpose_weights else 2]
     shapes = _Shapes(num_local, transpose_weights)
@@ -282,6 +289,11 @@ def _check_gate_up(
 ) -> tuple[Any, Any]:
     """The first matmul's weights and biases: an array each, or a tuple of two."""
     hidden = x.shape[1]
+    if isinstance(weights, list):
+        raise ArgumentTypeError(
+            "Argument `w_gate_up` must be an array, or a tuple of two, gate and up; got "
+            f"{messages.shown(weights)}. Use tuple(w_gate_up)."
+        )
     if not isinstance(weights, tuple):
         columns = 2 * width if spec.gated else width
         weights = shapes.weights("w_gate_up", weights, hidden, columns)

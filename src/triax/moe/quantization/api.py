@@ -89,6 +89,7 @@ def quantize(
     array = _array(array)
     dtype = _dtype(dtype)
     sizes = _block(block, array.shape)
+    messages.check_bool(transposed=transposed)
     if transposed and array.ndim < 2:
         raise ArgumentValueError(
             "Argument `transposed` is True, which takes an array of two dimensions or more; got "
@@ -127,8 +128,10 @@ def quantize(
 
 def _array(array: Any) -> jax.Array:
     if not jax_private.is_array(array):
+        scaled = hasattr(array, "dequantize")
         raise ArgumentTypeError(
-            f"Argument `array` must be an array; got {messages.shown(array)}. Use jnp.asarray."
+            f"Argument `array` must be an array; got {messages.shown(array)}. Use "
+            f"{'`array.dequantize(dtype)`' if scaled else 'jnp.asarray'}."
         )
     if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ArgumentTypeError(

@@ -27,15 +27,23 @@ def array(
     `remedy` is for a dtype that is not, instead of a cast.
     """
     if not jax_private.is_array(value):
-        instead = f"Use its `{name}`." if hasattr(value, name) else "Use jnp.asarray."
+        instead = "Use jnp.asarray."
+        if hasattr(value, name):
+            instead = f"Use its `{name}`."
+        elif hasattr(value, "dequantize"):
+            instead = f"Use `{name}.dequantize(dtype)`."
+        elif fields := getattr(value, "_fields", ()):
+            instead = f"Use one of its fields: {', '.join(fields)}."
         raise ArgumentTypeError(
             f"Argument `{name}` must be an array of shape [{', '.join(axes)}]; got "
             f"{messages.shown(value)}. {instead}"
         )
     if value.ndim != len(axes):
+        shape = f"[{', '.join(axes)}]"
+        remedy = f" Reshape leading batch dimensions to {shape}, and the results back."
         raise ArgumentValueError(
-            f"Argument `{name}` must have shape [{', '.join(axes)}]; got {value.shape}. Reshape "
-            f"leading batch dimensions to [{', '.join(axes)}], and the results back."
+            f"Argument `{name}` must have shape {shape}; got {value.shape}."
+            f"{remedy if value.ndim > len(axes) > 0 else ''}"
         )
     if kind is not None and not jnp.issubdtype(value.dtype, kind):
         wanted = "an integer" if kind is jnp.integer else "a floating-point"

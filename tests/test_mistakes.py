@@ -1,0 +1,501 @@
+"""Mistakes of people who are new to Triax: what they wrote, and the words that help them.
+
+Each error names the argument and what was given, and says what to do. Mistakes that the tests of a
+function have already, such as most of `triton_call`'s in `test_call`, are not repeated here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+from jax.sharding import PartitionSpec as P
+
+import triax
+from tests import kernels
+from triax import cli, moe, testing
+from triax.errors import ArgumentTypeError, ArgumentValueError, OutOfBounds
+
+# --- right calls, of which a mistake changes something ----------------------------------------
+
+X = jnp.arange(100, dtype=jnp.float32)
+OUT = jax.ShapeDtypeStruct((100,), jnp.float32)
+
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 6, 8, 16, 4, 2
+x = jnp.ones((TOKENS, HIDDEN))
+logits = jnp.ones((TOKENS, EXPERTS))
+w_gate_up = jnp.ones((EXPERTS, HIDDEN, 2 * WIDTH))
+w_down = jnp.ones((EXPERTS, WIDTH, HIDDEN))
+weights, experts = jnp.ones((TOKENS, TOP_K)), jnp.zeros((TOKENS, TOP_K), jnp.int32)
+
+
+def add(*operands, **changes):
+    arguments = {"n": 100, "BLOCK": 64, "kernel": kernels.add_kernel, "out_type": OUT, "grid": 2}
+    return triax.triton_call(*(operands or (X, X)), **arguments | changes)
+
+
+def tuned(*names):
+    """The kernel with one config for each name of a meta-parameter, without a BLOCK of the call."""
+    configs = [triton.Config({name: 64}) for name in names]
+    return functools.partial(
+        triax.triton_call,
+        *(X, X),
+        n=100,
+        out_type=OUT,
+        grid=2,
+        kernel=triton.autotune(configs, key=["n"])(kernels.add_kernel),
+    )
+
+
+def asks_for(name):
+    return triton.heuristics({"BLOCK": lambda args: args[name]})(kernels.add_kernel)
+
+
+def layer(**changes):
+    arguments: dict[str, Any] = {
+        "x": x,
+        "logits": logits,
+        "w_gate_up": w_gate_up,
+        "w_down": w_down,
+        "top_k": TOP_K,
+    } | changes
+    operands = [arguments.pop(name) for name in ("x", "logits", "w_gate_up", "w_down")]
+    return moe.feed_forward(*operands, **arguments)
+
+
+def dot(**changes):
+    arguments = {"rows": x, "weights": w_gate_up, "group_sizes": jnp.array([2, 0, 3, 1])} | changes
+    return moe.ragged_dot(**arguments)
+
+
+@functools.cache
+def plan():
+    return moe.make_plan(experts, EXPERTS)
+
+
+def eight_bits():
+    return moe.quantize(x, block=(1, None))
+
+
+def on_two_devices(function, *arrays):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(*arrays)
+
+
+def dispatch(num_experts=EXPERTS, axis_name="d", **changes):
+    def send(x, weights, experts):
+        return moe.dispatch(x, weights, experts, num_experts, axis_name, **changes).rows
+
+    return on_two_devices(send, x, weights, experts)
+
+
+def whole_weights():
+    def run(x, logits):
+        return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=2, axis_name="d").tokens
+
+    return on_two_devices(run, x, logits)
+
+
+def norm(x, weight):
+    return x * weight
+
+
+def command(*arguments):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = cli.main(list(arguments))
+    raise SystemExit(f"{status}: {said.getvalue()}")
+
+
+# --- the mistakes -----------------------------------------------------------------------------
+
+of_type, of_value = ArgumentTypeError, ArgumentValueError
+
+
+class Mistake(NamedTuple):
+    what: str
+    call: Any
+    error: type[BaseException] | tuple[type[BaseException], ...]
+    text: str  # a pattern: the argument, what was given, what to do
+
+
+MISTAKES = [
+    # Calling a kernel
+    Mistake(
+        "an output as a pair",
+        lambda: add(out_type=(X.shape, X.dtype)),
+        of_type,
+        r"`out_type\[0\]` must have `shape` and `dtype`; got 100 .*jax.ShapeDtypeStruct",
+    ),
+    Mistake(
+        "an output as a dtype",
+        lambda: add(out_type=jnp.float32),
+        of_type,
+        r"`out_type` must have `shape` and `dtype`; got .*float32.*jax.ShapeDtypeStruct",
+    ),
+    Mistake(
+        "an output of a size that torch would infer",
+        lambda: add(out_type=jax.ShapeDtypeStruct((-1,), jnp.float32)),
+        of_type,
+        r"`out_type` must have a shape of non-negative ints; got \(-1,\)",
+    ),
+    Mistake(
+        "an output that is too small",
+        lambda: add(out_type=jax.ShapeDtypeStruct((50,), jnp.float32)),
+        OutOfBounds,
+        r"store to `out_ptr` at element 50, outside its 50 elements.*Mask the access",
+    ),
+    Mistake(
+        "the kernel as an operand",
+        lambda: add(kernels.add_kernel, X),
+        of_type,
+        r"`x_ptr` .*must be an array.*got JITFunction.*goes to `kernel`",
+    ),
+    Mistake(
+        "a shape as a size",
+        lambda: add(n=X.shape),
+        (AttributeError, TypeError),  # Triton's; which one depends on its version
+        r"'tuple'.*kernel `add_kernel`.*gets a tuple for `n`",
+    ),
+    Mistake(
+        "a block that is no power of two",
+        lambda: add(BLOCK=100),
+        ValueError,
+        r"power of 2.*constexprs are BLOCK=100",
+    ),
+    Mistake(
+        "a block as a string",
+        lambda: add(BLOCK="64"),
+        AttributeError,
+        r"'str' object.*constexprs are BLOCK='64'",
+    ),
+    Mistake(
+        "a block that was divided",
+        lambda: add(BLOCK=128 / 2),
+        ValueError,
+        r"constexpr.*constexprs are BLOCK=64\.0",
+    ),
+    Mistake(
+        "a meta-parameter misspelt in the configs",
+        lambda: tuned("BLOK")(),
+        of_type,
+        r"needs a value for its constexpr `BLOCK`.*sets `BLOK`.*Did you mean `BLOCK`",
+    ),
+    Mistake(
+        "a block that no config has",
+        lambda: tuned("BLOCK")(BLOCK=256),
+        of_value,
+        r"No config of kernel 'add_kernel' agrees .*`BLOCK`=256.*BLOCK: 64.*Leave the argument out",
+    ),
+    Mistake(
+        "a heuristic of an argument that is not there",
+        lambda: triax.triton_call(X, X, n=100, kernel=asks_for("m"), out_type=OUT, grid=2),
+        KeyError,
+        r"asks for `m`, which the call does not have\. Known: n, out_ptr, x_ptr, y_ptr\.$",
+    ),
+    Mistake(
+        "arrays to tune on",
+        lambda: add(tuning_inputs=[X, X]),
+        of_type,
+        r"`tuning_inputs` must be a function; got \[float32\[100\]",
+    ),
+    Mistake("debug", lambda: add(debug="no"), of_type, r"`debug` must be a bool; got 'no'"),
+    Mistake(
+        "a side effect",
+        lambda: add(has_side_effect="no"),
+        of_type,
+        r"`has_side_effect` must be a bool; got 'no'",
+    ),
+    Mistake(
+        "integers that 32 bits cannot hold",
+        lambda: add(np.full(100, 2**40), X),
+        of_value,
+        r"`x_ptr` has values that int32 cannot hold.*disabled int64.*jax_enable_x64",
+    ),
+    Mistake(
+        "a grid that was rounded up",
+        lambda: add(grid=np.ceil(100 / 64)),
+        of_type,
+        r"`grid` must be an int.*value=np\.float64\(2\.0\).*triton\.cdiv",
+    ),
+    Mistake(
+        "a grid from an array's values",
+        lambda: jax.jit(lambda x: add(x, x, grid=x.max()))(X),
+        of_type,
+        r"`grid` must be an int.*value=float32\[\].*from shapes or static arguments",
+    ),
+    Mistake(
+        "an alias by the output's name",
+        lambda: add(input_output_aliases={"x_ptr": "out_ptr"}),
+        of_type,
+        r"`input_output_aliases` must map to the index of an output; got 'out_ptr' .*'x_ptr'",
+    ),
+    Mistake(
+        "an output to be zeroed, by name",
+        lambda: add(zeroed_outputs=("out_ptr",)),
+        of_type,
+        r"`zeroed_outputs` must be a sequence of output indices.*got \('out_ptr',\)",
+    ),
+    Mistake(
+        "strides of an array",
+        lambda: triax.strides_from_shape(x),
+        of_type,
+        r"`shape` must be a tuple of ints; got float32\[6,8\].*Use its `shape`",
+    ),
+    Mistake(
+        "strides of sizes that are not ints",
+        lambda: triax.strides_from_shape((2.0, -3)),
+        of_type,
+        r"`shape` must be a tuple of non-negative ints; got \(2\.0, -3\)",
+    ),
+    Mistake(
+        "one size for a block of two dimensions",
+        lambda: triax.TensorDescriptor.from_array(x, 8),
+        of_type,
+        r"`block_shape` of TensorDescriptor must be a tuple of Python ints.*got 8",
+    ),
+    # The layer
+    Mistake(
+        "logits of another number of experts",
+        lambda: layer(logits=jnp.ones((TOKENS, 5))),
+        of_value,
+        r"`w_down` must have shape \(5, 16, 8\) to go with `x` and `logits`; got \(4, 16, 8\)",
+    ),
+    Mistake(
+        "the weights in the other order",
+        lambda: layer(w_gate_up=w_down, w_down=w_gate_up),
+        of_value,
+        r"`w_down` must have shape \(4, 32, 8\).*got \(4, 8, 32\)",
+    ),
+    Mistake(
+        "weights in torch's layout",
+        lambda: layer(w_gate_up=w_gate_up.swapaxes(1, 2)),
+        of_value,
+        r"`w_gate_up` must have shape \(4, 8, 32\).*got \(4, 32, 8\).*`transpose_weights`",
+    ),
+    Mistake(
+        "gate and up in a list",
+        lambda: layer(w_gate_up=[w_gate_up[..., :WIDTH], w_gate_up[..., WIDTH:]]),
+        of_type,
+        r"`w_gate_up` must be an array, or a tuple of two.*of type list.*Use tuple\(w_gate_up\)",
+    ),
+    Mistake(
+        "routing in the other order",
+        lambda: layer(logits=None, top_k=None, routing=(experts, weights)),
+        of_type,
+        r"`routing\[0\]` must have a floating-point dtype; got int32",
+    ),
+    Mistake(
+        "a capacity factor",
+        lambda: layer(capacity=1.25),
+        of_type,
+        r"`capacity` must be a Python int.*got 1\.25 of type float",
+    ),
+    Mistake(
+        "columns that are not interleaved",
+        lambda: layer(interleaved="no"),
+        of_type,
+        r"`interleaved` must be a bool; got 'no'",
+    ),
+    Mistake(
+        "weights that are not transposed",
+        lambda: layer(transpose_weights="no"),
+        of_type,
+        r"`transpose_weights` must be a bool; got 'no'",
+    ),
+    Mistake(
+        "a bias of all experts",
+        lambda: layer(b_down=jnp.ones(HIDDEN)),
+        of_value,
+        r"`b_down` must have shape \[experts, columns\]; got \(8,\)\.$",
+    ),
+    Mistake(
+        "a traced number of choices",
+        lambda: jax.jit(lambda top_k: layer(top_k=top_k))(2),
+        of_type,
+        r"`top_k` must be a Python int.*got traced int32\[\].*static_argnames",
+    ),
+    Mistake(
+        "weights that are not cut",
+        whole_weights,
+        of_value,
+        r"`logits` must have shape \(3, 8\).*4 experts on each of 2 devices.*got \(3, 4\)",
+    ),
+    # Its pieces
+    Mistake(
+        "both results of the router",
+        lambda: moe.make_plan(moe.Routed(weights, experts), EXPERTS),
+        of_type,
+        r"`selected_experts` must be an array.*got Routed.*one of its fields: weights, experts",
+    ),
+    Mistake(
+        "both results of permute",
+        lambda: moe.unpermute(moe.permute(x, plan(), weights=weights), plan()),
+        of_type,
+        r"`rows` must be an array.*got Permuted.*Use its `rows`",
+    ),
+    Mistake(
+        "experts in place of a plan",
+        lambda: moe.permute(x, experts),
+        of_type,
+        r"`plan` must be a Plan, from `make_plan`; got int32\[6,2\]",
+    ),
+    Mistake(
+        "counts of another kind",
+        lambda: moe.load_balancing_loss(logits, experts),
+        of_value,
+        r"`group_counts` must have shape \[experts\]; got \(6, 2\)",
+    ),
+    Mistake(
+        "half a group",
+        lambda: dot(group_offset=0.5),
+        of_type,
+        r"`group_offset` must be an int, or an integer array of shape \[\]; got 0\.5",
+    ),
+    Mistake(
+        "weights of torch's layout, by a word",
+        lambda: dot(transpose_weights="torch"),
+        of_type,
+        r"`transpose_weights` must be a bool; got 'torch'",
+    ),
+    Mistake(
+        "rows of 8 bits, weights of 32",
+        lambda: dot(rows=eight_bits()),
+        of_type,
+        r"`rows` and `weights` must both be.*got float8_e4m3fn and float32.*`dequantize\(dtype\)`",
+    ),
+    Mistake(
+        "rows of 8 bits, where there are none",
+        lambda: moe.glu(eight_bits()),
+        of_type,
+        r"`gate_up` must be an array.*of type ScaledArray. Use `gate_up.dequantize\(dtype\)`",
+    ),
+    Mistake(
+        "8 bits again",
+        lambda: moe.quantize(eight_bits(), block=(1, None)),
+        of_type,
+        r"`array` must be an array.*of type ScaledArray. Use `array.dequantize\(dtype\)`",
+    ),
+    Mistake(
+        "transposed, by a word",
+        lambda: moe.quantize(x, block=(1, None), transposed="no"),
+        of_type,
+        r"`transposed` must be a bool; got 'no'",
+    ),
+    Mistake(
+        "an axis that the mesh lacks",
+        lambda: dispatch(axis_name="data"),
+        of_value,
+        r"`axis_name` must name a mesh axis .*`dispatch`.*got 'data'",
+    ),
+    Mistake(
+        "experts that devices cannot share",
+        lambda: dispatch(num_experts=5),
+        of_value,
+        r"`num_experts` must be a multiple of the 2 devices of axis 'd'; got 5",
+    ),
+    # Around a program
+    Mistake(
+        "a dimension that is summed, in both",
+        lambda: triax.sharded(norm, "t h, h -> t h, h", cut="t", reduce="t"),
+        of_value,
+        r"`reduce` has 't', and so has `cut`.*are cut as well.*leave it out of `cut`",
+    ),
+    Mistake(
+        "an axis of the mesh",
+        lambda: triax.sharded(norm, "t h, h -> t h", cut="data"),
+        of_value,
+        r"`cut` must have names of arguments in `rule`.*got 'data'\. Known: h, t",
+    ),
+    Mistake(
+        "a partition as a rule",
+        lambda: triax.sharded(norm, P("t"), cut="t"),
+        of_type,
+        r"`rule` must be a string such as 't h, h -> t h'; got P",
+    ),
+    Mistake(
+        "a tolerance as a string",
+        lambda: triax.benchmark(jnp.sin, X, tolerance="1e-3"),
+        of_type,
+        r"`tolerance` must be a number of at least 0.*got '1e-3'",
+    ),
+    Mistake(
+        "one word for a bool",
+        lambda: triax.benchmark(jnp.sin, X, compare="no"),
+        of_type,
+        r"`compare` must be a bool; got 'no'",
+    ),
+    Mistake(
+        "configs that are nowhere",
+        lambda: triax.Records.load("/no/such/folder"),
+        of_value,
+        r"`folder` must hold tuned configs.*'/no/such/folder' holds none",
+    ),
+    Mistake(
+        "integers that should be close",
+        lambda: testing.assert_close(jnp.ones(3, int), np.ones(3)),
+        of_type,
+        r"`actual` must be an array of one of float64.*got int32\[3\].*`assert_same_bits`",
+    ),
+    Mistake(
+        "a tolerance in place of terms",
+        lambda: testing.assert_close(X, np.asarray(X), terms=1e-3),
+        of_value,
+        r"`terms` must be an int.*how many values were summed.*got 0\.001",
+    ),
+    Mistake(
+        "a seed",
+        lambda: testing.hostile_values(0, (3,), np.float32),
+        of_type,
+        r"`rng` must be a NumPy generator; got 0.*np\.random\.default_rng",
+    ),
+    Mistake(
+        "bytes in words",
+        lambda: testing.poison("1GB"),
+        of_type,
+        r"`num_bytes` must be an int of at least 0; got '1GB'",
+    ),
+    Mistake(
+        "a file that is not there",
+        lambda: command("explain", "nofile.py:main"),
+        SystemExit,
+        r"1: triax: `triax explain` needs FILE:FUNCTION.*got 'nofile.py:main'.*no file 'nofile.py'",
+    ),
+    Mistake(
+        "a config that is not there",
+        lambda: command("cache", "show", "nope"),
+        SystemExit,
+        r"1: triax: no tuned config named 'nope'; `triax cache list` shows",
+    ),
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
+def test_mistakes(mistake, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRIAX_CACHE_DIR", str(tmp_path))
+    with pytest.raises(mistake.error) as caught:
+        mistake.call()
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert re.search(mistake.text, said, re.DOTALL), said
+
+
+def test_a_grid_sees_the_dtype_that_the_kernel_gets():
+    """NumPy's float64 arrives as float32, unless JAX has 64 bits enabled."""
+    found = []
+
+    def grid(meta):
+        found.append(meta["x_ptr"].dtype)
+        return 2
+
+    x = np.arange(100.0)
+    out = add(x, X, grid=grid)
+    assert found == [np.float32]
+    testing.assert_same_bits(out, 2 * np.asarray(X))
