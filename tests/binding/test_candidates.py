@@ -9,6 +9,8 @@ import triax
 from tests import kernels
 from triax.binding import candidates
 from triax.binding.kernel import Kernel
+from triax.binding.launch import ArrayType
+from triax.errors import ArgumentTypeError, ArgumentValueError
 
 X = np.zeros(100, np.float32)
 
@@ -44,3 +46,21 @@ def test_configs_that_differ_only_in_what_the_caller_sets_are_one(conflicts, lef
         conflicts=conflicts,
     )
     assert [candidate.grid[0] for candidate in candidates.build(request)] == left
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"num_warps": 0}, ArgumentValueError, "`num_warps` must be a power of two; got 0"),
+        ({"num_stages": np.ones(2)}, ArgumentTypeError, "`num_stages` must be known when"),
+    ],
+)
+def test_options_that_are_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        candidates.check_options(options)
+
+
+def test_an_output_has_one_operand():
+    array = ArrayType((4,), np.dtype(np.float32))
+    with pytest.raises(ArgumentValueError, match="gives output 0 to two operands, `x` and `y`"):
+        candidates.check_aliases({0: 0, 1: 0}, [array] * 2, [array], ["x", "y"])
