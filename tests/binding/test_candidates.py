@@ -8,7 +8,9 @@ import triton
 import triax
 from tests import kernels
 from triax.binding import candidates
-from triax.binding.kernel import Kernel
+from triax.binding.kernel import Kernel, Parameter
+from triax.binding.launch import ArrayType
+from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 X = np.zeros(100, np.float32)
 
@@ -44,3 +46,43 @@ def test_configs_that_differ_only_in_what_the_caller_sets_are_one(conflicts, lef
         conflicts=conflicts,
     )
     assert [candidate.grid[0] for candidate in candidates.build(request)] == left
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"num_warps": 0}, ArgumentValueError, "`num_warps` must be a power of two; got 0"),
+        ({"num_stages": np.ones(2)}, ArgumentTypeError, "`num_stages` must be known when"),
+    ],
+)
+def test_options_that_are_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        candidates.check_options(options)
+
+
+def test_an_output_has_one_operand():
+    array = ArrayType((4,), np.dtype(np.float32))
+    with pytest.raises(ArgumentValueError, match="gives output 0 to two operands, `x` and `y`"):
+        candidates.check_aliases({0: 0, 1: 0}, [array] * 2, [array], ["x", "y"])
+
+
+@pytest.mark.parametrize("name", ["launch_cooperative_grid", "launch_pdl"])
+def test_options_of_tritons_launcher(name):
+    candidates._refuse_launch_options("kernel", {name: False})
+    candidates._refuse_launch_options("kernel", {name: None})
+    with pytest.raises(UnsupportedError, match=f"has the option `{name}`=True"):
+        candidates._refuse_launch_options("kernel", {name: True})
+
+
+def test_a_config_sets_what_nothing_reads():
+    with pytest.raises(
+        ArgumentTypeError, match=r"A config of kernel .* sets `OTHER`, which is not"
+    ):
+        grids([{"BLOCK": 16, "OTHER": 1}], 1)
+
+
+def test_none_for_a_number():
+    kernel, parameter = Kernel.of(kernels.copy_kernel), Parameter("n", False, False, None, "i32")
+    candidates._check_number(kernel, parameter, None)
+    with pytest.raises(ArgumentTypeError, match=r"`n` of kernel .* must be a number"):
+        candidates._check_number(kernel, parameter, X)

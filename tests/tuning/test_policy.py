@@ -1,6 +1,7 @@
 """Which config is used, by mode and by version."""
 
 import logging
+import types
 
 import numpy as np
 import pytest
@@ -99,3 +100,14 @@ def test_never_on_the_new_target(monkeypatch):
         UnsupportedError, match="tuning mode 'runtime' needs the custom-call target"
     ):
         lower("runtime")
+
+
+def test_what_is_told_where_the_gpu_is_not_here(monkeypatch):
+    elsewhere = types.SimpleNamespace(measurable=False, name="a")
+    for known, stored in ([], ""), (["b"], " Stored configs of this kernel are for 'b'."):
+        monkeypatch.setattr(policy.store, "gpus", lambda _, known=known: known)
+        named = " Where that GPU is not here, TRIAX_GPU names it."
+        assert policy._about_gpus("kernel", None) == named + stored
+        assert policy._about_gpus("kernel", elsewhere) == f" The GPU is 'a'.{stored}"
+    for device in (None, elsewhere):
+        assert "not lowered to run on a GPU" in policy._unavailable(device)

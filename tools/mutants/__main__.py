@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
             changed = code[: mutant.start] + mutant.text.encode() + code[mutant.end :]
             killer = Killer(tests, options.state / "kernels")
             limit_s = _START_S + 3 * expected_s
+            limit_s *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # shared machines
             compile(changed, mutant.file, "exec")
             yield Job(mutant.key, ["-x", *tests], killer, limit_s, (mutant.file, changed))
 

@@ -22,6 +22,7 @@ MISTAKES = {
     "sizes": ((X, W, jnp.array([1.0, 2.0])), {}, "`group_sizes` must have an integer dtype"),
     "row scales": ((X, W, SIZES), {"row_scales": jnp.ones(5)}, "for each of the 6 rows"),
     "group scales": ((X, W, SIZES), {"group_scales": jnp.ones(3)}, "for each of the 2 groups"),
+    "weights of no bias": ((X, W, SIZES), {"bias_weights": jnp.ones(6)}, "without `bias`"),
     "implementation": ((X, W, SIZES), {"implementation": "cuda"}, "`implementation` must be one"),
     "integers": (
         (X.astype(int), W.astype(int), SIZES),

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_ragged_dot import PATHS, WIDTHS
 from triax import moe
+from triax.moe.grouped_matmul import api
 from triax.testing import assert_close, assert_same_bits, checked
 
 NUM_ROWS = 124  # four devices cut them
@@ -162,3 +163,8 @@ def test_mistakes(offset, match):
     arrays, _ = some(draw(), 0)
     with pytest.raises((TypeError, ValueError), match=match):
         run(arrays, offset, None)
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint32", "int32"])
+def test_an_offset_of_any_integer_dtype(kind):
+    assert api._check_offset(jnp.array(2, kind), 5, 3) == 2

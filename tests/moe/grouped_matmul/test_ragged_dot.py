@@ -316,3 +316,20 @@ def test_biases_of_no_groups(num_rows):
     arrays = jnp.ones((num_rows, 0)), jnp.ones((0, 0, 3)), np.zeros(0, np.int32)
     out = moe.ragged_dot(*arrays, bias=jnp.ones((0, 3)))
     np.testing.assert_array_equal(out, np.zeros((num_rows, 3)))
+
+
+def test_tangents_of_all_operands():
+    """The product is linear in each, so a tangent is the product of it and the others."""
+    rng = np.random.default_rng(0)
+    sizes, shapes = np.array([2, 0, 3], np.int32), [(6, 4), (3, 4, 5), (3, 5), (6,)]
+    x, w, b, each = primals = [rng.standard_normal(s, np.float32) for s in shapes]
+    dx, dw, db, deach = tangents = [rng.standard_normal(s, np.float32) for s in shapes]
+
+    def product(x, w, b, each):
+        return moe.ragged_dot(x, w, sizes, bias=b, bias_weights=each)
+
+    _, found = jax.jit(lambda p, t: jax.jvp(product, p, t))(tuple(primals), tuple(tangents))
+    none = np.zeros_like(b)
+    expected = product(dx, w, none, each) + product(x, dw, none, each)
+    expected += product(0 * x, w, db, each) + product(0 * x, w, b, deach)
+    assert_close(found, expected, terms=8)

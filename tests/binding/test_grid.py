@@ -1,0 +1,22 @@
+"""The sizes that CUDA allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from triax.binding.grid import normalize
+from triax.errors import ArgumentValueError
+
+LARGEST = (2**31 - 1, 65535, 65535)
+
+
+def test_the_largest_grid():
+    assert normalize(LARGEST, {}) == LARGEST
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_one_more_is_refused(axis):
+    sizes = [1, 1, 1]
+    sizes[axis] = LARGEST[axis] + 1
+    with pytest.raises(ArgumentValueError, match=f"CUDA allows {LARGEST[axis]}"):
+        normalize(sizes, {})
