@@ -23,7 +23,10 @@ NONE, TWO = Scalar(Static(None)), Scalar(Static(2))
     ],
 )
 def test_hint(leaf, error, expected):
-    assert hint(types.SimpleNamespace(named_leaves=[("x", leaf)]), error) == expected
+    launch = types.SimpleNamespace(
+        named_leaves=[("x", leaf)], arguments=[("x", leaf)], constants={}
+    )
+    assert hint(launch, error) == expected
 
 
 def test_a_folder_that_cannot_be_written():
