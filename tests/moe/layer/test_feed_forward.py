@@ -269,22 +269,40 @@ def test_functions_that_close_over_arrays_of_the_program(keep):
 
 
 MIXING = {
-    "reduce_max": lambda gate, up: jax.nn.softmax(gate, axis=0) * up,
-    "reduce_sum": lambda gate, up: (gate - jnp.mean(gate)) * up,
-    "cumsum": jax.jit(lambda gate, up: jnp.cumsum(gate, axis=0) * up),
-    "slice": lambda gate, up: jnp.roll(gate, 1, axis=0) * up,
-    "sort": lambda gate, up: jnp.sort(gate, axis=0) * up,
-    "dot_general": lambda gate, up: gate @ (gate.T @ up),
+    "by 'reduce_max'": lambda gate, up: jax.nn.softmax(gate, axis=0) * up,
+    "by 'reduce_sum'": lambda gate, up: (gate - jnp.mean(gate)) * up,
+    "by 'cumsum'": jax.jit(lambda gate, up: jnp.cumsum(gate, axis=0) * up),
+    "by 'slice'": lambda gate, up: jnp.roll(gate, 1, axis=0) * up,
+    "by 'sort'": lambda gate, up: jnp.sort(gate, axis=0) * up,
+    "by 'dot_general'": lambda gate, up: gate @ (gate.T @ up),
+    "by 'cumlogsumexp'": lambda gate, up: jax.lax.cumlogsumexp(gate.T, 1).T * up,
+    "by 'cummax'": lambda gate, up: jax.lax.cummax(gate.reshape(-1)).reshape(up.shape),
+    "by 'iota'": lambda gate, up: gate * up * jnp.arange(len(gate))[:, None],
+    "by 'gather'": lambda gate, up: gate * up[np.zeros(len(gate), int)],
+    "by 'scatter'": lambda gate, up: (gate * up).at[0].set(0),
+    "by 'scatter-add'": lambda gate, up: gate * jnp.zeros(WIDTH).at[jnp.argmax(up, 1)].add(1),
+    "by 'scan'": lambda gate, up: jax.lax.scan(
+        lambda sum, x: (sum + x,) * 2, jnp.zeros(WIDTH), gate
+    )[1],
+    "by 'pad'": lambda gate, up: jax.lax.pad(gate, 0.0, [(1, -1, 0), (0, 0, 0)]) * up,
+    "by 'dynamic_slice'": lambda gate, up: gate * jax.lax.dynamic_slice(up, (0, 0), (1, WIDTH)),
+    "depends on their number": lambda gate, up: gate * up / len(gate),
+    "fails for other numbers of rows": lambda gate, up: gate * up * np.ones((TOKENS * 2, 1)),
 }
 
 
 @pytest.mark.parametrize(
-    ("step", "keep"), [*((step, ()) for step in MIXING), ("sort", ("triax_glu",))]
+    ("how", "keep"), [*((how, ()) for how in MIXING), ("by 'sort'", ("triax_glu",))]
 )
-def test_functions_that_mix_rows_are_refused(step, keep):
+def test_functions_that_mix_rows_are_refused(how, keep):
     """Rows are in the order of experts, so results would depend on which tokens are together."""
-    with pytest.raises(ArgumentValueError, match=f"each row by itself.* by '{step}'"):
-        jax.eval_shape(lambda args: layer(*args, activation=MIXING[step], keep=keep), draw())
+    with pytest.raises(ArgumentValueError, match=f"each row by itself.* {how}"):
+        jax.eval_shape(lambda args: layer(*args, activation=MIXING[how], keep=keep), draw())
+
+
+def only_the_largest(gate, up):
+    best, at = jax.lax.top_k(gate, 2)
+    return jax.vmap(lambda row, at, best: row.at[at].set(best))(jnp.zeros_like(up), at, best) * up
 
 
 @pytest.mark.parametrize(
@@ -295,6 +313,14 @@ def test_functions_that_mix_rows_are_refused(step, keep):
         lambda gate, up: (gate.T * up.T).T[::1] @ jnp.eye(WIDTH),
         lambda gate, up: jnp.roll(gate.reshape(-1, 2, WIDTH // 2), 1, 2).reshape(gate.shape),
         lambda gate, up: (jax.debug.callback(lambda most: None, jnp.max(gate)), gate * up)[1],
+        lambda gate, up: jnp.take_along_axis(gate, jnp.argsort(up, 1), 1),
+        lambda gate, up: jnp.tanh(gate.reshape(-1)).reshape(up.shape) * jnp.arange(WIDTH),
+        lambda gate, up: jax.vmap(lambda gate, up: jnp.convolve(gate, up[:3], "same"))(gate, up),
+        lambda gate, up: jax.lax.map(lambda row: jax.nn.softmax(row[0]) * row[1], (gate, up)),
+        lambda gate, up: jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), gate) * up[:, ::-1],
+        lambda gate, up: jax.lax.cond(True, jnp.sin, jnp.cos, gate) * up,
+        lambda gate, up: jnp.interp(gate, np.linspace(-4, 4, 101), np.linspace(0, 1, 101)) * up,
+        only_the_largest,
     ],
 )
 def test_functions_of_whole_rows_are_not(function):

@@ -62,15 +62,28 @@ def closes_over_traced(
     """Whether the function uses arrays of the program that are not its arguments.
 
     Raises:
-      ArgumentValueError: it mixes rows.
+      ArgumentValueError: it does not compute each row by itself.
     """
-    traced = jax.make_jaxpr(functools.partial(apply, function, spec))(gate_up, up, None)
-    if (step := rows.mixed_by(traced.jaxpr)) is not None:
+    given = (gate_up,) if up is None else (gate_up, up)
+    make = jax.make_jaxpr(lambda gate_up, up=None: apply(function, spec, gate_up, up, None))
+    traced = make(*given)
+    how, cause = "", None
+    if gate_up.shape[0]:
+        of_more, times = rows.more_rows(given, traced)
+        try:
+            traced_more = make(*of_more)
+        except Exception as error:
+            how, cause = f"fails for other numbers of rows ({type(error).__name__})", error
+        else:
+            if (step := rows.mixed_by(traced_more.jaxpr, times)) is not None:
+                how = f"mixes or numbers them, by {step!r} over the rows"
+            elif rows.differ(traced, traced_more):
+                how = "depends on their number"
+    if how:
         raise ArgumentValueError(
             "Argument `activation` must compute each row by itself: the layer's rows are those of "
-            f"all experts, in an order of its own. {messages.short(function)} mixes them, by "
-            f"{step!r} over the first dimension."
-        )
+            f"all experts, in an order of its own. {messages.short(function)} {how}."
+        ) from cause
     return any(isinstance(array, jax.core.Tracer) for array in traced.consts)
 
 

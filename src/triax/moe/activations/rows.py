@@ -1,75 +1,142 @@
-"""Whether a function computes each row by itself, from its jaxpr."""
+"""Whether a function computes each row by itself, from its jaxprs for two numbers of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-_ROWS, _MIXED = "rows", "mixed"  # of an array: its first dimension is that of rows; rows are mixed
-_OF_ONE = ("axes", "axis", "dimension", "dimensions")
+_FREE, _BY_ROW, _MIXED = range(3)  # a value of no argument; of arguments, row by row; of many rows
+_OVER = ("axes", "axis", "dimension", "dimensions")  # which dimensions a step goes over
 
 
-def mixed_by(jaxpr: Any) -> str | None:
-    """The first step that mixes rows of the arguments, if results use it; else None.
+def more_rows(arrays: Sequence[jax.Array], traced: ClosedJaxpr) -> tuple[list[Any], int]:
+    """Stand-ins for arrays [rows, …], of so many times as many rows, and these times.
+
+    They divide no dimension of the jaxpr for as many rows as there are, constants included. So
+    with more rows they divide just those dimensions that the rows are in.
+    """
+    steps = list(_steps(traced.jaxpr))
+    variables = [var for step in steps for var in (*step.invars, *step.outvars)]
+    sizes = {size for var in variables for size in np.shape(var.aval)}
+    times = next(n for n in itertools.count(101, 2) if all(size % n for size in sizes if size))
+    avals = [jax.typeof(array) for array in arrays]
+    return [aval.update(shape=(times * aval.shape[0], *aval.shape[1:])) for aval in avals], times
+
+
+def differ(jaxpr: ClosedJaxpr, of_more: ClosedJaxpr) -> bool:
+    """Whether jaxprs for two numbers of rows differ in more than the shapes of what they make."""
+    found = []
+    for each in (jaxpr, of_more):
+        steps = [(step.primitive.name, _constants(step.invars)) for step in _steps(each.jaxpr)]
+        shapes = [np.shape(array) for array in each.consts]
+        found.append((steps, shapes, _constants(each.jaxpr.outvars)))
+    return found[0] != found[1]
+
+
+def _steps(jaxpr: Any) -> Iterator[Any]:
+    for step in jaxpr.eqns:
+        yield step
+        for inner in jax.tree.leaves(list(step.params.values())):
+            if isinstance(inner, ClosedJaxpr):
+                yield from _steps(inner.jaxpr)
+
+
+def _constants(variables: Sequence[Any]) -> list[str]:
+    return [repr(var.val) if isinstance(var, Literal) else "" for var in variables]
+
+
+def mixed_by(jaxpr: Any, times: int) -> str | None:
+    """The first step that mixes rows of the arguments or numbers them, if results use it.
 
     A step that is not known here counts as one that does not.
+
+    Args:
+      jaxpr: of arguments as `more_rows` makes them.
+      times: what divides just those dimensions that the rows are in.
     """
     steps: list[str] = []
-    found = _states(jaxpr, [_ROWS] * len(jaxpr.invars), steps)
+    found = _states(jaxpr, [_BY_ROW] * len(jaxpr.invars), times, steps)
     return steps[0] if _MIXED in found else None
 
 
-def _states(jaxpr: Any, given: Sequence[str | None], steps: list[str]) -> list[str | None]:
-    states: dict[Any, str | None] = dict(zip(jaxpr.invars, given, strict=True))
-    state_of = lambda var: None if isinstance(var, Literal) else states.get(var)
+def _states(jaxpr: Any, given: Sequence[int], times: int, steps: list[str]) -> list[int]:
+    states: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+    state_of = lambda var: _FREE if isinstance(var, Literal) else states.get(var, _FREE)
     for step in jaxpr.eqns:
         before = list(map(state_of, step.invars))
-        inner = next((p for p in step.params.values() if isinstance(p, ClosedJaxpr)), None)
-        if _MIXED in before:
-            after: list[str | None] = [_MIXED] * len(step.outvars)
-        elif _ROWS not in before:
-            continue
-        elif inner is not None and len(inner.jaxpr.invars) == len(before):
-            after = _states(inner.jaxpr, before, steps)
-        else:
-            pairs = zip(step.invars, before, strict=True)
-            operands = [var.aval.shape for var, state in pairs if state == _ROWS]
-            if _mixes(step, operands[0], before):
+        after = [max(before, default=_FREE)] * len(step.outvars)
+        if after[:1] != [_MIXED]:
+            if inner := _inner(step, before):
+                each = [_states(body, given, times, steps) for body, given in inner]
+                after = list(map(max, zip(*each, strict=True)))
+            elif _mixes(step, before, times):
                 steps.append(step.primitive.name)
                 after = [_MIXED] * len(step.outvars)
-            else:
-                after = [_after(step, operands[0], var.aval.shape) for var in step.outvars]
-        states.update(zip(step.outvars, after, strict=False))
+        states.update(zip(step.outvars, after, strict=True))
     return list(map(state_of, jaxpr.outvars))
 
 
-def _mixes(step: Any, shape: tuple[int, ...], before: Sequence[str | None]) -> bool:
+def _inner(step: Any, before: list[int]) -> list[tuple[Any, list[int]]]:
+    """The jaxprs that make a step's results, each with the states of its arguments.
+
+    Of a loop over rows none.
+    """
     name, params = step.primitive.name, step.params
+    if name == "while":
+        return [(params["body_jaxpr"].jaxpr, before[params["cond_nconsts"] :])]
+    if name == "cond":
+        return [(branch.jaxpr, before[1:]) for branch in params["branches"]]
+    if name == "scan" and _BY_ROW in before[params["num_consts"] + params["num_carry"] :]:
+        return []
+    found = [p.jaxpr for p in params.values() if isinstance(p, ClosedJaxpr)]
+    return [(body, before) for body in found[:1] if len(body.invars) == len(before)]
+
+
+def _mixes(step: Any, before: Sequence[int], times: int) -> bool:
+    name, params = step.primitive.name, step.params
+    shapes = [var.aval.shape for var in step.invars]
+
+    def has_rows(shape: tuple[int, ...], at: int) -> bool:
+        return shape[at] > 0 and shape[at] % times == 0
+
+    if name == "iota":
+        return has_rows(params["shape"], params["dimension"])
+    if _BY_ROW not in before:
+        return False
+    if name == "scan":  # over rows: by themselves if nothing is handed on
+        return params["num_carry"] > 0
     if name == "dot_general":
-        summed = zip(params["dimension_numbers"][0], before, strict=True)
-        return any(state == _ROWS and 0 in dimensions for dimensions, state in summed)
+        (left, _right), _ = params["dimension_numbers"]
+        return any(has_rows(shapes[0], at) for at in left)
     if name == "slice":
-        strides = params["strides"] or (1,)
-        of_rows = params["start_indices"][0], params["limit_indices"][0], strides[0]
-        return of_rows != (0, shape[0], 1)
+        ends = zip(params["start_indices"], params["limit_indices"], shapes[0], strict=True)
+        strides = params["strides"] or (1,) * len(shapes[0])
+        return any(
+            has_rows(shapes[0], at) and (start, limit, strides[at]) != (0, size, 1)
+            for at, (start, limit, size) in enumerate(ends)
+        )
+    if name == "dynamic_slice":
+        sizes = enumerate(params["slice_sizes"])
+        return any(has_rows(shapes[0], at) and size != shapes[0][at] for at, size in sizes)
+    if name == "pad":
+        changes = enumerate(params["padding_config"])
+        return any(has_rows(shapes[0], at) and change != (0, 0, 0) for at, change in changes)
+    if name == "gather":
+        return any(has_rows(shapes[0], at) for at in params["dimension_numbers"].start_index_map)
+    if name.startswith("scatter"):
+        numbers, updates = params["dimension_numbers"], shapes[2]
+        indexed = [at for at in range(len(updates)) if at not in numbers.update_window_dims]
+        by_themselves = [has_rows(shapes[0], at) for at in numbers.operand_batching_dims]
+        return any(has_rows(shapes[0], at) for at in numbers.scatter_dims_to_operand_dims) or sum(
+            has_rows(updates, at) for at in indexed
+        ) > sum(by_themselves)
     if not name.startswith(("reduce_", "arg", "cum", "sort", "rev", "split", "concatenate")):
         return False
-    over = [params[key] for key in _OF_ONE if key in params]
-    return any(0 in np.atleast_1d(value) for value in over)
-
-
-def _after(step: Any, shape: tuple[int, ...], result: tuple[int, ...]) -> str | None:
-    """The state of a result of an array with rows."""
-    name, params = step.primitive.name, step.params
-    if name == "broadcast_in_dim":
-        kept = params["broadcast_dimensions"][:1] == (0,)
-    elif name == "transpose":
-        kept = params["permutation"][0] == 0
-    elif name.startswith(("reduce_", "arg", "slice", "split", "reshape", "concatenate", "triax_")):
-        kept = True
-    else:
-        kept = shape == result and "gather" not in name and name != "dot_general"
-    return _ROWS if kept and result[:1] == shape[:1] else None
+    over = [at for key in _OVER if key in params for at in np.atleast_1d(params[key])]
+    operands = [shape for shape, state in zip(shapes, before, strict=True) if state == _BY_ROW]
+    return any(has_rows(shape, at) for shape in operands for at in over)
