@@ -171,12 +171,16 @@ def _digest_elsewhere(numbers):
 def forks(seconds, rng):
     """Forked children that end while threads compile; then processes that are spawned."""
     expected, numbers = work.Expected(10), (0, 1, 6)
+    in_turn = threading.Lock()  # filelock, which JAX's caches use, refuses two forks at once
     wanted = work.digest(numbers)
 
     def step(rng):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX's, of forks
-            child = os.fork() if rng.random() < 0.2 else None
+            child = None
+            if rng.random() < 0.2:
+                with in_turn:
+                    child = os.fork()
         if child == 0:
             os._exit(7 if triax.triton_call else 1)
         problem = expected.wrong(rng.choice(expected.numbers))

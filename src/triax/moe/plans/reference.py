@@ -57,11 +57,13 @@ def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:
     num_tokens, num_experts = routing_map.shape
     chosen = is_nonzero(routing_map)
     slot = jnp.cumsum(chosen, axis=1, dtype=jnp.int32) - 1
-    slot = jnp.where(chosen, slot, top_k)
+    # A column more than is kept takes the others: indices that are out of bounds in one of two
+    # dimensions end in the next row under XLA's deterministic scatter.
+    slot = jnp.minimum(jnp.where(chosen, slot, top_k), top_k)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     expert = jnp.arange(num_experts, dtype=jnp.int32)[None, :]
-    selected = jnp.full((num_tokens, top_k), -1, jnp.int32)
-    return selected.at[token, slot].set(jnp.broadcast_to(expert, slot.shape), mode="drop")
+    selected = jnp.full((num_tokens, top_k + 1), -1, jnp.int32)
+    return selected.at[token, slot].set(jnp.broadcast_to(expert, slot.shape))[:, :top_k]
 
 
 def place_mask_reference(routing_map: jax.Array, top_k: int, **sizes: int) -> Plan:
