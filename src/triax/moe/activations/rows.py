@@ -91,10 +91,20 @@ def _inner(step: Any, before: list[int]) -> list[tuple[Any, list[int]]]:
         return [(params["body_jaxpr"].jaxpr, before[params["cond_nconsts"] :])]
     if name == "cond":
         return [(branch.jaxpr, before[1:]) for branch in params["branches"]]
-    if name == "scan" and _BY_ROW in before[params["num_consts"] + params["num_carry"] :]:
-        return []
+    if name == "scan":
+        scanned = _with_one_more(step.invars, params["jaxpr"].jaxpr.invars)
+        if any(state == _BY_ROW and each for state, each in zip(before, scanned, strict=True)):
+            return []
     found = [p.jaxpr for p in params.values() if isinstance(p, ClosedJaxpr)]
     return [(body, before) for body in found[:1] if len(body.invars) == len(before)]
+
+
+def _with_one_more(of_scan: Sequence[Any], of_body: Sequence[Any]) -> list[bool]:
+    """Which values a scan takes apart or puts together: its body sees them without a dimension.
+
+    Its parameters say so too, under names that differ between versions of JAX.
+    """
+    return [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(of_scan, of_body, strict=True)]
 
 
 def _mixes(step: Any, before: Sequence[int], times: int) -> bool:
@@ -109,7 +119,7 @@ def _mixes(step: Any, before: Sequence[int], times: int) -> bool:
     if _BY_ROW not in before:
         return False
     if name == "scan":  # over rows: by themselves if nothing is handed on
-        return params["num_carry"] > 0
+        return not all(_with_one_more(step.outvars, params["jaxpr"].jaxpr.outvars))
     if name == "dot_general":
         (left, _right), _ = params["dimension_numbers"]
         return any(has_rows(shapes[0], at) for at in left)
