@@ -11,6 +11,7 @@
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
+#   make flags         the tests that need a GPU under XLA's flags and with 64-bit types
 #   make stress        threads, interrupts, little memory, full disks (ARGS="--seconds 300")
 #   make docs wheel    the documentation in site/, the wheel in dist/
 #   make clean         removes what these made
@@ -43,7 +44,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test fuzz mutants lint format coverage matrix models sanitize stress docs wheel clean help
+.PHONY: demo test gpu-test fuzz mutants lint format coverage matrix models sanitize flags stress docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -85,6 +86,9 @@ models: $(MODELS_STAMP)
 
 sanitize: $(STAMP)
 	JAX_PLATFORMS=cpu TRIAX_CUDA_ARCH=90 $(PY) -m tools.sanitize all $(ARGS)
+
+flags: $(STAMP)
+	$(PY) -m tools.flags $(ARGS)
 
 stress: $(STAMP)
 	$(PY) -m tests.stress $(ARGS)

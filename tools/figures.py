@@ -405,10 +405,11 @@ def sanitizers() -> str:
 def stress() -> str:
     """How often each scenario did what it does, and what was wrong."""
     rows = [
-        [f"`{name}`", f"{found['count']:,}", f"{found['seconds']} s", str(len(found["findings"]))]
-        for name, found in record("stress")["results"].items()
+        (f"`{name}`", f"{of['count']:,}", f"{of['seconds']} s", f"{wrong}", of["written"][:10])
+        for name, of in record("stress")["results"].items()
+        for wrong in [len(of["findings"])]
     ]
-    return table(["scenario", "done", "", "wrong"], rows)
+    return table(["scenario", "done", "", "wrong", "on"], rows)
 
 
 def group_offset() -> str:

@@ -68,7 +68,7 @@ def main(arguments=None):
     parser.add_argument("--seconds", type=float, default=60, help="of each scenario")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="a JSON file of what ran")
+    parser.add_argument("--output", type=Path, help="a JSON file; keeps others' results")
     parser.add_argument("--run", choices=known, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
@@ -89,9 +89,12 @@ def main(arguments=None):
     if options.output:
         from triax.bench.runner import environment
 
+        known = json.loads(options.output.read_text()) if options.output.exists() else {}
         made = environment()
+        dated = {name: {**found, "written": made["written"]} for name, found in results.items()}
         device = {"written": made["written"], "device": made["machine"]["device"]}
-        record = {**device, "versions": made["versions"], "seed": options.seed, "results": results}
+        record = {**device, "versions": made["versions"], "seed": options.seed}
+        record["results"] = known.get("results", {}) | dated
         options.output.write_text(json.dumps(record, indent=1) + "\n")
     return int(any(found["findings"] for found in results.values()))
 
