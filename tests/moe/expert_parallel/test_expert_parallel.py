@@ -414,6 +414,10 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
     jax.tree.map(close, found, expected)
 
 
+@pytest.mark.skipif(
+    jax.__version__ == "0.11.2" and jax.default_backend() == "cpu",
+    reason="XLA's CPU compiler of JAX 0.11.2 crashes on this program",
+)
 def test_a_mesh_whose_other_axis_is_explicit(options):
     """What `shard_map` leaves may cut everything, each array otherwise."""
     kinds = (AxisType.Auto, AxisType.Explicit)

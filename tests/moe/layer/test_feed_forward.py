@@ -286,6 +286,20 @@ MIXING = {
     )[1],
     "by 'pad'": lambda gate, up: jax.lax.pad(gate, 0.0, [(1, -1, 0), (0, 0, 0)]) * up,
     "by 'dynamic_slice'": lambda gate, up: gate * jax.lax.dynamic_slice(up, (0, 0), (1, WIDTH)),
+    "by 'rev'": lambda gate, up: jax.lax.fori_loop(  # in the second turn
+        0, 2, lambda _, carry: (gate * up, jnp.flip(carry[0], 0)), (jnp.zeros_like(up), up)
+    )[1],
+    "by 'argmax'": lambda gate, up: (
+        jax.lax.scan(
+            lambda carry, x: ((gate, jnp.argmax(carry[0], 0) * x), x),
+            (jnp.zeros_like(up), jnp.zeros(WIDTH)),
+            jnp.ones((2, WIDTH)),
+        )[0][1]
+        * up
+    ),
+    "by 'reduce_or'": lambda gate, up: jax.lax.while_loop(
+        lambda x: jnp.any(x > 1), lambda x: x / 2, gate * up
+    ),
     "depends on their number": lambda gate, up: gate * up / len(gate),
     "fails for other numbers of rows": lambda gate, up: gate * up * np.ones((TOKENS * 2, 1)),
 }
@@ -321,6 +335,8 @@ def only_the_largest(gate, up):
         lambda gate, up: jax.lax.cond(True, jnp.sin, jnp.cos, gate) * up,
         lambda gate, up: jnp.interp(gate, np.linspace(-4, 4, 101), np.linspace(0, 1, 101)) * up,
         only_the_largest,
+        jax.vmap(lambda gate, up: jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, up)),
+        lambda gate, up: jax.lax.scan(lambda c, x: (c * up, x), gate, jnp.ones(3))[0],
     ],
 )
 def test_functions_of_whole_rows_are_not(function):

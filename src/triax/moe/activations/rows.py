@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -71,9 +71,8 @@ def _states(jaxpr: Any, given: Sequence[int], times: int, steps: list[str]) -> l
         before = list(map(state_of, step.invars))
         after = [max(before, default=_FREE)] * len(step.outvars)
         if after[:1] != [_MIXED]:
-            if inner := _inner(step, before):
-                each = [_states(body, given, times, steps) for body, given in inner]
-                after = list(map(max, zip(*each, strict=True)))
+            if (inner := _of_inner(step, before, times, steps)) is not None:
+                after = inner
             elif _mixes(step, before, times):
                 steps.append(step.primitive.name)
                 after = [_MIXED] * len(step.outvars)
@@ -81,22 +80,44 @@ def _states(jaxpr: Any, given: Sequence[int], times: int, steps: list[str]) -> l
     return list(map(state_of, jaxpr.outvars))
 
 
-def _inner(step: Any, before: list[int]) -> list[tuple[Any, list[int]]]:
-    """The jaxprs that make a step's results, each with the states of its arguments.
-
-    Of a loop over rows none.
-    """
+def _of_inner(step: Any, before: list[int], times: int, steps: list[str]) -> list[int] | None:
+    """The states of a step's results if jaxprs make them; None of a loop over rows."""
     name, params = step.primitive.name, step.params
-    if name == "while":
-        return [(params["body_jaxpr"].jaxpr, before[params["cond_nconsts"] :])]
     if name == "cond":
-        return [(branch.jaxpr, before[1:]) for branch in params["branches"]]
+        branches = [branch.jaxpr for branch in params["branches"]]
+        each = [_states(branch, before[1:], times, steps) for branch in branches]
+        return list(map(max, zip(*each, strict=True)))
+    if name == "while":
+        at = params["cond_nconsts"]
+        start = at + params["body_nconsts"]
+        body = params["body_jaxpr"].jaxpr
+        once = lambda carry: _states(body, before[at:start] + carry, times, steps)
+        carry = _settled(before[start:], once)
+        go_on = _states(params["cond_jaxpr"].jaxpr, before[:at] + carry, times, steps)
+        return [_MIXED] * len(carry) if _MIXED in go_on else carry
     if name == "scan":
-        scanned = _with_one_more(step.invars, params["jaxpr"].jaxpr.invars)
-        if any(state == _BY_ROW and each for state, each in zip(before, scanned, strict=True)):
-            return []
+        body = params["jaxpr"].jaxpr
+        scanned = _with_one_more(step.invars, body.invars)
+        if any(each and state == _BY_ROW for each, state in zip(scanned, before, strict=True)):
+            return None
+        end = len(before) - sum(scanned)
+        start = end - _with_one_more(step.outvars, body.outvars).count(False)
+
+        def every(carry: list[int]) -> list[int]:
+            return _states(body, before[:start] + carry + before[end:], times, steps)
+
+        return every(_settled(before[start:end], lambda carry: every(carry)[: len(carry)]))
     found = [p.jaxpr for p in params.values() if isinstance(p, ClosedJaxpr)]
-    return [(body, before) for body in found[:1] if len(body.invars) == len(before)]
+    if found and len(found[0].invars) == len(before):
+        return _states(found[0], before, times, steps)
+    return None
+
+
+def _settled(carry: list[int], once: Callable[[list[int]], list[int]]) -> list[int]:
+    """The states of what a loop carries, after as many turns as change them."""
+    while (after := list(map(max, carry, once(carry)))) != carry:
+        carry = after
+    return carry
 
 
 def _with_one_more(of_scan: Sequence[Any], of_body: Sequence[Any]) -> list[bool]:
