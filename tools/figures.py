@@ -412,6 +412,15 @@ def stress() -> str:
     return table(["scenario", "done", "", "wrong", "on"], rows)
 
 
+def flags() -> str:
+    """How many tests passed under each setting of XLA and JAX."""
+    rows = [
+        [name, f"{of['passed']}", f"{len(of['failed'])}", f"{of['skipped']}"]
+        for name, of in record("flags")["results"].items()
+    ]
+    return table(["", "passed", "failed", "need two GPUs"], rows)
+
+
 def group_offset() -> str:
     """`ragged_dot` of an eighth of the groups."""
     rows = []
@@ -737,6 +746,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sanitizers": sanitizers,
     "stress": stress,
     "where/stress": lambda: where("stress"),
+    "flags": flags,
+    "where/flags": lambda: where("flags"),
     "numerics": numerics,
     "where/numerics": lambda: where("numerics"),
     "where/layer_memory": lambda: where("layer_memory"),

@@ -5,11 +5,16 @@
     make matrix ARGS="-- tests/binding -k scalars"          # other tests, options for pytest
 
 It is a file for nox, which lists the environments (`-l`) and says in the end which of them failed.
+What passed in all tests of one is written to `benchmarks/matrix.json`.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import nox
 
@@ -21,6 +26,7 @@ nox.options.error_on_missing_interpreters = True
 # JAX, Triton, and the oldest Python that will do.
 VERSIONS = (
     ("0.8.0", "3.5.1", "3.11"),
+    ("0.8.3", "3.5.1", "3.11"),
     ("0.9.2", "3.6.0", "3.11"),
     ("0.10.0", "3.7.1", "3.11"),
     ("0.10.2", "3.9.0", "3.11"),
@@ -38,15 +44,42 @@ TESTS = (
 @nox.session
 @nox.parametrize("jax,triton,python", VERSIONS, ids=[jax for jax, *_ in VERSIONS])
 def matrix(session: nox.Session, jax: str, triton: str) -> None:
-    """The tests that need no GPU, or those named after `--`."""
+    """The tests that need no GPU and are not slow, or those named after `--`."""
     session.chdir("..")
-    tools = ("pytest", "hypothesis", "numpy", "packaging")
+    tools = ("pytest", "pytest-xdist", "hypothesis", "numpy", "packaging")
     session.install(f"jax=={jax}", f"triton=={triton}", *tools)
     # Without its dependencies: what lowering for CUDA needs, and none of NVIDIA's libraries.
-    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)
+    version = session.run_install("python", "-c", "import jax; print(jax.__version__)", silent=True)
     session.install("--no-deps", f"jax-cuda13-plugin=={str(version).strip()}")
     # The plugin is there by construction, so that its absence is a failure, as in CI.
     environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.path.abspath("src"), "CI": "true"}
-    named = any(word.startswith("tests") for word in session.posargs)
-    options = ("-q", "-m", "not gpu", "-p", "no:cacheprovider", *session.posargs)
-    session.run("python", "-m", "pytest", *options, *(() if named else TESTS), env=environment)
+    tests = ("python", "-m", "pytest", "-q", "-m", "not gpu and not slow")
+    tests += ("-p", "no:cacheprovider", "-n", "auto", "--maxprocesses=8", "--dist=worksteal")
+    if session.posargs:
+        named = any(word.startswith("tests") for word in session.posargs)
+        session.run(*tests, *session.posargs, *(() if named else TESTS), env=environment)
+        return
+    report = Path(session.create_tmp()) / "tests.xml"
+    session.run(*tests, f"--junitxml={report}", *TESTS, env=environment, success_codes=[0, 1])
+    found = {"jax": str(version).strip(), "triton": triton, "python": str(session.python)}
+    if failed := write(found, report):
+        session.error(f"{failed} tests failed")
+
+
+def write(found: dict[str, str | int], report: Path) -> int:
+    """Adds pytest's counts to the record, in place of this JAX's, and returns how many failed."""
+    suites = list(ET.parse(report).iter("testsuite"))
+    of = {
+        name: sum(int(suite.get(name, 0)) for suite in suites)
+        for name in ("tests", "failures", "errors", "skipped")
+    }
+    failed = of["failures"] + of["errors"]
+    counts = {"passed": of["tests"] - failed - of["skipped"], "skipped": of["skipped"]}
+    today = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    record = Path("benchmarks/matrix.json")
+    known = json.loads(record.read_text()) if record.exists() else []
+    known = [each for each in known if each["jax"] != found["jax"]]
+    known.append({**found, **counts, "failed": failed, "written": today})
+    known.sort(key=lambda each: [int(part) for part in each["jax"].split(".")])
+    record.write_text(json.dumps(known, indent=1) + "\n")
+    return failed

@@ -99,6 +99,15 @@ def gathered(array: Any, *kept: int) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
+def cut_as_rows(array: Any, rows: Any) -> Any:
+    """The array [rows], which explicit axes cut as they do the rows of another."""
+    sharding = sharding_of(rows)
+    if sharding is None:
+        return gathered(array)
+    spec = PartitionSpec(*sharding.spec[:1])
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+
+
 def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
     """The op in parts, as the types of its operands are cut."""
     axes = _explicit_axes(mesh, split, operands)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.moe.oracle import assert_rounded_once
 from triax import moe
@@ -232,6 +234,27 @@ def test_functions_of_interleaved_columns_have_all_derivatives():
         if a.shape[-1:] == (20,):
             a = np.concatenate([a[..., ::2], a[..., 1::2]], axis=-1)
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(None, "a"), P()], ids=str)
+def test_functions_of_rows_and_weights_that_explicit_axes_cut_otherwise(spec):
+    gate_up, weights, _ = map(jnp.asarray, draw(8, 16, "float32"))
+    mesh = jax.make_mesh((2, 2), ("a", "b"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    function = lambda gate, up: jax.nn.softmax(gate, axis=1) * up
+
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(both, weights):
+        return jnp.sum(moe.glu(both, weights, activation=function))
+
+    wanted = gradients((gate_up, gate_up), weights)
+    with jax.set_mesh(mesh):
+        half = jax.device_put(gate_up, NamedSharding(mesh, spec))
+        cut = jax.device_put(weights, NamedSharding(mesh, P("b")))
+        found = jax.jit(gradients)((half, half), cut)
+    assert [jax.typeof(x).sharding.spec for x in jax.tree.leaves(found)[:2]] == [
+        P(*spec, *[None] * (2 - len(spec)))
+    ] * 2
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -268,80 +268,78 @@ def test_functions_that_close_over_arrays_of_the_program(keep):
     np.testing.assert_allclose(along, 2 * value, rtol=1e-5)
 
 
-MIXING = {
-    "by 'reduce_max'": lambda gate, up: jax.nn.softmax(gate, axis=0) * up,
-    "by 'reduce_sum'": lambda gate, up: (gate - jnp.mean(gate)) * up,
-    "by 'cumsum'": jax.jit(lambda gate, up: jnp.cumsum(gate, axis=0) * up),
-    "by 'slice'": lambda gate, up: jnp.roll(gate, 1, axis=0) * up,
-    "by 'sort'": lambda gate, up: jnp.sort(gate, axis=0) * up,
-    "by 'dot_general'": lambda gate, up: gate @ (gate.T @ up),
-    "by 'cumlogsumexp'": lambda gate, up: jax.lax.cumlogsumexp(gate.T, 1).T * up,
-    "by 'cummax'": lambda gate, up: jax.lax.cummax(gate.reshape(-1)).reshape(up.shape),
-    "by 'iota'": lambda gate, up: gate * up * jnp.arange(len(gate))[:, None],
-    "by 'gather'": lambda gate, up: gate * up[np.zeros(len(gate), int)],
-    "by 'scatter'": lambda gate, up: (gate * up).at[0].set(0),
-    "by 'scatter-add'": lambda gate, up: gate * jnp.zeros(WIDTH).at[jnp.argmax(up, 1)].add(1),
-    "by 'scan'": lambda gate, up: jax.lax.scan(
-        lambda sum, x: (sum + x,) * 2, jnp.zeros(WIDTH), gate
-    )[1],
-    "by 'pad'": lambda gate, up: jax.lax.pad(gate, 0.0, [(1, -1, 0), (0, 0, 0)]) * up,
-    "by 'dynamic_slice'": lambda gate, up: gate * jax.lax.dynamic_slice(up, (0, 0), (1, WIDTH)),
-    "by 'rev'": lambda gate, up: jax.lax.fori_loop(  # in the second turn
-        0, 2, lambda _, carry: (gate * up, jnp.flip(carry[0], 0)), (jnp.zeros_like(up), up)
-    )[1],
-    "by 'argmax'": lambda gate, up: (
-        jax.lax.scan(
-            lambda carry, x: ((gate, jnp.argmax(carry[0], 0) * x), x),
-            (jnp.zeros_like(up), jnp.zeros(WIDTH)),
-            jnp.ones((2, WIDTH)),
-        )[0][1]
-        * up
-    ),
-    "by 'reduce_or'": lambda gate, up: jax.lax.while_loop(
-        lambda x: jnp.any(x > 1), lambda x: x / 2, gate * up
-    ),
-    "depends on their number": lambda gate, up: gate * up / len(gate),
-    "fails for other numbers of rows": lambda gate, up: gate * up * np.ones((TOKENS * 2, 1)),
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "keep"), [*((how, ()) for how in MIXING), ("by 'sort'", ("triax_glu",))]
-)
-def test_functions_that_mix_rows_are_refused(how, keep):
-    """Rows are in the order of experts, so results would depend on which tokens are together."""
-    with pytest.raises(ArgumentValueError, match=f"each row by itself.* {how}"):
-        jax.eval_shape(lambda args: layer(*args, activation=MIXING[how], keep=keep), draw())
-
-
 def only_the_largest(gate, up):
     best, at = jax.lax.top_k(gate, 2)
     return jax.vmap(lambda row, at, best: row.at[at].set(best))(jnp.zeros_like(up), at, best) * up
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda gate, up: jax.nn.softmax(gate, axis=1) * jnp.cumsum(up, 1),
-        lambda gate, up: jnp.split(jnp.concatenate([gate, jnp.sort(up)], 1), 2, 1)[0],
-        lambda gate, up: (gate.T * up.T).T[::1] @ jnp.eye(WIDTH),
-        lambda gate, up: jnp.roll(gate.reshape(-1, 2, WIDTH // 2), 1, 2).reshape(gate.shape),
-        lambda gate, up: (jax.debug.callback(lambda most: None, jnp.max(gate)), gate * up)[1],
-        lambda gate, up: jnp.take_along_axis(gate, jnp.argsort(up, 1), 1),
-        lambda gate, up: jnp.tanh(gate.reshape(-1)).reshape(up.shape) * jnp.arange(WIDTH),
-        lambda gate, up: jax.vmap(lambda gate, up: jnp.convolve(gate, up[:3], "same"))(gate, up),
-        lambda gate, up: jax.lax.map(lambda row: jax.nn.softmax(row[0]) * row[1], (gate, up)),
-        lambda gate, up: jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), gate) * up[:, ::-1],
-        lambda gate, up: jax.lax.cond(True, jnp.sin, jnp.cos, gate) * up,
-        lambda gate, up: jnp.interp(gate, np.linspace(-4, 4, 101), np.linspace(0, 1, 101)) * up,
-        only_the_largest,
-        jax.vmap(lambda gate, up: jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, up)),
-        lambda gate, up: jax.lax.scan(lambda c, x: (c * up, x), gate, jnp.ones(3))[0],
-    ],
-)
-def test_functions_of_whole_rows_are_not(function):
+# What goes over the first dimension goes over the one row that is there.
+FUNCTIONS = {
+    "softmax": lambda gate, up: jax.nn.softmax(gate, axis=1) * jnp.cumsum(up, 1),
+    "softmax over rows": lambda gate, up: jax.nn.softmax(gate, axis=0) * up,
+    "mean of all": lambda gate, up: (gate - jnp.mean(gate)) * up,
+    "rolled rows": lambda gate, up: jnp.roll(gate, 1, axis=0) * up,
+    "products of rows": lambda gate, up: gate @ (gate.T @ up),
+    "rows' numbers": lambda gate, up: gate * up * (1 + jnp.arange(len(gate))[:, None]),
+    "rows' count": jax.jit(lambda gate, up: gate * up / len(gate)),
+    "the first row": lambda gate, up: (gate * up).at[0, 1:].set(0),
+    "map over rows": lambda gate, up: jax.lax.map(
+        lambda row: jax.nn.softmax(row @ gate.T) @ up, gate
+    ),
+    "checkpoint": jax.checkpoint(lambda gate, up: jnp.sort(gate.T, 0).T * up.sum(0)),
+    "argmax": lambda gate, up: up * jnp.take_along_axis(gate, jnp.argmax(up, 1)[:, None], 1),
+    "indexed rows": lambda gate, up: up * gate[jnp.arange(len(gate)), jnp.argmax(up, 1)][:, None],
+    "vectorize": lambda gate, up: jnp.vectorize(jax.nn.silu)(gate) * up,
+    "while": lambda gate, up: jax.lax.while_loop(
+        lambda x: jnp.sum(x * x) > 0.01, lambda x: x / 2, gate * up
+    ),
+    "cond": lambda gate, up: jax.lax.cond(gate.sum() > 0, jnp.sin, jnp.cos, gate) * up,
+    "scan": lambda gate, up: jax.lax.scan(lambda c, x: (c * up, x), gate, jnp.ones(3))[0],
+    "reshaped": lambda gate, up: jnp.roll(gate.reshape(-1, 2), 1, 1).reshape(gate.shape) * up,
+    "FFT": lambda gate, up: jnp.fft.fft(gate.T).T.real * up,
+    "the largest": only_the_largest,
+}
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_given_each_row_by_itself(name):
+    """So no token's result depends on which others there are, or on its number among them."""
+    function, (x, logits, *weights) = FUNCTIONS[name], draw(5)
+    together = layer(x, logits, *weights, activation=function).tokens
+    poisoned = x.at[1:].set(jnp.nan)
+    alone = layer(poisoned, logits, *weights, activation=function).tokens
+    np.testing.assert_array_equal(alone[:1], together[:1])
+    rng = np.random.default_rng(5)
+    rows = jnp.asarray(rng.normal(size=(7, 2 * WIDTH)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=7), jnp.float32)
+
+    def one_by_one(rows, weights):
+        gate, up = rows[:, None, :WIDTH], rows[:, None, WIDTH:]
+        return jnp.concatenate(
+            [w * function(*of) for w, *of in zip(weights, gate, up, strict=True)]
+        )
+
+    run = functools.partial(moe.glu, activation=function)
+    np.testing.assert_allclose(run(rows, weights), one_by_one(rows, weights), rtol=1e-5, atol=1e-6)
+    if name != "while":  # which has no gradient
+        total = lambda f: jax.grad(lambda *of: f(*of).sum(), (0, 1))(rows, weights)
+        for actual, expected in zip(total(run), total(one_by_one), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_that_are_written_for_other_shapes_name_it():
     args = draw()
-    assert jax.eval_shape(lambda args: layer(*args, activation=function).tokens, args)
+    for wrong in (
+        lambda gate, up: gate * up * np.ones((TOKENS * 2, 1)),
+        lambda gate, up: gate.sum(0) * up[0],
+        lambda gate, up: jnp.int32(gate * up),
+    ):
+        with pytest.raises(ArgumentValueError, match=rf"`activation`.*one row \(1, {WIDTH}\)"):
+            layer(*args, activation=wrong)
+    with pytest.raises(ValueError, match="axis 2") as info:
+        layer(*args, activation=lambda gate, up: gate.sum(2) * up)
+    assert any(f"one row at a time, of shape (1, {WIDTH})" in note for note in info.value.__notes__)
 
 
 def assert_nearly(a, b):

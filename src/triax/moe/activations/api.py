@@ -55,9 +55,11 @@ def glu(
       activation: gated: "swiglu" (SiLU), "geglu" (GELU in its tanh form), "geglu_exact" (Shazeer,
         https://arxiv.org/abs/2002.05202), or a `Swiglu`; not gated: "silu", "gelu" (tanh),
         "gelu_exact", "relu2" (max(x, 0) squared); or a JAX function of arrays in float32, of gate
-        and up if it takes two arguments, which XLA compiles on every platform. In the backward
-        pass it is computed again. Rows whose weight is 0 have no derivative by gate and up, in
-        second derivatives by the weight neither.
+        and up if it takes two arguments, which XLA compiles on every platform. As by `jax.vmap`,
+        it is given each row by itself, [1, width], and returns [1, width]: no row depends on
+        others, and random numbers that it draws are the same in every row. In the backward pass
+        it is computed again. Rows whose weight is 0 have no derivative by gate and up, in second
+        derivatives by the weight neither.
       interleaved: whether gate and up are the even and the odd columns of `gate_up`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
@@ -74,7 +76,8 @@ def glu(
     spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
     if function is not None:
-        row_weights = None if row_weights is None else explicit.gathered(row_weights)
+        if row_weights is not None:
+            row_weights = explicit.cut_as_rows(row_weights, gate_up)
         run = jax.checkpoint(functools.partial(functions.apply, function, spec))
         out = run(gate_up, up, row_weights)
     else:
@@ -107,11 +110,7 @@ def glu_gradients(
 def closes_over_traced(
     activation: Activation, interleaved: bool, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether an activation is a function of more arrays of the program than its arguments.
-
-    Raises:
-      ArgumentValueError: it is a function that mixes rows.
-    """
+    """Whether an activation is a function of more arrays of the program than its arguments."""
     spec, function = resolve(activation, interleaved)
     return function is not None and functions.closes_over_traced(function, spec, gate_up, up)
 

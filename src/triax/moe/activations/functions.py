@@ -12,7 +12,6 @@ import numpy as np
 
 from triax import messages
 from triax.errors import ArgumentValueError
-from triax.moe.activations import rows
 from triax.moe.activations.reference import GluSpec, halves
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.order import after
@@ -25,16 +24,32 @@ def apply(
     up: jax.Array | None,
     row_weights: jax.Array | None,
 ) -> jax.Array:
-    """`glu` by a function of gate and up, or of one array, in float32."""
+    """`glu` by a function of gate and up, or of one array, in float32.
+
+    It is given each row by itself, [1, width], so that no result depends on which other rows there
+    are. All that is done to its results has this shape, too: XLA makes a kernel of it more easily.
+    """
+    alone = jax.tree.map(lambda array: array[:, None], (gate_up, up, row_weights))
+    out: jax.Array = jax.vmap(functools.partial(_of_one_row, function, spec))(*alone)
+    return out[:, 0]
+
+
+def _of_one_row(
+    function: Callable[..., Any],
+    spec: GluSpec,
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+) -> jax.Array:
     wider = at_least_float32(gate_up.dtype)
     parts = [part.astype(wider) for part in halves(gate_up, up, spec)]
     if row_weights is None:
-        return _checked(function(*parts), parts).astype(gate_up.dtype)
+        return _checked(function, parts).astype(gate_up.dtype)
     # Rows without a weight have no gradient, be the function's slope at them finite or not.
     # Pad rows, which are zeros, stay so: their NaN would reach the weights of their group.
     weighted = (row_weights != 0)[:, None]
     some = functools.reduce(jnp.logical_or, (part != 0 for part in parts))
-    out = _checked(function(*(_moving(part, weighted, np.True_) for part in parts)), parts)
+    out = _checked(function, [_moving(part, weighted, np.True_) for part in parts])
     out = _moving(out, weighted, weighted | some | jnp.isfinite(out))
     return (out * row_weights.astype(wider)[:, None]).astype(gate_up.dtype)
 
@@ -59,40 +74,24 @@ def gradients(
 def closes_over_traced(
     function: Callable[..., Any], spec: GluSpec, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether the function uses arrays of the program that are not its arguments.
-
-    Raises:
-      ArgumentValueError: it does not compute each row by itself.
-    """
-    given = (gate_up,) if up is None else (gate_up, up)
-    make = jax.make_jaxpr(lambda gate_up, up=None: apply(function, spec, gate_up, up, None))
-    traced = make(*given)
-    how, cause = "", None
-    if gate_up.shape[0]:
-        of_more, times = rows.more_rows(given, traced)
-        try:
-            traced_more = make(*of_more)
-        except Exception as error:
-            how, cause = f"fails for other numbers of rows ({type(error).__name__})", error
-        else:
-            if (step := rows.mixed_by(traced_more.jaxpr, times)) is not None:
-                how = f"mixes or numbers them, by {step!r} over the rows"
-            elif rows.differ(traced, traced_more):
-                how = "depends on their number"
-    if how:
-        raise ArgumentValueError(
-            "Argument `activation` must compute each row by itself: the layer's rows are those of "
-            f"all experts, in an order of its own. {messages.short(function)} {how}."
-        ) from cause
+    """Whether the function uses arrays of the program that are not its arguments."""
+    run = lambda gate_up, up: apply(function, spec, gate_up, up, None)
+    traced = jax.make_jaxpr(run)(gate_up, up)
     return any(isinstance(array, jax.core.Tracer) for array in traced.consts)
 
 
-def _checked(out: Any, parts: Sequence[Any]) -> jax.Array:
+def _checked(function: Callable[..., Any], row: Sequence[jax.Array]) -> jax.Array:
+    shape = row[0].shape
+    try:
+        out = function(*row)
+    except Exception as error:
+        error.add_note(f"(Triax calls `activation` with one row at a time, of shape {shape}.)")
+        raise
     is_real = hasattr(out, "dtype") and jnp.issubdtype(out.dtype, jnp.floating)
-    if getattr(out, "shape", None) != parts[0].shape or not is_real:
+    if getattr(out, "shape", None) != shape or not is_real:
         raise ArgumentValueError(
-            "Argument `activation` must return floats of the shape of its arguments, "
-            f"{parts[0].shape}; got {messages.shown(out)}."
+            "Argument `activation` must return floats of the shape of its arguments, one row "
+            f"{shape}; got {messages.shown(out)}."
         )
     found: jax.Array = out
     return found

@@ -96,7 +96,7 @@ def feed_forward(
         and all of `route`'s arguments. Experts out of range are not routed.
       b_gate_up, b_down: [experts, columns of their weights], biases; two for two arrays.
       activation: as in `glu`: a name, a `Swiglu`, or a JAX function of gate and up,
-        which must compute each row by itself.
+        which is given each row by itself, [1, width].
       interleaved: whether gate and up are the even and the odd columns of `w_gate_up` (gpt-oss).
       transpose_weights: whether weights are [experts, out, in], as in torch.
       weights_on: "output", or "input": the router's weights multiply the tokens before the experts
