@@ -76,6 +76,7 @@ coverage: $(STAMP)
 	$(PY) -m coverage erase
 	JAX_PLATFORMS=cpu $(PY) -m coverage run -m pytest -q -m "$(TESTS)" $(PARALLEL) $(ARGS)
 	$(PY) -m coverage combine -q
+	$(PY) -m tools.covered
 	$(PY) -m coverage report
 
 matrix: $(STAMP)

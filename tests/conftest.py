@@ -60,24 +60,19 @@ os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 # as Python does took a tenth of the tests' time.
 gc.set_threshold(20_000, 5, 5)
 
+if sys.gettrace() is not None:  # under `make coverage`
+    from triax.interpreting import run as _interpreting
 
-def _trace_callbacks() -> None:
-    """Under `make coverage` counts what is interpreted, too: in threads of XLA, not of Python."""
-    from triax.interpreting import run as interpreting
+    _run = _interpreting.run
 
-    run = interpreting.run
-
-    @functools.wraps(run)
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(_run)
+    def _traced(*args: Any, **kwargs: Any) -> Any:
+        """Counts what is interpreted, too: in threads of XLA, which Python does not trace."""
         if sys.gettrace() is None:
             sys.settrace(threading.gettrace())
-        return run(*args, **kwargs)
+        return _run(*args, **kwargs)
 
-    interpreting.run = traced
-
-
-if threading.gettrace() is not None:
-    _trace_callbacks()
+    _interpreting.run = _traced
 
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
 # Examples of one test share their shapes, and so the programs that plain JAX compiles for them.

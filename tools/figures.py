@@ -412,6 +412,26 @@ def stress() -> str:
     return table(["scenario", "done", "", "wrong", "on"], rows)
 
 
+def covered() -> str:
+    """How much of each package the tests ran through."""
+    packages = record("coverage")["packages"]
+    of_all = {key: sum(of[key] for of in packages.values()) for key in packages["triax"]}
+    rows = []
+    for name, of in (packages | {"**all**": of_all}).items():
+        statements, branches = of["num_statements"], of["num_branches"]
+        done = of["covered_lines"] + of["covered_branches"]
+        rows.append(
+            [name, f"{statements:,}", f"{branches:,}", f"{done / (statements + branches):.1%}"]
+        )
+    return table(["", "statements", "branches", "of both covered"], rows)
+
+
+def where_covered() -> str:
+    run = record("coverage")
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("jax", "triton"))
+    return f"A CPU, Python {run['python']}, {versions}, {run['written'][:10]}.\n"
+
+
 def flags() -> str:
     """How many tests passed under each setting of XLA and JAX."""
     rows = [
@@ -746,6 +766,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sanitizers": sanitizers,
     "stress": stress,
     "where/stress": lambda: where("stress"),
+    "coverage": covered,
+    "where/coverage": where_covered,
     "flags": flags,
     "where/flags": lambda: where("flags"),
     "numerics": numerics,
