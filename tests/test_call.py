@@ -363,9 +363,12 @@ WRONG_VALUES = {
         lambda: add(zeroed_outputs=(1,)),
         r"`zeroed_outputs` has index 1, but the call has 1 output\.",
     ),
-    "num_warps": (lambda: add(num_warps=3), r"`num_warps` must be a power of two; got 3"),
+    "num_warps": (lambda: add(num_warps=3), r"`num_warps` must be an int, a power of two; got 3"),
     "num_warps_bool": (lambda: add(num_warps=True), r"`num_warps`.*got True"),
-    "num_stages": (lambda: add(num_stages=-1), r"`num_stages` must be a positive int"),
+    "num_stages": (
+        lambda: add(num_stages=-1),
+        r"`num_stages` must be an int of at least 0; got -1",
+    ),
     "unknown_option": (
         lambda: add(backend_options={"max_nreg": 3}),
         r"`backend_options` has 'max_nreg', which Triton.*Did you mean `maxnreg`",

@@ -17,6 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import triton
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import triax
@@ -53,6 +56,24 @@ def tuned(*names):
         grid=2,
         kernel=triton.autotune(configs, key=["n"])(kernels.add_kernel),
     )
+
+
+def lowered(rule=None, **changes):
+    """Adds by a primitive whose lowering rule calls `triton_call_lowering`."""
+    arguments = {"constexprs": {"n": 100, "BLOCK": 64}, "grid": 2} | changes
+
+    def as_usual(ctx, *operands):
+        return triax.triton_call_lowering(ctx, kernels.add_kernel, *operands, **arguments)
+
+    primitive = Primitive("my_add")
+    primitive.def_abstract_eval(lambda x, y: jax.core.ShapedArray(x.shape, x.dtype))
+    mlir.register_lowering(primitive, rule or as_usual, platform="cpu")
+    return jax.jit(primitive.bind)(X, X)
+
+
+def with_constexpr_of_the_rule(ctx, x, y):
+    constexprs = {"n": x, "BLOCK": 64}
+    return triax.triton_call_lowering(ctx, kernels.add_kernel, x, y, grid=2, constexprs=constexprs)
 
 
 def asks_for(name):
@@ -106,6 +127,17 @@ def whole_weights():
 
 def norm(x, weight):
     return x * weight
+
+
+def on_parts(function, rule="t h -> t h"):
+    """A function of x that `triax.sharded` cuts, on two devices."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(x, NamedSharding(mesh, P("d")))
+    return jax.jit(triax.sharded(function, rule, cut="t"))(placed)
+
+
+def in_jit(function):
+    return jax.jit(function)(X)
 
 
 def command(*arguments):
@@ -245,6 +277,154 @@ MISTAKES = [
         r"`zeroed_outputs` must be a sequence of output indices.*got \('out_ptr',\)",
     ),
     Mistake(
+        "a grid that is a quotient",
+        lambda: add(grid=100 / 64),
+        of_type,
+        r"`grid` must be an int.*value=1\.5625\. Divide ints with // or triton\.cdiv",
+    ),
+    Mistake(
+        "a grid of four axes",
+        lambda: add(grid=(2, 1, 1, 1)),
+        of_value,
+        r"`grid` must have one to three dimensions; got 4: \(2, 1, 1, 1\)",
+    ),
+    Mistake(
+        "a meta-parameter as an attribute",
+        lambda: add(grid=lambda meta: triton.cdiv(100, meta.BLOCK)),
+        AttributeError,
+        r"in a dictionary: write `meta\['BLOCK'\]`",
+    ),
+    Mistake(
+        "a grid of no argument",
+        lambda: add(grid=lambda: 2),
+        of_type,
+        r"`grid` is called with one dictionary.*`lambda meta: …`; got .*too many positional",
+    ),
+    Mistake(
+        "the kernel with its grid",
+        lambda: add(kernel=kernels.add_kernel[(2,)]),
+        of_type,
+        r"`kernel` must be a function decorated.*Pass the kernel without \[grid\]",
+    ),
+    Mistake(
+        "warps as a string",
+        lambda: add(num_warps="4"),
+        of_value,
+        r"`num_warps` must be an int, a power of two; got '4' of type str",
+    ),
+    Mistake(
+        "warps that no config has",
+        lambda: tuned("BLOCK")(num_warps=16),
+        of_value,
+        r"No config .* agrees .*`num_warps`=16\. Its configs are: BLOCK: 64, num_warps: 4, "
+        r"num_ctas: 1, num_stages: \d\. Leave the argument out",
+    ),
+    Mistake(
+        "a scalar as an array",
+        lambda: add(n=jnp.int32(100)),
+        Exception,  # Triton's, of a class that it does not export
+        r"gets a pointer for `n`, as for every array\. If it needs the number, pass a Python int",
+    ),
+    Mistake(
+        "a block that is traced",
+        lambda: jax.jit(lambda block: add(BLOCK=block))(64),
+        of_type,
+        r"`BLOCK` must be known when the function is traced.*got traced int32\[\].*static_argnames",
+    ),
+    Mistake(
+        "an alias the wrong way round",
+        lambda: add(input_output_aliases={"out_ptr": "x_ptr"}),
+        of_value,
+        r"`input_output_aliases` names operand 'out_ptr', which was not given",
+    ),
+    Mistake(
+        "a capability as nvcc writes it",
+        lambda: add(compute_capability="sm_90"),
+        of_value,
+        r"`compute_capability` must be an int such as 90 \(for 9\.0\); got 'sm_90' of type str",
+    ),
+    # Inside a lowering rule
+    Mistake(
+        "no context",
+        lambda: triax.triton_call_lowering(kernels.add_kernel, kernels.add_kernel, X, X, grid=2),
+        of_type,
+        r"`ctx` must be the context that JAX passes to a lowering rule; got .*JITFunction",
+    ),
+    Mistake(
+        "types for operands",
+        lambda: lowered(
+            lambda ctx, *_: triax.triton_call_lowering(
+                ctx, kernels.add_kernel, *ctx.avals_in, grid=2
+            )
+        ),
+        of_type,
+        r"`operands` must be the MLIR values that the lowering rule gets, all 2.*float32\[100\]",
+    ),
+    Mistake(
+        "an operand that is left out",
+        lambda: lowered(
+            lambda ctx, x, y: triax.triton_call_lowering(ctx, kernels.add_kernel, x, grid=2)
+        ),
+        of_type,
+        r"`operands` must be the MLIR values that the lowering rule gets, all 2 of them; got",
+    ),
+    Mistake(
+        "a scalar that is left out",
+        lambda: lowered(constexprs={"BLOCK": 64}),
+        of_value,
+        r"has 4 parameters besides `constexprs` \(x_ptr, y_ptr, out_ptr, n\), and the primitive "
+        r"has 2 inputs and 1 output\. Each takes one; scalars go to `constexprs`",
+    ),
+    Mistake(
+        "constexprs as pairs",
+        lambda: lowered(constexprs=[("n", 100), ("BLOCK", 64)]),
+        of_type,
+        r"`constexprs` must be a mapping from parameters to values; got \[\('n', 100\)",
+    ),
+    Mistake(
+        "an operand as a constexpr",
+        lambda: lowered(with_constexpr_of_the_rule),
+        of_type,
+        r"`constexprs` must have Python values.*an MLIR value for `n`\. Pass it as an operand",
+    ),
+    Mistake(
+        "warps among the constexprs",
+        lambda: lowered(constexprs={"n": 100, "BLOCK": 64, "num_warps": 8}),
+        of_type,
+        r"no parameter `num_warps`.*It is a compiler option: pass it in a triton\.Config",
+    ),
+    Mistake(
+        "aliases as pairs",
+        lambda: lowered(input_output_aliases=[(0, 0)]),
+        of_type,
+        r"`input_output_aliases` must be a mapping from operands to outputs.*got \[\(0, 0\)\]",
+    ),
+    Mistake(
+        "aliases by name, in a rule",
+        lambda: lowered(input_output_aliases={"x_ptr": "out_ptr"}),
+        of_type,
+        r"`input_output_aliases` must map indices of operands.*got \{'x_ptr': 'out_ptr'\}",
+    ),
+    Mistake(
+        "a capability as nvcc writes it, in a rule",
+        lambda: lowered(compute_capability="sm_90"),
+        of_value,
+        r"`compute_capability` must be an int such as 90 .*got 'sm_90'",
+    ),
+    Mistake(
+        "arrays to tune on, in a rule",
+        lambda: lowered(tuning_inputs=[X, X]),
+        of_type,
+        r"`tuning_inputs` must be a function; got \[float32\[100\]",
+    ),
+    Mistake(
+        "a name that is none",
+        lambda: lowered(name=3),
+        of_type,
+        r"`name` must be a string; got 3 of type int",
+    ),
+    # Around it
+    Mistake(
         "strides of an array",
         lambda: triax.strides_from_shape(x),
         of_type,
@@ -312,6 +492,31 @@ MISTAKES = [
         r"`transpose_weights` must be a bool; got 'no'",
     ),
     Mistake(
+        "the gate's function for the activation of both",
+        lambda: layer(activation=jax.nn.silu),
+        of_value,
+        r"`w_gate_up` must have shape \(4, 8, 16\) to go with .*`w_down` and an `activation` of "
+        r"one array, without a gate; got \(4, 8, 32\)",
+    ),
+    Mistake(
+        "a class for an activation",
+        lambda: layer(activation=moe.Swiglu),
+        of_type,
+        r"`activation` is the class Swiglu; pass one: `Swiglu\(\)`",
+    ),
+    Mistake(
+        "the router's arguments beside a routing",
+        lambda: layer(logits=None, top_k=None, routing=(weights, experts), normalize=True),
+        of_type,
+        r"`routing` is given, and so are arguments of the router, `normalize`\. Pass them to",
+    ),
+    Mistake(
+        "a recipe by a dtype's name",
+        lambda: layer(recipe="fp8"),
+        of_type,
+        r"`recipe` must be 'rows', 'blocks', a moe\.Recipe or None; got 'fp8'",
+    ),
+    Mistake(
         "a bias of all experts",
         lambda: layer(b_down=jnp.ones(HIDDEN)),
         of_value,
@@ -328,6 +533,15 @@ MISTAKES = [
         whole_weights,
         of_value,
         r"`logits` must have shape \(3, 8\).*4 experts on each of 2 devices.*got \(3, 4\)",
+    ),
+    Mistake(
+        "no axis, where experts are cut",
+        lambda: on_two_devices(
+            lambda *args: moe.feed_forward(*args, top_k=2).tokens, x, logits, w_gate_up, w_down
+        ),
+        of_value,
+        r"`w_down` must have shape \(4, 16, 8\).*\(if each device has a part of the experts, pass "
+        r"`axis_name`\); got \(2, 16, 8\)",
     ),
     # Its pieces
     Mistake(
@@ -402,6 +616,32 @@ MISTAKES = [
         of_value,
         r"`num_experts` must be a multiple of the 2 devices of axis 'd'; got 5",
     ),
+    Mistake(
+        "a mask in place of experts",
+        lambda: moe.make_plan(jnp.ones((TOKENS, EXPERTS), bool), EXPERTS),
+        of_type,
+        r"`selected_experts` must have an integer dtype; got bool.*goes to `make_plan_from_mask`",
+    ),
+    Mistake(
+        "weights and experts in the other order",
+        lambda: on_two_devices(
+            lambda *args: moe.dispatch(*args, EXPERTS, "d").rows, x, experts, weights
+        ),
+        of_type,
+        r"`experts` must have an integer dtype; got float32",
+    ),
+    Mistake(
+        "the layer's result for its counts",
+        lambda: moe.load_balancing_loss(logits, layer()),
+        of_type,
+        r"`group_counts` must be an array.*got FeedForward.*Use its `group_counts`",
+    ),
+    Mistake(
+        "8 bits by two letters",
+        lambda: moe.quantize(x, "fp8", block=(1, None)),
+        of_value,
+        r"`dtype` must be float8_e4m3fn, .*got 'fp8'",
+    ),
     # Around a program
     Mistake(
         "a dimension that is summed, in both",
@@ -422,6 +662,76 @@ MISTAKES = [
         r"`rule` must be a string such as 't h, h -> t h'; got P",
     ),
     Mistake(
+        "a rule as einsum has it",
+        lambda: triax.sharded(norm, "th,h->th", cut="t"),
+        of_value,
+        r"`cut` must have names of arguments in `rule`.*got 't'\. Names are set apart by blanks: "
+        r"'t h', not 'th'",
+    ),
+    Mistake(
+        "a size from outside",
+        lambda: on_parts(lambda x: x + jnp.ones((TOKENS, 1))),
+        (jax.errors.JaxRuntimeError, of_value),
+        r"ArgumentValueError: .*: on a device's part of the arrays, of shapes \(3, 8\): add got "
+        r"incompatible shapes.*The function must take sizes from its arguments",
+    ),
+    Mistake(
+        "an array by keyword",
+        lambda: triax.sharded(norm, "t h, h -> t h", cut="t")(x, weight=x[0]),
+        of_type,
+        r"argument `weight` is an array, so it must be passed by position",
+    ),
+    Mistake(
+        "an axis too many in a rule",
+        lambda: triax.sharded(norm, "b t h, h -> b t h", cut="b")(x, x[0]),
+        of_value,
+        r"`rule` names 3 dimensions of argument 0, 'b t h'; got float32\[6,8\]",
+    ),
+    Mistake(
+        "tuning in a function that is traced",
+        lambda: in_jit(lambda x: triax.tune(add, x, x)),
+        of_type,
+        r"`tune` runs a function on arrays with values; got traced float32\[100\].*outside of "
+        "`jax.jit`",
+    ),
+    Mistake(
+        "tuning a closure that is traced",
+        lambda: in_jit(lambda x: triax.tune(lambda: add(x, x))),
+        of_type,
+        r"`tune` runs a function on arrays with values; got traced float32\[100\]",
+    ),
+    Mistake(
+        "a mode that is none, not entered",
+        lambda: triax.tuning_mode("Strict"),
+        of_value,
+        r"`mode` must be one of auto, .*; got 'Strict'",
+    ),
+    Mistake(
+        "functions in a list",
+        lambda: triax.benchmark(jnp.sin, X, against=[jnp.cos]),
+        of_type,
+        r"`against` must be a function, or a dictionary of functions by their names; got \[",
+    ),
+    Mistake(
+        "functions by number",
+        lambda: triax.benchmark(jnp.sin, X, against={1: jnp.sin}),
+        of_type,
+        r"`against` must be .*by their names; got 1 of type int for a name",
+    ),
+    Mistake(
+        "a result in place of a function",
+        lambda: triax.benchmark(jnp.sin(X), X),
+        of_type,
+        r"`function` must be a function; got float32\[100\]",
+    ),
+    Mistake(
+        "another result",
+        lambda: triax.benchmark(jnp.sin, X, against=lambda x: x[:3]),
+        of_value,
+        r"`against`: 'against' and 'sin' do not compute the same: the results have shapes "
+        r"\[\(3,\)\] and \[\(100,\)\]\. If that is right, pass `compare=False`",
+    ),
+    Mistake(
         "a tolerance as a string",
         lambda: triax.benchmark(jnp.sin, X, tolerance="1e-3"),
         of_type,
@@ -438,6 +748,36 @@ MISTAKES = [
         lambda: triax.Records.load("/no/such/folder"),
         of_value,
         r"`folder` must hold tuned configs.*'/no/such/folder' holds none",
+    ),
+    Mistake(
+        "a file of configs",
+        lambda: triax.Records.load(__file__),
+        of_value,
+        r"`folder` must be the path of a folder; '.*test_mistakes.py' is a file",
+    ),
+    Mistake(
+        "configs to a file",
+        lambda: triax.Records().save(__file__),
+        of_value,
+        r"`folder` must be the path of a folder; '.*test_mistakes.py' is a file",
+    ),
+    Mistake(
+        "no folder",
+        lambda: triax.Records.load(None),
+        of_type,
+        r"`folder` must be the path of a folder; got None",
+    ),
+    Mistake(
+        "comparing what is traced",
+        lambda: in_jit(lambda x: testing.assert_close(x, np.zeros(100))),
+        of_type,
+        r"`actual` must have values; got traced float32\[100\].*Compare outside of `jax.jit`",
+    ),
+    Mistake(
+        "zero, expected as what rounding left",
+        lambda: testing.assert_close(jnp.zeros(3), np.full(3, 1e-17)),
+        AssertionError,
+        r"at \(0,\) it is 0, not 1e-17; errors are relative to the largest magnitude expected",
     ),
     Mistake(
         "integers that should be close",
@@ -470,6 +810,24 @@ MISTAKES = [
         r"1: triax: `triax explain` needs FILE:FUNCTION.*got 'nofile.py:main'.*no file 'nofile.py'",
     ),
     Mistake(
+        "configs into a file",
+        lambda: command("tune", "nofile.py:main", "--into", __file__),
+        SystemExit,
+        r"1: triax: `--into` must be a folder; .*test_mistakes.py is a file",
+    ),
+    Mistake(
+        "a file without a function",
+        lambda: command("explain", __file__),
+        SystemExit,
+        r"1: triax: `triax explain` needs FILE:FUNCTION .*names no function",
+    ),
+    Mistake(
+        "an archive that is none",
+        lambda: command("cache", "import", __file__),
+        SystemExit,
+        r"1: triax: Argument `file` must be a file that `triax cache export` wrote; .*not a zip",
+    ),
+    Mistake(
         "a config that is not there",
         lambda: command("cache", "show", "nope"),
         SystemExit,
@@ -485,6 +843,16 @@ def test_mistakes(mistake, monkeypatch, tmp_path):
         mistake.call()
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert re.search(mistake.text, said, re.DOTALL), said
+
+
+def test_saving_nothing_is_said(caplog, tmp_path):
+    """The program was compiled before the block, so no call in it gets a config."""
+    call = jax.jit(add)
+    call(X, X)
+    with triax.record() as records:
+        call(X, X)
+    assert records.save(tmp_path) == []
+    assert re.search(r"nothing is saved in .*compiled before the block of `record`", caplog.text)
 
 
 def test_a_grid_sees_the_dtype_that_the_kernel_gets():

@@ -351,12 +351,7 @@ def _check_arguments(
                 f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "
                 f"{messages.short(value)}."
             )
-    value = compute_capability
-    if value is not None and (not is_int(value) or not 50 <= value < 200):
-        raise ArgumentValueError(
-            "Argument `compute_capability` must be an int such as 90 (for 9.0); got "
-            f"{messages.shown(value)}."
-        )
+    candidates.check_capability(compute_capability)
 
 
 def _flatten_out_type(out_type: Any, keywords: Mapping[str, Any]) -> tuple[list[ArrayType], Any]:

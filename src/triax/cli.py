@@ -128,6 +128,8 @@ def _tune(options: argparse.Namespace) -> int:
     folder: Path | None = options.into
     if folder is None:
         return _with_function(options)
+    if folder.is_file():
+        raise ArgumentValueError(f"`--into` must be a folder; {folder} is a file.")
     folder.mkdir(parents=True, exist_ok=True)  # found out before anything is measured
     with record() as records:
         status = _with_function(options)

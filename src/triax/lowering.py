@@ -16,12 +16,13 @@ import numpy as np
 
 from triax import devices, messages, settings
 from triax.binding import candidates
+from triax.binding.grid import is_int
 from triax.binding.kernel import Kernel
 from triax.binding.launch import ArrayType, Call, Operand, Result
 from triax.compat import jax_private
 from triax.compiling import ahead, compiler
 from triax.emitting import emit
-from triax.errors import ArgumentValueError, UnsupportedError
+from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from triax.interpreting import callback
 from triax.tuning import policy
 from triax.tuning.request import Request
@@ -153,10 +154,15 @@ def triton_call_lowering(
       CompilationError: the kernel does not compile.
     """
     view = Kernel.of(kernel)
-    values = dict(constexprs or {})
+    values, pairs = constexprs or {}, input_output_aliases or {}
+    _check_given(ctx, operands, values, pairs)
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"Argument `name` must be a string; got {messages.shown(name)}.")
+    candidates.check_capability(compute_capability)
+    if tuning_inputs is not None:
+        messages.check_callable("tuning_inputs", tuning_inputs)
     mode = settings.check_tuning_mode(tuning or settings.mode_in_force(), "tuning")
     operand_types, result_types = _array_types(ctx)
-    pairs = dict(input_output_aliases or {})
     for operand in pairs:
         if not 0 <= operand < len(operand_types):
             raise ArgumentValueError(
@@ -202,6 +208,42 @@ def triton_call_lowering(
     return lower(ctx, *operands, call=call)
 
 
+def _check_given(ctx: Any, operands: Sequence[Any], constexprs: Any, aliases: Any) -> None:
+    """Checks what a lowering rule hands on."""
+    if not hasattr(ctx, "avals_in"):
+        raise ArgumentTypeError(
+            "Argument `ctx` must be the context that JAX passes to a lowering rule; got "
+            f"{messages.shown(ctx)}."
+        )
+    if len(operands) != len(ctx.avals_in) or not all(map(_is_mlir, operands)):
+        raise ArgumentTypeError(
+            "Arguments `operands` must be the MLIR values that the lowering rule gets, all "
+            f"{len(ctx.avals_in)} of them; got {messages.short([*operands])}."
+        )
+    for argument, value, what in (
+        ("constexprs", constexprs, "a mapping from parameters to values"),
+        ("input_output_aliases", aliases, "a mapping from operands to outputs, such as {0: 0}"),
+    ):
+        if not isinstance(value, Mapping):
+            raise ArgumentTypeError(
+                f"Argument `{argument}` must be {what}; got {messages.shown(value)}."
+            )
+    for parameter in (name for name, value in constexprs.items() if _is_mlir(value)):
+        raise ArgumentTypeError(
+            f"Argument `constexprs` must have Python values, which the kernel is compiled for; got "
+            f"an MLIR value for `{parameter}`. Pass it as an operand, and load it in the kernel."
+        )
+    if not all(is_int(index) for pair in aliases.items() for index in pair):
+        raise ArgumentTypeError(
+            "Argument `input_output_aliases` must map indices of operands to indices of outputs, "
+            f"as {{0: 0}}; got {messages.short(dict(aliases))}."
+        )
+
+
+def _is_mlir(value: Any) -> bool:
+    return hasattr(value, "owner") and hasattr(value, "type")
+
+
 def _place_pointers(
     view: Kernel,
     constexprs: Mapping[str, Any],
@@ -223,8 +265,10 @@ def _place_pointers(
         if aliases:
             remedy += ", or each aliased pair takes one together"
         raise ArgumentValueError(
-            f"Kernel {view.name!r} has {len(names)} parameters besides `constexprs` "
-            f"({', '.join(names)}), and the primitive has {len(operands)} inputs and "
-            f"{len(results)} outputs{aliased}. {remedy}."
+            f"Kernel {view.name!r} has {messages.counted(len(names), 'parameter')} besides "
+            f"`constexprs` ({', '.join(names)}), and the primitive has "
+            f"{messages.counted(len(operands), 'input')} and "
+            f"{messages.counted(len(results), 'output')}{aliased}. {remedy}; scalars go to "
+            "`constexprs`."
         )
     return tuple(zip(names, leaves, strict=True))

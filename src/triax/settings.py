@@ -61,9 +61,11 @@ def check_tuning_mode(mode: object, argument: str = "mode") -> str:
     return str(mode)
 
 
-@contextlib.contextmanager
-def tuning_mode(mode: TuningMode) -> Iterator[None]:
+def tuning_mode(mode: TuningMode) -> AbstractContextManager[None]:
     """Sets the tuning mode for the calls inside the block.
+
+        with triax.tuning_mode("strict"):
+            compiled = jax.jit(step).lower(x).compile()
 
     The mode is read when a function is traced, and is part of `jax.jit`'s cache key: a function
     called under another mode is traced again. ``TRIAX_AUTOTUNE`` is not part of the key: a function
@@ -75,7 +77,12 @@ def tuning_mode(mode: TuningMode) -> Iterator[None]:
     Raises:
       ArgumentValueError: `mode` is none of these.
     """
-    with _tuning_mode(check_tuning_mode(mode)):
+    return _in_mode(check_tuning_mode(mode))
+
+
+@contextlib.contextmanager
+def _in_mode(mode: str) -> Iterator[None]:
+    with _tuning_mode(mode):
         yield
 
 

@@ -57,8 +57,8 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
 
     Raises:
       AssertionError: they differ.
-      ArgumentTypeError, ArgumentValueError: `actual` is no array of floats; `terms` is no
-        number of terms.
+      ArgumentTypeError, ArgumentValueError: `actual` is no array of floats, or one of the two is
+        traced; `terms` is no number of terms.
     """
     dtype = getattr(actual, "dtype", None)
     if dtype is None or np.dtype(dtype).name not in TOLERANCES:
@@ -71,6 +71,12 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
             "Argument `terms` must be an int of at least 0, how many values were summed into each "
             f"element; got {messages.shown(terms)}."
         )
+    for argument, value in (("actual", actual), ("expected", expected)):
+        if isinstance(value, jax.core.Tracer):
+            raise ArgumentTypeError(
+                f"Argument `{argument}` must have values; got {messages.shown(value)}. Compare "
+                "outside of `jax.jit`, `vmap` and `grad`."
+            )
     dtype = np.dtype(dtype)
     got = np.asarray(actual).astype(np.float64)
     want = np.asarray(expected, dtype=np.float64)
@@ -82,11 +88,16 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
     if not finite.any():
         return
     scale = max(float(np.max(np.abs(want[finite]))), np.finfo(np.float32).tiny)
-    error = np.abs(got[finite] - want[finite]) / scale
+    error = np.where(finite, np.abs(got - np.where(finite, want, 0)), 0) / scale
     limit = TOLERANCES[dtype.name] * math.sqrt(terms)
-    worst, rms = float(error.max()), float(np.sqrt(np.mean(error**2)))
-    assert worst <= limit, f"{err_msg} largest error {worst:.3g} of {dtype} is over {limit:.3g}"
-    assert rms <= limit / 3, f"{err_msg} RMS error {rms:.3g} of {dtype} is over {limit / 3:.3g}"
+    worst, rms = float(error.max()), float(np.sqrt(np.mean(error[finite] ** 2)))
+    at = np.unravel_index(int(error.argmax()), error.shape)
+    where = (
+        f"at {tuple(map(int, at))} it is {got[at]:.6g}, not {want[at]:.6g}; errors are relative to "
+        f"the largest magnitude expected, {scale:.3g}"
+    )
+    assert worst <= limit, f"{err_msg} largest error {worst:.3g} of {dtype} > {limit:.3g}: {where}"
+    assert rms <= limit / 3, f"{err_msg} RMS error {rms:.3g} of {dtype} > {limit / 3:.3g}: {where}"
 
 
 def assert_same_bits(actual: Any, expected: Any, err_msg: str = "") -> None:

@@ -176,7 +176,7 @@ class TestWrong:
         (
             lambda: triax.benchmark(double, X, against={"a": 3}),
             ArgumentTypeError,
-            "functions by name; got 3 of type int for 'a'",
+            "functions by their names; got 3 of type int for 'a'",
         ),
         (lambda: triax.benchmark(double, 3), ArgumentValueError, "must have an array among them"),
         (lambda: triax.benchmark(lambda x: None, X), ArgumentValueError, "must return an array"),

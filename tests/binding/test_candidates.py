@@ -51,7 +51,7 @@ def test_configs_that_differ_only_in_what_the_caller_sets_are_one(conflicts, lef
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"num_warps": 0}, ArgumentValueError, "`num_warps` must be a power of two; got 0"),
+        ({"num_warps": 0}, ArgumentValueError, "`num_warps` must be an int, a power of two; got 0"),
         ({"num_stages": np.ones(2)}, ArgumentTypeError, "`num_stages` must be known when"),
     ],
 )

@@ -71,13 +71,13 @@ class TestClusters:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("num_warps", 0, "a power of two; got 0"),
-        ("num_warps", 3, "a power of two; got 3"),
-        ("num_warps", -4, "a power of two; got -4"),
-        ("num_ctas", 6, "a power of two; got 6"),
-        ("num_warps", True, "a power of two; got True"),
-        ("num_stages", -1, "a positive int; got -1"),
-        ("num_stages", 2.0, "a positive int; got 2.0"),
+        ("num_warps", 0, "an int, a power of two; got 0"),
+        ("num_warps", 3, "an int, a power of two; got 3"),
+        ("num_warps", -4, "an int, a power of two; got -4"),
+        ("num_ctas", 6, "an int, a power of two; got 6"),
+        ("num_warps", True, "an int, a power of two; got True"),
+        ("num_stages", -1, "an int of at least 0; got -1"),
+        ("num_stages", 2.0, "an int of at least 0; got 2.0 of type float"),
     ],
 )
 def test_counts(name, value, message):

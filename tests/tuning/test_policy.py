@@ -42,7 +42,15 @@ def test_first_config(mode, caplog):
         assert "accumulate_kernel" in line
         assert "BLOCK=64" in line
         assert reason in line
-        assert "triax tune FILE:FUNCTION" in line
+    assert ("triax tune FILE:FUNCTION" in caplog.text) == bool(lines)
+
+
+def test_how_to_tune_is_said_once(caplog):
+    for size in (0, 1 << 20):
+        inputs = [np.zeros(1000 + size, np.float32)] * 2
+        cuda_call(lambda *args: CASE.function(*args), *inputs)
+    assert caplog.text.count("no tuned config is known") == 2
+    assert caplog.text.count("triax tune FILE:FUNCTION") == 1
 
 
 def test_strict_is_an_error():

@@ -145,8 +145,8 @@ def benchmark(
         problem = _difference(programs[name](inputs), results, inputs, tolerance)
         if problem is not None:
             raise ArgumentValueError(
-                f"Argument `against`: {name!r} and {own!r} do not compute the same: {problem}. "
-                "Pass `tolerance=` if that is right, or `compare=False` to time them nevertheless."
+                f"Argument `against`: {name!r} and {own!r} do not compute the same: {problem}. If "
+                "that is right, pass `compare=False`."
             )
     sizes = [sum(a.nbytes for a in jax.tree.leaves(side)) for side in (inputs, results)]
     del results  # memory for what is timed
@@ -189,18 +189,23 @@ def _named(function: Function, against: Any) -> dict[str, Function]:
     messages.check_callable("function", function)
     others = against if isinstance(against, Mapping) else {}
     if against is not None and not isinstance(against, Mapping):
-        messages.check_callable("against", against)
+        if not callable(against):
+            raise ArgumentTypeError(_AGAINST.format(messages.shown(against)))
         others = {_name(against, "against"): against}
     own = _name(function, "function")
     while own in others:
         own += " (first)"
     for name, other in others.items():
-        if not isinstance(name, str) or not callable(other):
-            raise ArgumentTypeError(
-                "Argument `against` must be a function, or a dictionary of functions by name; got "
-                f"{messages.shown(other)} for {name!r}."
-            )
+        if not isinstance(name, str):
+            raise ArgumentTypeError(_AGAINST.format(f"{messages.shown(name)} for a name"))
+        if not callable(other):
+            raise ArgumentTypeError(_AGAINST.format(f"{messages.shown(other)} for {name!r}"))
     return {own: function, **others}
+
+
+_AGAINST = (
+    "Argument `against` must be a function, or a dictionary of functions by their names; got {}."
+)
 
 
 def _name(function: Function, default: str) -> str:
@@ -283,7 +288,10 @@ def _difference(got: Any, want: Any, inputs: Any, tolerance: float | None) -> st
         limit = max(_limit(a, terms), _limit(b, terms)) if tolerance is None else tolerance
         worst = float(jax.jit(relative_errors)(a, b)[0])
         if not worst <= limit:  # also for a NaN
-            return f"result {number} differs by up to {worst:.3g}; the limit is {limit:.3g}"
+            return (
+                f"result {number} differs by up to {worst:.3g}; the limit is {limit:.3g}, or what "
+                "you pass as `tolerance`"
+            )
     return None
 
 

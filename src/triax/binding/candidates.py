@@ -231,6 +231,15 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def check_capability(value: Any) -> None:
+    """Raises `ArgumentValueError` unless a value is a compute capability, or None."""
+    if value is not None and (not grids.is_int(value) or not 50 <= value < 200):
+        raise ArgumentValueError(
+            "Argument `compute_capability` must be an int such as 90 (for 9.0); got "
+            f"{messages.shown(value)}."
+        )
+
+
 def _refuse_launch_options(kernel: str, options: Mapping[str, Any]) -> None:
     """Refuses options that Triton's launcher honours and jaxlib's would silently ignore."""
     for name, (nothing, remedy) in _LAUNCH_OPTIONS.items():
@@ -245,9 +254,13 @@ def _check_count(name: str, value: Any) -> None:
     whole = grids.is_int(value)
     power = whole and value > 0 and value & (value - 1) == 0
     if name in ("num_warps", "num_ctas") and not power:
-        raise ArgumentValueError(f"Argument `{name}` must be a power of two; got {short(value)}.")
+        raise ArgumentValueError(
+            f"Argument `{name}` must be an int, a power of two; got {messages.shown(value)}."
+        )
     if not whole or value < 0:
-        raise ArgumentValueError(f"Argument `{name}` must be a positive int; got {short(value)}.")
+        raise ArgumentValueError(
+            f"Argument `{name}` must be an int of at least 0; got {messages.shown(value)}."
+        )
 
 
 def _check_keywords(
@@ -263,7 +276,8 @@ def _check_keywords(
     for name in [name for name in keywords if name not in known]:
         hint = near_misses(name, kernel.parameter_names, other_names)
         if name in options:
-            hint = " It is a compiler option: pass it in `backend_options`."
+            place = "`backend_options`" if "backend_options" in other_names else "a triton.Config"
+            hint = f" It is a compiler option: pass it in {place}."
         raise ArgumentTypeError(
             f"Kernel {kernel.name!r} has no parameter `{name}`, and no grid or heuristic reads "
             f"it.{hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
     """
     source = ""
     if callable(grid) and not is_constexpr(grid):
-        grid = grid(meta)
+        grid = _called(grid, meta)
         source = " from its callable"
     if type(grid) is int or is_int(grid):
         grid = (grid,)  # type: ignore[assignment]
@@ -60,6 +61,22 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
             )
     x, y, z = (*map(int, sizes), 1, 1)[:3]
     return (x, y, z)
+
+
+def _called(grid: Callable[[Mapping[str, Any]], Any], meta: Mapping[str, Any]) -> Any:
+    try:
+        return grid(meta)
+    except TypeError:
+        try:
+            inspect.signature(grid).bind(meta)
+        except TypeError as error:
+            raise ArgumentTypeError(
+                "Argument `grid` is called with one dictionary, the meta-parameters by name, as in "
+                f"`lambda meta: …`; got {short(grid)}, which cannot be: {error}."
+            ) from None
+        except ValueError:  # it does not say what it takes
+            pass
+        raise
 
 
 def is_int(value: object) -> bool:

@@ -189,8 +189,8 @@ class Kernel:
             raise ArgumentValueError(
                 f"No config of kernel {self.name!r} agrees with the values given for "
                 f"{', '.join(f'`{n}`={messages.short(given[n])}' for n in clashing)}. Its configs "
-                f"are: {'; '.join(str(c) for c in tuner.configs)}. Leave the argument out to let "
-                "a config decide."
+                f"are: {'; '.join(map(_set_by, tuner.configs))}. Leave the argument out to let a "
+                "config decide."
             )
         if len(configs) < len(tuner.configs):
             logger.info(
@@ -284,8 +284,18 @@ class WatchedDict(dict[str, Any]):
         )
         raise error
 
+    def __getattr__(self, name: str) -> Any:
+        if dict.__contains__(self, name):
+            raise AttributeError(f"Meta-parameters are in a dictionary: write `meta[{name!r}]`.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     __getitem__, get, __contains__ = map(_reading, ("__getitem__", "get", "__contains__"))
     keys, values, items, __iter__ = map(_reading, ("keys", "values", "items", "__iter__"))
+
+
+def _set_by(config: Any) -> str:
+    """What a config sets, as text."""
+    return ", ".join(f"{n}: {v}" for n, v in config.all_kwargs().items() if v is not None)
 
 
 def _refuse_hooks(name: str, tuner: Any) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from triax import messages
-from triax.errors import ArgumentValueError
+from triax.errors import ArgumentValueError, TriaxError
 from triax.sharding import explicit, linear, ops, rules
 from triax.sharding.splits import Function, Shard, Split
 
@@ -160,10 +160,18 @@ class _Cut:
             for letters, leaf in zip(self.operands, leaves, strict=True)
             for letter, size in zip(letters, leaf.shape, strict=True)
         }
+        try:
+            results = self.function(*leaves)
+        except TriaxError:
+            raise
+        except (TypeError, ValueError) as error:  # JAX's, for shapes that do not fit
+            shapes = ", ".join(map(str, (leaf.shape for leaf in leaves)))
+            raise ArgumentValueError(
+                f"{self.label}: on a device's part of the arrays, of shapes {shapes}: {error} The "
+                "function must take sizes from its arguments."
+            ) from error
         summed = []
-        for index, (letters, result) in enumerate(
-            zip(self.results, self.function(*leaves), strict=True)
-        ):
+        for index, (letters, result) in enumerate(zip(self.results, results, strict=True)):
             wanted = tuple(map(sizes.get, letters, result.shape))
             if result.shape != wanted:
                 raise ArgumentValueError(

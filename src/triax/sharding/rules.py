@@ -68,9 +68,13 @@ def check_cut(rule: str, parsed: Rule, cut: tuple[str, ...], reduce: tuple[str, 
     for argument, names in (("cut", cut), ("reduce", reduce)):
         for name in names:
             if name not in of_arguments:
+                hint = messages.near_misses(name, of_arguments)
+                if within := [n for n in sorted(of_arguments) if len(name) == 1 and name in n]:
+                    apart = " ".join(within[0])
+                    hint = f" Names are set apart by blanks: {apart!r}, not {within[0]!r}."
                 raise ArgumentValueError(
                     f"Argument `{argument}` must have names of arguments in `rule`, {rule!r}; got "
-                    f"{name!r}.{messages.near_misses(name, of_arguments)}"
+                    f"{name!r}.{hint}"
                 )
     for name in cut:
         if name in reduce:

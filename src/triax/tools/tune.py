@@ -13,7 +13,7 @@ from triax.binding.launch import ArrayType, Call
 from triax.compat import jax_private
 from triax.compiling import compiler
 from triax.devices import Device, capability_of, is_cuda
-from triax.errors import UnsupportedError
+from triax.errors import ArgumentTypeError, UnsupportedError
 from triax.primitive import eager_listener
 from triax.tuning import policy
 from triax.tuning.request import Request
@@ -48,11 +48,13 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
       The tuned calls in order of first use, one per key.
 
     Raises:
+      ArgumentTypeError: `function` is none, or is called where JAX traces, as inside `jax.jit`.
       UnsupportedError: a call's operands are not on a GPU of this process.
       CompilationError: none of a kernel's configs compiles and runs.
       TuningError: nothing can be measured here; the message says why.
     """
     messages.check_callable("function", function)
+    _check_values((args, kwargs))
     tuned: dict[str, Tuned] = {}
 
     def listen(call: Call, operands: Sequence[Any], result_avals: Any) -> None:
@@ -71,10 +73,20 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
     token = eager_listener.set(listen)
     try:
         with jax.disable_jit():
-            jax.block_until_ready(function(*args, **kwargs))
+            result = jax.block_until_ready(function(*args, **kwargs))
     finally:
         eager_listener.reset(token)
+    _check_values(result)
     return list(tuned.values())
+
+
+def _check_values(arrays: Any) -> None:
+    traced = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.core.Tracer)]
+    if traced:
+        raise ArgumentTypeError(
+            "`tune` runs a function on arrays with values; got "
+            f"{messages.shown(traced[0])}. Call it outside of `jax.jit`, `vmap` and `grad`."
+        )
 
 
 def _device(call: Call, operands: Sequence[Any]) -> tuple[Device, int]:

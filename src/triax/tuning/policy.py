@@ -191,8 +191,11 @@ def _fall_back(request: Request, fallback: Fallback) -> Choice:
     config = label(request.that_compile([[launch] for launch in left])[0])
     _warn(
         f"kernel {call.display_name} ({name}): no tuned config is known and none is measured: "
-        f"{fallback.reason}; using the first config that compiles: [{config}]. Tune it on the GPU "
-        f"it will run on, with {HOW_TO_TUNE}.{_about_gpus(call.kernel.name, request.device)}"
+        f"{fallback.reason}; using the first config that compiles: [{config}]"
+    )
+    _warn(
+        f"tune on the GPU that the program will run on, with {HOW_TO_TUNE}."
+        + _about_gpus(call.kernel.name, request.device)
     )
     agreed = _agreed(request, Decision(config, _first_config(call.tuning)))
     if agree.is_job():  # and so settled for good

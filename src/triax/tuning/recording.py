@@ -7,8 +7,10 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from triax.errors import ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.messages import shown
 from triax.tuning import policy
 from triax.tuning.store import Record, Store
 
@@ -43,15 +45,23 @@ class Records:
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Writes a file for each tuned config into a folder, which is made if there is none.
 
-        The folder is a store: it can stand in ``TRIAX_CACHE_PATH``, or in a package.
+        The folder is a store: it can stand in ``TRIAX_CACHE_PATH``, or in a package. If there is no
+        tuned config, nothing is written, and that is logged.
 
         Returns:
           The files.
 
         Raises:
+          ArgumentTypeError, ArgumentValueError: `folder` is no path, or that of a file.
           OSError: the folder cannot be written.
         """
-        place = Store(Path(folder), f"folder {folder}")
+        place = _store(folder)
+        if not self:
+            logger.warning(
+                "nothing is saved in %s: no call got a config that was measured. Programs that "
+                "were compiled before the block of `record` are not lowered again in it.",
+                place.folder,
+            )
         return [place.put(record) for record in self]
 
     @classmethod
@@ -61,10 +71,11 @@ class Records:
         Programs compiled before keep theirs. Files that are not valid are logged.
 
         Raises:
-          ArgumentValueError: the folder holds no tuned config.
+          ArgumentTypeError: `folder` is no path.
+          ArgumentValueError: it is that of a file, or of a folder that holds no tuned config.
           OSError: the folder cannot be read.
         """
-        place, found = Store(Path(folder), f"folder {folder}"), cls()
+        place, found = _store(folder), cls()
         for path, record in place.records():
             if record is None:
                 logger.warning("tuned config %s is not usable and is ignored", path)
@@ -78,6 +89,18 @@ class Records:
         for record in found:
             policy.remember(record, place.name)
         return found
+
+
+def _store(folder: Any) -> Store:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ArgumentTypeError(
+            f"Argument `folder` must be the path of a folder; got {shown(folder)}."
+        )
+    if (path := Path(folder)).is_file():
+        raise ArgumentValueError(
+            f"Argument `folder` must be the path of a folder; {os.fspath(folder)!r} is a file."
+        )
+    return Store(path, f"folder {folder}")
 
 
 @contextlib.contextmanager

@@ -153,6 +153,8 @@ def resolve(
     """What an activation is; for a JAX function only whether it is gated, and the function."""
     if isinstance(activation, Swiglu):
         spec = GluSpec("silu", gated=True, **dataclasses.asdict(activation))
+    elif activation is Swiglu:
+        raise ArgumentTypeError("Argument `activation` is the class Swiglu; pass one: `Swiglu()`.")
     elif callable(activation):
         spec = GluSpec("", gated=_num_arguments(activation) == 2)
     else:

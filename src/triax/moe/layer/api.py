@@ -169,7 +169,10 @@ def feed_forward(
     right_way = w_down.shape[1 if transpose_weights else 2] == hidden
     width = w_down.shape[1 if right_way != transpose_weights else 2]
     shapes = _Shapes(num_local, transpose_weights)
-    shapes.check("w_down", w_down, width, hidden, "`x` and `logits`")
+    beside, of_weights = "`x` and `logits`", w_down.shape[0]
+    if axis_name is None and 0 < of_weights < num_experts and num_experts % of_weights == 0:
+        beside += " (if each device has a part of the experts, pass `axis_name`)"
+    shapes.check("w_down", w_down, width, hidden, beside)
     spec, _ = activations.resolve(activation, interleaved)
     recipe = recipes.resolve(recipe, x)
     w_gate_up, b_gate_up = _check_gate_up(w_gate_up, b_gate_up, spec, shapes, x, width, recipe)
@@ -296,7 +299,8 @@ def _check_gate_up(
         )
     if not isinstance(weights, tuple):
         columns = 2 * width if spec.gated else width
-        weights = shapes.weights("w_gate_up", weights, hidden, columns)
+        beside = () if spec.gated else ("an `activation` of one array, without a gate",)
+        weights = shapes.weights("w_gate_up", weights, hidden, columns, *beside)
         _check_dtype("w_gate_up", weights, x, recipe)
         return weights, shapes.bias("b_gate_up", bias, columns)
     activations.check_two("w_gate_up", weights, spec)
@@ -323,9 +327,10 @@ class _Shapes:
         shape = (columns, depth) if self.transposed else (depth, columns)
         _check_shape(name, array, (self.num_experts, *shape), of)
 
-    def weights(self, name: str, value: Any, depth: int, columns: int) -> Any:
+    def weights(self, name: str, value: Any, depth: int, columns: int, *beside: str) -> Any:
         array = _weights(name, value, ("experts", "hidden", "columns"))
-        self.check(name, array, depth, columns, "`x`, `logits` and `w_down`")
+        *some, last = ("`x`", "`logits`", "`w_down`", *beside)
+        self.check(name, array, depth, columns, f"{', '.join(some)} and {last}")
         return array
 
     def bias(self, name: str, value: Any, columns: int) -> jax.Array | None:
