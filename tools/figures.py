@@ -250,6 +250,18 @@ def start() -> str:
     return table(["", "CPU time"], rows)
 
 
+def serve() -> str:
+    """What `examples/serving/serve.py` printed on a GPU: means of its runs, without the weights."""
+    runs = record("serve")["runs"]
+    rows = []
+    for part in [part for part in runs[0]["seconds"] if part != "weights"]:
+        found = [
+            [r["seconds"][part] for r in runs if r["in_jax_cache"] == at] for at in (False, True)
+        ]
+        rows.append([part, *(f"{sum(times) / len(times) * 1000:,.0f} ms" for times in found)])
+    return table(["", "exported", "in JAX's cache"], rows)
+
+
 def of_several_gpus() -> list[tuple[str, dict[str, Any]]]:
     """The GPUs and the results of each record of expert parallelism."""
     paths = sorted((ROOT / "benchmarks").glob("expert_parallel_*.json"))
@@ -782,6 +794,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "start": start,
     "where/start": lambda: where("start"),
+    "serve": serve,
+    "where/serve": lambda: where("serve"),
     "decode/routing": decode_routing,
     "gallery": gallery,
     "where/gallery": lambda: where("gallery"),
