@@ -45,7 +45,7 @@ def main() -> None:
             for (name, values), colour in zip(lines.items(), PALETTE, strict=False):
                 panel.plot(gpus, values, "o-", color=colour)
                 text = f"  {name}"
-                panel.annotate(text, (gpus[-1], values[-1]), color=colour, va="center")
+                panel.annotate(text, (gpus[-1], values[-1]), color=INK, va="center")
             panel.set(
                 title=title, xlabel="GPUs", xticks=gpus, xlim=(gpus[0] * 0.95, gpus[-1] * 1.6)
             )
