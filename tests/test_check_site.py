@@ -42,6 +42,7 @@ def test_nothing_is_wrong(tmp_path):
         ("<h1>A</h1><h1>B</h1>", "its first heading, and no other"),
         ("<h1>A</h1><h3>B</h3>", "a heading of level 3 follows one of level 1"),
         ("<h1>A</h1><img src=a.svg>", "the picture a.svg has no text"),
+        ("<h1>A</h1><p>one\n- <strong>two</strong></p>", "'two' begins no item of a list"),
     ],
 )
 def test_pages(tmp_path, page, expected):

@@ -104,9 +104,12 @@ class Page(HTMLParser):
 
 
 def pages(site: Path) -> Iterator[str]:
-    """Pages whose headings skip a level, or with a picture that has no text."""
+    """Pages whose headings skip a level, a picture has no text, or a list is none."""
     for path in sorted(site.rglob("index.html")):
-        page, name = Page(path.read_text(encoding="utf-8")), path.parent.relative_to(site)
+        text, name = path.read_text(encoding="utf-8"), path.parent.relative_to(site)
+        page = Page(text)
+        if lost := re.search(r"\n- <strong>(.*?)</strong>", text):
+            yield f"{name}: {lost[1]!r} begins no item of a list: a blank line is missing before it"
         if page.levels[:1] != [1] or page.levels.count(1) > 1:
             yield f"{name}: its first heading, and no other, must be of level 1: {page.levels}"
         for above, below in zip(page.levels, page.levels[1:], strict=False):
