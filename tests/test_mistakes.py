@@ -313,6 +313,12 @@ MISTAKES = [
         r"`num_warps` must be an int, a power of two; got '4' of type str",
     ),
     Mistake(
+        "threads in place of warps",
+        lambda: add(num_warps=128),
+        of_value,
+        r"`num_warps` must be at most 32, because a block has at most 1024 threads; got 128",
+    ),
+    Mistake(
         "warps that no config has",
         lambda: tuned("BLOCK")(num_warps=16),
         of_value,

@@ -42,6 +42,8 @@ _LAUNCH_OPTIONS: dict[str, tuple[Any, str]] = {
     "ptx_options": (None, "Set JAX_TRITON_PTXAS_EXTRA_FLAGS, which jaxlib gives to its ptxas."),
 }
 
+_MOST_WARPS = 32
+
 ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 
 
@@ -256,6 +258,11 @@ def _check_count(name: str, value: Any) -> None:
     if name in ("num_warps", "num_ctas") and not power:
         raise ArgumentValueError(
             f"Argument `{name}` must be an int, a power of two; got {messages.shown(value)}."
+        )
+    if name == "num_warps" and value > _MOST_WARPS:
+        raise ArgumentValueError(
+            f"Argument `num_warps` must be at most {_MOST_WARPS}, because a block has at most 1024 "
+            f"threads; got {value}."
         )
     if not whole or value < 0:
         raise ArgumentValueError(

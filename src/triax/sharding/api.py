@@ -54,7 +54,8 @@ def sharded(
         every result.
       reduce: names that may be cut and that a result lacks: the result is the sum of what the parts
         return. For a product with "t k, k n -> t n" that is "k"; a bias is added outside, or every
-        part would add it. Return float32 if the sum must not be rounded to less.
+        part would add it. A mean is a sum that is divided outside. Return float32 if the sum must
+        not be rounded to less.
 
     Returns:
       A function like `function`.
