@@ -117,10 +117,11 @@ def triton_call_lowering(
     """Lowers a Triton kernel inside the lowering rule of your own primitive.
 
         def rule(ctx, x, y, *, block):
+            n = ctx.avals_in[0].size
             return triax.triton_call_lowering(
                 ctx, add_kernel, x, y,
-                grid=lambda meta: (triton.cdiv(x_aval.size, meta["BLOCK"]),),
-                constexprs={"n": x_aval.size, "BLOCK": block})
+                grid=lambda meta: (triton.cdiv(n, meta["BLOCK"]),),
+                constexprs={"n": n, "BLOCK": block})
 
         mlir.register_lowering(my_primitive, rule, platform="cuda")
         mlir.register_lowering(my_primitive, rule, platform="cpu")
