@@ -26,7 +26,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jax.sharding import PartitionSpec
 
 from triax.compat import versions
-from triax.errors import MissingDependencyError, TuningError, UnsupportedError
+from triax.errors import MissingDependencyError, UnsupportedError
 
 # --- jaxlib's Triton module ---------------------------------------------------
 
@@ -326,33 +326,3 @@ def local_index(device: Any) -> int | None:
         return None
     index = device.local_hardware_id
     return None if index is None else int(index)
-
-
-def drain(index: int) -> None:
-    """Waits until a GPU has finished all work of this process.
-
-    Raises:
-      TuningError: the driver refuses.
-    """
-    try:
-        from cuda.bindings import driver
-    except Exception as error:  # also what it raises where there is no driver
-        raise TuningError(f"cuda-bindings cannot be imported: {error}") from error
-
-    def call(function: Any, *arguments: Any) -> Any:
-        try:
-            status, *results = function(*arguments)
-        except RuntimeError as error:  # the driver has no such function
-            raise TuningError(f"the GPU cannot be waited for: {error}") from error
-        if int(status):
-            raise TuningError(f"the GPU cannot be waited for: {function.__name__}: {status.name}")
-        return results[0] if results else None
-
-    call(driver.cuInit, 0)
-    device = call(driver.cuDeviceGet, index)
-    with contextlib.ExitStack() as stack:
-        context = call(driver.cuDevicePrimaryCtxRetain, device)
-        stack.callback(call, driver.cuDevicePrimaryCtxRelease, device)
-        call(driver.cuCtxPushCurrent, context)
-        stack.callback(call, driver.cuCtxPopCurrent)
-        call(driver.cuCtxSynchronize)

@@ -38,7 +38,7 @@ from triax.tuning import gpu_lock
 from triax.tuning.key import label
 from triax.tuning.progress import Progress
 from triax.tuning.store import Timing
-from triax.tuning.worker import client, messages
+from triax.tuning.worker import client, driver, messages
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,29 @@ def _tensor_map(
 
 
 # --- measuring ------------------------------------------------------------------------
+
+
+def drain(index: int) -> None:
+    """Waits until a GPU has finished all work of this process.
+
+    Raises:
+      TuningError: the driver refuses.
+    """
+    try:
+        from cuda.bindings import driver as cu
+    except Exception as error:  # also what it raises where there is no driver
+        raise TuningError(f"cuda-bindings cannot be imported: {error}") from error
+    try:
+        with contextlib.ExitStack() as stack:
+            driver.call(cu.cuInit, 0)
+            device = driver.call(cu.cuDeviceGet, index)
+            context = driver.call(cu.cuDevicePrimaryCtxRetain, device)
+            stack.callback(driver.call, cu.cuDevicePrimaryCtxRelease, device)
+            driver.call(cu.cuCtxPushCurrent, context)
+            stack.callback(driver.call, cu.cuCtxPopCurrent)
+            driver.call(cu.cuCtxSynchronize)
+    except (driver.DriverError, RuntimeError) as error:  # RuntimeError: it has no such function
+        raise TuningError(f"the GPU cannot be waited for: {error}") from error
 
 
 def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timing]:
