@@ -125,20 +125,11 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-def is_exporting(ctx: Any) -> bool:
-    return bool(exported_platforms(ctx))
-
-
 def exported_platforms(ctx: Any) -> tuple[str, ...]:
     """All platforms that the program is exported for; none if it is not exported."""
     module = ctx.module_context
     for_export = getattr(module.lowering_parameters, "for_export", False)
     return tuple(module.platforms) if for_export else ()
-
-
-def several_devices(platform: str | None = None) -> bool:
-    """Whether there are several; False until a backend is started, because asking must not."""
-    return _xla_bridge.backends_are_initialized() and _count(platform) > 1
 
 
 @functools.cache
@@ -156,7 +147,8 @@ def require_devices(primitive: Any, platform: str | None = "cuda") -> None:
     for when the primitive is bound, and only where it matters, because JAX does not lower such
     programs for an `AbstractMesh`.
     """
-    if several_devices(platform):
+    # To ask before a backend is started would start one.
+    if _xla_bridge.backends_are_initialized() and _count(platform) > 1:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 

@@ -176,14 +176,14 @@ class Store:
         """The files of all records, sorted by name; none if there is no such folder yet."""
         return [p for p in self._files() if p.suffix == ".json" and not p.name.startswith(".")]
 
-    def records(self, kernel: str | None = None) -> Iterator[tuple[Path, Record | None]]:
-        """All files, or those of a kernel, with their records, None for those not usable."""
+    def records(self, kernel: str | None = None) -> Iterator[tuple[Path, Record | Exception]]:
+        """All files, or those of a kernel, with their records, or why these are not usable."""
         for path in self.paths():
             if kernel is None or path.name.startswith(f"{kernel}-"):
                 try:
                     yield path, self.read(path)
-                except (OSError, ValueError):
-                    yield path, None
+                except (OSError, ValueError) as error:
+                    yield path, error
 
     def leftovers(self) -> list[Path]:
         """Files left behind by killed writers: those older than a minute."""
@@ -234,7 +234,7 @@ def gpus(kernel: str | None = None, compute_capability: int | None = None) -> li
     found = set()
     for place in stores():
         with contextlib.suppress(OSError):
-            keys = [record.key for _, record in place.records(kernel) if record is not None]
+            keys = [r.key for _, r in place.records(kernel) if isinstance(r, Record)]
             found |= {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
     return sorted(found - {""})
 
