@@ -110,7 +110,7 @@ def test_reasons(place, caplog, change, reason):
     assert place.find(key(0)) is None
     assert len(caplog.records) == 1
     with pytest.raises(ValueError, match=reason):
-        store.read(place.path(key(0)))
+        place.read(place.path(key(0)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The actions of `triax cache` on the stores of tuned configs; each returns an exit status.
 
-Files are trusted only after `store.read` or `Record.from_json` has checked them: a file that is not
+Files are trusted only after `Store.read` or `Record.from_json` has checked them: a file that is not
 a valid record is neither deleted nor imported.
 """
 
