@@ -82,7 +82,11 @@ def make_job(
 ) -> messages.Job:
     """The job to time `compiled`; `inputs` are files with operands' contents, or None."""
     first = compiled[0][0]
-    changed = _changed_operands(call, first)
+    reset = _named(call, first, "reset_to_zero")
+    named = _named(call, first, "restore_value") | reset
+    # What a run changes, and must be restored before the next.
+    changed = {leaf.index for leaf in named if isinstance(leaf, Operand)}
+    changed |= {alias.operand for alias in first.aliases}
     buffers = [
         messages.BufferSpec(
             array.nbytes,
@@ -93,7 +97,6 @@ def make_job(
         for index, (array, path) in enumerate(zip(first.operands, inputs, strict=True))
     ]
     aliased = first.operand_of_result
-    reset = _named(call, first, "reset_to_zero")
     for index, array in enumerate(first.results):
         if index not in aliased:
             buffers.append(messages.BufferSpec(array.nbytes, restored=Result(index) in reset))
@@ -104,13 +107,6 @@ def make_job(
         timeout_s=settings.tuning_timeout_s(),
         budget_s=_BUDGET_S,
     )
-
-
-def _changed_operands(call: Call, launch: Launch) -> set[int]:
-    """The operands that a run changes, and that must be restored before the next."""
-    named = _named(call, launch, "restore_value") | _named(call, launch, "reset_to_zero")
-    operands = {leaf.index for leaf in named if isinstance(leaf, Operand)}
-    return operands | {alias.operand for alias in launch.aliases}
 
 
 def _named(call: Call, launch: Launch, option: str) -> set[Any]:
