@@ -1,7 +1,8 @@
 """Products and layers in 8 bits, against bfloat16 and dense 8-bit matmuls.
 
 - `products`: TFLOP/s of `ragged_dot` of scaled arrays, over even and uneven groups, and of torch's
-  dense matmul of as many numbers with a scale for each row and column.
+  dense matmul of as many numbers with a scale for each row and column; in bursts after a rest, as
+  what runs right after something else does so at lower clocks.
 - `errors`: against float64 of the quantized numbers and of those before, as a share of the result's
   root mean square.
 - `weight_gradients`: TFLOP/s of the weights' gradients: in bfloat16, of groups that are in 8 bits
@@ -23,7 +24,9 @@ import argparse
 import dataclasses
 import functools
 import json
+import statistics
 import sys
+import time
 from pathlib import Path
 
 import gpu_record
@@ -34,7 +37,7 @@ import numpy as np
 from triax import moe
 from triax.bench.cases import Stream
 from triax.bench.streams import find_limit
-from triax.bench.timing import time_program
+from triax.bench.timing import BURSTS, REST_S, time_program
 from triax.moe.grouped_matmul import ops as products
 from triax.moe.grouped_matmul.options import FAST_SUMS as FAST
 from triax.moe.grouped_matmul.options import Groups, Options
@@ -104,7 +107,7 @@ def uneven(experts, rows):
 
 
 def dense_rate(rows, depth, columns):
-    """TFLOP/s of torch's dense matmul of 8-bit floats."""
+    """TFLOP/s of torch's dense matmul of 8-bit floats, in bursts after a rest."""
     import torch
 
     a = torch.randn(rows, depth, device="cuda").to(torch.float8_e4m3fn)
@@ -114,7 +117,9 @@ def dense_rate(rows, depth, columns):
         torch._scaled_mm, a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=True
     )
     times = []
-    for _ in range(5):
+    for _ in range(2 * BURSTS + 1):
+        torch.cuda.synchronize()
+        time.sleep(REST_S)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         run()
         start.record()
@@ -123,7 +128,7 @@ def dense_rate(rows, depth, columns):
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 10)
-    return 2 * rows * depth * columns / sorted(times)[2] / 1e9
+    return 2 * rows * depth * columns / statistics.median(times) / 1e9
 
 
 def measure_products():
@@ -134,18 +139,15 @@ def measure_products():
             "even": jnp.full(experts, rows // experts, jnp.int32),
             "uneven": uneven(experts, rows),
         }
-        rates = {(way, kind): [] for way in ways for kind in groups}
-        dense = []
-        for _ in range(3):
-            for way, (pair, precision) in ways.items():
-                program = jax.jit(lambda given, p=precision: moe.ragged_dot(*given, precision=p))
-                for kind, sizes in groups.items():
-                    us = time_program(program, (*pair, sizes), target_ms=30.0).median_us
-                    rates[way, kind].append(2 * rows * depth * columns / us / 1e6)
-            dense.append(dense_rate(rows, depth, columns))
-        found[name] = {
-            way: {kind: sorted(rates[way, kind])[1] for kind in groups} for way in ways
-        } | {"dense": {"even": sorted(dense)[1]}}
+        programs = {}
+        for way, (pair, precision) in ways.items():
+            program = jax.jit(lambda given, p=precision: moe.ragged_dot(*given, precision=p))
+            for kind, sizes in groups.items():
+                programs[way, kind] = program, (*pair, sizes)
+        us = gpu_record.in_turn(programs, rounds=3, bursts=True)
+        rate = lambda us, of=2 * rows * depth * columns: of / us / 1e6
+        found[name] = {way: {kind: rate(us[way, kind]) for kind in groups} for way in ways}
+        found[name]["dense"] = {"even": dense_rate(rows, depth, columns)}
         print(name, found[name])
     return found
 
@@ -172,7 +174,7 @@ def outer_programs(sides, sizes):
 
     def both(sides, precision):
         options = {"options": Options(bfloat16, precision), "dtypes": (e4m3, e4m3)}
-        return outer.quantized_outer(*sides, groups, **options, **how)
+        return outer.quantized_outer(False, False)(*sides, None, None, groups, **options, **how)
 
     plain = products.group_outer.of("triton", options=Options(bfloat16, None))
     rounded = jax.jit(rounded)
@@ -204,10 +206,10 @@ def measure_weight_gradients():
                 if not jnp.linalg.norm(wrong.ravel()) <= 0.06 * jnp.linalg.norm(plain.ravel()):
                     sys.exit(f"{name}, {way}: wrong")
             del plain, wrong
-            us = gpu_record.in_turn(programs, rounds=3, target_ms=30.0)
+            us = gpu_record.in_turn(programs, rounds=3, bursts=True)
             rounding = us.pop("rounding")
-            for way, time in us.items():
-                found[name].setdefault(way, {})[kind] = 2 * rows * left * right / time / 1e6
+            for way, each in us.items():
+                found[name].setdefault(way, {})[kind] = 2 * rows * left * right / each / 1e6
             of_copy = found[name].setdefault("rounding, of a copy's speed", {})
             of_copy[kind] = copy["median_us"] / rounding
         found[name]["dense"] = {"even": dense_rate(rows, left, right)}

@@ -220,7 +220,7 @@ def show_what_xla_gets():
     for call in reading.triton_calls(lowered):
         grid = " | ".join("×".join(map(str, g)) for g in call.grid)
         print(f"  {call.kernel}")
-        print(f"    target {call.target}, {call.opaque_bytes} bytes, aliases {dict(call.aliases)}")
+        print(f"    target {call.target}, {len(call.opaque)} bytes, aliases {dict(call.aliases)}")
         print(f"    grid {grid}, config {' | '.join(call.config)}")
 
 

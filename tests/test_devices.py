@@ -55,7 +55,7 @@ def target(monkeypatch):
             monkeypatch.setenv(name, value)
         devices._say_ignored.cache_clear()
         monkeypatch.setattr(devices.jax_private, "lowering_devices", lambda ctx: here)
-        monkeypatch.setattr(devices.jax_private, "is_exporting", lambda ctx: exporting)
+        monkeypatch.setattr(devices.jax_private, "exported_platforms", lambda ctx: exporting)
         found = devices.gpus(None)
         capability = devices.compute_capability("k", given, found)
         return capability, devices.for_tuning(None, found, capability)

@@ -113,7 +113,7 @@ def read_store(of: bytes) -> None:
     file = HOME / "record.json"
     file.write_bytes(found)
     with contextlib.suppress(ValueError):
-        kept = store.read(file)
+        kept = store.Store(file.parent, "a test").read(file)
         assert store.Record.from_json(kept.to_json()) == kept
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         assert cli.main(["cache", "import", str(file)]) in (0, 1)

@@ -235,8 +235,16 @@ def triton_call(
         )
         options["enable_fp_fusion"] = kwargs.pop("enable_fp_fusion")
     kwargs |= kwargs.pop(_KERNELS_OWN, {})
-    given = (name, serialized_metadata, backend_options, cost_estimate, input_output_aliases)
-    _check_arguments(*given, implementation, vmap_method, compute_capability)
+    _check_kinds(
+        name=name,
+        serialized_metadata=serialized_metadata,
+        backend_options=backend_options,
+        cost_estimate=cost_estimate,
+        input_output_aliases=input_output_aliases,
+    )
+    messages.check_choice("implementation", implementation, IMPLEMENTATIONS)
+    messages.check_choice("vmap_method", vmap_method, (None, *VMAP_METHODS))
+    candidates.check_capability(compute_capability)
     messages.check_bool(debug=debug, has_side_effect=has_side_effect)
     if tuning_inputs is not None:
         messages.check_callable("tuning_inputs", tuning_inputs)
@@ -319,39 +327,22 @@ def triton_call(
 _ARGUMENTS = tuple(inspect.signature(triton_call).parameters)
 
 
-def _check_arguments(
-    name: Any,
-    serialized_metadata: Any,
-    backend_options: Any,
-    cost_estimate: Any,
-    input_output_aliases: Any,
-    implementation: Any,
-    vmap_method: Any,
-    compute_capability: Any,
-) -> None:
-    """Checks the arguments that nothing else looks at."""
-    an_alias = "a mapping from operands to outputs, such as {0: 0}"
-    for argument, value, kind, what in (
-        ("name", name, str, "a string"),
-        ("serialized_metadata", serialized_metadata, bytes, "bytes"),
-        ("backend_options", backend_options, Mapping, "a mapping"),
-        ("cost_estimate", cost_estimate, Mapping, "a mapping"),
-        ("input_output_aliases", input_output_aliases, Mapping, an_alias),
-    ):
+_KINDS: dict[str, tuple[type, str]] = {
+    "name": (str, "a string"),
+    "serialized_metadata": (bytes, "bytes"),
+    "backend_options": (Mapping, "a mapping"),
+    "cost_estimate": (Mapping, "a mapping"),
+    "input_output_aliases": (Mapping, "a mapping from operands to outputs, such as {0: 0}"),
+}
+
+
+def _check_kinds(**given: Any) -> None:
+    for argument, value in given.items():
+        kind, what = _KINDS[argument]
         if not isinstance(value, kind) and not (value is None and kind is Mapping):
             raise ArgumentTypeError(
                 f"Argument `{argument}` must be {what}; got {messages.shown(value)}."
             )
-    for argument, value, choices in (
-        ("implementation", implementation, IMPLEMENTATIONS),
-        ("vmap_method", vmap_method, (None, *VMAP_METHODS)),
-    ):
-        if not messages.among(value, choices):
-            raise ArgumentValueError(
-                f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "
-                f"{messages.short(value)}."
-            )
-    candidates.check_capability(compute_capability)
 
 
 def _flatten_out_type(out_type: Any, keywords: Mapping[str, Any]) -> tuple[list[ArrayType], Any]:

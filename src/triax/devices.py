@@ -39,7 +39,7 @@ def gpus(ctx: Any) -> list[Any]:
     If ``TRIAX_GPU`` names the GPU that a program is exported for, others do not count.
     """
     found = [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
-    if found and jax_private.is_exporting(ctx) and (named := settings.gpu()) is not None:
+    if found and jax_private.exported_platforms(ctx) and (named := settings.gpu()) is not None:
         return [device for device in found if device.device_kind == named]
     return found
 
@@ -75,7 +75,7 @@ def for_tuning(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Dev
     for device in devices:
         index = jax_private.local_index(device)
         if index is not None and capability_of(device) == compute_capability:
-            found = Device(index, str(device.device_kind), not jax_private.is_exporting(ctx))
+            found = Device(index, str(device.device_kind), not jax_private.exported_platforms(ctx))
             if named not in (None, found.name):
                 _say_ignored(str(named), found.name)
             return found

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from triax import devices, messages, settings
 from triax.binding import candidates
+from triax.binding.arguments import seen_by_callables
 from triax.binding.grid import is_int
 from triax.binding.kernel import Kernel
 from triax.binding.launch import ArrayType, Call, Operand, Result
@@ -172,17 +172,11 @@ def triton_call_lowering(
             )
     arguments = _place_pointers(view, values, operand_types, result_types, pairs)
     names = [name for name, leaf in arguments if isinstance(leaf, Operand)]
-    types = {
-        name: (operand_types if isinstance(leaf, Operand) else result_types)[leaf.index]
-        for name, leaf in arguments
-    }
     aliases = candidates.check_aliases(pairs, operand_types, result_types, names)
     request = candidates.Request(
         kernel=view,
         parameters=arguments,
-        arguments={
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in types.items()
-        },
+        arguments=seen_by_callables(arguments, operand_types, result_types),
         keywords=values,
         options={},
         grid=grid,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.export
 import numpy as np
 
-from triax.errors import ArgumentTypeError, UnsupportedError
+from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 
 class _Short(reprlib.Repr):
@@ -83,6 +83,11 @@ def near_misses(name: str, known: Iterable[str], also: Iterable[str] = ()) -> st
     return f" Known: {', '.join(known)}." if known else ""
 
 
-def among(value: Any, choices: Iterable[Any]) -> bool:
-    """Whether the value is one of the choices; arrays, whose == is no bool, are none."""
-    return any(isinstance(value, type(choice)) and value == choice for choice in choices)
+def check_choice(argument: str, value: Any, choices: Collection[Any], remedy: str = "") -> None:
+    """Raises `ArgumentValueError` unless a value is one of `choices`."""
+    # Arrays, whose == is no bool, are none of them.
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        raise ArgumentValueError(
+            f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "
+            f"{short(value)}.{remedy}"
+        )

@@ -216,6 +216,24 @@ def test_weights_gradients(sizes, fast_sums, dtypes):
         assert_same_bits(run(*sides), first)
 
 
+def test_rows_that_are_named():
+    """The same bits as of the rows, and zeros for rows that there are not."""
+    sizes = [700, 0, 1500, 300]
+    tokens, rows = rows_and_gradient(3072, sizes)
+    tokens = tokens[:500]
+    source = jax.random.randint(jax.random.key(5), (3072,), -3, 520, "int32")
+    known = (source >= 0) & (source < 500)
+    moved = jnp.where(known[:, None], tokens[jnp.clip(source, 0, 499)], 0)
+    how = {"dtypes": ("float8_e4m3fn",) * 2, "result_dtype": "float32", "fast_sums": True}
+    how["implementation"] = "triton"
+    for sources in ((source, None), (None, source)):
+        named = source is sources[0]
+        pair = (tokens, rows) if named else (rows, tokens)
+        plain = (moved, rows) if named else (rows, moved)
+        found = quantized_outer(*pair, as_int32(sizes), sources=sources, **how)
+        assert_same_bits(found, quantized_outer(*plain, as_int32(sizes), **how))
+
+
 RECIPES = {"rows": "rows", "blocks": "blocks", "all": moe.Recipe(weight_gradient="rows")}
 
 

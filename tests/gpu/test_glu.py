@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.moe.activations.test_glu import ACTIVATIONS, CLAMPED, GATED, draw, expected, in_layout
+from tests.moe.activations.test_quantized_glu import both
 from triax import moe
 from triax.testing import assert_close, assert_same_bits, poison
 
@@ -51,3 +52,18 @@ def test_layouts(layout):
     *wanted, expected_d_weights = run(functools.partial(moe.glu, **how))
     jax.tree.map(assert_same_bits, moved, wanted)
     assert_close(d_weights, expected_d_weights, terms=2880)  # other blocks, another order
+
+
+@pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("num_rows", "width"), [(1000, 2048), (65, 14336), (333, 77), (9, 4096)])
+def test_in_8_bits(num_rows, width, special, to):
+    """The bits that quantize makes of its result."""
+    gate_up, weights, _ = draw(num_rows, width, "bfloat16")
+    if special:
+        gate_up[3, 5], gate_up[5, width] = jnp.nan, jnp.inf
+    poison(8 * gate_up.nbytes)
+    found, wanted = jax.jit(functools.partial(both, to=to, implementation="triton"))(
+        jnp.asarray(gate_up), jnp.asarray(weights)
+    )
+    jax.tree.map(assert_same_bits, found, wanted)

@@ -101,7 +101,7 @@ def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
         return y, pull(upstream)[0], second(o)
 
     results = (jax.jit(run, static_argnums=0)(f) for f in (on_all, expert_parallel.on_one_device))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), *results)
+    cut.assert_all_close(*results, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["permutation", "chunk sort"])
@@ -124,9 +124,7 @@ def test_the_layers_tokens_stay_on_their_gpu(mesh):
     assert set(cut.collectives(program)) <= {"all-reduce", "all-reduce-start"}
     assert [cut.spec_of(g) for g in results[0][:4]] == specs[:4]
     alone = jax.jit(both)(*jax.device_put(args, mesh.devices.flat[0]))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), results, alone
-    )
+    cut.assert_all_close(results, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", cut.OPS)
@@ -136,6 +134,4 @@ def test_results_on_gpus_do_not_depend_on_shardings(mesh, name):
     specs = [P("d") if arg.shape[0] % mesh.size == 0 else P() for arg in args]
     _, results = cut.compiled(both, mesh, args, specs)
     alone = jax.jit(both)(*jax.device_put(args, mesh.devices.flat[0]))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), results, alone
-    )
+    cut.assert_all_close(results, alone, rtol=1e-4, atol=1e-5)

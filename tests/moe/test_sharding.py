@@ -54,6 +54,11 @@ def drawn(seed=0):
     }
 
 
+def assert_all_close(actual, expected, *, rtol, atol):
+    close = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
+    jax.tree.map(close, actual, expected)
+
+
 def permutation(x, weights, ids):
     plan = moe.make_plan(ids, EXPERTS, align_size=4)
     out = moe.permute(x, plan, weights=weights)
@@ -162,9 +167,7 @@ def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
     choices = [list(ways_to_cut(arg.shape)) for arg in args]
     specs = [ways[rng.integers(len(ways))] for ways in choices]
     _, actual = compiled(both, mesh_of(kind), args, specs)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
-    )
+    assert_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["permutation", "chunk sort"])
@@ -242,11 +245,7 @@ def test_the_layers_tokens_stay_on_their_device():
     program, (gradients, _) = compiled(both, mesh_of("explicit"), args, specs)
     assert set(collectives(program)) == {"all-reduce"}
     assert [spec_of(g) for g in gradients[:4]] == specs[:4]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        gradients,
-        jax.jit(both)(*args)[0],
-    )
+    assert_all_close(gradients, jax.jit(both)(*args)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sampled(1)
@@ -263,11 +262,7 @@ def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):
 
     both = jax.value_and_grad(loss, (0, 1, 2, 3))
     _, actual = compiled(both, mesh, args, [of_tokens, of_tokens, P(), P(), of_targets])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        actual,
-        jax.jit(both)(*args),
-    )
+    assert_all_close(actual, jax.jit(both)(*args), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["permutation", "feed_forward"])
@@ -281,11 +276,7 @@ def test_types_alone_name_the_mesh(name):
         jax.device_put(arg, NamedSharding(mesh, spec))
         for arg, spec in zip(args, specs, strict=True)
     ]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        jax.jit(both)(*placed),
-        jax.jit(both)(*args),
-    )
+    assert_all_close(jax.jit(both)(*placed), jax.jit(both)(*args), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("over", ["vmap of the gradient", "gradient of the vmap"])
@@ -308,9 +299,7 @@ def test_gradients_of_cut_batches_on_explicit_axes(over):
     _, actual = compiled(both, mesh_of("explicit"), [xs, weights, ids], specs)
     with jax.set_mesh(mesh_of("explicit")):
         expected = jax.jit(both)(xs, weights, ids)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected
-    )
+    assert_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -357,11 +346,7 @@ def test_dimensions_cut_over_a_part_of_a_mesh_axis():
     args = arguments(layer)
     specs = [P("data"), P("data"), P(), P(), P()]
     _, actual = compiled(grouped, mesh, args, specs)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        actual,
-        jax.jit(grouped)(*args),
-    )
+    assert_all_close(actual, jax.jit(grouped)(*args), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("around", ["the call", "the op"])
@@ -396,11 +381,7 @@ def test_without_shardy():
         _, actual = compiled(permutation, mesh_of("plain"), args, [P("data"), P(), P()])
     finally:
         jax.config.update("jax_use_shardy_partitioner", True)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        actual,
-        jax.jit(permutation)(*args),
-    )
+    assert_all_close(actual, jax.jit(permutation)(*args), rtol=1e-5, atol=1e-6)
 
 
 def test_sizes_that_devices_do_not_divide_are_left_whole():

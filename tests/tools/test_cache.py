@@ -15,7 +15,7 @@ from tests.tuning.records import key, record
 from triax import cli
 from triax.tools import cache
 from triax.tuning import store
-from triax.tuning.store import Store
+from triax.tuning.store import Record, Store
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def filled():
 
 
 def kernels(place):
-    return [found.key.kernel for _, found in place.records() if found is not None]
+    return [found.key.kernel for _, found in place.records() if isinstance(found, Record)]
 
 
 def everything_below(folder):

@@ -48,7 +48,7 @@ def replace_measurer(monkeypatch):
     monkeypatch.setattr(measure, "measure", fake.measure)
     monkeypatch.setattr(client, "start", lambda device: None)
     monkeypatch.setattr(measure, "unavailable", lambda: None)
-    monkeypatch.setattr("triax.compat.jax_private.drain", lambda index: None)
+    monkeypatch.setattr(measure, "drain", lambda index: None)
     return fake
 
 

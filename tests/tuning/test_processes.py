@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.programs import one_kernel
-from triax.tuning.store import Store
+from triax.tuning.store import Record, Store
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -39,7 +39,7 @@ def test_many_write_the_same_keys_and_some_are_killed(tmp_path):
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert output == "40 killed\n"
-    assert [r is not None for _, r in Store(tmp_path, "test").records()] == [True] * 5
+    assert [isinstance(r, Record) for _, r in Store(tmp_path, "test").records()] == [True] * 5
 
 
 def free_address():

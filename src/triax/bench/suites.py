@@ -70,7 +70,7 @@ SUITES = {
         presets=NAMES,
         tokens=(8192, 32768),
         routings=ROUTINGS,
-        rivals_of=("route+grad", "permute", "unpermute", "sort_chunks", "router", "router+grad"),
+        rivals_of=("moves+grad", "permute", "unpermute", "sort_chunks", "router", "router+grad"),
         also=(
             *(("deepseek-v3", tokens) for tokens in SCALES),
             *((name, RIVALS_AT) for name in ("deepseek-v3", "qwen3-235b", "mixtral-8x7b")),

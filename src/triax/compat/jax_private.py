@@ -26,7 +26,7 @@ from jax._src import xla_bridge as _xla_bridge
 from jax.sharding import PartitionSpec
 
 from triax.compat import versions
-from triax.errors import MissingDependencyError, TuningError, UnsupportedError
+from triax.errors import MissingDependencyError, UnsupportedError
 
 # --- jaxlib's Triton module ---------------------------------------------------
 
@@ -125,20 +125,11 @@ def lowering_platforms(ctx: Any) -> tuple[str, ...]:
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
-def is_exporting(ctx: Any) -> bool:
-    return bool(exported_platforms(ctx))
-
-
 def exported_platforms(ctx: Any) -> tuple[str, ...]:
     """All platforms that the program is exported for; none if it is not exported."""
     module = ctx.module_context
     for_export = getattr(module.lowering_parameters, "for_export", False)
     return tuple(module.platforms) if for_export else ()
-
-
-def several_devices(platform: str | None = None) -> bool:
-    """Whether there are several; False until a backend is started, because asking must not."""
-    return _xla_bridge.backends_are_initialized() and _count(platform) > 1
 
 
 @functools.cache
@@ -156,7 +147,8 @@ def require_devices(primitive: Any, platform: str | None = "cuda") -> None:
     for when the primitive is bound, and only where it matters, because JAX does not lower such
     programs for an `AbstractMesh`.
     """
-    if several_devices(platform):
+    # To ask before a backend is started would start one.
+    if _xla_bridge.backends_are_initialized() and _count(platform) > 1:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
@@ -326,33 +318,3 @@ def local_index(device: Any) -> int | None:
         return None
     index = device.local_hardware_id
     return None if index is None else int(index)
-
-
-def drain(index: int) -> None:
-    """Waits until a GPU has finished all work of this process.
-
-    Raises:
-      TuningError: the driver refuses.
-    """
-    try:
-        from cuda.bindings import driver
-    except Exception as error:  # also what it raises where there is no driver
-        raise TuningError(f"cuda-bindings cannot be imported: {error}") from error
-
-    def call(function: Any, *arguments: Any) -> Any:
-        try:
-            status, *results = function(*arguments)
-        except RuntimeError as error:  # the driver has no such function
-            raise TuningError(f"the GPU cannot be waited for: {error}") from error
-        if int(status):
-            raise TuningError(f"the GPU cannot be waited for: {function.__name__}: {status.name}")
-        return results[0] if results else None
-
-    call(driver.cuInit, 0)
-    device = call(driver.cuDeviceGet, index)
-    with contextlib.ExitStack() as stack:
-        context = call(driver.cuDevicePrimaryCtxRetain, device)
-        stack.callback(call, driver.cuDevicePrimaryCtxRelease, device)
-        call(driver.cuCtxPushCurrent, context)
-        stack.callback(call, driver.cuCtxPopCurrent)
-        call(driver.cuCtxSynchronize)

@@ -73,6 +73,15 @@ def finish(
 ) -> CompiledKernel:
     """The compiled kernel, under a unique name."""
     name, ptx = unique_entry(compiled.ptx, compiled.entry)
+    pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
+    with triton_private.front_end_lock:
+        module = triton_private.read_ir(compiled.ir_path, compute_capability)
+        count, written = writes.origins(module)
+    if count != len(pointers):
+        raise CompilationError(
+            f"it has {len(pointers)} arrays, and Triton's code for it {count} pointers, so what it "
+            "writes to cannot be told"
+        )
     return CompiledKernel(
         name=name,
         ptx=ptx,
@@ -83,7 +92,7 @@ def finish(
         global_scratch_bytes=compiled.global_scratch_bytes,
         global_scratch_align=compiled.global_scratch_align,
         parameters=tuple(_parameters(launch, specialization, compiled)),
-        writes=_writes(launch, compute_capability, compiled),
+        writes=tuple(tuple(pointers[i] for i in reached) for reached in written),
     )
 
 
@@ -107,22 +116,6 @@ def _parameters(
             type_name if isinstance(leaf, Scalar) else None,
             next(tensor_maps, None) if isinstance(leaf, Descriptor) else None,
         )
-
-
-def _writes(
-    launch: Launch, compute_capability: int, compiled: triton_private.Compiled
-) -> tuple[tuple[int, ...], ...]:
-    """For each write of the kernel the leaves that it may reach."""
-    pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
-    with triton_private.front_end_lock:
-        module = triton_private.read_ir(compiled.ir_path, compute_capability)
-        count, found = writes.origins(module)
-    if count != len(pointers):
-        raise CompilationError(
-            f"it has {len(pointers)} arrays, and Triton's code for it {count} pointers, so what it "
-            "writes to cannot be told"
-        )
-    return tuple(tuple(pointers[i] for i in reached) for reached in found)
 
 
 def _tensor_map(meta: dict[str, Any]) -> TensorMap:

@@ -15,7 +15,7 @@ class TritonCall:
     `config` and `grid` hold one entry per config passed to XLA: one, unless the tuning mode is
     "runtime". `key` is what the config was looked up by, "" if there was no choice. `aliases` pairs
     operands and results of the custom call; `saved` are the buffers that jaxlib restores after
-    timing. `opaque_bytes` is the payload's size.
+    timing. `opaque` are the payload's bytes.
     """
 
     kernel: str
@@ -29,10 +29,6 @@ class TritonCall:
     results: tuple[str, ...]
     opaque: bytes = dataclasses.field(repr=False)
     payload: triton_proto.Opaque = dataclasses.field(repr=False)
-
-    @property
-    def opaque_bytes(self) -> int:
-        return len(self.opaque)
 
     @property
     def saved(self) -> tuple[tuple[int, int, int], ...]:

@@ -195,8 +195,7 @@ class _Cut:
         moved: list[Any] = [None] * len(found)
         if not floats or not moving:
             return found, moved
-        count = len(primals)
-        along, back = self._forward(moving, floats, count), self._backward(moving, floats, count)
+        along, back = self._derivatives(moving, floats)
         changes = linear.call(
             lambda saved, named: along(*saved, *named.values()),
             lambda saved, cotangents: dict(zip(names, back(*saved, *cotangents), strict=True)),
@@ -208,44 +207,30 @@ class _Cut:
             moved[i] = change
         return found, moved
 
-    def _at(self, primals: Sequence[Any], moving: list[int], floats: list[int]) -> Function:
-        """The results that are floats, as a function of the arguments that move."""
+    def _derivatives(self, moving: list[int], floats: list[int]) -> tuple[_Cut, _Cut]:
+        """Of the results that are floats, in the arguments that move: forward, and backward."""
+        count = len(self.operands)
 
-        def at(*values: Any) -> list[Any]:
-            leaves = list(primals)
-            for i, value in zip(moving, values, strict=True):
-                leaves[i] = value
-            results = self.function(*leaves)
-            return [results[i] for i in floats]
+        def in_moving(primals: Sequence[Any]) -> tuple[Function, list[Any]]:
+            def function(*leaves: Any) -> list[Any]:
+                results = self.function(*leaves)
+                return [results[i] for i in floats]
 
-        return at
+            return linear.in_moving(function, primals, moving)
 
-    def _forward(self, moving: list[int], floats: list[int], count: int) -> _Cut:
-        def function(*flat: Any) -> Any:
-            primals, tangents = flat[:count], flat[count:]
-            at = self._at(primals, moving, floats)
-            return jax.jvp(at, [primals[i] for i in moving], list(tangents))[1]
+        def forward(*flat: Any) -> Any:
+            return jax.jvp(*in_moving(flat[:count]), list(flat[count:]))[1]
 
-        return dataclasses.replace(
-            self,
-            function=function,
-            operands=(*self.operands, *(self.operands[i] for i in moving)),
-            results=tuple(self.results[i] for i in floats),
-            check_results=None,
-        )
+        def backward(*flat: Any) -> Any:
+            at, values = in_moving(flat[:count])
+            return jax.vjp(at, *values)[1](list(flat[count:]))
 
-    def _backward(self, moving: list[int], floats: list[int], count: int) -> _Cut:
-        def function(*flat: Any) -> Any:
-            primals, cotangents = flat[:count], flat[count:]
-            at = self._at(primals, moving, floats)
-            return jax.vjp(at, *(primals[i] for i in moving))[1](list(cotangents))
-
-        return dataclasses.replace(
-            self,
-            function=function,
-            operands=(*self.operands, *(self.results[i] for i in floats)),
-            results=tuple(self.operands[i] for i in moving),
-            check_results=None,
+        arguments = tuple(self.operands[i] for i in moving)
+        results = tuple(self.results[i] for i in floats)
+        new = functools.partial(dataclasses.replace, self, check_results=None)
+        return (
+            new(function=forward, operands=self.operands + arguments, results=results),
+            new(function=backward, operands=self.operands + results, results=arguments),
         )
 
 

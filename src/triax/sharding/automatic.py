@@ -24,7 +24,7 @@ from triax.sharding.splits import FlatSplit, Function, Shard, mesh_axes, partiti
 
 def is_partitioned(ctx: Any) -> bool:
     """Whether a lowering rule is for a program that XLA cuts over several devices."""
-    return jax_private.num_partitions(ctx) > 1 and not jax_private.is_exporting(ctx)
+    return jax_private.num_partitions(ctx) > 1 and not jax_private.exported_platforms(ctx)
 
 
 def partitioned(split: FlatSplit, function: Function, board: Any = None) -> Function:

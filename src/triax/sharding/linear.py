@@ -92,6 +92,14 @@ def call_each(
 def jvp(function: Function, primals: Any, tangents: Any) -> Any:
     """`jax.jvp` in the arguments that have a tangent."""
     moving = [i for i, tangent in enumerate(tangents) if jax.tree.leaves(tangent)]
+    at, values = in_moving(function, primals, moving)
+    return jax.jvp(at, values, [tangents[i] for i in moving])
+
+
+def in_moving(
+    function: Function, primals: Any, moving: Sequence[int]
+) -> tuple[Function, list[Any]]:
+    """`function` of those of its arguments alone that move, and their values."""
 
     def at(*moved: Any) -> Any:
         args = list(primals)
@@ -99,7 +107,7 @@ def jvp(function: Function, primals: Any, tangents: Any) -> Any:
             args[index] = value
         return function(*args)
 
-    return jax.jvp(at, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return at, [primals[i] for i in moving]
 
 
 def not_zero(tangents: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """The actions of `triax cache` on the stores of tuned configs; each returns an exit status.
 
-Files are trusted only after `store.read` or `Record.from_json` has checked them: a file that is not
+Files are trusted only after `Store.read` or `Record.from_json` has checked them: a file that is not
 a valid record is neither deleted nor imported.
 """
 
@@ -10,6 +10,7 @@ import io
 import sys
 import zipfile
 from pathlib import Path
+from typing import TypeGuard
 
 from triax import settings
 from triax.errors import ArgumentValueError
@@ -37,7 +38,7 @@ def list_configs() -> int:
             status = 1
             continue
         for path, record in found:
-            if record is None:
+            if isinstance(record, Exception):
                 print(f"{path.stem:44}  (not usable)  {place.name}")
                 continue
             size = len(record.to_json())
@@ -67,12 +68,12 @@ def show(name: str) -> int:
     shown, status = 0, 0
     for place in store.stores():
         for path, record in place.records():
-            if record is not None and _is_named(path, record, name):
+            if _is_named(record, path, name):
                 shown += 1
                 print(f"{path}\n{record.to_json()}")
-            elif record is None and path.stem == name:
+            elif path.stem == name:
                 shown, status = shown + 1, 1
-                _complain(f"{path} is not usable: {_reason(place, path)}")
+                _complain(f"{path} is not usable: {record}")
     return status if shown else _nothing_named(name)
 
 
@@ -80,11 +81,7 @@ def clear(name: str | None, everything: bool) -> int:
     """Deletes records from the user's store: those of a name, or all and the leftovers too."""
     place = store.user_store()
     found = list(place.records())
-    paths = [
-        path
-        for path, record in found
-        if record is not None and (name is None or _is_named(path, record, name))
-    ]
+    paths = [path for path, record in found if _is_named(record, path, name)]
     if name is not None and not paths:
         return _nothing_named(name)
     count = len(paths)
@@ -105,8 +102,8 @@ def clear(name: str | None, everything: bool) -> int:
 
 def export(file: Path) -> int:
     """Writes the records of the user's store into one file."""
-    records = [(path, record) for path, record in store.user_store().records()]
-    usable = {f"{r.key.name}.json": r for _, r in records if r is not None}
+    records = [record for _, record in store.user_store().records()]
+    usable = {f"{r.key.name}.json": r for r in records if isinstance(r, Record)}
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as entries:
         for name, record in usable.items():
@@ -170,16 +167,9 @@ def _entries(file: Path) -> list[tuple[str, bytes]]:
     return found
 
 
-def _is_named(path: Path, record: Record, name: str) -> bool:
-    return name in (path.stem, record.key.kernel)
-
-
-def _reason(place: Store, path: Path) -> str:
-    try:
-        place.read(path)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return "it was replaced meanwhile"
+def _is_named(record: Record | Exception, path: Path, name: str | None) -> TypeGuard[Record]:
+    """Whether it is a usable record of this name; None is every name."""
+    return isinstance(record, Record) and name in (None, path.stem, record.key.kernel)
 
 
 def _nothing_named(name: str) -> int:

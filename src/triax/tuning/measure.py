@@ -38,7 +38,7 @@ from triax.tuning import gpu_lock
 from triax.tuning.key import label
 from triax.tuning.progress import Progress
 from triax.tuning.store import Timing
-from triax.tuning.worker import client, messages
+from triax.tuning.worker import client, driver, messages
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,11 @@ def make_job(
 ) -> messages.Job:
     """The job to time `compiled`; `inputs` are files with operands' contents, or None."""
     first = compiled[0][0]
-    changed = _changed_operands(call, first)
+    reset = _named(call, first, "reset_to_zero")
+    named = _named(call, first, "restore_value") | reset
+    # What a run changes, and must be restored before the next.
+    changed = {leaf.index for leaf in named if isinstance(leaf, Operand)}
+    changed |= {alias.operand for alias in first.aliases}
     buffers = [
         messages.BufferSpec(
             array.nbytes,
@@ -93,7 +97,6 @@ def make_job(
         for index, (array, path) in enumerate(zip(first.operands, inputs, strict=True))
     ]
     aliased = first.operand_of_result
-    reset = _named(call, first, "reset_to_zero")
     for index, array in enumerate(first.results):
         if index not in aliased:
             buffers.append(messages.BufferSpec(array.nbytes, restored=Result(index) in reset))
@@ -104,13 +107,6 @@ def make_job(
         timeout_s=settings.tuning_timeout_s(),
         budget_s=_BUDGET_S,
     )
-
-
-def _changed_operands(call: Call, launch: Launch) -> set[int]:
-    """The operands that a run changes, and that must be restored before the next."""
-    named = _named(call, launch, "restore_value") | _named(call, launch, "reset_to_zero")
-    operands = {leaf.index for leaf in named if isinstance(leaf, Operand)}
-    return operands | {alias.operand for alias in launch.aliases}
 
 
 def _named(call: Call, launch: Launch, option: str) -> set[Any]:
@@ -180,6 +176,29 @@ def _tensor_map(
 
 
 # --- measuring ------------------------------------------------------------------------
+
+
+def drain(index: int) -> None:
+    """Waits until a GPU has finished all work of this process.
+
+    Raises:
+      TuningError: the driver refuses.
+    """
+    try:
+        from cuda.bindings import driver as cu
+    except Exception as error:  # also what it raises where there is no driver
+        raise TuningError(f"cuda-bindings cannot be imported: {error}") from error
+    try:
+        with contextlib.ExitStack() as stack:
+            driver.call(cu.cuInit, 0)
+            device = driver.call(cu.cuDeviceGet, index)
+            context = driver.call(cu.cuDevicePrimaryCtxRetain, device)
+            stack.callback(driver.call, cu.cuDevicePrimaryCtxRelease, device)
+            driver.call(cu.cuCtxPushCurrent, context)
+            stack.callback(driver.call, cu.cuCtxPopCurrent)
+            driver.call(cu.cuCtxSynchronize)
+    except (driver.DriverError, RuntimeError) as error:  # RuntimeError: it has no such function
+        raise TuningError(f"the GPU cannot be waited for: {error}") from error
 
 
 def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timing]:

@@ -77,7 +77,7 @@ class Records:
         """
         place, found = _store(folder), cls()
         for path, record in place.records():
-            if record is None:
+            if isinstance(record, Exception):
                 logger.warning("tuned config %s is not usable and is ignored", path)
             else:
                 found.add(record)

@@ -12,7 +12,6 @@ import numpy as np
 
 from triax import settings
 from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
-from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, CompilationTimeout, TriaxError, TuningError
 from triax.tuning import measure, store
 from triax.tuning.key import label
@@ -104,7 +103,7 @@ def _measure(
         return f"no memory for its operands: {error}"
     try:
         # The program's own work on the GPU would distort the timings.
-        jax_private.drain(request.device.index)
+        measure.drain(request.device.index)
         with measure.operand_files(arrays) as paths:
             job = measure.make_job(request.call, compiled, paths)
             found = measure.measure(job, request.device, progress)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
 import logging
 import os
 import secrets
@@ -64,7 +65,7 @@ class Record:
         return cls(key, config, tuple(timings), inputs, date, found)
 
     def to_json(self) -> str:
-        return typed_json.dumps(self)
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Record:
@@ -81,16 +82,6 @@ class Record:
         if record.config not in record.key.candidates:
             raise ValueError(f"its config {record.config!r:.80} is not one of its candidates")
         return record
-
-
-def read(path: Path) -> Record:
-    """The record in a file.
-
-    Raises:
-      OSError: the file cannot be opened or read.
-      ValueError: it is not a valid record, not a regular file, or too large.
-    """
-    return Record.from_json(contents(path, MAX_BYTES).decode())
 
 
 def contents(path: Path, max_bytes: int) -> bytes:
@@ -135,10 +126,15 @@ class Store:
         return next(filter(None, map(self._read, near)), None)
 
     def read(self, path: Path) -> Record:
-        """The record in one of its files; raises what `store.read` does."""
+        """The record in one of its files.
+
+        Raises:
+          OSError: the file cannot be opened or read.
+          ValueError: it is not a valid record, not a regular file, or too large.
+        """
         if self.in_package and path.is_symlink():
             raise ValueError("it is a link")
-        return read(path)
+        return Record.from_json(contents(path, MAX_BYTES).decode())
 
     def _read(self, key: Key) -> Record | None:
         path = self.path(key)
@@ -176,14 +172,14 @@ class Store:
         """The files of all records, sorted by name; none if there is no such folder yet."""
         return [p for p in self._files() if p.suffix == ".json" and not p.name.startswith(".")]
 
-    def records(self, kernel: str | None = None) -> Iterator[tuple[Path, Record | None]]:
-        """All files, or those of a kernel, with their records, None for those not usable."""
+    def records(self, kernel: str | None = None) -> Iterator[tuple[Path, Record | Exception]]:
+        """All files, or those of a kernel, with their records, or why these are not usable."""
         for path in self.paths():
             if kernel is None or path.name.startswith(f"{kernel}-"):
                 try:
                     yield path, self.read(path)
-                except (OSError, ValueError):
-                    yield path, None
+                except (OSError, ValueError) as error:
+                    yield path, error
 
     def leftovers(self) -> list[Path]:
         """Files left behind by killed writers: those older than a minute."""
@@ -234,7 +230,7 @@ def gpus(kernel: str | None = None, compute_capability: int | None = None) -> li
     found = set()
     for place in stores():
         with contextlib.suppress(OSError):
-            keys = [record.key for _, record in place.records(kernel) if record is not None]
+            keys = [r.key for _, r in place.records(kernel) if isinstance(r, Record)]
             found |= {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
     return sorted(found - {""})
 

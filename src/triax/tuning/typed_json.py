@@ -1,4 +1,4 @@
-"""Dataclasses as readable JSON, and back with every type checked.
+"""Dataclasses out of JSON, with every type checked.
 
 Fields are strings, ints, floats, None, tuples of one type, dicts by name, and dataclasses. Input
 may come from anywhere, so anything wrong with it is a `ValueError`.
@@ -15,11 +15,6 @@ from typing import Any
 
 _WORDS = {dict: "an object", list: "a list", str: "a string", int: "an int", float: "a number"}
 _WORDS[bool] = "true or false"
-
-
-def dumps(value: Any) -> str:
-    """A dataclass as JSON."""
-    return json.dumps(dataclasses.asdict(value), indent=1) + "\n"
 
 
 def parse(text: str) -> Any:

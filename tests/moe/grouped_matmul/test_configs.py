@@ -67,14 +67,14 @@ def test_configs_that_were_measured(rows, width, itemsize, how, expected):
 @pytest.mark.parametrize(
     ("width", "itemsize", "how", "expected"),
     [
-        (4096, 4, EXACT, (64, 64, 32, 4, 3, 8)),
-        (20, 4, EXACT, (32, 32, 32, 4, 3, 8)),
-        (4096, 1, HOPPER, (128, 256, 128, 8, 3, 8)),
-        (4096, 2, HOPPER, (128, 256, 64, 8, 3, 8)),
-        (4096, 4, HOPPER, (128, 128, 32, 8, 3, 8)),
-        (20, 2, HOPPER, (32, 32, 64, 8, 3, 8)),
-        (4096, 2, NO_TMA, (128, 128, 64, 8, 4, 8)),
-        (4096, 2, OLD, (128, 128, 32, 8, 4, 8)),
+        (4096, 4, EXACT, (64, 64, 32, 4, 3, False, 8)),
+        (20, 4, EXACT, (32, 32, 32, 4, 3, False, 8)),
+        (4096, 1, HOPPER, (128, 256, 128, 8, 3, True, 8)),
+        (4096, 2, HOPPER, (128, 256, 64, 8, 3, True, 8)),
+        (4096, 4, HOPPER, (128, 128, 32, 8, 3, True, 8)),
+        (20, 2, HOPPER, (32, 32, 64, 8, 3, True, 8)),
+        (4096, 2, NO_TMA, (128, 128, 64, 8, 4, False, 8)),
+        (4096, 2, OLD, (128, 128, 32, 8, 4, False, 8)),
     ],
 )
 def test_configs_of_gradients_that_were_measured(width, itemsize, how, expected):

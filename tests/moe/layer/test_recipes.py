@@ -12,7 +12,7 @@ from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_scaled import exactly
 from triax import moe
 from triax.errors import DifferentiationError
-from triax.moe.layer import recipes
+from triax.moe.layer import products, recipes
 from triax.testing import assert_close, assert_same_bits, checked
 
 SIZES = np.array([20, 0, 37, 30], np.int32)
@@ -48,7 +48,7 @@ def run(arrays, recipe, transposed=False, implementation=None):
         if recipe is None:
             return moe.ragged_dot(rows, weights, SIZES, bias=bias, bias_weights=by, **how)
         found = recipes.resolve(recipe, rows)
-        return recipes.multiply(found, rows, weights, SIZES, bias=bias, bias_weights=by, **how)
+        return products.multiply(found, rows, weights, SIZES, bias=bias, bias_weights=by, **how)
 
     out, pull = jax.vjp(product, *operands)
     return out, *pull(gradient)
@@ -179,13 +179,44 @@ def test_the_layer(recipe, implementation):
         assert 0.005 < error < 0.1
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("rows", marks=SLOW), "blocks"])
-def test_tokens_are_quantized_before_they_move(monkeypatch, recipe):
-    """The same bits as of the rows afterwards, gradients too."""
-    found = value_and_gradients(layer(), recipe, align_size=8)
-    monkeypatch.setattr(recipes, "quantized_rows", lambda *args, **how: None)
-    for a, b in zip(found, value_and_gradients(layer(), recipe, align_size=8), strict=True):
-        assert_same_bits(a, b)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("recipe", ["rows", "blocks", ALL, moe.Recipe(None, "rows")], ids=str)
+def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
+    """Tokens are quantized before they move, gradients too, and glu's result as it is made: the
+    same bits as of the rows afterwards."""
+    x, logits, w_gate_up, w_down = layer()
+    how = {"align_size": 8, "implementation": implementation}
+    biases = jnp.linspace(-1, 1, 8 * 80).reshape(8, 80).astype("bfloat16")
+    if biased:
+        how |= {"b_gate_up": biases, "b_down": jnp.ones((8, 96), "bfloat16")}
+    if two:
+        w_gate_up = tuple(jnp.split(w_gate_up, 2, axis=2))
+        how |= {"b_gate_up": tuple(jnp.split(biases, 2, axis=1))} if biased else {}
+    given = x, logits, w_gate_up, w_down
+    found = value_and_gradients(given, recipe, **how)
+    multiply = products.multiply
+
+    def apart(recipe, rows, *args, quantized=None, source=None, target=None, **how):
+        rows = rows if source is None else moe.permute(rows, source)
+        out = multiply(recipe, rows, *args, **how)
+        return out if target is None else moe.unpermute(out, target)
+
+    def glu_apart(recipe, gate_up, row_weights, *args, bias, activation, interleaved, **how):
+        inner = moe.glu(gate_up, row_weights, activation=activation, interleaved=interleaved)
+        weighted = {"bias": bias, "bias_weights": None if bias is None else row_weights}
+        return apart(recipe, inner, *args, **weighted, **how)
+
+    monkeypatch.setattr(products, "multiply", apart)
+    monkeypatch.setattr(products, "glu_multiply", glu_apart)
+    wanted = value_and_gradients(given, recipe, **how)
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        if implementation == "xla":
+            assert_same_bits(a, b)
+        else:  # plain JAX's glu, of another order
+            assert_close(a, np.asarray(b, np.float64), terms=64)
 
 
 @pytest.mark.slow("the layer's sharding has tests of its own")

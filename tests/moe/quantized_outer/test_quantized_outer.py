@@ -56,11 +56,21 @@ def rounded(rows, sizes, dtype):
     return out
 
 
-def run(left, right, sizes, implementation, fast_sums=True, dtypes=(E4M3, E5M2), dtype="float32"):
+def run(
+    left,
+    right,
+    sizes,
+    implementation,
+    fast_sums=True,
+    dtypes=(E4M3, E5M2),
+    dtype="float32",
+    sources=(None, None),
+):
     return quantized_outer(
         jnp.asarray(left),
         jnp.asarray(right),
         as_sizes(sizes),
+        sources=sources,
         dtypes=dtypes,
         result_dtype=dtype,
         fast_sums=fast_sums,
@@ -157,6 +167,37 @@ def test_what_is_no_number_stays_in_its_group(implementation, value):
     assert not np.isfinite(out[1, :, 5]).any()
     for found, plain, axis, at in ((out[0], clean[0], 0, 3), (out[1], clean[1], 1, 5)):
         assert_same_bits(np.delete(found, at, axis), np.delete(plain, at, axis))
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("named", [(True, False), (False, True), (True, True)])
+def test_rows_that_are_named(implementation, named):
+    """The same bits as of those rows, and zeros for rows that there are not."""
+    sources = [np.random.default_rng(2).integers(-2, 50, ROWS).astype(np.int32) for _ in named]
+    given, rows = [], []
+    for side, source, is_named in zip(both_sides(), sources, named, strict=True):
+        tokens = side[:47]
+        inside = (source >= 0) & (source < len(tokens))
+        moved = np.where(inside[:, None], tokens[np.clip(source, 0, len(tokens) - 1)], 0)
+        given.append(tokens if is_named else side)
+        rows.append(moved.astype("float32") if is_named else side)
+    sources = [jnp.asarray(s) if n else None for s, n in zip(sources, named, strict=True)]
+    with checked():
+        found = run(*given, SIZES["uneven"], implementation, sources=sources)
+    assert_same_bits(found, run(*rows, SIZES["uneven"], implementation))
+
+
+def test_named_rows_that_are_cut_over_devices():
+    left, right = both_sides()
+    source = jnp.asarray(np.random.default_rng(3).integers(0, 40, ROWS), jnp.int32)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    sizes, right[-9:] = [0, 150, 0, 150], 2  # a group for each device
+    with jax.set_mesh(mesh):
+        put = lambda array: jax.device_put(array, NamedSharding(mesh, PartitionSpec("a")))
+        cut = jax.jit(lambda *sides, source: run(*sides, sizes, None, sources=(source, None)))
+        out = cut(put(left), put(right), source=put(source))
+    wanted = run(left, right, sizes, None, sources=(source, None))
+    assert_close(out, np.asarray(wanted, np.float64), terms=ROWS)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

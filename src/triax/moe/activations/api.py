@@ -16,6 +16,8 @@ from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations import functions, ops
 from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu
+from triax.moe.quantization.api import quantize
+from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
@@ -83,6 +85,28 @@ def glu(
     else:
         out = _op(gate_up, up, spec, implementation)(gate_up, up, row_weights)
     return checkpoint_name(out, "triax_glu")
+
+
+def quantized_glu(
+    gate_up: Any,
+    row_weights: Any,
+    dtype: str,
+    *,
+    activation: Activation,
+    interleaved: bool,
+    implementation: Any,
+) -> ScaledArray:
+    """What `quantize` makes of `glu`'s result, with a scale for each row."""
+    spec, function = resolve(activation, interleaved)
+    gate, up, weights, resolved = _checked(gate_up, row_weights, spec, implementation)
+    if function is not None or not gate.size:
+        how: dict[str, Any] = {"activation": activation, "interleaved": interleaved}
+        out = glu(gate_up, row_weights, **how, implementation=implementation)
+        return quantize(out, dtype, block=(1, None), implementation=implementation)
+    call = _op(gate, up, spec, resolved)
+    call = call.like(ops.QUANTIZED[call.op.name], dtype=jnp.dtype(dtype))
+    values, scales = call(gate, up, weights)
+    return ScaledArray(values, scales, (1, values.shape[1]))
 
 
 def glu_gradients(

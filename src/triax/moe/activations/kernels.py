@@ -1,10 +1,20 @@
-"""The kernels of glu: an activation, gated or not, times each row's weight.
+"""The kernels of glu: an activation, gated or not, times each row's weight; also in 8 bits.
 
 Gate and up lie side by side in one array, in turn, or in two arrays.
 """
 
 import triton
 import triton.language as tl
+
+from triax.moe.quantization.kernels import (
+    _INFINITY,
+    _finite,
+    _float32,
+    _inverse,
+    _quantized,
+    _scale,
+    _sizes,
+)
 
 
 @triton.jit
@@ -72,6 +82,44 @@ def _load(
     return gate.to(tl.float32), up.to(tl.float32)
 
 
+@triton.jit
+def _glu(
+    operands,
+    rows,
+    first,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A block of the result, from column `first` on, in the dtype of gate and up."""
+    gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width = operands
+    gate, up = _load(
+        gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, ROWS, COLUMNS
+    )
+    if LIMIT is not None:
+        gate, up, _, _ = _clipped(gate, up, LIMIT)
+    out, _ = _curve(gate, CURVE, ALPHA)
+    if GATED:
+        out *= up + UP_OFFSET
+    if row_weights_ptr is not None:
+        weight = tl.load(row_weights_ptr + rows, mask=rows < num_rows, other=0.0)
+        out *= weight.to(tl.float32)[:, None]
+    return out.to(gate_up_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _place(rows, num_rows, first, width, COLUMNS: tl.constexpr):
+    """Where a block of the result is, and what of it there is."""
+    columns = first + tl.arange(0, COLUMNS)[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < width)
+    return rows.to(tl.int64)[:, None] * width + columns, mask
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _glu_kernel(
     gate_up_ptr,
@@ -93,30 +141,136 @@ def _glu_kernel(
     column_blocks = tl.cdiv(width, BLOCK_COLUMNS)
     rows = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first = tl.program_id(0) % column_blocks * BLOCK_COLUMNS
-    gate, up = _load(
-        gate_up_ptr,
-        up_ptr,
+    operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
+    out = _glu(
+        operands,
         rows,
-        num_rows,
         first,
-        width,
+        CURVE,
         GATED,
         INTERLEAVED,
+        ALPHA,
+        LIMIT,
+        UP_OFFSET,
         BLOCK_ROWS,
         BLOCK_COLUMNS,
     )
-    if LIMIT is not None:
-        gate, up, _, _ = _clipped(gate, up, LIMIT)
-    out, _ = _curve(gate, CURVE, ALPHA)
-    if GATED:
-        out *= up + UP_OFFSET
-    inside = rows < num_rows
-    if row_weights_ptr is not None:
-        out *= tl.load(row_weights_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-    columns = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
-    at = out_ptr + rows.to(tl.int64)[:, None] * width + columns
-    mask = inside[:, None] & (columns < width)
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    at, mask = _place(rows, num_rows, first, width, BLOCK_COLUMNS)
+    tl.store(out_ptr + at, out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantized_glu_kernel(
+    gate_up_ptr,
+    up_ptr,
+    row_weights_ptr,
+    num_rows,
+    width,
+    values_ptr,
+    scales_ptr,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NAN: tl.constexpr,
+    INFINITY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    # Whole rows, with a scale for each. Their numbers are made twice, from what is then in the
+    # cache: for the largest, and to be rounded.
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
+    largest = _largest_of_glu(
+        operands,
+        rows,
+        False,
+        CURVE,
+        GATED,
+        INTERLEAVED,
+        ALPHA,
+        LIMIT,
+        UP_OFFSET,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+    )
+    special = tl.max(largest, 0) >= _INFINITY
+    if special:
+        largest = _largest_of_glu(
+            operands,
+            rows,
+            True,
+            CURVE,
+            GATED,
+            INTERLEAVED,
+            ALPHA,
+            LIMIT,
+            UP_OFFSET,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+        )
+    scale = _scale(largest, LARGEST)
+    tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
+    inverse = _inverse(scale)[:, None]
+    for first in range(0, width, BLOCK_COLUMNS):
+        out = _glu(
+            operands,
+            rows,
+            first,
+            CURVE,
+            GATED,
+            INTERLEAVED,
+            ALPHA,
+            LIMIT,
+            UP_OFFSET,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+        )
+        if special:
+            values = _quantized(out, inverse, values_ptr, True, NAN, INFINITY)
+        else:
+            values = _quantized(out, inverse, values_ptr, False, NAN, INFINITY)
+        at, mask = _place(rows, num_rows, first, width, BLOCK_COLUMNS)
+        tl.store(values_ptr + at, values, mask=mask)
+
+
+@triton.jit
+def _largest_of_glu(
+    operands,
+    rows,
+    FINITE: tl.constexpr,
+    CURVE: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The size of the largest number of rows of the result."""
+    dtype: tl.constexpr = operands[0].dtype.element_ty
+    found = tl.zeros([ROWS, COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32)
+    for first in range(0, operands[4], COLUMNS):
+        out = _glu(
+            operands,
+            rows,
+            first,
+            CURVE,
+            GATED,
+            INTERLEAVED,
+            ALPHA,
+            LIMIT,
+            UP_OFFSET,
+            ROWS,
+            COLUMNS,
+        )
+        sizes = _sizes(out)
+        found = tl.maximum(found, _finite(sizes, dtype) if FINITE else sizes)
+    return _float32(tl.max(found, 1), dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

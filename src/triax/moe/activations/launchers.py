@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from triax.binding.launch import KernelImplementation
-from triax.moe.activations.reference import GluSpec
+from triax.moe.activations.reference import GluSpec, quantized_glu_reference
+from triax.moe.quantization.configs import RowsConfig
+from triax.moe.quantization.launchers import rounds_to
+from triax.moe.quantization.reference import FORMATS
 from triax.moe.shared import blocks
 from triax.moe.shared.arrays import absent
 from triax.moe.shared.launching import launch
+from triax.moe.shared.target import Target, for_target
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -27,8 +32,7 @@ def glu(
     """``row_weights * activation(gate, up)``."""
     from triax.moe.activations.kernels import _glu_kernel
 
-    num_rows, width = gate_up.shape
-    width = width // 2 if spec.gated and up is None else width
+    num_rows, width = _shape(gate_up, up, spec)
     block = blocks.part(width, gate_up.dtype.itemsize, _MAX_ROWS)
     return launch(
         _glu_kernel,
@@ -45,6 +49,75 @@ def glu(
         BLOCK_ROWS=block.rows,
         BLOCK_COLUMNS=block.width,
     )
+
+
+def quantized_glu(
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    *,
+    spec: GluSpec,
+    dtype: np.dtype,
+    implementation: KernelImplementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """What `quantize` makes of glu's result, with a scale for each row: values and scales."""
+    num_rows, width = _shape(gate_up, up, spec)
+    return for_target(
+        _quantized_glu,
+        gate_up,
+        up,
+        row_weights,
+        out_type=(
+            jax.ShapeDtypeStruct((num_rows, width), dtype),
+            jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),
+        ),
+        spec=spec,
+        dtype=dtype,
+        implementation=implementation,
+    )
+
+
+def _quantized_glu(
+    target: Target,
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    *,
+    spec: GluSpec,
+    dtype: np.dtype,
+    implementation: KernelImplementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    from triax.moe.activations.kernels import _quantized_glu_kernel
+
+    if not rounds_to(dtype, target, implementation):
+        return quantized_glu_reference(gate_up, up, row_weights, spec=spec, dtype=dtype)
+    num_rows, width = _shape(gate_up, up, spec)
+    block, kind = RowsConfig.for_depth(width), FORMATS[dtype]
+    values, scales = launch(
+        _quantized_glu_kernel,
+        gate_up,
+        up,
+        row_weights,
+        num_rows,
+        width,
+        out_type=(
+            jax.ShapeDtypeStruct((num_rows, width), dtype),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ),
+        grid=-(-num_rows // block.block_rows),
+        config=(spec, block),
+        implementation=implementation,
+        LARGEST=kind.largest,
+        NAN=kind.nan,
+        INFINITY=kind.infinity,
+    )
+    return values, scales[:, None]
+
+
+def _shape(gate_up: jax.Array, up: jax.Array | None, spec: GluSpec) -> tuple[int, int]:
+    """That of the result."""
+    num_rows, width = gate_up.shape
+    return num_rows, width // 2 if spec.gated and up is None else width
 
 
 def glu_grad(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
+from triax.errors import DifferentiationError
 from triax.moe.activations import launchers, reference
 from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
@@ -69,6 +70,23 @@ glu_of_two = Op(
     derivative=_derivative,
 )
 
+
+def _no_derivative(*_: Any) -> NoReturn:
+    raise DifferentiationError("glu in 8 bits has no derivative: quantize has no derivative.")
+
+
+# What `quantize` makes of their results, with a scale for each row: values and scales.
+_quantized = functools.partial(
+    Op,
+    results=("rw", "r_"),
+    cut="r",
+    kernels=launchers.quantized_glu,
+    xla=reference.quantized_glu_reference,
+    derivative=_no_derivative,
+)
+quantized_glu = _quantized("quantized_glu", arguments=("ru", "", "r"))
+quantized_glu_of_two = _quantized("quantized_glu_of_two", arguments=("rw", "rw", "r"))
+
 # Their gradients are differentiated in plain JAX, because second derivatives are rare.
 glu_grad = Op(
     "glu_grad",
@@ -92,3 +110,4 @@ glu_of_two_grad = Op(
 )
 
 _GRADIENTS = {"glu": glu_grad, "glu_of_two": glu_of_two_grad}
+QUANTIZED = {"glu": quantized_glu, "glu_of_two": quantized_glu_of_two}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.quantization.reference import quantize_reference
 from triax.moe.shared.arrays import at_least_float32
 from triax.sharding import linear
 
@@ -160,6 +161,19 @@ def glu_reference(
     if row_weights is not None:
         out *= row_weights.astype(wider)[:, None]
     return out.astype(gate_up.dtype)
+
+
+def quantized_glu_reference(
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    *,
+    spec: GluSpec,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """What `quantize` makes of glu's result, with a scale for each row: values and scales."""
+    out = glu_reference(gate_up, up, row_weights, spec=spec)
+    return quantize_reference(out, block=(1, max(out.shape[1], 1)), dtype=dtype, transposed=False)
 
 
 def glu_grad_reference(

@@ -140,12 +140,11 @@ def exchanged(
     sizes = {"num_rows": arguments.rows_of_groups(num_rows, align_size), "align_size": align_size}
     weights, experts = gathered(weights), gathered(arguments.as_int32(experts, num_experts))
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
-    operands = (x, weights, experts, scales, _Axis(axis_name, num_devices, num_local))
-    how = {"implementation": implementation}
+    axis, how = _Axis(axis_name, num_devices, num_local), {"implementation": implementation}
+    given = _Given(x, weights, experts, scales, axis, sizes, how)
     if scheme == "choice":
-        return _send_choices(*operands, capacity=capacity, sizes=sizes, how=how)
-    padded = exchange == "padded"
-    return _send_tokens(*operands, capacity=limit, padded=padded, sizes=sizes, how=how)
+        return _send_choices(given, capacity)
+    return _send_tokens(given, limit, exchange == "padded")
 
 
 class _Axis(NamedTuple):
@@ -154,19 +153,21 @@ class _Axis(NamedTuple):
     experts: int  # of each device
 
 
-def _send_tokens(
-    x: jax.Array,
-    weights: jax.Array,
-    experts: jax.Array,
-    scales: Any,
-    axis: _Axis,
-    *,
-    capacity: int,
-    padded: bool,
-    sizes: dict[str, Any],
-    how: dict[str, Any],
-) -> Dispatched:
+class _Given(NamedTuple):
+    """What is sent, checked; the sizes of the groups that it is sent to."""
+
+    x: jax.Array
+    weights: jax.Array
+    experts: jax.Array
+    scales: Any
+    axis: _Axis
+    sizes: dict[str, Any]
+    how: dict[str, Any]
+
+
+def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
     """Once to each device, with a plan of what arrives by the experts here."""
+    x, weights, experts, scales, axis, sizes, how = given
     top_k = experts.shape[1]
     routed = experts >= 0
     device_of = jnp.where(routed, experts // axis.experts, -1)
@@ -208,18 +209,9 @@ def _send_tokens(
     )
 
 
-def _send_choices(
-    x: jax.Array,
-    weights: jax.Array,
-    experts: jax.Array,
-    scales: Any,
-    axis: _Axis,
-    *,
-    capacity: int | None,
-    sizes: dict[str, Any],
-    how: dict[str, Any],
-) -> Dispatched:
+def _send_choices(given: _Given, capacity: int | None) -> Dispatched:
     """Each pair of token and expert as a row, straight to its place among the experts there."""
+    x, weights, experts, scales, axis, sizes, how = given
     sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
     moved: Any = permute(x, sent, weights=weights, scales=scales, **how)
     counts = sent.group_sizes.reshape(axis.devices, axis.experts)

@@ -117,17 +117,8 @@ def ragged(
     return moved
 
 
-def _there(
-    rows: jax.Array,
-    slices: Slices,
-    *,
-    num_rows: int,
-    axis_name: Any,
-    fill: bool,
-    implementation: None,
-) -> jax.Array:
-    pieces = _cut(slices, max(1, _PIECES // slices.sizes.shape[1]))
-    return move(rows, pieces, num_rows, axis_name, fill=fill)
+def _there(rows: jax.Array, slices: Slices, *, implementation: None, **how: Any) -> jax.Array:
+    return move(rows, _cut(slices, max(1, _PIECES // slices.sizes.shape[1])), **how)
 
 
 def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
@@ -187,23 +178,13 @@ def _cut(slices: Slices, count: int) -> Pieces:
     return Pieces(*(array.reshape(len(array), -1).astype(jnp.int32) for array in found))
 
 
-def _emulate(
-    rows: jax.Array,
-    out: jax.Array,
-    offsets: jax.Array,
-    sizes: jax.Array,
-    targets: jax.Array,
-    received_sizes: jax.Array,
-    *,
-    axis_name: Any,
-) -> jax.Array:
+def _emulate(rows: jax.Array, out: jax.Array, *pieces: jax.Array, axis_name: Any) -> jax.Array:
     """`jax.lax.ragged_all_to_all` where there is none: every device sees all rows."""
-    del received_sizes
     this, num_devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_name)
     # Of all pieces those that come here; their offsets among the rows of all devices.
     offsets, sizes, targets = (
-        gather(array.reshape(num_devices, -1))[:, this] for array in (offsets, sizes, targets)
+        gather(array.reshape(num_devices, -1))[:, this] for array in pieces[:3]
     )
     offsets += jnp.arange(num_devices, dtype=jnp.int32)[:, None] * len(rows)
     offsets, sizes, targets = (array.reshape(-1) for array in (offsets, sizes, targets))

@@ -15,8 +15,8 @@ _HOPPER = 90
 class DotConfig:
     """One program computes `block_rows` × `block_columns`, `block_depth` of the sum at a time.
 
-    `row_tiles` neighbouring row tiles share the columns of their weights in L2. `persistent` is
-    whether there are only as many programs as the GPU runs at once, each of which loops.
+    `row_tiles` neighbouring row tiles of a group share the columns of its weights in L2.
+    `persistent` is whether there are only as many programs as the GPU runs at once, which loop.
     """
 
     block_rows: int
@@ -75,13 +75,18 @@ class DotConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
-    """One program computes `block_left` × `block_right`, `block_rows` of the sum at a time."""
+    """One program computes `block_left` × `block_right`, `block_rows` of the sum at a time.
+
+    `row_tiles` neighbouring tiles of the left side share those of the right one in L2. `persistent`
+    is as in `DotConfig`.
+    """
 
     block_left: int
     block_right: int
     block_rows: int
     num_warps: int
     num_stages: int
+    persistent: bool
     row_tiles: int = 8
 
     @classmethod
@@ -90,11 +95,11 @@ class OuterConfig:
     ) -> OuterConfig:
         """The config for so many columns on both sides, and elements of `itemsize` bytes."""
         if exact:
-            return cls(fit(left, 64), fit(right, 64), 32, 4, 3)
+            return cls(fit(left, 64), fit(right, 64), 32, 4, 3, False)
         deep = 128 // itemsize
         if tma:
-            return cls(fit(left, 128), fit(right, 256 if itemsize <= 2 else 128), deep, 8, 3)
-        return cls(fit(left, 128), fit(right, 128), deep if hopper else deep // 2, 8, 4)
+            return cls(fit(left, 128), fit(right, 256 if itemsize <= 2 else 128), deep, 8, 3, True)
+        return cls(fit(left, 128), fit(right, 128), deep if hopper else deep // 2, 8, 4, False)
 
 
 def is_hopper(compute_capability: int) -> bool:

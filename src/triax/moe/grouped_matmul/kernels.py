@@ -1,6 +1,6 @@
 """The kernels of ragged_dot: rows times the weights of their group.
 
-`_ragged_dot_schedule_kernel` cuts the groups into row tiles, each of one group.
+`_ragged_dot_schedule_kernel` cuts the groups into row tiles, and puts those of a group into sets.
 `_ragged_dot_kernel` takes tiles of rows × columns from it. Group sizes are clipped as they are
 read, so that no sizes, however wrong, lead outside. Rows before the first group, if it does not
 begin at row 0, are zero in results, as are those past the last.
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 _GROUP_END = tl.constexpr(1 << 30)
+_MOST_OF_SET = tl.constexpr(64)  # row tiles, and one more than there may be
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -28,10 +29,13 @@ def _ragged_dot_schedule_kernel(
     bounds_ptr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    # A program for each group. It sums the groups before it, and writes its own tiles.
+    # A program for each group. It sums the groups before it, and writes its own tiles. They are in
+    # sets of equally many, but for the last, and of at most ROW_TILES: tiles of other groups have
+    # no weights in common.
     group = tl.program_id(0)
     first_row = 0
     if first_row_ptr is not None:
@@ -62,18 +66,42 @@ def _ragged_dot_schedule_kernel(
     if group == NUM_GROUPS - 1:
         tl.store(tiles_ptr, first_tile + num_tiles)
         tl.store(tiles_ptr + 1, end)
+    num_sets = tl.maximum(tl.cdiv(num_tiles, ROW_TILES), 1)
+    per_set = tl.cdiv(num_tiles, num_sets)
     for first in range(0, num_tiles, BLOCK_TILES):
         tile = first + tl.arange(0, BLOCK_TILES)
         record = tiles_ptr + 4 * (1 + first_tile + tile)
         inside = tile < num_tiles
+        first_of_set = tile // per_set * per_set
+        of_set = tl.minimum(num_tiles - first_of_set, per_set)
         tl.store(record, tl.zeros_like(tile) + group, mask=inside)
-        tl.store(record + 1, start + tile * BLOCK_ROWS, mask=inside)
+        tl.store(record + 1, start + first_of_set * BLOCK_ROWS, mask=inside)
         tl.store(record + 2, tl.zeros_like(tile) + end, mask=inside)
+        place = (tile - first_of_set) * _MOST_OF_SET + of_set
+        tl.store(record + 3, place, mask=inside)
+
+
+@triton.jit
+def _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS: tl.constexpr):
+    """The group, first row, group's end and column tile of a tile of rows × columns.
+
+    Tiles go through the rows of a set before the next columns, so that weights stay in L2.
+    """
+    # A set has a record for each of its row tiles, all alike but for the place in it.
+    row_tile = tile // num_column_tiles
+    record = tiles_ptr + 4 * (1 + row_tile)
+    group = tl.load(record)
+    row = tl.load(record + 1)
+    end = tl.load(record + 2)
+    place = tl.load(record + 3)
+    of_set = place % _MOST_OF_SET
+    in_set = tile - (row_tile - place // _MOST_OF_SET) * num_column_tiles
+    return group, row + in_set % of_set * BLOCK_ROWS, end, in_set // of_set
 
 
 @triton.jit
 def _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES: tl.constexpr):
-    """Row and column tile: neighbours share ROW_TILES row tiles, so that weights stay in L2."""
+    """Row and column tile: neighbours share ROW_TILES row tiles, so that columns stay in L2."""
     per_set = ROW_TILES * num_column_tiles
     first = tile // per_set * ROW_TILES
     row_tiles = tl.minimum(num_row_tiles - first, ROW_TILES)
@@ -186,7 +214,6 @@ def _ragged_dot_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    ROW_TILES: tl.constexpr,
     IMPRECISE: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     WEIGHT_COLUMNS: tl.constexpr,
@@ -201,11 +228,7 @@ def _ragged_dot_kernel(
     num_tiles = num_row_tiles * num_column_tiles
     half: tl.constexpr = BLOCK_COLUMNS // 2
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
-        row_tile, column_tile = _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES)
-        record = tiles_ptr + 4 * (1 + row_tile)
-        group = tl.load(record)
-        row = tl.load(record + 1)
-        end = tl.load(record + 2)
+        group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         column = column_tile * BLOCK_COLUMNS
         if bias_ptr is not None:  # loaded here, where there is time until it is added
             which = column + tl.arange(0, BLOCK_COLUMNS)

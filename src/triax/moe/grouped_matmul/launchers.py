@@ -11,7 +11,7 @@ import jax
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
-from triax.moe.grouped_matmul.options import Groups, Options, PackedScales, Side
+from triax.moe.grouped_matmul.options import Groups, Options, PackedScales
 from triax.moe.grouped_matmul.reference import with_unpacked_weights
 from triax.moe.grouped_matmul.tiles import (
     IMPRECISE,
@@ -72,35 +72,22 @@ def group_outer(
     left: jax.Array,
     right: jax.Array,
     groups: Groups,
-    weights: jax.Array | None = None,
     *,
     options: Options,
     implementation: KernelImplementation | None,
-    summed: Side | None = None,
-    sum_dtype: Any = None,
-) -> Any:
-    """For each group the sum over its rows of left × right: [groups, left, right].
-
-    With `summed` also `group_sum` of that side, with the rows' weights.
-    """
-    num_groups = groups.sizes.shape[0]
-    shape = (num_groups, left.shape[1], right.shape[1])
-    out_type: Any = jax.ShapeDtypeStruct(shape, options.dtype)
-    if summed is not None:
-        columns = (left if summed == "left" else right).shape[1]
-        out_type = out_type, jax.ShapeDtypeStruct((num_groups, columns), sum_dtype)
-    return for_target(
+) -> jax.Array:
+    """For each group the sum over its rows of left × right: [groups, left, right]."""
+    shape = (groups.sizes.shape[0], left.shape[1], right.shape[1])
+    found: jax.Array = for_target(
         _group_outer,
         left,
         right,
-        weights,
         groups,
-        out_type=out_type,
+        out_type=jax.ShapeDtypeStruct(shape, options.dtype),
         options=options,
-        summed=summed,
-        sum_dtype=sum_dtype,
         implementation=implementation,
     )
+    return found
 
 
 def group_sum(
@@ -176,7 +163,7 @@ def _ragged_dot(
         blocked=options.blocked,
     )
     row_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
-    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
+    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation, config.row_tiles)
     num_programs = row_tiles * cdiv(columns, config.block_columns)
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)
@@ -261,14 +248,11 @@ def _group_outer(
     target: Target,
     left: jax.Array,
     right: jax.Array,
-    weights: jax.Array | None,
     groups: Groups,
     *,
     options: Options,
-    summed: Side | None,
-    sum_dtype: Any,
     implementation: KernelImplementation | None,
-) -> Any:
+) -> jax.Array:
     from triax.moe.grouped_matmul.gradient_kernels import _group_outer_kernel
 
     num_rows, num_left = left.shape
@@ -286,12 +270,10 @@ def _group_outer(
         tma=tma,
     )
     _, bounds = schedule(groups, num_rows, config.block_rows, implementation)
-    absent: dict[str, Any] = {"sums_ptr": None}
-    out_type: Any = outer
-    if summed is not None:
-        columns = num_left if summed == "left" else num_right
-        out_type = outer, jax.ShapeDtypeStruct((num_groups, columns), sum_dtype)
-        absent = {}
+    tiles = cdiv(num_left, config.block_left) * cdiv(num_right, config.block_right)
+    num_programs = num_groups * tiles
+    if config.persistent:
+        num_programs = min(num_programs, target.multiprocessors)
     output: dict[str, Any] = {}
     operands: tuple[Any, ...] = (left, right)
     if tma:
@@ -300,26 +282,25 @@ def _group_outer(
             bounded_by_group(right, config.block_rows, config.block_right),
         )
         empty = jax.lax.empty(outer.shape, outer.dtype)
-        block = (1, config.block_left, config.block_right)
+        block = (1, config.block_left, config.block_right // 2)
         output = {
             "out": TensorDescriptor.from_array(empty, block),
             "input_output_aliases": {"out": 0},
         }
-    return launch(
+    found: jax.Array = launch(
         _group_outer_kernel,
         *operands,
-        weights,
         bounds,
         num_left,
         num_right,
-        out_type=out_type,
-        grid=num_groups * cdiv(num_left, config.block_left) * cdiv(num_right, config.block_right),
+        out_type=outer,
+        grid=num_programs,
         config=config,
         implementation=implementation,
+        NUM_GROUPS=num_groups,
         DTYPE=triton_dtype(options.dtype),
         PRECISION=options.input_precision,
         TMA=tma,
-        SUM=summed,
         **output,
-        **absent,
     )
+    return found

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from triax.errors import DifferentiationError
 from triax.moe.grouped_matmul import launchers, reference
-from triax.moe.grouped_matmul.options import Groups, Options, Side
+from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.order import after
@@ -77,18 +77,10 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
             if "right" in cotangents:  # which takes the rows: they need not be kept any longer
                 operands["gradient"] = after(gradient, cotangents["right"])
             pair = [operands[key] for key in order]
-            if op is group_outer and "bias" in moving_dtypes:  # both read all of the gradient
-                both = _OUTER_AND_SUM["left" if order[0] == "gradient" else "right"]
-                multiply = both.of(
-                    call.implementation, options=options, sum_dtype=moving_dtypes["bias"]
-                )
-                cotangents[name], cotangents["bias"] = multiply(*pair, groups, bias_weights)
-            else:
-                cotangents[name] = call.like(op, options=options)(*pair, groups)
-        if "bias" in moving_dtypes and "bias" not in cotangents:
-            add_up = group_sum.of(
-                call.implementation, dtype=moving_dtypes["bias"], num_rows=num_rows
-            )
+            cotangents[name] = call.like(op, options=options)(*pair, groups)
+        if "bias" in moving_dtypes:
+            kind = moving_dtypes["bias"]
+            add_up = group_sum.of(call.implementation, dtype=kind, num_rows=num_rows)
             cotangents["bias"] = add_up(gradient, groups, bias_weights)
         return cotangents
 
@@ -330,52 +322,4 @@ _BIAS = {
     "spread_bias": ("bias", "weights", "rows"),
     "group_sum": ("rows", "weights", "bias"),
     "bias_products": ("rows", "bias", "weights"),
-}
-
-
-# --- the gradients of weights and bias together --------------------------------------------------
-
-
-def _both_derivative(call: Call, primals: Any, tangents: Any, out: Any) -> Any:
-    outer = group_outer.of(call.implementation, options=call.options["options"])
-
-    def apart(left: Any, right: Any, groups: Any, weights: Any) -> Any:
-        rows = right if call.op is _OUTER_AND_SUM["right"] else left
-        how = {"dtype": call.options["sum_dtype"], "num_rows": rows.shape[0]}
-        add_up = group_sum.of(call.implementation, **how)
-        return outer(left, right, groups), add_up(rows, groups, weights)
-
-    return linear.jvp(apart, primals, tangents)[1]
-
-
-def _part_of_both(
-    call: Call, shard: Shard, left: Any, right: Any, groups: Any, weights: Any
-) -> Any:
-    groups = groups_of_part(shard, groups, left.shape[0])
-    if shard.count("r") == 1:
-        return call.run(left, right, groups, weights)
-    options, kind = call.options["options"], call.options["sum_dtype"]
-    wide = call.like(options=options.for_partial_sums(), sum_dtype=at_least_float32(kind))
-    found = (shard.sum("r", array) for array in wide.run(left, right, groups, weights))
-    return tuple(a.astype(to) for a, to in zip(found, (options.dtype, kind), strict=True))
-
-
-def _outer_and_sum(side: Side, letters: str) -> Op:
-    return Op(
-        f"group_outer_and_sum_of_{side}",
-        arguments=("rk", "rn", letters_of_groups, "r"),
-        results=("gkn", letters),
-        cut="rkn",
-        derivative=_both_derivative,
-        part=_part_of_both,
-        kernels=functools.partial(launchers.group_outer, summed=side),
-        xla=functools.partial(reference.group_outer_and_sum_reference, summed=side),
-    )
-
-
-# `group_outer` and the `group_sum` of one of its sides, which is read once for both. Of left,
-# right, groups, and weights or None.
-_OUTER_AND_SUM: dict[str, Op] = {
-    "left": _outer_and_sum("left", "gk"),
-    "right": _outer_and_sum("right", "gn"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,6 @@ _TF32X3 = {"high", "TF32_TF32_F32_X3"}
 
 # JAX's name for sums of products of 8-bit floats by the tensor cores alone.
 FAST_SUMS = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
-
-Side = Literal["left", "right"]
 
 
 class Groups(NamedTuple):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.compat import jax_private
-from triax.moe.grouped_matmul.options import Groups, Options, Side
+from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.quantization.scaled import product
 from triax.moe.shared.arrays import at_least_float32, running_sum
 from triax.sharding import explicit
@@ -181,22 +181,6 @@ def group_sum_reference(
     zeros = jnp.zeros((groups.sizes.shape[0], rows.shape[1]), wider)
     group = group_of_rows(groups, num_rows)
     return zeros.at[group].add(rows, mode="drop").astype(dtype)
-
-
-def group_outer_and_sum_reference(
-    left: jax.Array,
-    right: jax.Array,
-    groups: Groups,
-    weights: jax.Array | None,
-    *,
-    options: Options,
-    summed: Side,
-    sum_dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """`group_outer`, and `group_sum` of its left or right side."""
-    rows = left if summed == "left" else right
-    sums = group_sum_reference(rows, groups, weights, dtype=sum_dtype, num_rows=rows.shape[0])
-    return group_outer_reference(left, right, groups, options=options), sums
 
 
 def bias_products_reference(

@@ -28,11 +28,13 @@ def schedule(
     num_rows: int,
     block_rows: int,
     implementation: KernelImplementation | None,
+    row_tiles: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Row tiles, four numbers each after the first four, and the bounds of groups [2, groups + 1].
 
-    The first four begin with how many tiles there are, where the groups end and where they begin; a
-    tile's are its group, its first row and its group's end. Bounds are in rows and in tiles.
+    The first four begin with how many tiles there are, where the groups end and where they begin. A
+    tile's say of its set, of up to `row_tiles` of a group: the group, the first row, the group's
+    end, and the tile's place in it. Bounds are in rows and in tiles.
     """
     from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
 
@@ -52,6 +54,7 @@ def schedule(
         implementation=implementation,
         NUM_GROUPS=num_groups,
         BLOCK_ROWS=block_rows,
+        ROW_TILES=row_tiles,
         BLOCK_GROUPS=256,
         BLOCK_TILES=128,
     )

@@ -20,10 +20,11 @@ from triax.moe.activations.reference import Activation
 from triax.moe.expert_parallel.api import combine
 from triax.moe.expert_parallel.arrivals import by_expert, exchanged
 from triax.moe.grouped_matmul.api import ragged_dot
-from triax.moe.layer import ops, recipes
+from triax.moe.layer import ops, products
 from triax.moe.layer.recipes import Recipe
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
+from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.api import route
 from triax.moe.shared import arguments
@@ -123,14 +124,18 @@ def _run(options: Options, *operands: Any) -> FeedForward:
     )
 
     def arrived() -> Arrived:
-        rows, row_weights, _ = permute(given.x, plan, weights=weights, **how)
-        quantized = None
-        if options.recipe is not None and options.weights_on == "output":
-            quantized = recipes.quantized_rows(options.recipe, given.x, plan, **how)
-        return Arrived(rows, row_weights, quantized)
+        if options.recipe is None or options.weights_on == "input":
+            rows, row_weights, _ = permute(given.x, plan, weights=weights, **how)
+            return Arrived(rows, row_weights)
+        no_columns = jnp.zeros((given.x.shape[0], 0), given.x.dtype)
+        row_weights = permute(no_columns, plan, weights=weights, **how).weights
+        quantized = products.quantized_tokens(options.recipe, given.x, plan, **how)
+        return Arrived(given.x, row_weights, quantized, plan)
 
-    out = _experts(options, given, arrived, plan.group_sizes)
-    tokens = unpermute(out, plan, **how)
+    if options.recipe is None:
+        tokens = unpermute(_experts(options, given, arrived, plan.group_sizes), plan, **how)
+    else:
+        tokens = _experts(options, given, arrived, plan.group_sizes, plan)
     return FeedForward(tokens, plan.group_counts, plan.num_dropped, weights, experts)
 
 
@@ -152,7 +157,7 @@ def _spread(options: Options, given: Operands) -> FeedForward:
 
     def arrived() -> Arrived:
         found = by_expert(sent, options.implementation)
-        return Arrived(found.rows, found.weights, None)
+        return Arrived(found.rows, found.weights)
 
     out = _experts(options, given, arrived, sent.group_sizes)
     tokens = combine(out, sent.plan, weights=None, **how)
@@ -175,17 +180,25 @@ def _route(options: Options, given: Operands) -> Any:
 
 
 class Arrived(NamedTuple):
-    """The experts' rows, what the router weighs each by, and the rows in 8 bits if they are."""
+    """The experts' rows, what the router weighs each by, and the rows in 8 bits if they are.
+
+    With `source`, a plan, `rows` are the tokens that it sends to rows.
+    """
 
     rows: jax.Array
-    weights: jax.Array
-    quantized: ScaledArray | None
+    weights: Any
+    quantized: ScaledArray | None = None
+    source: Plan | None = None
 
 
 def _experts(
-    options: Options, given: Operands, arrived: Callable[[], Arrived], group_sizes: Any
+    options: Options,
+    given: Operands,
+    arrived: Callable[[], Arrived],
+    group_sizes: Any,
+    target: Plan | None = None,
 ) -> jax.Array:
-    """What the experts make of their rows, times the rows' weights.
+    """What the experts make of their rows, times the rows' weights; with `target` of tokens.
 
     Between the two halves is the first matmul's result, which is kept for the gradient. What else
     the halves need for theirs, but for `Options.keep`, they make again.
@@ -194,11 +207,11 @@ def _experts(
     kind: dict[str, Any] = {"activation": options.activation, "interleaved": options.interleaved}
 
     def multiply(
-        rows: Any, weights: Any, bias: Any, bias_weights: Any = None, quantized: Any = None
+        rows: Any, weights: Any, bias: Any, bias_weights: Any = None, **moves: Any
     ) -> jax.Array:
         product: Any = ragged_dot
         if options.recipe is not None:
-            product = functools.partial(recipes.multiply, options.recipe, quantized=quantized)
+            product = functools.partial(products.multiply, options.recipe, **moves)
         return product(
             rows,
             weights,
@@ -210,18 +223,19 @@ def _experts(
         )
 
     def first() -> Any:
-        rows, row_weights, quantized = arrived()
+        rows, row_weights, quantized, source = arrived()
         if options.weights_on == "input":
             rows, row_weights = _weighted(options, rows, row_weights)
         weights, biases = given.w_gate_up, given.b_gate_up
+        moves = {"quantized": quantized, "source": source}
         if not isinstance(weights, tuple):
-            return multiply(rows, weights, biases, quantized=quantized), row_weights
+            return multiply(rows, weights, biases, **moves), row_weights
         both = zip(weights, biases or (None, None), strict=True)
-        return tuple(multiply(rows, w, bias, quantized=quantized) for w, bias in both), row_weights
+        return tuple(multiply(rows, w, bias, **moves) for w, bias in both), row_weights
 
     def second(gate_up: Any, row_weights: Any) -> jax.Array:
         inner = glu(gate_up, row_weights, **kind, **how)
-        return multiply(inner, given.w_down, given.b_down, row_weights)
+        return multiply(inner, given.w_down, given.b_down, row_weights, target=target)
 
     if KEPT[0] not in options.keep:
         first = jax.checkpoint(first)
@@ -230,9 +244,21 @@ def _experts(
     closes_over = closes_over_traced(options.activation, options.interleaved, gate, up)
     if KEPT[1] in options.keep:
         return second(gate_up, row_weights)
-    quantized = options.recipe is not None or isinstance(given.w_down, ScaledArray)
-    if quantized or closes_over:
+    if closes_over or isinstance(given.w_down, ScaledArray):
         return jax.checkpoint(second)(gate_up, row_weights)
+    if options.recipe is not None:
+        return products.glu_multiply(
+            options.recipe,
+            gate_up,
+            row_weights,
+            given.w_down,
+            group_sizes,
+            bias=given.b_down,
+            transpose_weights=options.transpose_weights,
+            target=target,
+            **kind,
+            **how,
+        )
     return ops.glu_ragged_dot(
         (gate, up, row_weights, given.w_down, given.b_down, group_sizes),
         transposed=options.transpose_weights,

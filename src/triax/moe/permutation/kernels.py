@@ -64,9 +64,7 @@ def _group_end(group_sizes_ptr, num_groups, num_rows, BLOCK_EXPERTS: tl.constexp
 
 @triton.jit
 def _zero_rows(
-    rows_ptr,
-    row_weights_ptr,
-    row_scales_ptr,
+    rows,
     first,
     end,
     first_block,
@@ -76,7 +74,11 @@ def _zero_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Zeros for every `step`-th block of the rows from `first` to `end`."""
+    """Zeros for every `step`-th block of the rows from `first` to `end`.
+
+    `rows` points to them, to their weights and to their scales; None for what there is not.
+    """
+    rows_ptr, row_weights_ptr, row_scales_ptr = rows
     zeros = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], rows_ptr.dtype.element_ty)
     for block in range(first_block, tl.cdiv(end - first, BLOCK_ROWS), step):
         row = first.to(tl.int64) + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -96,16 +98,9 @@ def _zero_rows(
 
 @triton.jit
 def _zero_empty_rows(
-    rows_ptr,
-    row_weights_ptr,
-    row_scales_ptr,
-    group_sizes_ptr,
-    group_filled_ptr,
-    num_rows,
-    num_experts,
-    num_padded,
-    program,
-    num_programs,
+    rows,
+    groups,
+    share,
     WIDTH: tl.constexpr,
     SCALES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -113,36 +108,16 @@ def _zero_empty_rows(
     BLOCK_EXPERTS: tl.constexpr,
 ):
     """Zeros for the rows without a token: one program's share of the pad rows and the tail."""
+    group_sizes_ptr, group_filled_ptr, num_rows, num_experts, num_padded = groups
+    program, num_programs = share
     for expert in range(program, num_padded, num_programs):
         start = _group_end(group_sizes_ptr, expert, num_rows, BLOCK_EXPERTS)
         size = tl.minimum(tl.load(group_sizes_ptr + expert), num_rows - start)
         filled = tl.maximum(tl.load(group_filled_ptr + expert), 0)
-        _zero_rows(
-            rows_ptr,
-            row_weights_ptr,
-            row_scales_ptr,
-            start + tl.minimum(filled, num_rows - start),
-            start + size,
-            0,
-            1,
-            WIDTH,
-            SCALES,
-            BLOCK_ROWS,
-            BLOCK_WIDTH,
-        )
-    _zero_rows(
-        rows_ptr,
-        row_weights_ptr,
-        row_scales_ptr,
-        _group_end(group_sizes_ptr, num_experts, num_rows, BLOCK_EXPERTS),
-        num_rows,
-        program,
-        num_programs,
-        WIDTH,
-        SCALES,
-        BLOCK_ROWS,
-        BLOCK_WIDTH,
-    )
+        first = start + tl.minimum(filled, num_rows - start)
+        _zero_rows(rows, first, start + size, 0, 1, WIDTH, SCALES, BLOCK_ROWS, BLOCK_WIDTH)
+    end = _group_end(group_sizes_ptr, num_experts, num_rows, BLOCK_EXPERTS)
+    _zero_rows(rows, end, num_rows, program, num_programs, WIDTH, SCALES, BLOCK_ROWS, BLOCK_WIDTH)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -214,22 +189,11 @@ def _permute_kernel(
                             value = tl.load(scales_ptr + token * SCALES + scale, mask=exists)
                             tl.store(row_scales_ptr + row * SCALES + scale, value, mask=exists)
     else:
+        rows = rows_ptr, row_weights_ptr, row_scales_ptr
+        groups = group_sizes_ptr, group_filled_ptr, num_rows, num_experts, num_padded
+        share = tl.program_id(0) - num_moving, num_zeroing
         _zero_empty_rows(
-            rows_ptr,
-            row_weights_ptr,
-            row_scales_ptr,
-            group_sizes_ptr,
-            group_filled_ptr,
-            num_rows,
-            num_experts,
-            num_padded,
-            tl.program_id(0) - num_moving,
-            num_zeroing,
-            WIDTH,
-            SCALES,
-            BLOCK_TOKENS,
-            BLOCK_WIDTH,
-            BLOCK_EXPERTS,
+            rows, groups, share, WIDTH, SCALES, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_EXPERTS
         )
 
 
@@ -354,20 +318,7 @@ def _unpermute_grad_kernel(
         if num_slots_ptr is not None:
             _zero_other_slots(d_weights_ptr, token, num_slots, inside, TOP_K, BLOCK_TOKENS)
     else:
-        _zero_empty_rows(
-            d_rows_ptr,
-            None,
-            None,
-            group_sizes_ptr,
-            group_filled_ptr,
-            num_rows,
-            num_experts,
-            num_padded,
-            token_block - token_blocks,
-            num_zeroing,
-            WIDTH,
-            0,
-            BLOCK_TOKENS,
-            BLOCK_WIDTH,
-            BLOCK_EXPERTS,
-        )
+        rows = d_rows_ptr, None, None
+        groups = group_sizes_ptr, group_filled_ptr, num_rows, num_experts, num_padded
+        share = token_block - token_blocks, num_zeroing
+        _zero_empty_rows(rows, groups, share, WIDTH, 0, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_EXPERTS)

@@ -114,17 +114,6 @@ def unpermute(
     return Gathered(x.astype(rows.dtype), token_weights)
 
 
-def weigh_rows(
-    rows: jax.Array,
-    weights: jax.Array,
-    routes: Routes,
-    *,
-    implementation: KernelImplementation | None,
-) -> jax.Array:
-    """Each token's sum over its rows, multiplied by `weights` [tokens, top_k]."""
-    return unpermute(rows, weights, None, routes, implementation=implementation).x
-
-
 def unpermute_grad(
     rows: jax.Array,
     weights: jax.Array,

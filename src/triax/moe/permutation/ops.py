@@ -143,8 +143,10 @@ weigh_rows = Op(
     arguments=("rh", "tk", _routes),
     results="th",
     cut="th",
-    kernels=launchers.weigh_rows,
-    xla=reference.weigh_rows_reference,
+    kernels=lambda rows, weights, routes, **how: (
+        launchers.unpermute(rows, weights, None, routes, **how).x
+    ),
+    xla=lambda rows, weights, routes: reference.unpermute_reference(rows, weights, None, routes).x,
     derivative=_weigh_derivative,
 )
 

@@ -98,11 +98,6 @@ def unpermute_reference(
     return Gathered(total.astype(rows.dtype), gathered)
 
 
-def weigh_rows_reference(rows: jax.Array, weights: jax.Array, routes: Routes) -> jax.Array:
-    """Each token's sum over its rows, multiplied by `weights` [tokens, top_k]."""
-    return unpermute_reference(rows, weights, None, routes).x
-
-
 def unpermute_grad_reference(
     rows: jax.Array, weights: jax.Array, gradient: jax.Array, routes: Routes
 ) -> tuple[jax.Array, jax.Array]:

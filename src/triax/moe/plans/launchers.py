@@ -48,13 +48,24 @@ def place_mask(
     implementation: KernelImplementation | None,
 ) -> Plan:
     """The rows of a mask's tokens, by slots; `top_k` is at least the number of experts."""
-    from triax.moe.plans.kernels import _place_mask_kernel
+    from triax.moe.plans.kernels import _count_mask_kernel, _place_mask_kernel
 
     num_tokens, num_experts = routing_map.shape
     config = MaskConfig.to_place(num_experts)
-    block_counts, group_counts = _scan_counts(
-        _count_mask(routing_map, config, implementation), implementation
+    num_blocks = -(-num_tokens // config.block_tokens)
+    # The tokens of each block that go to each expert.
+    block_counts = launch(
+        _count_mask_kernel,
+        routing_map,
+        num_tokens,
+        num_experts,
+        out_type=_ints(num_blocks, num_experts),
+        # A program for each block of tokens, so that no two write the same counts.
+        grid=num_blocks,
+        config=config,
+        implementation=implementation,
     )
+    block_counts, group_counts = _scan_counts(block_counts, implementation)
     bounds = (num_rows, capacity, align_size)
     plan = launch(
         _place_mask_kernel,
@@ -67,32 +78,11 @@ def place_mask(
         *bounds,
         out_type=_plan_type((num_tokens, top_k), num_experts, bounds),
         # The blocks that were counted, no others; the first program writes the groups.
-        grid=block_counts.shape[0],
-        config=config,
-        implementation=implementation,
-    )
-    return dataclasses.replace(plan, group_counts=group_counts)
-
-
-def _count_mask(
-    routing_map: jax.Array, config: MaskConfig, implementation: KernelImplementation | None
-) -> jax.Array:
-    """The tokens of each block of tokens that a mask routes to each expert."""
-    from triax.moe.plans.kernels import _count_mask_kernel
-
-    num_tokens, num_experts = routing_map.shape
-    num_blocks = -(-num_tokens // config.block_tokens)
-    return launch(
-        _count_mask_kernel,
-        routing_map,
-        num_tokens,
-        num_experts,
-        out_type=_ints(num_blocks, num_experts),
-        # A program for each block of tokens, so that no two write the same counts.
         grid=num_blocks,
         config=config,
         implementation=implementation,
     )
+    return dataclasses.replace(plan, group_counts=group_counts)
 
 
 def place_pairs(
@@ -105,12 +95,49 @@ def place_pairs(
     implementation: KernelImplementation | None,
 ) -> Plan:
     """The rows of all pairs, from int32 expert ids [tokens, top_k], at least one of them."""
-    bounds = (num_rows, capacity, align_size)
-    if selected.size <= FewPairsConfig.max_pairs:
+    from triax.moe.plans.kernels import _count_pairs_kernel, _place_pairs_kernel
+
+    num_pairs, bounds = selected.size, (num_rows, capacity, align_size)
+    if num_pairs <= FewPairsConfig.max_pairs:
         return _place_few_pairs(selected, num_experts, bounds, implementation)
-    part_counts, block_counts = _count_pairs(selected, num_experts, implementation)
+    config = SortConfig.heuristic(num_experts)
+    num_parts = -(-num_pairs // config.part)
+    parts_per_block = config.parts_per_block(num_pairs)
+    num_blocks = -(-num_parts // parts_per_block)
+    # By expert, the pairs before each part in its block, and those of each block. The first is the
+    # counting sort's workspace.
+    part_counts, block_counts = launch(
+        _count_pairs_kernel,
+        selected,
+        num_pairs,
+        num_experts,
+        parts_per_block * config.part,
+        out_type=(_ints(num_parts, num_experts), _ints(num_blocks, num_experts)),
+        # A program for each block of pairs, so that no two write the same counts.
+        grid=num_blocks,
+        num_warps=config.count_warps,
+        config=config,
+        implementation=implementation,
+    )
     block_counts, group_counts = _scan_counts(block_counts, implementation)
-    return _place_pairs(selected, part_counts, block_counts, group_counts, bounds, implementation)
+    plan = launch(
+        _place_pairs_kernel,
+        selected,
+        part_counts,
+        block_counts,
+        group_counts,
+        num_pairs,
+        num_experts,
+        parts_per_block,
+        *bounds,
+        out_type=_plan_type(selected.shape, num_experts, bounds),
+        # The parts that were counted, no others; the first program writes the groups.
+        grid=num_parts,
+        num_warps=config.place_warps,
+        config=config,
+        implementation=implementation,
+    )
+    return dataclasses.replace(plan, group_counts=group_counts)
 
 
 def _place_few_pairs(
@@ -136,34 +163,6 @@ def _place_few_pairs(
     )
 
 
-def _count_pairs(
-    selected: jax.Array, num_experts: int, implementation: KernelImplementation | None
-) -> tuple[jax.Array, jax.Array]:
-    """By expert, the pairs before each part in its block, and those of each block.
-
-    The first, int32 [parts, experts], is the counting sort's workspace.
-    """
-    from triax.moe.plans.kernels import _count_pairs_kernel
-
-    config = SortConfig.heuristic(num_experts)
-    num_parts = -(-selected.size // config.part)
-    parts_per_block = config.parts_per_block(selected.size)
-    num_blocks = -(-num_parts // parts_per_block)
-    return launch(
-        _count_pairs_kernel,
-        selected,
-        selected.size,
-        num_experts,
-        parts_per_block * config.part,
-        out_type=(_ints(num_parts, num_experts), _ints(num_blocks, num_experts)),
-        # A program for each block of pairs, so that no two write the same counts.
-        grid=num_blocks,
-        num_warps=config.count_warps,
-        config=config,
-        implementation=implementation,
-    )
-
-
 def _scan_counts(
     counts: jax.Array, implementation: KernelImplementation | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -184,39 +183,6 @@ def _scan_counts(
         config=config,
         implementation=implementation,
     )
-
-
-def _place_pairs(
-    selected: jax.Array,
-    part_counts: jax.Array,
-    block_counts: jax.Array,
-    group_counts: jax.Array,
-    bounds: tuple[int, int, int],
-    implementation: KernelImplementation | None,
-) -> Plan:
-    """Row and expert of each pair, -1 for none; the groups' sizes, and what was dropped."""
-    from triax.moe.plans.kernels import _place_pairs_kernel
-
-    num_parts, num_experts = part_counts.shape
-    config = SortConfig.heuristic(num_experts)
-    plan = launch(
-        _place_pairs_kernel,
-        selected,
-        part_counts,
-        block_counts,
-        group_counts,
-        selected.size,
-        num_experts,
-        config.parts_per_block(selected.size),
-        *bounds,
-        out_type=_plan_type(selected.shape, num_experts, bounds),
-        # The parts that were counted, no others; the first program writes the groups.
-        grid=num_parts,
-        num_warps=config.place_warps,
-        config=config,
-        implementation=implementation,
-    )
-    return dataclasses.replace(plan, group_counts=group_counts)
 
 
 def _plan_type(

@@ -54,26 +54,19 @@ class RowsConfig:
         As measured on an H200.
         """
         columns = blocks.power_of_two(depth)
+        if columns >= 4096:
+            num_warps = max(4, min(columns // 2048, 16))
+            return cls(1, 2048 if num_warps == 4 else 4096, False, num_warps)
         if columns >= 1024:
-            step = min(columns // 4, 2048)
-            return cls(1, step, False, 4 if step >= 1024 else 2)
+            return cls(1, 512, False, 2)
         rows = min(2048 // columns, _MAX_ROWS)
-        return cls(rows, columns, True, max(1, rows * columns // (16 * 32)))
+        return cls(rows, columns, True, max(1, rows * columns // (32 * 32)))
 
 
 @dataclasses.dataclass(frozen=True)
 class TilesConfig:
-    """One program handles tiles of `block_depth` by `block_columns` numbers.
+    """One program handles a tile, or reads columns in tiles, of numbers with one scale or many."""
 
-    With `in_words` it transposes four values as one number, if the depth is a multiple of four.
-    """
-
-    block_depth: int
-    block_columns: int
-    num_warps: int
-    in_words: bool = True
-
-    @classmethod
-    def for_kernel(cls, kernel: Kernel) -> TilesConfig:
-        """A tile with one scale is one program; columns are read in tiles of 64 by 64."""
-        return cls(_TILE, _TILE, 4) if kernel == "tiles" else cls(64, 64, 8)
+    block_depth: int = _TILE
+    block_columns: int = _TILE
+    num_warps: int = 8

@@ -10,14 +10,32 @@ _INFINITY = tl.constexpr(0x7F800000)  # the bits of float32's
 
 
 @triton.jit
-def _magnitude(x):
+def _sizes(x):
     """The bits of floats without their signs, which are in the order of the numbers."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _finite(sizes):
-    return tl.where(sizes < _INFINITY, sizes, 0)
+def _finite(sizes, dtype: tl.constexpr):
+    """Sizes of numbers of `dtype`, and zero for what is none."""
+    if dtype == tl.bfloat16:
+        infinity = 0x7F80
+    elif dtype == tl.float16:
+        infinity = 0x7C00
+    else:
+        infinity = _INFINITY
+    return tl.where(sizes < infinity, sizes, 0)
+
+
+@triton.jit
+def _float32(sizes, dtype: tl.constexpr):
+    """Sizes of floats of `dtype` as those of float32."""
+    if dtype.primitive_bitwidth == 16:
+        sizes = sizes.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return sizes.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -35,8 +53,14 @@ def _inverse(scale):
 
 
 @triton.jit
-def _quantized(x, inverse, special, out_ptr, NAN: tl.constexpr, INFINITY: tl.constexpr):
-    """Numbers in the dtype of `out_ptr`; `special` says that some may not be finite."""
+def _quantized(
+    x, inverse, out_ptr, SPECIAL: tl.constexpr, NAN: tl.constexpr, INFINITY: tl.constexpr
+):
+    """Numbers in the dtype of `out_ptr`; SPECIAL says that some may not be finite.
+
+    Those who call it have two loops and branch before: it takes twice the instructions.
+    """
+    x = x.to(tl.float32)
     q = x * inverse
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if NAN is None:
@@ -45,8 +69,8 @@ def _quantized(x, inverse, special, out_ptr, NAN: tl.constexpr, INFINITY: tl.con
         return tl.where(inverse == inverse, whole, 0).to(tl.int8)
     else:
         codes = q.to(dtype).to(tl.uint8, bitcast=True)
-        if special:
-            sizes = _magnitude(x)
+        if SPECIAL:
+            sizes = _sizes(x)
             known = tl.full(codes.shape, NAN, tl.uint8)
             if INFINITY != NAN:
                 infinity = tl.where(x < 0, INFINITY | 0x80, INFINITY).to(tl.uint8)
@@ -83,42 +107,88 @@ def _quantize_rows_kernel(
         columns = (index % blocks_per_row * BLOCK)[:, None] + columns
     if AT_ONCE:
         mask = inside & (columns < depth)
-        x = tl.load(x_ptr + row + columns, mask=mask, other=0.0).to(tl.float32)
-        sizes = _magnitude(x)
-        largest = tl.max(sizes, 1)
-        special = tl.max(largest, 0) >= _INFINITY
-        if NAN is not None:
-            if special:
-                largest = tl.max(_finite(sizes), 1)
-        scale = _scale(largest, LARGEST)
-        values = _quantized(x, _inverse(scale)[:, None], special, values_ptr, NAN, INFINITY)
-        tl.store(values_ptr + row + columns, values, mask=mask)
+        x = tl.load(x_ptr + row + columns, mask=mask, other=0.0)
+        largest = _float32(tl.max(_sizes(x), 1), x.dtype)
     else:
         tl.static_assert(BLOCK is None)
-        sizes = _row_sizes(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, False)
-        special = tl.max(tl.max(sizes, 1), 0) >= _INFINITY
-        if NAN is not None:
-            if special:
-                sizes = _row_sizes(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, True)
-        scale = _scale(tl.max(sizes, 1), LARGEST)
-        for first in range(0, depth, BLOCK_COLUMNS):
-            mask = inside & (first + columns < depth)
-            x = tl.load(x_ptr + row + first + columns, mask=mask, other=0.0).to(tl.float32)
-            values = _quantized(x, _inverse(scale)[:, None], special, values_ptr, NAN, INFINITY)
-            tl.store(values_ptr + row + first + columns, values, mask=mask)
+        largest = _largest_of_rows(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, False)
+    special = tl.max(largest, 0) >= _INFINITY
+    if NAN is not None:
+        if special:
+            if AT_ONCE:
+                largest = _float32(tl.max(_finite(_sizes(x), x.dtype), 1), x.dtype)
+            else:
+                largest = _largest_of_rows(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, True)
+    scale = _scale(largest, LARGEST)
     tl.store(scales_ptr + index, scale, mask=index < num_blocks)
+    inverse = _inverse(scale)[:, None]
+    if AT_ONCE:
+        if special:
+            values = _quantized(x, inverse, values_ptr, True, NAN, INFINITY)
+        else:
+            values = _quantized(x, inverse, values_ptr, False, NAN, INFINITY)
+        tl.store(values_ptr + row + columns, values, mask=mask)
+    elif special:
+        _round_rows(
+            x_ptr + row,
+            inside,
+            columns,
+            depth,
+            inverse,
+            values_ptr + row,
+            BLOCK_COLUMNS,
+            True,
+            NAN,
+            INFINITY,
+        )
+    else:
+        _round_rows(
+            x_ptr + row,
+            inside,
+            columns,
+            depth,
+            inverse,
+            values_ptr + row,
+            BLOCK_COLUMNS,
+            False,
+            NAN,
+            INFINITY,
+        )
 
 
 @triton.jit
-def _row_sizes(row_ptr, inside, columns, depth, STEP: tl.constexpr, FINITE: tl.constexpr):
-    """The largest of every STEP numbers of rows, over all of their depth."""
-    found = tl.zeros([inside.shape[0], STEP], tl.int32)
+def _round_rows(
+    row_ptr,
+    inside,
+    columns,
+    depth,
+    inverse,
+    values_ptr,
+    STEP: tl.constexpr,
+    SPECIAL: tl.constexpr,
+    NAN: tl.constexpr,
+    INFINITY: tl.constexpr,
+):
+    """Rows, quantized STEP columns at a time."""
     for first in range(0, depth, STEP):
         mask = inside & (first + columns < depth)
-        x = tl.load(row_ptr + first + columns, mask=mask, other=0.0).to(tl.float32)
-        sizes = _magnitude(x)
-        found = tl.maximum(found, _finite(sizes) if FINITE else sizes)
-    return found
+        x = tl.load(row_ptr + first + columns, mask=mask, other=0.0)
+        values = _quantized(x, inverse, values_ptr, SPECIAL, NAN, INFINITY)
+        tl.store(values_ptr + first + columns, values, mask=mask)
+
+
+@triton.jit
+def _largest_of_rows(row_ptr, inside, columns, depth, STEP: tl.constexpr, FINITE: tl.constexpr):
+    """The size of the largest number of rows, which are read STEP columns at a time."""
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    found = tl.zeros(
+        [inside.shape[0], STEP], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    )
+    for first in range(0, depth, STEP):
+        mask = inside & (first + columns < depth)
+        sizes = _sizes(tl.load(row_ptr + first + columns, mask=mask, other=0.0))
+        found = tl.maximum(found, _finite(sizes, dtype) if FINITE else sizes)
+    return _float32(tl.max(found, 1), dtype)
 
 
 @triton.jit
@@ -128,99 +198,250 @@ def _quantize_tiles_kernel(
     width,
     values_ptr,
     scales_ptr,
-    WHOLE_DEPTH: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     LARGEST: tl.constexpr,
     NAN: tl.constexpr,
     INFINITY: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    IN_WORDS: tl.constexpr,
 ):
-    # One program for some columns of a group [depth, width]: all of their depth, with a scale for
-    # each; or one tile, with one scale, whose second read is from the cache. IN_WORDS transposes
-    # four values along the depth as one number.
+    # One program for a tile of a group [depth, width], which has one scale.
     column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
-    tiles = column_tiles
-    if not WHOLE_DEPTH:
-        tiles *= tl.cdiv(depth, BLOCK_DEPTH)
+    row_tiles = tl.cdiv(depth, BLOCK_DEPTH)
+    tiles = column_tiles * row_tiles
     group = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0) % tiles
+    row_tile = tile // column_tiles
     column_tile = tile % column_tiles
+    rows = row_tile * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
     columns = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     x_ptr += group * depth * width
     values_ptr += group * depth * width
-    start = 0
-    stop = depth
-    if not WHOLE_DEPTH:
-        start = tile // column_tiles * BLOCK_DEPTH
-        stop = start + BLOCK_DEPTH
-
-    sizes = _tile_sizes(x_ptr, start, stop, columns, depth, width, BLOCK_DEPTH, False)
-    top = tl.max(tl.max(sizes, 1), 0)
-    special = top >= _INFINITY
+    x = _load_tile(x_ptr, None, depth, rows, columns, depth, width)
+    largest = tl.max(_float32(tl.max(_sizes(x), 0), x.dtype), 0)
+    special = largest >= _INFINITY
     if NAN is not None:
         if special:
-            sizes = _tile_sizes(x_ptr, start, stop, columns, depth, width, BLOCK_DEPTH, True)
-            top = tl.max(tl.max(sizes, 1), 0)
-    if WHOLE_DEPTH:
-        largest = tl.max(sizes, 0)
-        at = group * width + columns
-        mask = columns < width
-    else:
-        largest = tl.full([BLOCK_COLUMNS], 0, tl.int32) + top
-        if TRANSPOSED:
-            tile = column_tile * (tiles // column_tiles) + tile // column_tiles
-        at = group * tiles + tile + tl.zeros_like(columns)
-        mask = columns % BLOCK_COLUMNS == 0
-    scale = _scale(largest, LARGEST)
-    tl.store(scales_ptr + at, scale, mask=mask)
-
-    inverse = _inverse(scale)[None, :]
-    for first in range(start, stop, BLOCK_DEPTH):
-        if IN_WORDS:
-            rows = first // 4 + tl.arange(0, BLOCK_DEPTH // 4)
-            words = tl.zeros([BLOCK_DEPTH // 4, BLOCK_COLUMNS], tl.int32)
-            for part in tl.static_range(4):
-                x = _load_tile(x_ptr, 4 * rows + part, columns, depth, width)
-                values = _quantized(x, inverse, special, values_ptr, NAN, INFINITY)
-                words |= values.to(tl.uint8, bitcast=True).to(tl.int32) << 8 * part
-            out_ptr = values_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-            _store_tile(out_ptr, rows, columns, depth // 4, width, words, TRANSPOSED)
-        else:
-            rows = first + tl.arange(0, BLOCK_DEPTH)
-            x = _load_tile(x_ptr, rows, columns, depth, width)
-            values = _quantized(x, inverse, special, values_ptr, NAN, INFINITY)
-            _store_tile(values_ptr, rows, columns, depth, width, values, TRANSPOSED)
-
-
-@triton.jit
-def _tile_sizes(
-    x_ptr, start, stop, columns, depth, width, STEP: tl.constexpr, FINITE: tl.constexpr
-):
-    """The largest of every STEP numbers of columns, from row `start` to `stop`."""
-    found = tl.zeros([STEP, columns.shape[0]], tl.int32)
-    for first in range(start, stop, STEP):
-        x = _load_tile(x_ptr, first + tl.arange(0, STEP), columns, depth, width)
-        sizes = _magnitude(x)
-        found = tl.maximum(found, _finite(sizes) if FINITE else sizes)
-    return found
-
-
-@triton.jit
-def _load_tile(x_ptr, rows, columns, depth, width):
-    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
-    mask = (rows < depth)[:, None] & (columns < width)[None, :]
-    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_tile(values_ptr, rows, columns, depth, width, values, TRANSPOSED: tl.constexpr):
+            largest = tl.max(_float32(tl.max(_finite(_sizes(x), x.dtype), 0), x.dtype), 0)
+    scale = _scale(tl.full([1], 0, tl.int32) + largest, LARGEST)
     if TRANSPOSED:
-        values = tl.trans(values)
-        at = columns.to(tl.int64)[:, None] * depth + rows[None, :]
-        mask = (columns < width)[:, None] & (rows < depth)[None, :]
+        tile = column_tile * row_tiles + row_tile
+    tl.store(scales_ptr + group * tiles + tile + tl.arange(0, 1), scale)
+    inverse = _inverse(scale)
+    if special:
+        _store_tile(
+            x,
+            inverse,
+            values_ptr,
+            rows,
+            depth,
+            depth,
+            columns,
+            width,
+            TRANSPOSED,
+            True,
+            NAN,
+            INFINITY,
+        )
     else:
+        _store_tile(
+            x,
+            inverse,
+            values_ptr,
+            rows,
+            depth,
+            depth,
+            columns,
+            width,
+            TRANSPOSED,
+            False,
+            NAN,
+            INFINITY,
+        )
+
+
+@triton.jit
+def _quantize_columns_kernel(
+    x_ptr,
+    depth,
+    width,
+    values_ptr,
+    scales_ptr,
+    LARGEST: tl.constexpr,
+    NAN: tl.constexpr,
+    INFINITY: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    # One program for some columns of a group [depth, width]. It reads them twice, for their largest
+    # numbers and to round them, and writes them as rows.
+    column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
+    group = tl.program_id(0).to(tl.int64) // column_tiles
+    columns = tl.program_id(0) % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    x_ptr += group * depth * width
+    largest = _largest_of_columns(
+        x_ptr, None, depth, 0, depth, columns, depth, width, BLOCK_DEPTH, False
+    )
+    special = tl.max(largest, 0) >= _INFINITY
+    if NAN is not None:
+        if special:
+            largest = _largest_of_columns(
+                x_ptr, None, depth, 0, depth, columns, depth, width, BLOCK_DEPTH, True
+            )
+    at = scales_ptr + group * width + columns
+    tl.store(at, _scale(largest, LARGEST), mask=columns < width)
+    _round_columns(
+        x_ptr,
+        None,
+        depth,
+        0,
+        depth,
+        columns,
+        depth,
+        width,
+        _inverse(_read_back(at, columns < width)),
+        special,
+        values_ptr + group * depth * width,
+        0,
+        depth,
+        depth,
+        NAN,
+        INFINITY,
+        BLOCK_DEPTH,
+    )
+
+
+@triton.jit
+def _read_back(at, mask):
+    """The scales of columns that this program has stored.
+
+    If they came from the largest numbers, the compiler would give the columns their layout, and
+    transpose them after rounding, byte by byte.
+    """
+    tl.debug_barrier()
+    return tl.load(at, mask=mask, other=1.0)
+
+
+@triton.jit
+def _largest_of_columns(
+    x_ptr,
+    source_ptr,
+    num_source,
+    start,
+    stop,
+    columns,
+    end,
+    width,
+    STEP: tl.constexpr,
+    FINITE: tl.constexpr,
+):
+    """The size of the largest number of columns, from row `start` to `stop`, STEP at a time."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    integer: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    found = tl.zeros([STEP, columns.shape[0]], integer)
+    for first in range(start, stop, STEP):
+        rows = first + tl.arange(0, STEP)
+        sizes = _sizes(_load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width))
+        found = tl.maximum(found, _finite(sizes, dtype) if FINITE else sizes)
+    return _float32(tl.max(found, 0), dtype)
+
+
+@triton.jit
+def _load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width):
+    """Rows as far as `end`: of `x_ptr`, or those of its `num_source` that `source_ptr` names."""
+    inside = rows < end
+    if source_ptr is not None:
+        rows = tl.load(source_ptr + rows, mask=inside, other=-1)
+        inside = (rows >= 0) & (rows < num_source)
+    at = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    return tl.load(x_ptr + at, mask=inside[:, None] & (columns < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _round_columns(
+    x_ptr,
+    source_ptr,
+    num_source,
+    start,
+    stop,
+    columns,
+    end,
+    width,
+    inverse,
+    special,
+    values_ptr,
+    to,
+    to_end,
+    to_depth,
+    NAN: tl.constexpr,
+    INFINITY: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Columns from row `start` to `stop`, quantized, as rows of `to_depth` numbers.
+
+    They are written from number `to` on, as far as `to_end`.
+    """
+    if special:
+        for step in range(0, stop - start, STEP):
+            rows = step + tl.arange(0, STEP)
+            x = _load_tile(x_ptr, source_ptr, num_source, start + rows, columns, end, width)
+            _store_tile(
+                x,
+                inverse,
+                values_ptr,
+                to + rows,
+                to_end,
+                to_depth,
+                columns,
+                width,
+                True,
+                True,
+                NAN,
+                INFINITY,
+            )
+    else:
+        for step in range(0, stop - start, STEP):
+            rows = step + tl.arange(0, STEP)
+            x = _load_tile(x_ptr, source_ptr, num_source, start + rows, columns, end, width)
+            _store_tile(
+                x,
+                inverse,
+                values_ptr,
+                to + rows,
+                to_end,
+                to_depth,
+                columns,
+                width,
+                True,
+                False,
+                NAN,
+                INFINITY,
+            )
+
+
+@triton.jit
+def _store_tile(
+    x,
+    inverse,
+    values_ptr,
+    rows,
+    end,
+    depth,
+    columns,
+    width,
+    TRANSPOSED: tl.constexpr,
+    SPECIAL: tl.constexpr,
+    NAN: tl.constexpr,
+    INFINITY: tl.constexpr,
+):
+    if TRANSPOSED:  # before rounding: numbers of 16 bits are transposed by an instruction
+        x = tl.trans(x)
+        inverse = inverse[:, None]
+        at = columns.to(tl.int64)[:, None] * depth + rows[None, :]
+        mask = (columns < width)[:, None] & (rows < end)[None, :]
+    else:
+        inverse = inverse[None, :]
         at = rows.to(tl.int64)[:, None] * width + columns[None, :]
-        mask = (rows < depth)[:, None] & (columns < width)[None, :]
+        mask = (rows < end)[:, None] & (columns < width)[None, :]
+    values = _quantized(x, inverse, values_ptr, SPECIAL, NAN, INFINITY)
     tl.store(values_ptr + at, values, mask=mask)

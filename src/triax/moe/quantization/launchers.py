@@ -114,20 +114,20 @@ def _quantize(
             **options,
         )
     else:
-        tiles = TilesConfig.for_kernel(kernel)
+        tiles = TilesConfig()
         programs = math.prod(array.shape[:-2]) * -(-depth // tiles.block_columns)
         if kernel == "tiles":
             programs *= -(-array.shape[-2] // tiles.block_depth)
+            options["TRANSPOSED"] = transposed
         found = launch(
-            kernels._quantize_tiles_kernel,
+            kernels._quantize_tiles_kernel
+            if kernel == "tiles"
+            else kernels._quantize_columns_kernel,
             array.reshape(-1),
             array.shape[-2],
             depth,
             config=tiles,
             grid=programs,
-            WHOLE_DEPTH=kernel == "columns",
-            TRANSPOSED=transposed,
-            IN_WORDS=tiles.in_words and transposed and array.shape[-2] % 4 == 0,
             **options,
         )
     swap = _swapped if transposed else tuple

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from triax.moe.grouped_matmul.options import FAST_SUMS, Groups, Options
 from triax.moe.quantized_outer import ops
+from triax.moe.quantized_outer.reference import num_rows
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
@@ -19,6 +20,7 @@ def quantized_outer(
     right: jax.Array,
     group_sizes: Any,
     *,
+    sources: tuple[jax.Array | None, jax.Array | None] = (None, None),
     dtypes: tuple[str, str],
     result_dtype: Any,
     fast_sums: bool,
@@ -34,6 +36,8 @@ def quantized_outer(
       left: float [rows, left].
       right: float [rows, right].
       group_sizes: integer [groups], as `ragged_dot` takes them.
+      sources: for each side None, or int32 [rows]: which of its rows each of the groups' rows is.
+        Those that it does not have are zeros.
       dtypes: of both sides in 8 bits: float8_e4m3fn or float8_e5m2.
       result_dtype: a float.
       fast_sums: whether tensor cores add up all products.
@@ -42,18 +46,21 @@ def quantized_outer(
     Returns:
       [groups, left, right]; zeros for empty groups.
     """
-    num_rows = left.shape[0]
+    count = num_rows(left, sources[0])
     shape = group_sizes.shape[0], left.shape[1], right.shape[1]
-    if not (num_rows and all(shape)):
+    if not (count and len(left) and len(right) and all(shape)):
         empty = jnp.zeros(shape, result_dtype)
         # Of the type that it has inside shard_map: varying over the operands' axes.
         return empty + sum(jnp.sum(side[:0]).astype(result_dtype) for side in (left, right))
     options = Options(jnp.dtype(result_dtype), FAST_SUMS if fast_sums else None)
-    return ops.quantized_outer(
+    op = ops.quantized_outer(*(source is not None for source in sources))
+    found: jax.Array = op(
         left,
         right,
-        Groups(arguments.as_int32(jnp.asarray(group_sizes), num_rows)),
+        *sources,
+        Groups(arguments.as_int32(jnp.asarray(group_sizes), count)),
         options=options,
         dtypes=tuple(map(jnp.dtype, dtypes)),
         implementation=implementations.resolve_for_floats(implementation, left=left, right=right),
     )
+    return found

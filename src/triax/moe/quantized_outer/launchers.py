@@ -14,8 +14,8 @@ from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.tiles import IMPRECISE, schedule, suit_tma, triton_dtype
 from triax.moe.quantization.launchers import rounds_to
 from triax.moe.quantization.reference import FORMATS
-from triax.moe.quantized_outer.configs import TILE, GroupsConfig, OuterConfig
-from triax.moe.quantized_outer.reference import quantized_outer_reference
+from triax.moe.quantized_outer.configs import TILE, GroupsConfig, outer_config
+from triax.moe.quantized_outer.reference import num_rows, quantized_outer_reference
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 
@@ -25,6 +25,8 @@ from triax.moe.shared.target import Target, for_target
 def quantized_outer(
     left: jax.Array,
     right: jax.Array,
+    left_source: jax.Array | None,
+    right_source: jax.Array | None,
     groups: Groups,
     *,
     options: Options,
@@ -37,6 +39,8 @@ def quantized_outer(
         _quantized_outer,
         left,
         right,
+        left_source,
+        right_source,
         groups,
         out_type=jax.ShapeDtypeStruct(shape, options.dtype),
         options=options,
@@ -49,6 +53,8 @@ def _quantized_outer(
     target: Target,
     left: jax.Array,
     right: jax.Array,
+    left_source: jax.Array | None,
+    right_source: jax.Array | None,
     groups: Groups,
     *,
     options: Options,
@@ -56,11 +62,14 @@ def _quantized_outer(
     implementation: KernelImplementation | None,
 ) -> jax.Array:
     if not all(rounds_to(dtype, target, implementation) for dtype in dtypes):
-        return quantized_outer_reference(left, right, groups, options=options, dtypes=dtypes)
-    bounds = group_bounds(groups, left.shape[0], implementation)
+        operands = left, right, left_source, right_source, groups
+        return quantized_outer_reference(*operands, options=options, dtypes=dtypes)
+    bounds = group_bounds(groups, num_rows(left, left_source), implementation)
     x, y = (
-        quantize_groups(side, bounds, dtype=dtype, implementation=implementation)
-        for side, dtype in zip((left, right), dtypes, strict=True)
+        quantize_groups(side, bounds, source, dtype=dtype, implementation=implementation)
+        for side, source, dtype in zip(
+            (left, right), (left_source, right_source), dtypes, strict=True
+        )
     )
     return multiply(target, x, y, bounds, options=options, implementation=implementation)
 
@@ -75,24 +84,28 @@ def group_bounds(
 def quantize_groups(
     rows: jax.Array,
     bounds: jax.Array,
+    source: jax.Array | None = None,
     *,
     dtype: np.dtype,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rows as columns, in 8 bits, and their scales: [columns, padded] and [groups, columns].
 
-    Each group begins at a multiple of `TILE`, and is padded with zeros to the next one.
+    Each group begins at a multiple of `TILE`, and is padded with zeros to the next one. With
+    `source` the groups' rows are those of `rows` that it names, and zeros where it names none.
     """
     from triax.moe.quantized_outer.kernels import _quantize_groups_kernel
 
-    num_rows, columns = rows.shape
-    num_groups = bounds.shape[1] - 1
-    padded = (num_rows + (TILE - 1) * min(num_groups, num_rows)) // TILE * TILE
+    columns = rows.shape[1]
+    count, num_groups = num_rows(rows, source), bounds.shape[1] - 1
+    padded = (count + (TILE - 1) * min(num_groups, count)) // TILE * TILE
     kind, config = FORMATS[dtype], GroupsConfig()
     found: tuple[jax.Array, jax.Array] = launch(
         _quantize_groups_kernel,
         rows,
+        source,
         bounds,
+        rows.shape[0],
         columns,
         padded,
         out_type=(
@@ -130,7 +143,7 @@ def multiply(
     out_type = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
     tma = target.tensor_maps
     out_tma = tma and suit_tma(out_type)
-    config = OuterConfig.heuristic(num_left, num_right, tma=tma, float32_sums=not options.fast_sums)
+    config = outer_config(num_left, num_right, tma=tma, float32_sums=not options.fast_sums)
     tiles = -(-num_left // config.block_left) * -(-num_right // config.block_right)
     num_programs = num_groups * tiles
     if config.persistent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.messages import check_choice as check_choice
 
 MAX_ROWS = 2**31 - 1
 
@@ -77,16 +77,6 @@ def check_wide(name: str, array: jax.Array, remedy: str) -> None:
     if array.dtype.itemsize < 2:
         raise ArgumentTypeError(
             f"Argument `{name}` must be a float of 16 bits or more; got {array.dtype}. {remedy}"
-        )
-
-
-def check_choice(name: str, value: Any, choices: Iterable[Any], remedy: str = "") -> None:
-    """Raises unless `value` is one of `choices`."""
-    choices = tuple(choices)
-    if not messages.among(value, choices):
-        raise ArgumentValueError(
-            f"Argument `{name}` must be one of {', '.join(map(repr, choices))}; got "
-            f"{messages.short(value)}.{remedy}"
         )
 
 

@@ -17,8 +17,7 @@ powers of two, and zeros, are applied to the widened weights, which is exact.
 import triton
 import triton.language as tl
 
-_GROUP_END = tl.constexpr(1 << 30)
-
+from triax.moe.grouped_matmul.kernels import _GROUP_END, _tile
 
 # The bits of e4m3, put where bfloat16 has them, are 2**-120 times the number; those of NaN would be
 # 480. Of 4 bits times 9 / 8, all numbers but this fit between 2**119 and 2**128.
@@ -210,11 +209,8 @@ def _few_rows_kernel(
     base = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
     base = tl.where(base < 0, 0, 0x43084308)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        record = tiles_ptr + 4 * (1 + tile // num_column_tiles)
-        group = tl.load(record)
-        row = tl.load(record + 1)
-        end = tl.load(record + 2)
-        column = tile % num_column_tiles * BLOCK_COLUMNS
+        group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
+        column = column_tile * BLOCK_COLUMNS
         total = tl.zeros(
             [BLOCK_COLUMNS, BLOCK_ROWS] if PERMUTED else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32
         )
