@@ -24,7 +24,7 @@ from triax.bench.cases import Stream
 from triax.bench.streams import find_limit
 from triax.bench.timing import time_program
 from triax.moe.quantization import launchers
-from triax.moe.quantization.configs import RowsConfig, TilesConfig
+from triax.moe.quantization.configs import ColumnsConfig, RowsConfig, TilesConfig
 from triax.testing import assert_same_bits
 
 ROWS, WEIGHTS = (65536, 7168), (32, 7168, 4096)
@@ -63,9 +63,9 @@ def sweep(name, array, copy_us):
         steps = [(1, n, False) for n in (1024, 2048, 4096) if n < columns]
         kind, choices = RowsConfig, whole + steps
     elif name.startswith("tiles"):
-        kind, choices = TilesConfig, [(128, 128)]
+        kind, choices = TilesConfig, [(n,) for n in (16, 32, 64, 128)]
     else:
-        kind = TilesConfig
+        kind = ColumnsConfig
         choices = list(itertools.product((32, 64, 128, 256), (16, 32, 64, 128)))
     found = {}
     for block, num_warps in itertools.product(choices, (2, 4, 8, 16)):

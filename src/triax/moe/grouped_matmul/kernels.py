@@ -33,9 +33,8 @@ def _ragged_dot_schedule_kernel(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    # A program for each group. It sums the groups before it, and writes its own tiles. They are in
-    # sets of equally many, but for the last, and of at most ROW_TILES: tiles of other groups have
-    # no weights in common.
+    # A program for each group. It sums the groups before it, and writes its own tiles, in sets of
+    # ROW_TILES. The last may have fewer: tiles of other groups have no weights in common.
     group = tl.program_id(0)
     first_row = 0
     if first_row_ptr is not None:
@@ -66,14 +65,12 @@ def _ragged_dot_schedule_kernel(
     if group == NUM_GROUPS - 1:
         tl.store(tiles_ptr, first_tile + num_tiles)
         tl.store(tiles_ptr + 1, end)
-    num_sets = tl.maximum(tl.cdiv(num_tiles, ROW_TILES), 1)
-    per_set = tl.cdiv(num_tiles, num_sets)
     for first in range(0, num_tiles, BLOCK_TILES):
         tile = first + tl.arange(0, BLOCK_TILES)
         record = tiles_ptr + 4 * (1 + first_tile + tile)
         inside = tile < num_tiles
-        first_of_set = tile // per_set * per_set
-        of_set = tl.minimum(num_tiles - first_of_set, per_set)
+        first_of_set = tile // ROW_TILES * ROW_TILES
+        of_set = tl.minimum(num_tiles - first_of_set, ROW_TILES)
         tl.store(record, tl.zeros_like(tile) + group, mask=inside)
         tl.store(record + 1, start + first_of_set * BLOCK_ROWS, mask=inside)
         tl.store(record + 2, tl.zeros_like(tile) + end, mask=inside)

@@ -111,7 +111,8 @@ def feed_forward(
       recipe: which products are in 8 bits, in training: a `Recipe`, or "rows" or "blocks" for
         `Recipe("rows", "rows")` and `Recipe("blocks", "blocks")`. Such a layer has gradients, but
         no forward mode and no second derivatives.
-      keep: what else to keep for the gradient: "triax_permuted_rows", "triax_glu" or both.
+      keep: what else to keep for the gradient: "triax_permuted_rows", "triax_glu" or both. With a
+        recipe tokens are kept instead of rows, unless `weights_on` is "input".
       score, bias, num_groups, top_groups, group_score, normalize, scale, expert_scale: how experts
         are chosen and weighted, as in `route`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX

@@ -202,62 +202,55 @@ def _quantize_tiles_kernel(
     LARGEST: tl.constexpr,
     NAN: tl.constexpr,
     INFINITY: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
 ):
-    # One program for a tile of a group [depth, width], which has one scale.
-    column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
-    row_tiles = tl.cdiv(depth, BLOCK_DEPTH)
+    # One program for a tile of a group [depth, width], which has one scale. It reads it twice,
+    # BLOCK_DEPTH rows at a time; the second time from the cache.
+    column_tiles = tl.cdiv(width, TILE)
+    row_tiles = tl.cdiv(depth, TILE)
     tiles = column_tiles * row_tiles
     group = tl.program_id(0).to(tl.int64) // tiles
     tile = tl.program_id(0) % tiles
     row_tile = tile // column_tiles
     column_tile = tile % column_tiles
-    rows = row_tile * BLOCK_DEPTH + tl.arange(0, BLOCK_DEPTH)
-    columns = column_tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    start = row_tile * TILE
+    stop = start + TILE
+    columns = column_tile * TILE + tl.arange(0, TILE)
     x_ptr += group * depth * width
-    values_ptr += group * depth * width
-    x = _load_tile(x_ptr, None, depth, rows, columns, depth, width)
-    largest = tl.max(_float32(tl.max(_sizes(x), 0), x.dtype), 0)
-    special = largest >= _INFINITY
+    largest = _largest_of_columns(
+        x_ptr, None, depth, start, stop, columns, depth, width, BLOCK_DEPTH, False
+    )
+    special = tl.max(largest, 0) >= _INFINITY
     if NAN is not None:
         if special:
-            largest = tl.max(_float32(tl.max(_finite(_sizes(x), x.dtype), 0), x.dtype), 0)
-    scale = _scale(tl.full([1], 0, tl.int32) + largest, LARGEST)
+            largest = _largest_of_columns(
+                x_ptr, None, depth, start, stop, columns, depth, width, BLOCK_DEPTH, True
+            )
+    scale = _scale(tl.full([1], 0, tl.int32) + tl.max(largest, 0), LARGEST)
     if TRANSPOSED:
         tile = column_tile * row_tiles + row_tile
     tl.store(scales_ptr + group * tiles + tile + tl.arange(0, 1), scale)
-    inverse = _inverse(scale)
-    if special:
-        _store_tile(
-            x,
-            inverse,
-            values_ptr,
-            rows,
-            depth,
-            depth,
-            columns,
-            width,
-            TRANSPOSED,
-            True,
-            NAN,
-            INFINITY,
-        )
-    else:
-        _store_tile(
-            x,
-            inverse,
-            values_ptr,
-            rows,
-            depth,
-            depth,
-            columns,
-            width,
-            TRANSPOSED,
-            False,
-            NAN,
-            INFINITY,
-        )
+    _round_columns(
+        x_ptr,
+        None,
+        depth,
+        start,
+        stop,
+        columns,
+        depth,
+        width,
+        _inverse(scale),
+        special,
+        values_ptr + group * depth * width,
+        start,
+        depth,
+        depth,
+        TRANSPOSED,
+        NAN,
+        INFINITY,
+        BLOCK_DEPTH,
+    )
 
 
 @triton.jit
@@ -305,6 +298,7 @@ def _quantize_columns_kernel(
         0,
         depth,
         depth,
+        True,
         NAN,
         INFINITY,
         BLOCK_DEPTH,
@@ -373,13 +367,14 @@ def _round_columns(
     to,
     to_end,
     to_depth,
+    TRANSPOSED: tl.constexpr,
     NAN: tl.constexpr,
     INFINITY: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Columns from row `start` to `stop`, quantized, as rows of `to_depth` numbers.
+    """Columns from row `start` to `stop`, quantized, from row `to` on, as far as `to_end`.
 
-    They are written from number `to` on, as far as `to_end`.
+    If they are TRANSPOSED they become rows of `to_depth` numbers.
     """
     if special:
         for step in range(0, stop - start, STEP):
@@ -394,7 +389,7 @@ def _round_columns(
                 to_depth,
                 columns,
                 width,
-                True,
+                TRANSPOSED,
                 True,
                 NAN,
                 INFINITY,
@@ -412,7 +407,7 @@ def _round_columns(
                 to_depth,
                 columns,
                 width,
-                True,
+                TRANSPOSED,
                 False,
                 NAN,
                 INFINITY,

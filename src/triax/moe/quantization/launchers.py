@@ -11,7 +11,7 @@ import numpy as np
 
 from triax.binding.launch import KernelImplementation
 from triax.errors import UnsupportedError
-from triax.moe.quantization.configs import Kernel, RowsConfig, TilesConfig
+from triax.moe.quantization.configs import TILE, ColumnsConfig, Kernel, RowsConfig, TilesConfig
 from triax.moe.quantization.reference import FORMATS, quantize_reference
 from triax.moe.quantization.scaled import num_blocks
 from triax.moe.shared.launching import launch
@@ -114,21 +114,16 @@ def _quantize(
             **options,
         )
     else:
-        tiles = TilesConfig()
-        programs = math.prod(array.shape[:-2]) * -(-depth // tiles.block_columns)
+        groups, rows_of_group = math.prod(array.shape[:-2]), array.shape[-2]
+        operands = array.reshape(-1), rows_of_group, depth
         if kernel == "tiles":
-            programs *= -(-array.shape[-2] // tiles.block_depth)
-            options["TRANSPOSED"] = transposed
-        found = launch(
-            kernels._quantize_tiles_kernel
-            if kernel == "tiles"
-            else kernels._quantize_columns_kernel,
-            array.reshape(-1),
-            array.shape[-2],
-            depth,
-            config=tiles,
-            grid=programs,
-            **options,
-        )
+            options |= {"TRANSPOSED": transposed, "TILE": TILE, "config": TilesConfig()}
+            programs = groups * -(-rows_of_group // TILE) * -(-depth // TILE)
+            found = launch(kernels._quantize_tiles_kernel, *operands, grid=programs, **options)
+        else:
+            columns = ColumnsConfig()
+            programs = groups * -(-depth // columns.block_columns)
+            options["config"] = columns
+            found = launch(kernels._quantize_columns_kernel, *operands, grid=programs, **options)
     swap = _swapped if transposed else tuple
     return found[0].reshape(swap(array.shape)), found[1].reshape(swap(scales))

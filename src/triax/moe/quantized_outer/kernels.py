@@ -78,6 +78,7 @@ def _quantize_groups_kernel(
         first,
         first + size,
         padded,
+        True,
         NAN,
         INFINITY,
         BLOCK_ROWS,
