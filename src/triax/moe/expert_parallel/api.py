@@ -11,24 +11,26 @@ In: a device's own tokens. Out: the rows of its own experts, sorted by expert, a
 from __future__ import annotations
 
 import dataclasses
-import functools
 from types import EllipsisType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.expert_parallel import exchange as exchanges
 from triax.moe.expert_parallel.arrivals import Dispatched, DispatchPlan, by_expert, exchanged
 from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme
-from triax.moe.expert_parallel.tokens import Ways, collect
+from triax.moe.expert_parallel.tokens import collect, home, home_in_8_bits
 from triax.moe.permutation.api import as_known_words, routes_of, unpermute, weights_by_slot
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
+
+_EXCHANGE_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 def dispatch(
@@ -142,6 +144,7 @@ def combine(
     plan: DispatchPlan,
     *,
     weights: Array | EllipsisType | None = ...,
+    exchange_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
     **unknown: Any,
 ) -> jax.Array:
@@ -159,6 +162,10 @@ def combine(
       plan: `Dispatched.plan`.
       weights: float [rows], what each row is multiplied by: `Dispatched.weights`; None if the rows
         have been multiplied already, as `glu` does in its own kernel. There is no default.
+      exchange_dtype: float8_e4m3fn or float8_e5m2: what comes back is rounded to it, with a scale
+        for each 128 numbers, and travels in half the bytes of bfloat16. Gradients travel as they
+        are, and those of rows are as if nothing had been rounded. In scheme "choice" weights are
+        applied after the exchange: their gradients are of what came back.
       implementation: as for `dispatch`.
 
     Returns:
@@ -195,20 +202,42 @@ def combine(
         arguments.check_length("weights", weights, plan.num_rows, "weight", "rows of the plan")
     how: dict[str, Any] = {"implementation": implementation}
     ways = plan.ways
+    sent = ways if isinstance(ways, Plan) else ways.sent
+    dtype = None if exchange_dtype is None else _exchange_dtype(exchange_dtype, rows)
+
+    def back(rows: jax.Array) -> jax.Array:
+        if dtype is None:
+            return home(rows, ways, plan.axis_name, fill=True)
+        return home_in_8_bits(rows, ways, plan.axis_name, dtype, implementation)
+
     if plan.received is not None:
         rows = _weighted_sum(rows, plan.received, weights, **how)
-        return collect(rows, ways, plan.axis_name, **how)
-    assert isinstance(ways, Ways)
-    home = functools.partial(
-        exchanges.ragged,
-        slices=ways.slices.reversed(),
-        num_rows=ways.sent.num_rows,
-        axis_name=plan.axis_name,
-        fill=True,  # the rows of the gradient are the caller's, and zero past the groups
-    )
+        if exchange_dtype is None:
+            return collect(rows, ways, plan.axis_name, **how)
+        return unpermute(back(rows), sent, **how)
     if weights is not None:
-        weights = home(weights[:, None])[:, 0]
-    return _weighted_sum(home(rows), ways.sent, weights, **how)
+        weights = home(weights[:, None], ways, plan.axis_name, fill=True)[:, 0]
+    # The rows of the gradient are the caller's, and zero past the groups.
+    return _weighted_sum(back(rows), sent, weights, **how)
+
+
+def _exchange_dtype(dtype: Any, rows: jax.Array) -> str:
+    """The name of an 8-bit float, for rows that can be rounded to it."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = ""
+    if name not in _EXCHANGE_DTYPES:
+        raise ArgumentValueError(
+            f"Argument `exchange_dtype` must be {' or '.join(_EXCHANGE_DTYPES)}, or None for that "
+            f"of `rows`; got {messages.short(dtype)}."
+        )
+    if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ArgumentTypeError(
+            f"Argument `exchange_dtype` is {name}, to which float32, bfloat16 and float16 are "
+            f"rounded, and `rows` are of {rows.dtype}. Cast them, or leave it out."
+        )
+    return name
 
 
 def _weighted_sum(rows: jax.Array, plan: Plan, weights: Any, implementation: Any) -> jax.Array:
