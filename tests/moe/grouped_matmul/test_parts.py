@@ -62,6 +62,31 @@ def test_products_with_a_bias(cut, weighted, kind):
         assert_close(got, wanted, terms=ROWS)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_sums_for_a_bias_are_rounded_once(cut, kind):
+    mesh = jax.make_mesh((2,), ("x",), (kind,), devices=jax.devices()[:2])
+    numbers = jnp.array([200, 59, 1, 2], jnp.bfloat16)  # 259 is none of bfloat16's, 262 is
+    ones, by_row = jnp.ones((4, 4), jnp.bfloat16), numbers[:, None] * jnp.ones((1, 4), "bfloat16")
+    bias, gradient = (ones[:1], by_row) if cut == "rows" else (numbers[None], ones)
+
+    def run(x, w, bias, each, gradient):
+        def product(w, bias, each):
+            return moe.ragged_dot(x, w, np.array([4]), bias=bias, bias_weights=each)
+
+        return jax.vjp(product, w, bias, each)[1](gradient)[1:]
+
+    arrays = ones, ones[None], bias, ones[0], gradient
+    of_result = P("x") if cut == "rows" else P(None, "x")
+    specs = *CUTS[cut], of_result
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
+        ]
+        d_bias, d_each = jax.jit(run)(*placed)
+    np.testing.assert_array_equal(d_bias if cut == "rows" else d_each, 262)
+
+
 def test_some_groups_of_rows_that_are_cut():
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
     sizes = np.array([3, 2, 4, 5, 1], np.int32)

@@ -280,11 +280,15 @@ def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) ->
 
 
 def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
+    """Of a part of the rows or columns; sums are rounded after parts are added up."""
     num_rows = call.options["num_rows"] // shard.count("r")
     groups = groups_of_part(shard, groups, num_rows)
-    summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name, "")
-    found = call.like(num_rows=num_rows).run(first, groups, second)
-    return shard.sum(summed, found) if summed else found
+    summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name)
+    if summed is None or shard.count(summed) == 1:
+        return call.like(num_rows=num_rows).run(first, groups, second)
+    dtype = call.options["dtype"]
+    wide = call.like(num_rows=num_rows, dtype=at_least_float32(dtype))
+    return shard.sum(summed, wide.run(first, groups, second)).astype(dtype)
 
 
 _of_bias = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias)
