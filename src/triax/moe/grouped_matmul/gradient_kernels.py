@@ -110,32 +110,48 @@ def _group_outer_kernel(
             total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _group_sum_kernel(
     rows_ptr,
     weights_ptr,
+    bias_ptr,
     bounds_ptr,
+    num_rows,
     num_columns,
-    out_ptr,
+    parts,
+    sums_ptr,
+    products_ptr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # One program for each group and some columns: the rows are summed up in their order.
+    # One program for a part of a group's rows and some columns. It sums up the rows, each times its
+    # weight; and, in the same read, each row's products with the group's bias in these columns.
     column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
-    group = tl.program_id(0) // column_blocks
-    column = tl.program_id(0) % column_blocks * BLOCK_COLUMNS
+    part = (tl.program_id(0) // column_blocks).to(tl.int64)
+    block_of_columns = tl.program_id(0) % column_blocks
+    group = part // parts
+    columns = block_of_columns * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = columns < num_columns
     start = tl.load(bounds_ptr + group)
     end = tl.load(bounds_ptr + group + 1)
+    size = tl.cdiv(end - start, parts)
+    start += (part % parts).to(tl.int32) * size
+    end = tl.minimum(start + size, end)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + group * num_columns + columns, mask=inside, other=0.0)
+        bias = bias.to(tl.float32)[None, :]
+        products_ptr += block_of_columns.to(tl.int64) * num_rows
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for row in range(start, end, BLOCK_ROWS):
-        block = _load_block(rows_ptr, row, end, column, num_columns, BLOCK_ROWS, BLOCK_COLUMNS)
+        which = row + tl.arange(0, BLOCK_ROWS)
+        at = rows_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        block = tl.load(at, mask=(which < end)[:, None] & inside[None, :], other=0.0)
         block = block.to(tl.float32)
+        if bias_ptr is not None:
+            tl.store(products_ptr + which, tl.sum(block * bias, 1), mask=which < end)
         if weights_ptr is not None:
-            which = row + tl.arange(0, BLOCK_ROWS)
             weight = tl.load(weights_ptr + which, mask=which < end, other=0.0)
             block *= weight.to(tl.float32)[:, None]
         total += block
-    columns = column + tl.arange(0, BLOCK_COLUMNS)
-    out = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
-    at = out_ptr + group.to(tl.int64) * num_columns + columns
-    tl.store(at, out, mask=columns < num_columns)
+    out = tl.sum(total, 0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + part * num_columns + columns, out, mask=inside)

@@ -231,6 +231,9 @@ def _ragged_dot_kernel(
             which = column + tl.arange(0, BLOCK_COLUMNS)
             at = bias_ptr + group.to(tl.int64) * num_columns + which
             bias = tl.load(at, mask=which < num_columns, other=0.0)
+            if bias_weights_ptr is not None:
+                which = row + tl.arange(0, BLOCK_ROWS)
+                bias_weight = tl.load(bias_weights_ptr + which, mask=which < end, other=0.0)
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for start in range(0, depth, BLOCK_DEPTH):
             if TMA:
@@ -296,9 +299,7 @@ def _ragged_dot_kernel(
         if bias_ptr is not None:
             addend = bias.to(tl.float32)[None, :]
             if bias_weights_ptr is not None:
-                which = row + tl.arange(0, BLOCK_ROWS)
-                weight = tl.load(bias_weights_ptr + which, mask=which < end, other=0.0)
-                addend = addend * weight.to(tl.float32)[:, None]
+                addend = addend * bias_weight.to(tl.float32)[:, None]
             total += addend
         # By halves, which need half the shared memory on their way to the output.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)

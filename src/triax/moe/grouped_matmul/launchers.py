@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
@@ -22,7 +23,7 @@ from triax.moe.grouped_matmul.tiles import (
     triton_dtype,
 )
 from triax.moe.quantization.packing import E8M0
-from triax.moe.shared.arrays import stored
+from triax.moe.shared.arrays import absent, stored
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 from triax.moe.weight_only.configs import MOST_ROWS, FewRowsConfig
@@ -30,8 +31,9 @@ from triax.moe.weight_only.launchers import few_rows, suit_few_rows
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-# The block that one program adds up at a time, as measured on an H200.
-_SUM_ROWS, _SUM_COLUMNS = 128, 128
+# What one program of a bias's gradients reads, as measured on an H200: blocks of so many rows, and
+# about so many in all.
+_SUM_ROWS, _ROWS_OF_PART = 32, 1024
 
 
 def ragged_dot(
@@ -100,23 +102,70 @@ def group_sum(
     implementation: KernelImplementation | None,
 ) -> jax.Array:
     """For each group the sum of its rows, times their weights: [groups, columns]."""
+    return _group_sums(rows, groups, weights, None, dtype, num_rows, implementation)[0]
+
+
+def bias_gradients(
+    rows: jax.Array,
+    groups: Groups,
+    weights: jax.Array,
+    bias: jax.Array,
+    *,
+    dtypes: tuple[Any, Any],
+    num_rows: int,
+    implementation: KernelImplementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`group_sum`, and each row's product with its bias, in one read of the rows."""
+    sums, products, bounds = _group_sums(
+        rows, groups, weights, bias, dtypes[0], num_rows, implementation
+    )
+    row = jnp.arange(num_rows)
+    inside = (bounds[0, 0] <= row) & (row < bounds[0, -1])
+    return sums, jnp.where(inside, jnp.sum(products, 0), 0).astype(dtypes[1])
+
+
+def _group_sums(
+    rows: jax.Array,
+    groups: Groups,
+    weights: jax.Array | None,
+    bias: jax.Array | None,
+    dtype: Any,
+    num_rows: int,
+    implementation: KernelImplementation | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums of rows; products with the bias, of blocks of columns; the bounds of groups."""
     from triax.moe.grouped_matmul.gradient_kernels import _group_sum_kernel
 
     columns, num_groups = rows.shape[1], groups.sizes.shape[0]
-    _, bounds = schedule(groups, num_rows, _SUM_ROWS, implementation)
-    return launch(
+    block_columns = 128 if bias is None else 64
+    column_blocks = cdiv(columns, block_columns)
+    parts = cdiv(num_rows, num_groups * _ROWS_OF_PART)
+    kind = stored(dtype) if parts == 1 else jnp.float32
+    results = (
+        jax.ShapeDtypeStruct((num_groups * parts, columns), kind),
+        None if bias is None else jax.ShapeDtypeStruct((column_blocks, num_rows), jnp.float32),
+    )
+    _, bounds = schedule(groups, num_rows, 128, implementation)
+    sums, products = launch(
         _group_sum_kernel,
         rows,
         weights,
+        bias,
         bounds,
+        num_rows,
         columns,
-        out_type=jax.ShapeDtypeStruct((num_groups, columns), dtype),
-        grid=num_groups * cdiv(columns, _SUM_COLUMNS),
-        num_warps=4,
+        parts,
+        out_type=results,
+        grid=num_groups * parts * column_blocks,
+        num_warps=1,
         implementation=implementation,
         BLOCK_ROWS=_SUM_ROWS,
-        BLOCK_COLUMNS=_SUM_COLUMNS,
+        BLOCK_COLUMNS=block_columns,
+        **absent(products_ptr=bias),
     )
+    if parts > 1:
+        sums = jnp.sum(sums.reshape(num_groups, parts, columns), 1)
+    return sums.astype(dtype), products, bounds
 
 
 def _ragged_dot(

@@ -66,10 +66,8 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
             right = right.astype(dtype)
         options = Options(dtype, options.precision, options.share)
         cotangents = {}
-        if "bias_weights" in moving_dtypes:
-            kind = moving_dtypes["bias_weights"]
-            multiply = bias_products.of(call.implementation, dtype=kind, num_rows=num_rows)
-            cotangents["bias_weights"] = multiply(gradient, groups, bias)
+        if kinds := {name: kind for name, kind in moving_dtypes.items() if name in names[2:]}:
+            cotangents = _of_bias(call, gradient, groups, bias, bias_weights, kinds)
         for name, (other, op, order) in _GRADIENTS[_plain(call.op.name)].items():
             operands = {"left": left, "right": right, "gradient": gradient}
             if operands[other] is None:
@@ -78,10 +76,6 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
                 operands["gradient"] = after(gradient, cotangents["right"])
             pair = [operands[key] for key in order]
             cotangents[name] = call.like(op, options=options)(*pair, groups)
-        if "bias" in moving_dtypes:
-            kind = moving_dtypes["bias"]
-            add_up = group_sum.of(call.implementation, dtype=kind, num_rows=num_rows)
-            cotangents["bias"] = add_up(gradient, groups, bias_weights)
         return cotangents
 
     names = "left", "right", "bias", "bias_weights"
@@ -90,6 +84,26 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     dtype = primals[0].dtype
     saved = left, right, primals[2], scales, bias, bias_weights
     return linear.call(along, back, saved, moving, out)
+
+
+def _of_bias(
+    call: Call,
+    gradient: jax.Array,
+    groups: Groups,
+    bias: jax.Array,
+    weights: jax.Array | None,
+    kinds: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """The gradients, of dtypes `kinds`, of "bias" and "bias_weights", or of one of them."""
+    how: dict[str, Any] = {"implementation": call.implementation, "num_rows": gradient.shape[0]}
+    if len(kinds) == 2:
+        dtypes = kinds["bias"], kinds["bias_weights"]
+        both = bias_gradients(gradient, groups, weights, bias, dtypes=dtypes, **how)
+        return dict(zip(("bias", "bias_weights"), both, strict=True))
+    if "bias" in kinds:
+        return {"bias": group_sum(gradient, groups, weights, dtype=kinds["bias"], **how)}
+    dtype = kinds["bias_weights"]
+    return {"bias_weights": bias_products(gradient, groups, bias, dtype=dtype, **how)}
 
 
 def _plain(name: str) -> str:
@@ -291,10 +305,10 @@ def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any
     return shard.sum(summed, wide.run(first, groups, second)).astype(dtype)
 
 
-_of_bias = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias)
+_bias_op = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias)
 
 # Each row's bias, of biases, groups and weights or None.
-spread_bias = _of_bias(
+spread_bias = _bias_op(
     "spread_bias",
     arguments=("gn", letters_of_groups, "r"),
     results="rn",
@@ -303,7 +317,7 @@ spread_bias = _of_bias(
 )
 
 # Each group's sum of its rows, of rows, groups and weights or None.
-group_sum = _of_bias(
+group_sum = _bias_op(
     "group_sum",
     arguments=("rn", letters_of_groups, "r"),
     results="gn",
@@ -313,12 +327,39 @@ group_sum = _of_bias(
 )
 
 # Each row's product with its bias, of rows, groups and biases.
-bias_products = _of_bias(
+bias_products = _bias_op(
     "bias_products",
     arguments=("rn", letters_of_groups, "gn"),
     results="r",
     cut="rn",
     xla=reference.bias_products_reference,
+)
+
+
+def _part_of_bias_gradients(
+    call: Call, shard: Shard, rows: Any, groups: Groups, weights: Any, bias: Any
+) -> tuple[jax.Array, jax.Array]:
+    num_rows, dtypes = rows.shape[0], call.options["dtypes"]
+    wide = tuple(
+        at_least_float32(dtype) if shard.count(summed) > 1 else dtype
+        for dtype, summed in zip(dtypes, "rn", strict=True)
+    )
+    run = call.like(num_rows=num_rows, dtypes=wide).run
+    found = run(rows, groups_of_part(shard, groups, num_rows), weights, bias)
+    d_bias, d_weights = map(shard.sum, "rn", found)
+    return d_bias.astype(dtypes[0]), d_weights.astype(dtypes[1])
+
+
+# group_sum and bias_products in one read, of rows, groups, weights and biases.
+bias_gradients = Op(
+    "bias_gradients",
+    arguments=("rn", letters_of_groups, "r", "gn"),
+    results=("gn", "r"),
+    cut="rn",
+    kernels=launchers.bias_gradients,
+    xla=reference.bias_gradients_reference,
+    derivative="xla",
+    part=_part_of_bias_gradients,
 )
 
 # The operands of each, and its result.

@@ -199,6 +199,23 @@ def bias_products_reference(
     return jnp.where(group < groups.sizes.shape[0], products, 0).astype(dtype)
 
 
+def bias_gradients_reference(
+    rows: jax.Array,
+    groups: Groups,
+    weights: jax.Array,
+    bias: jax.Array,
+    *,
+    dtypes: tuple[Any, Any],
+    num_rows: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Both of the above."""
+    how = {"num_rows": num_rows}
+    return (
+        group_sum_reference(rows, groups, weights, dtype=dtypes[0], **how),
+        bias_products_reference(rows, groups, bias, dtype=dtypes[1], **how),
+    )
+
+
 def _rows_of(bias: jax.Array, group: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
     rows = jnp.take(bias, group, axis=0, mode="clip").astype(dtype)
     return rows if weights is None else rows * weights.astype(dtype)[:, None]
