@@ -72,6 +72,7 @@ def figures(way, us, limited):
         "of_matmuls": us["matmuls"] / us[way],
         "limited_ms": limited[way] / 1000,
         "limited_of_plain": limited[way] / limited[plain],
+        "limited_of_matmuls": limited["matmuls"] / limited[way],
     }
 
 
@@ -99,8 +100,8 @@ def main():
                 sys.exit(f"{name}: the kernel and the function differ by {error}")
         del actual, expected
         timed = {way: (program, given) for way, program in programs.items()}
-        us = gpu_record.in_turn(timed, rounds=7, bursts=True)
-        limited = gpu_record.in_turn(timed, rounds=7, target_ms=60.0)
+        us = gpu_record.in_turn(timed, rounds=16, bursts=True)
+        limited = gpu_record.in_turn(timed, rounds=12, target_ms=60.0)
         found[name] = {way: figures(way, us, limited) for way in us}
         for way, of in found[name].items():
             print(name, way, {key: round(value, 3) for key, value in of.items()})

@@ -111,6 +111,34 @@ def test_bias(implementation, depth):
     np.testing.assert_array_equal(d_weights, [6, 15, 15, 0])
 
 
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("sizes", [[900, 1700], [0, 2590], [2100, 0]])
+def test_gradients_of_biases_of_many_rows(implementation, sizes):
+    """Groups are summed up in parts, and what is past them is left out."""
+    rng, num_rows, columns = np.random.default_rng(5), 2600, 70
+    bias = rng.standard_normal((2, columns), np.float32)
+    weights = rng.standard_normal(num_rows, np.float32)
+    gradient = rng.standard_normal((num_rows, columns), np.float32)
+    group = np.repeat([0, 1], sizes)
+    inside = len(group)
+    gradient[inside:] = weights[inside:] = np.nan
+    x, w = jnp.zeros((num_rows, 0)), jnp.zeros((2, 0, columns))
+
+    def run(bias, weights):
+        how = {"bias": bias, "bias_weights": weights, "implementation": implementation}
+        return moe.ragged_dot(x, w, np.array(sizes, np.int32), **how)
+
+    d_bias, d_weights = jax.vjp(run, bias, weights)[1](jnp.asarray(gradient))
+    exact = gradient[:inside].astype(np.float64)
+    wanted = np.stack([weights[:inside][group == g] @ exact[group == g] for g in (0, 1)])
+    assert_close(d_bias, wanted, terms=num_rows)
+    products = np.sum(exact * bias[group], 1)
+    assert_close(d_weights, np.pad(products, (0, num_rows - inside)), terms=columns)
+    alone = [jax.grad(lambda *of: jnp.vdot(run(*of)[:inside], exact), at) for at in (0, 1)]
+    assert_close(alone[0](bias, weights), wanted, terms=num_rows)
+    assert_close(alone[1](bias, weights)[:inside], products, terms=columns)
+
+
 def test_second_derivatives_with_a_bias():
     rng = np.random.default_rng(3)
     operands = [rng.standard_normal(n, np.float32) for n in ((5, 4), (2, 4, 3), (2, 3), (5,))]

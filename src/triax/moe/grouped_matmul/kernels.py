@@ -191,6 +191,34 @@ def _column_scales(
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _bias(
+    pointer,
+    weights_ptr,
+    group,
+    row,
+    end,
+    column,
+    num_columns,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """The left and right half of a block of a group's bias, and its rows' weights or a one.
+
+    Of arrays with fewer elements than a block has threads, each thread loads what it will add. Of
+    larger ones other threads do, which all wait for before the next product begins.
+    """
+    which = column + tl.arange(0, HALF)
+    at = pointer + group.to(tl.int64) * num_columns + which
+    near = tl.load(at, mask=which < num_columns, other=0.0)
+    far = tl.load(at + HALF, mask=which + HALF < num_columns, other=0.0)
+    weight = tl.full([1], 1.0, tl.float32)
+    if weights_ptr is not None:
+        which = row + tl.arange(0, ROWS)
+        weight = tl.load(weights_ptr + which, mask=which < end, other=0.0)
+    return near, far, weight
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _ragged_dot_kernel(
     rows,
@@ -227,13 +255,6 @@ def _ragged_dot_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         column = column_tile * BLOCK_COLUMNS
-        if bias_ptr is not None:  # loaded here, where there is time until it is added
-            which = column + tl.arange(0, BLOCK_COLUMNS)
-            at = bias_ptr + group.to(tl.int64) * num_columns + which
-            bias = tl.load(at, mask=which < num_columns, other=0.0)
-            if bias_weights_ptr is not None:
-                which = row + tl.arange(0, BLOCK_ROWS)
-                bias_weight = tl.load(bias_weights_ptr + which, mask=which < end, other=0.0)
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for start in range(0, depth, BLOCK_DEPTH):
             if TMA:
@@ -281,6 +302,18 @@ def _ragged_dot_kernel(
                         TRANSPOSED,
                     )[None, :]
                 total += tl.dot(x, w, input_precision=PRECISION) * scale
+        if bias_ptr is not None:  # loaded before the last product is waited for
+            near, far, bias_weight = _bias(
+                bias_ptr,
+                bias_weights_ptr,
+                group,
+                row,
+                end,
+                column,
+                num_columns,
+                BLOCK_ROWS,
+                half,
+            )
         if row_scales_ptr is not None and ROW_BLOCK is None:
             total *= _row_scales(row_scales_ptr, row, end, depth, 0, BLOCK_ROWS, None)[:, None]
         if group_scales_ptr is not None and WEIGHT_DEPTH is None:
@@ -296,13 +329,12 @@ def _ragged_dot_kernel(
                 None,
                 TRANSPOSED,
             )[None, :]
-        if bias_ptr is not None:
-            addend = bias.to(tl.float32)[None, :]
-            if bias_weights_ptr is not None:
-                addend = addend * bias_weight.to(tl.float32)[:, None]
-            total += addend
         # By halves, which need half the shared memory on their way to the output.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)
+        if bias_ptr is not None:
+            weight = bias_weight.to(tl.float32)[:, None]
+            left += near.to(tl.float32)[None, :] * weight
+            right += far.to(tl.float32)[None, :] * weight
         _store_rows(out, left.to(DTYPE), row, end, column, num_columns, BLOCK_ROWS, half, TMA)
         _store_rows(
             out, right.to(DTYPE), row, end, column + half, num_columns, BLOCK_ROWS, half, TMA

@@ -139,7 +139,7 @@ def _group_sums(
     columns, num_groups = rows.shape[1], groups.sizes.shape[0]
     block_columns = 128 if bias is None else 64
     column_blocks = cdiv(columns, block_columns)
-    parts = cdiv(num_rows, num_groups * _ROWS_OF_PART)
+    parts = cdiv(num_rows, max(num_groups, 1) * _ROWS_OF_PART)
     kind = stored(dtype) if parts == 1 else jnp.float32
     results = (
         jax.ShapeDtypeStruct((num_groups * parts, columns), kind),

@@ -82,6 +82,6 @@ class ColumnsConfig:
     As measured on an H200.
     """
 
-    block_depth: int = 128
-    block_columns: int = 128
+    block_depth: int = 256
+    block_columns: int = 64
     num_warps: int = 8

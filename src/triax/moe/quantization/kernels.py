@@ -374,11 +374,13 @@ def _round_columns(
 ):
     """Columns from row `start` to `stop`, quantized, from row `to` on, as far as `to_end`.
 
-    If they are TRANSPOSED they become rows of `to_depth` numbers.
+    If they are TRANSPOSED they become rows of `to_depth` numbers. The last rows come first: they
+    are the ones that are still in the cache.
     """
+    last = (tl.cdiv(stop - start, STEP) - 1) * STEP
     if special:
         for step in range(0, stop - start, STEP):
-            rows = step + tl.arange(0, STEP)
+            rows = last - step + tl.arange(0, STEP)
             x = _load_tile(x_ptr, source_ptr, num_source, start + rows, columns, end, width)
             _store_tile(
                 x,
@@ -396,7 +398,7 @@ def _round_columns(
             )
     else:
         for step in range(0, stop - start, STEP):
-            rows = step + tl.arange(0, STEP)
+            rows = last - step + tl.arange(0, STEP)
             x = _load_tile(x_ptr, source_ptr, num_source, start + rows, columns, end, width)
             _store_tile(
                 x,
