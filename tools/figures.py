@@ -281,6 +281,16 @@ def expert_parallel() -> str:
     return table(head, rows)
 
 
+def dispatch_in_8_bits() -> str:
+    """Tokens to their experts' GPUs in 8 bits, with their scales, against bfloat16."""
+    rows = [
+        [gpus, way, f"{found['ms']:.2f} ms", f"{found['ratio']:.2f}"]
+        for gpus, results in of_several_gpus()
+        for way, found in results.get("dispatch of 8 bits", {}).items()
+    ]
+    return table(["", "", "`dispatch`", "of bfloat16"], rows)
+
+
 def all_to_one_gpu() -> str:
     """Sending all tokens to the experts of one GPU and back."""
     start = "all tokens to one GPU, "
@@ -753,6 +763,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "matmuls": matmuls,
     "profile": profile,
     "expert_parallel": expert_parallel,
+    "dispatch_in_8_bits": dispatch_in_8_bits,
     "all_to_one_gpu": all_to_one_gpu,
     "layers_on_gpus": layers_on_gpus,
     "tokens_cut": tokens_cut,
