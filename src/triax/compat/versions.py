@@ -67,6 +67,14 @@ TRITON = Gate(
     "triton-lang/triton 3.5: the kernel ABI that jaxlib 0.8.0 launches",
     package="triton",
 )
+GLUON = Gate(
+    "8-bit products with scales of blocks by warp groups that take turns",
+    "3.6.0",
+    "they are written in Gluon, which earlier versions have only in part",
+    "Triton's own language: the same bits, more slowly",
+    "triton-lang/triton: python/triton/experimental/gluon",
+    package="triton",
+)
 # 0.8.2 dropped the three cluster dimensions and put num_ctas behind num_warps. No nightly floor: a
 # wrong argument list is a TypeError.
 KERNEL_NUM_CTAS = Gate(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
+from triax.moe.grouped_matmul import blocks
 from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
 from triax.moe.grouped_matmul.options import Groups, Options, PackedScales
 from triax.moe.grouped_matmul.reference import with_unpacked_weights
@@ -213,6 +214,11 @@ def _ragged_dot(
     )
     row_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation, config.row_tiles)
+    if tma and config.block_rows == blocks.ROWS:
+        how: dict[str, Any] = {"options": options, "implementation": implementation}
+        if blocks.suit(target, rows, weights, bias, transposed=transposed, **how):
+            scales = row_scales, group_scales
+            return blocks.ragged_dot(target, rows, weights, tiles, *scales, **how)
     num_programs = row_tiles * cdiv(columns, config.block_columns)
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)

@@ -1,0 +1,219 @@
+"""ragged_dot of 8-bit floats with scales of blocks, for Hopper, in Gluon.
+
+Each 128 of the depth are multiplied by tensor cores, scaled, and added up in float32. In Triton's
+own language all warps wait for such a product before they scale it, and tensor cores wait for them.
+Here two warp groups have half of a tile's rows each and wait for themselves alone, so one
+multiplies while the other scales. A third loads. `_ragged_dot_kernel` computes the same bits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from triax.moe.grouped_matmul.kernels import _tile as _tile_of_triton
+
+# Renamed in Triton 3.9.
+_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+_tile = gluon.jit(_tile_of_triton.fn)
+
+
+@gluon.jit
+def _load(
+    descriptors,
+    buffers,
+    barriers,
+    pointers,
+    sizes,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Loads blocks of rows and of columns, as buffers become empty."""
+    rows, weights = descriptors
+    full, empty = barriers
+    tiles_ptr = pointers[0]
+    depth, num_columns = sizes[1], sizes[2]
+    num_column_tiles = gl.cdiv(num_columns, COLUMNS)
+    num_tiles = gl.load(tiles_ptr) * num_column_tiles
+    count = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, row, _, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
+        column = group * num_columns + column_tile * COLUMNS
+        for start in range(0, depth, DEPTH):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+            ready = full.index(stage)
+            mbarrier.expect(ready, (ROWS + COLUMNS) * DEPTH)
+            _async_load(rows, [row, start], ready, buffers[0].index(stage))
+            _async_load(weights, [column, start], ready, buffers[1].index(stage))
+            count += 1
+
+
+@gluon.jit
+def _multiply(
+    buffers,
+    barriers,
+    pointers,
+    sizes,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    PART: gl.constexpr,
+):
+    """Multiplies one half of each tile's rows, PART, and stores it. DEPTH is that of a block."""
+    full, empty = barriers
+    tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr = pointers
+    num_rows, depth, num_columns = sizes
+    OWN: gl.constexpr = ROWS // 2
+    HALF: gl.constexpr = COLUMNS // 2  # has one scale, as wide as a block is
+    ACROSS: gl.constexpr = HALF // 8
+    DOWN: gl.constexpr = 32 // ACROSS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [DOWN, ACROSS], [4, 1], [1, 0])
+    num_column_tiles = gl.cdiv(num_columns, COLUMNS)
+    num_tiles = gl.load(tiles_ptr) * num_column_tiles
+    last_row = gl.load(tiles_ptr + 1)
+    first_row = gl.load(tiles_ptr + 2)
+    blocks = gl.cdiv(num_columns, HALF)
+    deep = gl.cdiv(depth, DEPTH)
+    zeros = gl.zeros([OWN, HALF], gl.float32, layout)
+    count = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
+        row += PART * OWN
+        # Rows past the group's end are another's. They have any scale, and are not stored.
+        which = gl.minimum(row + gl.arange(0, OWN, gl.SliceLayout(1, layout)), end - 1)
+        row_at = which * deep
+        group_at = (group * blocks + column_tile * 2) * deep
+        next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
+        left = zeros
+        right = zeros
+        next_scale = gl.load(row_scales_ptr + row_at)
+        for block in range(deep):
+            scale = next_scale
+            next_scale = gl.load(row_scales_ptr + (row_at + gl.minimum(block + 1, deep - 1)))
+            near = gl.load(group_scales_ptr + (group_at + block))
+            far = gl.load(group_scales_ptr + (group_at + next_block + block))
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            x = buffers[0].index(stage).slice(PART * OWN, OWN)
+            w = buffers[1].index(stage)
+            columns = w.slice(0, HALF).permute((1, 0))
+            product = warpgroup_mma(x, columns, zeros, use_acc=False, is_async=True)
+            left += warpgroup_mma_wait(0, deps=(product,)) * (scale * near)[:, None]
+            columns = w.slice(HALF, HALF).permute((1, 0))
+            product = warpgroup_mma(x, columns, zeros, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            right += product * (scale * far)[:, None]
+            count += 1
+        _store(out_ptr, left, row, end, column_tile * COLUMNS, num_columns, stored)
+        _store(out_ptr, right, row, end, column_tile * COLUMNS + HALF, num_columns, stored)
+
+    # The rows before and past the groups.
+    before = gl.cdiv(first_row, ROWS)
+    num_empty = (before + gl.cdiv(num_rows - last_row, ROWS)) * blocks
+    for tile in range(gl.program_id(0), num_empty, gl.num_programs(0)):
+        row_tile = tile // blocks
+        is_before = row_tile < before
+        row = gl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS + PART * OWN
+        end = gl.where(is_before, first_row, num_rows)
+        _store(out_ptr, zeros, row, end, tile % blocks * HALF, num_columns, stored)
+
+
+@gluon.jit
+def _store(out_ptr, block, row, end, column, num_columns, layout: gl.constexpr):
+    """Stores a block of rows, as far as row `end` and the last column."""
+    rows = row + gl.arange(0, block.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, layout))
+    mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
+    at = rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
+    block = gl.convert_layout(block.to(out_ptr.dtype.element_ty), layout)
+    gl.store(out_ptr + at, block, mask=mask)
+
+
+@gluon.jit
+def _upper(
+    descriptors,
+    buffers,
+    barriers,
+    pointers,
+    sizes,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    _multiply(buffers, barriers, pointers, sizes, ROWS, COLUMNS, DEPTH, STAGES, 0)
+
+
+@gluon.jit
+def _lower(
+    descriptors,
+    buffers,
+    barriers,
+    pointers,
+    sizes,
+    ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    _multiply(buffers, barriers, pointers, sizes, ROWS, COLUMNS, DEPTH, STAGES, 1)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _ragged_dot_of_blocks_kernel(
+    rows,
+    weights,
+    tiles_ptr,
+    row_scales_ptr,
+    group_scales_ptr,
+    num_rows,
+    depth,
+    num_columns,
+    out_ptr,
+    BLOCK_ROWS: gl.constexpr,
+    BLOCK_COLUMNS: gl.constexpr,
+    BLOCK_DEPTH: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    # As many programs as the GPU runs at once. Weights [groups, columns, depth] are shown as rows:
+    # columns past a group's last are the next one's, and are not stored.
+    x = gl.allocate_shared_memory(rows.dtype, [STAGES, BLOCK_ROWS, BLOCK_DEPTH], rows.layout)
+    w = gl.allocate_shared_memory(
+        weights.dtype, [STAGES, BLOCK_COLUMNS, BLOCK_DEPTH], weights.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    descriptors = (rows, weights)
+    buffers = (x, w)
+    barriers = (full, empty)
+    pointers = (tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr)
+    sizes = (num_rows, depth, num_columns)
+    B: gl.constexpr = BLOCK_ROWS
+    C: gl.constexpr = BLOCK_COLUMNS
+    D: gl.constexpr = BLOCK_DEPTH
+    gl.warp_specialize(
+        [
+            (_upper, (descriptors, buffers, barriers, pointers, sizes, B, C, D, STAGES)),
+            (_lower, (descriptors, buffers, barriers, pointers, sizes, B, C, D, STAGES)),
+            (_load, (descriptors, buffers, barriers, pointers, sizes, B, C, D, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
