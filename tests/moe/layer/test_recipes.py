@@ -114,12 +114,23 @@ def test_weights_gradients_are_of_quantized_numbers(transposed, implementation, 
         assert_close(found, np.asarray(same, np.float64), terms=ROWS)
 
 
-def test_products_that_are_not_quantized_have_the_precision_in_force():
-    arrays = draw()
-    with jax.default_matmul_precision("tensorfloat32"):
-        text = str(jax.make_jaxpr(lambda *a: run(a, moe.Recipe(None, None)))(*arrays))
-    assert "tensorfloat32" in text
+@pytest.mark.parametrize("jit", [False, True])
+def test_products_that_are_not_quantized_have_the_precision_in_force(jit):
+    """Where the layer is called: gradients, and with `jit` all, are traced elsewhere."""
+
+    def layer_of(recipe):
+        def loss(*given):
+            with jax.default_matmul_precision("tensorfloat32"):
+                return jnp.sum(moe.feed_forward(*given, top_k=2, recipe=recipe).tokens)
+
+        return jax.grad(jax.jit(loss) if jit else loss, (0, 1, 2, 3))
+
+    given = layer(dtype="float32")
+    text = str(jax.make_jaxpr(layer_of(moe.Recipe(None, None)))(*given))
+    assert text.count("options=Options(") == text.count("precision='tensorfloat32'") > 6
     assert "FAST_ACCUM" not in text
+    text = str(jax.make_jaxpr(layer_of(moe.Recipe("rows", "rows")))(*given))
+    assert text.count("precision='tensorfloat32'") > 2
 
 
 def test_each_product_is_chosen():

@@ -39,6 +39,13 @@ class _How:
     recipe: Recipe
     transposed: bool
     implementation: Any
+    precision: str | None
+
+    @classmethod
+    def here(cls, recipe: Recipe, transposed: bool, implementation: Any) -> _How:
+        """With JAX's precision of matmuls that is in force."""
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        return cls(recipe, transposed, implementation, precision)
 
     def quantized_rows(self, scaling: Scaling, rows: jax.Array, dtype: str) -> ScaledArray:
         block = (1, None if scaling == "rows" else _BLOCK)
@@ -59,6 +66,11 @@ class _How:
         fast = self.recipe.fast_sums and scaling is not None
         options = {"preferred_element_type": dtype, "implementation": self.implementation}
         return options | ({"precision": FAST_SUMS} if fast else {})
+
+    def dot(self, *operands: Any, **options: Any) -> jax.Array:
+        # Not by name: None is the precision in force, which may be another where JAX traces this.
+        with jax.default_matmul_precision(self.precision):
+            return ragged_dot(*operands, **options)
 
     def moved(self, tokens: Any, plan: Plan | None) -> Any:
         """The rows of tokens; with no plan they are rows."""
@@ -99,7 +111,7 @@ def multiply(
     `source`, a plan, `rows` are the tokens that it sends to rows; with `target` the result's rows
     are summed up to tokens.
     """
-    how = _How(recipe, transpose_weights, implementation)
+    how = _How.here(recipe, transpose_weights, implementation)
     operands = rows, weights, group_sizes, bias, bias_weights, quantized, source, target
     # Inside shard_map, gradients vary over all of these mesh axes; the casts' transposes sum them.
     varying = jax_private.insert_varying_casts(jax.tree.leaves(operands))
@@ -113,7 +125,7 @@ def quantized_tokens(
     """The tokens' rows in 8 bits: tokens are fewer, and so are the bytes that then move."""
     if recipe.forward is None:
         return None
-    how = _How(recipe, False, implementation)
+    how = _How.here(recipe, False, implementation)
     rows: ScaledArray = how.moved(
         how.quantized_rows(recipe.forward, jax.lax.stop_gradient(x), DTYPES[0]), plan
     )
@@ -137,7 +149,7 @@ def glu_multiply(
 
     `kind` are glu's options. An activation must not close over traced arrays.
     """
-    how = _How(recipe, transpose_weights, implementation)
+    how = _How.here(recipe, transpose_weights, implementation)
     operands = gate_up, row_weights, weights, group_sizes, bias, target
     varying = jax_private.insert_varying_casts(jax.tree.leaves(operands))
     out = _glu_multiply(how, kind, *jax.tree.unflatten(jax.tree.structure(operands), varying))
@@ -244,7 +256,7 @@ def _product(
         options["transpose_weights"] = how.transposed
     else:
         weights = how.quantized_weights(scaling, weights, 2 if how.transposed else 1)
-    return ragged_dot(rows, weights, sizes, bias=bias, bias_weights=bias_weights, **options)
+    return how.dot(rows, weights, sizes, bias=bias, bias_weights=bias_weights, **options)
 
 
 def _rows_gradient(
@@ -256,7 +268,7 @@ def _rows_gradient(
     else:
         gradient = how.quantized_rows(scaling, gradient, how.recipe.gradient_dtype)
         weights = how.quantized_weights(scaling, weights, 1 if how.transposed else 2)
-    return ragged_dot(how.moved(gradient, target), weights, sizes, **options)
+    return how.dot(how.moved(gradient, target), weights, sizes, **options)
 
 
 def _other_gradients(
@@ -283,7 +295,7 @@ def _other_gradients(
     rows, gradient = how.moved(rows, source), how.moved(gradient, target)
 
     def plain(moving: dict[str, Any]) -> jax.Array:
-        return ragged_dot(
+        return how.dot(
             rows,
             group_sizes=sizes,
             transpose_weights=how.transposed,
