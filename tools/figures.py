@@ -444,6 +444,18 @@ def where_covered() -> str:
     return f"A CPU, Python {run['python']}, {versions}, {run['written'][:10]}.\n"
 
 
+def untrusted() -> str:
+    """The inputs that were tried on what reads text and arguments of others."""
+    run = record("untrusted")
+    rows = [
+        [f"`{name}`", f"{of['inputs']:,}", f"{of['seconds']} s", str(int(of["failed"]))]
+        for name, of in run["targets"].items()
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    found = table(["target", "inputs", "", "findings"], rows)
+    return f"{found}\nA CPU, {versions}, {run['written']}.\n"
+
+
 def flags() -> str:
     """How many tests passed under each setting of XLA and JAX."""
     rows = [
@@ -780,6 +792,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/stress": lambda: where("stress"),
     "coverage": covered,
     "where/coverage": where_covered,
+    "untrusted": untrusted,
     "flags": flags,
     "where/flags": lambda: where("flags"),
     "numerics": numerics,
