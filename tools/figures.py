@@ -465,6 +465,39 @@ def flags() -> str:
     return table(["", "passed", "failed", "need two GPUs"], rows)
 
 
+def ran_on_gpus() -> dict[tuple[str, str], str]:
+    """The GPU on which there are measurements, by JAX and Triton."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks").glob("*.json")):
+        run = json.loads(path.read_text())
+        run = run if isinstance(run, dict) else {}
+        if "versions" in run and run.get("device", "").startswith("NVIDIA"):
+            found[run["versions"]["jax"], run["versions"]["triton"]] = run["device"]
+    return found
+
+
+def matrix() -> str:
+    """The tests that passed with each JAX and Triton on a CPU, and which of these ran on a GPU."""
+    on_gpus = ran_on_gpus()
+    rows = [
+        [
+            *(of["jax"], of["triton"], of["python"]),
+            *(f"{of[count]:,}" for count in ("passed", "failed", "skipped")),
+            on_gpus.get((of["jax"], of["triton"]), "no"),
+        ]
+        for of in record("matrix")
+    ]
+    head = ["JAX", "Triton", "Python", "tests passed", "failed", "skipped", "ran on a GPU"]
+    return table(head, rows)
+
+
+def where_matrix() -> str:
+    runs = record("matrix")
+    passed, failed = (sum(of[count] for of in runs) for count in ("passed", "failed"))
+    counts = f"{len(runs)} environments: {passed:,} tests passed, {failed} failed."
+    return f"{counts} {max(of['written'] for of in runs)}.\n"
+
+
 def group_offset() -> str:
     """`ragged_dot` of an eighth of the groups."""
     rows = []
@@ -792,6 +825,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/stress": lambda: where("stress"),
     "coverage": covered,
     "where/coverage": where_covered,
+    "matrix": matrix,
+    "where/matrix": where_matrix,
     "untrusted": untrusted,
     "flags": flags,
     "where/flags": lambda: where("flags"),
