@@ -102,7 +102,7 @@ wheel: $(STAMP)
 	$(PY) -m build
 
 clean:
-	rm -rf $(VENV) .venv-312 $(MODELS_VENV) .matrix build dist site
+	rm -rf $(VENV) .venv-312 .venv-nightly $(MODELS_VENV) .matrix build dist site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 

@@ -873,6 +873,19 @@ def test_pruning_and_perf_model():
     assert seen == [256]
 
 
+def test_pruning_alone():
+    """Without a model of the times: all that are left, in their order."""
+    seen = []
+    kernel = triton.autotune(
+        [triton.Config({"BLOCK": block}) for block in (64, 1024, 256)],
+        key=["n"],
+        prune_configs_by={"early_config_prune": lambda all_, *_, **__: all_[1:], "top_k": 1},
+    )(kernels.add_kernel)
+    grid = lambda meta: seen.append(meta["BLOCK"]) or (2,)
+    jax.make_jaxpr(lambda: triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid))()
+    assert seen == [1024, 256]
+
+
 @pytest.mark.parametrize(
     ("top_k", "left"), [(0.5, [256, 1024]), (0.74, [256, 1024]), (0.1, [256]), (1.0, None)]
 )
@@ -887,6 +900,25 @@ def test_a_fraction_of_the_configs_that_perf_model_likes_best(top_k, left):
     grid = lambda meta: seen.append(meta["BLOCK"]) or (2,)
     jax.make_jaxpr(lambda: triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid))()
     assert seen == (list(times) if left is None else left)
+
+
+@pytest.mark.parametrize(
+    "aliases", [{0: 1, 1: 0}, {"x_ptr": 1, "y_ptr": 0}, {0: 1, "y_ptr": 0}, {"y_ptr": 0, 0: 1}]
+)
+def test_aliases_by_index_and_by_name(aliases):
+    total, other = jax.jit(
+        lambda x, y: triax.triton_call(
+            *(x, y),
+            n=100,
+            BLOCK=64,
+            kernel=kernels.accumulate_kernel,
+            out_type=(OUT, OUT),
+            input_output_aliases=aliases,
+            grid=2,
+        )
+    )(X, X + 1)
+    testing.assert_same_bits(total, X + X + 1)
+    testing.assert_same_bits(other, X)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function])

@@ -42,6 +42,24 @@ def test_gallery_of_a_record(monkeypatch):
     assert figures.where("gallery").startswith("One NVIDIA H200, jax 0.11.2, triton 3.6.0, 2026")
 
 
+def test_matrix_of_a_record(monkeypatch):
+    """A GPU is named where there are measurements with the same JAX and the same Triton."""
+    run = {"python": "3.12", "passed": 3570, "skipped": 3, "failed": 1, "written": "2026-11-25"}
+    runs = [{"jax": jax, "triton": "3.6.0", **run} for jax in ("0.9.2", "0.11.2")]
+    monkeypatch.setattr(figures, "record", lambda name: {"matrix": runs}[name])
+    monkeypatch.setattr(figures, "ran_on_gpus", lambda: {("0.11.2", "3.6.0"): "NVIDIA H200"})
+    _, _, first, second = figures.matrix().splitlines()
+    assert first == "| 0.9.2 | 3.6.0 | 3.12 | 3,570 | 1 | 3 | no |"
+    assert second == "| 0.11.2 | 3.6.0 | 3.12 | 3,570 | 1 | 3 | NVIDIA H200 |"
+    assert figures.where_matrix() == "2 environments: 7,140 tests passed, 2 failed. 2026-11-25.\n"
+
+
+def test_measurements_were_made_on_gpus():
+    found = figures.ran_on_gpus()
+    assert found["0.11.2", "3.6.0"] == "NVIDIA H200"
+    assert ("0.10.2", "3.9.0") not in found  # of those on a CPU
+
+
 def test_every_table_is_on_a_page():
     shown = {
         match[2]

@@ -204,6 +204,27 @@ class TestRefs:
         wrap(lambda: accumulate(ref[...], ref))()
         testing.assert_same_bits(ref[...], 2 * X)
 
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+    def test_two_in_one_call(self, wrap):
+        """Each gets back what the kernel left in it."""
+
+        @triton.jit
+        def kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+            offsets = tl.arange(0, BLOCK)
+            x, y = tl.load(x_ptr + offsets), tl.load(y_ptr + offsets)
+            tl.store(x_ptr + offsets, y)
+            tl.store(y_ptr + offsets, x + y)
+
+        def both(x, y):
+            refs = jax.new_ref(x), jax.new_ref(y)
+            triax.triton_call(*refs, BLOCK=256, kernel=kernel, out_type=(), grid=1)
+            return refs[0][...], refs[1][...]
+
+        x, y = jnp.asarray(X[:256]), jnp.asarray(Y[:256])
+        first, second = wrap(both)(x, y)
+        testing.assert_same_bits(first, y)
+        testing.assert_same_bits(second, x + y)
+
     def test_inside_a_tuple_and_beside_aliases(self):
         @triton.jit
         def kernel(pair, y_ptr, BLOCK: tl.constexpr):

@@ -2,6 +2,7 @@
 
     pip install atheris
     python -m tests.untrusted store -max_total_time=300
+    python -m tests.untrusted all -max_total_time=120     # writes benchmarks/untrusted.json
 
 `store` reads bytes as a stored record and as an exported file: ValueError is all that may come out.
 `command` runs the command `triax`, in folders of its own: an exit status, and no traceback.
@@ -13,12 +14,16 @@ What comes after the target is for libFuzzer. A failure is an exception that nob
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import os
 import pathlib
+import re
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,7 +205,29 @@ def call_kernel(of: bytes) -> None:
 
 TARGETS = {"store": read_store, "command": run_command, "arguments": call_kernel}
 
+
+def write_record(options: Sequence[str]) -> int:
+    """Runs all targets, each in a process of its own, and returns how many found something."""
+    targets = {}
+    for name in TARGETS:
+        command = [sys.executable, "-m", "tests.untrusted", name, "-len_control=0", *options]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        counts = re.search(r"^Done (\d+) runs in (\d+) second", done.stderr, re.MULTILINE)
+        if done.returncode or counts is None:
+            print(done.stderr, file=sys.stderr)
+        inputs, seconds = map(int, counts.groups()) if counts else (0, 0)
+        targets[name] = {"inputs": inputs, "seconds": seconds, "failed": bool(done.returncode)}
+    found: dict[str, Any] = {"written": time.strftime("%Y-%m-%d", time.gmtime())}
+    packages = ("atheris", "jax", "triton")
+    found["versions"] = {name: importlib.metadata.version(name) for name in packages}
+    file = pathlib.Path(__file__).parents[1] / "benchmarks" / "untrusted.json"
+    file.write_text(json.dumps(found | {"targets": targets}, indent=1) + "\n")
+    return sum(of["failed"] for of in targets.values())
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "all":
+        sys.exit(write_record(sys.argv[2:]))
     target = TARGETS[sys.argv.pop(1)]
     atheris.Setup(sys.argv, target)
     atheris.Fuzz()

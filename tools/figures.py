@@ -454,6 +454,18 @@ def where_covered() -> str:
     return f"A CPU, Python {run['python']}, {versions}, {run['written'][:10]}.\n"
 
 
+def untrusted() -> str:
+    """The inputs that were tried on what reads text and arguments of others."""
+    run = record("untrusted")
+    rows = [
+        [f"`{name}`", f"{of['inputs']:,}", f"{of['seconds']} s", str(int(of["failed"]))]
+        for name, of in run["targets"].items()
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    found = table(["target", "inputs", "", "findings"], rows)
+    return f"{found}\nA CPU, {versions}, {run['written']}.\n"
+
+
 def flags() -> str:
     """How many tests passed under each setting of XLA and JAX."""
     rows = [
@@ -461,6 +473,39 @@ def flags() -> str:
         for name, of in record("flags")["results"].items()
     ]
     return table(["", "passed", "failed", "need two GPUs"], rows)
+
+
+def ran_on_gpus() -> dict[tuple[str, str], str]:
+    """The GPU on which there are measurements, by JAX and Triton."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks").glob("*.json")):
+        run = json.loads(path.read_text())
+        run = run if isinstance(run, dict) else {}
+        if "versions" in run and run.get("device", "").startswith("NVIDIA"):
+            found[run["versions"]["jax"], run["versions"]["triton"]] = run["device"]
+    return found
+
+
+def matrix() -> str:
+    """The tests that passed with each JAX and Triton on a CPU, and which of these ran on a GPU."""
+    on_gpus = ran_on_gpus()
+    rows = [
+        [
+            *(of["jax"], of["triton"], of["python"]),
+            *(f"{of[count]:,}" for count in ("passed", "failed", "skipped")),
+            on_gpus.get((of["jax"], of["triton"]), "no"),
+        ]
+        for of in record("matrix")
+    ]
+    head = ["JAX", "Triton", "Python", "tests passed", "failed", "skipped", "ran on a GPU"]
+    return table(head, rows)
+
+
+def where_matrix() -> str:
+    runs = record("matrix")
+    passed, failed = (sum(of[count] for of in runs) for count in ("passed", "failed"))
+    counts = f"{len(runs)} environments: {passed:,} tests passed, {failed} failed."
+    return f"{counts} {max(of['written'] for of in runs)}.\n"
 
 
 def group_offset() -> str:
@@ -791,6 +836,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/stress": lambda: where("stress"),
     "coverage": covered,
     "where/coverage": where_covered,
+    "matrix": matrix,
+    "where/matrix": where_matrix,
+    "untrusted": untrusted,
     "flags": flags,
     "where/flags": lambda: where("flags"),
     "numerics": numerics,

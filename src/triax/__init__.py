@@ -4,6 +4,11 @@ The names below are the whole public surface: `triax.moe` has the MoE ops, `tria
 exceptions, and `triax.testing` helpers for testing your kernels.
 """
 
+# ruff: noqa: E402  # what follows fails in ways of its own on an older JAX
+from triax.compat import versions as _versions
+
+_versions.check_jax(_versions.installed("jax"))
+
 from triax import errors as errors
 from triax import moe as moe
 from triax import testing as testing

@@ -83,7 +83,7 @@ def test_may_look_at_arrays():
     def hook(nargs):
         x = nargs["x_ptr"]
         seen.append((x.numel(), x.size(), x.size(1), x.stride(), x.stride(0), x.element_size()))
-        if hasattr(x, "block_shape"):
+        if any(hasattr(x, n) for n in ("base", "block_shape", "padding", "strides")):
             x.block_shape = [1, 1]
         if x.is_contiguous():
             zero_where_programs_add_up(nargs)
@@ -201,6 +201,13 @@ def set_block_shape(nargs):
     nargs["desc"].block_shape = [nargs["BM"], nargs["BN"]]
 
 
+def set_block_shape_by_others(nargs):
+    desc = nargs["desc"]
+    rows, columns = desc.shape
+    assert desc.strides == [columns, 1]
+    desc.block_shape = [min(nargs["BM"], rows), min(nargs["BN"], columns)]
+
+
 def set_block_shape_in_place(nargs):
     nargs["desc"].block_shape[:] = nargs["BM"], nargs["BN"]
 
@@ -224,6 +231,7 @@ def by_callable(meta):
 WAYS = {
     "hook": {"hook": set_block_shape},
     "in_place": {"hook": set_block_shape_in_place},
+    "by_others": {"hook": set_block_shape_by_others},
     "callable": {"block_shape": by_callable},
     "callable_then_hook": {"block_shape": lambda meta: (2, meta["BN"]), "hook": set_block_shape},
 }

@@ -1,9 +1,11 @@
 """What Triax makes of JAX's insides."""
 
 import time
+import types
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -78,3 +80,21 @@ def test_ops_ask_for_their_devices(monkeypatch):
     names = {p.name for p in dispatch.prim_requires_devices_during_lowering}
     ops = {"triax_place_pairs", "triax_permute_rows", "triax_gather_rows", "triax_ragged_dot"}
     assert names == {"triton_call", "for_target", "triax_linear", *ops}
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_axes_that_vmap_took_may_be_used(monkeypatch, removes):
+    """Also by a JAX that can only add their names."""
+    core = jax_private._core
+    if not hasattr(core, "add_explicit_mesh_axis_names"):
+        pytest.skip("this JAX keeps no such names")
+    if not removes:
+        less = {k: v for k, v in vars(core).items() if k != "remove_explicit_mesh_axis_names"}
+        monkeypatch.setattr(jax_private, "_core", types.SimpleNamespace(**less))
+    taken = lambda: core.get_axis_env().explicit_mesh_axis_names
+    with core.add_explicit_mesh_axis_names(("a",)):
+        with jax_private.no_vmapped_axes():
+            assert taken() == frozenset()
+        assert taken() == {"a"}
+    with jax_private.no_vmapped_axes():
+        assert taken() == frozenset()

@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.metadata
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -78,6 +80,22 @@ def test_old_jax_is_refused():
     with pytest.raises(VersionError, match=r"needs JAX 0\.8\.0 or later; 0\.7\.2 is installed"):
         versions.check_dispatch("0.7.2")
     versions.check_dispatch("0.8.0")
+
+
+def test_old_jax_is_refused_at_import(tmp_path):
+    """In one line, whatever the rest of Triax would have made of it."""
+    (tmp_path / "jax-0.7.2.dist-info").mkdir()
+    (tmp_path / "jax-0.7.2.dist-info" / "METADATA").write_text("Name: jax\nVersion: 0.7.2\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", "import triax"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    message = "Triax needs JAX 0.8.0 or later; 0.7.2 is installed. Install `jax>=0.8.0`."
+    assert done.stderr.splitlines()[-1] == f"triax.errors.VersionError: {message}"
 
 
 def test_plugin_of_another_version_is_refused():

@@ -24,7 +24,7 @@ from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import jax_private, versions
-from triax.emitting.custom_call import order_buffers
+from triax.emitting.custom_call import _cost_estimate, order_buffers
 from triax.errors import CompilationError, UnsupportedError, VersionError
 
 A = ArrayType((4,), np.dtype(np.float32))
@@ -300,6 +300,19 @@ def test_a_gpu_without_tma_takes_no_descriptors(monkeypatch):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
     with pytest.raises((UnsupportedError, VersionError), match="takes a host TMA descriptor"):
         cuda_call(functools.partial(descriptors.call, "host"), np.zeros((35, 44), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("target", "version", "handed"),
+    [
+        (versions.NEW_TARGET, "0.10.1", None),
+        (versions.NEW_TARGET, "0.11.0", '{"flops": 7}'),
+        (versions.LEGACY_TARGET, "0.11.0", None),
+    ],
+)
+def test_a_cost_is_handed_to_what_takes_one(target, version, handed):
+    call = types.SimpleNamespace(display_name="a kernel", cost_estimate=(("flops", Static(7)),))
+    assert _cost_estimate(call, versions.Target(target, 4), version) == handed
 
 
 @pytest.mark.cuda_plugin

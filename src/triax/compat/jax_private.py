@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
@@ -109,7 +109,25 @@ def no_vmapped_axes() -> AbstractContextManager[Any]:
     They are what a batch is cut over: JAX keeps them from what is called inside.
     """
     taken = getattr(_core.get_axis_env(), "explicit_mesh_axis_names", None)
-    return _core.remove_explicit_mesh_axis_names(taken) if taken else contextlib.nullcontext()
+    if not taken:
+        return contextlib.nullcontext()
+    if not hasattr(_core, "remove_explicit_mesh_axis_names"):
+        return _without_explicit_axes()
+    context: AbstractContextManager[Any] = _core.remove_explicit_mesh_axis_names(taken)
+    return context
+
+
+# Workaround: jax <0.9: names of explicit axes can only be added.
+@contextlib.contextmanager
+def _without_explicit_axes() -> Iterator[None]:
+    before = _core.get_axis_env()
+    _core.trace_ctx.set_axis_env(
+        type(before)(before.axis_sizes, before.spmd_axis_names, frozenset())
+    )
+    try:
+        yield
+    finally:
+        _core.trace_ctx.set_axis_env(before)
 
 
 def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> Any:

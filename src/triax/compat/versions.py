@@ -193,6 +193,15 @@ def gated_version() -> str:
     return version
 
 
+def check_jax(version: str | None) -> None:
+    """Raises `VersionError` if this JAX is too old to import Triax; None is not known."""
+    if version is not None and not DISPATCH.passes(version):
+        raise VersionError(
+            f"Triax needs JAX {DISPATCH.stable} or later; {version} is installed. "
+            f"Install `jax>={DISPATCH.stable}`."
+        )
+
+
 def check_plugin(plugin: tuple[str, str] | None, jaxlib: str) -> None:
     """Raises `VersionError` if the plugin is of another version than jaxlib.
 

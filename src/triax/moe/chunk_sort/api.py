@@ -89,8 +89,8 @@ def sort_chunks_by_index(
     if num_chunks == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
         return Sorted(x, probs)
     maps = ops.chunk_maps(
-        arguments.as_int32(split_sizes, num_rows),
-        arguments.as_int32(sorted_indices, num_chunks),
+        arguments.as_int32(split_sizes),
+        arguments.as_int32(sorted_indices),
         num_rows=num_rows,
         implementation=implementation,
     )

@@ -138,7 +138,7 @@ def exchanged(
             pairs = min(experts.size, capacity * num_local)
         num_rows = arguments.most_rows(num_devices * pairs, num_local, align_size)
     sizes = {"num_rows": arguments.rows_of_groups(num_rows, align_size), "align_size": align_size}
-    weights, experts = gathered(weights), gathered(arguments.as_int32(experts, num_experts))
+    weights, experts = gathered(weights), gathered(arguments.as_int32(experts))
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
     axis, how = _Axis(axis_name, num_devices, num_local), {"implementation": implementation}
     given = _Given(x, weights, experts, scales, axis, sizes, how)

@@ -181,7 +181,7 @@ def ragged_dot(
     if rows.dtype.itemsize < 4 and not (rows.dtype.itemsize == 1 and name == FAST_SUMS):
         name = None
     options = Options(result, name, share, row_block, weight_block, packed)
-    groups = Groups(arguments.as_int32(group_sizes, num_rows))
+    groups = Groups(arguments.as_int32(group_sizes))
     if group_offset is not None:
         groups = _some_groups(groups, group_offset, num_groups, num_rows)
     operands = rows, weights, groups, row_scales, group_scales, bias, bias_weights
@@ -205,9 +205,7 @@ def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> jax.Arr
             f"{messages.shown(group_offset)}."
         )
     offset = arguments.array("group_offset", group_offset, (), jnp.integer)
-    if offset.dtype == jnp.int64:  # it matters how far before the first group it is
-        offset = jnp.clip(offset, -arguments.MAX_ROWS, arguments.MAX_ROWS).astype(jnp.int32)
-    return arguments.as_int32(offset, num_sizes)
+    return arguments.as_int32(offset)
 
 
 def _some_groups(groups: Groups, offset: jax.Array, count: int, num_rows: int) -> Groups:

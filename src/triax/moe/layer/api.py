@@ -150,7 +150,7 @@ def feed_forward(
     if routing is not None:
         _check_no_router(router | {"bias": bias, "expert_scale": expert_scale})
         routing = _check_routing(routing, num_tokens, top_k)
-        routing = routing[0], arguments.as_int32(routing[1], num_experts)
+        routing = routing[0], arguments.as_int32(routing[1])
         top_k = routing[1].shape[1]
     else:
         if top_k is None:
@@ -225,7 +225,7 @@ def _flattened(x: Any, logits: Any, routing: Any) -> tuple[tuple[int, ...], jax.
 
 def _flat(array: Any) -> jax.Array:
     # JAX reshapes what explicit axes cut only where these cut the first or the last dimension.
-    array = explicit.gathered(jnp.asarray(array), 0, array.ndim - 1)
+    array = explicit.gathered(arguments.as_jax(array), 0, array.ndim - 1)
     return jnp.reshape(array, (math.prod(array.shape[:-1]), array.shape[-1]))
 
 

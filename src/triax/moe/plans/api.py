@@ -69,7 +69,7 @@ def make_plan(
     )
     messages.check_sizes_known("selected_experts", selected.shape)
     num_experts = arguments.integer("num_experts", num_experts, 1)
-    selected = arguments.as_int32(selected, num_experts)
+    selected = arguments.as_int32(selected)
     sizes = _sizes(selected.shape, num_experts, capacity, num_rows, align_size)
     implementation = implementations.resolve(implementation)
     return _named(_place_pairs(selected, num_experts, sizes, implementation))

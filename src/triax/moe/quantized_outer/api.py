@@ -58,7 +58,7 @@ def quantized_outer(
         left,
         right,
         *sources,
-        Groups(arguments.as_int32(jnp.asarray(group_sizes), count)),
+        Groups(arguments.as_int32(arguments.as_jax(group_sizes))),
         options=options,
         dtypes=tuple(map(jnp.dtype, dtypes)),
         implementation=implementations.resolve_for_floats(implementation, left=left, right=right),

@@ -128,7 +128,7 @@ def route(
                 f"Argument `experts` must have shape {(logits.shape[0], spec.top_k)}, [tokens, "
                 f"top_k]; got {experts.shape}."
             )
-        routed = _weigh(logits, arguments.as_int32(experts, num_experts), spec)
+        routed = _weigh(logits, arguments.as_int32(experts), spec)
     if order > 1:
         # Of scores that are normalised already, none of which can be too small for a power.
         weights = reference.of_norm_one(routed.weights, order) * jnp.float32(scale)

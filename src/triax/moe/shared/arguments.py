@@ -52,6 +52,19 @@ def array(
             f"Argument `{name}` must have {wanted} dtype; got {value.dtype}. "
             f"{remedy or f'Cast it with {cast}.'}"
         )
+    return as_jax(value)
+
+
+def as_jax(value: Array) -> jax.Array:
+    """A JAX array. Integers that are too wide for the dtype that JAX has become the nearest of it.
+
+    Without 64-bit types JAX itself keeps the low half: an id of 2**32 + 1 would be expert 1.
+    """
+    if value.dtype.kind in "iu" and not isinstance(value, jax.core.Tracer):
+        held = jax.dtypes.canonicalize_dtype(value.dtype)
+        if held.itemsize < value.dtype.itemsize:
+            limits = np.iinfo(held)
+            return jnp.asarray(np.asarray(value).clip(limits.min, limits.max).astype(held))
     return jnp.asarray(value)
 
 
@@ -130,8 +143,10 @@ def rows_of_groups(num_rows: Any, align_size: int) -> int:
     return num_rows
 
 
-def as_int32(values: jax.Array, limit: int) -> jax.Array:
-    """Integers as int32; those too large become -1 or `limit`, which are out of range as well."""
+def as_int32(values: jax.Array) -> jax.Array:
+    """Integers as int32; those that it cannot hold become the nearest, out of range as well."""
     if values.dtype.itemsize < 4 or values.dtype == jnp.int32:
         return values.astype(jnp.int32)
-    return jnp.clip(values, -1 if values.dtype.kind == "i" else 0, limit).astype(jnp.int32)
+    limits = jnp.iinfo(jnp.int32)
+    least = limits.min if values.dtype.kind == "i" else 0
+    return jnp.clip(values, least, limits.max).astype(jnp.int32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from triax.errors import ArgumentValueError
 from triax.moe.shared import arguments
@@ -66,7 +67,7 @@ def local_permute_after_a2a(
       local_group_sizes: integer [local experts], the rows of each expert.
       state: for `local_unpermute_before_a2a`.
     """
-    sizes = _counts(all_shards_tokens_per_expert, num_expert_shards)[:, shard_id]
+    sizes = _counts(all_shards_tokens_per_expert, num_expert_shards)[:, _index(shard_id)]
     chunks = jnp.arange(sizes.size, dtype=jnp.int32).reshape(sizes.shape).T.reshape(-1)
     sorted_x, _ = sort_chunks_by_index(
         x_recv, sizes.reshape(-1), chunks, implementation=implementation
@@ -102,7 +103,14 @@ def _counts(counts: Any, num_shards: int) -> jax.Array:
     return explicit.gathered(counts).reshape(num_shards, num_shards, -1)
 
 
+def _index(shard_id: Any) -> Any:
+    if isinstance(shard_id, (int, np.integer)):
+        return arguments.integer("shard_id", shard_id, 0)
+    return arguments.array("shard_id", shard_id, (), jnp.integer)
+
+
 def _parameters(rows: jax.Array, shard_id: Any) -> _Parameters:
     """From the rows that each shard sends to each, [from, to]."""
-    sent, before = rows[shard_id], jnp.cumsum(rows, axis=0) - rows
-    return jnp.cumsum(sent) - sent, sent, before[shard_id], rows[:, shard_id]
+    shard = _index(shard_id)
+    sent, before = rows[shard], jnp.cumsum(rows, axis=0) - rows
+    return jnp.cumsum(sent) - sent, sent, before[shard], rows[:, shard]

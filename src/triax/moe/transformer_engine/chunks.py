@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.moe.chunk_sort import api as chunks
+from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
@@ -31,7 +32,7 @@ def sort_chunks_by_index(
     output = sort(x, split_sizes, sorted_indices, implementation=implementation).rows
     # Row numbers, sorted back, tell each row of `inp` where it went.
     split_sizes, sorted_indices = (
-        explicit.gathered(jnp.asarray(array)) for array in (split_sizes, sorted_indices)
+        explicit.gathered(arguments.as_jax(array)) for array in (split_sizes, sorted_indices)
     )
     sizes, back = split_sizes[sorted_indices], jnp.argsort(sorted_indices)
     numbers = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]

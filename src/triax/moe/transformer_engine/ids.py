@@ -100,7 +100,7 @@ def pure_jax_token_dispatch(
     _check_slots("selected_experts", ids.shape, num_experts_per_tok)
     if roll_to_expert_id is not None:
         first = arguments.integer("roll_to_expert_id", roll_to_expert_id, 0) % num_experts
-        ids = arguments.as_int32(ids, num_experts)
+        ids = arguments.as_int32(ids)
         known = (ids >= 0) & (ids < num_experts)
         ids = jnp.where(known, (ids - first) % num_experts, -1)
     plan = make_plan(

@@ -145,7 +145,7 @@ def token_combine(
         )
     row_id_map = explicit.gathered(row_id_map)
     num_tokens, top_k = row_id_map.shape[0], row_id_map.shape[1] // 2
-    row_id_map = row_id_map.astype(jnp.int32)
+    row_id_map = arguments.as_int32(row_id_map)
     exists = jnp.arange(top_k, dtype=jnp.int32)[None, :] < row_id_map[:, -1:]
     row = jnp.where(exists, row_id_map[:, :top_k], -1)
     expert = jnp.where(exists, row_id_map[:, top_k:-1], -1)
@@ -155,7 +155,7 @@ def token_combine(
         sizes = filled
     else:
         offsets = arguments.array("pad_offsets", pad_offsets, ("experts",), jnp.integer)
-        offsets = explicit.gathered(offsets).astype(jnp.int32)
+        offsets = arguments.as_int32(explicit.gathered(offsets))
         num_experts = offsets.shape[0]
         filled = jnp.zeros(num_experts, jnp.int32)
         filled = filled.at[tables.or_none(expert, num_experts)].add(1, mode="drop")
