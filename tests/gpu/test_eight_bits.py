@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.test_ragged_dot import spans
 from triax import moe
-from triax.moe.grouped_matmul import blocks
+from triax.moe.grouped_matmul import float32_sums
 from triax.moe.grouped_matmul.options import Groups
 from triax.moe.grouped_matmul.reference import group_of_rows
 from triax.moe.quantization.reference import quantize_groups_reference
@@ -58,15 +58,16 @@ def error(found, wanted):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("shape", [(DEPTH, COLUMNS), (2880, 336), (128, 128), (16, 16)])
 @pytest.mark.parametrize("sizes", ["uneven", "wrong"])
-def test_the_kernel_of_blocks_and_its_twin(monkeypatch, sizes, shape, dtype):
+@pytest.mark.parametrize("scaling", BLOCKS)
+def test_the_kernel_of_float32_sums_and_its_twin(monkeypatch, scaling, sizes, shape, dtype):
     """The one in Gluon, which is not interpreted, has the bits of the one that is."""
     depth, columns = shape
     given = jnp.asarray(np.array(SIZES[sizes], np.int64).astype(np.int32))
     keys = jax.random.split(jax.random.key(1))
     x = jax.random.normal(keys[0], (3072, depth)).at[-40:].set(jnp.nan)
     w = jax.random.normal(keys[1], (8, depth, columns)).at[2].set(jnp.nan)
-    rows = moe.quantize(x, dtype, block=(1, 128))
-    weights = moe.quantize(w, block=(1, 128, 128), transposed=True)
+    rows = moe.quantize(x, dtype, block=BLOCKS[scaling][0])
+    weights = moe.quantize(w, block=BLOCKS[scaling][1], transposed=True)
 
     def run(offset):
         how = {"preferred_element_type": "float32", "implementation": "triton"}
@@ -77,7 +78,7 @@ def test_the_kernel_of_blocks_and_its_twin(monkeypatch, sizes, shape, dtype):
         return whole, jax.jit(some)(rows)
 
     found = run(1)
-    monkeypatch.setattr(blocks, "suit", lambda *_, **__: False)
+    monkeypatch.setattr(float32_sums, "suit", lambda *_, **__: False)
     for one, other in zip(found, run(1), strict=True):
         assert_same_bits(one, other)
     assert np.any(np.asarray(found[0]))

@@ -68,7 +68,7 @@ TRITON = Gate(
     package="triton",
 )
 GLUON = Gate(
-    "8-bit products with scales of blocks by warp groups that take turns",
+    "8-bit products that warp groups sum up in float32 in turns",
     "3.6.0",
     "they are written in Gluon, which earlier versions have only in part",
     "Triton's own language: the same bits, more slowly",

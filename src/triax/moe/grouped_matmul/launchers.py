@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
-from triax.moe.grouped_matmul import blocks
+from triax.moe.grouped_matmul import float32_sums
 from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
 from triax.moe.grouped_matmul.options import Groups, Options, PackedScales
 from triax.moe.grouped_matmul.reference import with_unpacked_weights
@@ -201,6 +201,12 @@ def _ragged_dot(
             tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
             operands = rows, weights, tiles, group_scales, bias, bias_weights
             return few_rows(target, few, *operands, options=options, implementation=implementation)
+    scales = row_scales, group_scales
+    how: dict[str, Any] = {"options": options, "implementation": implementation}
+    if tma and float32_sums.suit(
+        target, rows, weights, scales, bias, rows_per_group, transposed=transposed, **how
+    ):
+        return float32_sums.ragged_dot(target, rows, weights, groups, scales, **how)
     config = DotConfig.heuristic(
         rows_per_group,
         columns,
@@ -214,11 +220,6 @@ def _ragged_dot(
     )
     row_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation, config.row_tiles)
-    if tma and config.block_rows == blocks.ROWS:
-        how: dict[str, Any] = {"options": options, "implementation": implementation}
-        if blocks.suit(target, rows, weights, bias, transposed=transposed, **how):
-            scales = row_scales, group_scales
-            return blocks.ragged_dot(target, rows, weights, tiles, *scales, **how)
     num_programs = row_tiles * cdiv(columns, config.block_columns)
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)

@@ -1,4 +1,4 @@
-"""Which 8-bit products with scales of blocks go to the kernel in Gluon."""
+"""Which 8-bit products go to the kernel in Gluon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.moe.grouped_matmul.test_programs import kernels
 from triax import moe
 from triax.compat import jax_private, versions
-from triax.moe.grouped_matmul import blocks
+from triax.moe.grouped_matmul import float32_sums
 from triax.moe.grouped_matmul.options import Options
 from triax.moe.shared.target import Target
 
@@ -24,11 +24,16 @@ def shape(*sizes, dtype=E4M3):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def ptx_of(num_rows=4000, dtype=E4M3, block=128, bias=None, out="bfloat16"):
+BLOCKS, LINES = (128, (1, 128, 128)), (None, (1, None, 1))
+FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+
+
+def ptx_of(num_rows=4000, dtype=E4M3, blocks=BLOCKS, bias=None, out="bfloat16", precision=None):
     def run(x, w, sizes, *bias):
-        rows = moe.quantize(x, dtype, block=(1, block))
-        weights = moe.quantize(w, block=(1, 128, 128), transposed=True)
+        rows = moe.quantize(x, dtype, block=(1, blocks[0]))
+        weights = moe.quantize(w, block=blocks[1], transposed=True)
         how = {"preferred_element_type": out, "bias": bias[0] if bias else None}
+        how["precision"] = precision
         return moe.ragged_dot(rows, weights, sizes, **how)
 
     arrays = [shape(num_rows, 464, dtype="bfloat16"), shape(2, 464, 400, dtype="bfloat16")]
@@ -41,14 +46,17 @@ def takes_turns(ptx):
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize(("dtype", "out"), [(E4M3, "bfloat16"), (E5M2, "float32")])
-def test_it_compiles(monkeypatch, dtype, out):
+@pytest.mark.parametrize(
+    ("dtype", "out", "blocks"),
+    [(E4M3, "bfloat16", BLOCKS), (E5M2, "float32", BLOCKS), (E4M3, "float16", LINES)],
+)
+def test_it_compiles(monkeypatch, dtype, out, blocks):
     if not jax_private.supports_tensor_maps():
         pytest.skip("this jaxlib encodes no descriptors")
     if not versions.GLUON.passes(versions.installed("triton")):
         pytest.skip(f"needs Triton {versions.GLUON.stable}")
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-    assert takes_turns(ptx_of(dtype=dtype, out=out)) == 1
+    assert takes_turns(ptx_of(dtype=dtype, out=out, blocks=blocks)) == 1
 
 
 @pytest.mark.cuda_plugin
@@ -56,7 +64,8 @@ def test_it_compiles(monkeypatch, dtype, out):
     ("arch", "how"),
     [
         (90, {"num_rows": 100}),
-        (90, {"block": 64}),
+        (90, {"blocks": (64, (1, 128, 128))}),
+        (90, {"blocks": LINES, "precision": FAST}),
         (90, {"bias": shape(2, 400, dtype="bfloat16")}),
         (100, {}),
     ],
@@ -66,10 +75,19 @@ def test_others_do_not(monkeypatch, arch, how):
     assert takes_turns(ptx_of(**how)) == 0
 
 
-def suits(rows=(4000, 512), weights=(2, 400, 512), target=HOPPER, bias=None, **how):
+def suits(
+    rows=(4000, 512),
+    weights=(2, 400, 512),
+    target=HOPPER,
+    scales=(0, 0),
+    bias=None,
+    each=128,
+    **how,
+):
     options = dataclasses.replace(DEEPSEEK, **how.pop("options", {}))
-    how = {"transposed": True, "implementation": None} | how
-    return blocks.suit(target, shape(*rows), shape(*weights), bias, options=options, **how)
+    how = {"transposed": True, "implementation": None, "options": options} | how
+    arrays = shape(*rows), shape(*weights), scales, bias
+    return float32_sums.suit(target, *arrays, each, **how)
 
 
 def test_what_suits(monkeypatch):
@@ -84,6 +102,9 @@ def test_what_suits(monkeypatch):
     assert not suits(implementation="interpret")
     assert not suits(bias=shape(2, 400))
     assert not suits(target=dataclasses.replace(HOPPER, compute_capability=100))
+    assert not suits(scales=(0, None))
+    assert not suits(each=64)
+    assert suits(options={"row_block": None, "weight_block": (1, None)})
     for options in ({"row_block": None}, {"row_block": 64}, {"weight_block": (1, 128)}):
         assert not suits(options=options)
     monkeypatch.setattr(versions, "installed", lambda package: "3.5.1")

@@ -1,9 +1,9 @@
-"""ragged_dot of 8-bit floats with scales of blocks, for Hopper, in Gluon.
+"""ragged_dot of 8-bit floats that are added up in float32, for Hopper, in Gluon.
 
-Each 128 of the depth are multiplied by tensor cores, scaled, and added up in float32. In Triton's
-own language all warps wait for such a product before they scale it, and tensor cores wait for them.
+Tensor cores multiply 128 of the depth, which are scaled if blocks are, and added up. In Triton's
+own language all warps wait for such a product before they add it, and tensor cores wait for them.
 Here two warp groups have half of a tile's rows each and wait for themselves alone, so one
-multiplies while the other scales. A third loads. `_ragged_dot_kernel` computes the same bits.
+multiplies while the other adds. A third loads. `_ragged_dot_kernel` computes the same bits.
 """
 
 from triton.experimental import gluon
@@ -31,6 +31,7 @@ def _load(
     barriers,
     pointers,
     sizes,
+    BLOCKED: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
@@ -63,6 +64,7 @@ def _multiply(
     barriers,
     pointers,
     sizes,
+    BLOCKED: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
@@ -92,30 +94,45 @@ def _multiply(
         row += PART * OWN
         # Rows past the group's end are another's. They have any scale, and are not stored.
         which = gl.minimum(row + gl.arange(0, OWN, gl.SliceLayout(1, layout)), end - 1)
-        row_at = which * deep
-        group_at = (group * blocks + column_tile * 2) * deep
-        next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
         left = zeros
         right = zeros
-        next_scale = gl.load(row_scales_ptr + row_at)
+        if BLOCKED:
+            row_at = which * deep
+            group_at = (group * blocks + column_tile * 2) * deep
+            next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
+            next_scale = gl.load(row_scales_ptr + row_at)
         for block in range(deep):
-            scale = next_scale
-            next_scale = gl.load(row_scales_ptr + (row_at + gl.minimum(block + 1, deep - 1)))
-            near = gl.load(group_scales_ptr + (group_at + block))
-            far = gl.load(group_scales_ptr + (group_at + next_block + block))
+            if BLOCKED:
+                scale = next_scale
+                next_scale = gl.load(row_scales_ptr + (row_at + gl.minimum(block + 1, deep - 1)))
+                near = gl.load(group_scales_ptr + (group_at + block))
+                far = gl.load(group_scales_ptr + (group_at + next_block + block))
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
             x = buffers[0].index(stage).slice(PART * OWN, OWN)
             w = buffers[1].index(stage)
             columns = w.slice(0, HALF).permute((1, 0))
             product = warpgroup_mma(x, columns, zeros, use_acc=False, is_async=True)
-            left += warpgroup_mma_wait(0, deps=(product,)) * (scale * near)[:, None]
+            product = warpgroup_mma_wait(0, deps=(product,))
+            if BLOCKED:
+                product *= (scale * near)[:, None]
+            left += product
             columns = w.slice(HALF, HALF).permute((1, 0))
             product = warpgroup_mma(x, columns, zeros, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(0, deps=(product,))
             mbarrier.arrive(empty.index(stage), count=1)
-            right += product * (scale * far)[:, None]
+            if BLOCKED:
+                product *= (scale * far)[:, None]
+            right += product
             count += 1
+        if not BLOCKED:
+            scale = gl.load(row_scales_ptr + which)[:, None]
+            which = column_tile * COLUMNS + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+            at = group_scales_ptr + (group * num_columns + which)
+            left *= scale
+            left *= gl.load(at, mask=which < num_columns, other=0.0)[None, :]
+            right *= scale
+            right *= gl.load(at + HALF, mask=which + HALF < num_columns, other=0.0)[None, :]
         _store(out_ptr, left, row, end, column_tile * COLUMNS, num_columns, stored)
         _store(out_ptr, right, row, end, column_tile * COLUMNS + HALF, num_columns, stored)
 
@@ -148,12 +165,13 @@ def _upper(
     barriers,
     pointers,
     sizes,
+    BLOCKED: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    _multiply(buffers, barriers, pointers, sizes, ROWS, COLUMNS, DEPTH, STAGES, 0)
+    _multiply(buffers, barriers, pointers, sizes, BLOCKED, ROWS, COLUMNS, DEPTH, STAGES, 0)
 
 
 @gluon.jit
@@ -163,16 +181,17 @@ def _lower(
     barriers,
     pointers,
     sizes,
+    BLOCKED: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     DEPTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    _multiply(buffers, barriers, pointers, sizes, ROWS, COLUMNS, DEPTH, STAGES, 1)
+    _multiply(buffers, barriers, pointers, sizes, BLOCKED, ROWS, COLUMNS, DEPTH, STAGES, 1)
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _ragged_dot_of_blocks_kernel(
+def _ragged_dot_float32_sums_kernel(
     rows,
     weights,
     tiles_ptr,
@@ -182,6 +201,7 @@ def _ragged_dot_of_blocks_kernel(
     depth,
     num_columns,
     out_ptr,
+    BLOCKED: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BLOCK_COLUMNS: gl.constexpr,
     BLOCK_DEPTH: gl.constexpr,
@@ -210,9 +230,9 @@ def _ragged_dot_of_blocks_kernel(
     D: gl.constexpr = BLOCK_DEPTH
     gl.warp_specialize(
         [
-            (_upper, (descriptors, buffers, barriers, pointers, sizes, B, C, D, STAGES)),
-            (_lower, (descriptors, buffers, barriers, pointers, sizes, B, C, D, STAGES)),
-            (_load, (descriptors, buffers, barriers, pointers, sizes, B, C, D, STAGES)),
+            (_upper, (descriptors, buffers, barriers, pointers, sizes, BLOCKED, B, C, D, STAGES)),
+            (_lower, (descriptors, buffers, barriers, pointers, sizes, BLOCKED, B, C, D, STAGES)),
+            (_load, (descriptors, buffers, barriers, pointers, sizes, BLOCKED, B, C, D, STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
