@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from triax import moe
 from triax.testing import assert_close, assert_same_bits
 
 TOKENS, TOP_K, EXPERTS, WIDTH = 6, 2, 3, 5
+# tests/conftest.py turns them off, for versions that know the flag.
+FLAG = "xla_cpu_use_fusion_emitters"
+EMITTERS = {FLAG: True} if FLAG in os.environ.get("XLA_FLAGS", "") else None
 
 
 @pytest.fixture(params=["xla", "interpret"])
@@ -189,3 +193,16 @@ def test_gradient_of_everything_at_once_is_the_sum(plan, implementation):
         actual,
         jax.jit(jax.grad(expected, (0, 1)))(x, router),
     )
+
+
+def test_a_batch_of_constants_under_jit():
+    """Of which XLA computes the results while it compiles, some of them wrongly."""
+    ids = jnp.asarray([[1, 0], [0, 1], [2, -1], [2, 0], [1, 2], [0, 2]])
+    plan = moe.make_plan(ids, EXPERTS, align_size=4)
+    x = jnp.asarray(*draw((2, TOKENS, 3), dtype=np.float32))
+    rows = jnp.zeros((2, plan.num_rows, 3))
+    permute = jax.vmap(lambda x: moe.permute(x, plan, implementation="xla"))
+    unpermute = jax.vmap(lambda rows: moe.unpermute(rows, plan, implementation="xla"))
+    for function in (lambda: permute(x), lambda: jax.vjp(unpermute, rows)[1](x)[0]):
+        program = jax.jit(function).lower().compile(compiler_options=EMITTERS)
+        assert_same_bits(program(), function())

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 def take_rows(array: jax.Array, index: jax.Array, **mode: Any) -> jax.Array:
     """Rows of an array, bit for bit; `mode` handles indices out of range, as in `jnp.take`."""
+    # Workaround: xla all, openxla/xla #34260: on CPUs, under vmap, it mixes up rows of constants
+    # that are taken by constants.
+    index = jax.lax.optimization_barrier(index)
     # Floats move as integers: on platforms without small floats XLA converts them to larger ones
     # even to gather, and converting there and back changes NaNs.
     bits = jnp.finfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.floating) else 0
