@@ -328,6 +328,22 @@ def test_functions_are_given_each_row_by_itself(name):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_token_of_zeros_with_a_weight_of_zero_is_a_token():
+    """Where weights multiply tokens, experts make of it what they make of their biases."""
+    x, experts = jnp.zeros((3, 4)).at[1].set(1), jnp.array([[0, 1], [1, -1], [1, 1]])
+    weights = jnp.array([[0, 1], [1, 1], [0.5, 0]])
+    weights_of = jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))
+    how = {"b_gate_up": jnp.ones((2, 6)), "b_down": jnp.ones((2, 4)), "weights_on": "input"}
+    by_name, by_function = (
+        moe.feed_forward(
+            *(x, None, *weights_of), routing=(weights, experts), activation=activation, **how
+        ).tokens
+        for activation in ("swiglu", lambda gate, up: jax.nn.silu(gate) * up)
+    )
+    assert by_name[0, 0] == by_name[2, 0] > 2
+    assert_close(by_function, np.asarray(by_name, np.float64), terms=4)
+
+
 def test_functions_that_are_written_for_other_shapes_name_it():
     args = draw()
     for wrong in (

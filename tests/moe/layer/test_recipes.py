@@ -230,6 +230,16 @@ def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
             assert_close(a, np.asarray(b, np.float64), terms=64)
 
 
+def test_rows_without_a_token_have_no_part_in_scales():
+    """What the activation makes of a bias alone is larger here than what it makes of tokens."""
+    x, logits, w_gate_up, w_down = layer(dtype="float32")
+    given = abs(x), logits, -abs(w_gate_up), w_down
+    how = {"weights_on": "input", "b_gate_up": jnp.full((8, 80), 9.0)}
+    padded, plain = (value_and_gradients(given, ALL, align_size=a, **how) for a in (16, 1))
+    for found, wanted in zip(padded, plain, strict=True):
+        assert_close(found, np.asarray(wanted, np.float64), terms=64)
+
+
 @pytest.mark.slow("the layer's sharding has tests of its own")
 @pytest.mark.parametrize("recipe", ["rows", ALL])
 def test_tokens_cut_over_devices(recipe):

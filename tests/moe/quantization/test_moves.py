@@ -92,3 +92,21 @@ def test_tokens_that_share_scales(change, match):
         moe.permute(moe.quantize(x, **change), plan)
     with pytest.raises(TypeError, match="`scales` is given, and `x` is a ScaledArray"):
         moe.permute(moe.quantize(x, block=(1, None)), plan, scales=jnp.ones((TOKENS, 1)))
+
+
+def test_one_token_with_blocks_of_more():
+    """Its rows have scales of their own, also where it is a device's only one."""
+    x, experts, weights = (array[:2] for array in draw())
+
+    def move(x, experts, weights):
+        one = moe.quantize(x, block=(32, 32))
+        sent = moe.dispatch(one, weights, experts, EXPERTS, "e")
+        rows = moe.permute(one, moe.make_plan(experts, EXPERTS))
+        summed = moe.combine(sent.rows.dequantize(), sent.plan, weights=None)
+        return rows.dequantize(), summed, one.dequantize()
+
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("e",)), PartitionSpec("e")
+    split = jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    rows, summed, exact = jax.jit(split)(x, experts, weights)
+    assert_same_bits(rows, jnp.repeat(exact, TOP_K, axis=0))
+    assert_same_bits(summed, exact * TOP_K)

@@ -134,8 +134,8 @@ def dispatch(
         sent = sent._replace(scales=jax.lax.bitcast_convert_type(sent.scales, scale_dtype))
     if whole is None:
         return sent
-    of_rows: Any = sent.scales
-    rows: Any = dataclasses.replace(whole, values=sent.rows, scales=of_rows)
+    parts: Any = {"values": sent.rows, "scales": sent.scales, "block": (1, *whole.block[1:])}
+    rows: Any = dataclasses.replace(whole, **parts)
     return sent._replace(rows=rows, scales=None)
 
 

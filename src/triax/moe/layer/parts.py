@@ -126,11 +126,11 @@ def _run(options: Options, *operands: Any) -> FeedForward:
     def arrived() -> Arrived:
         if options.recipe is None or options.weights_on == "input":
             rows, row_weights, _ = permute(given.x, plan, weights=weights, **how)
-            return Arrived(rows, row_weights)
+            return Arrived(rows, row_weights, plan.group_filled)
         no_columns = jnp.zeros((given.x.shape[0], 0), given.x.dtype)
         row_weights = permute(no_columns, plan, weights=weights, **how).weights
         quantized = products.quantized_tokens(options.recipe, given.x, plan, **how)
-        return Arrived(given.x, row_weights, quantized, plan)
+        return Arrived(given.x, row_weights, plan.group_filled, quantized, plan)
 
     if options.recipe is None:
         tokens = unpermute(_experts(options, given, arrived, plan.group_sizes), plan, **how)
@@ -157,7 +157,7 @@ def _spread(options: Options, given: Operands) -> FeedForward:
 
     def arrived() -> Arrived:
         found = by_expert(sent, options.implementation)
-        return Arrived(found.rows, found.weights)
+        return Arrived(found.rows, found.weights, found.group_counts)
 
     out = _experts(options, given, arrived, sent.group_sizes)
     tokens = combine(out, sent.plan, weights=None, **how)
@@ -182,11 +182,13 @@ def _route(options: Options, given: Operands) -> Any:
 class Arrived(NamedTuple):
     """The experts' rows, what the router weighs each by, and the rows in 8 bits if they are.
 
-    With `source`, a plan, `rows` are the tokens that it sends to rows.
+    In each group as many rows as `filled` says hold a token, or all if these are fewer. With
+    `source`, a plan, `rows` are the tokens that it sends to rows.
     """
 
     rows: jax.Array
     weights: Any
+    filled: jax.Array
     quantized: ScaledArray | None = None
     source: Plan | None = None
 
@@ -223,9 +225,14 @@ def _experts(
         )
 
     def first() -> Any:
-        rows, row_weights, quantized, source = arrived()
+        rows, row_weights, filled, quantized, source = arrived()
         if options.weights_on == "input":
-            rows, row_weights = _weighted(options, rows, row_weights)
+            rows = _weighted(rows, row_weights)
+            row_weights = None
+            quantizes = options.recipe is not None and given.b_gate_up is not None
+            if callable(options.activation) or quantizes:
+                is_token = _hold_tokens(group_sizes, filled, rows.shape[0])
+                row_weights = is_token.astype(at_least_float32(rows.dtype))
         weights, biases = given.w_gate_up, given.b_gate_up
         moves = {"quantized": quantized, "source": source}
         if not isinstance(weights, tuple):
@@ -267,13 +274,19 @@ def _experts(
     )
 
 
-def _weighted(options: Options, rows: jax.Array, row_weights: jax.Array) -> tuple[Any, Any]:
-    """The rows times their weights; and the weights that are left for the activation."""
+def _weighted(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
     wider = at_least_float32(rows.dtype)
-    is_row = jnp.any(rows != 0, axis=1) | (row_weights != 0)
-    rows = (rows.astype(wider) * row_weights.astype(wider)[:, None]).astype(rows.dtype)
-    # A function need not be finite at zero, which pad rows are; others leave these zero.
-    return rows, is_row.astype(wider) if callable(options.activation) else None
+    return (rows.astype(wider) * row_weights.astype(wider)[:, None]).astype(rows.dtype)
+
+
+def _hold_tokens(group_sizes: jax.Array, filled: jax.Array, num_rows: int) -> jax.Array:
+    """Which rows hold a token. In the others the activation must be zero: a function need not be
+    finite there, and what a bias makes of them has no part in an expert's scales."""
+    starts = jnp.cumsum(group_sizes) - group_sizes
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    behind = row - starts[None]
+    inside = (behind >= 0) & (behind < jnp.minimum(filled, group_sizes)[None])
+    return jnp.any(inside, axis=1)
 
 
 def _num_rows(num_pairs: int, options: Options) -> int | None:

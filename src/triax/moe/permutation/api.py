@@ -104,7 +104,8 @@ def permute(
         moved: Any = permute(
             values, plan, weights=weights, scales=of_tokens, implementation=implementation
         )
-        rows: Any = dataclasses.replace(x, values=moved.rows, scales=moved.scales)
+        parts = {"values": moved.rows, "scales": moved.scales, "block": (1, *x.block[1:])}
+        rows: Any = dataclasses.replace(x, **parts)
         return rows if weights is None else Permuted(rows, moved.weights, None)
     routes = routes_of(plan)
     num_tokens, top_k = routes.row_of.shape
