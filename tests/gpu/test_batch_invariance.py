@@ -6,6 +6,7 @@ docs/trust.md has the table of what holds; each of its cells is a case here.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,31 @@ GROUPS, DEPTH, COLUMNS, EXPERTS, TOP_K = 4, 2048, 1024, 16, 4
 COUNTS = 1, 5, 9, 20, 33, 64, 100, 300, 3000
 TOKENS = 1, 8, 128, 1024, 4096
 FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+NARROW = {
+    "float8_e4m3fn": (1, None, 1),
+    "int4": (1, 128, 1),
+    "float4_e2m1fn": (1, 32, 1),
+}
+
+
+class Batch(NamedTuple):
+    """The same row or token, with others behind it, or in front of it and in uneven groups."""
+
+    count: int
+    last: bool = False
+
+    def of(self, array, groups=1):
+        rows = array[: self.count * groups]
+        return jnp.roll(rows, -1, axis=0) if self.last else rows
+
+    @property
+    def at(self):
+        return -1 if self.last else 0
+
+    @property
+    def sizes(self):
+        n = self.count
+        return jnp.array([1, 0, n, 3 * n - 1] if self.last else [n] * GROUPS)
 
 
 @functools.cache
@@ -28,105 +54,129 @@ def normal(seed, *shape, scale=1.0):
     return jax.random.normal(jax.random.key(seed), shape) * scale
 
 
-def rows_of(count, dtype="bfloat16", depth=DEPTH):
-    """The same first row, whatever follows."""
-    return normal(2, max(COUNTS) * GROUPS, depth)[: count * GROUPS].astype(dtype)
+def rows_of(batch, dtype="bfloat16", depth=DEPTH):
+    return batch.of(normal(2, max(COUNTS) * GROUPS, depth), GROUPS).astype(dtype)
+
+
+def logits_of(batch):
+    return batch.of(normal(4, max(TOKENS), EXPERTS))
 
 
 def weights(dtype="bfloat16"):
     return normal(0, GROUPS, DEPTH, COLUMNS, scale=DEPTH**-0.5).astype(dtype)
 
 
-def product(count, dtype):
-    sizes = jnp.full(GROUPS, count)
-    return moe.ragged_dot(rows_of(count, dtype), weights(dtype), sizes)[0]
+def product(batch, dtype):
+    return moe.ragged_dot(rows_of(batch, dtype), weights(dtype), batch.sizes)[batch.at]
 
 
-def rows_gradient(count, dtype):
-    sizes = jnp.full(GROUPS, count)
-    run = lambda rows: moe.ragged_dot(rows, weights(dtype), sizes)
-    pull = jax.vjp(run, rows_of(count, dtype))[1]
-    return pull(rows_of(count, dtype, COLUMNS))[0][0]
+def rows_gradient(batch, dtype):
+    run = lambda rows: moe.ragged_dot(rows, weights(dtype), batch.sizes)
+    pull = jax.vjp(run, rows_of(batch, dtype))[1]
+    return pull(rows_of(batch, dtype, COLUMNS))[0][batch.at]
 
 
-def with_bias(count, dtype):
+def with_bias(batch, dtype):
     bias = normal(3, GROUPS, COLUMNS).astype(dtype)
-    sizes = jnp.full(GROUPS, count)
-    return moe.ragged_dot(rows_of(count, dtype), weights(dtype), sizes, bias=bias)[0]
+    rows = rows_of(batch, dtype)
+    return moe.ragged_dot(rows, weights(dtype), batch.sizes, bias=bias)[batch.at]
 
 
-def eight_bits(count, block, precision):
+def eight_bits(batch, block, precision):
     of_weights = (1, None, 1) if block is None else (1, block, block)
-    rows = moe.quantize(rows_of(count), block=(1, block))
+    rows = moe.quantize(rows_of(batch), block=(1, block))
     given = moe.quantize(weights(), block=of_weights, transposed=True)
-    sizes = jnp.full(GROUPS, count)
     return moe.ragged_dot(
-        rows, given, sizes, precision=precision, preferred_element_type=jnp.bfloat16
-    )[0]
+        rows, given, batch.sizes, precision=precision, preferred_element_type=jnp.bfloat16
+    )[batch.at]
 
 
-def narrow_weights(count, dtype, block):
+def narrow_weights(batch, dtype, block):
     given = moe.quantize(weights(), dtype, block=block, transposed=True)
-    return moe.ragged_dot(rows_of(count), given, jnp.full(GROUPS, count))[0]
+    return moe.ragged_dot(rows_of(batch), given, batch.sizes)[batch.at]
 
 
-def gate_and_up(count, dtype):
-    return moe.glu(rows_of(count, dtype), jnp.full(count * GROUPS, 0.3))[0]
+def gate_and_up(batch, dtype, activation="swiglu"):
+    rows = rows_of(batch, dtype)
+    return moe.glu(rows, jnp.full(len(rows), 0.3), activation=activation)[batch.at]
 
 
-def quantized(count, block):
-    found = moe.quantize(rows_of(count), block=(1, block))
-    return found.values[0], found.scales[0]
+def quantized(batch, block):
+    found = moe.quantize(rows_of(batch), block=(1, block))
+    return found.values[batch.at], found.scales[batch.at]
 
 
-def router(count, score):
-    routed = moe.route(normal(4, max(TOKENS), EXPERTS)[:count], TOP_K, score=score)
-    return routed.weights[0], routed.experts[0]
+def router(batch, score):
+    routed = moe.route(logits_of(batch), TOP_K, score=score)
+    return routed.weights[batch.at], routed.experts[batch.at]
 
 
-def there_and_back(count, dtype):
-    experts = moe.route(normal(4, max(TOKENS), EXPERTS)[:count], TOP_K).experts
-    plan = moe.make_plan(experts, EXPERTS)
-    x = normal(5, max(TOKENS), DEPTH)[:count].astype(dtype)
-    rows = moe.permute(x, plan)
-    return moe.unpermute(rows, plan, weights=normal(6, max(TOKENS), TOP_K)[:count])[0]
+def there_and_back(batch, dtype):
+    plan = moe.make_plan(moe.route(logits_of(batch), TOP_K).experts, EXPERTS)
+    rows = moe.permute(batch.of(normal(5, max(TOKENS), DEPTH)).astype(dtype), plan)
+    weights = batch.of(normal(6, max(TOKENS), TOP_K))
+    back = moe.unpermute(rows, plan, weights=weights)[batch.at]
+    return rows[plan.row_of[batch.at]], back
 
 
-def layer(count, dtype="bfloat16", **options):
+def there_and_back_gradient(batch, dtype):
+    plan = moe.make_plan(moe.route(logits_of(batch), TOP_K).experts, EXPERTS)
+    weights = batch.of(normal(6, max(TOKENS), TOP_K))
+
+    def loss(x, weights):
+        rows = moe.permute(x, plan)
+        return jnp.sum(jnp.sin(moe.unpermute(rows, plan, weights=weights)))
+
+    x = batch.of(normal(5, max(TOKENS), DEPTH)).astype(dtype)
+    return [gradient[batch.at] for gradient in jax.grad(loss, (0, 1))(x, weights)]
+
+
+def layer_arguments(batch, dtype):
     hidden, width = 1024, 1024
-    x = normal(7, max(TOKENS), hidden)[:count].astype(dtype)
+    x = batch.of(normal(7, max(TOKENS), hidden)).astype(dtype)
     w_gate_up = normal(8, EXPERTS, hidden, 2 * width, scale=0.03).astype(dtype)
-    w_down = normal(9, EXPERTS, width, hidden, scale=0.03).astype(dtype)
-    logits = normal(4, max(TOKENS), EXPERTS)[:count]
+    return x, w_gate_up, normal(9, EXPERTS, width, hidden, scale=0.03).astype(dtype)
+
+
+def layer(batch, dtype="bfloat16", biases=False, **options):
+    x, w_gate_up, w_down = layer_arguments(batch, dtype)
+    if biases:
+        options |= {"b_gate_up": w_gate_up[:, 0] * 9, "b_down": w_down[:, 0] * 9}
     how = {"top_k": TOP_K, "normalize": True} | options
-    return moe.feed_forward(x, logits, w_gate_up, w_down, **how).tokens[0]
+    return moe.feed_forward(x, logits_of(batch), w_gate_up, w_down, **how).tokens[batch.at]
 
 
-def layer_gradient(count):
+def layer_gradient(batch):
     """Of a token, of the sum of its own results."""
-    hidden, width = 1024, 1024
-    w_gate_up = normal(8, EXPERTS, hidden, 2 * width, scale=0.03).astype("bfloat16")
-    w_down = normal(9, EXPERTS, width, hidden, scale=0.03).astype("bfloat16")
-    logits = normal(4, max(TOKENS), EXPERTS)[:count]
+    x, *both = layer_arguments(batch, "bfloat16")
 
     def loss(x):
-        return jnp.sum(moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K).tokens)
+        return jnp.sum(moe.feed_forward(x, logits_of(batch), *both, top_k=TOP_K).tokens)
 
-    return jax.grad(loss)(normal(7, max(TOKENS), hidden)[:count].astype("bfloat16"))[0]
+    return jax.grad(loss)(x)[batch.at]
 
 
+OAI = moe.Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
 SAME = {
     **{f"ragged_dot, {d}": (product, COUNTS, d) for d in ("bfloat16", "float16", "float32")},
     **{f"rows' gradient, {d}": (rows_gradient, COUNTS, d) for d in ("bfloat16", "float32")},
     "ragged_dot with a bias": (with_bias, COUNTS, "bfloat16"),
     "weights of int8": (narrow_weights, COUNTS, "int8", (1, None, 1)),
+    **{
+        f"weights of {dtype}, {rows}": (narrow_weights, counts, dtype, block)
+        for dtype, block in NARROW.items()
+        for rows, counts in (("few rows", COUNTS[:-2]), ("many rows", COUNTS[-2:]))
+    },
     **{f"glu, {d}": (gate_and_up, COUNTS, d) for d in ("bfloat16", "float32")},
+    **{f"glu, {a}": (gate_and_up, COUNTS, "bfloat16", a) for a in ("geglu", "gelu_exact", OAI)},
     "quantize, rows": (quantized, COUNTS, None),
     "quantize, blocks": (quantized, COUNTS, 128),
     **{f"route, {s}": (router, TOKENS, s) for s in ("softmax", "sigmoid", "sqrtsoftplus")},
     **{f"permute and unpermute, {d}": (there_and_back, TOKENS, d) for d in ("bfloat16", "float32")},
+    "gradients of permute and unpermute": (there_and_back_gradient, TOKENS, "bfloat16"),
     "feed_forward, bfloat16": (layer, TOKENS),
     "feed_forward, float32": (layer, TOKENS, "float32"),
+    "feed_forward, biases": (functools.partial(layer, biases=True, activation=OAI), TOKENS),
     "feed_forward, its gradient by tokens": (layer_gradient, TOKENS),
 }
 
@@ -137,19 +187,19 @@ NEARLY = {
     "8 bits, float32 sums": (eight_bits, COUNTS, None, None),
     "8 bits, fast sums": (eight_bits, COUNTS, None, FAST),
     "8 bits, blocks": (eight_bits, COUNTS, 128, None),
-    "weights of float8_e4m3fn": (narrow_weights, COUNTS, "float8_e4m3fn", (1, None, 1)),
-    "weights of int4": (narrow_weights, COUNTS, "int4", (1, 128, 1)),
+    **{f"weights of {d}": (narrow_weights, COUNTS, d, block) for d, block in NARROW.items()},
     "feed_forward in 8 bits": (functools.partial(layer, recipe="rows"), TOKENS),
 }
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("case", SAME)
-def test_same_bits_in_every_batch_and_every_run(case):
+def test_same_bits_in_every_batch_and_every_run(case, last):
     """Each number of rows has a config of its own: other tiles, the same sums."""
     run, counts, *options = SAME[case]
     alone = None
-    for count in counts:
-        found, again = run(count, *options), run(count, *options)
+    for batch in (Batch(count, last) for count in counts):
+        found, again = run(batch, *options), run(batch, *options)
         alone = found if alone is None else alone
         jax.tree.map(assert_same_bits, found, alone)
         jax.tree.map(assert_same_bits, again, found)
@@ -159,9 +209,32 @@ def test_same_bits_in_every_batch_and_every_run(case):
 def test_same_bits_in_every_run_alone(case):
     """And in a batch the same within the rounding of the sums of its dtype."""
     run, counts, *options = NEARLY[case]
-    alone = np.asarray(run(counts[0], *options), np.float32)
-    for count in counts:
-        found, again = run(count, *options), run(count, *options)
+    alone = np.asarray(run(Batch(counts[0]), *options), np.float32)
+    for batch in map(Batch, counts):
+        found, again = run(batch, *options), run(batch, *options)
         assert_same_bits(again, found)
         error = np.linalg.norm(np.asarray(found, np.float32) - alone) / np.linalg.norm(alone)
-        assert error < 0.02, count
+        assert error < 0.02, batch
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "8 bits"])
+@pytest.mark.parametrize("last", [False, True], ids=["even", "uneven"])
+def test_gradients_of_weights_and_biases_in_every_run(dtype, last):
+    """They are sums over the rows of the batch, in one order."""
+    recipe = {"recipe": "rows"} if dtype == "8 bits" else {}
+    dtype = "bfloat16" if recipe else dtype
+    batch = Batch(TOKENS[-1], last)
+    x, *both = layer_arguments(batch, dtype)
+    logits = logits_of(batch) + jnp.arange(EXPERTS) * last  # some experts get most
+    how = {"top_k": TOP_K, **recipe}
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2, 3))
+    def gradients(w_gate_up, w_down, b_gate_up, b_down):
+        biases = {"b_gate_up": b_gate_up, "b_down": b_down}
+        out = moe.feed_forward(x, logits, w_gate_up, w_down, **biases, **how)
+        return jnp.sum(jnp.sin(out.tokens.astype(jnp.float32)))
+
+    first, *more = (gradients(*both, both[0][:, 0], both[1][:, 0]) for _ in range(5))
+    for again in more:
+        jax.tree.map(assert_same_bits, again, first)
