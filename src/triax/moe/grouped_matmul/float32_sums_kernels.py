@@ -25,19 +25,12 @@ _tile = gluon.jit(_tile_of_triton.fn)
 
 
 @gluon.jit
-def _load(
-    descriptors,
-    buffers,
-    barriers,
-    pointers,
-    sizes,
-    BLOCKED: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _load(descriptors, buffers, barriers, pointers, sizes):
     """Loads blocks of rows and of columns, as buffers become empty."""
+    STAGES: gl.constexpr = buffers[0].type.shape[0]
+    ROWS: gl.constexpr = buffers[0].type.shape[1]
+    COLUMNS: gl.constexpr = buffers[1].type.shape[1]
+    DEPTH: gl.constexpr = buffers[1].type.shape[2]
     rows, weights = descriptors
     full, empty = barriers
     tiles_ptr = pointers[0]
@@ -59,19 +52,12 @@ def _load(
 
 
 @gluon.jit
-def _multiply(
-    buffers,
-    barriers,
-    pointers,
-    sizes,
-    BLOCKED: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
-    PART: gl.constexpr,
-):
-    """Multiplies one half of each tile's rows, PART, and stores it. DEPTH is that of a block."""
+def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: gl.constexpr):
+    """Multiplies one half of each tile's rows, PART, and stores it."""
+    STAGES: gl.constexpr = buffers[0].type.shape[0]
+    ROWS: gl.constexpr = buffers[0].type.shape[1]
+    COLUMNS: gl.constexpr = buffers[1].type.shape[1]
+    DEPTH: gl.constexpr = buffers[1].type.shape[2]  # a block's
     full, empty = barriers
     tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr = pointers
     num_rows, depth, num_columns = sizes
@@ -158,38 +144,6 @@ def _store(out_ptr, block, row, end, column, num_columns, layout: gl.constexpr):
     gl.store(out_ptr + at, block, mask=mask)
 
 
-@gluon.jit
-def _upper(
-    descriptors,
-    buffers,
-    barriers,
-    pointers,
-    sizes,
-    BLOCKED: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    _multiply(buffers, barriers, pointers, sizes, BLOCKED, ROWS, COLUMNS, DEPTH, STAGES, 0)
-
-
-@gluon.jit
-def _lower(
-    descriptors,
-    buffers,
-    barriers,
-    pointers,
-    sizes,
-    BLOCKED: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    DEPTH: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    _multiply(buffers, barriers, pointers, sizes, BLOCKED, ROWS, COLUMNS, DEPTH, STAGES, 1)
-
-
 @gluon.jit(do_not_specialize=["num_rows"])
 def _ragged_dot_float32_sums_kernel(
     rows,
@@ -225,14 +179,11 @@ def _ragged_dot_float32_sums_kernel(
     barriers = (full, empty)
     pointers = (tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr)
     sizes = (num_rows, depth, num_columns)
-    B: gl.constexpr = BLOCK_ROWS
-    C: gl.constexpr = BLOCK_COLUMNS
-    D: gl.constexpr = BLOCK_DEPTH
     gl.warp_specialize(
         [
-            (_upper, (descriptors, buffers, barriers, pointers, sizes, BLOCKED, B, C, D, STAGES)),
-            (_lower, (descriptors, buffers, barriers, pointers, sizes, BLOCKED, B, C, D, STAGES)),
-            (_load, (descriptors, buffers, barriers, pointers, sizes, BLOCKED, B, C, D, STAGES)),
+            (_multiply, (buffers, barriers, pointers, sizes, BLOCKED, 0)),
+            (_multiply, (buffers, barriers, pointers, sizes, BLOCKED, 1)),
+            (_load, (descriptors, buffers, barriers, pointers, sizes)),
         ],
         [4, 1],
         [REGISTERS, 24],
