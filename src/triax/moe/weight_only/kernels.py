@@ -41,13 +41,13 @@ def _pair(words):
 @triton.jit
 def _constant(value: tl.constexpr):
     # By float32, because Triton makes zeros of small ones in bfloat16.
-    return tl.full([1], value, tl.float32).to(tl.bfloat16)
+    return tl.cast(value, tl.float32).to(tl.bfloat16)
 
 
 @triton.jit
-def _every_other(words, E4M3: tl.constexpr):
+def _every_other(words, base, E4M3: tl.constexpr):
     """The bytes 0 and 2 of words, as bfloat16. Those of E4M3 are 9 / 8 times as large, and infinite
-    where they are not a number."""
+    where they are not a number. `base` is twice the bits of 128."""
     if E4M3:
         low, high = _pair(((words << 4) & 0x07F007F0) | ((words << 8) & -0x7FFF8000))
         low *= _constant(_FIRST)
@@ -56,13 +56,13 @@ def _every_other(words, E4M3: tl.constexpr):
         high *= _constant(_UP)
         return low * _constant(_DOWN), high * _constant(_DOWN)
     else:  # 128 and the lowest 7 bits, less 128 or, for what is negative, 256
-        low, high = _pair((words & 0x007F007F) | 0x43004300)
-        less_low, less_high = _pair((words & 0x00800080) | 0x43004300)
+        low, high = _pair((words & 0x007F007F) | base)
+        less_low, less_high = _pair((words & 0x00800080) | base)
         return low - less_low, high - less_high
 
 
 @triton.jit
-def _widened(w, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """Weights in bfloat16, in the order 0, 2, 1, 3 of each four."""
     E4M3: tl.constexpr = w.dtype == tl.float8e4nv
     # Compilers find that a word of four bytes was there from the beginning.
@@ -70,8 +70,8 @@ def _widened(w, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     zero, two = even.to(tl.int32).split()
     one, three = odd.to(tl.int32).split()
     words = zero | (one << 8) | (two << 16) | (three << 24)
-    zero, two = _every_other(words, E4M3)
-    one, three = _every_other(words >> 8, E4M3)
+    zero, two = _every_other(words, base, E4M3)
+    one, three = _every_other(words >> 8, base, E4M3)
     return tl.join(tl.join(zero, one), tl.join(two, three)).reshape(ROWS, DEPTH)
 
 
@@ -207,7 +207,7 @@ def _few_rows_kernel(
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
     # An instruction takes one constant, so compilers must not know that this is another.
     base = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
-    base = tl.where(base < 0, 0, 0x43084308)
+    base = tl.where(base < 0, 0, 0x43004300 if PACKED is None else 0x43084308)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         column = column_tile * BLOCK_COLUMNS
@@ -230,7 +230,7 @@ def _few_rows_kernel(
             x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
             x = x.reshape(BLOCK_ROWS, BLOCK_DEPTH)
             if PACKED is None:
-                w = _widened(w, BLOCK_COLUMNS, BLOCK_DEPTH) if WORDS else w.to(tl.bfloat16)
+                w = _widened(w, base, BLOCK_COLUMNS, BLOCK_DEPTH) if WORDS else w.to(tl.bfloat16)
                 if PERMUTED:
                     w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // 64, 4, 4, 2, 2)
                     w = w.permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_COLUMNS, BLOCK_DEPTH)
