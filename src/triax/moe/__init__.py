@@ -12,6 +12,8 @@ from triax.moe.grouped_matmul.api import ragged_dot as ragged_dot
 from triax.moe.layer.api import feed_forward as feed_forward
 from triax.moe.layer.parts import FeedForward as FeedForward
 from triax.moe.layer.recipes import Recipe as Recipe
+from triax.moe.layer.weights import RecipeWeights as RecipeWeights
+from triax.moe.layer.weights import quantize_weights as quantize_weights
 from triax.moe.permutation.api import permute as permute
 from triax.moe.permutation.api import unpermute as unpermute
 from triax.moe.permutation.reference import Permuted as Permuted
@@ -33,6 +35,7 @@ __all__ = [
     "Permuted",
     "Plan",
     "Recipe",
+    "RecipeWeights",
     "Routed",
     "ScaledArray",
     "Sorted",
@@ -47,6 +50,7 @@ __all__ = [
     "make_plan_from_mask",
     "permute",
     "quantize",
+    "quantize_weights",
     "ragged_dot",
     "route",
     "router_z_loss",

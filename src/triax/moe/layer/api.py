@@ -18,6 +18,7 @@ from triax.moe.activations.reference import Activation, GluSpec
 from triax.moe.layer import parts, recipes
 from triax.moe.layer.parts import FeedForward, Operands, Options, WeightsOn
 from triax.moe.layer.recipes import Recipe, Scaling
+from triax.moe.layer.weights import RecipeWeights, prepare
 from triax.moe.quantization import scaled as quantized
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.api import GroupScore, Score
@@ -47,6 +48,7 @@ def feed_forward(
     align_size: int = 1,
     axis_name: AxisName | None = None,
     recipe: Recipe | Scaling | None = None,
+    quantized_weights: Sequence[RecipeWeights | Sequence[RecipeWeights]] | None = None,
     keep: Sequence[str] = (),
     score: Score = "softmax",
     bias: Array | None = None,
@@ -111,6 +113,8 @@ def feed_forward(
       recipe: which products are in 8 bits, in training: a `Recipe`, or "rows" or "blocks" for
         `Recipe("rows", "rows")` and `Recipe("blocks", "blocks")`. Such a layer has gradients, but
         no forward mode and no second derivatives.
+      quantized_weights: with a recipe, what `quantize_weights` makes of `w_gate_up` (two for two
+        arrays) and of `w_down`, for weights that are the same in several calls. None makes them.
       keep: what else to keep for the gradient: "triax_permuted_rows", "triax_glu" or both. With a
         recipe tokens are kept instead of rows, unless `weights_on` is "input".
       score, bias, num_groups, top_groups, group_score, normalize, scale, expert_scale: how experts
@@ -179,6 +183,7 @@ def feed_forward(
     w_gate_up, b_gate_up = _check_gate_up(w_gate_up, b_gate_up, spec, shapes, x, width, recipe)
     _check_dtype("w_down", w_down, x, recipe)
     b_down = shapes.bias("b_down", b_down, hidden)
+    w_gate_up, w_down = prepare(quantized_weights, (w_gate_up, w_down), recipe, transpose_weights)
     arguments.check_choice("weights_on", weights_on, ("output", "input"))
     options = Options(
         num_experts=num_experts,

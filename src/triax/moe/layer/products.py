@@ -23,6 +23,7 @@ from triax.moe.activations.api import glu, glu_gradients, quantized_glu
 from triax.moe.grouped_matmul.api import ragged_dot
 from triax.moe.grouped_matmul.options import FAST_SUMS
 from triax.moe.layer.recipes import DTYPES, Recipe, Scaling
+from triax.moe.layer.weights import Prepared, in_8_bits
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.api import quantize
@@ -51,15 +52,13 @@ class _How:
         block = (1, None if scaling == "rows" else _BLOCK)
         return quantize(rows, dtype, block=block, implementation=self.implementation)
 
-    def quantized_weights(self, scaling: Scaling, weights: jax.Array, depth: int) -> ScaledArray:
-        """Weights whose depth, the axis `depth`, lies innermost: [experts, depth, columns]."""
-        block: list[int | None] = [1, 1, 1] if scaling == "rows" else [1, _BLOCK, _BLOCK]
-        if scaling == "rows":
-            block[depth] = None
-        swapped = depth == 1
-        how = {"transposed": swapped, "implementation": self.implementation}
-        found = quantize(weights, block=tuple(block), **how)
-        return found if swapped else dataclasses.replace(found, transposed=True)
+    def weights(self, product: str, weights: Any) -> ScaledArray:
+        """Weights of a product in 8 bits."""
+        if isinstance(weights, Prepared):
+            found: ScaledArray = getattr(weights.quantized, product)
+            return found
+        scaling = getattr(self.recipe, product)
+        return in_8_bits(scaling, weights, product, self.transposed, self.implementation)
 
     def options(self, dtype: Any, scaling: Scaling | None) -> dict[str, Any]:
         """Those of `ragged_dot`."""
@@ -192,7 +191,8 @@ def _backward(how: _How, operands: Any, gradient: Any) -> Any:
     d_rows = _rows_gradient(how, gradient, rows.dtype, weights, sizes, target)
     d_rows = explicit.cast(how.summed(d_rows, source), explicit.type_of(rows))
     # Group sizes and plans have no gradient, and that of the rows is all of what is quantized, too.
-    return d_rows, found["weights"], None, found["bias"], found["bias_weights"], None, None, None
+    d_weights = _alike(weights, found["weights"])
+    return d_rows, d_weights, None, found["bias"], found["bias_weights"], None, None, None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -241,10 +241,21 @@ def _glu_backward(how: _How, kind: dict[str, Any], operands: Any, gradient: Any)
     d_gate_up: Any = explicit.cast(d_gate, explicit.type_of(gate))
     if rest:
         d_gate_up = d_gate_up, explicit.cast(of_glu["up"], explicit.type_of(rest[0]))
-    return d_gate_up, d_row_weights, found["weights"], None, found["bias"], None
+    d_weights = _alike(weights, found["weights"])
+    return d_gate_up, d_row_weights, d_weights, None, found["bias"], None
 
 
 _glu_multiply.defvjp(_glu_forward, _glu_backward)
+
+
+def _trained(weights: Any) -> jax.Array:
+    found: jax.Array = weights.weights if isinstance(weights, Prepared) else weights
+    return found
+
+
+def _alike(weights: Any, gradient: Any) -> Any:
+    """The gradient of weights; what was made of them before has none."""
+    return Prepared(gradient, None) if isinstance(weights, Prepared) else gradient  # type: ignore[arg-type]
 
 
 def _product(
@@ -252,10 +263,11 @@ def _product(
 ) -> jax.Array:
     """Of rows that are quantized, if the recipe says so."""
     options = how.options(dtype, how.recipe.forward)
-    if (scaling := how.recipe.forward) is None:
+    if how.recipe.forward is None:
+        weights = _trained(weights)
         options["transpose_weights"] = how.transposed
     else:
-        weights = how.quantized_weights(scaling, weights, 2 if how.transposed else 1)
+        weights = how.weights("forward", weights)
     return how.dot(rows, weights, sizes, bias=bias, bias_weights=bias_weights, **options)
 
 
@@ -264,10 +276,11 @@ def _rows_gradient(
 ) -> jax.Array:
     options = how.options(dtype, how.recipe.rows_gradient)
     if (scaling := how.recipe.rows_gradient) is None:
+        weights = _trained(weights)
         options["transpose_weights"] = not how.transposed
     else:
         gradient = how.quantized_rows(scaling, gradient, how.recipe.gradient_dtype)
-        weights = how.quantized_weights(scaling, weights, 1 if how.transposed else 2)
+        weights = how.weights("rows_gradient", weights)
     return how.dot(how.moved(gradient, target), weights, sizes, **options)
 
 
@@ -283,6 +296,7 @@ def _other_gradients(
     gradient: Any,
 ) -> dict[str, Any]:
     """The gradients by weights, bias and its weights."""
+    weights = _trained(weights)
     moving = {"bias": bias, "bias_weights": bias_weights}
     found: dict[str, Any] = dict.fromkeys(moving)
     if how.recipe.weight_gradient is None:

@@ -43,14 +43,14 @@ class Recipe:
     weight_gradient: Literal["rows"] | None = None
 
 
-def resolve(recipe: Any, x: jax.Array) -> Recipe | None:
-    """The `Recipe` that the argument `recipe` is, or names, for tokens of the dtype of `x`."""
+def resolve(recipe: Any, x: jax.Array, of: str = "x") -> Recipe | None:
+    """The `Recipe` that the argument `recipe` is, or names, for what has the dtype of `x`."""
     if recipe is None:
         return None
     if x.dtype.itemsize > 4:
         raise ArgumentTypeError(
-            f"Argument `recipe` is given, and `x` is of {x.dtype}, which is not quantized. Cast "
-            "`x` and the weights to float32 or less."
+            f"Argument `recipe` is given, and `{of}` is of {x.dtype}, which is not quantized. "
+            "Cast tokens and weights to float32 or less."
         )
     if isinstance(recipe, str) and recipe in _SCALINGS:
         return Recipe(recipe, recipe)  # type: ignore[arg-type]
