@@ -187,11 +187,11 @@ def matmuls() -> str:
     """Each product's TFLOP/s, of the dense matmul beside it, by kind of groups."""
     ops = ("ragged_dot", "ragged_dot_grad_rows", "ragged_dot_grad_weights")
     rows = []
-    for first in find(source="layer", op=ops[0], routing="even"):
+    for first in find(source="matmuls", op=ops[0], routing="even"):
         cells = []
         for op in ops:
             found = [
-                find(source="layer", op=op, preset=first["preset"], routing=routing)[0]
+                find(source="matmuls", op=op, preset=first["preset"], routing=routing)[0]
                 for routing in ("even", "uneven", "half")
             ]
             cells.append(
@@ -802,6 +802,7 @@ def mutants() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "where": where,
     "where/layer": lambda: where("layer"),
+    "where/matmuls": lambda: where("matmuls"),
     "where/router": lambda: where("router"),
     "ops": ops,
     "router": router,

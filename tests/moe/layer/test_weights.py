@@ -162,6 +162,7 @@ def test_mistakes(how, match):
     ("weights", "recipe", "match"),
     [
         (jnp.ones((8, 96)), "rows", "`weights` must have"),
+        (jnp.ones((8, 96, 96), "float8_e4m3fn"), "rows", "`weights` .*float8_e4m3fn"),
         (jnp.ones((8, 96, 96)), None, "`recipe` must say"),
         (jnp.ones((8, 96, 96)), "columns", "`recipe` must be"),
     ],

@@ -22,7 +22,7 @@ from triax.compat import jax_private
 from triax.moe.activations.api import glu, glu_gradients, quantized_glu
 from triax.moe.grouped_matmul.api import ragged_dot
 from triax.moe.grouped_matmul.options import FAST_SUMS
-from triax.moe.layer.recipes import DTYPES, Recipe, Scaling
+from triax.moe.layer.recipes import BLOCK, DTYPES, Recipe, Scaling
 from triax.moe.layer.weights import Prepared, in_8_bits
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.reference import Plan
@@ -31,8 +31,6 @@ from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.quantized_outer.api import quantized_outer
 from triax.moe.shared.order import after
 from triax.sharding import explicit
-
-_BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +47,7 @@ class _How:
         return cls(recipe, transposed, implementation, precision)
 
     def quantized_rows(self, scaling: Scaling, rows: jax.Array, dtype: str) -> ScaledArray:
-        block = (1, None if scaling == "rows" else _BLOCK)
+        block = (1, None if scaling == "rows" else BLOCK)
         return quantize(rows, dtype, block=block, implementation=self.implementation)
 
     def weights(self, product: str, weights: Any) -> ScaledArray:

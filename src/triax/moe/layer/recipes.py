@@ -14,6 +14,8 @@ Scaling = Literal["rows", "blocks"]
 _SCALINGS = ("rows", "blocks")
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 """What is quantized becomes; rows and weights the first."""
+BLOCK = 128
+"""Of the numbers of a row, and of the depth and the columns of weights, in "blocks"."""
 
 
 @dataclasses.dataclass(frozen=True)

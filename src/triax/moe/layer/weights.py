@@ -10,14 +10,13 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.layer.recipes import Recipe, Scaling, resolve
+from triax.moe.layer.recipes import BLOCK, Recipe, Scaling, resolve
 from triax.moe.quantization.api import quantize
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
-_BLOCK = 128
 PRODUCTS = "forward", "rows_gradient"
 """Those of a recipe that weights are an operand of."""
 
@@ -72,6 +71,7 @@ def quantize_weights(
       ArgumentValueError: an argument has the wrong shape or is out of range.
     """
     weights = arguments.array("weights", weights, ("experts", "depth", "columns"), jnp.floating)
+    arguments.check_wide("weights", weights, "They are in 8 bits already.")
     messages.check_bool(transpose_weights=transpose_weights)
     found = resolve(recipe, weights, of="weights")
     if found is None:
@@ -90,7 +90,7 @@ def in_8_bits(
 ) -> ScaledArray:
     """Weights for one of the products, with what is summed up innermost."""
     depth = 2 if (product == "forward") == transposed else 1
-    block: list[int | None] = [1, 1, 1] if scaling == "rows" else [1, _BLOCK, _BLOCK]
+    block: list[int | None] = [1, 1, 1] if scaling == "rows" else [1, BLOCK, BLOCK]
     if scaling == "rows":
         block[depth] = None
     swapped = depth == 1
