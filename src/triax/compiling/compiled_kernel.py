@@ -16,7 +16,7 @@ from triax.binding.launch import (
     TensorMap,
     leaves_with_paths,
 )
-from triax.compat import triton_private
+from triax.compat import triton_private, wgmma
 from triax.compiling import writes
 from triax.errors import CompilationError
 
@@ -72,7 +72,7 @@ def finish(
     compiled: triton_private.Compiled,
 ) -> CompiledKernel:
     """The compiled kernel, under a unique name."""
-    name, ptx = unique_entry(compiled.ptx, compiled.entry)
+    name, ptx = unique_entry(wgmma.drain_at_loops(compiled.ptx), compiled.entry)
     pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
     with triton_private.front_end_lock:
         module = triton_private.read_ir(compiled.ir_path, compute_capability)
