@@ -25,7 +25,7 @@ COMPAT = "triax.compat"
 
 # Each imports what stands left of a "<", and itself. Those in braces do not know of each other.
 RULE = """
-    errors, messages, settings, compat, devices < binding
+    errors, messages, settings, architectures, compat, devices < binding
     < {tuning, compiling, emitting, interpreting} < lowering < primitive < call < sharding < moe
     < testing, tools, bench < cli
 """

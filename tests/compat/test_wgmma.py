@@ -108,7 +108,8 @@ def test_no_register_is_overwritten(dtype, block, tmp_path, monkeypatch):
             jax.ShapeDtypeStruct((rows, 4096), dtype),
             jax.ShapeDtypeStruct((4096, columns), "bfloat16"),
         )
-        return sass.hazards(sass.assemble(call.payload.calls[0].ptx, tmp_path))
+        cubin, _ = sass.assemble(call.payload.calls[0].ptx, 90, tmp_path)
+        return sass.hazards(sass.disassemble(cubin))
 
     assert overwritten() == []
     monkeypatch.setattr(wgmma, "drain_at_loops", lambda text: text)

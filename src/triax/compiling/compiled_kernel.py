@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from triax import architectures
 from triax.binding.launch import (
     CompiledKernel,
     Descriptor,
@@ -20,32 +21,18 @@ from triax.compat import triton_private, wgmma
 from triax.compiling import writes
 from triax.errors import CompilationError
 
-# Shared memory that one block may have, in bytes. Source: CUDA C++ Programming Guide,
-# technical specifications per compute capability ("maximum amount of shared memory per
-# thread block"). For architectures that are not listed, the driver checks.
-_SHARED_BYTES = {
-    75: 64 << 10,
-    80: 163 << 10,
-    86: 99 << 10,
-    87: 163 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    103: 227 << 10,
-    120: 99 << 10,
-    121: 99 << 10,
-}
 _MAX_WARPS = 32  # 1024 threads per block on every architecture
 _MAX_CTAS = 8  # a larger cluster is launched only where its kernel is marked, and jaxlib marks none
 
 
 def check_fits(compiled: triton_private.Compiled, compute_capability: int) -> None:
     """Raises `CompilationError` for a kernel that no GPU of this kind can launch."""
-    limit = _SHARED_BYTES.get(compute_capability)
-    if limit is not None and compiled.shared_bytes > limit:
+    known = architectures.BY_CAPABILITY.get(compute_capability)  # for others the driver checks
+    if known is not None and compiled.shared_bytes > known.shared_bytes:
         raise CompilationError(
             f"it needs {compiled.shared_bytes} bytes of shared memory per block, and compute "
-            f"capability {compute_capability} has {limit}; use smaller blocks or fewer stages"
+            f"capability {compute_capability} has {known.shared_bytes}; use smaller blocks or "
+            "fewer stages"
         )
     if compiled.num_warps > _MAX_WARPS:
         raise CompilationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -15,6 +16,7 @@ from tests.moe.grouped_matmul.test_scaled import E4M3, exactly, scaled
 from triax import moe
 from triax.compat import jax_private
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared import target
 from triax.testing import assert_close, checked
 
 # Rows of groups as the two kinds of tiles take them, and what is more than one tile.
@@ -30,11 +32,14 @@ DEPTH, COLUMNS = 208, 176  # no multiples of 64
 FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
 @pytest.mark.parametrize("scaled_by", [(COLUMNS, DEPTH), (1, DEPTH), (128, 128), (1, 64)])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_equals_float64(sizes, scaled_by, dtype):
+@pytest.mark.parametrize("card", [90, 120])
+def test_equals_float64(monkeypatch, card, sizes, scaled_by, dtype):
+    gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
+    monkeypatch.setattr(target, "INTERPRETER", gpu)
     num_rows, sizes = ROWS[sizes], np.array(SIZES[sizes], np.int64).astype(np.int32)
     weights = scaled(1, (len(sizes), COLUMNS, DEPTH), (1, *scaled_by), dtype, transposed=True)
     rng = np.random.default_rng(0)

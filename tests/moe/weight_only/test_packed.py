@@ -17,6 +17,7 @@ from tests.moe.weight_only.test_launchers import FROM_REGISTERS, ROWS, SIZES
 from triax import moe
 from triax.compat import jax_private
 from triax.moe.quantization.packing import pack
+from triax.moe.shared import target
 from triax.testing import assert_close, checked
 
 DEPTH, COLUMNS = 224, 176  # a multiple of 32, but not of 64
@@ -51,10 +52,13 @@ def is_taken(run, *args):
     return "few_rows" in run.lower(*args).as_text(debug_info=True)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_equals_float64(sizes, way):
+@pytest.mark.parametrize("card", [90, 120])
+def test_equals_float64(monkeypatch, card, sizes, way):
+    gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
+    monkeypatch.setattr(target, "INTERPRETER", gpu)
     num_rows, sizes = ROWS[sizes], np.array(SIZES[sizes], np.int64).astype(np.int32)
     weights = weights_of(len(sizes), *WAYS[way])
     rng = np.random.default_rng(0)

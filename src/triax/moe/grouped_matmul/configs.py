@@ -1,14 +1,29 @@
-"""How the kernels of ragged_dot are cut into programs."""
+"""How the kernels of ragged_dot are cut into programs, for the card that they run on."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
+from triax.architectures import Architecture
 from triax.moe.shared import blocks
+from triax.moe.shared.target import Target
 
 _LEAST = 16  # what tensor cores take of rows, columns or depth
-_LEAST_DEPTH_OF_8_BITS = 32
-_HOPPER = 90
+_LEAST_DEPTH = {1: 32, 2: _LEAST, 4: _LEAST}  # by itemsize
+_LINE_BYTES = 128  # a swizzled line of shared memory
+_LEAST_STAGES = 2
+# Rows that tensor cores need to read blocks from shared memory.
+_LEAST_FROM_SHARED = 64
+_BARRIERS_AND_SCALES = 2048
+
+
+class Itemsizes(NamedTuple):
+    """Bytes of an element of both operands and of the result."""
+
+    left: int
+    right: int
+    result: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,47 +45,61 @@ class DotConfig:
     @classmethod
     def heuristic(
         cls,
+        target: Target,
         rows_per_group: int,
         columns: int,
         depth: int,
-        itemsize: int,
+        itemsizes: Itemsizes,
         *,
         exact: bool,
-        hopper: bool,
         tma: bool,
         float32_sums: bool = False,
         blocked: bool = False,
     ) -> DotConfig:
-        """The config for groups of so many rows on average, and elements of `itemsize` bytes.
+        """The config for groups of so many rows on average.
 
-        `exact` is whether products are in float32, without tensor cores; `float32_sums` whether the
-        sums of tensor cores are added up outside of them, `blocked` whether they are scaled before.
-        Row counts are rounded to powers of two up to 128, so that few configs are needed.
+        `exact` is whether products are in float32, without tensor cores; `tma` whether blocks are
+        loaded and stored by descriptors; `float32_sums` whether the sums of tensor cores are added
+        up outside of them, `blocked` whether they are scaled before. Row counts are rounded to
+        powers of two up to 128, so that few configs are needed.
         """
-        rows = fit(rows_per_group, 128)
+        rows, itemsize = fit(rows_per_group, 128), itemsizes.left
+        # Few rows: weights are read for each tile of a group, and few groups are twice the average.
+        few = fit(2 * rows_per_group, 128) if itemsize > 1 else rows
+        deep = fit(max(depth, _LEAST_DEPTH[itemsize]), _LINE_BYTES // itemsize)
+        widest = fit(columns, 256 if itemsize <= 2 else 128)
+        wide = fit(columns, 128)
         if exact:
-            return cls(min(rows, 64), fit(columns, 64), fit(depth, 32), 4, 3, False)
-        deep = 128 // itemsize  # the 128 bytes of a swizzled line in shared memory
-        widest = 256 if itemsize <= 2 else 128
-        depth = max(depth, _LEAST_DEPTH_OF_8_BITS if itemsize == 1 else _LEAST)
-        if tma and rows == 128 and blocked:
-            return cls(128, fit(columns, 128), fit(depth, deep), 8, 3, True)
-        if tma and rows == 128 and float32_sums:
-            return cls(64, fit(columns, 128), fit(depth, deep), 4, 3, False, 32)
-        if tma and rows == 128:
-            return cls(128, fit(columns, widest), fit(depth, deep), 8, 3, True)
-        if tma and itemsize == 1 and rows > _LEAST:
-            return cls(64, fit(columns, 128), fit(depth, deep), 4, 4, True)
-        if tma:  # few rows: what matters is how much of the weights is in flight
-            # Weights are read for each tile of a group; few groups are twice the average.
-            rows = fit(2 * rows_per_group, 128) if itemsize > 1 else rows
-            if rows == 128:
-                return cls(128, fit(columns, widest), fit(depth, deep), 8, 3, True, 1)
-            if rows == 64:
-                return cls(64, fit(columns, widest), fit(depth, deep), 4, 4, True, 1)
-            deep = 2 * deep if itemsize <= 2 else deep
-            return cls(rows, fit(columns, 128), fit(depth, deep), 8, 4, True, 1)
-        return cls(rows, fit(columns, 128), fit(depth, deep if hopper else deep // 2), 8, 4, False)
+            config = cls(min(rows, 64), fit(columns, 64), fit(depth, 32), 4, 3, False)
+        elif not target.architecture.multiplies_from_shared:
+            # Float32 in three products of tensor cores takes twice the registers.
+            wide = fit(columns, 64 if itemsize == 4 and few == 128 else 128)
+            row_tiles = 8 if rows == 128 else 1
+            config = cls(few, wide, deep, 8 if few == 128 else 4, 4, tma, row_tiles)
+        elif not tma:
+            config = cls(rows, wide, deep, 8, 4, False)
+        elif rows == 128 and blocked:
+            config = cls(128, wide, deep, 8, 3, True)
+        elif rows == 128 and float32_sums:
+            config = cls(64, wide, deep, 4, 3, False, 32)
+        elif rows == 128:
+            config = cls(128, widest, deep, 8, 3, True)
+        elif itemsize == 1 and rows > _LEAST:
+            config = cls(64, wide, deep, 4, 4, True)
+        elif few == 128:
+            config = cls(128, widest, deep, 8, 3, True, 1)
+        elif few == 64:
+            config = cls(64, widest, deep, 4, 4, True, 1)
+        else:  # what matters is how much of the weights is in flight
+            deeper = fit(depth, 2 * _LINE_BYTES // itemsize) if itemsize <= 2 else deep
+            config = cls(few, wide, max(deep, deeper), 8, 4, True, 1)
+        return config.fitted(target.architecture, itemsizes, tma)
+
+    def fitted(self, architecture: Architecture, itemsizes: Itemsizes, tma: bool) -> DotConfig:
+        """With as many stages as fit into shared memory, and a shallower block if two do not."""
+        block = self.block_rows, self.block_columns, self.block_depth
+        stages, depth = _that_fit(block, self.num_stages, architecture, itemsizes, tma)
+        return dataclasses.replace(self, num_stages=stages, block_depth=depth)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +120,77 @@ class OuterConfig:
 
     @classmethod
     def heuristic(
-        cls, left: int, right: int, itemsize: int, *, exact: bool, hopper: bool, tma: bool
+        cls,
+        target: Target,
+        left: int,
+        right: int,
+        itemsizes: Itemsizes,
+        *,
+        exact: bool,
+        tma: bool,
     ) -> OuterConfig:
-        """The config for so many columns on both sides, and elements of `itemsize` bytes."""
+        """The config for so many columns on both sides."""
+        itemsize, from_shared = itemsizes.left, target.architecture.multiplies_from_shared
+        deep = _LINE_BYTES // itemsize
         if exact:
-            return cls(fit(left, 64), fit(right, 64), 32, 4, 3, False)
-        deep = 128 // itemsize
-        if tma:
-            return cls(fit(left, 128), fit(right, 256 if itemsize <= 2 else 128), deep, 8, 3, True)
-        return cls(fit(left, 128), fit(right, 128), deep if hopper else deep // 2, 8, 4, False)
+            config = cls(fit(left, 64), fit(right, 64), 32, 4, 3, False)
+        elif tma and from_shared:
+            widest = 256 if itemsize <= 2 else 128
+            config = cls(fit(left, 128), fit(right, widest), deep, 8, 3, True)
+        else:
+            config = cls(fit(left, 128), fit(right, 128), deep, 8, 4, tma)
+        return config.fitted(target.architecture, itemsizes, tma)
+
+    def fitted(self, architecture: Architecture, itemsizes: Itemsizes, tma: bool) -> OuterConfig:
+        """With as many stages as fit into shared memory, and fewer rows if two do not."""
+        block = self.block_left, self.block_right, self.block_rows
+        stages, depth = _that_fit(block, self.num_stages, architecture, itemsizes, tma)
+        return dataclasses.replace(self, num_stages=stages, block_rows=depth)
 
 
-def is_hopper(compute_capability: int) -> bool:
-    """Whether tensor cores read their operands from shared memory, and need large blocks."""
-    return compute_capability >= _HOPPER
+def _that_fit(
+    block: tuple[int, int, int],
+    num_stages: int,
+    architecture: Architecture,
+    itemsizes: Itemsizes,
+    tma: bool,
+) -> tuple[int, int]:
+    """The most stages of a block, and the most of its depth, that shared memory has room for."""
+    rows, columns, depth = block
+    limit = architecture.shared_bytes
+    while shared_bytes((rows, columns, depth), num_stages, architecture, itemsizes, tma) > limit:
+        if num_stages > _LEAST_STAGES:
+            num_stages -= 1
+        else:
+            depth //= 2
+    return num_stages, depth
+
+
+def shared_bytes(
+    block: tuple[int, int, int],
+    num_stages: int,
+    architecture: Architecture,
+    itemsizes: Itemsizes,
+    tma: bool,
+) -> int:
+    """The most shared memory that Triton takes for a block of rows × columns, and depth.
+
+    Tensor cores that multiply what is in registers have loaded it from there before, so a buffer
+    less is enough.
+    """
+    rows, columns, depth = block
+    left, right, result = itemsizes
+    from_shared = architecture.multiplies_from_shared and rows >= _LEAST_FROM_SHARED
+    loaded = depth * (rows * left + columns * right)
+    buffers = num_stages if from_shared else num_stages - 1
+    stored = rows * columns // 2 * result  # a half of the block, on its way to memory
+    # By descriptors, a tile is stored while the next one is loaded.
+    needed = buffers * loaded + stored if tma else max(buffers * loaded, stored)
+    if from_shared and left > right:  # weights are widened on their way
+        needed += depth * columns * left
+    elif left == 4 and (from_shared or not tma):  # float32 may have to be transposed
+        needed += loaded
+    return needed + _BARRIERS_AND_SCALES
 
 
 def fit(size: int, largest: int) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul import float32_sums
-from triax.moe.grouped_matmul.configs import DotConfig, OuterConfig, is_hopper
+from triax.moe.grouped_matmul.configs import DotConfig, Itemsizes, OuterConfig
 from triax.moe.grouped_matmul.options import Groups, Options, PackedScales
 from triax.moe.grouped_matmul.reference import with_unpacked_weights
 from triax.moe.grouped_matmul.tiles import (
@@ -197,7 +197,9 @@ def _ragged_dot(
         if rows_per_group > MOST_ROWS:
             weights = weights.astype(rows.dtype)  # which is exact
         elif tma and transposed and suit_few_rows(rows, weights, row_scales, group_scales, options):
-            few = FewRowsConfig.for_rows(rows_per_group, columns, depth, options.weight_block[1])
+            few = FewRowsConfig.for_rows(
+                target.architecture, rows_per_group, columns, depth, options.weight_block[1]
+            )
             tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
             operands = rows, weights, tiles, group_scales, bias, bias_weights
             return few_rows(target, few, *operands, options=options, implementation=implementation)
@@ -208,12 +210,12 @@ def _ragged_dot(
     ):
         return float32_sums.ragged_dot(target, rows, weights, groups, scales, **how)
     config = DotConfig.heuristic(
+        target,
         rows_per_group,
         columns,
         min(size for size in (depth, options.row_block, options.weight_block[1]) if size),
-        itemsize,
+        Itemsizes(itemsize, weights.dtype.itemsize, options.dtype.itemsize),
         exact=itemsize == 4 and options.input_precision == "ieee",
-        hopper=is_hopper(target.compute_capability),
         tma=tma,
         float32_sums=itemsize == 1 and not options.fast_sums,
         blocked=options.blocked,
@@ -291,7 +293,7 @@ def _ragged_dot_packed(
         scaled = options.weight_block[1]
         if scales.scales.dtype == E8M0 or (scaled is not None and scaled >= depth):
             scaled = None
-        few = FewRowsConfig.for_packed(rows_per_group, columns, depth, scaled)
+        few = FewRowsConfig.for_packed(target.architecture, rows_per_group, columns, depth, scaled)
         tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
         return few_rows(target, few, rows, weights, tiles, scales, *others, **how)
     multiply = with_unpacked_weights(functools.partial(_ragged_dot, target))
@@ -318,11 +320,11 @@ def _group_outer(
     tma = target.tensor_maps and suit_tma(left, right, outer)
     itemsize = left.dtype.itemsize
     config = OuterConfig.heuristic(
+        target,
         num_left,
         num_right,
-        itemsize,
+        Itemsizes(itemsize, right.dtype.itemsize, options.dtype.itemsize),
         exact=itemsize == 4 and options.input_precision == "ieee",
-        hopper=is_hopper(target.compute_capability),
         tma=tma,
     )
     _, bounds = schedule(groups, num_rows, config.block_rows, implementation)

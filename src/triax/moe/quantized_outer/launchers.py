@@ -143,7 +143,14 @@ def multiply(
     out_type = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
     tma = target.tensor_maps
     out_tma = tma and suit_tma(out_type)
-    config = outer_config(num_left, num_right, tma=tma, float32_sums=not options.fast_sums)
+    config = outer_config(
+        target,
+        num_left,
+        num_right,
+        options.dtype.itemsize,
+        tma=tma,
+        float32_sums=not options.fast_sums,
+    )
     tiles = -(-num_left // config.block_left) * -(-num_right // config.block_right)
     num_programs = num_groups * tiles
     if config.persistent:

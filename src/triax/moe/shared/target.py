@@ -16,13 +16,10 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from triax import devices
+from triax import architectures, devices
+from triax.architectures import Architecture
 from triax.compat import jax_private
 from triax.errors import DifferentiationError
-
-# For GPUs that are not here to ask: A100, L40, H100 SXM and H200, B200.
-_MULTIPROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
-_HAS_TMA = 90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +36,10 @@ class Target:
     compute_capability: int
     multiprocessors: int
     tensor_maps: bool
+
+    @property
+    def architecture(self) -> Architecture:
+        return architectures.of(self.compute_capability)
 
 
 INTERPRETER = Target(compute_capability=90, multiprocessors=3, tensor_maps=True)
@@ -135,10 +136,11 @@ def _target(ctx: Any, name: str) -> Target:
     gpus = devices.gpus(ctx)
     capability = devices.compute_capability(name, None, gpus)
     counts = [count for d in gpus if (count := getattr(d, "core_count", None))]
+    architecture = architectures.of(capability)
     return Target(
         compute_capability=capability,
-        multiprocessors=min(counts) if counts else _MULTIPROCESSORS.get(capability, 132),
-        tensor_maps=capability >= _HAS_TMA and jax_private.supports_tensor_maps(),
+        multiprocessors=min(counts) if counts else architecture.multiprocessors,
+        tensor_maps=architecture.tma and jax_private.supports_tensor_maps(),
     )
 
 

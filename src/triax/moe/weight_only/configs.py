@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from triax.architectures import Architecture
 from triax.moe.shared import blocks
 
 MOST_ROWS = 256
 """Of a group on average. With more, weights are widened before, and then read by every row tile."""
 _MOST_OF_NARROW = 8
+_BARRIERS_AND_SCALES = 4096
 LEAST_SCALED = 64
 """Of the depth, which are renumbered together, and have one scale."""
 
@@ -36,11 +38,20 @@ class FewRowsConfig:
 
     @classmethod
     def for_rows(
-        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
+        cls,
+        architecture: Architecture,
+        rows_per_group: int,
+        columns: int,
+        depth: int,
+        scaled: int | None,
     ) -> FewRowsConfig:
         """The config for groups of so many rows on average; `scaled` is of how much of the depth a
         scale is, if not of all."""
         width = blocks.power_of_two(columns)
+        if not architecture.multiplies_from_shared:
+            deep = max(32, min(128, blocks.power_of_two(depth), scaled or 128))
+            width = max(16, min(128, width))
+            return cls._that_fits(architecture, _rows(rows_per_group), width, deep, packed=False)
         if rows_per_group <= _MOST_OF_NARROW:
             deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
             return cls(16, max(16, min(128, width)), deep, 3, False)
@@ -51,7 +62,12 @@ class FewRowsConfig:
 
     @classmethod
     def for_packed(
-        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
+        cls,
+        architecture: Architecture,
+        rows_per_group: int,
+        columns: int,
+        depth: int,
+        scaled: int | None,
     ) -> FewRowsConfig:
         """The same for weights of 4 bits; `scaled` is None where scales are powers of two, too.
 
@@ -59,7 +75,30 @@ class FewRowsConfig:
         """
         width = max(64, min(128, blocks.power_of_two(columns)))
         deep = 64 if depth <= 64 or (scaled is not None and scaled % 128) else 128
+        if not architecture.multiplies_from_shared:
+            rows = _rows(rows_per_group)
+            deep = min(deep, 64 if rows == 64 else 128)  # as registers allow
+            return cls._that_fits(architecture, rows, width, deep, packed=True)
         if rows_per_group <= _MOST_OF_NARROW:
             return cls(16, width, deep, 4 if scaled is None else 5, True, programs=3)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
         return cls(rows, width, deep, 4, True, num_warps)
+
+    @classmethod
+    def _that_fits(
+        cls, architecture: Architecture, rows: int, columns: int, depth: int, *, packed: bool
+    ) -> FewRowsConfig:
+        """For tensor cores that multiply what is in registers, with as many stages as fit.
+
+        A stage has a block of rows in 16 bits and one of weights. Those of 4 bits pass through
+        shared memory once more, widened.
+        """
+        widened = 2 * columns * depth if packed else 0
+        loaded = depth * (2 * rows + (columns // 2 if packed else columns))
+        stages = 1 + (architecture.shared_bytes - widened - _BARRIERS_AND_SCALES) // loaded
+        return cls(rows, columns, depth, min(stages, 4), False)
+
+
+def _rows(rows_per_group: int) -> int:
+    """Rows of a tile where weights are widened in registers: few groups are twice the average."""
+    return max(16, min(64, blocks.power_of_two(2 * rows_per_group)))
