@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.gpu.references import on_cpu
 from tests.gpu.test_ragged_dot import spans
+from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.moe.grouped_matmul import float32_sums
 from triax.moe.grouped_matmul.options import Groups
@@ -41,8 +45,8 @@ def draw(num_rows):
 
 
 def product(rows, weights, sizes):
-    x = np.asarray(rows.dequantize() if isinstance(rows, ScaledArray) else rows, np.float64)
-    w = np.asarray(weights.dequantize(), np.float64)
+    x = exactly(rows) if isinstance(rows, ScaledArray) else np.asarray(rows, np.float64)
+    w = exactly(weights)
     out = np.zeros((len(x), COLUMNS))
     for group, span in enumerate(spans(sizes, len(x))):
         out[span] = x[span] @ w[group]
@@ -132,7 +136,7 @@ def test_weights_alone(sizes, scaling, transposed, dtype):
     out, d_x = run(x)
     wanted = product(x, weights, sizes)
     assert error(out, wanted) < 5e-3
-    w = np.swapaxes(np.asarray(weights.dequantize(), np.float64), 1, 2)
+    w = np.swapaxes(exactly(weights), 1, 2)
     back = np.zeros(x.shape)
     for group, span in enumerate(spans(sizes, len(x))):
         back[span] = np.asarray(out[span], np.float64) @ w[group]
@@ -159,6 +163,10 @@ def test_all_weights_are_widened_exactly(num_rows, dtype):
         rows_of_it = slice(3 * num_rows // 8, 4 * num_rows // 8)
         assert np.isnan(out[rows_of_it, 5]).all()
         assert np.isnan(out).sum() == num_rows // 8
+
+
+def quantized(rows, groups, **how):
+    return quantize_groups_reference(rows, group_of_rows(groups, len(rows)), **how)
 
 
 def as_int32(sizes):
@@ -196,9 +204,8 @@ def test_groups_in_8_bits(sizes, to, dtype):
 
     poison(4 * rows.nbytes)
     values, scales = run(rows)
-    group = group_of_rows(groups, num_rows)
     how = {"num_groups": len(sizes), "dtype": jnp.dtype(to)}
-    wanted, wanted_scales = quantize_groups_reference(rows, group, **how)
+    wanted, wanted_scales = on_cpu(quantized, rows, groups, **how)
     assert_same_bits(scales, wanted_scales)
     values, wanted, start = np.asarray(values), np.asarray(wanted), 0
     for span in spans(sizes, num_rows):
@@ -216,13 +223,14 @@ def test_weights_gradients(sizes, fast_sums, dtypes):
     sizes = SIZES[sizes]
     num_rows = 100 if sum(sizes) == 83 else 3072
     sides = list(rows_and_gradient(num_rows, sizes))
-    group = group_of_rows(Groups(as_int32(sizes)), num_rows)
+    groups = Groups(as_int32(sizes))
+    group = on_cpu(functools.partial(group_of_rows, num_rows=num_rows), groups)
     exact = []
     for side, dtype in zip(sides, dtypes, strict=True):
         how = {"num_groups": len(sizes), "dtype": jnp.dtype(dtype)}
-        values, scales = quantize_groups_reference(side, group, **how)
-        of_rows = np.asarray(scales, np.float64)[np.minimum(group, len(sizes) - 1)]
-        exact.append(np.asarray(values).astype(np.float64) * of_rows)
+        values, scales = on_cpu(quantized, side, groups, **how)
+        of_rows = scales.astype(np.float64)[np.minimum(group, len(sizes) - 1)]
+        exact.append(values.astype(np.float64) * of_rows)
     wanted = np.stack([exact[0][span].T @ exact[1][span] for span in spans(sizes, num_rows)])
     poison(4 * wanted.nbytes)
 
@@ -278,7 +286,8 @@ def test_the_layer(recipe):
     ]
     given = [a.astype("float32" if i == 1 else "bfloat16") for i, a in enumerate(given)]
 
-    def run(implementation):
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(*given, implementation):
         def tokens(*given):
             how = {"top_k": 2, "normalize": True, "implementation": implementation}
             return moe.feed_forward(*given, recipe=RECIPES[recipe], **how).tokens
@@ -286,5 +295,6 @@ def test_the_layer(recipe):
         out, pull = jax.vjp(tokens, *given)
         return out, *pull(given[0])
 
-    for found, wanted in zip(jax.jit(lambda: run("triton"))(), run("xla"), strict=True):
+    plain = on_cpu(run, *given, implementation="xla")
+    for found, wanted in zip(run(*given, implementation="triton"), plain, strict=True):
         assert error(found, np.asarray(wanted, np.float64)) < 1e-2

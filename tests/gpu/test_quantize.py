@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.gpu.references import on_cpu
 from tests.moe.quantization.oracle import DTYPES, draw, expected
 from tests.moe.quantization.test_quantize import KERNELS, OTHERS
 from triax import moe
@@ -45,8 +46,10 @@ def test_kernels_and_plain_jax(shape, block, transposed, dtype, to, special):
     poison(2 * array.nbytes)
     kernel = jax.jit(functools.partial(quantize, implementation="triton"))
     found = kernel(array)
-    plain = jax.jit(functools.partial(quantize, implementation="xla"))(array)
-    jax.tree.map(assert_same_bits, found, plain)
+    for plain in (array, np.asarray(array)):  # on the GPU, and on the CPU
+        where = on_cpu if plain is not array else lambda function, array: function(array)
+        wanted = where(jax.jit(functools.partial(quantize, implementation="xla")), plain)
+        jax.tree.map(assert_same_bits, found, wanted)
     for _ in range(3):
         jax.tree.map(assert_same_bits, kernel(array), found)
 

@@ -103,7 +103,8 @@ def value_and_gradients(function, args, **options):
 
 def check_against_dense(args, implementation=None, terms=4, **options):
     out, gradients = value_and_gradients(layer, args, implementation=implementation, **options)
-    with jax.enable_x64(True):
+    # On the CPU, also where the layer runs on a GPU.
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [np.asarray(a, np.float64) for a in args]
         expected, wanted = value_and_gradients(dense, wide, **options)
     assert out.tokens.dtype == args[0].dtype
