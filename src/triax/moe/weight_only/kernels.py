@@ -8,7 +8,8 @@ A sum may be taken in any order; the depth is taken in one in which each thread 
 With WORDS, the first and the third of four weights are widened by the same instructions, and so are
 the others. For PERMUTED the weights are the left operand of Hopper's tensor cores, from
 registers, where a thread holds other numbers than the 16 in a row that it loads from shared memory.
-So each 4 or 64 of the depth are renumbered, in the weights here and in the rows before.
+So each 4 or 64 of the depth are renumbered, in the weights here and in the rows before. Columns
+of packed weights are in `_order`, by which each thread has loaded what it multiplies.
 
 Of 4 bits a word has 8, of which S and S + 4 are widened by the same instructions. Scales that are
 powers of two, and zeros, are applied to the widened weights, which is exact.
@@ -116,6 +117,25 @@ def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DE
 
 
 @triton.jit
+def _order(COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """Which column of a block each row of a permuted left operand is.
+
+    Warps load 8 columns each, in turn, and multiply 16: the 8 that follow, and those of a second
+    turn.
+    """
+    n = tl.arange(0, COLUMNS)
+    turn, warp = n // 8 % 2, n // 16 % WARPS
+    return n // (16 * WARPS) * (16 * WARPS) + turn * (8 * WARPS) + warp * 8 + n % 8
+
+
+@triton.jit
+def _ordered(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr):
+    """Weights [COLUMNS, DEPTH] in the order of `_order`."""
+    w = w.reshape(COLUMNS // (16 * WARPS), 2, WARPS, 8, DEPTH)
+    return w.permute(0, 2, 1, 3, 4).reshape(COLUMNS, DEPTH)
+
+
+@triton.jit
 def _powers_of_two(codes):
     """Powers whose exponents are codes less 127, in bfloat16; NaN for 255."""
     bits = codes.to(tl.int16) << 7
@@ -149,6 +169,7 @@ def _scales(
     pointer,
     group,
     column,
+    order,
     num_columns,
     start,
     depth,
@@ -161,7 +182,7 @@ def _scales(
         return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
     else:
         same: tl.constexpr = SCALE_COLUMNS % COLUMNS == 0
-        which = column + tl.arange(0, 1 if same else COLUMNS)
+        which = column + (tl.arange(0, 1) if same else order)
         at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + which // SCALE_COLUMNS
         if SCALE_DEPTH is not None:
             at = at * tl.cdiv(depth, SCALE_DEPTH) + start // SCALE_DEPTH
@@ -192,6 +213,7 @@ def _few_rows_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     FLATTEN: tl.constexpr,
+    WARPS: tl.constexpr,
 ):
     num_row_tiles = tl.load(tiles_ptr)
     last_row = tl.load(tiles_ptr + 1)
@@ -205,6 +227,10 @@ def _few_rows_kernel(
     PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
+    if PERMUTED and PACKED is not None:
+        order = _order(BLOCK_COLUMNS, WARPS)
+    else:
+        order = tl.arange(0, BLOCK_COLUMNS)
     # An instruction takes one constant, so compilers must not know that this is another.
     base = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
     base = tl.where(base < 0, 0, 0x43004300 if PACKED is None else 0x43084308)
@@ -247,6 +273,8 @@ def _few_rows_kernel(
                         group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK
                     )
                 w = _unpacked(w, base, less, powers, E2M1, BLOCK_COLUMNS, BLOCK_DEPTH)
+                if PERMUTED:
+                    w = _ordered(w, BLOCK_COLUMNS, BLOCK_DEPTH, WARPS)
             if not IN_SUM:
                 if PERMUTED:
                     total = tl.dot(w, x.T, total)
@@ -257,6 +285,7 @@ def _few_rows_kernel(
                     group_scales_ptr,
                     group,
                     column,
+                    order,
                     num_columns,
                     start,
                     depth,
@@ -271,7 +300,7 @@ def _few_rows_kernel(
         if PERMUTED:
             total = total.T
 
-        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        columns = column + order
         known = columns < num_columns
         if WORDS and weights.dtype == tl.float8e4nv:
             total *= 8 / 9
@@ -281,6 +310,7 @@ def _few_rows_kernel(
                 group_scales_ptr,
                 group,
                 column,
+                order,
                 num_columns,
                 0,
                 depth,

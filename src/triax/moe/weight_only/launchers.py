@@ -97,6 +97,7 @@ def few_rows(
         WORDS=words,
         PACKED=options.packed,
         POWERS=powers,
+        WARPS=config.num_warps,
         implementation=implementation,
         DTYPE=triton_dtype(options.dtype),
         SCALE_COLUMNS=wide,

@@ -1,0 +1,54 @@
+"""Programs of every kind lower for cards that are not here; `tests.cards` takes all of them."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from tests import cards
+from triax.compat import jax_private
+from triax.moe.grouped_matmul import configs
+
+PROGRAMS = (
+    "ragged_dot, 4000 rows, bfloat16{'transpose_weights': True}",
+    "ragged_dot, 40 rows, float4_e2m1fn in 32",
+)
+COMPILED = cards.Compiled("ragged_dot", "", 1, 100, 0, "mma.sync", "cp.async", False, 0)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("card", [80, 89, 120])
+def test_programs_lower(card):
+    for name in PROGRAMS:
+        kernels = cards.lower(cards.PROGRAMS[name], card)
+        assert {kernel.compute_capability for _, kernel in kernels.values()} == {card}
+
+
+@pytest.mark.cuda_plugin
+def test_blocks_that_do_not_fit_are_found(monkeypatch):
+    if not jax_private.supports_tensor_maps():
+        pytest.skip("stages that do not fit are those of descriptors, which need JAX 0.11")
+    monkeypatch.setattr(cards, "PROGRAMS", {"a layer": cards.PROGRAMS[PROGRAMS[0]]})
+    monkeypatch.setattr(configs, "shared_bytes", lambda *_: 0)
+    jax.clear_caches()
+    _, (problem,) = cards.survey(120)
+    assert "bytes of shared memory per block" in problem
+    assert "101376" in problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "problems"),
+    [
+        ({}, []),
+        ({"spilled_bytes": 8}, []),
+        ({"spilled_bytes": 500}, ["spills 500 bytes of registers"]),
+        ({"spilled_bytes": 500, "products": "none"}, []),
+        ({"spilled_bytes": 500, "kernel": "place_mask"}, []),
+        ({"spilled_bytes": 500, "kernel": "few_rows", "products": "none"}, ["spills 500 bytes"]),
+        ({"overwritten": 3}, ["writes 3 times to registers that are still read"]),
+    ],
+)
+def test_what_is_wrong_with_a_kernel(changed, problems):
+    found = list(cards.wrong(dataclasses.replace(COMPILED, **changed)))
+    assert len(found) == len(problems)
+    assert all(text.startswith(start) for text, start in zip(found, problems, strict=True))
