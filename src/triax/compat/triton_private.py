@@ -125,6 +125,13 @@ def option_names() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(module.CUDAOptions))
 
 
+def aggregate_members(kind: type) -> list[Any] | None:
+    """What the author of an aggregate wrote, as Triton hashes it; None for other classes."""
+    if "__triton_aggregate__" not in vars(kind):
+        return None
+    return [vars(kind).get("__annotations__"), *kind.hash_attrs]
+
+
 class _ElementType(str):
     """A Triton type name with the two attributes that Triton reads of a torch dtype."""
 

@@ -67,6 +67,11 @@ def _check(definition: ast.FunctionDef, jitted: JITFunction) -> None:
                 f"`{jitted.fn.__name__}` has the chained comparison `{ast.unparse(node)}`, which "
                 "the installed Triton does not support: write two comparisons and `&`."
             )
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            raise UnsupportedError(
+                f"`{jitted.fn.__name__}` assigns to `{ast.unparse(node)}`, which Triton does not "
+                "compile: make a new aggregate."
+            )
 
 
 class _Rewriting(ast.NodeTransformer):
