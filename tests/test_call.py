@@ -144,7 +144,7 @@ WRONG_TYPES = {
     "operand_twice": (lambda: add(X, X, x_ptr=X), r"got `x_ptr` both as a positional"),
     "too_many_operands": (
         lambda: add(X, X, X, 1, 2, 3),
-        r"has 5 parameters .*and 6 positional operands",
+        r"has 5 parameters .*and got 6 positional operands",
     ),
     "out_type_missing": (lambda: without("out_type"), r"Argument `out_type` is missing"),
     "out_type_too_many": (

@@ -50,27 +50,50 @@ class Bound:
     keywords: dict[str, Any]
 
 
-def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
+def bind(
+    view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any], num_outputs: int
+) -> Bound:
     """Binds operands and keywords to a kernel's parameters, as Python would.
+
+    In front of ``*args`` operands pass over the parameters that are given by name, and over those
+    without a value if these are as many as the outputs.
+
+    Args:
+      view: the kernel.
+      operands: the positional operands.
+      kwargs: the keywords.
+      num_outputs: how many outputs need a parameter.
 
     Raises:
       ArgumentTypeError: there are too many operands, or a parameter is given twice.
     """
-    parameters = view.parameters
-    if len(operands) > len(parameters):
+    settable = view.values_set_by_stages() if view.stages else frozenset()
+    names, rest = view.parameter_names, view.variadic
+    given = dict(kwargs)
+    if rest is not None:
+        names = _in_front(view, rest.name, settable.union(kwargs), num_outputs)
+        value = given.setdefault(rest.name, tuple(operands[len(names) :]))
+        if rest.name not in kwargs:
+            operands = operands[: len(names)]
+        elif not isinstance(value, tuple):
+            raise ArgumentTypeError(
+                f"Argument `{rest.name}` of kernel {view.name!r} must be a tuple, the operands of "
+                f"`*{rest.name}`; got {messages.shown(value)}."
+            )
+    if len(operands) > len(names):
+        listed = f" ({', '.join(names)})" if names else ""
+        by_name = f" without a value beside `{rest.name}`" if rest else ""
         raise ArgumentTypeError(
-            f"Kernel {view.name!r} has {len(parameters)} parameters "
-            f"({', '.join(view.parameter_names)}), and {len(operands)} positional operands were "
-            "given."
+            f"Kernel {view.name!r} has {messages.counted(len(names), 'parameter')}{by_name}"
+            f"{listed}, and got {messages.counted(len(operands), 'positional operand')}."
         )
-    given = dict(zip(view.parameter_names, operands, strict=False))
-    twice = [name for name in given if name in kwargs]
+    by_position = dict(zip(names, operands, strict=False))
+    twice = [name for name in by_position if name in kwargs]
     if twice:
         raise ArgumentTypeError(
             f"Kernel {view.name!r} got `{twice[0]}` both as a positional operand and as a keyword."
         )
-    given |= kwargs
-    settable = view.values_set_by_stages() if view.stages else ()
+    given = by_position | given
     runtime, free = {}, []
     for parameter in view.runtime_parameters:
         name = parameter.name
@@ -82,6 +105,14 @@ def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bo
             if parameter.default is None:
                 free.append(name)
     return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), given)
+
+
+def _in_front(view: Kernel, rest: str, valued: frozenset[str], num_outputs: int) -> tuple[str, ...]:
+    """The parameters before ``*rest`` that take positional operands; `valued` have a value."""
+    free = {p.name for p in view.runtime_parameters if not p.has_default} - valued
+    passed = valued | free if len(free) == num_outputs else valued
+    before = view.parameter_names[: view.parameter_names.index(rest)]
+    return tuple(name for name in before if name not in passed)
 
 
 @dataclasses.dataclass

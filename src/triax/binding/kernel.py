@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class Parameter:
     """One parameter of a kernel. `default` is None where `has_default` is false.
 
-    `number` is Triton's name of the number type it is annotated with ("i32"), else "".
+    `number` is Triton's name of the number type it is annotated with ("i32"), else "". That of
+    ``*args`` `is_variadic`: it takes a tuple, by default an empty one.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Parameter:
     has_default: bool
     default: Any
     number: str
+    is_variadic: bool = False
 
 
 Hook: TypeAlias = Callable[[dict[str, Any]], Any]
@@ -61,7 +64,8 @@ class Kernel:
 
         Raises:
           ArgumentTypeError: `source` is not a jitted function, alone or decorated.
-          UnsupportedError: `@triton.autotune` has host hooks, or is used more than once.
+          UnsupportedError: `@triton.autotune` has host hooks, or is used more than once, or the
+            kernel has `*args`, which the installed Triton does not compile.
         """
         view = _views.get(id(source))
         if view is None or view.source is not source:
@@ -99,12 +103,19 @@ class Kernel:
             )
         for tuner in tuners:
             _refuse_hooks(name, tuner)
-        parameters = []
+        parameters, signature = [], function.signature.parameters
         for p in function.params:
             number = "" if p.is_constexpr else str(p.annotation_type)
             number = "" if number.startswith("*") else number  # a pointer
-            default = p.default if p.has_default else None
-            parameters.append(Parameter(p.name, p.is_constexpr, p.has_default, default, number))
+            if is_variadic := signature[p.name].kind is inspect.Parameter.VAR_POSITIONAL:
+                triton_private.check_variadic(name, p.name)
+            default = p.default if p.has_default else () if is_variadic else None
+            parameters.append(
+                Parameter(
+                    *(p.name, p.is_constexpr, p.has_default or is_variadic, default),
+                    *(number, is_variadic),
+                )
+            )
         return cls(
             source=source,
             function=function,
@@ -124,6 +135,11 @@ class Kernel:
     @functools.cached_property
     def parameter_names(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.parameters)
+
+    @functools.cached_property
+    def variadic(self) -> Parameter | None:
+        """The parameter of ``*args``."""
+        return next((p for p in self.parameters if p.is_variadic), None)
 
     @functools.cached_property
     def runtime_parameters(self) -> tuple[Parameter, ...]:

@@ -6,12 +6,14 @@ Triton's own binder decides how each argument is typed and specialised, so annot
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import os
 import pathlib
 import sys
@@ -22,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from triax.compat import versions
-from triax.errors import CompilationError, MissingDependencyError
+from triax.errors import CompilationError, MissingDependencyError, UnsupportedError
 
 _PLACEHOLDER = (
     "The installed `triton` is the placeholder package that `pytorch-triton` 0.0.1 is, not "
@@ -87,6 +89,23 @@ def triton() -> ModuleType:
         raise MissingDependencyError(_PLACEHOLDER)
     versions.check_triton(version)
     return module
+
+
+def require(gate: versions.Gate, what: str, remedy: str) -> None:
+    """Raises `UnsupportedError` if the installed Triton lacks what `what` needs."""
+    if not gate.passes(version := triton().__version__):
+        raise UnsupportedError(
+            f"{what} needs Triton {gate.stable} or later; {version} is installed. {remedy}"
+        )
+
+
+def check_variadic(function: str, parameter: str) -> None:
+    """Raises `UnsupportedError` if the installed Triton does not compile `*parameter`."""
+    require(
+        versions.VARIADIC_KERNELS,
+        f"The parameter `*{parameter}` of {function!r}",
+        f"Take the star away, and pass a tuple by name: `{parameter}=(…)`.",
+    )
 
 
 def cache_folder() -> pathlib.Path:
@@ -213,6 +232,7 @@ def specialize(
 
     The parameters named in `folded` are compiled in, although they are not constexpr.
     """
+    given = inspect.BoundArguments(function.signature, collections.OrderedDict(values))
     binder = triton().runtime.jit.create_function_from_signature(
         function.signature, function.params, backend
     )
@@ -222,7 +242,7 @@ def specialize(
             finder = _TorchFinder()
             sys.meta_path.insert(0, finder)
             stack.callback(sys.meta_path.remove, finder)
-        bound, specialization, _ = binder(**values)
+        bound, specialization, _ = binder(*given.args, **given.kwargs)
     _torch_was_left_alone = True
     _, signature, constants, attributes = function._pack_args(
         backend, {"enable_fp_fusion": True}, bound, specialization, {}

@@ -75,6 +75,14 @@ GLUON = Gate(
     "triton-lang/triton: python/triton/experimental/gluon",
     package="triton",
 )
+VARIADIC_KERNELS = Gate(
+    "kernels with `*args`",
+    "3.8.0",
+    "its compiler has no name for that parameter before",
+    "an error that says so; pass a tuple to a parameter without the star",
+    "triton-lang/triton 3.8: CodeGenerator.visit_arguments",
+    package="triton",
+)
 # 0.8.2 dropped the three cluster dimensions and put num_ctas behind num_warps. No nightly floor: a
 # wrong argument list is a TypeError.
 KERNEL_NUM_CTAS = Gate(

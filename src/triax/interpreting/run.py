@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -128,13 +130,17 @@ def _interpret(launch: Launch, memory: Memory) -> None:
             convert = functools.partial(_convert, machine, launch, memory, annotation, folds_one)
             arguments[name] = map_leaves(convert, argument)
         arguments.update({n: rewriter.inside(value) for n, value in launch.constants.items()})
+        # As a signature binds them: the operands of `*args` have no name.
+        given = inspect.BoundArguments(
+            launch.kernel.function.signature, collections.OrderedDict(arguments)
+        )
         machine.builder.num_warps = launch.options.get("num_warps", 4)
         machine.builder.set_grid_dim(*launch.grid)
         for z, y, x in np.ndindex(*reversed(launch.grid)):
             memory.enter((x, y, z))
             machine.builder.set_grid_idx(x, y, z)
             try:
-                function(**arguments)
+                function(*given.args, **given.kwargs)
             except Exception as raised:
                 error = rewriter.explained(raised)
                 hint = diagnostics.hint(launch, error)
