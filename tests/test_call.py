@@ -516,14 +516,6 @@ class TestScalarsComputedByJax:
         assert "gets a pointer" not in str(caught.value)
 
 
-def test_a_name_that_only_the_grid_has():
-    with pytest.raises(KeyError) as caught:
-        add(grid=lambda meta: (meta["BLOK"],))
-    (note,) = caught.value.__notes__
-    assert note.startswith("A grid or heuristic asks for `BLOK`, which the call does not have.")
-    assert "Did you mean `BLOCK`? It has BLOCK, n, out_ptr, x_ptr, y_ptr." in note
-
-
 def test_none_where_the_kernel_wants_an_array():
     with pytest.raises(AttributeError, match="NoneType") as caught:
         add(X, None)
