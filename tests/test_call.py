@@ -134,8 +134,8 @@ WRONG_TYPES = {
     ),
     "missing_operand": (
         lambda: without("n"),
-        r"`out_type` has 1 output not aliased.*2 parameters not supplied "
-        r"\(out_ptr, n\)",
+        r"`out_type` has 1 output not aliased.*2 parameters not supplied \(out_ptr, n\)\. "
+        r"Parameters without a value are outputs, .*`n` looks like a number, .* pass `n=…` by",
     ),
     "misspelt_operand": (
         lambda: add(X, y_prt=X),

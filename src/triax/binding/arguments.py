@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from triax import messages
-from triax.binding import candidates, dtypes, grid
+from triax.binding import candidates, dtypes, grid, usage
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
@@ -334,10 +334,18 @@ def _wrong_number_of_outputs(
 ) -> ArgumentTypeError:
     """The error; `alike` are the operands that have the type of an output."""
     listed = f" ({', '.join(free)})" if free else ""
-    hint = (
-        "Each such parameter takes one output; supply the others as operands. An output that is "
-        "aliased to an operand has no parameter of its own: the kernel stores to the operand's."
-    )
+    hint = "Parameters without a value are outputs, and each takes one: supply the others. "
+    if (numbers := usage.numbers(view.function, free)) and outputs < len(free):
+        looks = "looks like a number" if len(numbers) == 1 else "look like numbers"
+        hint += (
+            f"{', '.join(f'`{n}`' for n in numbers)} {looks}, by what the kernel calculates: pass "
+            f"{', '.join(f'`{n}=…`' for n in numbers)} by name."
+        )
+    else:
+        hint += (
+            "An output that is aliased to an operand has no parameter of its own: the kernel "
+            "stores to the operand's."
+        )
     if bound.absent and outputs > len(free):
         hint += (
             f" Those with a default of None ({', '.join(sorted(bound.absent))}) can take outputs "

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from triax import messages
-from triax.binding.launch import Launch, Operand, Scalar
+from triax.binding import usage
+from triax.binding.launch import Launch, Operand, Result, Scalar
 from triax.compat import triton_private
 
 
@@ -30,6 +31,12 @@ def hint(launch: Launch, error: BaseException | None) -> str:
         n for n, leaf in leaves if isinstance(leaf, Operand) and launch.array_type(leaf).size == 1
     ]
     nones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value is None]
+    free = [name for name, leaf in launch.named_leaves if isinstance(leaf, Result)]
+    if "pointer" in text and (numbers := usage.numbers(launch.kernel.function, free)):
+        return (
+            f" The call gives no value for {', '.join(f'`{n}`' for n in numbers)}, so the kernel "
+            "gets an output there, and calculates with it. Pass the number by name."
+        )
     if pointers and "pointer" in text:
         return (
             f" The kernel gets a pointer for {', '.join(pointers)}, as for every array. If it "
