@@ -179,10 +179,8 @@ def descriptor_stub(base: Any, leaf: Any) -> Any:
     """Stands for a host TMA descriptor, a `Descriptor`, where Triton specialises."""
     lists = (list(leaf.shape), list(leaf.strides), list(leaf.block_shape))
     descriptor = _descriptor_class(leaf.layout)
-    if leaf.layout is not None:
-        return descriptor(base, *lists, leaf.layout, leaf.padding)
-    extra = {"round_f32_to_tf32": True} if leaf.round_f32_to_tf32 else {}
-    return descriptor(base, *lists, leaf.padding, **extra)
+    layout = () if leaf.layout is None else (leaf.layout,)
+    return descriptor(base, *lists, *layout, leaf.padding)  # that it rounds changes no code
 
 
 def descriptor_stand_in(layout: Any, **fields: Any) -> Any:

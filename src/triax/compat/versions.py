@@ -75,6 +75,14 @@ GLUON = Gate(
     "triton-lang/triton: python/triton/experimental/gluon",
     package="triton",
 )
+TF32_DESCRIPTORS = Gate(
+    "descriptors that round to tf32 (`round_f32_to_tf32`)",
+    "3.7.0",
+    "its descriptors and its interpreter do not round before",
+    "an error that says so",
+    "triton-lang/triton 3.7: python/triton/tools/tensor_descriptor.py",
+    package="triton",
+)
 VARIADIC_KERNELS = Gate(
     "kernels with `*args`",
     "3.8.0",
