@@ -17,7 +17,10 @@ import triton
 import triax
 from tests import kernels
 from triax import testing
+from triax.compat import versions
 from triax.emitting.reading import triton_calls
+
+VARIADIC = versions.VARIADIC_KERNELS.passes(triton.__version__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +182,18 @@ def outputs_first(x, y):
     )
 
 
+def variadic(x, y):
+    return triax.triton_call(
+        x,
+        2.0,
+        y,
+        n=x.size,
+        kernel=kernels.variadic_kernel,
+        out_type=_like(x),
+        grid=_blocks,
+    )
+
+
 def tuple_of_arrays(x, y):
     return triax.triton_call(
         (x, y),
@@ -244,6 +259,15 @@ def _gather_inputs(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     return rng.standard_normal((37, 101)).astype(np.float32), rng.permutation(37).astype(np.int32)
 
 
+VARIADIC_CASES = [
+    Case(
+        "variadic",
+        variadic,
+        _normal((301,), (301,)),
+        lambda x, y: 2 * x + y,
+        aliases=((0, 0),),  # the kernel's output stands first
+    )
+]
 CASES = (
     Case("vector_add", vector_add, _normal((1003,), (1003,)), lambda x, y: x + y),
     Case("softmax", softmax, _normal((5, 77)), _softmax_reference, terms=77),
@@ -315,6 +339,7 @@ CASES = (
         lambda x, y: y + x,
         aliases=((1, 0),),
     ),
+    *(VARIADIC_CASES if VARIADIC else ()),
     Case("gather", gather, _gather_inputs, lambda x, i: x[i]),
     Case(
         "argsort_then_gather",

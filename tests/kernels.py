@@ -86,6 +86,19 @@ def outputs_first_kernel(sum_ptr, x_ptr, difference_ptr, y_ptr, n, BLOCK: tl.con
 
 
 @triton.jit
+def variadic_kernel(out_ptr, n, *xs, BLOCK: tl.constexpr = 64):
+    """The sum of arrays, which a number among them multiplies."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(len(xs)):
+        if xs[i].dtype.is_ptr():
+            total += tl.load(xs[i] + offsets, mask=offsets < n)
+        else:
+            total *= xs[i]
+    tl.store(out_ptr + offsets, total, mask=offsets < n)
+
+
+@triton.jit
 def tuple_kernel(xs, scales, out_ptr, n, BLOCK: tl.constexpr):
     """out = xs[0] * scales[0] + xs[1] * scales[1]"""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -104,7 +104,11 @@ def test_one_pointer_for_an_aliased_pair_lowers(arrays):
 @pytest.mark.parametrize(
     ("aliases", "inputs", "message"),
     [
-        ({}, 2, r"2 inputs and 2 outputs\. Each takes one; scalars go to `constexprs`\."),
+        (
+            {},
+            2,
+            r"2 inputs and 2 outputs\. Each takes one; scalars go to `constexprs`, such as `n`",
+        ),
         # With one of two aliased there are four, or three.
         ({1: 1}, 2, r"2 outputs, 1 of them aliased\. Each takes one, or each aliased pair takes"),
         # Neither a pointer for each nor one for each pair: some aliased outputs have one.

@@ -231,7 +231,8 @@ MISTAKES = [
         "a heuristic of an argument that is not there",
         lambda: triax.triton_call(X, X, n=100, kernel=asks_for("m"), out_type=OUT, grid=2),
         KeyError,
-        r"asks for `m`, which the call does not have\. Known: n, out_ptr, x_ptr, y_ptr\.$",
+        r"^The heuristic for `BLOCK` of kernel 'add_kernel' reads `m`, which the call does not "
+        r"have\. It may read n, out_ptr, x_ptr, y_ptr\.$",
     ),
     Mistake(
         "arrays to tune on",
@@ -298,7 +299,7 @@ MISTAKES = [
         "a grid of no argument",
         lambda: add(grid=lambda: 2),
         of_type,
-        r"`grid` is called with one dictionary.*`lambda meta: …`; got .*too many positional",
+        r"`grid` .* is called with one dictionary.*`lambda meta: …`; got .*too many positional",
     ),
     Mistake(
         "the kernel with its grid",

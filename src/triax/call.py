@@ -166,6 +166,11 @@ def triton_call(
     that, every parameter with a default of None that is not supplied takes one too, so pass None
     for those that are not outputs.
 
+    ``*args`` of a kernel (Triton 3.8 or later) takes the positional operands that follow those of
+    the parameters before it, or a tuple by name. Operands pass over parameters that are given by
+    name, and over outputs: for ``def k(out_ptr, n, *xs)``, ``triton_call(x, y, n=n, kernel=k, …)``
+    is enough.
+
     A keyword that names both a kernel parameter and one of the arguments below (`num_stages`, say)
     goes to the kernel; `num_warps`, `num_stages`, `num_ctas` and `debug` also reach the compiler,
     as in Triton. `kernel`, `grid` and `out_type` never go to the kernel.
@@ -252,7 +257,8 @@ def triton_call(
         settings.mode_in_force() if tuning is None else settings.check_tuning_mode(tuning, "tuning")
     )
     results, out_tree = _flatten_out_type(out_type, kwargs)
-    bound = arguments.bind(view, operands, kwargs)
+    num_outputs = len(results) - len(input_output_aliases or ())
+    bound = arguments.bind(view, operands, kwargs, num_outputs)
     flat = arguments.Flattened(view.name)
     supplied = {name: flat.add(name, value) for name, value in bound.runtime.items()}
     aliases: tuple[Alias, ...] = ()

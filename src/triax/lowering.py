@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from triax import devices, messages, settings
-from triax.binding import candidates
+from triax.binding import candidates, usage
 from triax.binding.arguments import seen_by_callables
 from triax.binding.grid import is_int
 from triax.binding.kernel import Kernel
-from triax.binding.launch import ArrayType, Call, Operand, Result
+from triax.binding.launch import Argument, ArrayType, Call, Operand, Result, leaves
 from triax.compat import jax_private
 from triax.compiling import ahead, compiler
 from triax.emitting import emit
@@ -129,7 +129,8 @@ def triton_call_lowering(
     The kernel's pointer parameters, leaving out those named in `constexprs`, are all inputs and
     then all outputs, in parameter order. Either every aliased output has a parameter of its own,
     which points to the same memory as the operand's, or none has. To leave a pointer out, set it to
-    None in `constexprs`.
+    None in `constexprs`. ``*args`` takes those that the other parameters leave; with it, aliased
+    outputs have a pointer of their own.
 
     If configs are tried (measured, found in a store, or in mode "runtime"), a config's value wins
     over the one in `constexprs`. If none is chosen and one stands in for all (mode "off", mode
@@ -171,7 +172,7 @@ def triton_call_lowering(
                 f"the primitive has {len(operand_types)} operands."
             )
     arguments = _place_pointers(view, values, operand_types, result_types, pairs)
-    names = [name for name, leaf in arguments if isinstance(leaf, Operand)]
+    names = [n for n, part in arguments for leaf in leaves(part) if isinstance(leaf, Operand)]
     aliases = candidates.check_aliases(pairs, operand_types, result_types, names)
     request = candidates.Request(
         kernel=view,
@@ -245,25 +246,34 @@ def _place_pointers(
     operands: Sequence[ArrayType],
     results: Sequence[ArrayType],
     aliases: Mapping[int, int],
-) -> tuple[tuple[str, Operand | Result], ...]:
+) -> tuple[tuple[str, Argument], ...]:
     """The pointer parameters in order: all inputs, then all outputs or only the unaliased."""
     given = {*constexprs, *view.values_set_by_stages()}
     names = [p.name for p in view.runtime_parameters if p.name not in given]
-    leaves: list[Operand | Result] = [Operand(i) for i in range(len(operands))]
+    pointers: list[Argument] = [Operand(i) for i in range(len(operands))]
     outputs = [Result(j) for j in range(len(results))]
-    if aliases and len(names) == len(operands) + len(results) - len(aliases):
-        outputs = [leaf for leaf in outputs if leaf.index not in aliases.values()]
-    leaves += outputs
-    if len(names) != len(leaves):
+    rest = view.variadic.name if view.variadic is not None else ""
+    if rest in names:
+        pointers += outputs
+        begin = names.index(rest)
+        if (end := begin + len(pointers) - len(names) + 1) >= begin:
+            pointers[begin:end] = [tuple(pointers[begin:end])]
+    else:
+        if aliases and len(names) == len(operands) + len(results) - len(aliases):
+            outputs = [leaf for leaf in outputs if leaf.index not in aliases.values()]
+        pointers += outputs
+    if len(names) != len(pointers):
         aliased = f", {len(aliases)} of them aliased" if aliases else ""
         remedy = "Each takes one"
         if aliases:
             remedy += ", or each aliased pair takes one together"
+        numbers = usage.numbers(view.function, names)
+        which = f", such as {', '.join(f'`{n}`' for n in numbers)}" if numbers else ""
         raise ArgumentValueError(
             f"Kernel {view.name!r} has {messages.counted(len(names), 'parameter')} besides "
             f"`constexprs` ({', '.join(names)}), and the primitive has "
             f"{messages.counted(len(operands), 'input')} and "
             f"{messages.counted(len(results), 'output')}{aliased}. {remedy}; scalars go to "
-            "`constexprs`."
+            f"`constexprs`{which}."
         )
-    return tuple(zip(names, leaves, strict=True))
+    return tuple(zip(names, pointers, strict=True))

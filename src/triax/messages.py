@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import reprlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +54,36 @@ def check_callable(argument: str, value: object) -> None:
     """Raises `ArgumentTypeError` if a value cannot be called."""
     if not callable(value):
         raise ArgumentTypeError(f"Argument `{argument}` must be a function; got {shown(value)}.")
+
+
+def call(function: Callable[..., Any], where: str, how: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of the user's; what it raises says `where` it is from.
+
+    Raises:
+      ArgumentTypeError: it does not take these arguments, which are `how` it is called.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, TypeError) and (mismatch := _mismatch(function, args, kwargs)):
+            raise ArgumentTypeError(
+                f"{where[0].upper()}{where[1:]} is called with {how}; got {short(function)}, which "
+                f"cannot be: {mismatch}."
+            ) from None
+        if where[1:] not in str(error):
+            error.add_note(f"Raised by {where}.")
+        raise
+
+
+def _mismatch(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    """Why a function cannot be called with these arguments, or "" if it can or does not say."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
 
 
 def check_bool(**arguments: object) -> None:

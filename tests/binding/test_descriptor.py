@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+import triton
+import triton.language as tl
 
+import triax
 from triax import TensorDescriptor
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.compat import versions
+from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
+ROUNDS = versions.TF32_DESCRIPTORS.passes(triton.__version__)
 X = jnp.zeros((8, 16))
 
 
@@ -64,9 +70,33 @@ def test_what_is_refused(changes, error, match):
         TensorDescriptor(**fields | changes)
 
 
+@pytest.mark.parametrize("version", ["3.5.1", "3.6.0"])
+def test_rounding_where_triton_does_not(version, monkeypatch):
+    monkeypatch.setattr(triton, "__version__", version)
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^Argument `round_f32_to_tf32` of TensorDescriptor needs Triton 3\.7\.0 or later; "
+        rf"{re.escape(version)} is installed\. Leave it out",
+    ):
+        TensorDescriptor.from_array(X, (4, 16), round_f32_to_tf32=True)
+    TensorDescriptor.from_array(X, (4, 16))
+
+
+@pytest.mark.skipif(not ROUNDS, reason="this Triton does not round")
+def test_rounding_in_the_interpreter():
+    @triton.jit
+    def kernel(desc, out_ptr):
+        at = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.store(out_ptr + at, desc.load([0, 0]))
+
+    x = TensorDescriptor.from_array(X + (1 + 2.0**-12), (4, 16), round_f32_to_tf32=True)
+    out = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    assert (triax.triton_call(x, kernel=kernel, out_type=out, grid=1) == 1).all()
+
+
 def test_only_the_array_is_a_leaf():
     """All else is known when a program is traced."""
-    descriptor = TensorDescriptor(X, (8, 16), (16, 1), (4, 16), "layout", "nan", True)
+    descriptor = TensorDescriptor(X, (8, 16), (16, 1), (4, 16), "layout", "nan", ROUNDS)
     leaves, tree = jax.tree.flatten(descriptor)
     assert [leaf is X for leaf in leaves] == [True]
     again = jax.tree.unflatten(tree, leaves)

@@ -12,7 +12,7 @@ LARGEST = (2**31 - 1, 65535, 65535)
 
 
 def test_the_largest_grid():
-    assert normalize(LARGEST, {}) == LARGEST
+    assert normalize(LARGEST) == LARGEST
 
 
 def test_numbers_of_numpy():
@@ -26,4 +26,4 @@ def test_one_more_is_refused(axis):
     sizes = [1, 1, 1]
     sizes[axis] = LARGEST[axis] + 1
     with pytest.raises(ArgumentValueError, match=f"CUDA allows {LARGEST[axis]}"):
-        normalize(sizes, {})
+        normalize(sizes)

@@ -266,3 +266,26 @@ def test_two_names_of_one_helper(monkeypatch):
     before = fingerprint(calls_three)
     monkeypatch.setitem(globals(), "third", other)
     assert fingerprint(calls_three) != before
+
+
+def aggregate_that(doubles):
+    factor = tl.constexpr(2 if doubles else 3)
+
+    @tl.core._aggregate
+    class Scale:
+        by: tl.tensor
+
+        @triton.constexpr_function
+        def __init__(self, by):
+            self.by = by
+
+        @triton.jit
+        def scaled(self, x):
+            return x * self.by * factor
+
+    return Scale
+
+
+def test_methods_of_aggregates():
+    assert fingerprint(aggregate_that(True)) == fingerprint(aggregate_that(True))
+    assert fingerprint(aggregate_that(True)) != fingerprint(aggregate_that(False))

@@ -390,6 +390,79 @@ class TestConfigsThatFail:
             lower(lambda x: self.call(x, (32, 33), tuning="off"), X)
 
 
+@triton.constexpr_function
+def width_of(mode):
+    try:
+        return {"narrow": 1}[mode]
+    except KeyError as error:
+        raise ValueError("no such mode") from error
+
+
+@triton.jit
+def checked(x, MODE: tl.constexpr):
+    if MODE == "sum":
+        return tl.sum(x, axis=1)
+    elif MODE == "width":
+        return x * width_of(MODE)
+    tl.static_assert(MODE == "ok", "mode must be ok")
+    return x
+
+
+@triton.jit
+def checked_twice(x, MODE: tl.constexpr):
+    return checked(x, MODE) + checked(x, MODE)
+
+
+@triton.jit
+def calls_helpers(x_ptr, out_ptr, n, MODE: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x_ptr + offsets, mask=offsets < n)
+    tl.store(out_ptr + offsets, checked_twice(values, MODE), mask=offsets < n)
+
+
+CALLS = """
+Called by `checked_twice`, in line 2: return checked(x, MODE) + checked(x, MODE)
+Called by `calls_helpers`, in line 4: tl.store(out_ptr + offsets, checked_twice(values, MODE), """
+
+
+class TestErrorsOfHelpers:
+    @staticmethod
+    def message(mode, kernel=calls_helpers, **options):
+        with pytest.raises(CompilationError) as caught:
+            lower(lambda x: copy(x, kernel=kernel, MODE=mode, **options), X)
+        return str(caught.value)
+
+    def test_the_reason_comes_first_then_its_line_and_who_called(self):
+        message = self.message("bad")
+        assert message.startswith(
+            "Kernel 'calls_helpers' does not compile with config [default]: "
+            "CompileTimeAssertionFailure: mode must be ok\nat 6:4:\ndef checked("
+        )
+        assert f'    tl.static_assert(MODE == "ok", "mode must be ok")\n    ^{CALLS}' in message
+        assert message.endswith("\nThe kernel's constexprs are BLOCK=64, MODE='bad'.")
+
+    def test_in_tritons_own_library(self):
+        message = self.message("sum")
+        assert message.startswith(
+            "Kernel 'calls_helpers' does not compile with config [default]: CompilationError: "
+            "invalid axis 1. "
+        )
+        assert "\nCalled by `checked`, in line 3: return tl.sum(x, axis=1)" + CALLS in message
+
+    def test_a_cause_that_the_error_itself_does_not_say(self):
+        message = self.message("width")
+        assert "CompilationError: no such mode\nat 5:" in message
+        assert message.count("no such mode") == 1
+        assert "\nBecause of KeyError: 'width'" in message
+
+    def test_of_configs_that_all_fail(self):
+        tuned = triton.autotune([triton.Config({"BLOCK": b}) for b in (32, 64)], key=[])
+        with pytest.raises(CompilationError) as caught:
+            lower(lambda x: blockwise(tuned(calls_helpers), x, MODE="bad", tuning="off"), X)
+        assert str(caught.value).count("CompileTimeAssertionFailure: mode must be ok") == 2
+        assert str(caught.value).count(CALLS) == 2
+
+
 def test_unique_entry_needs_an_entry():
     with pytest.raises(CompilationError, match="has no entry named 'missing'"):
         compiled_kernel.unique_entry(".visible .entry other(\n)", "missing")

@@ -20,6 +20,7 @@ from triax.binding.launch import (
     Operand,
     Result,
     Scalar,
+    rebuild,
 )
 from triax.binding.values import Config, Static, pack_values
 from triax.compiling.compiler import compile_launch
@@ -65,7 +66,7 @@ def make_launch(
         if isinstance(value, Result):
             return value
         if isinstance(value, tuple):
-            return tuple(bind(part) for part in value)
+            return rebuild(value, [bind(part) for part in value])
         if isinstance(value, HostDescriptor):
             shape = value.array.shape
             dense = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))

@@ -45,6 +45,19 @@ def asserts(x_ptr, o_ptr, BLOCK: tl.constexpr):
     tl.device_assert(tl.program_id(0) < 0, "no such program")  # asserts
 
 
+@triton.constexpr_function
+def width_of(mode):
+    try:
+        return {"narrow": 1}[mode]
+    except KeyError as error:
+        raise ValueError("no such mode") from error
+
+
+@triton.jit
+def has_a_cause(x_ptr, o_ptr, BLOCK: tl.constexpr):
+    tl.store(o_ptr, width_of("wide"))
+
+
 def line_of(comment):
     (number,) = (n for n, line in enumerate(LINES, 1) if line.endswith("# " + comment))
     return number
@@ -115,6 +128,14 @@ def test_the_failing_part_of_an_indented_line_is_marked():
     assert last.line == "tl.store(o_ptr, tl.load(x_ptr - 1))"
     whole = LINES[last.lineno - 1]
     assert whole[last.colno : last.end_colno] == "tl.load(x_ptr - 1)"
+
+
+def test_under_jit_a_cause_is_told():
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        jax.block_until_ready(jax.jit(lambda: call(has_a_cause))())
+    shown = str(raised.value).splitlines()
+    assert shown[2] == "ValueError: no such mode"
+    assert "Because of KeyError: 'wide'" in shown
 
 
 def test_other_errors_keep_their_stack():

@@ -13,7 +13,7 @@ from tests import kernels
 from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE
 from triax.compiling import compiler
-from triax.errors import CompilationError
+from triax.errors import ArgumentTypeError, CompilationError
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
 
@@ -151,8 +151,13 @@ def test_no_memory_for_tuning_inputs(gpu, caplog, error):
 
 def test_a_mistake_in_tuning_inputs_is_an_error(gpu):
     gpu()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         explain(tuning_inputs=lambda *shapes: 1 / 0)
+    of_kernel = "`tuning_inputs` of kernel 'add_kernel'"
+    assert f"Raised by argument {of_kernel}." in caught.value.__notes__
+    message = f"Argument {of_kernel} is called with the shapes of the operands, 2 jax.Shape.*cannot"
+    with pytest.raises(ArgumentTypeError, match=message):
+        explain(tuning_inputs=lambda x: x)
 
 
 @pytest.mark.parametrize("name", ["cuda.py", "cuda/__init__.py"])

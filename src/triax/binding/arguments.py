@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from triax import messages
-from triax.binding import candidates, dtypes, grid
+from triax.binding import candidates, dtypes, grid, usage
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
@@ -50,27 +50,50 @@ class Bound:
     keywords: dict[str, Any]
 
 
-def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bound:
+def bind(
+    view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any], num_outputs: int
+) -> Bound:
     """Binds operands and keywords to a kernel's parameters, as Python would.
+
+    In front of ``*args`` operands pass over the parameters that are given by name, and over those
+    without a value if these are as many as the outputs.
+
+    Args:
+      view: the kernel.
+      operands: the positional operands.
+      kwargs: the keywords.
+      num_outputs: how many outputs need a parameter.
 
     Raises:
       ArgumentTypeError: there are too many operands, or a parameter is given twice.
     """
-    parameters = view.parameters
-    if len(operands) > len(parameters):
+    settable = view.values_set_by_stages() if view.stages else frozenset()
+    names, rest = view.parameter_names, view.variadic
+    given = dict(kwargs)
+    if rest is not None:
+        names = _in_front(view, rest.name, settable.union(kwargs), num_outputs)
+        value = given.setdefault(rest.name, tuple(operands[len(names) :]))
+        if rest.name not in kwargs:
+            operands = operands[: len(names)]
+        elif not isinstance(value, tuple):
+            raise ArgumentTypeError(
+                f"Argument `{rest.name}` of kernel {view.name!r} must be a tuple, the operands of "
+                f"`*{rest.name}`; got {messages.shown(value)}."
+            )
+    if len(operands) > len(names):
+        listed = f" ({', '.join(names)})" if names else ""
+        by_name = f" without a value beside `{rest.name}`" if rest else ""
         raise ArgumentTypeError(
-            f"Kernel {view.name!r} has {len(parameters)} parameters "
-            f"({', '.join(view.parameter_names)}), and {len(operands)} positional operands were "
-            "given."
+            f"Kernel {view.name!r} has {messages.counted(len(names), 'parameter')}{by_name}"
+            f"{listed}, and got {messages.counted(len(operands), 'positional operand')}."
         )
-    given = dict(zip(view.parameter_names, operands, strict=False))
-    twice = [name for name in given if name in kwargs]
+    by_position = dict(zip(names, operands, strict=False))
+    twice = [name for name in by_position if name in kwargs]
     if twice:
         raise ArgumentTypeError(
             f"Kernel {view.name!r} got `{twice[0]}` both as a positional operand and as a keyword."
         )
-    given |= kwargs
-    settable = view.values_set_by_stages() if view.stages else ()
+    given = by_position | given
     runtime, free = {}, []
     for parameter in view.runtime_parameters:
         name = parameter.name
@@ -82,6 +105,14 @@ def bind(view: Kernel, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Bo
             if parameter.default is None:
                 free.append(name)
     return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), given)
+
+
+def _in_front(view: Kernel, rest: str, valued: frozenset[str], num_outputs: int) -> tuple[str, ...]:
+    """The parameters before ``*rest`` that take positional operands; `valued` have a value."""
+    free = {p.name for p in view.runtime_parameters if not p.has_default} - valued
+    passed = valued | free if len(free) == num_outputs else valued
+    before = view.parameter_names[: view.parameter_names.index(rest)]
+    return tuple(name for name in before if name not in passed)
 
 
 @dataclasses.dataclass
@@ -303,10 +334,18 @@ def _wrong_number_of_outputs(
 ) -> ArgumentTypeError:
     """The error; `alike` are the operands that have the type of an output."""
     listed = f" ({', '.join(free)})" if free else ""
-    hint = (
-        "Each such parameter takes one output; supply the others as operands. An output that is "
-        "aliased to an operand has no parameter of its own: the kernel stores to the operand's."
-    )
+    hint = "Parameters without a value are outputs, and each takes one: supply the others. "
+    if (numbers := usage.numbers(view.function, free)) and outputs < len(free):
+        looks = "looks like a number" if len(numbers) == 1 else "look like numbers"
+        hint += (
+            f"{', '.join(f'`{n}`' for n in numbers)} {looks}, by what the kernel calculates: pass "
+            f"{', '.join(f'`{n}=…`' for n in numbers)} by name."
+        )
+    else:
+        hint += (
+            "An output that is aliased to an operand has no parameter of its own: the kernel "
+            "stores to the operand's."
+        )
     if bound.absent and outputs > len(free):
         hint += (
             f" Those with a default of None ({', '.join(sorted(bound.absent))}) can take outputs "

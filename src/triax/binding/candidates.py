@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from triax import messages
 from triax.binding import dtypes, exact, hooks
 from triax.binding import grid as grids
-from triax.binding.kernel import Hook, Kernel, Parameter, WatchedDict
+from triax.binding.kernel import Hook, Kernel, MetaParameters, Parameter
 from triax.binding.launch import (
     Alias,
     Argument,
@@ -25,7 +25,7 @@ from triax.binding.launch import (
     leaves,
     rebuild,
 )
-from triax.binding.values import CONFIG_OPTIONS, Config, pack_values, plain
+from triax.binding.values import CONFIG_OPTIONS, Config, is_constexpr, pack_values, plain
 from triax.compat import jax_private, triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from triax.messages import counted, near_misses, short
@@ -161,11 +161,20 @@ def _candidate(
         **config_options,
     }
     _refuse_launch_options(kernel.name, compiler_options)
-    seen = WatchedDict({**request.arguments, **meta, **compiler_options}, used)
-    grid = grids.normalize(request.grid, seen)
+    seen = MetaParameters({**request.arguments, **meta, **compiler_options}, used)
+    of_kernel = f"of kernel {kernel.name!r}"
+    grid, source = request.grid, ""
+    if callable(grid) and not is_constexpr(grid):
+        grid, source = seen.given_to(grid, f"argument `grid` {of_kernel}"), " from its callable"
+    grid = grids.normalize(grid, source)
     wanted = request.zeroed_outputs
-    zeroed = _check_zeroed(wanted(seen) if callable(wanted) else wanted, request.num_results)
-    block_shapes = {index: shape(seen) for index, shape in request.block_shapes.items()}
+    if callable(wanted):
+        wanted = seen.given_to(wanted, f"argument `zeroed_outputs` {of_kernel}")
+    zeroed = _check_zeroed(wanted, request.num_results)
+    block_shapes = {
+        index: seen.given_to(shape, f"the `block_shape` of a descriptor {of_kernel}")
+        for index, shape in request.block_shapes.items()
+    }
     if hook is not None:
         where = f"The `pre_hook` of config [{config}] of kernel {kernel.name!r}"
         zeroed_too, new_block_shapes = hooks.find_effects(

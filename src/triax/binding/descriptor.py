@@ -10,6 +10,7 @@ import jax
 
 from triax import messages
 from triax.binding.grid import is_int
+from triax.compat import triton_private, versions
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
 BlockShape: TypeAlias = tuple[int, ...] | Callable[[Mapping[str, Any]], Sequence[int]]
@@ -55,10 +56,12 @@ class TensorDescriptor:
         meta["BK"])``. A config's `pre_hook` may set it too.
       layout: the shared-memory layout, for Gluon kernels.
       padding: what a load outside the array reads, "zero" or "nan".
-      round_f32_to_tf32: rounds float32 to tf32 on the way in.
+      round_f32_to_tf32: rounds float32 to tf32 on the way in. Needs Triton 3.7 or later.
 
     Raises:
-      ArgumentValueError: the ranks differ, or TMA cannot address the array this way.
+      ArgumentTypeError, ArgumentValueError: the ranks differ, or TMA cannot address the array this
+        way.
+      UnsupportedError: the installed Triton does not round.
     """
 
     base: Any
@@ -129,4 +132,10 @@ class TensorDescriptor:
             raise ArgumentTypeError(
                 f"Argument `round_f32_to_tf32` of TensorDescriptor needs a float32 array; got "
                 f"{self.base.dtype}."
+            )
+        if self.round_f32_to_tf32:
+            triton_private.require(
+                versions.TF32_DESCRIPTORS,
+                "Argument `round_f32_to_tf32` of TensorDescriptor",
+                'Leave it out: `tl.dot` rounds with `input_precision="tf32"`, its default.',
             )

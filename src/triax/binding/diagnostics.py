@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from triax import messages
-from triax.binding.launch import Launch, Operand, Scalar
+from triax.binding import usage
+from triax.binding.launch import Launch, Operand, Result, Scalar
 from triax.compat import triton_private
 
 
@@ -19,13 +23,20 @@ def hint(launch: Launch, error: BaseException | None) -> str:
             "can be written."
         )
     text = ""
-    while error is not None:  # an error in a helper has a cause
-        text, error = f"{text}{error}\n", error.__cause__
+    while error is not None:  # without the code that Triton's errors show, which has any words
+        text += f"{type(error).__name__}: {getattr(error, 'error_message', error)}\n"
+        error = error.__cause__
     leaves = [(f"`{name}`", leaf) for name, leaf in launch.named_leaves]
     pointers = [
         n for n, leaf in leaves if isinstance(leaf, Operand) and launch.array_type(leaf).size == 1
     ]
     nones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value is None]
+    free = [name for name, leaf in launch.named_leaves if isinstance(leaf, Result)]
+    if "pointer" in text and (numbers := usage.numbers(launch.kernel.function, free)):
+        return (
+            f" The call gives no value for {', '.join(f'`{n}`' for n in numbers)}, so the kernel "
+            "gets an output there, and calculates with it. Pass the number by name."
+        )
     if pointers and "pointer" in text:
         return (
             f" The kernel gets a pointer for {', '.join(pointers)}, as for every array. If it "
@@ -43,17 +54,45 @@ def hint(launch: Launch, error: BaseException | None) -> str:
     if tuples and "'tuple'" in text:
         return f" The kernel gets a tuple for {', '.join(tuples)}."
     if launch.constants and any(
-        words in text for words in ("arange", "power of 2", "'str' object")
+        words in text
+        for words in ("arange", "power of 2", "'str' object", "CompileTimeAssertionFailure")
     ):
         values = ", ".join(f"{n}={messages.short(v)}" for n, v in launch.constants.items())
         return f" The kernel's constexprs are {values}."
     return f" The kernel gets None for {', '.join(nones)}." if nones and "NoneType" in text else ""
 
 
-def failure(launch: Launch, error: Exception) -> str:
-    """One paragraph on why a launch does not compile."""
+def failure(launch: Launch, error: BaseException) -> str:
+    """Why a launch does not compile, in the first line, and where."""
+    about = hint(launch, error)
+    calls: list[str] = []
+    # Of an error in a helper Triton shows the line that calls it; the reason is in the cause.
+    while getattr(error, "error_message", error) is None and error.__cause__ is not None:
+        calls.insert(0, _call_site(error))
+        error = error.__cause__
+    reason = getattr(error, "error_message", None) or str(error)
+    place = str(error).removesuffix(reason).strip("\n")  # in the source, as Triton shows it
+    text = "\n".join(filter(None, [reason.strip(), place, *calls, *causes(error)]))
+    if "\n" in text and about.startswith(" "):
+        about = f"\n{about[1:]}"
     return (
         f"Kernel {launch.kernel.name!r} does not compile with config "
-        f"[{launch.candidate.config}]: {type(error).__name__}: {str(error).strip()}"
-        f"{hint(launch, error)}"
+        f"[{launch.candidate.config}]: {type(error).__name__}: {text}{about}"
     )
+
+
+def causes(error: BaseException) -> list[str]:
+    """A line on each cause of an error that says what the errors before it do not."""
+    said, lines = str(error), []
+    while (cause := error.__cause__) is not None:
+        if (text := str(cause).strip()) not in said:
+            lines.append(f"Because of {type(cause).__name__}: {text}")
+        said, error = f"{said}\n{text}", cause
+    return lines
+
+
+def _call_site(error: Any) -> str:
+    """A line on the call that an error of Triton's compiler was raised in."""
+    name, line = re.search(r"def (\w+)", error.src or ""), getattr(error.node, "lineno", 0)
+    code = (error.src or "").splitlines()[line - 1 : line]
+    return f"Called by `{name[1] if name else '?'}`, in line {line}: {''.join(code).strip()}"

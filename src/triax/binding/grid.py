@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,20 +20,15 @@ GridLike: TypeAlias = Sizes | Callable[[Mapping[str, Any]], Sizes]
 _LIMITS = (2**31 - 1, 65535, 65535)
 
 
-def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
-    """The grid as three ints, a callable evaluated on `meta` first.
+def normalize(grid: object, source: str = "") -> Grid:
+    """The grid as three ints; `source` is where it is from, for messages.
 
     Raises:
-      ArgumentTypeError: neither an int, nor a tuple or list of ints, nor a callable that
-        returns one.
+      ArgumentTypeError: neither an int, nor a tuple or list of ints.
       ArgumentValueError: not one to three dimensions, a negative size, or one above CUDA's limits.
     """
-    source = ""
-    if callable(grid) and not is_constexpr(grid):
-        grid = _called(grid, meta)
-        source = " from its callable"
     if type(grid) is int or is_int(grid):
-        grid = (grid,)  # type: ignore[assignment]
+        grid = (grid,)
     if not isinstance(grid, (tuple, list)):
         raise _not_a_grid(grid, source)
     if not 1 <= len(grid) <= 3:
@@ -61,22 +55,6 @@ def normalize(grid: GridLike, meta: Mapping[str, Any]) -> Grid:
             )
     x, y, z = (*map(int, sizes), 1, 1)[:3]
     return (x, y, z)
-
-
-def _called(grid: Callable[[Mapping[str, Any]], Any], meta: Mapping[str, Any]) -> Any:
-    try:
-        return grid(meta)
-    except TypeError:
-        try:
-            inspect.signature(grid).bind(meta)
-        except TypeError as error:
-            raise ArgumentTypeError(
-                "Argument `grid` is called with one dictionary, the meta-parameters by name, as in "
-                f"`lambda meta: …`; got {short(grid)}, which cannot be: {error}."
-            ) from None
-        except ValueError:  # it does not say what it takes
-            pass
-        raise
 
 
 def is_int(value: object) -> bool:

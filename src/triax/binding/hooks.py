@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triax.binding.descriptor import strides_from_shape
-from triax.binding.kernel import Hook
+from triax.binding.kernel import Hook, MetaParameters
 from triax.binding.launch import Alias, Argument, Descriptor, Operand, Result, Scalar, rebuild
 from triax.compat import triton_private
 from triax.errors import UnsupportedError
@@ -49,11 +49,12 @@ def find_effects(
     log = _Log(where, {alias.operand: alias.result for alias in aliases})
     arguments = {name: log.stand_in(name, leaf, seen[name]) for name, leaf in parameters}
     try:
-        hook(arguments)
+        MetaParameters({**arguments, **hook.values}).given_to(hook.function, where)
     except Exception as error:
         if log.refusal is None:
-            name = type(error).__name__
-            raise UnsupportedError(f"{where} raised {name}: {error}. {_REMEDY}") from error
+            raised = f"{where} raised {type(error).__name__}: {error}."
+            said = str(error) if where in str(error) else raised
+            raise UnsupportedError(f"{said} {_REMEDY}") from error
     if log.refusal is not None:  # also where the hook caught it
         raise log.refusal
     return log.zeroed, log.block_shapes()

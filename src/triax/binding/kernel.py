@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from triax import messages
 from triax.binding.values import CONFIG_OPTIONS, Config, Static, pack_values, plain
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class Parameter:
     """One parameter of a kernel. `default` is None where `has_default` is false.
 
-    `number` is Triton's name of the number type it is annotated with ("i32"), else "".
+    `number` is Triton's name of the number type it is annotated with ("i32"), else "". That of
+    ``*args`` `is_variadic`: it takes a tuple, by default an empty one.
     """
 
     name: str
@@ -33,10 +35,14 @@ class Parameter:
     has_default: bool
     default: Any
     number: str
+    is_variadic: bool = False
 
 
-Hook: TypeAlias = Callable[[dict[str, Any]], Any]
-"""A config's `pre_hook`, as a function of the runtime arguments alone."""
+class Hook(NamedTuple):
+    """A config's `pre_hook`, and the values that it is given beside the runtime arguments."""
+
+    function: Callable[[dict[str, Any]], Any]
+    values: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,7 +67,8 @@ class Kernel:
 
         Raises:
           ArgumentTypeError: `source` is not a jitted function, alone or decorated.
-          UnsupportedError: `@triton.autotune` has host hooks, or is used more than once.
+          UnsupportedError: `@triton.autotune` has host hooks, or is used more than once, or the
+            kernel has `*args`, which the installed Triton does not compile.
         """
         view = _views.get(id(source))
         if view is None or view.source is not source:
@@ -99,12 +106,19 @@ class Kernel:
             )
         for tuner in tuners:
             _refuse_hooks(name, tuner)
-        parameters = []
+        parameters, signature = [], function.signature.parameters
         for p in function.params:
             number = "" if p.is_constexpr else str(p.annotation_type)
             number = "" if number.startswith("*") else number  # a pointer
-            default = p.default if p.has_default else None
-            parameters.append(Parameter(p.name, p.is_constexpr, p.has_default, default, number))
+            if is_variadic := signature[p.name].kind is inspect.Parameter.VAR_POSITIONAL:
+                triton_private.check_variadic(name, p.name)
+            default = p.default if p.has_default else () if is_variadic else None
+            parameters.append(
+                Parameter(
+                    *(p.name, p.is_constexpr, p.has_default or is_variadic, default),
+                    *(number, is_variadic),
+                )
+            )
         return cls(
             source=source,
             function=function,
@@ -126,6 +140,11 @@ class Kernel:
         return tuple(p.name for p in self.parameters)
 
     @functools.cached_property
+    def variadic(self) -> Parameter | None:
+        """The parameter of ``*args``."""
+        return next((p for p in self.parameters if p.is_variadic), None)
+
+    @functools.cached_property
     def runtime_parameters(self) -> tuple[Parameter, ...]:
         """The parameters that are not constexpr."""
         return tuple(p for p in self.parameters if not p.is_constexpr)
@@ -135,11 +154,13 @@ class Kernel:
         """The parameters that are annotated as numbers."""
         return tuple(p for p in self.parameters if p.number)
 
-    def values_set_by_stages(self) -> frozenset[str]:
-        """The names that some config or heuristic gives a value."""
-        configs = () if self.autotuner is None else self.autotuner.configs
-        sets = [stage.values for stage in self.stages if stage is not self.autotuner]
-        return frozenset().union(*sets, *(config.all_kwargs() for config in configs))
+    def values_set_by_stages(self, begin: int = 0) -> frozenset[str]:
+        """The names that some config or heuristic, from stage `begin` on, gives a value."""
+        found: set[str] = set()
+        for stage in self.stages[begin:]:
+            found.update(getattr(stage, "values", ()))
+            found.update(*(config.all_kwargs() for config in getattr(stage, "configs", ())))
+        return frozenset(found)
 
     def expand(
         self,
@@ -168,13 +189,14 @@ class Kernel:
         """
         branches = [_Branch(dict(keywords), {}, dict(options))]
         read: set[str] = set()
-        for stage in self.stages:
+        for number, stage in enumerate(self.stages, 1):
             if stage is self.autotuner:
                 (branch,) = branches  # there is one autotuner
                 branches = self._branches(stage, branch, arguments, conflicts)
             else:
                 for branch in branches:
-                    branch.apply_heuristics(stage.values, arguments, read)
+                    set_later = self.values_set_by_stages(number)
+                    branch.apply_heuristics(stage.values, self.name, arguments, read, set_later)
         return [(branch.config(), branch.hook) for branch in branches], read
 
     def _branches(
@@ -197,7 +219,7 @@ class Kernel:
                 "Kernel %r: %d of its %d configs agree with the call's own values.",
                 *(self.name, len(configs), len(tuner.configs)),
             )
-        configs = _prune(tuner, configs, arguments, branch.keywords)
+        configs = _prune(self.name, tuner, configs, arguments, branch.keywords)
         if not configs:
             raise ArgumentValueError(
                 f"The `early_config_prune` or `perf_model` of kernel {self.name!r} left no config."
@@ -232,20 +254,22 @@ class _Branch:
             target[name] = given.get(name, value)
         keywords = {**self.keywords, **values}
         hook = None
-        if (pre_hook := config.pre_hook) is not None:
-            given = {**keywords, **options}  # without what heuristics add later
-            hook = lambda arguments: pre_hook({**arguments, **given})
+        if config.pre_hook is not None:  # without what heuristics add later
+            hook = Hook(config.pre_hook, {**keywords, **options})
         return _Branch(keywords, values, options, hook)
 
     def apply_heuristics(
         self,
         heuristics: Mapping[str, Callable[..., Any]],
+        kernel: str,
         arguments: Mapping[str, Any],
         read: set[str],
+        set_later: frozenset[str],
     ) -> None:
         for name, heuristic in heuristics.items():
             known = {**arguments, **self.options, **self.keywords}
-            value = heuristic(WatchedDict(known, read))
+            where = f"the heuristic for `{name}` of kernel {kernel!r}"
+            value = MetaParameters(known, read, set_later).given_to(heuristic, where)
             if name in CONFIG_OPTIONS:
                 self.options[name] = value
             else:
@@ -260,29 +284,54 @@ class _Branch:
 def _reading(name: str) -> Any:
     method = getattr(dict, name)
 
-    def read(self: WatchedDict, *key_and_more: Any) -> Any:
+    def read(self: MetaParameters, *key_and_more: Any) -> Any:
         self._read.update(key_and_more[:1] or dict.keys(self))
         return method(self, *key_and_more)
 
     return read
 
 
-class WatchedDict(dict[str, Any]):
-    """A dictionary that adds the keys that are read to `read`; iterating reads them all."""
+class MissingName(ArgumentValueError, KeyError):
+    """A function of the user's reads a name that its dictionary does not have."""
 
-    def __init__(self, values: Mapping[str, Any], read: set[str]):
+    __str__ = Exception.__str__  # a KeyError's is a `repr`
+
+
+class MetaParameters(dict[str, Any]):
+    """What a grid, heuristic or hook is given: the arguments of a call by name.
+
+    The keys that are read are added to `read`; iterating reads them all. The names in `set_later`
+    are not there yet.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        read: set[str] | None = None,
+        set_later: frozenset[str] = frozenset(),
+        reader: str = "",
+    ):
         super().__init__(values)
-        self._read = read
+        self._read = set() if read is None else read
+        self._set_later, self._reader = set_later, reader
+
+    def given_to(self, function: Callable[..., Any], where: str) -> Any:
+        """The result of a user's function, which `where` names for messages."""
+        self._reader = where
+        how = "one dictionary, the meta-parameters by name, as in `lambda meta: …`"
+        return messages.call(function, where, how, self)
 
     def __missing__(self, key: str) -> Any:
-        error = KeyError(key)
         names = sorted(dict.keys(self))
         meant = messages.near_misses(key, names)
-        known = "" if meant.startswith(" Known") else f" It has {', '.join(names)}."
-        error.add_note(
-            f"A grid or heuristic asks for `{key}`, which the call does not have.{meant}{known}"
-        )
-        raise error
+        why = "the call does not have." + ("" if meant.startswith(" Known: ") else meant)
+        if key in self._set_later:
+            why = (
+                "a decorator further in sets, after it. Put `@triton.heuristics` next to "
+                "`@triton.jit`, below that decorator."
+            )
+        where = self._reader[:1].upper() + self._reader[1:]
+        raise MissingName(f"{where} reads `{key}`, which {why} It may read {', '.join(names)}.")
 
     def __getattr__(self, name: str) -> Any:
         if dict.__contains__(self, name):
@@ -312,7 +361,11 @@ def _refuse_hooks(name: str, tuner: Any) -> None:
 
 
 def _prune(
-    tuner: Any, configs: Sequence[Any], arguments: Mapping[str, Any], keywords: Mapping[str, Any]
+    kernel: str,
+    tuner: Any,
+    configs: Sequence[Any],
+    arguments: Mapping[str, Any],
+    keywords: Mapping[str, Any],
 ) -> list[Any]:
     """Applies `prune_configs_by` to a list of configs, as `@triton.autotune` documents it."""
     configs = list(configs)
@@ -320,14 +373,23 @@ def _prune(
         # Triton passes positional arguments as a dictionary and keywords as keywords; which of the
         # two a runtime argument was is not known here, so it is passed as both.
         named = {**arguments, **keywords}
-        configs = list(tuner.early_config_prune(configs, dict(named), **named))
+        where = f"the `early_config_prune` of kernel {kernel!r}"
+        how = "the configs, the arguments in a dictionary, and the same by name (**kwargs)"
+        meta = MetaParameters(named, reader=where)
+        pruned = messages.call(tuner.early_config_prune, where, how, configs, meta, **named)
+        configs = list(pruned)
     if tuner.perf_model is not None and configs:
         top_k = tuner.configs_top_k
         if isinstance(top_k, float) and top_k <= 1.0:
             top_k = max(1, int(len(configs) * top_k))
         if len(configs) > top_k:
+            where = f"the `perf_model` of kernel {kernel!r}"
+            how = "the arguments of the call and of the config by name (**kwargs)"
             times = {
-                id(config): tuner.perf_model(**{**arguments, **keywords, **config.all_kwargs()})
+                id(config): messages.call(
+                    *(tuner.perf_model, where, how),
+                    **{**arguments, **keywords, **config.all_kwargs()},
+                )
                 for config in configs
             }
             configs = sorted(configs, key=lambda config: times[id(config)])[:top_k]

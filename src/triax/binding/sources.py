@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from triax.binding import exact
 from triax.compat.triton_patches import parse
+from triax.compat.triton_private import aggregate_members
 
 _LIBRARIES = {"triton", "numpy", "ml_dtypes", "jax", "jaxlib"}
 
@@ -122,7 +123,9 @@ class _Walk:
         if not isinstance(value, type):  # a bound `constexpr_function`
             return [value.__func__, value.__self__]
         owners = [owner for owner in value.__mro__ if not _is_library(_module(owner))]
-        return [member for owner in owners for member in _held(dict(vars(owner)))]
+        # The interpreter changes aggregates for as long as a kernel runs.
+        lists = (aggregate_members(owner) or _held(dict(vars(owner))) for owner in owners)
+        return [member for members in lists for member in members]
 
     def _members_of_jitted(self, jitted: Any) -> list[Any]:
         function = jitted.fn

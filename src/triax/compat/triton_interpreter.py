@@ -51,6 +51,7 @@ HISTOGRAMS_WRAP = Version(triton.__version__) < Version("3.8")
 """Whether compiled histograms count values outside of the bins, in the bin of their lowest bits."""
 _ADDRESS = np.dtype(np.uint64)
 _MANY = 10_000
+_AGGREGATE = "__triton_aggregate__"
 
 
 def numpy_dtype(dtype: tl.dtype) -> np.dtype:
@@ -69,6 +70,30 @@ def tensor(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
     if array.ndim == 0:
         return tl.tensor(TensorHandle(array.reshape(1), dtype), dtype)
     return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
+
+
+def as_compiled(value: Any) -> Any:
+    """A value as compiled code holds it: constants are `tl.constexpr`s, tuples `tl.tuple`s."""
+    if isinstance(value, (tuple, tl.core.tuple)):
+        return _tuple(value, value)
+    return value if isinstance(value, tl.core.base_value) else tl.constexpr(value)
+
+
+def _tuple(parts: Iterable[Any], like: Any) -> Any:
+    """A `tl.tuple`, its parts named as those of `like`."""
+    fields = like.type.fields if isinstance(like, tl.core.tuple) else getattr(like, "_fields", None)
+    values = [as_compiled(part) for part in parts]
+    return tl.core.tuple(values, tl.core.tuple_type([value.type for value in values], fields))
+
+
+def is_aggregate(value: Any) -> bool:
+    """Whether a value is an instance of a class that Triton calls an aggregate."""
+    return hasattr(type(value), _AGGREGATE)
+
+
+def aggregates() -> list[Any]:
+    """All classes that `triton.aggregate` made, of which this process has a reference."""
+    return [kind for kind in tl.core.base_value.__subclasses__() if _AGGREGATE in vars(kind)]
 
 
 def transform(tree: ast.Module) -> ast.Module:
@@ -91,6 +116,8 @@ NUMBERS_DECAY = not hasattr(CodeGenerator, "decide_return_type")
 """Whether a number that a function returns is always a tensor, as it is before Triton 3.7."""
 CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
 """Whether this Triton knows what ``a < b < c`` means."""
+AGGREGATES_HAVE_OPERATORS = hasattr(CodeGenerator, "_operator_priority")
+"""Whether an aggregate's operators take a tensor or number on the other side."""
 
 
 _CORE_HOLDERS = (
@@ -144,7 +171,7 @@ class _Format(str):
 
 def _tuple_like(old: Any, parts: list[Any]) -> Any:
     if isinstance(old, tl.core.tuple):
-        return tl.core.tuple(parts)
+        return _tuple(parts, old)
     return type(old)(*parts) if hasattr(old, "_fields") else tuple(parts)
 
 
@@ -200,7 +227,14 @@ def _with_semantic(builtin: Any, semantic: Semantic) -> Any:
         kwargs["_semantic"] = semantic
         return function(*args, **kwargs)
 
-    return call
+    def operate(self: Any, other: Any) -> Any:
+        # An aggregate's operator goes first, on either side.
+        if type(other) is not tl.tensor and is_aggregate(other):
+            return NotImplemented
+        return function(self, other, _semantic=semantic)
+
+    is_operator = builtin.__name__.startswith("__") and function.__code__.co_argcount == 3
+    return operate if is_operator else call
 
 
 class LanguagePatch:

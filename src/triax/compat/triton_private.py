@@ -6,12 +6,14 @@ Triton's own binder decides how each argument is typed and specialised, so annot
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import os
 import pathlib
 import sys
@@ -22,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from triax.compat import versions
-from triax.errors import CompilationError, MissingDependencyError
+from triax.errors import CompilationError, MissingDependencyError, UnsupportedError
 
 _PLACEHOLDER = (
     "The installed `triton` is the placeholder package that `pytorch-triton` 0.0.1 is, not "
@@ -89,6 +91,23 @@ def triton() -> ModuleType:
     return module
 
 
+def require(gate: versions.Gate, what: str, remedy: str) -> None:
+    """Raises `UnsupportedError` if the installed Triton lacks what `what` needs."""
+    if not gate.passes(version := triton().__version__):
+        raise UnsupportedError(
+            f"{what} needs Triton {gate.stable} or later; {version} is installed. {remedy}"
+        )
+
+
+def check_variadic(function: str, parameter: str) -> None:
+    """Raises `UnsupportedError` if the installed Triton does not compile `*parameter`."""
+    require(
+        versions.VARIADIC_KERNELS,
+        f"The parameter `*{parameter}` of {function!r}",
+        f"Take the star away, and pass a tuple by name: `{parameter}=(…)`.",
+    )
+
+
 def cache_folder() -> pathlib.Path:
     """Where Triton keeps what it has compiled."""
     return pathlib.Path(triton().knobs.cache.dir)
@@ -125,6 +144,13 @@ def option_names() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(module.CUDAOptions))
 
 
+def aggregate_members(kind: type) -> list[Any] | None:
+    """What the author of an aggregate wrote, as Triton hashes it; None for other classes."""
+    if "__triton_aggregate__" not in vars(kind):
+        return None
+    return [vars(kind).get("__annotations__"), *kind.hash_attrs]
+
+
 class _ElementType(str):
     """A Triton type name with the two attributes that Triton reads of a torch dtype."""
 
@@ -153,10 +179,8 @@ def descriptor_stub(base: Any, leaf: Any) -> Any:
     """Stands for a host TMA descriptor, a `Descriptor`, where Triton specialises."""
     lists = (list(leaf.shape), list(leaf.strides), list(leaf.block_shape))
     descriptor = _descriptor_class(leaf.layout)
-    if leaf.layout is not None:
-        return descriptor(base, *lists, leaf.layout, leaf.padding)
-    extra = {"round_f32_to_tf32": True} if leaf.round_f32_to_tf32 else {}
-    return descriptor(base, *lists, leaf.padding, **extra)
+    layout = () if leaf.layout is None else (leaf.layout,)
+    return descriptor(base, *lists, *layout, leaf.padding)  # that it rounds changes no code
 
 
 def descriptor_stand_in(layout: Any, **fields: Any) -> Any:
@@ -206,6 +230,7 @@ def specialize(
 
     The parameters named in `folded` are compiled in, although they are not constexpr.
     """
+    given = inspect.BoundArguments(function.signature, collections.OrderedDict(values))
     binder = triton().runtime.jit.create_function_from_signature(
         function.signature, function.params, backend
     )
@@ -215,7 +240,7 @@ def specialize(
             finder = _TorchFinder()
             sys.meta_path.insert(0, finder)
             stack.callback(sys.meta_path.remove, finder)
-        bound, specialization, _ = binder(**values)
+        bound, specialization, _ = binder(*given.args, **given.kwargs)
     _torch_was_left_alone = True
     _, signature, constants, attributes = function._pack_args(
         backend, {"enable_fp_fusion": True}, bound, specialization, {}

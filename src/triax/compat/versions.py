@@ -75,6 +75,22 @@ GLUON = Gate(
     "triton-lang/triton: python/triton/experimental/gluon",
     package="triton",
 )
+TF32_DESCRIPTORS = Gate(
+    "descriptors that round to tf32 (`round_f32_to_tf32`)",
+    "3.7.0",
+    "its descriptors and its interpreter do not round before",
+    "an error that says so",
+    "triton-lang/triton 3.7: python/triton/tools/tensor_descriptor.py",
+    package="triton",
+)
+VARIADIC_KERNELS = Gate(
+    "kernels with `*args`",
+    "3.8.0",
+    "its compiler has no name for that parameter before",
+    "an error that says so; pass a tuple to a parameter without the star",
+    "triton-lang/triton 3.8: CodeGenerator.visit_arguments",
+    package="triton",
+)
 # 0.8.2 dropped the three cluster dimensions and put num_ctas behind num_warps. No nightly floor: a
 # wrong argument list is a TypeError.
 KERNEL_NUM_CTAS = Gate(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from triax.binding import diagnostics
+
 MARK = "__triax_kernel__"
 """A global of every function that the interpreter runs."""
 
@@ -34,7 +36,8 @@ def raise_as_text(error: Exception) -> NoReturn:
     thread, where it has no callers, in code that claims to be the kernel's failing line.
     """
     trace = of_kernels(error.__traceback__)
-    lines = [str(error), *getattr(error, "__notes__", ()), *traceback.format_tb(trace)]
+    notes = getattr(error, "__notes__", ())
+    lines = [str(error), *notes, *diagnostics.causes(error), *traceback.format_tb(trace)]
     text = "\n".join(line.rstrip() for line in lines)
     said: Exception = type(type(error).__name__, (Exception,), {})(text)
     code = _raise.__code__

@@ -96,7 +96,7 @@ def _combined(deciding: bool, method: str, *values: Callable[[], Any]) -> Any:
 
 
 def _not(value: Any) -> Any:
-    return value.__not__() if isinstance(value, tl.tensor) else not value
+    return value.__not__() if hasattr(type(value), "__not__") else not value
 
 
 def _message(evaluate: Callable[[], Any]) -> Any:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.runtime import JITFunction
 
 from triax.binding.launch import rebuild
 from triax.compat import triton_interpreter as compat
 from triax.errors import CompilationError
-from triax.interpreting import frames, inside, syntax
+from triax.interpreting import aggregates, frames, inside, syntax
 
 
 class Rewriter:
@@ -47,6 +48,8 @@ class Rewriter:
         value = inside.plain(value)
         if id(value) in self._replaced:
             return self._replaced[id(value)][1]
+        if isinstance(value, types.FunctionType) and tl.core.is_builtin(value):
+            return aggregates.as_compiled(value, self._semantic)
         if isinstance(value, tuple):
             return rebuild(value, [self.inside(part) for part in value])
         return value

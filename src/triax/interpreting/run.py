@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,10 +15,11 @@ from triton.runtime import JITFunction
 
 from triax.binding import diagnostics, dtypes
 from triax.binding.launch import ArrayType, Descriptor, Launch, Leaf, Scalar, map_leaves
+from triax.compat import patching
 from triax.compat import triton_interpreter as compat
 from triax.compat.triton_lock import TRITON
 from triax.errors import ArgumentValueError, UnsupportedError
-from triax.interpreting import inside, language_extra, reductions, rewriting, rounding
+from triax.interpreting import aggregates, inside, language_extra, reductions, rewriting, rounding
 from triax.interpreting.builder import Builder
 from triax.interpreting.checking import CheckedMemory
 from triax.interpreting.memory import Buffer, Memory
@@ -127,13 +130,17 @@ def _interpret(launch: Launch, memory: Memory) -> None:
             convert = functools.partial(_convert, machine, launch, memory, annotation, folds_one)
             arguments[name] = map_leaves(convert, argument)
         arguments.update({n: rewriter.inside(value) for n, value in launch.constants.items()})
+        # As a signature binds them: the operands of `*args` have no name.
+        given = inspect.BoundArguments(
+            launch.kernel.function.signature, collections.OrderedDict(arguments)
+        )
         machine.builder.num_warps = launch.options.get("num_warps", 4)
         machine.builder.set_grid_dim(*launch.grid)
         for z, y, x in np.ndindex(*reversed(launch.grid)):
             memory.enter((x, y, z))
             machine.builder.set_grid_idx(x, y, z)
             try:
-                function(**arguments)
+                function(*given.args, **given.kwargs)
             except Exception as raised:
                 error = rewriter.explained(raised)
                 hint = diagnostics.hint(launch, error)
@@ -198,6 +205,7 @@ class _Machine:
     def running(self, memory: Memory) -> Iterator[rewriting.Rewriter]:
         """The scope in which `triton.language` computes; `TRITON.alone` undoes the changes."""
         self._patch.apply()
+        patching.replace(patching.grouped(aggregates.changes(self.semantic)))
         self.builder.memory = memory
         self._rewriter = rewriting.Rewriter(self.semantic, self._patch.replaced)
         try:
@@ -221,10 +229,10 @@ class _Machine:
             yield compat.Change(holder, "range", inside.tensor_range(self.semantic))
         # Workaround: triton <=3.6: NumPy from 2.4 on refuses its conversion.
         yield compat.Change(tensor, "__index__", lambda tensor: tensor.handle.data.item())
-        for name, member in list(vars(tensor).items()):
-            # As an attribute of a class, a jitted function does not bind to the instance.
-            if isinstance(member, JITFunction):
-                yield compat.Change(tensor, name, functools.partialmethod(member))
+
+        def bind(jitted: JITFunction, owner: Any, kind: Any = None) -> Any:
+            is_method = isinstance(owner, tl.core.base_value)
+            return functools.partial(jitted, owner) if is_method else jitted
 
         def call(jitted: JITFunction, *args: Any, **kwargs: Any) -> Any:
             kwargs.pop("_semantic", None)
@@ -232,6 +240,8 @@ class _Machine:
             assert self._rewriter is not None
             return self._rewriter.function(jitted)(*args, **kwargs)
 
+        # As attributes of classes, jitted functions do not bind to the instance otherwise.
+        yield compat.Change(JITFunction, "__get__", bind)
         yield compat.Change(JITFunction, "__call__", call)
 
 

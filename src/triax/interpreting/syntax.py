@@ -16,6 +16,7 @@ from typing import Any
 from triton.runtime import JITFunction
 
 from triax.compat import triton_interpreter as compat
+from triax.compat import triton_private
 from triax.errors import UnsupportedError
 
 _codes: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, types.CodeType]]
@@ -40,7 +41,8 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
     # name what only exists there.
     definition.decorator_list, definition.returns = [], None
     arguments = definition.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+    rest = [arguments.vararg] if arguments.vararg else []
+    for argument in (*arguments.posonlyargs, *arguments.args, *rest, *arguments.kwonlyargs):
         argument.annotation = None
     arguments.defaults = []
     arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
@@ -61,11 +63,18 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
 
 def _check(definition: ast.FunctionDef, jitted: JITFunction) -> None:
     """Refuses what this Triton does not compile and would interpret wrongly."""
+    if definition.args.vararg:
+        triton_private.check_variadic(jitted.fn.__name__, definition.args.vararg.arg)
     for node in ast.walk(definition):
         if isinstance(node, ast.Compare) and len(node.ops) > 1 and not compat.CHAINED_COMPARISONS:
             raise UnsupportedError(
                 f"`{jitted.fn.__name__}` has the chained comparison `{ast.unparse(node)}`, which "
                 "the installed Triton does not support: write two comparisons and `&`."
+            )
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            raise UnsupportedError(
+                f"`{jitted.fn.__name__}` assigns to `{ast.unparse(node)}`, which Triton does not "
+                "compile: make a new aggregate."
             )
 
 

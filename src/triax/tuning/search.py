@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from triax import settings
+from triax import messages, settings
 from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
 from triax.errors import ArgumentTypeError, CompilationTimeout, TriaxError, TuningError
 from triax.tuning import measure, store
@@ -131,7 +131,9 @@ def _tuning_arrays(
         if call.tuning_inputs is None:
             return [None] * len(launch.operands)
         shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in launch.operands]
-        given = call.tuning_inputs(*shapes)
+        where = f"argument `tuning_inputs` of kernel {call.display_name!r}"
+        how = f"the shapes of the operands, {len(shapes)} jax.ShapeDtypeStructs"
+        given = messages.call(call.tuning_inputs, where, how, *shapes)
         inputs = given if isinstance(given, (tuple, list)) else (given,)
     arrays = [np.asarray(value) for value in inputs]
     found = [ArrayType.of(array) for array in arrays]

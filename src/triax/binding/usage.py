@@ -1,0 +1,80 @@
+"""Which parameters a kernel uses as numbers, read off its source; for messages.
+
+A parameter without a value is an output, so who forgets a number is told which one it may be.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from triax.compat.triton_patches import parse
+
+_TAKE_ADDRESSES = re.compile(r"load|store|atomic_\w+|advance|\w*make_(block_ptr|tensor_descriptor)")
+
+
+def numbers(function: Any, names: Sequence[str]) -> list[str]:
+    """The parameters among `names` that a jitted function calculates with, or never gets to memory.
+
+    Not those that the source does not tell about, such as one that only a helper uses.
+    """
+    try:
+        nodes = [*ast.walk(parse(function.src))]
+    except SyntaxError:
+        return []
+    read, assigned, counted, addresses = set[str](), set[str](), set[str](), set[str]()
+    flows: list[tuple[set[str], set[str]]] = []  # the names on both sides of an assignment
+    for node in nodes:
+        match node:
+            case ast.Name(name, context):
+                (assigned if isinstance(context, ast.Store) else read).add(name)
+            case ast.BinOp(left, _, right) if _terms(node) == set():
+                counted |= {side.id for side in (left, right) if isinstance(side, ast.Name)}
+            case ast.Compare(left, [ast.Is() | ast.IsNot()], _):
+                pass
+            case ast.Compare(left, _, right):
+                counted |= {side.id for side in (left, *right) if isinstance(side, ast.Name)}
+            case ast.Call(called, args, keywords):
+                given = [*args, *(keyword.value for keyword in keywords)]
+                if _TAKE_ADDRESSES.fullmatch(ast.unparse(called).rpartition(".")[2]):
+                    given = given[:1]
+                elif _is_of_the_language(called, function.fn):
+                    given = [value for value in given if isinstance(value, ast.Tuple | ast.List)]
+                addresses |= _terms(*given)
+            case ast.Assign(targets, value):
+                flows.append((_terms(*targets), _terms(value)))
+            case ast.AnnAssign(target, _, value) | ast.AugAssign(target, _, value):
+                flows.append((_terms(target), _terms(value)))
+            case ast.NamedExpr(target, value) | ast.For(target, value):
+                flows.append((_terms(target), _terms(value)))
+    for to, terms in flows * len(flows):  # as often as a value may be handed on
+        addresses |= terms if to & addresses else set()
+    surely = counted - assigned  # a name may be a pointer first, and then what was loaded from it
+    return [n for n in names if n in surely or (n in read and n not in addresses)]
+
+
+def _terms(*nodes: ast.AST | None) -> set[str]:
+    """The names that may be pointers if the nodes are: not factors, nor what is compared."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Add | ast.Sub):
+            continue
+        elif node is not None and not isinstance(node, ast.Compare):
+            found |= _terms(*ast.iter_child_nodes(node))
+    return found
+
+
+def _is_of_the_language(called: ast.expr, function: types.FunctionType) -> bool:
+    """Whether a call is of Triton's or of Python's, and not of a helper of the kernel's author."""
+    while isinstance(called, ast.Attribute):
+        called = called.value
+    name = getattr(called, "id", "")
+    found = function.__globals__.get(name, getattr(builtins, name, None))
+    module = getattr(found, "__name__" if isinstance(found, types.ModuleType) else "__module__", "")
+    return str(module).partition(".")[0] in ("triton", "builtins", "math")
