@@ -184,10 +184,10 @@ def _chosen(request: Request, decision: Decision) -> Choice:
 
 
 def _fall_back(request: Request, fallback: Fallback) -> Choice:
-    """The first config that compiles and is not known to fail, if possible not a slow one."""
+    """The first config that compiles and is not known to fail, if possible not a doubtful one."""
     call, name = request.call, request.key.name
     left = [s for s in request.stand_ins if label(s) not in fallback.failed]
-    left.sort(key=lambda launch: label(launch) in fallback.slow)
+    left.sort(key=lambda launch: label(launch) in fallback.doubtful)
     config = label(request.that_compile([[launch] for launch in left])[0])
     _warn(
         f"kernel {call.display_name} ({name}): no tuned config is known and none is measured: "

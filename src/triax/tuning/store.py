@@ -35,7 +35,8 @@ _PART_AGE_S = 60
 class Timing:
     """The result of one candidate: its median in milliseconds, or why it has none.
 
-    `out_of_time` means that it did not end or was not tried in time; it may still be fine.
+    `out_of_time` means that it did not end or was not tried in time, or that this machine failed
+    it; it may still be fine.
     """
 
     config: str
