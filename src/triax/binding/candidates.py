@@ -52,7 +52,7 @@ class Request:
     """What the caller asked for.
 
     `parameters` is what each runtime parameter takes, `arguments` the same as callables see it:
-    arrays as `jax.ShapeDtypeStruct`, scalars as they are. `keywords` are constexprs and
+    arrays as `stand_in.Array`, scalars as they are. `keywords` are constexprs and
     meta-parameters, `options` the compiler's. `block_shapes` has the descriptors' block shapes that
     are callables, by operand. For `conflicts` see `Kernel.expand`. `other_names` are what
     a misspelt keyword may have meant besides the kernel's parameters.
