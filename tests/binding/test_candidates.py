@@ -48,6 +48,33 @@ def test_configs_that_differ_only_in_what_the_caller_sets_are_one(conflicts, lef
     assert [candidate.grid[0] for candidate in candidates.build(request)] == left
 
 
+@pytest.mark.parametrize("option", ["reset_to_zero", "restore_value"])
+@pytest.mark.parametrize(
+    ("call", "logged"),
+    [
+        ({}, True),
+        ({"zeroed_outputs": (0,)}, False),
+        ({"zeroed_outputs": lambda meta: (0,) if meta["BLOCK"] == 64 else ()}, False),
+        ({"input_output_aliases": {"out_ptr": 0}, "out_ptr": X}, False),
+    ],
+)
+def test_an_output_that_only_measuring_fills_is_logged(caplog, option, call, logged):
+    candidates._warn.cache_clear()
+    configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+    kernel = triton.autotune(configs, key=[], **{option: ["out_ptr"]})(kernels.copy_kernel)
+    for _ in range(2):
+        jax.make_jaxpr(
+            lambda: triax.triton_call(X, n=100, kernel=kernel, out_type=X, grid=2, **call)
+        )()
+    text = (
+        f"kernel copy_kernel: `{option}` names the output `out_ptr`, but matters only while "
+        "configs are measured: in the program an output holds anything at first. If the kernel "
+        "adds to it, pass `zeroed_outputs=(0,)`, or alias an operand to it that has the first "
+        "values."
+    )
+    assert caplog.messages == [text] * logged
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [

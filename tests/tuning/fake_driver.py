@@ -6,15 +6,17 @@ the environment variable ``FAKE_DRIVER``, a JSON object; kernels are told apart 
 dimension of their grid. `install` puts this module where the real one would be.
 
     ms           grid → milliseconds that a run takes (1)
-    fault        grids whose runs fault, which breaks the context
-    refused      grids that cannot be launched, which breaks nothing
+    fault        grid → the error of its runs, which breaks the context
+    refused      grid → the error of its launch, which breaks nothing
     hang         grids that never end
     die          grids that take the process with them
+    killed       grids during whose runs somebody kills the process
     die_later    grid → the run in which it does so
     stuck        grids whose launch never returns
     broken_start whether the driver does not even start
     free_bytes   what the driver reports free (1 GiB)
     really_free_bytes  what can be allocated, where that is less
+    modules      how many modules fit into memory
     grandchild   whether it starts a process that keeps the worker's pipes open
     later        what holds instead from the second process on that launches anything
     log          a file that gets a line for each module or buffer that comes or goes
@@ -25,6 +27,7 @@ import enum
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +41,7 @@ if "later" in _says and os.path.exists(_says["log"]):
 if _says.get("grandchild"):
     subprocess.Popen(["sleep", "30"])
 _buffers = {}
+_modules = []
 _broken = []
 _busy_until = 0.0
 _runs = {}
@@ -46,9 +50,12 @@ _runs = {}
 class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_DEVICE_UNAVAILABLE = 46
+    CUDA_ERROR_ECC_UNCORRECTABLE = 214
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES = 701
+    CUDA_ERROR_LAUNCH_FAILED = 719
     CUDA_ERROR_UNKNOWN = 999
 
 
@@ -127,12 +134,16 @@ def cuMemsetD8Async(address, value, size, stream):
 
 
 def cuModuleLoadData(cubin):
+    if len(_modules) == _says.get("modules"):
+        return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
     _log("+module")
-    return _done(object())
+    _modules.append(object())
+    return _done(_modules[-1])
 
 
 def cuModuleUnload(module):
     _log("-module")
+    _modules.remove(module)
     return _done()
 
 
@@ -160,14 +171,16 @@ def cuLaunchKernelEx(config, function, parameters, extra):
     grid = config.gridDimX
     _runs[grid] = _runs.get(grid, 0) + 1
     _log(f"launch {grid}")
-    if grid in _says.get("refused", ()):
-        return (CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,)
+    if (error := _says.get("refused", {}).get(str(grid))) is not None:
+        return (CUresult[f"CUDA_ERROR_{error}"],)
+    if grid in _says.get("killed", ()):
+        os.kill(os.getpid(), signal.SIGKILL)
     if grid in _says.get("die", ()) or _runs[grid] == _says.get("die_later", {}).get(str(grid)):
         os._exit(77)
     if grid in _says.get("stuck", ()):
         time.sleep(3600)
-    if grid in _says.get("fault", ()):
-        _broken.append(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+    if (error := _says.get("fault", {}).get(str(grid))) is not None:
+        _broken.append(CUresult[f"CUDA_ERROR_{error}"])
     hangs = grid in _says.get("hang", ())
     seconds = 3600 if hangs else _says.get("ms", {}).get(str(grid), 1.0) / 1e3
     _busy_until = max(_busy_until, time.monotonic()) + seconds

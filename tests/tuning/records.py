@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import triton
+
 from triax.tuning.key import FORMAT, Key
 from triax.tuning.store import Record, Timing
 
@@ -17,7 +19,7 @@ def key(index):
         options={},
         gpu="Imaginary GPU",
         compute_capability=90,
-        triton="3.9.0",
+        triton=triton.__version__,
         moved_bytes=4096,
     )
 

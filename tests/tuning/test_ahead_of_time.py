@@ -31,6 +31,7 @@ from triax.tuning import agree, measure, policy, store
 from triax.tuning.key import make_key
 from triax.tuning.request import Request
 from triax.tuning.store import Store
+from triax.tuning.worker import messages
 
 pytestmark = pytest.mark.cuda_plugin
 
@@ -445,9 +446,9 @@ class TestInputs:
         seen = []
         original = measurer.measure
 
-        def spy(job, device, name):
+        def spy(job, *arguments):
             seen.extend(np.fromfile(b.path, np.float32) for b in job.buffers if b.path)
-            return original(job, device, name)
+            original(job, *arguments)
 
         monkeypatch.setattr(measure, "measure", spy)
         explain(tuning_inputs=lambda x, y: (jnp.full(x.shape, 3.0), jnp.full(y.shape, 4.0)))
@@ -474,6 +475,13 @@ class TestInputs:
         explain(kernel=kernel)
         (job,) = measurer.jobs
         assert (job.buffers[2].pattern, job.buffers[2].restored) == (b"\0", True)
+
+    def test_zeroed_outputs_are_zeroed_before_each_run(self, measurer):
+        explain(zeroed_outputs=(0,))
+        (job,) = measurer.jobs
+        for candidate in job.candidates:
+            pointers = [p for p in candidate.parameters if isinstance(p, messages.Pointer)]
+            assert [p.zeroed for p in pointers] == [0, 0, X.nbytes]
 
 
 def gather(x, index):

@@ -1,17 +1,21 @@
 """Tuned configs in installed packages: which are found, and what is made of damaged ones."""
 
+import dataclasses
 import importlib.metadata
 import os
+import re
 import sys
 
 import numpy as np
 import pytest
+import triton
 
 import triax
 from tests import kernels
 from tests.cases import blockwise
 from tests.tuning.records import key, record
 from triax import cli
+from triax.errors import MissingDependencyError, TuningError
 from triax.tuning import packages, policy, store
 from triax.tuning.store import Store
 
@@ -151,6 +155,61 @@ def test_a_shipped_config_is_chosen(install, measurer):
         (call,) = triax.explain(add, x)
     assert (call.source, call.grid) == ("package norms", ((4, 1, 1),))
     assert len(measurer.jobs) == 1
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("place", ["package norms", "store", "user store", "folder"])
+def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, caplog, place):
+    """They are not used, and every message says why."""
+    x = np.zeros(1003, np.float32)
+    explain = lambda: triax.explain(lambda x: blockwise(kernels.autotuned_add_kernel, x, x), x)
+    explain()
+    (kept,) = [found for _, found in store.user_store().records()]
+    store.user_store().path(kept.key).unlink()
+    folder = {"package norms": install(), "user store": store.user_store().folder}
+    folder = folder.get(place, tmp_path / "a")
+    old = dataclasses.replace(kept.key, triton="3.5.7")
+    Store(folder, "").put(dataclasses.replace(kept, key=old))
+    policy.forget()
+    if place == "folder":
+        triax.Records.load(folder)
+    elif place == "store":
+        monkeypatch.setenv("TRIAX_CACHE_PATH", str(folder))
+    where = f"{place} {folder}" if place in ("store", "folder") else place
+    known = f"known for Triton 3.5.7, this is {triton.__version__} ({where})"
+    with triax.tuning_mode("strict"), pytest.raises(TuningError, match=re.escape(f"is {known}.")):
+        explain()
+    with triax.tuning_mode("cached"):
+        explain()
+    assert f"; using the first config that compiles: [{kept.config}]. One is {known}" in caplog.text
+    caplog.clear()
+    (call,) = explain()
+    assert call.source == "measured now"
+    assert caplog.messages == [f"kernels are measured anew, because their configs are {known}"]
+
+
+def test_commands_show_which_are_of_another_triton(install, capsys):
+    place = Store(install(), "")
+    for index, version in enumerate(("3.5.7", triton.__version__)):
+        old = dataclasses.replace(key(index), triton=version)
+        place.put(dataclasses.replace(record(index), key=old))
+    known = f"known for Triton 3.5.7, this is {triton.__version__}"
+    assert cli.main(["cache", "list"]) == 0
+    other, this = sorted(line for line in capsys.readouterr().out.splitlines() if "[" in line)
+    assert other.endswith(f"[Imaginary GPU, package norms, {known}]")
+    assert this.endswith("[Imaginary GPU, package norms]")
+    cli.main(["doctor"])
+    assert f"2 configs, 1 of them {known}" in capsys.readouterr().out
+
+
+def test_configs_are_listed_where_there_is_no_triton(install, capsys, monkeypatch):
+    def absent():
+        raise MissingDependencyError("no Triton")
+
+    monkeypatch.setattr("triax.compat.triton_private.triton", absent)
+    Store(install(), "").put(record(0))
+    assert cli.main(["cache", "list"]) == 0
+    assert "[Imaginary GPU, package norms]" in capsys.readouterr().out
 
 
 def test_commands_show_them(install, capsys):

@@ -110,12 +110,9 @@ def test_never_on_the_new_target(monkeypatch):
         lower("runtime")
 
 
-def test_what_is_told_where_the_gpu_is_not_here(monkeypatch):
+def test_what_is_told_where_the_gpu_is_not_here():
     elsewhere = types.SimpleNamespace(measurable=False, name="a")
-    for known, stored in ([], ""), (["b"], " Stored configs of this kernel are for 'b'."):
-        monkeypatch.setattr(policy.store, "gpus", lambda _, known=known: known)
-        named = " Where that GPU is not here, TRIAX_GPU names it."
-        assert policy._about_gpus("kernel", None) == named + stored
-        assert policy._about_gpus("kernel", elsewhere) == f" The GPU is 'a'.{stored}"
+    assert policy._about_gpu(None) == " Where that GPU is not here, TRIAX_GPU names it."
+    assert policy._about_gpu(elsewhere) == " The GPU is 'a'."
     for device in (None, elsewhere):
         assert "not lowered to run on a GPU" in policy._unavailable(device)

@@ -44,9 +44,16 @@ def test_the_fastest_wins(gpu, best):
     assert 2 <= min(t.median_ms for t in call.timings) < 6
 
 
-@pytest.mark.parametrize("what", ["fault", "die", "refused"])
-def test_one_bad_config(gpu, what):
-    gpu(**{what: [16]})
+@pytest.mark.parametrize(
+    "says",
+    [
+        {"fault": {"16": "ILLEGAL_ADDRESS"}},
+        {"die": [16]},
+        {"refused": {"16": "LAUNCH_OUT_OF_RESOURCES"}},
+    ],
+)
+def test_one_bad_config(gpu, says):
+    gpu(**says)
     call = explain()
     assert call.source == "measured now"
     assert call.grid != ((16, 1, 1),)
@@ -56,7 +63,7 @@ def test_one_bad_config(gpu, what):
 
 
 def test_all_fault(gpu):
-    gpu(fault=GRIDS)
+    gpu(fault={str(grid): "ILLEGAL_ADDRESS" for grid in GRIDS})
     with pytest.raises(CompilationError, match="None of the 3 configs") as caught:
         explain()
     assert str(caught.value).count("CUDA_ERROR_ILLEGAL_ADDRESS") == 3
@@ -76,8 +83,45 @@ def test_kernels_that_only_take_long_still_run(gpu, monkeypatch, caplog):
 
 def test_the_fallback_is_none_that_is_known_to_fault(gpu, monkeypatch):
     monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.3")
-    gpu(ms={"4": 12_000, "1": 12_000}, fault=[16])
+    gpu(ms={"4": 12_000, "1": 12_000}, fault={"16": "ILLEGAL_ADDRESS"})
     assert explain().grid == ((4, 1, 1),)
+
+
+@pytest.mark.parametrize(
+    ("says", "chosen"),
+    [
+        ({"refused": {str(grid): "OUT_OF_MEMORY" for grid in GRIDS}}, 4),  # it stops at the first
+        ({"refused": {"16": "OUT_OF_MEMORY"}}, 4),
+        ({"refused": {"1": "OUT_OF_MEMORY"}}, 16),
+        ({"fault": {"16": "ILLEGAL_ADDRESS"}, "refused": {"4": "OUT_OF_MEMORY"}}, 1),
+        ({"modules": 2}, 16),
+        ({"fault": {"4": "ECC_UNCORRECTABLE"}}, 16),
+    ],
+)
+def test_a_full_gpu_is_a_reason_to_fall_back(gpu, caplog, says, chosen):
+    """The program gets no config that failed, if possible none that ran out of memory either."""
+    gpu(**says)
+    call = explain()
+    assert (call.source, call.grid) == ("first config (mode auto)", ((chosen, 1, 1),))
+    assert "none is measured: the tuning worker could not go on with config [BLOCK=" in caplog.text
+    assert store.user_store().paths() == []
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(28, "No space left on device")])
+def test_what_one_config_lacked_to_be_compiled(gpu, monkeypatch, caplog, error):
+    compile_, gone = compiler._compile, [error]
+
+    def compile_one_less(launch, *arguments, **options):
+        if launch.candidate.grid[0] == 4 and gone:
+            raise gone.pop()
+        return compile_(launch, *arguments, **options)
+
+    gpu()
+    monkeypatch.setattr(compiler, "_compile", compile_one_less)
+    call = explain()
+    assert (call.source, call.grid) == ("first config (mode auto)", ((16, 1, 1),))
+    assert f"{type(error).__name__}: {error}" in caplog.text
+    assert store.user_store().paths() == []
 
 
 def test_what_was_not_tried_goes_before_what_never_ended(gpu, monkeypatch):
@@ -186,7 +230,7 @@ def test_an_interrupt_ends_the_worker(gpu, monkeypatch):
     explain()
     worker = client.start(0)
 
-    def interrupt(self, index, timing):
+    def interrupt(self, timing):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure._Measurement, "_note", interrupt)

@@ -49,21 +49,31 @@ def test_records_of_the_gpu_it_names_are_found(tuned, monkeypatch, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "nearest", "about"),
     [
-        ("", "Where that GPU is not here, TRIAX_GPU names it. Stored configs of this kernel are "),
-        ("Imaginary", "The GPU is 'Imaginary'. Stored configs of this kernel are "),
+        (
+            "",
+            "this is no GPU by name (user store)",
+            " Where that GPU is not here, TRIAX_GPU names it.",
+        ),
+        (
+            "Imaginary",
+            "this is Imaginary (user store; TRIAX_GPU_LIKE would take it)",
+            " The GPU is 'Imaginary'.",
+        ),
     ],
 )
-def test_without_it_or_misspelt(tuned, monkeypatch, caplog, name, expected):
-    expected += f"for {DEVICE.name!r}."
+def test_without_it_or_misspelt(tuned, monkeypatch, caplog, name, nearest, about):
+    nearest = f"One is known for {DEVICE.name}, {nearest}"
     monkeypatch.setenv("TRIAX_GPU", name)
     assert 'triax.config = "BLOCK=64, ' in export()
-    assert expected in caplog.text
+    assert nearest in caplog.text
+    assert about in caplog.text
     monkeypatch.setenv("TRIAX_AUTOTUNE", "strict")
     with pytest.raises(TuningError) as caught:
         export()
-    assert str(caught.value).endswith(expected)
+    assert nearest in str(caught.value)
+    assert str(caught.value).endswith(about)
 
 
 def test_another_architecture_is_another_gpu(tuned, monkeypatch):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from triax import messages
-from triax.binding import candidates, dtypes, grid, usage
+from triax.binding import candidates, dtypes, grid, stand_in, usage
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
@@ -377,7 +377,7 @@ def seen_by_callables(
     """The runtime arguments as grids, heuristics and pruning see them."""
 
     structs = [
-        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in types]
+        [stand_in.Array(array.shape, array.dtype) for array in types]  # type: ignore[no-untyped-call]
         for types in (operands, results)
     ]
     seen = {}

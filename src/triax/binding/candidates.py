@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,6 +24,7 @@ from triax.binding.launch import (
     ArrayType,
     Candidate,
     Descriptor,
+    Result,
     leaves,
     rebuild,
 )
@@ -29,6 +32,8 @@ from triax.binding.values import CONFIG_OPTIONS, Config, is_constexpr, pack_valu
 from triax.compat import jax_private, triton_private
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from triax.messages import counted, near_misses, short
+
+logger = logging.getLogger(__name__)
 
 # Options of Triton's launcher that jaxlib's launcher lacks: the value that means "off", and what to
 # do instead.
@@ -52,7 +57,7 @@ class Request:
     """What the caller asked for.
 
     `parameters` is what each runtime parameter takes, `arguments` the same as callables see it:
-    arrays as `jax.ShapeDtypeStruct`, scalars as they are. `keywords` are constexprs and
+    arrays as `stand_in.Array`, scalars as they are. `keywords` are constexprs and
     meta-parameters, `options` the compiler's. `block_shapes` has the descriptors' block shapes that
     are callables, by operand. For `conflicts` see `Kernel.expand`. `other_names` are what
     a misspelt keyword may have meant besides the kernel's parameters.
@@ -94,6 +99,8 @@ def build(request: Request) -> tuple[Candidate, ...]:
         _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
     ]
     _check_keywords(kernel, keywords, [config for config, _ in expanded], used, request.other_names)
+    if kernel.autotuner is not None:
+        _check_reset(request, found)
     if len(found) == 1:
         return tuple(found)
     # Configs that differ only in values the caller sets are duplicates. The others get different
@@ -123,6 +130,26 @@ def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
             f"the kernel declares it as {parameter.number}; got {value}. Pass a Python int or "
             "float, or drop the annotation and read the array in the kernel with tl.load."
         )
+
+
+def _check_reset(request: Request, found: Sequence[Candidate]) -> None:
+    """Warns of outputs that the kernel seems to read and that nothing has filled in the program."""
+    filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in found))
+    outputs = {n: a.index for n, a in request.parameters if isinstance(a, Result)}
+    for option in ("reset_to_zero", "restore_value"):
+        for name in getattr(request.kernel.autotuner, option, None) or ():
+            if name in outputs and outputs[name] not in filled:
+                _warn(
+                    f"kernel {request.kernel.name}: `{option}` names the output `{name}`, but "
+                    "matters only while configs are measured: in the program an output holds "
+                    f"anything at first. If the kernel adds to it, pass `zeroed_outputs="
+                    f"({outputs[name]},)`, or alias an operand to it that has the first values."
+                )
+
+
+@functools.cache  # each text once, however often a kernel is traced
+def _warn(text: str) -> None:
+    logger.warning(text)
 
 
 def _candidate(

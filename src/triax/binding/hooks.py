@@ -8,13 +8,12 @@ does is an error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from triax.binding.descriptor import strides_from_shape
 from triax.binding.kernel import Hook, MetaParameters
 from triax.binding.launch import Alias, Argument, Descriptor, Operand, Result, Scalar, rebuild
+from triax.binding.stand_in import Array
 from triax.compat import triton_private
 from triax.errors import UnsupportedError
 
@@ -117,37 +116,28 @@ class _Log:
         return changed
 
 
+_READABLE = {"dtype", "ndim", "shape", *(n for n in vars(Array) if not n.startswith("_"))}
+
+
 class _Array:
-    """Stands for an array."""
+    """Stands for an array, `seen` as others see it."""
 
-    __slots__ = ("_leaf", "_log", "_name", "dtype", "ndim", "shape")
+    __slots__ = ("_leaf", "_log", "_name", "_seen")
 
-    def __init__(self, log: _Log, name: str, leaf: Operand | Result, seen: Any):
-        values = (leaf, log, name, seen.dtype, len(seen.shape), tuple(seen.shape))
-        for field, value in zip(self.__slots__, values, strict=True):
+    def __init__(self, log: _Log, name: str, leaf: Operand | Result, seen: Array):
+        for field, value in zip(self.__slots__, (leaf, log, name, seen), strict=True):
             object.__setattr__(self, field, value)
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
     def size(self, axis: int | None = None) -> Any:
         return self.shape if axis is None else self.shape[axis]
-
-    def stride(self, axis: int | None = None) -> Any:
-        strides = strides_from_shape(self.shape)
-        return strides if axis is None else strides[axis]
-
-    def element_size(self) -> int:
-        return int(self.dtype.itemsize)
-
-    def is_contiguous(self) -> bool:
-        return True
 
     def zero_(self) -> _Array:
         self._log.zero(self._name, self._leaf)
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if name in _READABLE:
+            return getattr(self._seen, name)
         # Probes: Python and libraries ask what an object is, hooks whether it is a descriptor.
         if name.startswith("__") or name in ("base", "block_shape", "padding", "strides"):
             raise AttributeError(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from triax import settings
+from triax.compat import triton_private
 from triax.errors import ArgumentValueError
 from triax.messages import counted, near_misses
 from triax.tuning import store
@@ -30,6 +31,10 @@ NOTHING_YET = (
 def list_configs() -> int:
     """Prints one line per config."""
     status = count = total = 0
+    try:
+        here = str(triton_private.triton().__version__)
+    except Exception:  # it is absent or broken: then nothing is compared with it
+        here = ""
     for place in store.stores():
         try:
             found = list(place.records())
@@ -39,13 +44,16 @@ def list_configs() -> int:
             continue
         for path, record in found:
             if isinstance(record, Exception):
-                print(f"{path.stem:44}  (not usable)  {place.name}")
+                print(f"{path.stem:44}  (not usable: {record})  {place.name}")
                 continue
             size = len(record.to_json())
             count, total = count + 1, total + size
             best = next((t.median_ms for t in record.timings if t.config == record.config), None)
             time = "" if best is None else f"{best:.4f} ms"
-            where = f"[{record.key.gpu}, {place.name}]"
+            version, other = record.key.triton, ""
+            if here not in ("", version):
+                other = f", known for Triton {version}, this is {here}"
+            where = f"[{record.key.gpu}, {place.name}{other}]"
             line = f"{path.stem:44}  {record.date[:10]}  {size / 1e3:5.1f} kB  {time:>12}"
             print(f"{line}  {record.config}  {where}")
     if count:

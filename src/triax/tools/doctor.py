@@ -227,9 +227,20 @@ def _folders(machine: Machine) -> Findings:
             remedy = _SET_CACHE if is_own else "correct TRIAX_CACHE_PATH"
             yield Finding(name, "warn", problem, remedy)
         else:
-            yield Finding(name, "ok", f"{place.folder}, {counted(len(paths), 'config')}")
+            text = f"{place.folder}, {counted(len(paths), 'config')}"
+            yield Finding(name, "ok", text + _about_versions(place, machine))
     if isinstance(machine.triton, str):
         yield _tritons_folder(machine)
+
+
+def _about_versions(place: store.Store, machine: Machine) -> str:
+    """How many of a store's configs are for another Triton than the one that is here."""
+    records = [record for _, record in place.records() if isinstance(record, store.Record)]
+    others = [r.key.triton for r in records if r.key.triton != machine.triton]
+    if not others or isinstance(machine.triton, Exception):
+        return ""
+    known = ", ".join(sorted({*others}))
+    return f", {len(others)} of them known for Triton {known}, this is {machine.triton}"
 
 
 def _tritons_folder(machine: Machine) -> Finding:

@@ -201,16 +201,20 @@ def drain(index: int) -> None:
         raise TuningError(f"the GPU cannot be waited for: {error}") from error
 
 
-def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timing]:
+def measure(
+    job: messages.Job, device: Device, progress: Progress, timings: dict[str, Timing]
+) -> None:
     """Times as many candidates of a job as fit in its time budget.
 
+    `timings` gets what becomes known of each candidate, by its label, even if this raises.
+
     Raises:
-      TuningError: the job needs too much memory, the worker fails on this machine, or other
-        processes hold the GPU too long.
+      TuningError: memory runs out, the GPU or the worker fails on this machine, or other processes
+        hold the GPU too long.
     """
     try:
         with gpu_lock.one_at_a_time(client.start(device.index).ready()):
-            return _Measurement(job, progress).run(device.index)
+            _Measurement(job, progress, timings).run(device.index)
     except BaseException as error:
         if not isinstance(error, (TuningError, OSError)):
             client.stop_all()  # an interrupt, so the worker may be in the middle of anything
@@ -218,52 +222,47 @@ def measure(job: messages.Job, device: Device, progress: Progress) -> list[Timin
 
 
 class _Measurement:
-    """The candidates of a job and their timings so far, by index."""
+    """The candidates of a job and their timings so far, by label."""
 
-    def __init__(self, job: messages.Job, progress: Progress):
+    def __init__(self, job: messages.Job, progress: Progress, timings: dict[str, Timing]):
         self.job, self.progress, self.name = job, progress, progress.name
-        self.labels = [candidate.label for candidate in job.candidates]
-        self.found: dict[int, Timing] = {}
+        self.timings = timings
 
     @property
-    def left(self) -> list[int]:
-        return [index for index in range(len(self.labels)) if index not in self.found]
+    def left(self) -> list[messages.CompiledCandidate]:
+        return [c for c in self.job.candidates if c.label not in self.timings]
 
-    def run(self, device: int) -> list[Timing]:
+    def run(self, device: int) -> None:
+        count = len(self.job.candidates)
         deadline = time.monotonic() + self.job.budget_s
         tried_again = False
-        while self.left and (not self.found or time.monotonic() < deadline):
+        while (left := self.left) and (len(left) == count or time.monotonic() < deadline):
             try:
                 if self._listen(client.start(device), max(0.0, deadline - time.monotonic())):
                     break
                 tried_again = False
-            except (TuningError, OSError) as error:
+            except client.Ended:
                 # The worker may just have ended because it had no work; no candidate is to blame.
-                if isinstance(error, client.Ended) and not tried_again:
-                    tried_again = True
-                elif any(timing.error is None for timing in self.found.values()):
-                    logger.warning("kernel %s: measuring ended early: %s", self.name, error)
-                    break
-                else:
+                if tried_again:
                     raise
+                tried_again = True
         if left := self.left:
             logger.warning(
-                f"kernel {self.name}: {len(left)} of {len(self.labels)} configs were not tried "
+                f"kernel {self.name}: {len(left)} of {count} configs were not tried "
                 f"(the time for measuring is {self.job.budget_s:g} s): "
-                + "; ".join(f"[{self.labels[index]}]" for index in left)
+                + "; ".join(f"[{candidate.label}]" for candidate in left)
             )
-        not_tried = [Timing(name, error=NOT_TRIED, out_of_time=True) for name in self.labels]
-        return [self.found.get(index, timing) for index, timing in enumerate(not_tried)]
+        for name in [candidate.label for candidate in left]:
+            self.timings[name] = Timing(name, error=NOT_TRIED, out_of_time=True)
 
     def _listen(self, worker: client.Worker, budget_s: float) -> bool:
         """Runs what is left on one worker; False if a candidate killed the worker.
 
         Raises:
-          Ended: the worker ended before it came to any candidate.
-          TuningError: the job cannot be done.
+          Ended: the worker ended before it came to any candidate, or somebody killed it.
+          TuningError: the job cannot be done, or not finished.
         """
-        left = self.left
-        candidates = tuple(self.job.candidates[index] for index in left)
+        candidates = tuple(self.left)
         worker.ready()
         worker.send(dataclasses.replace(self.job, candidates=candidates, budget_s=budget_s))
         patience, running = _PREPARING_S, None
@@ -271,7 +270,7 @@ class _Measurement:
             try:
                 message = worker.answer(patience)
             except client.Ended as error:
-                if running is None:
+                if running is None or isinstance(error, client.Killed):
                     raise
                 self._fail(running, f"while it was running, {error}")
                 return False
@@ -279,26 +278,28 @@ class _Measurement:
             if message is None:
                 return True
             if isinstance(message, str):
-                raise TuningError(f"the tuning worker could not begin: {message}")
-            running = left[message.index]
+                what = "begin"
+                if running is not None:
+                    what = f"go on with config [{running}]"
+                    self._note(Timing(running, error=message, out_of_time=True))
+                raise TuningError(f"the tuning worker could not {what}: {message}")
+            running = candidates[message.index].label
             if isinstance(message, messages.Timed):
-                timing = Timing(self.labels[running], message.median_ms, message.runs)
-                self._note(running, timing)
+                self._note(Timing(running, message.median_ms, message.runs))
             elif isinstance(message, messages.Failed):
                 self._fail(running, message.reason, late=message.late)
                 if message.fatal:
                     worker.kill()
                     return False
 
-    def _fail(self, index: int, reason: str, *, late: bool = False) -> None:
-        label = self.labels[index]
-        self._note(index, Timing(label, error=reason, out_of_time=late))
+    def _fail(self, label: str, reason: str, *, late: bool = False) -> None:
+        self._note(Timing(label, error=reason, out_of_time=late))
         logger.warning("config dropped: kernel %s, config [%s]: %s", self.name, label, reason)
 
-    def _note(self, index: int, timing: Timing) -> None:
-        if index not in self.found:
+    def _note(self, timing: Timing) -> None:
+        if timing.config not in self.timings:
             self.progress.step()
-        self.found[index] = timing
+        self.timings[timing.config] = timing
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from triax.compat import versions
 from triax.devices import Device
 from triax.errors import TuningError, VersionError
 from triax.messages import near_misses
-from triax.tuning import agree, store
+from triax.tuning import agree, misses, store
 from triax.tuning.key import SIZE_FACTOR, Key, label
 from triax.tuning.request import HOW_TO_TUNE, Fallback, Request
 from triax.tuning.store import Record, Timing
@@ -72,6 +72,7 @@ _resolved: dict[str, Decision] = {}  # by the key's name
 _measured: dict[str, list[Decision]] = {}  # by the key's family
 _unmeasurable: dict[str, Fallback] = {}  # by the key's name, so that it is tried once
 _noted: dict[str, Decision] = {}
+_misses: dict[str, misses.Miss] = {}  # by the key's name, because looking reads many files
 listeners: list[Callable[[Record], None]] = []
 """Called with every record that a call's config comes from."""
 
@@ -88,7 +89,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 def forget() -> None:
     """Forgets what this process has resolved. Stores are not touched."""
     with _lock:
-        for memory in (_resolved, _measured, _unmeasurable, _noted):
+        for memory in (_resolved, _measured, _unmeasurable, _noted, _misses):
             memory.clear()
 
 
@@ -184,18 +185,19 @@ def _chosen(request: Request, decision: Decision) -> Choice:
 
 
 def _fall_back(request: Request, fallback: Fallback) -> Choice:
-    """The first config that compiles and is not known to fail, if possible not a slow one."""
+    """The first config that compiles and is not known to fail, if possible not a doubtful one."""
     call, name = request.call, request.key.name
     left = [s for s in request.stand_ins if label(s) not in fallback.failed]
-    left.sort(key=lambda launch: label(launch) in fallback.slow)
+    left.sort(key=lambda launch: label(launch) in fallback.doubtful)
     config = label(request.that_compile([[launch] for launch in left])[0])
     _warn(
         f"kernel {call.display_name} ({name}): no tuned config is known and none is measured: "
         f"{fallback.reason}; using the first config that compiles: [{config}]"
+        + (f". One is {known}" if (known := _miss(request).text) else "")
     )
     _warn(
         f"tune on the GPU that the program will run on, with {HOW_TO_TUNE}."
-        + _about_gpus(call.kernel.name, request.device)
+        + _about_gpu(request.device)
     )
     agreed = _agreed(request, Decision(config, _first_config(call.tuning)))
     if agree.is_job():  # and so settled for good
@@ -270,9 +272,10 @@ def _measured_or_not(request: Request) -> Decision | Fallback:
     if call.tuning == "strict":
         raise TuningError(
             f"Kernel {call.display_name!r} has {len(request.launches)} configs and none is known "
-            f"to be tuned for {name}, but tuning mode 'strict' requires it. Tune it with "
-            f"{HOW_TO_TUNE}, or run once with TRIAX_AUTOTUNE=auto."
-            + _about_gpus(call.kernel.name, request.device)
+            f"to be tuned for {name}, but tuning mode 'strict' requires it. "
+            + (f"One is {known}. " if (known := _miss(request).text) else "")
+            + f"Tune it with {HOW_TO_TUNE}, or run once with TRIAX_AUTOTUNE=auto."
+            + _about_gpu(request.device)
         )
     if call.tuning == "cached":
         problem: Fallback | None = Fallback("mode 'cached' does not measure")
@@ -282,6 +285,8 @@ def _measured_or_not(request: Request) -> Decision | Fallback:
         return Decision(config, _ELSEWHERE)
     if problem is not None:
         return problem
+    if (miss := _miss(request)).fields == ("triton",):
+        _warn(f"kernels are measured anew, because their configs are {miss.text}")
     if isinstance(found := _search(request), Fallback):
         _unmeasurable[name] = found
     return found
@@ -330,15 +335,21 @@ def _unavailable(device: Device | None) -> str | None:
     return measure.unavailable()
 
 
-def _about_gpus(kernel: str, device: Device | None) -> str:
-    """What helps if the program's GPU is not here: which it is, and which are known."""
-    if device is not None and device.measurable:
-        return ""
-    known = [repr(name) for name in store.gpus(kernel) if device is None or name != device.name]
-    stored = f" Stored configs of this kernel are for {', '.join(known)}." if known else ""
+def _about_gpu(device: Device | None) -> str:
+    """What helps if the program's GPU is not here."""
     if device is None:
-        return f" Where that GPU is not here, TRIAX_GPU names it.{stored}"
-    return f" The GPU is {device.name!r}.{stored}"
+        return " Where that GPU is not here, TRIAX_GPU names it."
+    return "" if device.measurable else f" The GPU is {device.name!r}."
+
+
+def _miss(request: Request) -> misses.Miss:
+    """Why none of the kernel's known configs serves."""
+    key, own = request.key, [d for found in _measured.values() for d in found]
+    if key.name not in _misses:
+        known = [(d.record, d.source) for d in own if d.record is not None]
+        known += store.known(key.kernel)
+        _misses[key.name] = misses.find(key, known, settings.gpu_like())
+    return _misses[key.name]
 
 
 @functools.cache  # each text once, however often a kernel is traced

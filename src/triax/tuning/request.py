@@ -80,11 +80,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Why no config is chosen; which configs are known to fail, and which to be slow."""
+    """Why no config is chosen; which are known to fail, and which ran out of time or memory."""
 
     reason: str
     failed: Collection[str] = ()
-    slow: Collection[str] = ()
+    doubtful: Collection[str] = ()
 
 
 def dropped(launch: Launch, error: Exception) -> str:

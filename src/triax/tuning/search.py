@@ -23,13 +23,14 @@ from triax.tuning.worker import client
 logger = logging.getLogger(__name__)
 
 # Of what compiling raises; the program itself may need less: no ptxas, no machine code.
-_NOT_THE_CONFIGS_FAULT = (CompilationTimeout, OSError, MemoryError)
+_ABOUT_THE_MACHINE = (OSError, MemoryError)
 
 
 def search(request: Request) -> Record | Fallback:
     """Compiles and times the candidates of a call; stores the result and returns it.
 
-    If none could be timed, for lack of time or of something on this machine, that is the answer.
+    If none could be timed, for lack of time, that is the answer. So it is if this machine lacked
+    something for any of them, such as memory: the others' times do not say which is best.
 
     Raises:
       CompilationError: every candidate fails to compile or to run.
@@ -37,8 +38,10 @@ def search(request: Request) -> Record | Fallback:
     call, key = request.call, request.key
     timings: dict[str, Timing] = {}
     with contextlib.closing(Progress(call.display_name, len(request.launches))) as progress:
-        compiled = _compile(request, timings, progress)
-        if compiled and (problem := _measure(request, compiled, timings, progress)):
+        compiled, problem = _compile(request, timings, progress)
+        if compiled and not problem:
+            problem = _measure(request, compiled, timings, progress)
+        if problem:
             return _fallback(problem, timings)
     ordered = [timings[label(launch)] for launch in request.launches]
     timed = [timing for timing in ordered if timing.error is None]
@@ -68,23 +71,27 @@ def search(request: Request) -> Record | Fallback:
 
 def _compile(
     request: Request, timings: dict[str, Timing], progress: Progress
-) -> list[tuple[Launch, CompiledKernel]]:
-    """The candidates that compile; of the others `timings` gets the reasons."""
+) -> tuple[list[tuple[Launch, CompiledKernel]], str]:
+    """The candidates that compile, and what this machine lacks to compile all of them, or "".
+
+    Of the others `timings` gets the reasons.
+    """
     with contextlib.suppress(Exception):  # `measure` will raise it again
         assert request.device is not None
         client.start(request.device.index)  # it starts while the candidates compile
     timeout_s = 6 * settings.tuning_timeout_s()
     options: Any = {"timeout_s": timeout_s, "machine_code": True, "on_each": progress.step}
     results = request.compile_all(request.launches, request.compute_capability, **options)
-    compiled = []
+    compiled, problem = [], ""
     for launch, result in zip(request.launches, results, strict=True):
         if isinstance(result, CompiledKernel):
             compiled.append((launch, result))
         else:
-            late = isinstance(result, _NOT_THE_CONFIGS_FAULT)
+            late = isinstance(result, (CompilationTimeout, *_ABOUT_THE_MACHINE))
             reason = dropped(launch, result)
             timings[label(launch)] = Timing(label(launch), error=reason, out_of_time=late)
-    return compiled
+            problem = reason if isinstance(result, _ABOUT_THE_MACHINE) else problem
+    return compiled, problem
 
 
 def _measure(
@@ -106,21 +113,20 @@ def _measure(
         measure.drain(request.device.index)
         with measure.operand_files(arrays) as paths:
             job = measure.make_job(request.call, compiled, paths)
-            found = measure.measure(job, request.device, progress)
+            measure.measure(job, request.device, progress, timings)
     except (TuningError, OSError) as error:
         return str(error)
     except TriaxError:  # a setting
         raise
     except Exception as error:  # what a machine may lack has many names
         return f"{type(error).__name__}: {error}"
-    timings |= {timing.config: timing for timing in found}
     return ""
 
 
 def _fallback(reason: str, timings: dict[str, Timing]) -> Fallback:
     errors = [t for t in timings.values() if t.error not in (None, measure.NOT_TRIED)]
     failed = frozenset(t.config for t in errors if not t.out_of_time)
-    return Fallback(reason, failed, slow=frozenset(t.config for t in errors if t.out_of_time))
+    return Fallback(reason, failed, doubtful=frozenset(t.config for t in errors if t.out_of_time))
 
 
 def _tuning_arrays(

@@ -35,7 +35,8 @@ _PART_AGE_S = 60
 class Timing:
     """The result of one candidate: its median in milliseconds, or why it has none.
 
-    `out_of_time` means that it did not end or was not tried in time; it may still be fine.
+    `out_of_time` means that it did not end or was not tried in time, or that this machine failed
+    it; it may still be fine.
     """
 
     config: str
@@ -225,13 +226,19 @@ def _in_order() -> Iterator[Store]:
         yield Store(path, f"package {name}", in_package=True)
 
 
-def gpus(kernel: str | None = None, compute_capability: int | None = None) -> list[str]:
-    """The GPUs that stored configs are for, by name; those of a kernel, or of an architecture."""
-    found = set()
+def known(kernel: str | None = None) -> Iterator[tuple[Record, str]]:
+    """All usable records, or those of a kernel, each with the name of its store."""
     for place in stores():
         with contextlib.suppress(OSError):
-            keys = [r.key for _, r in place.records(kernel) if isinstance(r, Record)]
-            found |= {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
+            for _, record in place.records(kernel):
+                if isinstance(record, Record):
+                    yield record, place.name
+
+
+def gpus(compute_capability: int | None = None) -> list[str]:
+    """The GPUs that stored configs are for, by name; or those of an architecture."""
+    keys = [record.key for record, _ in known()]
+    found = {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
     return sorted(found - {""})
 
 

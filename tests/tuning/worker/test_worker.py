@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import triton
 
 from triax.devices import Device
 from triax.errors import TuningError
 from triax.tuning import measure
 from triax.tuning.progress import Progress
 from triax.tuning.worker import client, messages
+from triax.tuning.worker import driver as worker_driver
 
 DEVICE = Device(0, "Imaginary GPU")
 
@@ -44,14 +46,19 @@ def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None)
     )
 
 
+def run(job):
+    """The timings by grid."""
+    timings = {}
+    measure.measure(job, DEVICE, Progress("kernel", 1, quiet_s=0.5), timings)
+    return {candidate.grid[0]: timings.pop(candidate.label) for candidate in job.candidates}
+
+
 def times(job):
     """Milliseconds by grid, None where a candidate has no time; and the reasons for that."""
-    found = measure.measure(job, DEVICE, Progress("kernel", 1, quiet_s=0.5))
-    assert [t.config for t in found] == [c.label for c in job.candidates]
-    grids = [c.grid[0] for c in job.candidates]
+    found = run(job)
     return (
-        {grid: t.median_ms for grid, t in zip(grids, found, strict=True)},
-        {grid: t.error for grid, t in zip(grids, found, strict=True) if t.error},
+        {grid: timing.median_ms for grid, timing in found.items()},
+        {grid: timing.error for grid, timing in found.items() if timing.error},
     )
 
 
@@ -87,16 +94,16 @@ def test_more_configs_than_there_is_time_for(driver, caplog):
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("what", "grids", "reason"),
     [
-        ("fault", "CUDA_ERROR_ILLEGAL_ADDRESS"),
-        ("refused", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
-        ("die", "while it was running, the tuning worker ended"),
-        ("hang", "did not end within 1 s"),
+        ("fault", {"3": "ILLEGAL_ADDRESS"}, "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("refused", {"3": "LAUNCH_OUT_OF_RESOURCES"}, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
+        ("die", [3], "while it was running, the tuning worker ended"),
+        ("hang", [3], "did not end within 1 s"),
     ],
 )
-def test_a_bad_config_costs_itself_alone(driver, what, reason, caplog):
-    driver(**{what: [3]}, ms={"5": 0.5})
+def test_a_bad_config_costs_itself_alone(driver, what, grids, reason, caplog):
+    driver(**{what: grids}, ms={"5": 0.5})
     found, reasons = times(make_job(1, 2, 3, 4, 5, timeout_s=1.0))
     assert list(reasons) == [3]
     assert reason in reasons[3]
@@ -124,16 +131,67 @@ def test_what_was_timed_survives_a_death_in_the_final_round(driver):
     assert log.read_text().count("launch 1") > 16
 
 
-def test_what_was_timed_counts_where_nothing_can_go_on(driver, caplog):
+def stopped(job):
+    """Why the machine could not measure all of a job, and the timings until then."""
+    timings = {}
+    with pytest.raises(TuningError) as caught:
+        measure.measure(job, DEVICE, Progress("kernel", 1), timings)
+    return str(caught.value), timings
+
+
+def test_what_was_found_is_known_where_nothing_can_go_on(driver):
     """The second worker finds too little memory: the first one's context still holds it."""
     driver(die=[2], later={"free_bytes": 100})
-    found, reasons = times(make_job(1, 2, 3))
-    assert found[1] is not None
-    assert sorted(reasons) == [2, 3]
-    assert reasons[3] == measure.NOT_TRIED
-    assert (
-        "measuring ended early: the tuning worker could not begin: measuring needs" in caplog.text
-    )
+    reason, timings = stopped(make_job(1, 2, 3))
+    assert "the tuning worker could not begin: measuring needs" in reason
+    assert timings["grid=1"].median_ms is not None
+    assert "the tuning worker ended" in timings["grid=2"].error
+    assert "grid=3" not in timings
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (
+            {"refused": {"2": "OUT_OF_MEMORY"}},
+            "cuLaunchKernelEx: CUDA_ERROR_OUT_OF_MEMORY (XLA_PYTHON_CLIENT_MEM_FRACTION says",
+        ),
+        ({"modules": 1}, "cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"),
+        (
+            {"refused": {"2": "DEVICE_UNAVAILABLE"}},
+            "cuLaunchKernelEx: CUDA_ERROR_DEVICE_UNAVAILABLE",
+        ),
+        ({"fault": {"2": "ECC_UNCORRECTABLE"}}, "cuEventRecord: CUDA_ERROR_ECC_UNCORRECTABLE"),
+    ],
+)
+def test_no_config_is_blamed_for_the_machine(driver, caplog, says, reason):
+    """Its own failure would let the others win."""
+    driver(**says)
+    found, timings = stopped(make_job(1, 2, 3))
+    assert f"the tuning worker could not go on with config [grid=2]: {reason}" in found
+    assert timings["grid=1"].median_ms is not None
+    assert timings["grid=2"].out_of_time
+    assert "grid=3" not in timings
+    assert "config dropped" not in caplog.text
+    assert times(make_job(1))[1] == {}  # the next job
+
+
+def test_errors_about_the_machine_are_the_drivers():
+    header = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
+    assert {*header.read_text().split()} >= worker_driver._ABOUT_THE_MACHINE
+
+
+def test_a_worker_that_somebody_kills(driver):
+    """Another does its work, once; no config is blamed."""
+    driver(killed=[2], later={"killed": [3]})
+    assert times(make_job(1, 2))[1] == {}
+
+
+def test_a_worker_that_somebody_kills_again(driver):
+    driver(killed=[2])
+    reason, timings = stopped(make_job(1, 2, 3))
+    assert "the tuning worker ended: another program or the system killed it" in reason
+    assert [*timings] == ["grid=1"]
 
 
 def test_killing_does_not_wait_for_who_holds_the_pipe(driver):
@@ -182,7 +240,7 @@ def test_a_forked_child_measures_and_ends(driver):
 
 
 def test_all_bad(driver):
-    driver(fault=[1, 2], die=[3])
+    driver(fault={"1": "ILLEGAL_ADDRESS", "2": "LAUNCH_FAILED"}, die=[3])
     found, reasons = times(make_job(1, 2, 3))
     assert set(found.values()) == {None}
     assert sorted(reasons) == [1, 2, 3]
@@ -190,17 +248,17 @@ def test_all_bad(driver):
 
 def test_configs_longer_than_one_run_may_take_are_late_not_bad(driver):
     driver(ms={"1": 60_000, "2": 60_000})
-    found = measure.measure(make_job(1, 2, timeout_s=0.5), DEVICE, Progress("kernel", 1))
-    assert [t.out_of_time for t in found] == [True, True]
+    found = run(make_job(1, 2, timeout_s=0.5))
+    assert [timing.out_of_time for timing in found.values()] == [True, True]
 
 
 def test_memory(driver):
     log = driver(free_bytes=1 << 20)
     big = messages.BufferSpec(1 << 20)
     with pytest.raises(TuningError, match=r"needs 1\d{6} bytes .* may take 524288 "):
-        measure.measure(make_job(1, buffers=[big]), DEVICE, Progress("kernel", 1))
+        run(make_job(1, buffers=[big]))
     with pytest.raises(TuningError, match="may take 1000 "):
-        measure.measure(make_job(1, limit_bytes=1000), DEVICE, Progress("kernel", 1))
+        run(make_job(1, limit_bytes=1000))
     first = client.start(0)
     times(make_job(1, 2, buffers=[messages.BufferSpec(1000, restored=True)]))
     assert client.start(0) is first  # it is no reason to end the worker
@@ -213,9 +271,7 @@ def test_memory(driver):
 def test_memory_that_is_not_there_after_all(driver):
     log = driver(really_free_bytes=5000)
     with pytest.raises(TuningError, match="could not begin: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"):
-        measure.measure(
-            make_job(1, buffers=[messages.BufferSpec(4000)] * 2), DEVICE, Progress("kernel", 1)
-        )
+        run(make_job(1, buffers=[messages.BufferSpec(4000)] * 2))
     lines = log.read_text()
     assert lines.count("+buffer") == lines.count("-buffer") == 1
     assert client.start(0).alive
@@ -239,13 +295,13 @@ def test_operands_that_cannot_be_read(driver):
     driver()
     buffers = [messages.BufferSpec(4000, path="/nonexistent/operand")]
     with pytest.raises(TuningError, match=r"could not begin: .*No such file"):
-        measure.measure(make_job(1, buffers=buffers), DEVICE, Progress("kernel", 1))
+        run(make_job(1, buffers=buffers))
 
 
 def test_a_driver_that_does_not_start(driver):
     driver(broken_start=True)
     with pytest.raises(TuningError, match=r"ended: (?s:.*)CUDA_ERROR_UNKNOWN"):
-        measure.measure(make_job(1), DEVICE, Progress("kernel", 1))
+        run(make_job(1))
 
 
 @pytest.mark.parametrize(("executable", "reason"), [("", "no Python"), ("/no/python", "No such")])
@@ -253,7 +309,7 @@ def test_a_python_that_cannot_be_started(driver, monkeypatch, executable, reason
     driver()
     monkeypatch.setattr("sys.executable", executable)
     with pytest.raises(TuningError, match=f"cannot be started: .*{reason}"):
-        measure.measure(make_job(1), DEVICE, Progress("kernel", 1))
+        run(make_job(1))
 
 
 def test_ends_without_work_and_is_started_anew(driver, monkeypatch):
@@ -285,7 +341,7 @@ def test_work_that_comes_in_the_moment_it_ends(driver, monkeypatch):
     assert times(make_job(1, 2))[1] == {}
     deaths.extend([1, 1])
     with pytest.raises(TuningError, match="the tuning worker ended"):
-        measure.measure(make_job(1, 2), DEVICE, Progress("kernel", 1))
+        run(make_job(1, 2))
 
 
 @pytest.mark.slow("processes are the same on every Python")
@@ -293,11 +349,10 @@ def test_goes_with_its_parent(driver, tmp_path):
     driver(hang=[1])
     code = (
         "from tests.tuning.worker import test_worker as t\n"
-        "from triax.tuning import measure\n"
         "from triax.tuning.worker import client\n"
         "client.start(0)\n"
         "print('started', flush=True)\n"
-        "measure.measure(t.make_job(1, timeout_s=60.0), t.DEVICE, t.Progress('kernel', 1))\n"
+        "t.run(t.make_job(1, timeout_s=60.0))\n"
     )
     root = Path(__file__).parents[3]
     path = f"{os.environ['PYTHONPATH']}{os.pathsep}{root / 'src'}{os.pathsep}{root}"

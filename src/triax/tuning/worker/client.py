@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,10 @@ _LAST_BYTES = 12_000
 
 class Ended(TuningError):
     """The worker has ended, or no longer answers."""
+
+
+class Killed(Ended):
+    """Somebody else has ended it, such as the system when memory is short."""
 
 
 class Worker:
@@ -82,18 +87,20 @@ class Worker:
         Raises:
           Ended: the worker ended, or sent nothing in that time and was killed.
         """
+        kind, reason = Ended, f"said nothing for {timeout_s:g} s"
         try:
             if self._connection.poll(timeout_s):
                 return self._connection.recv()
-            reason = f"said nothing for {timeout_s:g} s"
         except (OSError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._printed.seek(0)
             last = self._printed.read()[-_LAST_BYTES:].decode(errors="replace").strip()
             reason = f"ended{': ' * bool(last)}{last}"
+            if -(self._process.returncode or 0) in (signal.SIGKILL, signal.SIGTERM):
+                kind, reason = Killed, "ended: another program or the system killed it"
         self.kill()
-        raise Ended(f"the tuning worker {reason}")
+        raise kind(f"the tuning worker {reason}")
 
     def kill(self) -> None:
         self._process.kill()

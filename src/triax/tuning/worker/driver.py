@@ -24,8 +24,40 @@ _SCALARS = {
 }
 
 
+# What the driver says of the machine, whichever kernel happens to run: its memory is taken, or its
+# hardware, the context or the way to it is lost.
+_ABOUT_THE_MACHINE = {
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA_ERROR_NOT_INITIALIZED",
+    "CUDA_ERROR_DEINITIALIZED",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE",
+    "CUDA_ERROR_NO_DEVICE",
+    "CUDA_ERROR_INVALID_DEVICE",
+    "CUDA_ERROR_DEVICE_NOT_LICENSED",
+    "CUDA_ERROR_INVALID_CONTEXT",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    "CUDA_ERROR_CONTAINED",
+    "CUDA_ERROR_OPERATING_SYSTEM",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    "CUDA_ERROR_SYSTEM_NOT_READY",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    "CUDA_ERROR_MPS_CONNECTION_FAILED",
+    "CUDA_ERROR_MPS_RPC_FAILURE",
+    "CUDA_ERROR_MPS_SERVER_NOT_READY",
+    "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED",
+    "CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED",
+    "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+    "CUDA_ERROR_EXTERNAL_DEVICE",
+}
+
+
 class DriverError(Exception):
     """The CUDA driver refused a call."""
+
+
+class KernelError(DriverError):
+    """It refused a call for a reason that may be the kernel's own."""
 
 
 class HungError(Exception):
@@ -35,9 +67,17 @@ class HungError(Exception):
 def call(function: Any, *arguments: Any) -> Any:
     """Calls a driver function; returns its results without the status."""
     status, *results = function(*arguments)
-    if int(status):
-        raise DriverError(f"{function.__name__}: {status.name}")
+    check(function.__name__, status)
     return results[0] if len(results) == 1 else results
+
+
+def check(what: str, status: Any) -> None:
+    """Raises `DriverError` unless a status is that of success."""
+    if int(status):
+        kind = DriverError if status.name in _ABOUT_THE_MACHINE else KernelError
+        is_full = status.name == "CUDA_ERROR_OUT_OF_MEMORY"
+        hint = " (XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's)" if is_full else ""
+        raise kind(f"{what}: {status.name}{hint}")
 
 
 class Context:
@@ -98,8 +138,7 @@ class Context:
                 raise HungError(f"did not end within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause + 20e-6, 2e-3)
-        if int(status):
-            raise DriverError(f"launch: {status.name}")
+        check("launch", status)
 
 
 class Bench:
@@ -137,13 +176,14 @@ class Bench:
         call(self.cu.cuCtxSynchronize)
 
     def release(self) -> None:
+        """Frees what the job took. A status is ignored: an error before this one says more."""
         for module in self.modules:
-            call(self.cu.cuModuleUnload, module)
+            self.cu.cuModuleUnload(module)
         addresses = [*self.addresses, *self.originals.values(), self.flush, self.scratch]
         for address in filter(None, addresses):
-            call(self.cu.cuMemFree, address)
-        call(self.cu.cuEventDestroy, self.start)
-        call(self.cu.cuEventDestroy, self.end)
+            self.cu.cuMemFree(address)
+        self.cu.cuEventDestroy(self.start)
+        self.cu.cuEventDestroy(self.end)
 
     def load(self, candidate: messages.CompiledCandidate) -> Any:
         module = call(self.cu.cuModuleLoadData, candidate.cubin)

@@ -1,8 +1,9 @@
 """Requests to and answers of a tuning worker, as plain data.
 
 The worker first sends its GPU's UUID, a string: the device answers. A job it answers with the
-messages below and, at the end, None; or with a string, why the job was not done, for a reason
-unrelated to its candidates, such as its size. Candidates without a message were not tried.
+messages below and, at the end, None; or with a string, why the job was not done or not finished,
+for a reason unrelated to its candidates, such as a want of memory. Candidates without a message
+were not tried.
 
 Imported by the worker, which runs without JAX and without the rest of Triax: only the
 standard library may be imported here.

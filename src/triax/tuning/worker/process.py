@@ -88,7 +88,7 @@ class Rounds:
                     self.report(index)
                     reported = time.monotonic()
                 samples.append(bench.run(candidate, *self.loaded[index]))
-        except driver.DriverError as error:
+        except driver.KernelError as error:
             self.samples.pop(index, None)
             fatal = bench.device.is_broken()
             self.answer(messages.Failed(index, str(error), fatal))

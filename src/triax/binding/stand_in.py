@@ -1,0 +1,48 @@
+"""How an array looks to functions that run before it exists: grids, heuristics, pruning, hooks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+
+from triax.binding.descriptor import strides_from_shape
+
+
+class Array(jax.ShapeDtypeStruct):
+    """A `jax.ShapeDtypeStruct` with what kernels' Python also asks of PyTorch's tensors."""
+
+    __slots__ = ()
+
+    @property
+    def itemsize(self) -> int:
+        return int(self.dtype.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel() * self.itemsize
+
+    def element_size(self) -> int:
+        return self.itemsize
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def stride(self, axis: int | None = None) -> Any:
+        strides = strides_from_shape(self.shape)
+        return strides if axis is None else strides[axis]
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{name!r} of an array is not known where grids, heuristics and configs are worked "
+            "out: it has a shape and a dtype, and will be dense, row-major and aligned to 16 bytes."
+        )

@@ -1,0 +1,89 @@
+"""Says why no known config serves a call although its kernel has some: what they are for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from triax.messages import short
+from triax.tuning.key import SIZE_FACTOR, Key
+from triax.tuning.store import Record
+
+_MOST_SHOWN = 3
+
+
+def _entries(field: str) -> Callable[[Key, Key], str]:
+    """What a key has in a field that is a dict, and another has not."""
+
+    def text(key: Key, other: Key) -> str:
+        mine, others = getattr(key, field), getattr(other, field)
+        return ", ".join(f"{n}={v}" for n, v in mine.items() if others.get(n) != v) or "none"
+
+    return text
+
+
+# What may differ, with its value in a key beside another, or "" where the value would tell nobody
+# anything. What a user can do something about comes first.
+_SAID: dict[str, tuple[str, Callable[[Key, Key], str]]] = {
+    "triton": ("Triton ", lambda key, _: key.triton),
+    "gpu": ("", lambda key, _: key.gpu or "no GPU by name"),
+    "compute_capability": ("compute capability ", lambda key, _: str(key.compute_capability)),
+    "source": ("another source of the kernel or of what it calls", lambda *_: ""),
+    "candidates": ("other configs to choose from", lambda *_: ""),
+    "options": ("options ", _entries("options")),
+    "dtypes": ("dtypes ", _entries("dtypes")),
+    "arguments": ("", _entries("arguments")),
+    "moved_bytes": ("bytes moved: ", lambda key, _: str(key.moved_bytes)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """The fields in which the nearest known keys differ from a call's, and the same as a text."""
+
+    fields: tuple[str, ...] = ()
+    text: str = ""
+
+
+def find(key: Key, known: Iterable[tuple[Record, str]], gpu_like: str | None = None) -> Miss:
+    """What the nearest of the `known` configs of a kernel are for; known are also their places.
+
+    The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if the kernel
+    has no configs. `gpu_like` names a GPU that is as good as the key's.
+    """
+    found = [(_differing(key, r.key, gpu_like), r.key, place) for r, place in known]
+    found = [one for one in found if one[0] and one[1].kernel == key.kernel]
+    if not found:
+        return Miss()
+    order = [*_SAID].index
+    found.sort(key=lambda one: (len(one[0]), [*map(order, one[0])], key.ratio(one[1].moved_bytes)))
+    fields, nearest, _ = found[0]
+    alike = [(other, place) for differing, other, place in found if differing == fields]
+    texts = []
+    for name in fields:
+        before, value = _SAID[name]
+        theirs = _listed(_quoted(value(other, key)) for other, _ in alike)
+        ours = _quoted(value(key, nearest))
+        texts.append(before + theirs + (f", this is {ours}" if ours else ""))
+    where = _listed(place for _, place in alike)
+    where += "; TRIAX_GPU_LIKE would take it" if fields == ("gpu",) and key.gpu else ""
+    return Miss(fields, f"known for {'; '.join(texts)} ({where})")
+
+
+def _differing(key: Key, other: Key, gpu_like: str | None) -> tuple[str, ...]:
+    if other.gpu == gpu_like:
+        key = dataclasses.replace(key, gpu=other.gpu)
+    if key.ratio(other.moved_bytes) <= SIZE_FACTOR:
+        key = dataclasses.replace(key, moved_bytes=other.moved_bytes)
+    return tuple(name for name in _SAID if getattr(other, name) != getattr(key, name))
+
+
+def _quoted(text: str) -> str:
+    """A text out of anybody's file, on one line and not too long."""
+    return short(text)[1:-1]
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """The first few, each once."""
+    unique = [*dict.fromkeys(texts)]
+    return ", ".join(unique[:_MOST_SHOWN] + ["…"] * (len(unique) > _MOST_SHOWN))

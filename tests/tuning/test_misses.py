@@ -1,0 +1,85 @@
+"""Why none of a kernel's known configs serves a call: the nearest reason."""
+
+import dataclasses
+
+import pytest
+
+from tests.tuning.records import key, record
+from triax.tuning import misses
+from triax.tuning.misses import Miss
+
+KEY = dataclasses.replace(key(0), triton="3.9.0")
+
+
+def known(place="user store", **changes):
+    return dataclasses.replace(record(0), key=dataclasses.replace(KEY, **changes)), place
+
+
+def test_nothing_is_known():
+    assert misses.find(KEY, []) == Miss()
+    assert misses.find(KEY, [(record(1), "user store")]) == Miss()  # of another kernel
+    assert misses.find(KEY, [known()]) == Miss()  # it is in a file of another name, say
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"triton": "3.6.0"}, "Triton 3.6.0, this is 3.9.0"),
+        ({"compute_capability": 80}, "compute capability 80, this is 90"),
+        ({"source": "1" * 20}, "another source of the kernel or of what it calls"),
+        ({"candidates": ("BLOCK=64",)}, "other configs to choose from"),
+        ({"options": {"debug": "True"}}, "options debug=True, this is none"),
+        ({"dtypes": {"x_ptr.0": "int8"}}, "dtypes x_ptr.0=int8, this is x_ptr.0=float32"),
+        ({"arguments": {"n": "7"}}, "n=7, this is n=0"),
+        ({"moved_bytes": 16385}, "bytes moved: 16385, this is 4096"),
+        ({"triton": "3.6.0", "moved_bytes": 16384}, "Triton 3.6.0, this is 3.9.0"),  # near enough
+        (
+            {"gpu": "Other", "triton": "3.6.0"},
+            "Triton 3.6.0, this is 3.9.0; Other, this is Imaginary GPU",
+        ),
+        ({"triton": "3.6.0\n" + "x" * 1000}, None),
+    ],
+)
+def test_what_differs(changes, text):
+    found = misses.find(KEY, [known(**changes)])
+    if text is None:  # a file of anybody's
+        assert "\n" not in found.text
+        assert len(found.text) < 150
+    else:
+        assert found.text == f"known for {text} (user store)"
+
+
+def test_another_gpu():
+    place = known(gpu="Other")
+    assert misses.find(KEY, [place]).text == (
+        "known for Other, this is Imaginary GPU (user store; TRIAX_GPU_LIKE would take it)"
+    )
+    nowhere = dataclasses.replace(KEY, gpu="")
+    assert misses.find(nowhere, [place]).text == (
+        "known for Other, this is no GPU by name (user store)"
+    )
+
+
+def test_what_it_stands_for_is_no_reason():
+    place = known(gpu="Other", triton="3.6.0")
+    assert misses.find(KEY, [place], gpu_like="Other").fields == ("triton",)
+    assert misses.find(KEY, [place], gpu_like="Third").fields == ("triton", "gpu")
+
+
+def test_the_nearest_counts():
+    """Those of equal calls on another Triton or GPU go before those of other calls."""
+    places = [
+        known(arguments={"n": "7"}),
+        known(source="1" * 20, triton="3.6.0"),
+        known("package a", triton="3.6.0"),
+        known(gpu="Other"),
+        known("package b", triton="3.5.1"),
+        known("package a", triton="3.6.0", moved_bytes=8192),
+    ]
+    assert misses.find(KEY, places).text == (
+        "known for Triton 3.6.0, 3.5.1, this is 3.9.0 (package a, package b)"
+    )
+    sizes = [known(moved_bytes=4096 << i) for i in (9, 8, 7, 6, 5)]
+    assert misses.find(KEY, sizes).text == (
+        "known for bytes moved: 131072, 262144, 524288, …, this is 4096 (user store)"
+    )
