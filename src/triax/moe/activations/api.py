@@ -23,7 +23,6 @@ from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call
-from triax.sharding import explicit
 
 
 def glu(
@@ -78,8 +77,6 @@ def glu(
     spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
     if function is not None:
-        if row_weights is not None:
-            row_weights = explicit.cut_as_rows(row_weights, gate_up)
         run = jax.checkpoint(functools.partial(functions.apply, function, spec))
         out = run(gate_up, up, row_weights)
     else:
