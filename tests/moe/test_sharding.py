@@ -230,6 +230,23 @@ def test_partial_products_are_summed_in_float32(kind):
     testing.assert_same_bits(out, jnp.ones((8, 4), jnp.bfloat16))
 
 
+def test_gradients_of_small_weights_are_summed_in_float32(kind):
+    """Those of `unpermute`'s weights, products of rows and gradients, where the width is cut."""
+    gradient = np.tile(np.array([256, 1, -256, 0], np.float32), (4, 1))
+
+    def d_weights(rows, weights):
+        plan = moe.make_plan(np.arange(4)[:, None], 4)
+        tokens, pull = jax.vjp(lambda weights: moe.unpermute(rows, plan, weights), weights)
+        cotangent = jnp.asarray(gradient, jnp.bfloat16)
+        if kind == "explicit":
+            cotangent = jax.sharding.reshard(cotangent, jax.typeof(tokens).sharding)
+        return pull(cotangent)[0]
+
+    args = [jnp.ones((4, 4), jnp.bfloat16), jnp.ones((4, 1), jnp.bfloat16)]
+    _, out = compiled(d_weights, mesh_of(kind), args, [P(None, "data"), P()])
+    testing.assert_same_bits(out, args[1])
+
+
 def test_the_layers_tokens_stay_on_their_device():
     """On explicit axes each device routes its own; counts and gradients of weights are summed."""
     args = arguments(layer)

@@ -165,6 +165,16 @@ def test_sums_over_dimensions_in_any_order(count):
 
 
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
+def test_small_floats_are_rounded_once_after_the_sum(kind):
+    """256 and 1 are 256 in bfloat16, whichever dimension is summed first."""
+    values = jnp.zeros((2, 4), jnp.bfloat16).at[:, :2].set(jnp.array([[256, 1], [1, -256]]))
+    summed = triax.sharded(jnp.sum, "t h ->", reduce="t h")
+    testing.assert_same_bits(
+        run(summed, mesh_of(kind), [values], [P("data", "model")]), jnp.bfloat16(2)
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "explicit"])
 @pytest.mark.parametrize("names", ["".join(names) for names in itertools.permutations("bht")])
 def test_gradient_by_a_weight_alone_sums_over_all_other_dimensions(kind, names):
     a, b, c = names

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from triax.compat import jax_private
@@ -138,9 +140,38 @@ def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
     axes = _explicit_axes(mesh, flat.cut, flat.operands, operands)
     if not axes:
         return function(*arguments)
-    used = {name for names in axes.values() for name in names}
-    parts = _in_parts(mesh, used, flat, axes)(*operands)
+    used = tuple(name for names in axes.values() for name in names)
+    copied = [
+        not {*letters} & {*axes} and jnp.issubdtype(operand.dtype, jnp.inexact)
+        for letters, operand in zip(flat.operands, operands, strict=True)
+    ]
+    operands = [_copies(mesh, used, a) if c else a for a, c in zip(operands, copied, strict=True)]
+    parts = _in_parts(mesh, {*used}, _of_copies(flat, copied), {**axes, _COPY: used})(*operands)
     return jax.tree.unflatten(jax.tree.structure(results), parts)
+
+
+_COPY = "#"
+
+
+def _copies(mesh: Any, used: MeshAxes, array: jax.Array) -> jax.Array:
+    """A copy of an array for each part: then XLA adds up the parts' gradients, outside of them."""
+    # Workaround: xla all: inside, where some axes of the mesh are not manual, a sum of bfloat16
+    # ends the process on CPUs.
+    count = math.prod(mesh.shape[name] for name in used)
+    sharding = NamedSharding(mesh, PartitionSpec(used, *(None for _ in array.shape)))
+    return jax.lax.broadcast(gathered(array), (count,), out_sharding=sharding)
+
+
+def _of_copies(split: FlatSplit, copied: Sequence[bool]) -> FlatSplit:
+    """The split of a function some of whose operands are an array's copies for each part."""
+
+    def local(shard: Shard) -> Function:
+        run = split.local(shard)
+        one = lambda array, is_copy: jax.lax.squeeze(array, (0,)) if is_copy else array
+        return lambda *operands: run(*map(one, operands, copied))
+
+    operands = tuple(_COPY * c + letters for letters, c in zip(split.operands, copied, strict=True))
+    return split._replace(operands=operands, local=local)
 
 
 def _explicit_axes(
