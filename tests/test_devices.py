@@ -6,7 +6,7 @@ import pytest
 
 from triax import devices
 from triax.devices import Device
-from triax.errors import ArgumentValueError
+from triax.errors import ArgumentValueError, UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,13 @@ def test_an_exported_program_takes_those_of_the_gpu_that_is_named(target, caplog
     assert target([H100], exporting=True, given=80) == expected
     assert target([H100], exporting=True, TRIAX_CUDA_ARCH="80") == expected
     assert caplog.text == ""
+
+
+def test_the_setting_decides_for_gpus_of_several_architectures(target):
+    with pytest.raises(UnsupportedError, match=r"80, 90 at once\. Set TRIAX_CUDA_ARCH to the low"):
+        target([H100, A100])
+    assert target([H100, A100], given=80) == (80, Device(3, "A100"))
+    assert target([H100, A100], TRIAX_CUDA_ARCH="80") == (80, Device(3, "A100"))
 
 
 def test_so_does_one_for_a_gpu_that_is_not_here(target):

@@ -503,7 +503,46 @@ MISTAKES = [
         lambda: layer(activation=jax.nn.silu),
         of_value,
         r"`w_gate_up` must have shape \(4, 8, 16\) to go with .*`w_down` and an `activation` of "
-        r"one array, without a gate; got \(4, 8, 32\)",
+        r"one array, without a gate; got \(4, 8, 32\)\. With a gate, `activation` is a JAX "
+        "function of gate and up",
+    ),
+    *(
+        Mistake(
+            f"{name} for weights of gate and up",
+            lambda name=name: layer(activation=name),
+            of_value,
+            rf"got \(4, 8, 32\)\. With a gate, `activation` is {gated}\.",
+        )
+        for name, gated in (
+            ("silu", "'swiglu'"),
+            ("gelu", "'geglu'"),
+            ("gelu_exact", "'geglu_exact'"),
+            ("relu2", "a JAX function of gate and up"),
+        )
+    ),
+    *(
+        Mistake(
+            f"{name} for weights of one array",
+            lambda name=name: layer(
+                activation=name,
+                w_gate_up=jnp.ones((EXPERTS, WIDTH, HIDDEN)),
+                w_down=jnp.ones((EXPERTS, HIDDEN, WIDTH)),
+                transpose_weights=True,
+            ),
+            of_value,
+            rf"got \(4, 16, 8\)\. Without a gate, `activation` is {alone}\.",
+        )
+        for name, alone in (
+            ("swiglu", "'silu'"),
+            ("geglu", "'gelu'"),
+            (moe.Swiglu(limit=7.0), "a JAX function of one array"),
+        )
+    ),
+    Mistake(
+        "one array's activation for gate and up",
+        lambda: moe.glu((x, x), activation="gelu"),
+        of_value,
+        r"`gate_up` must be one array.*got 2\. With a gate, `activation` is 'geglu'\.",
     ),
     Mistake(
         "a class for an activation",

@@ -200,7 +200,7 @@ def triton_call(
       backend_options: other options of Triton's CUDA compiler.
       name: shown in profiles, logs and errors; the kernel's name by default.
       compute_capability: what to compile for: 90 for an H100 or H200. By default that of the GPUs
-        the program is lowered for; without a GPU, ``TRIAX_CUDA_ARCH``.
+        the program is lowered for; if there is none, or they have several, ``TRIAX_CUDA_ARCH``.
       cost_estimate: "flops", "bytes_accessed", "transcendentals" of one call, kept in the
         program for profilers.
       has_side_effect: keeps the call in the program even if its outputs are unused.

@@ -45,23 +45,24 @@ def gpus(ctx: Any) -> list[Any]:
 
 
 def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -> int:
-    """What the caller gave, else that of the GPUs, else ``TRIAX_CUDA_ARCH``."""
+    """What the caller gave, else that of all GPUs, else ``TRIAX_CUDA_ARCH``."""
     if given is not None:
         return given
     found = {capability_of(device) for device in devices}
-    if len(found) > 1:
-        raise UnsupportedError(
-            f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
-            f"{', '.join(map(str, sorted(found)))} at once. Pass `compute_capability` (the lowest)."
-        )
-    if found:
+    if len(found) == 1:
         return found.pop()
     if (arch := settings.cuda_arch()) is not None:
         return arch
+    own = "where you call a kernel of your own, you can pass `compute_capability` instead"
+    if found:
+        raise UnsupportedError(
+            f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
+            f"{', '.join(map(str, sorted(found)))} at once. Set TRIAX_CUDA_ARCH to the lowest; "
+            f"{own}."
+        )
     raise ArgumentValueError(
         f"Kernel {kernel!r} is lowered for CUDA, and there is no {settings.gpu() or 'GPU'} here to "
-        "tell the architecture. Pass `compute_capability` (90 for an H100 or H200), or set "
-        "TRIAX_CUDA_ARCH."
+        f"tell the architecture. Set TRIAX_CUDA_ARCH (90 for an H100 or H200); {own}."
     )
 
 

@@ -230,6 +230,23 @@ def test_partial_products_are_summed_in_float32(kind):
     testing.assert_same_bits(out, jnp.ones((8, 4), jnp.bfloat16))
 
 
+def test_gradients_of_small_weights_are_summed_in_float32(kind):
+    """Those of `unpermute`'s weights, products of rows and gradients, where the width is cut."""
+    gradient = np.tile(np.array([256, 1, -256, 0], np.float32), (4, 1))
+
+    def d_weights(rows, weights):
+        plan = moe.make_plan(np.arange(4)[:, None], 4)
+        tokens, pull = jax.vjp(lambda weights: moe.unpermute(rows, plan, weights), weights)
+        cotangent = jnp.asarray(gradient, jnp.bfloat16)
+        if kind == "explicit":
+            cotangent = jax.sharding.reshard(cotangent, jax.typeof(tokens).sharding)
+        return pull(cotangent)[0]
+
+    args = [jnp.ones((4, 4), jnp.bfloat16), jnp.ones((4, 1), jnp.bfloat16)]
+    _, out = compiled(d_weights, mesh_of(kind), args, [P(None, "data"), P()])
+    testing.assert_same_bits(out, args[1])
+
+
 def test_the_layers_tokens_stay_on_their_device():
     """On explicit axes each device routes its own; counts and gradients of weights are summed."""
     args = arguments(layer)
@@ -246,6 +263,58 @@ def test_the_layers_tokens_stay_on_their_device():
     assert set(collectives(program)) == {"all-reduce"}
     assert [spec_of(g) for g in gradients[:4]] == specs[:4]
     assert_all_close(gradients, jax.jit(both)(*args)[0], rtol=1e-4, atol=1e-5)
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+@pytest.mark.parametrize("recipe", [None, "rows"])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P(None, None, "model"), P(None, None, "model"), P()),
+        (P(), P(), P(None, "model")),
+        (P(None, None, "data"), P(None, None, "model"), P(None, "data")),
+    ],
+    ids=str,
+)
+def test_weights_may_be_cut_each_otherwise_around_a_function(recipe, specs):
+    """An activation that is a function is plain JAX, which refuses types that do not go together:
+    while the layer and its gradients are traced."""
+
+    def layer(x, logits, w_gate, w_up, w_down):
+        how = {"top_k": TOP_K, "activation": swiglu, "recipe": recipe}
+        return moe.feed_forward(x, logits, (w_gate, w_up), w_down, **how).tokens
+
+    x, logits, w_gate_up, w_down = (drawn()[n] for n in ("x", "logits", "w_gate_up", "w_down"))
+    args = [x, logits, *np.split(w_gate_up, 2, axis=2), w_down]
+    shardings = [NamedSharding(mesh_of("explicit"), spec) for spec in (P(), P(), *specs)]
+    with jax.set_mesh(mesh_of("explicit")):
+        gradients, _ = jax.eval_shape(
+            with_gradients(layer, args), *map(jax.device_put, args, shardings)
+        )
+    for gradient, sharding in zip(gradients, shardings, strict=True):
+        assert spec_of(gradient) == sharding.spec
+
+
+@pytest.mark.parametrize(
+    ("width", "specs"),
+    [(8, [P(None, "data"), P("data", "model")]), (3, [P(None, "data")])],
+    ids=["two arrays", "one array, whose halves do not split"],
+)
+def test_a_function_of_gate_and_up_that_are_cut_otherwise(width, specs):
+    rng = np.random.default_rng(0)
+    drawn = lambda *shape: rng.standard_normal(shape, np.float32)
+
+    def glu(weights, *gate_up):
+        return moe.glu(gate_up if up else gate_up[0], weights, activation=swiglu)
+
+    up = len(specs) == 2
+    args = [drawn(16), *(drawn(16, width if up else 2 * width) for _ in specs)]
+    both = with_gradients(glu, args)
+    _, actual = compiled(both, mesh_of("explicit"), args, [P("model"), *specs])
+    assert_all_close(actual, jax.jit(both)(*args), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sampled(1)

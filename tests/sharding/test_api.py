@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import jax
@@ -51,7 +52,7 @@ def call(x, weight):
 
 
 def plain(x, weight, power=2):
-    return x * jax.lax.rsqrt(jnp.mean(x**power, axis=1, keepdims=True) + 1e-6) * weight
+    return x * jax.lax.rsqrt(jnp.mean(x**power, axis=-1, keepdims=True) + 1e-6) * weight
 
 
 @jax.custom_vjp
@@ -150,6 +151,47 @@ def test_reduce_sums_over_the_parts(kind, specs):
     both = triax.sharded(product, "t k, k n -> t n", cut="t n", reduce="k")
     got = run(with_gradients(both), mesh_of(kind), args, specs)
     assert_close(got, with_gradients(product)(*args))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_sums_over_dimensions_in_any_order(count):
+    """The order in which an array has them decides, not that of their names or of `reduce`."""
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=3 * (AxisType.Auto,))
+    (values,) = drawn((2, 4, 2, 6)[:count])
+    spec = [P("z"), P("y", "x"), P("x", "y", "z"), P("z", "y", "x")][count - 1]
+    for names in itertools.permutations("bhkt"[:count]):
+        summed = triax.sharded(jnp.sum, f"{' '.join(names)} ->", reduce=names[::-1])
+        assert_close(run(summed, mesh, [values], [spec]), np.sum(values))
+
+
+@pytest.mark.parametrize("kind", ["plain", "explicit"])
+def test_small_floats_are_rounded_once_after_the_sum(kind):
+    """256 and 1 are 256 in bfloat16, whichever dimension is summed first."""
+    values = jnp.zeros((2, 4), jnp.bfloat16).at[:, :2].set(jnp.array([[256, 1], [1, -256]]))
+    summed = triax.sharded(jnp.sum, "t h ->", reduce="t h")
+    testing.assert_same_bits(
+        run(summed, mesh_of(kind), [values], [P("data", "model")]), jnp.bfloat16(2)
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "explicit"])
+@pytest.mark.parametrize("names", ["".join(names) for names in itertools.permutations("bht")])
+def test_gradient_by_a_weight_alone_sums_over_all_other_dimensions(kind, names):
+    a, b, c = names
+    args = drawn((4, ROWS, WIDTH), (WIDTH,))
+    cut = triax.sharded(plain, f"{a} {b} {c}, {c} -> {a} {b} {c}", cut=f"{b} {a}")
+    of_weight = lambda f: jax.grad(lambda x, weight: jnp.sum(jnp.sin(f(x, weight))), 1)
+    got = run(of_weight(cut), mesh_of(kind), args, [P("data", "model"), P()])
+    testing.assert_close(np.asarray(got), of_weight(plain)(*args), terms=4 * ROWS)
+
+
+def test_sums_over_dimensions_of_different_arguments():
+    args = drawn((8, 4), (2, 8, 4))
+    both = lambda x, y: jnp.einsum("tk,bth->kh", x, y)
+    cut = triax.sharded(both, "t k, b t h -> k h", cut="h k", reduce="b t")
+    specs = [P("model"), P("data", "model")]
+    for mesh in map(mesh_of, ("plain", "explicit")):
+        assert_close(run(cut, mesh, args, specs), both(*args))
 
 
 def test_without_reduce_a_dimension_is_gathered():

@@ -40,7 +40,8 @@ def sharded(
     `jax.shard_map`, where the arrays are parts already. Under `jax.vmap` a batch may be cut as
     well. Gradients are those of `function`, which may be or call a `jax.custom_vjp`: parts run it
     again and then its backward pass, and the gradient of an array without a dimension that is cut,
-    as of a weight, is summed over the parts, in the array's dtype.
+    as of a weight, is summed over the parts. Floats are added up in float32 or wider, and rounded
+    once to the dtype of the result or of the array.
 
     Args:
       function: takes arrays by position and options by keyword; returns arrays. They may be in
@@ -54,8 +55,8 @@ def sharded(
         every result.
       reduce: names that may be cut and that a result lacks: the result is the sum of what the parts
         return. For a product with "t k, k n -> t n" that is "k"; a bias is added outside, or every
-        part would add it. A mean is a sum that is divided outside. Return float32 if the sum must
-        not be rounded to less.
+        part would add it. A mean is a sum that is divided outside. Return float32 if neither the
+        parts' results nor their sum may be rounded to less.
 
     Returns:
       A function like `function`.
@@ -180,9 +181,8 @@ class _Cut:
                     f"shape {wanted}; got {result.shape}. The function must take sizes from its "
                     "arguments."
                 )
-            for letter in self.cut:
-                result = result if letter in letters else shard.sum(letter, result)
-            summed.append(result)
+            over = "".join(letter for letter in self.cut if letter not in letters)
+            summed.append(shard.sum(over, result))
         return tuple(summed)
 
     def _rule(

@@ -125,11 +125,13 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
 
     operands = tuple(map(names, split.operands))
     results = tuple(map(names, split.results))
-    summed = {*"".join(split.operands)} & {*split.cut} - {*"".join(split.results)}
+    summed = {*split.cut} - {*"".join(split.results)}
+    # Shardy refuses summed dimensions in another order than that in which operands have them.
+    appearing = dict.fromkeys(letter for letter in "".join(split.operands) if letter in summed)
     return SdyShardingRule(
         operands,
         results,
-        reduction_factors=tuple(sorted(summed)),
+        reduction_factors=tuple(appearing),
         need_replication_factors=tuple(whole),
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from triax.compat import jax_private
@@ -99,18 +101,28 @@ def gathered(array: Any, *kept: int) -> jax.Array:
     return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
-def cut_as_rows(array: Any, rows: Any) -> Any:
-    """The array [rows], which explicit axes cut as they do the rows of another."""
-    sharding = sharding_of(rows)
-    if sharding is None:
-        return gathered(array)
-    spec = PartitionSpec(*sharding.spec[:1])
-    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+def cut_alike(cut: str, letters: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+    """The arrays (or None), which explicit axes then cut over letters of `cut` alone, and alike.
+
+    The first array that is cut decides. For plain JAX, which wants operands that are cut alike.
+    """
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return list(arrays)
+    axes = _explicit_axes(mesh, cut, letters, arrays)
+
+    def resharded(of_array: str, array: Any) -> Any:
+        if array is None or sharding_of(array) is None:
+            return array
+        sharding = NamedSharding(mesh, partition_spec(of_array, axes))
+        return cast(array, jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
+
+    return list(map(resharded, letters, arrays))
 
 
 def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
     """The op in parts, as the types of its operands are cut."""
-    axes = _explicit_axes(mesh, split, operands)
+    axes = _explicit_axes(mesh, split.cut, split.operands, operands)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     names = {name for name, kind in kinds if kind is AxisType.Explicit}
     return _in_parts(mesh, names, split, axes)
@@ -125,21 +137,52 @@ def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
     _, results = traced(mesh, function, arguments)
     flat = flatten(split, arguments, results, "the layer")
     operands = jax.tree.leaves(arguments)
-    axes = _explicit_axes(mesh, flat, operands)
+    axes = _explicit_axes(mesh, flat.cut, flat.operands, operands)
     if not axes:
         return function(*arguments)
-    used = {name for names in axes.values() for name in names}
-    parts = _in_parts(mesh, used, flat, axes)(*operands)
+    used = tuple(name for names in axes.values() for name in names)
+    copied = [
+        not {*letters} & {*axes} and jnp.issubdtype(operand.dtype, jnp.inexact)
+        for letters, operand in zip(flat.operands, operands, strict=True)
+    ]
+    operands = [_copies(mesh, used, a) if c else a for a, c in zip(operands, copied, strict=True)]
+    parts = _in_parts(mesh, {*used}, _of_copies(flat, copied), {**axes, _COPY: used})(*operands)
     return jax.tree.unflatten(jax.tree.structure(results), parts)
 
 
-def _explicit_axes(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> dict[str, MeshAxes]:
+_COPY = "#"
+
+
+def _copies(mesh: Any, used: MeshAxes, array: jax.Array) -> jax.Array:
+    """A copy of an array for each part: then XLA adds up the parts' gradients, outside of them."""
+    # Workaround: xla all: inside, where some axes of the mesh are not manual, a sum of bfloat16
+    # ends the process on CPUs.
+    count = math.prod(mesh.shape[name] for name in used)
+    sharding = NamedSharding(mesh, PartitionSpec(used, *(None for _ in array.shape)))
+    return jax.lax.broadcast(gathered(array), (count,), out_sharding=sharding)
+
+
+def _of_copies(split: FlatSplit, copied: Sequence[bool]) -> FlatSplit:
+    """The split of a function some of whose operands are an array's copies for each part."""
+
+    def local(shard: Shard) -> Function:
+        run = split.local(shard)
+        one = lambda array, is_copy: jax.lax.squeeze(array, (0,)) if is_copy else array
+        return lambda *operands: run(*map(one, operands, copied))
+
+    operands = tuple(_COPY * c + letters for letters, c in zip(split.operands, copied, strict=True))
+    return split._replace(operands=operands, local=local)
+
+
+def _explicit_axes(
+    mesh: Any, letters_cut: str, letters: Sequence[str], arrays: Sequence[Any]
+) -> dict[str, MeshAxes]:
     cut = (
-        (letters, operand.shape, sharding.spec)
-        for letters, operand in zip(split.operands, operands, strict=True)
-        if (sharding := sharding_of(operand)) is not None and any(sharding.spec)
+        (of_array, array.shape, sharding.spec)
+        for of_array, array in zip(letters, arrays, strict=True)
+        if array is not None and (sharding := sharding_of(array)) is not None and any(sharding.spec)
     )
-    return mesh_axes(mesh, split.cut, cut)
+    return mesh_axes(mesh, letters_cut, cut)
 
 
 def _in_parts(

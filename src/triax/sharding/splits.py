@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 Function = Callable[..., Any]
@@ -35,10 +36,18 @@ class Shard:
 
     mesh_axes: Mapping[str, MeshAxes]
 
-    def sum(self, letter: str, value: jax.Array) -> jax.Array:
-        """The sum of `value` over the parts that `letter` is cut into."""
-        axes = self.mesh_axes.get(letter)
-        return jax.lax.psum(value, axes) if axes else value
+    def sum(self, letters: str, value: jax.Array) -> jax.Array:
+        """The sum of `value` over the parts that `letters` are cut into.
+
+        Small floats are added up in float32, and rounded once. On CPUs a sum of bfloat16 over some
+        axes of a mesh would also end the process, in XLA.
+        """
+        axes = sum((self.mesh_axes.get(letter, ()) for letter in letters), ())
+        if not axes:
+            return value
+        is_small = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+        wide = value.astype(jnp.float32) if is_small else value
+        return jax.lax.psum(wide, axes).astype(value.dtype)
 
     def index(self, letter: str) -> Any:
         """The number of this device's part."""

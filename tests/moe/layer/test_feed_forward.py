@@ -609,7 +609,7 @@ def test_kernels_do_all_on_cuda(monkeypatch):
         (
             {"activation": "relu2", "interleaved": True},
             ArgumentValueError,
-            "`interleaved` is True, and `activation`, 'relu2', has no gate",
+            "`activation`, 'relu2', has no gate. Leave it out. With a gate",
         ),
         (
             {"w_gate_up": (jnp.ones((EXPERTS, HIDDEN, WIDTH)),)},

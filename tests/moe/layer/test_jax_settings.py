@@ -11,9 +11,17 @@ import pytest
 from triax import moe
 from triax.testing import assert_same_bits
 
+
+@contextlib.contextmanager
+def strict_with_64_bits():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 SETTINGS = {
     "x64": lambda: jax.enable_x64(True),
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "strict promotion of 64 bits": strict_with_64_bits,
     "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "NaNs are errors": lambda: jax.debug_nans(True),
 }

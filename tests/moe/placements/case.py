@@ -119,8 +119,8 @@ class Case:
         self.batch = self.one_of(BATCHES[:-2] if exchanged else BATCHES)
         self.is_set |= self.batch == "scan"  # else JAX 0.12 loses the type of a gradient
         self.batch_axes, self.spmd_axis_name = self.draw_batch_axes()
-        if len(shape) > 1 and (self.batch_axes or exchanged or EXPLICIT in kinds):
-            self.dtype = np.float32  # to add up bfloat16 over some of the axes ends XLA on a CPU
+        if len(shape) > 1 and (self.batch == "shard_map" or exchanged):
+            self.dtype = np.float32  # JAX's sum of bfloat16 over some of the axes ends XLA on a CPU
         taken = {*self.batch_axes, self.spmd_axis_name} - {None}
         self.each = 2 if self.batch in ("vmap", "scan") else int(rng.integers(1, 3))
         self.count = 1 if self.batch == "none" else self.parts(taken) * self.each

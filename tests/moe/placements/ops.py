@@ -171,6 +171,11 @@ def glu(place, sizes, gate_up, row_weights=None, **options):
     return {"rows": moe.glu(gate_up, row_weights, **options)}
 
 
+def smooth(gate, up):
+    """An activation that is a function."""
+    return jnp.sin(gate) * up
+
+
 def sort_chunks(place, sizes, x, split_sizes, order, probs=None):
     out = moe.sort_chunks_by_index(x, split_sizes, order, probs)
     return {name: value for name, value in out._asdict().items() if value is not None}
@@ -317,6 +322,8 @@ OPS: dict[str, list[Op]] = {
         Op(glu, "gate_up", {"activation": "geglu"}),
         Op(glu_of_two, "gate up row_weights"),
         Op(glu, "gate row_weights", {"activation": "relu2"}),
+        Op(glu, "gate_up row_weights", {"activation": smooth, "interleaved": True}),
+        Op(glu_of_two, "gate up row_weights", {"activation": smooth}),
     ],
     "sort_chunks_by_index": [
         Op(
@@ -330,6 +337,7 @@ OPS: dict[str, list[Op]] = {
     "feed_forward": [
         Op(feed_forward, "x logits w_gate_up w_down"),
         Op(feed_forward, "x logits w_gate_up w_down", {"capacity": 4, "activation": "geglu"}),
+        Op(feed_forward, "x logits w_gate_up w_down", {"activation": smooth}),
     ],
     "feed_forward, by sigmoids": [
         Op(feed_forward, "x logits w_gate_up w_down bias", {"align_size": 4}),

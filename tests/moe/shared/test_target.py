@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from triax import devices, moe
 from triax.compat import jax_private
-from triax.errors import DifferentiationError
+from triax.errors import ArgumentValueError, DifferentiationError
 from triax.moe.shared.target import INTERPRETER, for_target
 
 
@@ -64,3 +65,13 @@ def test_target_is_the_gpu_lowered_for(monkeypatch, arch, multiprocessors):
 def test_a_derivative_is_refused():
     with pytest.raises(DifferentiationError, match=r"jax\.custom_vjp"):
         jax.grad(lambda x: jnp.sum(call(x)["sum"]))(jnp.ones(3))
+
+
+def test_without_a_gpu_the_error_names_a_setting(monkeypatch):
+    """`feed_forward` does not take `compute_capability`."""
+    monkeypatch.setattr(devices, "_local_gpus", list)
+    x, logits, gate_up, down = (jnp.ones(shape) for shape in [(4, 8), (4, 2), (2, 8, 8), (2, 4, 8)])
+    layer = jax.jit(lambda *args: moe.feed_forward(*args, top_k=1).tokens)
+    for traced in (layer.trace(x, logits, gate_up, down), jax.jit(call).trace(x)):
+        with pytest.raises(ArgumentValueError, match=r"\. Set TRIAX_CUDA_ARCH \(90 for an H100"):
+            traced.lower(lowering_platforms=("cuda",))

@@ -23,7 +23,6 @@ from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call
-from triax.sharding import explicit
 
 
 def glu(
@@ -78,8 +77,6 @@ def glu(
     spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
     if function is not None:
-        if row_weights is not None:
-            row_weights = explicit.cut_as_rows(row_weights, gate_up)
         run = jax.checkpoint(functools.partial(functions.apply, function, spec))
         out = run(gate_up, up, row_weights)
     else:
@@ -158,7 +155,7 @@ def _checked(
     if spec.gated and up is None and gate_up.shape[1] % 2:
         raise ArgumentValueError(
             "Argument `gate_up` must have an even number of columns, half of them the gate's; got "
-            f"shape {gate_up.shape}."
+            f"shape {gate_up.shape}.{remedy_by_gate(spec)}"
         )
     if row_weights is not None:
         row_weights = arguments.array("row_weights", row_weights, ("rows",), jnp.floating)
@@ -189,7 +186,7 @@ def resolve(
     if interleaved and not spec.gated:
         raise ArgumentValueError(
             f"Argument `interleaved` is True, and `activation`, {messages.short(activation)}, has "
-            "no gate. Leave it out."
+            f"no gate. Leave it out.{remedy_by_gate(spec)}"
         )
     function = activation if not spec.curve else None
     return dataclasses.replace(spec, interleaved=bool(interleaved)), function
@@ -210,12 +207,21 @@ def _num_arguments(function: Callable[..., Any]) -> int:
     return count
 
 
+def remedy_by_gate(spec: GluSpec) -> str:
+    """What to pass if there is a gate, and the activation has none; or the other way round."""
+    other = dataclasses.replace(spec, gated=not spec.gated, interleaved=False)
+    remedy = f"a JAX function of {'gate and up' if other.gated else 'one array'}"
+    remedy = next((repr(name) for name, known in SPECS.items() if known == other), remedy)
+    return f" {'With' if other.gated else 'Without'} a gate, `activation` is {remedy}."
+
+
 def check_two(name: str, pair: tuple[Any, ...], spec: GluSpec) -> None:
     """Raises unless a tuple is gate and up, and the activation takes these."""
     if len(pair) != 2 or not spec.gated or spec.interleaved:
         raise ArgumentValueError(
             f"Argument `{name}` must be one array, or two (gate and up) for a gated activation "
             f"without `interleaved`; got {len(pair)}."
+            f"{remedy_by_gate(spec) if len(pair) == 2 and not spec.gated else ''}"
         )
 
 

@@ -15,6 +15,7 @@ from triax.errors import ArgumentValueError
 from triax.moe.activations.reference import GluSpec, halves
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.order import after
+from triax.sharding import explicit
 
 
 def apply(
@@ -29,7 +30,10 @@ def apply(
     It is given each row by itself, [1, width], so that no result depends on which other rows there
     are. All that is done to its results has this shape, too: XLA makes a kernel of it more easily.
     """
-    alone = jax.tree.map(lambda array: array[:, None], (gate_up, up, row_weights))
+    both = spec.gated and up is None
+    letters = "r_" if both else "rw", "rw", "r"
+    cut = explicit.cut_alike("rw", letters, (gate_up, up, row_weights))
+    alone = jax.tree.map(lambda array: array[:, None], tuple(cut))
     out: jax.Array = jax.vmap(functools.partial(_of_one_row, function, spec))(*alone)
     return out[:, 0]
 
@@ -68,7 +72,7 @@ def gradients(
     if up is not None:
         given["up"] = after(up, gradient)
     out, pull = jax.vjp(lambda given: apply(function, spec, **given), given)
-    return pull(gradient)[0], out
+    return pull(explicit.cast(gradient, explicit.type_of(out)))[0], out
 
 
 def closes_over_traced(

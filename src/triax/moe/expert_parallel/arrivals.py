@@ -171,7 +171,8 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
     top_k = experts.shape[1]
     routed = experts >= 0
     device_of = jnp.where(routed, experts // axis.experts, -1)
-    needed = jnp.any(device_of[:, :, None] == jnp.arange(axis.devices)[None, None, :], axis=1)
+    devices = jnp.arange(axis.devices, dtype=jnp.int32)[None, None, :]
+    needed = jnp.any(device_of[:, :, None] == devices, axis=1)
     sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
     room = axis.devices * capacity
     ways: Ways | Plan = (

@@ -120,7 +120,7 @@ def bias_gradients(
     sums, products, bounds = _group_sums(
         rows, groups, weights, bias, dtypes[0], num_rows, implementation
     )
-    row = jnp.arange(num_rows)
+    row = jnp.arange(num_rows, dtype=jnp.int32)
     inside = (bounds[0, 0] <= row) & (row < bounds[0, -1])
     return sums, jnp.where(inside, jnp.sum(products, 0), 0).astype(dtypes[1])
 

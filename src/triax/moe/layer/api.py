@@ -177,7 +177,7 @@ def feed_forward(
     beside, of_weights = "`x` and `logits`", w_down.shape[0]
     if axis_name is None and 0 < of_weights < num_experts and num_experts % of_weights == 0:
         beside += " (if each device has a part of the experts, pass `axis_name`)"
-    shapes.check("w_down", w_down, width, hidden, beside)
+    _check_shape("w_down", w_down, shapes.shape(width, hidden), beside)
     spec, _ = activations.resolve(activation, interleaved)
     recipe = recipes.resolve(recipe, x)
     w_gate_up, b_gate_up = _check_gate_up(w_gate_up, b_gate_up, spec, shapes, x, width, recipe)
@@ -304,9 +304,10 @@ def _check_gate_up(
             f"{messages.shown(weights)}. Use tuple(w_gate_up)."
         )
     if not isinstance(weights, tuple):
-        columns = 2 * width if spec.gated else width
+        columns, other = (2 * width, width) if spec.gated else (width, 2 * width)
         beside = () if spec.gated else ("an `activation` of one array, without a gate",)
-        weights = shapes.weights("w_gate_up", weights, hidden, columns, *beside)
+        remedies = {shapes.shape(hidden, other): activations.remedy_by_gate(spec)}
+        weights = shapes.weights("w_gate_up", weights, hidden, columns, *beside, remedies=remedies)
         _check_dtype("w_gate_up", weights, x, recipe)
         return weights, shapes.bias("b_gate_up", bias, columns)
     activations.check_two("w_gate_up", weights, spec)
@@ -329,14 +330,16 @@ class _Shapes:
     def __init__(self, num_experts: int, transposed: bool):
         self.num_experts, self.transposed = num_experts, transposed
 
-    def check(self, name: str, array: Any, depth: int, columns: int, of: str) -> None:
-        shape = (columns, depth) if self.transposed else (depth, columns)
-        _check_shape(name, array, (self.num_experts, *shape), of)
+    def shape(self, depth: int, columns: int) -> tuple[int, ...]:
+        return (self.num_experts, *((columns, depth) if self.transposed else (depth, columns)))
 
-    def weights(self, name: str, value: Any, depth: int, columns: int, *beside: str) -> Any:
+    def weights(
+        self, name: str, value: Any, depth: int, columns: int, *beside: str, **remedies: Any
+    ) -> Any:
         array = _weights(name, value, ("experts", "hidden", "columns"))
         *some, last = ("`x`", "`logits`", "`w_down`", *beside)
-        self.check(name, array, depth, columns, f"{', '.join(some)} and {last}")
+        of = f"{', '.join(some)} and {last}"
+        _check_shape(name, array, self.shape(depth, columns), of, **remedies)
         return array
 
     def bias(self, name: str, value: Any, columns: int) -> jax.Array | None:
@@ -366,12 +369,20 @@ def _float_array(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
     return value
 
 
-def _check_shape(name: str, array: Any, shape: tuple[int, ...], of: str) -> None:
+def _check_shape(
+    name: str,
+    array: Any,
+    shape: tuple[int, ...],
+    of: str,
+    remedies: dict[tuple[int, ...], str] | None = None,
+) -> None:
+    """Raises if an array has another shape; `remedies` has what to do about some."""
     if array.shape != shape:
         swapped = len(shape) == 3 and array.shape == (shape[0], shape[2], shape[1])
+        remedy = (remedies or {}).get(array.shape, "")
+        remedy = arguments.transpose_remedy() if swapped else remedy
         raise ArgumentValueError(
-            f"Argument `{name}` must have shape {shape} to go with {of}; got {array.shape}."
-            + (arguments.transpose_remedy() if swapped else "")
+            f"Argument `{name}` must have shape {shape} to go with {of}; got {array.shape}.{remedy}"
         )
 
 

@@ -161,7 +161,7 @@ def _spread(options: Options, given: Operands) -> FeedForward:
 
     out = _experts(options, given, arrived, sent.group_sizes)
     tokens = combine(out, sent.plan, weights=None, **how)
-    chosen = experts.reshape(-1, 1) == jnp.arange(options.num_experts)
+    chosen = experts.reshape(-1, 1) == jnp.arange(options.num_experts, dtype=jnp.int32)[None]
     counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
     return FeedForward(tokens, counts, jax.lax.psum(sent.num_dropped, axis), weights, experts)
 

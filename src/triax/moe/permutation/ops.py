@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from triax.moe.permutation import launchers, reference
 from triax.moe.permutation.reference import Gathered, Permuted, Routes
+from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
 from triax.sharding.splits import Shard
@@ -107,9 +108,11 @@ def _spread_derivative(
     return linear.call(spread, gather, primals, moving, like)
 
 
-def _sum_products(call: Call, shard: Shard, *arguments: Any) -> Any:
-    d_rows, d_weights = call.run(*arguments)
-    return d_rows, shard.sum("h", d_weights)
+def _sum_products(call: Call, shard: Shard, rows: Any, weights: Any, *others: Any) -> Any:
+    """Of a part of the width; the weights' gradients are rounded after parts are added up."""
+    wider = weights.astype(at_least_float32(weights.dtype))
+    d_rows, d_weights = call.run(rows, wider, *others)
+    return d_rows, shard.sum("h", d_weights).astype(weights.dtype)
 
 
 # Tokens, weights and scales copied to the rows given by routes. A token goes to any row, so the

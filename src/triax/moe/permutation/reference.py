@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from triax.moe.shared.arrays import take_rows
 
@@ -117,7 +118,7 @@ def sum_dtype(rows: jax.Array, weights: jax.Array | None) -> jnp.dtype:
     """What sums are computed in: float32, or wider where an operand is: float64 or complex."""
     dtypes = (array.dtype for array in (rows, weights) if array is not None)
     wider = (d for d in dtypes if d == jnp.float64 or jnp.issubdtype(d, jnp.complexfloating))
-    return jnp.result_type(jnp.float32, *wider)
+    return np.result_type(np.float32, *wider)  # JAX's is an error in its strict mode
 
 
 def _existing_rows(routes: Routes) -> jax.Array:

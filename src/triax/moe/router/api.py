@@ -177,9 +177,9 @@ def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routed:
 def _scaled(weights: jax.Array, expert_scale: jax.Array, experts: jax.Array) -> jax.Array:
     """Weights times their experts' scales, whose gradient is summed up in a fixed order."""
     expert_scale = explicit.gathered(expert_scale)
-    is_expert = experts[:, :, None] == jnp.arange(expert_scale.shape[0])
-    scales = jnp.sum(jnp.where(is_expert, expert_scale.astype(jnp.float32), 0), axis=2)
-    return weights * scales
+    every = jnp.arange(expert_scale.shape[0], dtype=jnp.int32)[None, None, :]
+    of_all = expert_scale.astype(jnp.float32)[None, None, :]
+    return weights * jnp.sum(jnp.where(experts[:, :, None] == every, of_all, 0), axis=2)
 
 
 def route_by_spec(

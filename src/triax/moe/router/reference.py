@@ -150,7 +150,8 @@ def _kept_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
     grouped = scores.reshape(num_tokens, spec.num_groups, group_size)
     group_scores = jnp.sum(jax.lax.top_k(grouped, spec.group_best)[0], axis=2)
     groups = jax.lax.top_k(_choosable(group_scores), spec.top_groups)[1]
-    kept = jnp.any(groups[:, :, None] == jnp.arange(spec.num_groups)[None, None, :], axis=1)
+    every = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :]
+    kept = jnp.any(groups[:, :, None] == every, axis=1)
     return jnp.repeat(kept, group_size, axis=1)
 
 
