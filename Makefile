@@ -8,6 +8,7 @@
 #   make fuzz          random cases of the MoE ops against float64 (ARGS="--cases 50000 --jobs 8")
 #   make coverage      which branches of src the tests run through (TESTS="not gpu" for all)
 #   make mutants       small changes to the code that some test must see (hours; Python 3.12)
+#   make cards         what every op compiles to on every card, from A100 to RTX 50 (Python 3.12)
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
@@ -44,7 +45,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test fuzz mutants lint format coverage matrix models sanitize flags stress docs wheel clean help
+.PHONY: demo test gpu-test fuzz mutants lint format coverage cards matrix models sanitize flags stress docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -78,6 +79,9 @@ coverage: $(STAMP)
 	$(PY) -m coverage combine -q
 	$(PY) -m tools.covered
 	$(PY) -m coverage report
+
+cards: $(STAMP)
+	JAX_PLATFORMS=cpu $(PY) -m tests.cards $(ARGS)
 
 matrix: $(STAMP)
 	$(PY) -m nox -f tools/matrix.py $(ARGS)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from triax import architectures
 from triax.bench.report import is_of_device, renamed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -508,6 +509,79 @@ def where_matrix() -> str:
     return f"{counts} {max(of['written'] for of in runs)}.\n"
 
 
+def by_version() -> str:
+    """Times of the layer and its kernels by versions, of the first ones', and without TMA."""
+    entries = record("versions")["entries"]
+    first = entries[0]["results"]
+
+    def title(entry: dict[str, Any]) -> str:
+        jax, triton = entry["versions"].values()
+        return f"JAX {jax}, Triton {triton}" + ("" if entry["descriptors"] else ", no TMA")
+
+    def cell(us: float | None, base: float) -> str:
+        return "–" if us is None else f"{us / base:.2f}"
+
+    rows = [
+        [name, _us(base), *(cell(of["results"][name], base) for of in entries[1:])]
+        for name, base in first.items()
+    ]
+    return table(["", *map(title, entries)], rows)
+
+
+def pointers() -> str:
+    """How much longer layers take where JAX encodes no TMA descriptors."""
+    entries = record("versions")["entries"]
+    (without,) = (each["results"] for each in entries if not each["descriptors"])
+    ratios = [without[name] / us for name, us in entries[0]["results"].items() if "layer" in name]
+    return f"{min(ratios):.1f} to {max(ratios):.1f} times as long as with TMA, on one H100.\n"
+
+
+def cards() -> str:
+    """What each card has, and what the matmuls of many rows compile to on it."""
+    rows = []
+    for card, kernels in record("cards")["cards"].items():
+        known = architectures.of(int(card))
+        (product, *_) = sorted(
+            (k for k in kernels if k["kernel"] == "ragged_dot" and k["products"] != "none"),
+            key=lambda k: -k["shared_bytes"],
+        )
+        most = max(k["shared_bytes"] for k in kernels)
+        rows.append(
+            [
+                *(f"sm_{card}", known.cards, f"{known.shared_bytes >> 10} KiB"),
+                *(f"{most / 1024:.0f} KiB", f"`{product['products']}`"),
+                *("TMA" if product["loads"] == "descriptors" else "`cp.async`", str(len(kernels))),
+                "measured" if card == "90" else "compiled only",
+            ]
+        )
+    head = ["", "cards", "shared memory of a block", "most taken", "products", "loads"]
+    return table([*head, "kernels", ""], rows)
+
+
+def card_kernels() -> str:
+    """Of each kernel's configs on a card: most shared memory, most registers, bytes spilled."""
+    found = record("cards")["cards"]
+    names = sorted({k["kernel"] for kernels in found.values() for k in kernels})
+
+    def cell(name: str, kernels: list[dict[str, Any]]) -> str:
+        own = [k for k in kernels if k["kernel"] == name]
+        if not own:
+            return "–"
+        shared, registers, spilled = (
+            max(k[of] for k in own) for of in ("shared_bytes", "registers", "spilled_bytes")
+        )
+        return f"{shared / 1024:.0f} / {registers}" + (f" ({spilled})" if spilled else "")
+
+    rows = [[f"`{n}`", *(cell(n, kernels) for kernels in found.values())] for n in names]
+    return table(["", *(f"sm_{card}" for card in found)], rows)
+
+
+def where_cards() -> str:
+    of = record("cards")
+    programs = f"{of['programs']} programs for each card, {len(of['problems'])} problems"
+    return f"{programs}. JAX {of['versions']['jax']}, Triton {of['versions']['triton']}, {of['written'][:10]}.\n"
+
+
 def group_offset() -> str:
     """`ragged_dot` of an eighth of the groups."""
     rows = []
@@ -838,6 +912,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "coverage": covered,
     "where/coverage": where_covered,
     "matrix": matrix,
+    "by_version": by_version,
+    "where/by_version": lambda: where("versions"),
+    "pointers": pointers,
+    "cards": cards,
+    "cards/kernels": card_kernels,
+    "where/cards": where_cards,
     "where/matrix": where_matrix,
     "untrusted": untrusted,
     "flags": flags,

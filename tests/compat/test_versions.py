@@ -18,7 +18,7 @@ HISTORY = """
     0.7.2 0.8.0.dev20251001 0.8.0rc1 0.8.0 0.8.1 0.8.2.dev20251201 0.8.2 0.8.3 0.9.0 0.9.0.1
     0.9.1rc1 0.9.1 0.9.2.dev20260316 0.9.2.dev20260317 0.9.2.dev20260401 0.9.2 0.9.3
     0.10.0.dev20260410 0.10.0rc1 0.10.0 0.10.1.dev20260510 0.10.1rc1 0.10.1 0.10.2.dev20260601
-    0.10.2 0.11.0 0.11.2 0.12.0.1 0.12.0+cuda13.abcdef
+    0.10.2 0.11.0 0.11.1 0.11.2 0.12.0.1 0.12.0+cuda13.abcdef
 """.split()  # noqa: SIM905  # a list would have one per line
 
 FIRST = {
@@ -27,6 +27,7 @@ FIRST = {
     versions.OWNED_MODULE_KEYS: "0.9.1",
     versions.FFI_TARGET: "0.10.1",
     versions.COST_ESTIMATE: "0.11.0",
+    versions.TENSOR_MAPS: "0.11.1",
 }
 
 
@@ -156,3 +157,9 @@ class TestOtherTritons:
 def test_docs_page_is_the_table():
     page = Path(__file__).parents[2] / "docs" / "versions.md"
     assert versions.versions_table() in page.read_text()
+
+
+@pytest.mark.cuda_plugin
+def test_the_installed_jax_encodes_descriptors_if_the_table_says_so():
+    expected = versions.TENSOR_MAPS.passes(versions.gated_version())
+    assert jax_private.supports_tensor_maps() == expected

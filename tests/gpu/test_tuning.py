@@ -31,6 +31,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def fresh():
     policy.forget()
+    policy._warn.cache_clear()  # each text is logged once
     yield
     policy.forget()
 

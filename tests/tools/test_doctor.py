@@ -102,6 +102,7 @@ def test_plugin_of_another_version(report):
         (versions.RUNTIME_AUTOTUNING, "0.9.2", "warn"),
         (versions.FFI_TARGET, "0.10.0", "warn"),
         (versions.COST_ESTIMATE, "0.10.2", "warn"),
+        (versions.TENSOR_MAPS, "0.11.0", "warn"),
     ],
     ids=lambda value: getattr(value, "feature", None),
 )
@@ -112,7 +113,10 @@ def test_jax_below_a_floor(report, gate, version, level):
     assert (status, finding["level"]) == (level == "fix", level)
     expected = f"needs jaxlib {gate.stable}, and {version} is here: {gate.below}"
     assert finding["text"] == expected
-    assert finding["remedy"] == f"pip install --upgrade 'jax[cuda13]>={gate.stable}'"
+    python = "with Python 3.12 or later, "
+    needed = gate is versions.TENSOR_MAPS and sys.version_info < (3, 12)
+    upgrade = f"pip install --upgrade 'jax[cuda13]>={gate.stable}'"
+    assert finding["remedy"] == python * needed + upgrade
 
 
 def test_every_gate_has_a_line(report):

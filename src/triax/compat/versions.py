@@ -144,6 +144,15 @@ COST_ESTIMATE = Gate(
     "jax-ml/jax-triton 0.4: cost_estimate, requires JAX 0.11.0",
 )
 
+# `jax_private.supports_tensor_maps` asks jaxlib itself.
+TENSOR_MAPS = Gate(
+    "matmuls load blocks by TMA (Hopper, Blackwell)",
+    "0.11.1",
+    "jaxlib encodes descriptors from then on; JAX 0.11 needs Python 3.12",
+    "they load through pointers: the layer takes about 1.5 times as long on an H100",
+    "jax-ml/jax: jaxlib/gpu/triton.cc, create_tma_descriptor_parameter",
+)
+
 GATES = tuple(gate for gate in list(vars().values()) if isinstance(gate, Gate))
 
 LEGACY_TARGET = "triton_kernel_call"

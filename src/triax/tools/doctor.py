@@ -28,6 +28,7 @@ PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = ("jax", "jaxlib", *PLUGINS, "triton", "numpy", "cuda-bindings")
 _OF_OTHERS = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PYTHONS = (3, 11), (3, 13)
+_PYTHON_OF_JAX_0_11 = 3, 12
 _TRIAL_TARGET = 90
 _ABSENT = "not installed"
 _SET_CACHE = "set TRIAX_CACHE_DIR to a folder that can be written"
@@ -201,6 +202,8 @@ def _gates(machine: Machine) -> Findings:
                 package = f"jax[{machine.plugin[0].split('-')[1]}]" if machine.plugin else "jax"
             text = f"needs {gate.package} {gate.stable}, and {version} is here: {gate.below}"
             remedy = f"pip install --upgrade '{package}>={gate.stable}'"
+            if gate is versions.TENSOR_MAPS and sys.version_info < _PYTHON_OF_JAX_0_11:
+                remedy = f"with Python 3.12 or later, {remedy}"
             yield Finding(gate.feature, level, text, remedy)
 
 
