@@ -579,7 +579,8 @@ def card_kernels() -> str:
 def where_cards() -> str:
     of = record("cards")
     programs = f"{of['programs']} programs for each card, {len(of['problems'])} problems"
-    return f"{programs}. JAX {of['versions']['jax']}, Triton {of['versions']['triton']}, {of['written'][:10]}.\n"
+    versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
+    return f"{programs}. {versions}, {of['written'][:10]}.\n"
 
 
 def group_offset() -> str:
