@@ -22,13 +22,14 @@ from triax.bench.streams import find_limit
 from triax.bench.timing import time_program
 
 HIDDEN, WIDTH, TOP_K = 7168, 2048, 8
+ROUTER = moe.Router(TOP_K, normalize=True)
 TOKENS, EXPERTS = (8, 32, 128, 256), (32, 128)
 ROUTING_TOKENS, REPEATS, LAYERS = 128, (4, 24), 8
 
 
 def routing(x, logits):
     """There and back, without experts between: [tokens, hidden]."""
-    weights, experts = moe.route(logits, TOP_K, normalize=True)
+    weights, experts = moe.route(logits, ROUTER)
     plan = moe.make_plan(experts, logits.shape[1])
     rows = jax.lax.optimization_barrier(moe.permute(x, plan))
     return moe.unpermute(rows, plan, weights)
@@ -53,7 +54,7 @@ def normal(seed, *shape, scale=1.0):
 
 
 def layer(x, logits, w_gate_up, w_down):
-    return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K, normalize=True)
+    return moe.feed_forward(x, logits, moe.Experts(w_gate_up, w_down), ROUTER)
 
 
 def measure_weights(experts, rate):

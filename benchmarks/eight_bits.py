@@ -244,8 +244,10 @@ def measure_errors():
 
 
 def forward_and_backward(given, top_k, recipe):
+    router = moe.Router(top_k, normalize=True)
+
     def layer(given):
-        return moe.feed_forward(**given, top_k=top_k, normalize=True, recipe=recipe).tokens
+        return moe.feed_forward(*given, router, recipe=recipe).tokens
 
     out, pull = jax.vjp(layer, given)
     return out, pull(out)[0]  # which has to be there before
@@ -254,13 +256,12 @@ def forward_and_backward(given, top_k, recipe):
 def measure_layers():
     found = {}
     for name, (tokens, experts, top_k, hidden, width) in LAYERS.items():
-        given = {
-            "x": normal(0, tokens, hidden),
-            "logits": normal(1, tokens, experts).astype("float32"),
-            "w_gate_up": normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
-            "w_down": normal(3, experts, width, hidden, scale=width**-0.5),
-        }
-
+        weights = (
+            normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
+            normal(3, experts, width, hidden, scale=width**-0.5),
+        )
+        logits = normal(1, tokens, experts).astype("float32")
+        given = normal(0, tokens, hidden), logits, moe.Experts(*weights)
         run = functools.partial(forward_and_backward, top_k=top_k)
         programs = {way: jax.jit(functools.partial(run, recipe=r)) for way, r in RECIPES.items()}
         plain = None
@@ -292,7 +293,7 @@ def measure_decode():
     for name, (tokens, experts) in DECODE.items():
         rows = tokens * DECODE_TOP_K
         logits = jax.random.normal(jax.random.key(3), (tokens, experts))
-        _, chosen = moe.route(logits, DECODE_TOP_K)
+        _, chosen = moe.route(logits, moe.Router(DECODE_TOP_K))
         sizes = jnp.bincount(chosen.ravel(), length=experts).astype("int32")
         used = int((sizes > 0).sum())
         for product, depth, columns in (

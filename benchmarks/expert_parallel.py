@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 from triax import moe
 
 TOKENS, HIDDEN, EXPERTS, TOP_K, WIDTH = 16384, 7168, 256, 8, 2048
+ROUTER = moe.Router(TOP_K, normalize=True)
 LAYER_EXPERTS = 64  # of the whole layer: what the GPUs can hold with gradients
 SAMPLES, CALLS = 7, 8
 WAYS = {
@@ -88,7 +89,7 @@ def layer(exchange, parts):
     """The layer, one part of the tokens after the other."""
 
     def run(x, logits, w_gate_up, w_down):
-        weights, experts = moe.route(logits, TOP_K, normalize=True)
+        weights, experts = moe.route(logits, ROUTER)
         how = {"num_rows": num_rows(len(x)), "scheme": "token", "exchange": exchange}
         sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, **how)
         h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
@@ -104,7 +105,7 @@ def layer(exchange, parts):
 
 def whole_layer(x, logits, w_gate_up, w_down):
     """With all experts on each GPU."""
-    return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K, normalize=True).tokens
+    return moe.feed_forward(x, logits, moe.Experts(w_gate_up, w_down), ROUTER).tokens
 
 
 def time_ms(program, *operands):
@@ -179,7 +180,7 @@ def main():
         return jax.jit(make, out_shardings=sharding)()
 
     x, gradient = (normal(seed, count * TOKENS, HIDDEN) for seed in (0, 1))
-    route = on_all(lambda logits: tuple(moe.route(logits, TOP_K, normalize=True)))
+    route = on_all(lambda logits: tuple(moe.route(logits, ROUTER)))
     weights, experts = route(normal(2, count * TOKENS, EXPERTS, dtype=jnp.float32))
     found = {}
 

@@ -35,10 +35,10 @@ def clamped(gate, up):
 
 
 def layer(given, biased=True, **options):
-    biases = {"b_gate_up": given["b_gate_up"], "b_down": given["b_down"]} if biased else {}
-    weights = given["w_gate_up"], given["w_down"]
-    how = {"top_k": TOP_K, "normalize": True} | options
-    return moe.feed_forward(given["x"], given["logits"], *weights, **biases, **how).tokens
+    options |= {name: given[name] for name in ("b_gate_up", "b_down") if biased}
+    experts = moe.Experts(given["w_gate_up"], given["w_down"], **options)
+    router = moe.Router(TOP_K, normalize=True)
+    return moe.feed_forward(given["x"], given["logits"], experts, router).tokens
 
 
 def matmuls(given):

@@ -37,7 +37,7 @@ def normal(seed, *shape, scale=1.0):
 
 
 def layer(given, top_k, keep):
-    return moe.feed_forward(**given, top_k=top_k, normalize=True, keep=keep).tokens
+    return moe.feed_forward(*given, moe.Router(top_k, normalize=True), keep=keep).tokens
 
 
 def forward_and_backward(given, top_k, keep):
@@ -47,8 +47,9 @@ def forward_and_backward(given, top_k, keep):
 
 def dense(given, top_k):
     """The layer's six products, of rows that all have the weights of one expert."""
-    rows = jnp.repeat(given["x"], top_k, axis=0)
-    up, down = given["w_gate_up"][0], given["w_down"][0]
+    x, _, experts = given
+    rows = jnp.repeat(x, top_k, axis=0)
+    up, down = experts.w_gate_up[0], experts.w_down[0]
     wide = rows @ up
     narrow = wide[:, : down.shape[0]]
     return wide @ up.T, rows.T @ wide, rows @ down.T, narrow @ down, narrow.T @ rows
@@ -69,12 +70,12 @@ def kernels_us(program, given, calls=5):
 
 
 def measure(tokens, hidden, experts, top_k, width):
-    given = {
-        "x": normal(0, tokens, hidden),
-        "logits": normal(1, tokens, experts).astype("float32"),
-        "w_gate_up": normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
-        "w_down": normal(3, experts, width, hidden, scale=width**-0.5),
-    }
+    weights = (
+        normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
+        normal(3, experts, width, hidden, scale=width**-0.5),
+    )
+    logits = normal(1, tokens, experts).astype("float32")
+    given = normal(0, tokens, hidden), logits, moe.Experts(*weights)
     found, programs, results = {}, {}, []
     for way, keep in WAYS.items():
         run = functools.partial(layer, top_k=top_k, keep=keep)

@@ -41,17 +41,18 @@ def normal(seed, *shape, scale=1.0):
 
 def layers():
     for name, (tokens, top_k, experts, hidden, width) in LAYERS.items():
-        given = (
-            normal(0, tokens, hidden),
-            jax.random.normal(jax.random.key(1), (tokens, experts)),
+        weights = (
             normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
             normal(3, experts, width, hidden, scale=width**-0.5),
         )
+        logits = jax.random.normal(jax.random.key(1), (tokens, experts))
+        given = normal(0, tokens, hidden), logits, moe.Experts(*weights)
         recipes = (None, "rows", "blocks") if name == "DeepSeek-V3" else (None,)
         for recipe in recipes:
 
             def run(given, top_k=top_k, recipe=recipe):
-                op = lambda *args: moe.feed_forward(*args, top_k=top_k, recipe=recipe).tokens
+                how = moe.Router(top_k)
+                op = lambda *args: moe.feed_forward(*args, how, recipe=recipe).tokens
                 out, pull = jax.vjp(op, *given)
                 return out, pull(out)
 
