@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from triax import architectures
-from triax.bench.report import is_of_device, renamed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -56,8 +55,7 @@ MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad
 
 @functools.cache
 def record(name: str) -> Any:
-    found = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
-    return renamed(found) if "schema" in found else found
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
 
 
 def find(implementation: str = "triax", source: str = "h200", **what: Any) -> list[dict[str, Any]]:
@@ -98,8 +96,7 @@ def where(source: str = "h200") -> str:
     """On what and when the benchmark ran."""
     run = record(source)
     versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("jax", "triton"))
-    device = run["device"] if "device" in run else run["machine"]["device"]
-    return f"One {device}, {versions}, {run['written'][:10]}.\n"
+    return f"One {run['device']}, {versions}, {run['written'][:10]}.\n"
 
 
 def ops() -> str:
@@ -117,7 +114,8 @@ def _name(op: str) -> str:
 def _ratio(name: str, shape: dict[str, Any]) -> str:
     """How many times as long a competitor took as Triax; a dash where one was not measured."""
     own, theirs = find(**shape), find(name, **shape)
-    if not own or not theirs or not all(map(is_of_device, own + theirs)):
+    of_device = ("events", "graph", "bursts")
+    if not own or not theirs or any(r["seconds_method"] not in of_device for r in own + theirs):
         return "–"
     return f"{theirs[0]['median_us'] / own[0]['median_us']:.2f}×"
 
