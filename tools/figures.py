@@ -475,14 +475,15 @@ def flags() -> str:
 
 
 def ran_on_gpus() -> dict[tuple[str, str], str]:
-    """The GPU on which there are measurements, by JAX and Triton."""
-    found = {}
+    """The GPUs on which there are measurements, by JAX and Triton."""
+    found: dict[tuple[str, str], set[str]] = {}
     for path in sorted((ROOT / "benchmarks").glob("*.json")):
         run = json.loads(path.read_text())
         run = run if isinstance(run, dict) else {}
         if "versions" in run and run.get("device", "").startswith("NVIDIA"):
-            found[run["versions"]["jax"], run["versions"]["triton"]] = run["device"]
-    return found
+            for versions in (run["versions"], *(of["versions"] for of in run.get("entries", []))):
+                found.setdefault((versions["jax"], versions["triton"]), set()).add(run["device"])
+    return {versions: ", ".join(sorted(devices)) for versions, devices in found.items()}
 
 
 def matrix() -> str:
