@@ -24,7 +24,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS.keys() - {"tuning_quality", "weak_scaling"})
+@pytest.mark.parametrize("name", sorted(SCRIPTS.keys() - {"tuning_quality", "weak_scaling"}))
 def test_a_script_says_what_it_measures_and_how_it_is_run(name):
     """And it can be imported: tuning_quality changes the environment for that, the other draws."""
     module = importlib.import_module(f"benchmarks.{name}")
