@@ -337,7 +337,8 @@ def main() -> int:
                 print(card, *dataclasses.astuple(each), sep="  ", flush=True)
     print(*problems, sep="\n")
     if options.output is not None:
-        options.output.write_text(json.dumps(record(everything, problems), indent=1) + "\n")
+        text = json.dumps(record(everything, problems))
+        options.output.write_text(text.replace("{", "\n{") + "\n")  # a kernel on each line
     return 1 if problems else 0
 
 

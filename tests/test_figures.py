@@ -56,7 +56,8 @@ def test_matrix_of_a_record(monkeypatch):
 
 def test_measurements_were_made_on_gpus():
     found = figures.ran_on_gpus()
-    assert found["0.11.2", "3.6.0"] == "NVIDIA H200"
+    assert found["0.11.2", "3.6.0"] == "NVIDIA H100 80GB HBM3, NVIDIA H200"
+    assert found["0.12.0.1", "3.9.0"] == "NVIDIA H100 80GB HBM3"
     assert ("0.10.2", "3.9.0") not in found  # of those on a CPU
 
 

@@ -11,11 +11,11 @@ from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.compat import versions
 from triax.moe.grouped_matmul.options import Groups, Options
-from triax.moe.grouped_matmul.tiles import cdiv, schedule
+from triax.moe.grouped_matmul.tiles import ROW_TILES, ROWS, cdiv, schedule
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 
-_ROWS, _COLUMNS, _BLOCK, _STAGES, _ROW_TILES = 128, 256, 128, 3, 8
+_COLUMNS, _BLOCK, _STAGES = 256, 128, 3
 # As many as all threads get, and those that multiply: what is scaled and added up is in registers.
 _REGISTERS, _REGISTERS_OF_PRODUCTS = 152, 216
 _HOPPER = 90
@@ -56,7 +56,7 @@ def suit(
         and summed
         and not any(of is None for of in scales)
         and bias is None
-        and rows_per_group > _ROWS // 2
+        and rows_per_group > ROWS // 2
         and max(rows.shape[0] * deep, groups * max(columns, cdiv(columns, _BLOCK) * deep)) < _MOST
     )
 
@@ -79,10 +79,10 @@ def ragged_dot(
     (num_rows, depth), (num_groups, columns, _) = rows.shape, weights.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK, element_bitwidth=8, rank=2)
     all_columns = weights.reshape(num_groups * columns, depth)
-    tiles, _ = schedule(groups, num_rows, _ROWS, implementation, _ROW_TILES)
+    tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
     out: Any = launch(
         _ragged_dot_float32_sums_kernel,
-        TensorDescriptor.from_array(rows, (_ROWS, _BLOCK), layout),
+        TensorDescriptor.from_array(rows, (ROWS, _BLOCK), layout),
         TensorDescriptor.from_array(all_columns, (_COLUMNS, _BLOCK), layout),
         tiles,
         *scales,
@@ -95,7 +95,7 @@ def ragged_dot(
         backend_options={"maxnreg": _REGISTERS},
         implementation=implementation,
         BLOCKED=options.blocked,
-        BLOCK_ROWS=_ROWS,
+        BLOCK_ROWS=ROWS,
         BLOCK_COLUMNS=_COLUMNS,
         BLOCK_DEPTH=_BLOCK,
         STAGES=_STAGES,

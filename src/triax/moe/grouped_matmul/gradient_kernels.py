@@ -13,15 +13,18 @@ from triax.moe.grouped_matmul.kernels import (
 
 
 @triton.jit
-def _num_steps(bounds_ptr, per_group, NUM_GROUPS: tl.constexpr, STEPS: tl.constexpr):
-    """The steps of all tiles of this program; a group has `per_group` tiles of as many steps as it
-    has tiles of rows, times STEPS, and at least one."""
+def _num_steps(
+    bounds_ptr, per_group, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr
+):
+    """The steps of all tiles of this program. A group has `per_group` tiles, of STEPS steps for
+    each ROWS of its rows, and of one at least."""
     found = tl.zeros([256], tl.int32)
     for first in range(0, NUM_GROUPS, 256):
         groups = first + tl.arange(0, 256)
         inside = groups < NUM_GROUPS
         start = tl.load(bounds_ptr + groups, mask=inside, other=0)
-        steps = (tl.load(bounds_ptr + groups + 1, mask=inside, other=0) - start) * STEPS
+        size = tl.load(bounds_ptr + groups + 1, mask=inside, other=0) - start
+        steps = tl.cdiv(size, ROWS) * STEPS
         before = groups * per_group - tl.program_id(0)
         tiles = tl.cdiv(tl.maximum(before + per_group, 0), tl.num_programs(0))
         tiles -= tl.cdiv(tl.maximum(before, 0), tl.num_programs(0))
@@ -79,7 +82,7 @@ def _group_outer_kernel(
     left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
     right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
     per_group = left_tiles * right_tiles
-    num_steps = _num_steps(bounds_ptr + NUM_GROUPS + 1, per_group, NUM_GROUPS, 1)
+    num_steps = _num_steps(bounds_ptr, per_group, NUM_GROUPS, BLOCK_ROWS, 1)
     tile = tl.program_id(0) - tl.num_programs(0)
     group, first, second, row, end = 0, 0, 0, 0, 0
     total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)

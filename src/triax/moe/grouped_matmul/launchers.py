@@ -19,6 +19,7 @@ from triax.moe.grouped_matmul.tiles import (
     IMPRECISE,
     bounded_by_group,
     cdiv,
+    group_bounds,
     schedule,
     suit_tma,
     triton_dtype,
@@ -146,7 +147,7 @@ def _group_sums(
         jax.ShapeDtypeStruct((num_groups * parts, columns), kind),
         None if bias is None else jax.ShapeDtypeStruct((column_blocks, num_rows), jnp.float32),
     )
-    _, bounds = schedule(groups, num_rows, 128, implementation)
+    bounds = group_bounds(groups, num_rows, implementation)
     sums, products = launch(
         _group_sum_kernel,
         rows,
@@ -327,7 +328,7 @@ def _group_outer(
         exact=itemsize == 4 and options.input_precision == "ieee",
         tma=tma,
     )
-    _, bounds = schedule(groups, num_rows, config.block_rows, implementation)
+    bounds = group_bounds(groups, num_rows, implementation)
     tiles = cdiv(num_left, config.block_left) * cdiv(num_right, config.block_right)
     num_programs = num_groups * tiles
     if config.persistent:

@@ -17,6 +17,9 @@ IMPRECISE = 128
 """Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
 the sum is added to a float32 one."""
 
+ROWS, ROW_TILES = 128, 8
+"""Of a row tile where groups have many rows, and of a set of these: see `DotConfig`."""
+
 # The bound and the index of the kernels' `_GROUP_END`, and a dimension that is never the limit.
 _GROUP_END = 1 << 30
 _UNBOUNDED = 2**31 - 1
@@ -58,6 +61,16 @@ def schedule(
         BLOCK_GROUPS=256,
         BLOCK_TILES=128,
     )
+
+
+def group_bounds(
+    groups: Groups, num_rows: int, implementation: KernelImplementation | None
+) -> jax.Array:
+    """The bounds of groups [2, groups + 1], in rows and in tiles of `ROWS`.
+
+    From the schedule that products of many rows have, which is then launched once in a program.
+    """
+    return schedule(groups, num_rows, ROWS, implementation, ROW_TILES)[1]
 
 
 def bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> TensorDescriptor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from triax.moe.grouped_matmul.configs import Itemsizes, OuterConfig, fit
+from triax.moe.grouped_matmul.tiles import ROWS
 from triax.moe.shared.target import Target
 
-TILE = 128
+TILE = ROWS
 """What a group's rows are padded to a multiple of, and the most that is summed at a time."""
 
 

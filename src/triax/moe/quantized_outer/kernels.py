@@ -120,7 +120,7 @@ def _quantized_outer_kernel(
     right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
     per_group = left_tiles * right_tiles
     steps_ptr = bounds_ptr + NUM_GROUPS + 1
-    num_steps = _num_steps(steps_ptr, per_group, NUM_GROUPS, TILE // BLOCK_ROWS)
+    num_steps = _num_steps(bounds_ptr, per_group, NUM_GROUPS, TILE, TILE // BLOCK_ROWS)
     tile = tl.program_id(0) - tl.num_programs(0)
     group, first, second, step, stop = 0, 0, 0, -1, 0
     total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)

@@ -11,7 +11,7 @@ import numpy as np
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.options import Groups, Options
-from triax.moe.grouped_matmul.tiles import IMPRECISE, schedule, suit_tma, triton_dtype
+from triax.moe.grouped_matmul.tiles import IMPRECISE, group_bounds, suit_tma, triton_dtype
 from triax.moe.quantization.launchers import rounds_to
 from triax.moe.quantization.reference import FORMATS
 from triax.moe.quantized_outer.configs import TILE, GroupsConfig, outer_config
@@ -72,13 +72,6 @@ def _quantized_outer(
         )
     )
     return multiply(target, x, y, bounds, options=options, implementation=implementation)
-
-
-def group_bounds(
-    groups: Groups, num_rows: int, implementation: KernelImplementation | None
-) -> jax.Array:
-    """The bounds of groups in rows and in tiles, [2, groups + 1]."""
-    return schedule(groups, num_rows, TILE, implementation)[1]
 
 
 def quantize_groups(
