@@ -88,20 +88,16 @@ def test_under_transformations():
     assert jax.vmap(lambda e: e.quantized("rows"))(both).in_8_bits[1]["forward"].values.ndim == 4
 
 
-def test_a_router_is_static():
-    """As an argument of jit it is traced once for equal ones, and has no leaves."""
-    traced = []
-
-    @jax.jit
-    def run(x, logits, experts, router):
-        traced.append(router)
-        return moe.feed_forward(x, logits, experts, router).tokens
-
-    experts, x, logits = given()
-    for top_k in (2, np.int64(2), 1):
-        run(x, logits, experts, moe.Router(top_k, normalize=1))
-    assert traced == [moe.Router(2, normalize=True), moe.Router(1, normalize=True)]
-    assert not jax.tree.leaves(ROUTER)
+def test_an_optimizer_steps():
+    """Of optax: its state are Experts, too, also where there are no biases."""
+    optax = pytest.importorskip("optax")
+    for experts, x, logits in (given(), biased()):
+        optimizer = optax.adam(0.1)
+        state = optimizer.init(experts)
+        updates, state = optimizer.update(jax.grad(loss)(experts, x, logits), state, experts)
+        stepped = optax.apply_updates(experts, updates)
+        assert repr(stepped) == repr(experts) == repr(state[0].mu)
+        assert loss(stepped, x, logits) < loss(experts, x, logits)
 
 
 W = {n: jnp.ones(shape) for n, shape in (("w_gate_up", (4, 8, 24)), ("w_down", (4, 12, 8)))}

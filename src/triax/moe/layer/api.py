@@ -137,8 +137,8 @@ def feed_forward(
     out = parts.feed_forward(options, x, choice, bias, expert_scale, experts)
     if len(lead) == 1:
         return out
-    back = lambda array: jnp.reshape(array, (*lead, array.shape[-1]))
-    return out._replace(tokens=back(out.tokens), routing=jax.tree.map(back, out.routing))
+    back = [jnp.reshape(array, (*lead, array.shape[-1])) for array in (out.tokens, *out.routing)]
+    return out._replace(tokens=back[0], routing=Routing(*back[1:]))
 
 
 def _flattened(x: Any, choice: Any) -> tuple[tuple[int, ...], jax.Array, Any]:
