@@ -48,7 +48,7 @@ def run(arrays, recipe, transposed=False, implementation=None):
     def product(rows, weights, bias, by):
         if recipe is not None:
             used = recipes.resolve(recipe, rows), transposed, implementation
-            return products.Products.here(*used).multiply(rows, Matrix(weights, bias), SIZES, by)
+            return products.Products(*used).multiply(rows, Matrix(weights, bias), SIZES, by)
         how = {"transpose_weights": transposed, "implementation": implementation}
         return moe.ragged_dot(rows, weights, SIZES, bias=bias, bias_weights=by, **how)
 

@@ -74,5 +74,5 @@ def test_mistakes_are_named_where_it_is_made(options, match):
 
 @pytest.mark.parametrize("router", [2, None, "softmax", {"top_k": 2}, moe.Router])
 def test_what_is_no_router(router):
-    with pytest.raises(ArgumentTypeError, match="`router` must be a moe.Router, which says how"):
+    with pytest.raises(ArgumentTypeError, match=r"`router` must be a moe\.Router, which says how"):
         moe.route(jnp.zeros((4, 12)), router)

@@ -17,6 +17,7 @@ from triax.moe.layer.experts import Experts, check_floats, check_shape, check_si
 from triax.moe.layer.parts import FeedForward, Options, WeightsOn
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import Recipe, Scaling
+from triax.moe.router.api import route
 from triax.moe.router.reference import Routing
 from triax.moe.router.router import Router
 from triax.moe.shared import arguments
@@ -131,10 +132,13 @@ def feed_forward(
         check_shape("logits", choice.shape, (num_tokens, of_all), beside)
     check_sizes(experts, num_experts, hidden, "`x`" if router is None else "`x` and the logits")
     arguments.check_choice("weights_on", weights_on, ("output", "input"))
-    products = Products.here(recipe, experts.transposed, implementation)
+    products = Products(recipe, experts.transposed, implementation)
     kept = _check_keep(keep)
-    options = Options(router, weights_on, capacity, align_size, axis_name, products, kept)
-    out = parts.feed_forward(options, x, choice, bias, expert_scale, experts)
+    if router is not None:
+        how: dict[str, Any] = {"bias": bias, "expert_scale": expert_scale}
+        choice = route(choice, router, **how, implementation=implementation)
+    options = Options(weights_on, capacity, align_size, axis_name, products, kept)
+    out = parts.feed_forward(options, x, choice, experts)
     if len(lead) == 1:
         return out
     back = [jnp.reshape(array, (*lead, array.shape[-1])) for array in (out.tokens, *out.routing)]

@@ -126,11 +126,12 @@ class Experts:
             return found
         _check(self, "experts.", quantizes=True)
         used = resolve(recipe, self.w_down, "experts.w_down")
+        scalings = {product: getattr(used, product) for product in PRODUCTS}
 
         def both(weights: Array) -> dict[str, ScaledArray | None]:
             fixed = jax.lax.stop_gradient(arguments.as_jax(weights))
             how = self.transposed, implementation
-            return {p: s and in_8_bits(s, fixed, p, *how) for p, s in _scalings(used).items()}
+            return {p: s and in_8_bits(s, fixed, p, *how) for p, s in scalings.items()}
 
         made = jax.tree.map(both, (self.w_gate_up, self.w_down))
         vars(found).update(in_8_bits=made, recipe=used)
@@ -202,8 +203,7 @@ def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
             f"{messages.shown(experts)}. Make one: `moe.Experts(w_gate_up, w_down)`."
         )
     _check(experts, "experts.", quantizes=recipe is not None, dtype=x.dtype)
-    made_for = experts.recipe and _scalings(experts.recipe)
-    if made_for and made_for != (recipe and _scalings(recipe)):
+    if experts.recipe not in (None, recipe):
         raise ArgumentValueError(
             f"Argument `experts` is quantized for {experts.recipe}, and `recipe` is {recipe}. "
             "Quantize for the same, or leave it out: `experts.quantized(None)`."
@@ -239,10 +239,6 @@ def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
     array = arguments.array(name, value, axes, jnp.floating)
     arguments.check_wide(name, array, "For 8-bit floats, call `ragged_dot` with scales.")
     return array
-
-
-def _scalings(recipe: Any) -> dict[str, Scaling | None]:
-    return {product: getattr(recipe, product) for product in PRODUCTS}
 
 
 def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any = None) -> None:

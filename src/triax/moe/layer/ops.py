@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from triax.moe.activations.api import glu, glu_gradients
+from triax.moe.layer.experts import Matrix
 from triax.moe.layer.products import Products
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.order import after
@@ -23,11 +24,9 @@ def _both(gate_up: Any, up: Any) -> Any:
     return gate_up if up is None else (gate_up, up)
 
 
-def _product(inner: Any, operands: dict[str, Any], how: Products, **options: Any) -> jax.Array:
-    weighted = {"bias": operands["bias"], "transpose_weights": how.transposed} | options
-    if weighted["bias"] is not None:
-        weighted["bias_weights"] = operands["row_weights"]
-    return how.dot(inner, operands["weights"], operands["sizes"], **weighted)
+def _product(inner: Any, operands: dict[str, Any], how: Products) -> jax.Array:
+    matrix = Matrix(operands["weights"], operands["bias"])
+    return how.multiply(inner, matrix, operands["sizes"], operands["row_weights"])
 
 
 def _run(
@@ -52,8 +51,8 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> jax.
         return jax.jvp(run, ({name: operands[name] for name in moving},), (moving,))[1]
 
     def back(operands: dict[str, Any], gradient: jax.Array) -> dict[str, Any]:
-        unbiased = operands | {"bias": None}
-        d_inner = _product(gradient, unbiased, how, transpose_weights=not how.transposed)
+        of_dot = operands["weights"], operands["sizes"]
+        d_inner = how.dot(gradient, *of_dot, transpose_weights=not how.transposed)
         found, inner = glu_gradients(
             _both(operands["gate_up"], operands["up"]),
             operands["row_weights"],

@@ -1,8 +1,9 @@
 """The layer's ops in turn, on one device or with its experts spread over several.
 
-Without a capacity no token depends on another, so each device can route its own tokens. Op by op
-that cannot be seen: the rows of all tokens are sorted by expert. On a mesh with explicit axes the
-types say how tokens are cut when the layer is traced, and each device runs the layer on its part.
+Without a capacity no token depends on another, so each device can take its own tokens through the
+layer. Op by op that cannot be seen: the rows of all tokens are sorted by expert. On a mesh with
+explicit axes the types say how tokens are cut when the layer is traced, and each device runs the
+layer on its part.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.api import make_plan
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
-from triax.moe.router.api import route
 from triax.moe.router.reference import Routing
-from triax.moe.router.router import Router
 from triax.moe.shared import arguments
 from triax.moe.shared.arrays import at_least_float32
 from triax.sharding import explicit
@@ -58,7 +57,6 @@ class FeedForward(NamedTuple):
 class Options(NamedTuple):
     """The arguments of `feed_forward` that are no arrays, checked; `products` has the rest."""
 
-    router: Router | None
     weights_on: WeightsOn
     capacity: int | None
     align_size: int
@@ -67,17 +65,14 @@ class Options(NamedTuple):
     keep: tuple[str, ...]
 
 
-def feed_forward(
-    options: Options, x: Any, choice: Any, bias: Any, expert_scale: Any, experts: Experts
-) -> FeedForward:
-    """The layer; `choice` are logits, or a `Routing`."""
-    operands = x, choice, bias, expert_scale, experts
+def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
+    """The layer, of tokens that are routed."""
     if options.axis_name is not None:
-        return _spread(options, *operands)
+        return _spread(options, x, routing, experts)
     run = functools.partial(_run, options)
     # What a function closes over may not be cut, and its tokens are then gathered.
     if options.capacity is not None or callable(experts.activation):
-        return run(*operands)
+        return run(x, routing, experts)
 
     def part(shard: Shard, *operands: Any) -> FeedForward:
         out = run(*operands)
@@ -85,16 +80,12 @@ def feed_forward(
         return out._replace(group_counts=counts, num_dropped=dropped)
 
     # Each device runs the layer on its tokens, and all sum up what they counted.
-    of_choice = "tk" if isinstance(choice, Routing) else "te"
-    by_tokens = Split(("th", of_choice, "e", "e"), ("th", "e", "", "tk"), "t", part)
-    return explicit.cut_only(run, by_tokens, *operands)
+    by_tokens = Split(("th", "tk"), ("th", "e", "", "tk"), "t", part)
+    return explicit.cut_only(run, by_tokens, x, routing, experts)
 
 
-def _run(
-    options: Options, x: Any, choice: Any, bias: Any, expert_scale: Any, experts: Experts
-) -> FeedForward:
+def _run(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
     how: dict[str, Any] = {"implementation": options.products.implementation}
-    routing = _route(options, choice, bias, expert_scale)
     plan = make_plan(
         routing.experts,
         experts.w_down.shape[0],
@@ -120,13 +111,10 @@ def _run(
     return FeedForward(tokens, plan.group_counts, plan.num_dropped, routing)
 
 
-def _spread(
-    options: Options, x: Any, choice: Any, bias: Any, expert_scale: Any, experts: Experts
-) -> FeedForward:
+def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
     """The same inside `shard_map`, where each device holds some of the experts."""
     axis = options.axis_name
     how: dict[str, Any] = {"implementation": options.products.implementation}
-    routing = _route(options, choice, bias, expert_scale)
     num_experts = experts.w_down.shape[0] * jax.lax.axis_size(axis)
     sizes: dict[str, Any] = {"capacity": options.capacity, "align_size": options.align_size}
     sent = exchanged(x, routing.weights, routing.experts, num_experts, axis, **sizes, **how)
@@ -140,14 +128,6 @@ def _spread(
     chosen = routing.experts.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)[None]
     counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
     return FeedForward(tokens, counts, jax.lax.psum(sent.num_dropped, axis), routing)
-
-
-def _route(options: Options, choice: Any, bias: Any, expert_scale: Any) -> Routing:
-    if isinstance(choice, Routing):
-        return choice
-    assert options.router is not None
-    how: dict[str, Any] = {"implementation": options.products.implementation}
-    return route(choice, options.router, bias=bias, expert_scale=expert_scale, **how)
 
 
 class Arrived(NamedTuple):

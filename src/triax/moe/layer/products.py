@@ -23,7 +23,7 @@ from triax.moe.activations.api import glu, glu_gradients, quantized_glu
 from triax.moe.grouped_matmul.api import ragged_dot
 from triax.moe.grouped_matmul.options import FAST_SUMS
 from triax.moe.layer.experts import Matrix, in_8_bits
-from triax.moe.layer.recipes import BLOCK, DTYPES, Recipe, Scaling
+from triax.moe.layer.recipes import BLOCK, DTYPES, Scaling
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.api import quantize
@@ -37,19 +37,15 @@ from triax.sharding import explicit
 class Products:
     """How a layer's products are computed: as a recipe says, of weights in a layout.
 
-    `precision` is JAX's of matmuls, where the layer is called. Most methods need a recipe.
+    `precision` is JAX's of matmuls, in force where the layer is called. Most methods need a recipe.
     """
 
     recipe: Any  # a Recipe, or None
     transposed: bool
     implementation: Any
-    precision: str | None
-
-    @classmethod
-    def here(cls, recipe: Recipe | None, transposed: bool, implementation: Any) -> Products:
-        """With the precision that is in force."""
-        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-        return cls(recipe, transposed, implementation, precision)
+    precision: str | None = dataclasses.field(
+        default_factory=lambda: jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    )
 
     def multiply(
         self,

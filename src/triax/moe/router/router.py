@@ -72,12 +72,10 @@ class Router:
                 f"Argument `{given}` is given and `{missing}` is not. Give both, or neither to "
                 "choose from all experts."
             )
-        groups: dict[str, Any] = {}
         if self.num_groups is not None:
-            checked = check_groups(self.num_groups, self.top_groups)
-            groups = dict(zip(_GROUPS, checked, strict=True))
+            groups = check_groups(self.num_groups, self.top_groups)
+            vars(self).update(zip(_GROUPS, groups, strict=True))
         vars(self).update(
-            groups,
             top_k=arguments.integer("top_k", self.top_k, 1),
             normalize=_norm_order(self.normalize, self.score),
             scale=check_scale("scale", self.scale),
