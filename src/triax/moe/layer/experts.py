@@ -316,7 +316,9 @@ def _check_matrix(
 def _shape(value: Any) -> tuple[int, ...]:
     """The shape of an array; () if it is none."""
     array = value.values if isinstance(value, ScaledArray) else value
-    return tuple(value.shape) if jax_private.is_array(array) else ()
+    if not jax_private.is_array(array):
+        return ()
+    return tuple(value.shape if array.ndim > 1 else array.shape)
 
 
 def _first_shape(down: tuple[int, ...], transposed: bool, halves: int) -> tuple[int, ...]:

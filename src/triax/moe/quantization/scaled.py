@@ -61,7 +61,7 @@ class ScaledArray:
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that this stands for."""
         shape = self.stored_shape
-        return (*shape[:-2], *shape[-2:][::-1]) if self.transposed else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     @property
     def ndim(self) -> int:
