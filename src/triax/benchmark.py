@@ -356,7 +356,7 @@ def time_calls(call: Function, clock: Any, target_ms: float) -> CallTiming:
     while len(good_us) < min(count, 4 * _ROUND_CALLS) and failures <= _MAX_FAILURES:
         held = clock.hold(hold_us)  # keeps the device busy while the calls are queued
         _, found_us = _sample(call, clock, _ROUND_CALLS)
-        del held  # an array, whose memory must not be reused before
+        del held  # kept until here, so that its memory is not reused
         if len(found_us) == _ROUND_CALLS:
             good_us += found_us
         else:

@@ -35,8 +35,7 @@ from triax.messages import counted, near_misses, short
 
 logger = logging.getLogger(__name__)
 
-# Options of Triton's launcher that jaxlib's launcher lacks: the value that means "off", and what to
-# do instead.
+# Options of Triton's launcher that jaxlib's launcher lacks: the value for "off", and the remedy.
 _LAUNCH_OPTIONS: dict[str, tuple[Any, str]] = {
     "launch_cooperative_grid": (
         False,

@@ -26,7 +26,7 @@ from triax.tuning.key import FORMAT, Key
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about ten thousand
+MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about 10 kB
 _PART_PREFIX = ".triax-"
 _PART_AGE_S = 60
 
