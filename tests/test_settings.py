@@ -157,10 +157,10 @@ def test_a_misspelt_variable_is_logged_once(monkeypatch, fresh, read):
     monkeypatch.setenv("TRIAX_ZZZ", "")
     assert fresh.text == ""
     read()
-    assert "TRIAX_AUTOTUN is set, and Triax does not know it. Did you mean TRIAX_AUTOTUNE?" in (
+    assert "TRIAX_AUTOTUN is set, but Triax does not know it. Did you mean TRIAX_AUTOTUNE?" in (
         fresh.text
     )
-    assert "TRIAX_ZZZ is set, and Triax does not know it. Known: TRIAX_AUTOTUNE, " in fresh.text
+    assert "TRIAX_ZZZ is set, but Triax does not know it. Known: TRIAX_AUTOTUNE, " in fresh.text
     read()
     assert len(fresh.records) == 2
 
