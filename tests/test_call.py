@@ -382,7 +382,7 @@ WRONG_VALUES = {
         r"`implementation` must be one of None, 'triton', 'interpret'; got 'cuda'",
     ),
     "vmap_method": (lambda: add(vmap_method="loop"), r"`vmap_method` must be one of"),
-    "tuning": (lambda: add(tuning="fast"), r"`tuning` must be one of auto, cached"),
+    "tuning": (lambda: add(tuning="fast"), r"`tuning` must be one of None, 'auto', 'cached'"),
     "compute_capability": (
         lambda: add(compute_capability="sm_90"),
         r"`compute_capability` must be an int such as 90.*got 'sm_90'",

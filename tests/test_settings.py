@@ -23,7 +23,7 @@ def test_tuning_mode(monkeypatch):
     monkeypatch.setenv("TRIAX_AUTOTUNE", "fast")
     with pytest.raises(SettingError, match=r"TRIAX_AUTOTUNE must be one of auto, .*; got 'fast'"):
         settings.mode_in_force()
-    with pytest.raises(ArgumentValueError, match=r"`mode` must be one of auto, .*; got 'fast'"):
+    with pytest.raises(ArgumentValueError, match=r"`mode` must be one of 'auto', .*; got 'fast'"):
         triax.tuning_mode("fast").__enter__()
 
 

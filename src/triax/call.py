@@ -238,9 +238,7 @@ def triton_call(
     messages.check_bool(debug=debug, has_side_effect=has_side_effect)
     if tuning_inputs is not None:
         messages.check_callable("tuning_inputs", tuning_inputs)
-    mode = (
-        settings.mode_in_force() if tuning is None else settings.check_tuning_mode(tuning, "tuning")
-    )
+    mode = settings.mode_in_force(tuning)
     results, out_tree = _flatten_out_type(out_type, kwargs)
     num_outputs = len(results) - len(input_output_aliases or ())
     bound = arguments.bind(view, operands, kwargs, num_outputs)

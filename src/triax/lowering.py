@@ -163,7 +163,7 @@ def triton_call_lowering(
     candidates.check_capability(compute_capability)
     if tuning_inputs is not None:
         messages.check_callable("tuning_inputs", tuning_inputs)
-    mode = settings.check_tuning_mode(tuning or settings.mode_in_force(), "tuning")
+    mode = settings.mode_in_force(tuning)
     operand_types, result_types = _array_types(ctx)
     for operand in pairs:
         if not 0 <= operand < len(operand_types):

@@ -22,8 +22,8 @@ from typing import Literal, get_args
 
 import jax
 
-from triax.errors import ArgumentValueError, SettingError
-from triax.messages import short
+from triax.errors import SettingError
+from triax.messages import check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +44,14 @@ _SETTINGS_OF_JAX = (
 )
 
 
-def mode_in_force() -> str:
-    """The mode of the innermost `tuning_mode` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
-    if (mode := _tuning_mode.value) is not None:
+def mode_in_force(tuning: TuningMode | None = None) -> str:
+    """A call's argument `tuning`, else the mode of the innermost `tuning_mode` block, else
+    ``TRIAX_AUTOTUNE``, else "auto"."""
+    check_choice("tuning", tuning, (None, *TUNING_MODES))
+    if (mode := tuning or _tuning_mode.value) is not None:
         return str(mode)
     rule = f"be one of {', '.join(TUNING_MODES)}"
     return _read("TRIAX_AUTOTUNE", "|".join(TUNING_MODES), rule) or "auto"
-
-
-def check_tuning_mode(mode: object, argument: str = "mode") -> str:
-    """Returns `mode`, or raises `ArgumentValueError` if it is not a tuning mode."""
-    if mode not in TUNING_MODES:
-        raise ArgumentValueError(
-            f"Argument `{argument}` must be one of {', '.join(TUNING_MODES)}; got {short(mode)}."
-        )
-    return str(mode)
 
 
 def tuning_mode(mode: TuningMode) -> AbstractContextManager[None]:
@@ -77,7 +70,8 @@ def tuning_mode(mode: TuningMode) -> AbstractContextManager[None]:
     Raises:
       ArgumentValueError: `mode` is none of these.
     """
-    return _in_mode(check_tuning_mode(mode))
+    check_choice("mode", mode, TUNING_MODES)
+    return _in_mode(mode)
 
 
 @contextlib.contextmanager

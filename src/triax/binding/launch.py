@@ -207,7 +207,7 @@ class Call:
         self, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
     ) -> list[Launch]:
         """The launches of all candidates whose grid is not empty."""
-        return [self.launch(c, operands, results) for c in self.candidates if 0 not in c.grid]
+        return [self.launch(c, operands, results) for c in self.candidates if not c.is_empty]
 
     def __repr__(self) -> str:
         return f"Call({self.display_name}, {len(self.candidates)} candidate(s))"

@@ -95,7 +95,7 @@ class Context:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
         # In CUDA 12 only `cuDeviceGetUuid_v2` handles MIG instances; CUDA 13 drops the suffix.
-        get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+        get_uuid = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
         self.uuid = bytes(call(get_uuid, self.device).bytes).hex()
 
     def is_broken(self) -> bool:
