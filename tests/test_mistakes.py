@@ -367,7 +367,8 @@ MISTAKES = [
         lambda: lowered(constexprs={"BLOCK": 64}),
         of_value,
         r"has 4 parameters besides `constexprs` \(x_ptr, y_ptr, out_ptr, n\), and the primitive "
-        r"has 2 inputs and 1 output\. Each takes one; scalars go to `constexprs`",
+        r"has 2 inputs and 1 output\. Each input and output takes one parameter; scalars go to "
+        r"`constexprs`",
     ),
     Mistake(
         "constexprs as pairs",
