@@ -758,7 +758,7 @@ MISTAKES = [
         "a mode that is none, not entered",
         lambda: triax.tuning_mode("Strict"),
         of_value,
-        r"`mode` must be one of auto, .*; got 'Strict'",
+        r"`mode` must be one of 'auto', .*; got 'Strict'",
     ),
     Mistake(
         "functions in a list",
