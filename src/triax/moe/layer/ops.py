@@ -1,95 +1,233 @@
-"""The layer's second half as one op, for its gradient.
+"""The layer's two products as ops, for their gradients.
 
-That makes the activation's result again while it reads what the result is made of, and has the
-weights' gradient before those of the first half, so that its operands are freed first.
+The second one is of the activation's result, which its gradient makes again while it reads the
+operands of the activation. It has the weights' gradient before those of the first product, so that
+its operands are freed first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple, NoReturn
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from triax.moe.activations.api import glu, glu_gradients
+from triax.errors import DifferentiationError
+from triax.moe.activations.api import glu, glu_gradients, quantized_glu
 from triax.moe.layer.experts import Matrix
 from triax.moe.layer.products import Products
+from triax.moe.layer.recipes import DTYPES
+from triax.moe.plans.reference import Plan
+from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.order import after
 from triax.sharding import linear
 
-_NAMES = "gate_up", "up", "row_weights", "weights", "bias", "sizes"
+
+class _Fixed(NamedTuple):
+    """The operands without a gradient. Of plans, `source` makes rows, and `target` tokens."""
+
+    sizes: jax.Array
+    in_8_bits: Any
+    quantized: ScaledArray | None = None
+    source: Plan | None = None
+    target: Plan | None = None
 
 
-def _both(gate_up: Any, up: Any) -> Any:
-    return gate_up if up is None else (gate_up, up)
-
-
-def _product(inner: Any, operands: dict[str, Any], how: Products) -> jax.Array:
-    matrix = Matrix(operands["weights"], operands["bias"])
-    return how.multiply(inner, matrix, operands["sizes"], operands["row_weights"])
-
-
-def _run(
-    *operands: Any, activation: Any, interleaved: bool, how: Products, implementation: Any
+def multiply(
+    how: Products,
+    rows: jax.Array,
+    matrix: Matrix,
+    sizes: jax.Array,
+    bias_weights: jax.Array | None = None,
+    quantized: ScaledArray | None = None,
+    source: Plan | None = None,
+    target: Plan | None = None,
 ) -> jax.Array:
-    given = dict(zip(_NAMES, operands, strict=True))
-    gate_up = _both(given["gate_up"], given["up"])
-    kind: dict[str, Any] = {"activation": activation, "interleaved": interleaved}
-    inner = glu(gate_up, given["row_weights"], **kind, implementation=implementation)
-    return _product(inner, given, how)
+    """`ragged_dot` of arrays that are quantized as the recipe says.
+
+    `quantized` are the rows as `Products.quantized_tokens` has them, if they are there already.
+    With `source`, a plan, `rows` are the tokens that it sends to rows; with `target` the result's
+    rows are summed up to tokens.
+    """
+    bias_weights = None if matrix.bias is None else bias_weights
+    if how.recipe is None:
+        bias = {"bias": matrix.bias, "bias_weights": bias_weights}
+        return how.forward(rows, matrix, sizes, rows.dtype, **bias)
+    fixed = _Fixed(sizes, matrix.in_8_bits, quantized, source, target)
+    operands = rows, matrix.weights, matrix.bias, bias_weights, fixed
+    return _kept(_dot(*operands, how=how, implementation=how.implementation), target)
 
 
-def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> jax.Array:
-    how, kind = call.options["how"], {n: call.options[n] for n in ("activation", "interleaved")}
-    moved = {name for name, of in zip(_NAMES, tangents, strict=True) if of is not None}
+def glu_multiply(
+    how: Products,
+    gate_up: Any,
+    row_weights: jax.Array | None,
+    matrix: Matrix,
+    sizes: jax.Array,
+    target: Plan | None = None,
+    **kind: Any,
+) -> jax.Array:
+    """`multiply` of what `glu` makes of gate and up, in their dtype.
 
-    def along(operands: dict[str, Any], moving: dict[str, jax.Array]) -> jax.Array:
-        def run(moving: dict[str, jax.Array]) -> jax.Array:
-            given = operands | moving
-            return call.run(*(given[name] for name in _NAMES))
+    `kind` are glu's options. An activation must not close over traced arrays.
+    """
+    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    fixed = _Fixed(sizes, matrix.in_8_bits, target=target)
+    operands = gate, up, row_weights, matrix.weights, matrix.bias, fixed
+    options = {"how": how, **kind}
+    if callable(kind["activation"]):  # do not cache: it may hold tracers
+        out = Call(_glu_dot, how.implementation, options)(*operands)
+    else:
+        out = _glu_dot(*operands, implementation=how.implementation, **options)
+    return out if how.recipe is None else _kept(out, target)
 
-        return jax.jvp(run, ({name: operands[name] for name in moving},), (moving,))[1]
 
-    def back(operands: dict[str, Any], gradient: jax.Array) -> dict[str, Any]:
-        of_dot = operands["weights"], operands["sizes"]
-        d_inner = how.dot(gradient, *of_dot, transpose_weights=not how.transposed)
+def _kept(out: jax.Array, target: Plan | None) -> jax.Array:
+    name = "triax_ragged_dot" if target is None else "triax_unpermuted_tokens"
+    return checkpoint_name(out, name)
+
+
+def _multiply(
+    rows: Any,
+    weights: Any,
+    bias: Any,
+    bias_weights: Any,
+    fixed: _Fixed,
+    *,
+    how: Products,
+    implementation: Any,
+) -> jax.Array:
+    quantized: Any = fixed.quantized
+    if quantized is None:
+        quantized = how.moved(how.quantized(how.recipe.forward, rows), fixed.source)
+    matrix = Matrix(weights, bias, fixed.in_8_bits)
+    biases = {"bias": bias, "bias_weights": bias_weights}
+    out = how.forward(quantized, matrix, fixed.sizes, rows.dtype, **biases)
+    return how.summed(out, fixed.target)
+
+
+def _multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
+    how: Products = call.options["how"]
+
+    def back(moving: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
+        rows, weights, bias, bias_weights, fixed = operands
+        matrix, moves = Matrix(weights, bias, fixed.in_8_bits), (fixed.source, fixed.target)
+        found = how.other_gradients(
+            moving, rows, gradient, matrix, fixed.sizes, bias_weights, *moves
+        )
+        d_rows = how.rows_gradient(gradient, matrix, fixed.sizes, rows.dtype, fixed.target)
+        return found | {"rows": how.summed(d_rows, fixed.source)}
+
+    # Rows that are quantized already have no gradient: that of `rows` is all of it.
+    primals = *primals[:-1], primals[-1]._replace(quantized=None)
+    names = "rows", "weights", "bias", "bias_weights"
+    return _linear(call, back, names, primals, tangents, out)
+
+
+def _glu_multiply(
+    gate: Any,
+    up: Any,
+    row_weights: Any,
+    weights: Any,
+    bias: Any,
+    fixed: _Fixed,
+    *,
+    how: Products,
+    implementation: Any,
+    **kind: Any,
+) -> jax.Array:
+    gate_up = gate if up is None else (gate, up)
+    kind["implementation"] = implementation
+    scaling = None if how.recipe is None else how.recipe.forward
+    if scaling == "rows":
+        inner: Any = quantized_glu(gate_up, row_weights, DTYPES[0], **kind)
+    else:
+        inner = how.quantized(scaling, glu(gate_up, row_weights, **kind))
+    matrix = Matrix(weights, bias, fixed.in_8_bits)
+    biases = {"bias": bias, "bias_weights": None if bias is None else row_weights}
+    return how.summed(how.forward(inner, matrix, fixed.sizes, gate.dtype, **biases), fixed.target)
+
+
+def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
+    how: Products = call.options["how"]
+    kind = {name: call.options[name] for name in ("activation", "interleaved")}
+
+    def back(moving: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
+        gate, up, row_weights, weights, bias, fixed = operands
+        matrix = Matrix(weights, bias, fixed.in_8_bits)
+        d_inner = how.rows_gradient(gradient, matrix, fixed.sizes, gate.dtype, fixed.target)
         found, inner = glu_gradients(
-            _both(operands["gate_up"], operands["up"]),
-            operands["row_weights"],
+            gate if up is None else (gate, up),
+            row_weights,
             d_inner,
             **kind,
-            again="weights" in moved,
+            again="weights" in moving,
             implementation=call.implementation,
         )
-        inner = d_inner if inner is None else inner  # which its gradient by a bias does not need
-        names = moved & {"weights", "bias"}
-        if operands["bias"] is not None:
-            names |= moved & {"row_weights"}
-        if names:
-            product = lambda moving: _product(inner, operands | moving, how)
-            _, pull = jax.vjp(product, {name: operands[name] for name in names})
-            (of_product,) = pull(gradient)
-            d_row_weights = of_product.pop("row_weights", None)
-            if d_row_weights is not None:
-                found["row_weights"] += d_row_weights
-            found |= of_product
-        if "weights" in found:
-            found["gate_up"] = after(found["gate_up"], found["weights"])
-        return found
+        inner = d_inner if inner is None else inner  # unused by the gradients of biases
+        wanted = moving | ({"bias_weights"} if "row_weights" in moving else set())
+        others = how.other_gradients(
+            wanted,
+            inner,
+            gradient,
+            matrix,
+            fixed.sizes,
+            None if bias is None else row_weights,
+            None,
+            fixed.target,
+        )
+        if "bias_weights" in others:
+            found["row_weights"] += others.pop("bias_weights")
+        if "weights" in others:
+            found["gate_up"] = after(found["gate_up"], others["weights"])
+        return found | others
 
-    operands, moving = (dict(zip(_NAMES, of, strict=True)) for of in (primals, tangents))
-    return linear.call(along, back, operands, moving, out)
+    names = "gate_up", "up", "row_weights", "weights", "bias"
+    return _linear(call, back, names, primals, tangents, out)
 
 
-_op = Op("glu_ragged_dot", xla=_run, derivative=_derivative, inline=True)
+def _linear(
+    call: Call,
+    back: Any,
+    names: tuple[str, ...],
+    primals: Any,
+    tangents: Any,
+    out: jax.Array,
+) -> Any:
+    """The result's tangent. ``back(moving, primals, gradient)`` returns gradients by name."""
+    named = zip(names, tangents, strict=False)
+    moving = {name: tangent for name, tangent in named if tangent is not None}
+    if not moving:  # weights in 8 bits alone
+        return None
+    back = functools.partial(back, {*moving})
+
+    def along(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+        at = [names.index(name) for name in moving]
+        run, values = linear.in_moving(call.run, primals, at)
+        return jax.jvp(run, values, [*moving.values()])[1]
+
+    if call.options["how"].recipe is None:
+        return linear.call(along, back, primals, moving, out)
+    once = lambda primals, gradient: back(*_first_order(primals, gradient))
+    return linear.call(_refuse, once, primals, moving, out)
 
 
-def glu_ragged_dot(
-    operands: tuple[Any, ...], how: Products, *, activation: Any, interleaved: bool
-) -> jax.Array:
-    """`ragged_dot` of what `glu` makes of gate and up, in their dtype."""
-    options = {"activation": activation, "interleaved": interleaved, "how": how}
-    if callable(activation):  # do not cache: it may hold tracers
-        found: jax.Array = Call(_op, how.implementation, options)(*operands)
-        return found
-    return _op(*operands, implementation=how.implementation, **options)
+def _refuse(*_: Any) -> NoReturn:
+    raise DifferentiationError(
+        "With `recipe` a layer has gradients, but no forward mode and no second derivatives: "
+        "rounding to 8 bits has none. Leave `recipe` out where you need them."
+    )
+
+
+@jax.custom_jvp
+def _first_order(primals: Any, gradient: jax.Array) -> Any:
+    """The operands of a gradient, which has no derivative."""
+    return primals, gradient
+
+
+_first_order.defjvp(_refuse)
+
+_dot = Op("recipe_ragged_dot", xla=_multiply, derivative=_multiply_derivative, inline=True)
+_glu_dot = Op("glu_ragged_dot", xla=_glu_multiply, derivative=_glu_multiply_derivative, inline=True)

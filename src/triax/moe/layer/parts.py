@@ -171,12 +171,12 @@ def _experts(
                 is_token = _hold_tokens(group_sizes, filled, rows.shape[0])
                 row_weights = is_token.astype(at_least_float32(rows.dtype))
         moves = None, quantized, source
-        made = tuple(products.multiply(rows, matrix, group_sizes, *moves) for matrix in firsts)
+        made = tuple(ops.multiply(products, rows, m, group_sizes, *moves) for m in firsts)
         return made if len(made) == 2 else made[0], row_weights
 
     def second(gate_up: Any, row_weights: Any) -> jax.Array:
         inner = glu(gate_up, row_weights, **kind, **how)
-        return products.multiply(inner, last, group_sizes, row_weights, target=target)
+        return ops.multiply(products, inner, last, group_sizes, row_weights, target=target)
 
     if KEPT[0] not in options.keep:
         first = jax.checkpoint(first)
@@ -187,10 +187,7 @@ def _experts(
         return second(gate_up, row_weights)
     if closes_over or isinstance(last.weights, ScaledArray):
         return jax.checkpoint(second)(gate_up, row_weights)
-    if products.recipe is not None:
-        return products.glu_multiply(gate_up, row_weights, last, group_sizes, target, **kind)
-    operands = gate, up, row_weights, last.weights, last.bias, group_sizes
-    return ops.glu_ragged_dot(operands, products, **kind)
+    return ops.glu_multiply(products, gate_up, row_weights, last, group_sizes, target, **kind)
 
 
 def _weighted(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
