@@ -103,7 +103,7 @@ def quantized_glu(
     call = _op(gate, up, spec, resolved)
     call = call.like(ops.QUANTIZED[call.op.name], dtype=jnp.dtype(dtype))
     values, scales = call(gate, up, weights)
-    return ScaledArray(values, scales, (1, values.shape[1]))
+    return ScaledArray(values, scales, (1, None))
 
 
 def glu_gradients(

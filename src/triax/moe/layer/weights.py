@@ -96,7 +96,7 @@ def in_8_bits(
     swapped = depth == 1
     how = {"transposed": swapped, "implementation": implementation}
     found = quantize(weights, block=tuple(block), **how)
-    return found if swapped else dataclasses.replace(found, transposed=True)
+    return found if swapped else found.mT
 
 
 @jax.tree_util.register_dataclass
