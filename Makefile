@@ -10,6 +10,7 @@
 #   make mutants       small changes to the code that some test must see (hours; Python 3.12)
 #   make cards         what every op compiles to on every card, from A100 to RTX 50 (Python 3.12)
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
+#   make bench         how fast the MoE ops are here (ARGS="full --json record.json")
 #   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
 #   make flags         the tests that need a GPU under XLA's flags and with 64-bit types
@@ -45,7 +46,7 @@ LOWERING_ONLY := $(if $(HAS_GPU),,$(filter Linux,$(shell uname -s)))
 # everything, which takes longer than to install it.)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test gpu-test fuzz mutants lint format coverage cards matrix models sanitize flags stress docs wheel clean help
+.PHONY: demo test gpu-test fuzz mutants lint format coverage bench cards matrix models sanitize flags stress docs wheel clean help
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -80,6 +81,9 @@ coverage: $(STAMP)
 	$(PY) -m tools.covered
 	$(PY) -m coverage report
 
+bench: $(STAMP)
+	$(PY) -m benchmarks $(ARGS)
+
 cards: $(STAMP)
 	JAX_PLATFORMS=cpu $(PY) -m tests.cards $(ARGS)
 
@@ -87,7 +91,7 @@ matrix: $(STAMP)
 	$(PY) -m nox -f tools/matrix.py $(ARGS)
 
 models: $(MODELS_STAMP)
-	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python benchmarks/models.py $(ARGS)
+	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.models $(ARGS)
 
 sanitize: $(STAMP)
 	JAX_PLATFORMS=cpu TRIAX_CUDA_ARCH=90 $(PY) -m tools.sanitize all $(ARGS)
@@ -108,7 +112,7 @@ wheel: $(STAMP)
 clean:
 	rm -rf $(VENV) .venv-312 .venv-nightly $(MODELS_VENV) .matrix build dist site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile

@@ -1,32 +1,32 @@
 """The MoE layers of other codebases, as they are and with the patches of `docs/adopting/`.
 
 Give the codebase, and the folders that its package is imported from: as it is, and patched. Both
-are timed in turn in one process, in bfloat16, after their results were compared. Prints the figures
-and writes them into `benchmarks/adopting.json`, beside what it holds of other codebases.
+are timed in turn in one process, in bfloat16, after their results were compared. The record keeps
+what it holds of other codebases.
 
-    python benchmarks/adopting.py haliax ORIGINAL PATCHED [--output FILE] [--small]
+    python -m benchmarks.adopting haliax ORIGINAL PATCHED [--output FILE] [--small]
 
 `--small` tries the script with tiny sizes; it needs no GPU, and writes no times of one.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
-import math
 import sys
 import time
 import types
 from pathlib import Path
 
-import gpu_record
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
-from triax.bench.timing import time_program
+from benchmarks.harness import record
+from benchmarks.harness.inputs import normal
+from benchmarks.harness.inputs import with_gradients as of_ones
+from benchmarks.harness.timing import median_us, wall_ms
 
 TOLERANCE = 0.02  # of the norm of each result and gradient
 ROUNDS = 3
@@ -49,18 +49,9 @@ def load(folder, name):
     return module
 
 
-def normal(seed, *shape, scale=1.0):
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype("bfloat16")
-
-
 def with_gradients(function):
     """Results and gradients of all of the operands, for a gradient of ones."""
-
-    def run(operands):
-        out, pull = jax.vjp(function, operands)
-        return out, pull(jnp.ones_like(out))[0]
-
-    return run
+    return of_ones(function, jnp.ones_like)
 
 
 def uneven(rows, groups):
@@ -260,23 +251,8 @@ def time_ms(program, operands):
     start = time.perf_counter()
     jax.block_until_ready(program(operands))
     if time.perf_counter() - start < LONG_S:
-        return time_program(program, operands, target_ms=50.0).median_us / 1e3
-    start = time.perf_counter()
-    for _ in range(2):
-        jax.block_until_ready(program(operands))
-    return (time.perf_counter() - start) * 500
-
-
-def difference(actual, expected):
-    """The largest difference of two results' leaves, of the expected norm; inf where it is NaN."""
-    found = 0.0
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for a, b in pairs:
-        if jnp.issubdtype(b.dtype, jnp.floating):
-            a, b = a.astype("float32").ravel(), b.astype("float32").ravel()
-            off = float(jnp.linalg.norm(a - b) / (jnp.linalg.norm(b) + 1e-20))
-            found = max(found, off if math.isfinite(off) else math.inf)
-    return found
+        return median_us(program, operands) / 1e3
+    return wall_ms(program, operands, samples=1, calls=2)
 
 
 def measure(ways, operands):
@@ -292,7 +268,7 @@ def measure(ways, operands):
             found[name]["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             continue
         results.setdefault("patched", result)
-        off = found[name]["difference"] = difference(result, results["patched"])
+        off = found[name]["difference"] = record.difference(result, results["patched"])
         if off <= TOLERANCE:
             programs[name] = program
         else:
@@ -313,33 +289,25 @@ def measure(ways, operands):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser(__file__, __doc__)
     parser.add_argument("codebase", choices=CODEBASES)
     parser.add_argument("original", type=Path)
     parser.add_argument("patched", type=Path)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
-    if not options.small and (problem := gpu_record.missing_gpu()):
-        sys.exit(problem)
+    options = parser.parse_args() if "--small" in sys.argv else record.parse(parser)
     cases = CODEBASES[options.codebase]
     both = [
         cases(folder, patched, options.small)
         for patched, folder in enumerate((options.original, options.patched))
     ]
     found = {}
+    known = json.loads(options.output.read_text())["results"] if options.output.exists() else {}
     for (name, before, operands), (_, after, _) in zip(*both, strict=True):
         ways = {f"original, {way}".removesuffix(", "): run for way, run in before.items()}
         (ways["patched"],) = after.values()
         found[name] = measure(ways, operands())
-        print(name, json.dumps(found[name], indent=1), flush=True)
-        keep(options, found)
-
-
-def keep(options, found):
-    """Writes what was found so far, beside the other codebases' results."""
-    known = json.loads(options.output.read_text())["results"] if options.output.exists() else {}
-    gpu_record.write(options.output, results=known | {options.codebase: found})
+        print(name, record.shown(found[name]), flush=True)
+        record.write(options.output, results=known | {options.codebase: found})
 
 
 if __name__ == "__main__":

@@ -3,27 +3,27 @@
 Times the routing (route, plan, permute, unpermute) as a part of a program, by programs that repeat
 it: launches of a CUDA graph, without what starting a program takes. Times the layer's two matmuls
 alone, with groups as a router makes them, and eight layers in one program, against a sequential
-read of the weights of the experts in use. Prints the figures and writes `benchmarks/decode.json`.
+read of the weights of the experts in use.
 
-    python benchmarks/decode.py [--output FILE]
+    python -m benchmarks.decode [--output FILE]
 """
 
 from __future__ import annotations
 
 import functools
 
-import gpu_record
 import jax
-import jax.numpy as jnp
 
+from benchmarks.harness import record
+from benchmarks.harness.inputs import LAYERS as MODELS
+from benchmarks.harness.inputs import normal
+from benchmarks.harness.streams import Stream, find_limit
+from benchmarks.harness.timing import MANY, median_us, one_of_many_us
 from triax import moe
-from triax.bench.cases import Stream
-from triax.bench.streams import find_limit
-from triax.bench.timing import time_program
 
-HIDDEN, WIDTH, TOP_K = 7168, 2048, 8
+_, HIDDEN, _, TOP_K, WIDTH = MODELS["deepseek-v3"]
 TOKENS, EXPERTS = (8, 32, 128, 256), (32, 128)
-ROUTING_TOKENS, REPEATS, LAYERS = 128, (4, 24), 8
+ROUTING_TOKENS, LAYERS = 128, 8
 
 
 def routing(x, logits):
@@ -36,20 +36,14 @@ def routing(x, logits):
 
 def measure_routing(experts):
     """One routing of those in a program, each of what the last one returned, by other logits."""
-    keys = jax.random.split(jax.random.key(0), max(REPEATS))
-    logits = [jax.random.normal(key, (ROUTING_TOKENS, experts)) for key in keys]
-    x = jax.random.normal(jax.random.key(1), (ROUTING_TOKENS, HIDDEN), jnp.bfloat16)
-    same = jnp.abs(jax.jit(routing)(x, logits[0]).astype("float32") - x.astype("float32")).max()
-    assert same < 0.1, f"weights that sum up to 1 give the tokens back, to {same}"
-    program = jax.jit(lambda operands: functools.reduce(routing, operands[1], operands[0]))
-    few, many = (time_program(program, (x, logits[:n]), target_ms=50.0) for n in REPEATS)
-    assert {few.method, many.method} == {"events"}, (few, many)
-    median_us = (many.median_us - few.median_us) / (REPEATS[1] - REPEATS[0])
-    return {"experts": experts, "median_us": median_us}
-
-
-def normal(seed, *shape, scale=1.0):
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype("bfloat16")
+    logits = [normal(seed, ROUTING_TOKENS, experts, dtype="float32") for seed in range(MANY)]
+    x = normal(MANY, ROUTING_TOKENS, HIDDEN)
+    # Weights that sum up to 1 give the tokens back.
+    record.check("routing", jax.jit(routing)(x, logits[0]), x, 0.01)
+    repeated = lambda count: jax.jit(
+        lambda given: functools.reduce(routing, given[1][:count], given[0])
+    )
+    return {"experts": experts, "median_us": one_of_many_us(repeated, (x, logits))}
 
 
 def layer(x, logits, w_gate_up, w_down):
@@ -67,32 +61,31 @@ def measure_weights(experts, rate):
     def add(name, tokens, used, read, us):
         figures = {"tokens": tokens, "experts": experts, "what": name, "experts_in_use": used}
         found.append(figures | {"median_us": us, "read_us": read, "fraction_of_read": read / us})
-        print(found[-1], flush=True)
+        print(record.shown(found[-1]), flush=True)
 
     for tokens in TOKENS:
-        keys = jax.random.split(jax.random.key(3), LAYERS)
-        logits = [jax.random.normal(key, (tokens, experts)) for key in keys]
+        logits = [normal(3 + i, tokens, experts, dtype="float32") for i in range(LAYERS)]
         x = normal(0, tokens, HIDDEN)
         sizes = [layer(x, each, *both).group_counts for each in logits]
         in_use = [int((each > 0).sum()) for each in sizes]
         for name, w in zip(("gate and up", "down"), both, strict=True):
             rows = normal(4, tokens * TOP_K, w.shape[1])
             program = jax.jit(lambda operands: moe.ragged_dot(*operands))
-            us = time_program(program, (rows, w, sizes[0]), target_ms=50.0).median_us
+            us = median_us(program, (rows, w, sizes[0]))
             add(name, tokens, in_use[0], w.nbytes / experts * in_use[0] / rate, us)
 
         def layers(operands):
             x, logits, *both = operands
             return functools.reduce(lambda x, chosen: layer(x, chosen, *both).tokens, logits, x)
 
-        us = time_program(jax.jit(layers), (x, logits, *both), target_ms=80.0).median_us
+        us = median_us(jax.jit(layers), (x, logits, *both), target_ms=80.0)
         read = sum(w.nbytes for w in both) / experts * sum(in_use) / rate
         add("layer", tokens, sum(in_use) / LAYERS, read / LAYERS, us / LAYERS)
     return found
 
 
-def main():
-    output = gpu_record.output(__doc__, __file__)
+if __name__ == "__main__":
+    output = record.parse(record.parser(__file__, __doc__)).output
     routings = [measure_routing(experts) for experts in (32, 256)]
     print(*routings, sep="\n")
     # 32 bytes are read for each one written: as near to a read alone as a checked stream comes.
@@ -100,8 +93,4 @@ def main():
     rate = stream["bytes"] / stream["median_us"]
     found = [each for experts in EXPERTS for each in measure_weights(experts, rate)]
     shape = {"hidden": HIDDEN, "width": WIDTH, "top_k": TOP_K, "layers": LAYERS}
-    gpu_record.write(output, **shape, routing=routings, weights=found, stream=stream)
-
-
-if __name__ == "__main__":
-    main()
+    record.write(output, **shape, routing=routings, weights=found, stream=stream)

@@ -1,30 +1,29 @@
 """How good the configs are that the MoE ops choose by formula.
 
 For each op, width and dtype of the list: the config of the formula against others of the same
-family. Prints a table and writes `benchmarks/default_configs.json`. It needs a GPU.
+family.
 
-    python benchmarks/default_configs.py [--output FILE]
+    python -m benchmarks.default_configs [--output FILE] [--seconds N]
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gpu_record
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import record
+from benchmarks.harness.inputs import normal, with_gradients
 from triax import moe
-from triax.bench.timing import time_program
+from triax.benchmark import HOST_BOUND, time_program
 from triax.moe.chunk_sort import configs as chunk_configs
 from triax.moe.permutation import configs as permute_configs
 from triax.moe.shared.blocks import power_of_two
@@ -62,58 +61,37 @@ class Op:
     floats_only: bool = False
 
 
-def _permute_grad(inputs):
-    _, pullback = jax.vjp(lambda x: moe.permute(x, inputs["plan"]), inputs["x"])
-    return pullback(inputs["rows"])
+def permute(x, plan):
+    return moe.permute(x, plan)
 
 
-def _unpermute_grad(inputs):
-    _, pullback = jax.vjp(
-        lambda rows, weights: moe.unpermute(rows, inputs["plan"], weights),
-        inputs["rows"],
-        inputs["weights"],
-    )
-    return pullback(inputs["x"])
+def unpermute(operands, plan):
+    return moe.unpermute(operands[0], plan, operands[1])
 
 
+def gradients_alone(function, operands, gradient):
+    """The forward pass is dropped, because nothing of a move's gradient depends on its result."""
+    return with_gradients(function, lambda out: gradient)(operands)[1]
+
+
+_Move, _Chunk = permute_configs.MoveConfig, chunk_configs.ChunkMoveConfig
+_of_rows = lambda i: (i["rows"], i["weights"])
 OPS = (
+    Op("permute", _Move, "for_copies", False, lambda i: permute(i["x"], i["plan"])),
+    Op("unpermute", _Move, "for_parts", False, lambda i: unpermute(_of_rows(i), i["plan"]), True),
     Op(
-        "permute",
-        permute_configs.MoveConfig,
-        "for_copies",
-        False,
-        lambda inputs: moe.permute(inputs["x"], inputs["plan"]),
-    ),
-    Op(
-        "unpermute",
-        permute_configs.MoveConfig,
-        "for_parts",
-        False,
-        lambda inputs: moe.unpermute(inputs["rows"], inputs["plan"], inputs["weights"]),
+        *("permute_grad", _Move, "for_plain_sums", False),
+        lambda i: gradients_alone(lambda x: permute(x, i["plan"]), i["x"], i["rows"]),
         floats_only=True,
     ),
     Op(
-        "permute_grad",
-        permute_configs.MoveConfig,
-        "for_plain_sums",
-        False,
-        _permute_grad,
+        *("unpermute_grad", _Move, "for_rows", True),
+        lambda i: gradients_alone(lambda of: unpermute(of, i["plan"]), _of_rows(i), i["x"]),
         floats_only=True,
     ),
     Op(
-        "unpermute_grad",
-        permute_configs.MoveConfig,
-        "for_rows",
-        True,
-        _unpermute_grad,
-        floats_only=True,
-    ),
-    Op(
-        "sort_chunks",
-        chunk_configs.ChunkMoveConfig,
-        "heuristic",
-        False,
-        lambda inputs: moe.sort_chunks_by_index(inputs["rows"], inputs["sizes"], inputs["order"]),
+        *("sort_chunks", _Chunk, "heuristic", False),
+        lambda i: moe.sort_chunks_by_index(i["rows"], i["sizes"], i["order"]),
     ),
 )
 
@@ -157,7 +135,7 @@ def make_inputs(width: int, dtype: str, top_k: int) -> dict[str, Any]:
     selected = jnp.asarray(rng.integers(0, 64, (tokens, top_k)), jnp.int32)
     plan = jax.jit(functools.partial(moe.make_plan, num_experts=64))(selected)
     cuts = np.sort(rng.integers(0, num_rows + 1, 63))
-    x = (50 * jax.random.normal(jax.random.key(0), (tokens, width))).astype(dtype)
+    x = normal(0, tokens, width, dtype=dtype, scale=50.0)
     return {
         "x": x,
         "plan": plan,
@@ -178,7 +156,7 @@ def trace(op: Op, config: Any, inputs: Any) -> Any:
 def measure(program: Any, inputs: Any, target_ms: float = 12) -> float | None:
     """Median microseconds, or None where they cannot be told."""
     timing = time_program(program, inputs, target_ms=target_ms)
-    return None if timing.method == "host-bound" else timing.median_us
+    return None if timing.method == HOST_BOUND else timing.median_us
 
 
 @jax.jit
@@ -234,14 +212,9 @@ def compare(op: Op, width: int, dtype: str, top_k: int, inputs: Any) -> dict[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    default_output = Path(__file__).with_suffix(".json")
-    parser.add_argument("--output", type=Path, default=default_output)
+    parser = record.parser(__file__, __doc__)
     parser.add_argument("--seconds", type=float, default=400, help="stop after this many")
-    options = parser.parse_args()
-    if (missing := gpu_record.missing_gpu()) is not None:
-        print(missing, file=sys.stderr)
-        return 2
+    options = record.parse(parser)
     todo = [
         (width, dtype, top_k, [op for op in OPS if not (op.floats_only and dtype == "int8")])
         for width, dtype, top_k in WIDTHS
@@ -252,25 +225,19 @@ def main() -> int:
     print(
         f"{within} of {len(results)} within 3% of the best; {planned - len(results)} not measured"
     )
-    gpu_record.write(options.output, planned=planned, results=results)
+    record.write(options.output, planned=planned, results=results)
     return int(within < len(results))
 
 
 def run(todo: Any, deadline: float) -> Iterator[dict[str, Any]]:
     """The comparisons, each printed, until the time is over."""
-    print(f"{'op':<16}{'width':>6}  {'dtype':<10} K{'formula':>9}{'best':>9}  loss  best config")
     for width, dtype, top_k, ops in todo:
         inputs = make_inputs(width, dtype, top_k)
         for op in ops:
             if time.monotonic() > deadline:
                 return
             result = compare(op, width, dtype, top_k, inputs)
-            print(
-                f"{op.name:<16}{width:>6}  {dtype:<10}{top_k:>2}{result['formula_us']:9.1f}"
-                f"{result['best_us']:9.1f}{result['loss']:6.1%}  "
-                f"{tuple(result['best'].values())} of {len(result['tried'])}",
-                flush=True,
-            )
+            print(record.shown({n: of for n, of in result.items() if n != "tried"}), flush=True)
             yield result
 
 

@@ -13,31 +13,28 @@
   against reading the quantized weights of the experts in use, their scales and their zeros; and
   8,192 tokens, against bfloat16.
 
-Prints the figures and writes `benchmarks/eight_bits.json`.
-
-    python benchmarks/eight_bits.py [--output FILE] [--only PART ...]
+    python -m benchmarks.eight_bits [--output FILE] [--only PART ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
 import statistics
-import sys
 import time
-from pathlib import Path
 
-import gpu_record
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import record
+from benchmarks.harness.inputs import LAYERS as MODELS
+from benchmarks.harness.inputs import normal, with_gradients
+from benchmarks.harness.streams import Stream, find_limit
+from benchmarks.harness.timing import in_turn, median_us
 from triax import moe
-from triax.bench.cases import Stream
-from triax.bench.streams import find_limit
-from triax.bench.timing import BURSTS, REST_S, time_program
+from triax.benchmark import BURSTS, REST_S
 from triax.moe.grouped_matmul import ops as products
 from triax.moe.grouped_matmul.options import FAST_SUMS as FAST
 from triax.moe.grouped_matmul.options import Groups, Options
@@ -52,11 +49,7 @@ PRODUCTS = {
     "fine-grained": (65536, 64, 2560, 2560),
     "Qwen3": (65536, 16, 4096, 3072),
 }
-# tokens, experts, top_k, hidden, width
-LAYERS = {
-    "DeepSeek-V3": (8192, 32, 8, 7168, 2048),
-    "Mixtral": (16384, 8, 2, 4096, 14336),
-}
+LAYERS = {"DeepSeek-V3": MODELS["deepseek-v3"], "Mixtral": MODELS["mixtral-8x7b"]}
 RECIPES = {
     "bfloat16": None,
     "rows": "rows",
@@ -80,11 +73,7 @@ WEIGHTS = {
     "int4, 128 deep, with zeros": ("int4", (1, 128, 1), "float32", "int8"),
     "MXFP4": ("float4_e2m1fn", (1, 32, 1), "float8_e8m0fnu"),
 }
-DECODE_TOP_K, HIDDEN, WIDTH = 8, 7168, 2048
-
-
-def normal(seed, *shape, scale=1.0):
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype("bfloat16")
+_, HIDDEN, _, DECODE_TOP_K, WIDTH = MODELS["deepseek-v3"]
 
 
 def operands(rows, experts, depth, columns):
@@ -101,9 +90,12 @@ def operands(rows, experts, depth, columns):
     }
 
 
-def uneven(experts, rows):
+def sizes_of(experts, rows):
+    """Sizes of groups, even and uneven."""
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.multinomial(rows, rng.dirichlet(np.full(experts, 4.0))), jnp.int32)
+    drawn = rng.multinomial(rows, rng.dirichlet(np.full(experts, 4.0)))
+    even = np.full(experts, rows // experts)
+    return {"even": jnp.asarray(even, jnp.int32), "uneven": jnp.asarray(drawn, jnp.int32)}
 
 
 def dense_rate(rows, depth, columns):
@@ -134,21 +126,16 @@ def dense_rate(rows, depth, columns):
 def measure_products():
     found = {}
     for name, (rows, experts, depth, columns) in PRODUCTS.items():
-        ways = operands(rows, experts, depth, columns)
-        groups = {
-            "even": jnp.full(experts, rows // experts, jnp.int32),
-            "uneven": uneven(experts, rows),
-        }
+        ways, groups = operands(rows, experts, depth, columns), sizes_of(experts, rows)
         programs = {}
         for way, (pair, precision) in ways.items():
             program = jax.jit(lambda given, p=precision: moe.ragged_dot(*given, precision=p))
             for kind, sizes in groups.items():
                 programs[way, kind] = program, (*pair, sizes)
-        us = gpu_record.in_turn(programs, rounds=3, bursts=True)
+        us = in_turn(programs, rounds=3, bursts=True)
         rate = lambda us, of=2 * rows * depth * columns: of / us / 1e6
         found[name] = {way: {kind: rate(us[way, kind]) for kind in groups} for way in ways}
         found[name]["dense"] = {"even": dense_rate(rows, depth, columns)}
-        print(name, found[name])
     return found
 
 
@@ -193,27 +180,20 @@ def measure_weight_gradients():
         copy = find_limit(Stream(2, 1, rows * (left + right)))
         sides = normal(0, rows, left), normal(1, rows, right)
         found[name] = {}
-        for kind, sizes in (
-            ("even", jnp.full(experts, rows // experts, jnp.int32)),
-            ("uneven", uneven(experts, rows)),
-        ):
+        for kind, sizes in sizes_of(experts, rows).items():
             programs = outer_programs(sides, sizes)
-            plain = programs["bfloat16"][0](sides).astype("float32")
+            plain = programs["bfloat16"][0](sides)
             for way, (program, given) in programs.items():
-                if way in ("bfloat16", "rounding"):
-                    continue
-                wrong = program(given).astype("float32") - plain
-                if not jnp.linalg.norm(wrong.ravel()) <= 0.06 * jnp.linalg.norm(plain.ravel()):
-                    sys.exit(f"{name}, {way}: wrong")
-            del plain, wrong
-            us = gpu_record.in_turn(programs, rounds=3, bursts=True)
+                if way != "rounding":
+                    record.check(f"{name}, {way}", program(given), plain, 0.06)
+            del plain
+            us = in_turn(programs, rounds=3, bursts=True)
             rounding = us.pop("rounding")
             for way, each in us.items():
                 found[name].setdefault(way, {})[kind] = 2 * rows * left * right / each / 1e6
             of_copy = found[name].setdefault("rounding, of a copy's speed", {})
             of_copy[kind] = copy["median_us"] / rounding
         found[name]["dense"] = {"even": dense_rate(rows, left, right)}
-        print(name, found[name])
     return found
 
 
@@ -236,46 +216,30 @@ def measure_errors():
                 np.sqrt(np.mean((np.asarray(out, np.float64) - to) ** 2)) / size
             )
             found[f"{way}, {depth} deep"] = {"of sums": error(wanted), "in all": error(before)}
-    for name, errors in found.items():
-        print(name, errors)
-        if not errors["in all"] < 0.06:
-            sys.exit(f"{name}: wrong")
+    assert all(errors["in all"] < 0.06 for errors in found.values()), found
     return found
 
 
-def forward_and_backward(given, top_k, recipe):
-    def layer(given):
-        return moe.feed_forward(**given, top_k=top_k, normalize=True, recipe=recipe).tokens
-
-    out, pull = jax.vjp(layer, given)
-    return out, pull(out)[0]  # which has to be there before
+def layer(given, top_k, recipe):
+    return moe.feed_forward(**given, top_k=top_k, normalize=True, recipe=recipe).tokens
 
 
 def measure_layers():
     found = {}
-    for name, (tokens, experts, top_k, hidden, width) in LAYERS.items():
-        given = {
-            "x": normal(0, tokens, hidden),
-            "logits": normal(1, tokens, experts).astype("float32"),
-            "w_gate_up": normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
-            "w_down": normal(3, experts, width, hidden, scale=width**-0.5),
+    for name, shape in LAYERS.items():
+        given, run = shape.inputs(), functools.partial(layer, top_k=shape.top_k)
+        programs = {
+            way: jax.jit(with_gradients(functools.partial(run, recipe=recipe)))
+            for way, recipe in RECIPES.items()
         }
-
-        run = functools.partial(forward_and_backward, top_k=top_k)
-        programs = {way: jax.jit(functools.partial(run, recipe=r)) for way, r in RECIPES.items()}
-        plain = None
+        plain = programs["bfloat16"](given)
         for way, program in programs.items():
-            leaves = [leaf.astype("float32") for leaf in jax.tree.leaves(program(given))]
-            plain = leaves if plain is None else plain
-            for a, b in zip(leaves, plain, strict=True):
-                if not jnp.linalg.norm((a - b).ravel()) <= 0.1 * jnp.linalg.norm(b.ravel()):
-                    sys.exit(f"{name}, {way}: wrong")
-        del leaves, plain
+            record.check(f"{name}, {way}", program(given), plain, 0.1)
+        del plain
         timed = {way: (program, given) for way, program in programs.items()}
-        us = gpu_record.in_turn(timed, rounds=5, target_ms=60.0)
+        us = in_turn(timed, rounds=5, target_ms=60.0)
         ms = {way: time / 1000 for way, time in us.items()}
         found[name] = {way: {"ms": t, "speedup": ms["bfloat16"] / t} for way, t in ms.items()}
-        print(name, found[name])
     return found
 
 
@@ -291,7 +255,7 @@ def measure_decode():
     found = {}
     for name, (tokens, experts) in DECODE.items():
         rows = tokens * DECODE_TOP_K
-        logits = jax.random.normal(jax.random.key(3), (tokens, experts))
+        logits = normal(3, tokens, experts, dtype="float32")
         _, chosen = moe.route(logits, DECODE_TOP_K)
         sizes = jnp.bincount(chosen.ravel(), length=experts).astype("int32")
         used = int((sizes > 0).sum())
@@ -305,19 +269,17 @@ def measure_decode():
             exact = plain_us = None
             for way, kind in WEIGHTS.items():
                 weights = w if way == "bfloat16" else quantized(w, *kind)
-                out = program((x, weights, sizes)).astype("float32")
+                out = program((x, weights, sizes))
                 exact = out if exact is None else exact
-                error = jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact)
-                if not error <= (0.2 if getattr(weights, "packed", None) else 0.05):
-                    sys.exit(f"{name}, {product}, {way}: wrong by {error}")
+                allowed = 0.2 if getattr(weights, "packed", None) else 0.05
+                record.check(f"{name}, {product}, {way}", out, exact, allowed)
                 num_bytes = sum(a.nbytes for a in jax.tree.leaves(weights)) * used // experts
                 stream = find_limit(Stream(32, 1, num_bytes // 32))
                 read_us = stream["median_us"] * num_bytes / stream["bytes"]
-                us = time_program(program, (x, weights, sizes), target_ms=50.0).median_us
+                us = median_us(program, (x, weights, sizes))
                 plain_us = us if plain_us is None else plain_us
                 figures = {"median_us": us, "read_us": read_us, "fraction_of_read": read_us / us}
                 found[f"{name}, {product}, {way}"] = figures | {"speedup": plain_us / us}
-                print(name, product, way, figures, plain_us / us)
     return found
 
 
@@ -331,18 +293,16 @@ PARTS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser = record.parser(__file__, __doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="keep the record's other parts")
-    options = parser.parse_args()
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
+    options = record.parse(parser)
     recipes = {way: r and dataclasses.asdict(r) for way, r in RECIPES.items() if type(r) is not str}
     known = json.loads(options.output.read_text()) if options.only else {}
     found = {part: known.get(part) for part in PARTS}
     for part in options.only or PARTS:
         found[part] = PARTS[part]()
-        gpu_record.write(options.output, recipes=recipes, **found)
+        print(part, record.shown(found[part]), flush=True)
+        record.write(options.output, recipes=recipes, **found)
 
 
 if __name__ == "__main__":

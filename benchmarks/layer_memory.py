@@ -6,52 +6,33 @@ arguments, for each token; `peak_bytes` XLA's temporaries and results. Each prog
 with the layer's dense products, in bursts after a rest; of the layer as it is, the kernels' times
 are summed up by kind. Both ways give the same bits, else nothing is written.
 
-    python benchmarks/layer_memory.py [--output FILE]
+    python -m benchmarks.layer_memory [--output FILE]
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import sys
 import time
 
-import gpu_record
 import jax
-import jax.numpy as jnp
 
+from benchmarks.harness import record
+from benchmarks.harness.inputs import LAYERS, Layer, dense_products, with_gradients
+from benchmarks.harness.timing import in_turn, kernels
 from triax import moe
 
-# tokens, hidden, experts, top_k, width
 SHAPES = {
-    "DeepSeek-V3": (8192, 7168, 32, 8, 2048),
-    "Mixtral": (16384, 4096, 8, 2, 14336),
-    "128 experts": (32768, 4096, 128, 8, 1024),
-    "fine-grained": (16384, 2560, 64, 4, 1280),
+    "DeepSeek-V3": LAYERS["deepseek-v3"],
+    "Mixtral": LAYERS["mixtral-8x7b"],
+    "128 experts": Layer(32768, 4096, 128, 8, 1024),
+    "fine-grained": LAYERS["fine-grained"],
 }
 WAYS = {"as it is": (), "keeping all": ("triax_permuted_rows", "triax_glu")}
 
 
-def normal(seed, *shape, scale=1.0):
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype("bfloat16")
-
-
 def layer(given, top_k, keep):
     return moe.feed_forward(**given, top_k=top_k, normalize=True, keep=keep).tokens
-
-
-def forward_and_backward(given, top_k, keep):
-    out, pull = jax.vjp(functools.partial(layer, top_k=top_k, keep=keep), given)
-    return out, pull(out)[0]  # which has to be there before
-
-
-def dense(given, top_k):
-    """The layer's six products, of rows that all have the weights of one expert."""
-    rows = jnp.repeat(given["x"], top_k, axis=0)
-    up, down = given["w_gate_up"][0], given["w_down"][0]
-    wide = rows @ up
-    narrow = wide[:, : down.shape[0]]
-    return wide @ up.T, rows.T @ wide, rows @ down.T, narrow @ down, narrow.T @ rows
 
 
 def num_bytes(tree):
@@ -62,36 +43,30 @@ def kernels_us(program, given, calls=5):
     """The kernels' times of a call by kind, right after a rest."""
     time.sleep(1)
     sums = collections.Counter()
-    for name, start, end in gpu_record.kernels(program, given, calls=calls):
+    for name, start, end in kernels(program, given, calls=calls):
         kind = name.strip("_").partition("_kernel")[0] if "_kernel_" in name else "others"
         sums[kind] += (end - start) / 1000 / calls
     return dict(sums.most_common())
 
 
-def measure(tokens, hidden, experts, top_k, width):
-    given = {
-        "x": normal(0, tokens, hidden),
-        "logits": normal(1, tokens, experts).astype("float32"),
-        "w_gate_up": normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
-        "w_down": normal(3, experts, width, hidden, scale=width**-0.5),
-    }
+def measure_layer(shape):
+    given = shape.inputs()
     found, programs, results = {}, {}, []
     for way, keep in WAYS.items():
-        run = functools.partial(layer, top_k=top_k, keep=keep)
+        run = functools.partial(layer, top_k=shape.top_k, keep=keep)
         held = jax.eval_shape(lambda given, run=run: jax.vjp(run, given)[1], given)
-        program = jax.jit(functools.partial(forward_and_backward, top_k=top_k, keep=keep))
+        program = jax.jit(with_gradients(run))
         memory = program.lower(given).compile().memory_analysis()
         found[way] = {
-            "kept_bytes": (num_bytes(held) - num_bytes(given)) / tokens,
+            "kept_bytes": (num_bytes(held) - num_bytes(given)) / shape.tokens,
             "peak_bytes": memory.temp_size_in_bytes + memory.output_size_in_bytes,
         }
         programs[way] = program, given
-        results.append(jax.tree.leaves(program(given)))
-    if not all((a == b).all() for a, b in zip(*results, strict=True)):
-        sys.exit("what is made again is not the same")
+        results.append(program(given))
+    record.check("what is made again", *results)
     del results
-    programs["dense"] = jax.jit(functools.partial(dense, top_k=top_k)), given
-    us = gpu_record.in_turn(programs, rounds=7, bursts=True)
+    programs["dense"] = jax.jit(functools.partial(dense_products, top_k=shape.top_k)), given
+    us = in_turn(programs, rounds=7, bursts=True)
     for way, each in us.items():
         figures = {"median_us": each, "of_dense": us["dense"] / each}
         found[way] = found.get(way, {}) | figures
@@ -99,15 +74,10 @@ def measure(tokens, hidden, experts, top_k, width):
     return found
 
 
-def main():
-    output = gpu_record.output(__doc__, __file__)
-    found = {}
+def measure():
     for name, shape in SHAPES.items():
-        found[name] = measure(*shape)
-        for way, figures in found[name].items():
-            print(name, way, figures, flush=True)
-        gpu_record.write(output, shapes=SHAPES, results=found)
+        yield name, measure_layer(shape)
 
 
 if __name__ == "__main__":
-    main()
+    record.main(measure, shapes=SHAPES)

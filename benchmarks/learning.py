@@ -3,9 +3,9 @@
 A transformer of two layers, with 16 experts of which each token takes two, learns to predict the
 next byte of Python's standard library, whose text lies on every machine. Every recipe has the same
 seeds: the same first parameters and the same batches. The loss is that of text held out, in nats
-per byte. Prints the figures and writes `benchmarks/learning.json`.
+per byte.
 
-    python benchmarks/learning.py [--output FILE]
+    python -m benchmarks.learning [--output FILE]
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import platform
 import sysconfig
 from pathlib import Path
 
-import gpu_record
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import record
 from triax import moe
 
 RECIPES = {
@@ -119,39 +119,39 @@ def train(recipe, seed, data, held_out, run, evaluate):
     return np.concatenate(jax.device_get(told)), float(np.mean(evaluate(state[0], held_out)))
 
 
-def main():
-    output = gpu_record.output(__doc__, __file__)
+def measure():
     data = text()
     held_out = batches_of(data[-len(data) // 10 :], np.random.default_rng(0), HELD_OUT)
     data = data[: -len(data) // 10]
-    found = {}
+    plain = None
     for name, recipe in RECIPES.items():
         run = jax.jit(functools.partial(steps, recipe=recipe), donate_argnums=0)
         # All are measured in bfloat16: what was learnt counts, not how it is read.
         evaluate = jax.jit(jax.vmap(lambda p, b: losses(p, b, None)[0], (None, 0)))
-        curves, finals = zip(
-            *(train(recipe, seed, data, held_out, run, evaluate) for seed in range(SEEDS)),
-            strict=True,
-        )
-        found[name] = {
-            "held_out": finals,
-            "curve": np.mean(curves, 0).reshape(-1, AT_ONCE).mean(1).round(4).tolist(),
-        }
-        plain = np.array(found["bfloat16"]["held_out"])
+        each = [train(recipe, seed, data, held_out, run, evaluate) for seed in range(SEEDS)]
+        curves, finals = zip(*each, strict=True)
+        plain = np.array(finals) if plain is None else plain
         change = np.array(finals) / plain - 1
-        found[name] |= {"change": change.mean(), "largest_change": np.abs(change).max()}
-        print(name, [round(loss, 4) for loss in finals], f"{change.mean():+.3%}", flush=True)
-    shape = {"layers": LAYERS, "hidden": HIDDEN, "width": WIDTH, "experts": EXPERTS}
-    gpu_record.write(
-        output,
+        yield (
+            name,
+            {
+                "held_out": finals,
+                "curve": np.mean(curves, 0).reshape(-1, AT_ONCE).mean(1).round(4).tolist(),
+                "change": change.mean(),
+                "largest_change": np.abs(change).max(),
+            },
+        )
+
+
+if __name__ == "__main__":
+    record.main(
+        measure,
         text=f"the standard library of Python {platform.python_version()}",
         steps=STEPS,
         seeds=SEEDS,
         tokens_per_step=BATCH * LENGTH,
-        **shape,
-        results=found,
+        layers=LAYERS,
+        hidden=HIDDEN,
+        width=WIDTH,
+        experts=EXPERTS,
     )
-
-
-if __name__ == "__main__":
-    main()

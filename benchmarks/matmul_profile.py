@@ -1,9 +1,9 @@
 """What NVIDIA's profiler says of ragged_dot and its gradients, beside cuBLAS's dense matmuls.
 
-Runs itself under `ncu`, one kernel at a time at the clocks that the GPU chooses, and writes
-`benchmarks/matmul_profile.json`. cuBLAS is called through PyTorch.
+Runs itself under `ncu`, one kernel at a time at the clocks that the GPU chooses. cuBLAS is called
+through PyTorch.
 
-    python benchmarks/matmul_profile.py [--output FILE]
+    python -m benchmarks.matmul_profile [--output FILE]
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import functools
 import io
 import subprocess
 import sys
-from pathlib import Path
 
-import gpu_record
+import jax
+import jax.numpy as jnp
 
-# Rows, depth, columns, groups.
-SHAPES = {
-    "deepseek-v3": (65536, 7168, 2048, 32),
-    "gpt-oss-120b": (65536, 2880, 2880, 16),
-    "fine-grained": (65536, 2560, 1280, 64),
-}
+from benchmarks.harness import record
+from benchmarks.harness.inputs import LAYERS, normal
+from triax import moe
+
+SHAPES = ("deepseek-v3", "gpt-oss-120b", "fine-grained")
 KERNELS = "regex:ragged_dot_kernel|group_outer_kernel|nvjet|gemm|cutlass"
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats")
 METRICS = {
@@ -40,17 +39,12 @@ METRICS = {
 
 def run(preset):
     """The three products, by Triax and then by cuBLAS: what the profiler looks at."""
-    import jax
-    import jax.numpy as jnp
     import torch
 
-    from triax import moe
-
-    rows, depth, columns, groups = SHAPES[preset]
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (rows, depth), jnp.bfloat16)
-    w = jax.random.normal(keys[1], (groups, depth, columns), jnp.bfloat16)
-    gradient = jax.random.normal(keys[2], (rows, columns), jnp.bfloat16)
+    tokens, depth, groups, top_k, columns = LAYERS[preset]
+    rows = tokens * top_k
+    x, gradient = normal(0, rows, depth), normal(2, rows, columns)
+    w = normal(1, groups, depth, columns)
     sizes = jnp.full(groups, rows // groups, jnp.int32)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -70,7 +64,7 @@ def profile(preset):
     """The metrics of each kernel: forward, rows' and weights' gradient, then the dense ones."""
     command = ["ncu", "--csv", "--clock-control", "none", "--kernel-name", KERNELS]
     command += [word for name in SECTIONS for word in ("--section", name)]
-    command += [sys.executable, __file__, "--run", preset]
+    command += [sys.executable, "-m", "benchmarks.matmul_profile", "--run", preset]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     kernels = {}
@@ -85,18 +79,15 @@ def profile(preset):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser = record.parser(__file__, __doc__)
     parser.add_argument("--run", choices=SHAPES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = record.parse(parser)
     if options.run:
         return run(options.run)
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
     found = [kernel for preset in SHAPES for kernel in profile(preset)]
     for kernel in found:
         print(*(f"{name}: {value}" for name, value in kernel.items()), sep="; ")
-    gpu_record.write(options.output, kernels=found)
+    record.write(options.output, kernels=found)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ difference, relative to the largest magnitude in transformers' array. Values and
 the input and of every parameter are compared. Prints the errors, writes `benchmarks/models.json`,
 and exits with 1 if one is above the limit. `make models` makes the environment and calls this.
 
-    python benchmarks/models.py [--only NAME …] [--output FILE]
+    python -m benchmarks.models [--only NAME …] [--output FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import sys
@@ -19,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gpu_record
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import record
 from triax import moe
 
 LIMIT = 1e-6
@@ -406,8 +405,7 @@ def error(found, wanted) -> float:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser = record.parser(__file__, __doc__)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=[])
     options = parser.parse_args()
     results, wrong = {}, []
@@ -421,7 +419,7 @@ def main():
     if wrong:
         sys.exit(f"above {LIMIT:g}: {', '.join(wrong)}")
     if not options.only:
-        gpu_record.write(options.output, limit=LIMIT, results=results)
+        record.write(options.output, limit=LIMIT, results=results)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,21 @@
 A unit is the distance of the result's dtype at an element, or at the root mean square of all
 elements for those that are smaller: sums that cancel have no last place of their own. Operands are
 normal, and exact in their dtype. Beside Triax's kernels stand plain JAX (`implementation="xla"`, on
-the same device) and, where it is installed, torch. Writes `benchmarks/numerics.json`.
+the same device) and, where it is installed, torch.
 
-    python benchmarks/numerics.py [--output FILE]
+    python -m benchmarks.numerics [--output FILE]
 """
 
 from __future__ import annotations
 
 import functools
 
-import gpu_record
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks.harness import record
 from triax import moe
 
 WAYS = {"kernels": "triton", "plain JAX": "xla"}
@@ -152,17 +152,14 @@ def others():
             yield f"unpermute, {dtype}", TOP_K, way, units(found, exact)
 
 
-def main():
-    output = gpu_record.output(__doc__, __file__)
-    results = {}
+def measure():
+    """By op, the errors by number of terms and way."""
     for part in (products, eight_bits, others):
-        for op, terms, way, found in part():
-            results.setdefault(op, {}).setdefault(str(terms), {})[way] = found
-    for op, by_terms in results.items():
-        for terms, ways in by_terms.items():
-            print(f"{op:45} {terms:>6}", {w: round(f["mean"], 3) for w, f in ways.items()})
-    gpu_record.write(output, results=results)
+        found = {}
+        for op, terms, way, errors in part():
+            found.setdefault(op, {}).setdefault(str(terms), {})[way] = errors
+        yield from found.items()
 
 
 if __name__ == "__main__":
-    main()
+    record.main(measure)

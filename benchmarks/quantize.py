@@ -1,28 +1,24 @@
 """How fast `quantize` is, as a fraction of a copy: of a stream of two bytes in and one out.
 
-bfloat16 to float8_e4m3fn; an array counts as read once. Prints the figures and writes
-`benchmarks/quantize.json`. With --sweep it tries other blocks of each kernel, and writes nothing.
+bfloat16 to float8_e4m3fn; an array counts as read once. With --sweep it tries other blocks of each
+kernel, and writes nothing.
 
-    python benchmarks/quantize.py [--output FILE] [--sweep]
+    python -m benchmarks.quantize [--output FILE] [--sweep]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
-import sys
-from pathlib import Path
 from unittest import mock
 
-import gpu_record
 import jax
 
+from benchmarks.harness import record, timing
+from benchmarks.harness.inputs import normal
+from benchmarks.harness.streams import Stream, find_limit
 from triax import moe
-from triax.bench.cases import Stream
-from triax.bench.streams import find_limit
-from triax.bench.timing import time_program
 from triax.moe.quantization import launchers
 from triax.moe.quantization.configs import ColumnsConfig, RowsConfig, TilesConfig
 from triax.testing import assert_same_bits
@@ -49,7 +45,7 @@ def median_us(name, array):
     few = array[:CHECKED] if len(shape) == 2 else array[-1:, :, -CHECKED:]
     pair = (program(block, transposed, way)(few) for way in ("triton", "xla"))
     jax.tree.map(functools.partial(assert_same_bits, err_msg=name), *pair)
-    return time_program(program(block, transposed), array, target_ms=100.0).median_us
+    return timing.median_us(program(block, transposed), array, target_ms=100.0)
 
 
 def sweep(name, array, copy_us):
@@ -78,33 +74,37 @@ def sweep(name, array, copy_us):
         print(f"  {us:9.1f} us  {copy_us / us:.3f}  {config}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    parser.add_argument("--sweep", nargs="*", help="names of cases; all by default")
-    options = parser.parse_args()
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
-    copies = {}
+def arrays():
+    """Each shape's array and what its copy takes, with the cases of it."""
     for shape in (ROWS, WEIGHTS):
-        copies[shape] = find_limit(Stream(2, 1, math.prod(shape)))
-        print(shape, copies[shape])
-    found = {}
-    for shape in (ROWS, WEIGHTS):
-        array = jax.random.normal(jax.random.key(0), shape, "bfloat16")
-        for name in (name for name, case in CASES.items() if case[0] == shape):
-            copy_us = copies[shape]["median_us"]
-            if options.sweep is not None:
-                if not options.sweep or name in options.sweep:
-                    print(name)
-                    sweep(name, array, copy_us)
-                continue
+        copy = find_limit(Stream(2, 1, math.prod(shape)))
+        yield normal(0, *shape), copy, [name for name, case in CASES.items() if case[0] == shape]
+
+
+def measure(copies):
+    for array, copy, names in arrays():
+        copies.append(copy)
+        for name in names:
             us = median_us(name, array)
-            found[name] = {"shape": shape, "median_us": us, "of_copy": copy_us / us}
-            print(name, found[name])
-        del array
+            yield (
+                name,
+                {"shape": array.shape, "median_us": us, "of_copy": copy["median_us"] / us},
+            )
+
+
+def main():
+    parser = record.parser(__file__, __doc__)
+    parser.add_argument("--sweep", nargs="*", help="names of cases; all by default")
+    options = record.parse(parser)
     if options.sweep is None:
-        gpu_record.write(options.output, copies=list(copies.values()), results=found)
+        copies = []
+        record.keep(options.output, measure(copies), copies=copies)
+        return
+    for array, copy, names in arrays():
+        for name in names:
+            if not options.sweep or name in options.sweep:
+                print(name)
+                sweep(name, array, copy["median_us"])
 
 
 if __name__ == "__main__":

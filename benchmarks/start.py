@@ -3,15 +3,13 @@
 The step is that of `examples/serving`, for 128 tokens. Every run is a new process, in turn with the
 others, from its start until XLA has the program for CUDA; and until XLA has compiled it for the CPU
 of this machine, which shows what JAX's compilation cache is worth. Needs no GPU, and says nothing
-about what XLA does on one. Prints the figures and writes `benchmarks/start.json`.
+about what XLA does on one.
 
-    python benchmarks/start.py [--output FILE]
+    python -m benchmarks.start [--output FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import gpu_record
+from benchmarks.harness import record
 
 RUNS, TOKENS, SIZES = 7, 128, (2048, 768, 128)
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "serving"
@@ -58,14 +56,12 @@ def run(program: str, env: dict[str, str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    output = parser.parse_args().output
+    output = record.parser(__file__, __doc__).parse_args().output
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"JAX_PLATFORMS": "cpu", "TRIAX_CUDA_ARCH": "90"}
-        for name in ("TRITON_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR"):
-            env[name] = f"{folder}/{name}"
+        caches = ("TRITON_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR")
+        env |= {name: f"{folder}/{name}" for name in caches}
         export = [sys.executable, "export_step.py", folder, f"--tokens={TOKENS}"]
         sizes = [f"--{n}={s}" for n, s in zip(("hidden", "width", "experts"), SIZES, strict=True)]
         subprocess.run(export + sizes, cwd=FOLDER, env=env, check=True)
@@ -73,11 +69,9 @@ def main() -> None:
         env["STEP"] = str(step)
         for turn in range(RUNS):
             for name, (program, empty) in WAYS.items():
-                own = {} if empty is None else {empty: f"{folder}/{empty}-{turn}"}
                 if "in JAX's cache" in name:  # what the last way has just put there
-                    own = {
-                        "JAX_COMPILATION_CACHE_DIR": f"{folder}/JAX_COMPILATION_CACHE_DIR-{turn}"
-                    }
+                    empty = caches[1]
+                own = {} if empty is None else {empty: f"{folder}/{empty}-{turn}"}
                 found[name].append(run(program, env | own))
                 print(turn, name, found[name][-1], flush=True)
         size = step.stat().st_size
@@ -89,9 +83,9 @@ def main() -> None:
         }
         for name, times in found.items()
     }
-    print(json.dumps(results, indent=1))
+    print(record.shown(results))
     shape = dict(zip(("hidden", "width", "experts"), SIZES, strict=True))
-    gpu_record.write(output, runs=RUNS, tokens=TOKENS, **shape, bytes=size, results=results)
+    record.write(output, runs=RUNS, tokens=TOKENS, **shape, bytes=size, results=results)
 
 
 if __name__ == "__main__":

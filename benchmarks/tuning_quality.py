@@ -1,24 +1,17 @@
 """How good the configs are that Triax chooses ahead of time.
 
 For each kernel and shape of the list: the config chosen on `tuning_inputs` (or on random
-floats), against all configs measured on real operands. Prints a table and writes
-`benchmarks/tuning_quality.json`.
+floats), against all configs measured on real operands.
 
-    python benchmarks/tuning_quality.py [--output FILE]
+    python -m benchmarks.tuning_quality [--output FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
-import sys
 import tempfile
-from pathlib import Path
 
 os.environ["TRIAX_CACHE_DIR"] = tempfile.mkdtemp(prefix="triax-quality-")  # nothing known yet
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +20,8 @@ import triton
 from tests import kernels
 
 import triax
-from triax.compat import versions
+from benchmarks.harness import record
+from benchmarks.harness.inputs import normal
 from triax.tuning import policy
 
 BLOCKS = [
@@ -133,34 +127,33 @@ def matmul(a, b):
     )
 
 
-def normal(*shapes, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+def arrays(*shapes, dtype="float32"):
+    return [normal(seed, *shape, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
-def rows(count, width, dtype=jnp.bfloat16):
+def rows(count, width):
     """Rows, and a skewed index: half of all point to one row."""
     rng = np.random.default_rng(2)
     index = np.where(rng.random(count) < 0.5, 7, rng.permutation(count)).astype(np.int32)
-    return (*normal((count, width), dtype=dtype), jnp.asarray(index))
+    return normal(0, count, width), jnp.asarray(index)
 
 
 PAIRS = {
-    "copy 2^16 f32": (copy, lambda: normal((1 << 16,))),
-    "copy 2^28 f32": (copy, lambda: normal((1 << 28,))),
-    "add 10^7 f32": (add, lambda: normal((10**7,), (10**7,))),
-    "accumulate in place 2^26 f32": (accumulate, lambda: normal((1 << 26,), (1 << 26,))),
+    "copy 2^16 f32": (copy, lambda: arrays((1 << 16,))),
+    "copy 2^28 f32": (copy, lambda: arrays((1 << 28,))),
+    "add 10^7 f32": (add, lambda: arrays((10**7,), (10**7,))),
+    "accumulate in place 2^26 f32": (accumulate, lambda: arrays((1 << 26,), (1 << 26,))),
     "gather 1024x64 bf16": (gather, lambda: rows(1024, 64)),
     "gather 65536x4096 bf16": (gather, lambda: rows(65536, 4096)),
-    "softmax 512x1000 f32": (softmax, lambda: normal((512, 1000))),
-    "softmax 65536x2048 f32": (softmax, lambda: normal((65536, 2048))),
-    "layer norm 16384x4096 f32": (layer_norm, lambda: normal((16384, 4096), (4096,), (4096,))),
-    "matmul 256 bf16": (matmul, lambda: normal((256, 256), (256, 256), dtype=jnp.bfloat16)),
-    "matmul 4096 bf16": (matmul, lambda: normal((4096, 4096), (4096, 4096), dtype=jnp.bfloat16)),
+    "softmax 512x1000 f32": (softmax, lambda: arrays((512, 1000))),
+    "softmax 65536x2048 f32": (softmax, lambda: arrays((65536, 2048))),
+    "layer norm 16384x4096 f32": (layer_norm, lambda: arrays((16384, 4096), (4096,), (4096,))),
+    "matmul 256 bf16": (matmul, lambda: arrays((256, 256), (256, 256), dtype="bfloat16")),
+    "matmul 4096 bf16": (matmul, lambda: arrays((4096, 4096), (4096, 4096), dtype="bfloat16")),
 }
 
 
-def measure(name):
+def measure_pair(name):
     """The chosen config, and its time on real operands over the best of all."""
     function, make = PAIRS[name]
     inputs = make()
@@ -179,7 +172,6 @@ def measure(name):
     means = {config: sum(found) / len(found) for config, found in times.items()}
     best = min(means, key=means.get)
     return {
-        "pair": name,
         "configs": len(means),
         "chosen": decision.config,
         "chosen_ms": means[decision.config],
@@ -189,27 +181,14 @@ def measure(name):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", default=str(Path(__file__).with_suffix(".json")))
-    options = parser.parse_args()
-    results = []
+def measure():
     for name in PAIRS:
-        results.append(measure(name))
-        r = results[-1]
-        figures = f"{r['configs']:3} configs  {r['chosen_ms']:9.4f} ms  {r['ratio']:.3f}"
-        print(f"{name:32} {figures}  {r['chosen']}")
-    good = sum(r["ratio"] <= 1.03 for r in results)
-    print(f"{good} of {len(results)} within 3% of the best")
-    report = {
-        "gpu": jax.devices()[0].device_kind,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {n: versions.installed(n) for n in ("jax", "jaxlib", "triton")},
-        "within_3_percent": good,
-        "pairs": results,
-    }
-    Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+        yield name, measure_pair(name)
 
 
 if __name__ == "__main__":
-    main()
+    output = record.parse(record.parser(__file__, __doc__)).output
+    results = record.keep(output, measure())
+    good = sum(r["ratio"] <= 1.03 for r in results.values())
+    print(f"{good} of {len(results)} within 3% of the best")
+    record.write(output, within_3_percent=good, results=results)

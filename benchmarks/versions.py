@@ -1,11 +1,11 @@
 """What the layer and its kernels take with other versions of JAX and Triton, and without TMA.
 
-    python benchmarks/versions.py [--beside FOLDER …] [--rounds N] [--output FILE]
+    python -m benchmarks.versions [--beside FOLDER …] [--rounds N] [--output FILE]
 
 A FOLDER has other versions of JAX and Triton, as `pip install --target` leaves them. Each version
 runs in processes of its own, in turn; the last one runs the first version's kernels as on a JAX
 that encodes no TMA descriptors (0.10, which is what Python 3.11 gets). Results are compared with
-the first version's before a time counts. Writes `benchmarks/versions.json`.
+the first version's before a time counts.
 """
 
 from __future__ import annotations
@@ -20,42 +20,31 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import gpu_record
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import record
+from benchmarks.harness.inputs import LAYERS, normal, with_gradients
+from benchmarks.harness.timing import median_us
 from triax import moe
-from triax.bench.timing import time_program
 from triax.compat import jax_private
 
-# Tokens, choices, experts, hidden, width.
-LAYERS = {"DeepSeek-V3": (8192, 8, 32, 7168, 2048), "64 small experts": (16384, 4, 64, 2560, 1280)}
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {"DeepSeek-V3": "deepseek-v3", "64 small experts": "fine-grained"}
 DECODE_GROUPS, DECODE_DEPTH, DECODE_COLUMNS = 32, 7168, 4096
 STORED = ("float8_e4m3fn", "int8", "int4", "float4_e2m1fn")
 
 
-def normal(seed, *shape, scale=1.0):
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype("bfloat16")
-
-
 def layers():
-    for name, (tokens, top_k, experts, hidden, width) in LAYERS.items():
-        given = (
-            normal(0, tokens, hidden),
-            jax.random.normal(jax.random.key(1), (tokens, experts)),
-            normal(2, experts, hidden, 2 * width, scale=hidden**-0.5),
-            normal(3, experts, width, hidden, scale=width**-0.5),
-        )
-        recipes = (None, "rows", "blocks") if name == "DeepSeek-V3" else (None,)
-        for recipe in recipes:
-
-            def run(given, top_k=top_k, recipe=recipe):
-                op = lambda *args: moe.feed_forward(*args, top_k=top_k, recipe=recipe).tokens
-                out, pull = jax.vjp(op, *given)
-                return out, pull(out)
-
-            yield f"layer, {name}{f', {recipe}' if recipe else ''}", run, given
+    for name, preset in MODELS.items():
+        shape = LAYERS[preset]
+        given = shape.inputs()
+        for recipe in (None, "rows", "blocks") if name == "DeepSeek-V3" else (None,):
+            how = {"top_k": shape.top_k, "recipe": recipe}
+            op = lambda given, how=how: moe.feed_forward(**given, **how).tokens
+            title = f"layer, {name}{f', {recipe}' if recipe else ''}"
+            yield title, with_gradients(op), given
     rows = normal(4, 65536, 7168)
     sizes = jnp.full(32, 2048, "int32")
     w = normal(2, 32, 7168, 4096, scale=7168**-0.5)
@@ -97,7 +86,7 @@ def measure():
         program = jax.jit(function)
         leaves = jax.tree.leaves(program(given))
         size = float(np.sqrt(sum(float(jnp.sum(jnp.square(a.astype("float32")))) for a in leaves)))
-        us = time_program(program, given, target_ms=40.0, bursts=name.startswith("layer")).median_us
+        us = median_us(program, given, target_ms=40.0, bursts=name.startswith("layer"))
         found[name] = {"median_us": us, "size": size}
     return found
 
@@ -106,23 +95,21 @@ def run(folder, pointers):
     """`measure` in a process with other versions."""
     paths = [folder] if folder else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ["PYTHONPATH"]])}
-    command = [sys.executable, __file__, "--worker", *["--pointers"] * pointers]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "benchmarks.versions", "--worker"]
+    command += ["--pointers"] * pointers
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"{folder or 'the first version'} failed")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = record.parser(__file__, __doc__)
     parser.add_argument("--beside", nargs="*", default=[], metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--pointers", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if problem := gpu_record.missing_gpu():
-        sys.exit(problem)
+    options = record.parse(parser)
     if options.worker:
         supported = not options.pointers and jax_private.supports_tensor_maps()
         with mock.patch.object(jax_private, "supports_tensor_maps", return_value=supported):
@@ -130,7 +117,7 @@ def main():
         versions = {name: importlib.metadata.version(name) for name in ("jax", "triton")}
         print(json.dumps({"versions": versions, "descriptors": supported, "results": found}))
         return
-    os.environ.setdefault("PYTHONPATH", str(Path(__file__).resolve().parents[1] / "src"))
+    os.environ.setdefault("PYTHONPATH", str(ROOT / "src"))
     ways = [("", False), *((folder, False) for folder in options.beside), ("", True)]
     runs = [[run(*way) for way in ways] for _ in range(options.rounds)]
     entries = []
@@ -144,7 +131,7 @@ def main():
             figures[name] = us if right else None  # a wrong result has no speed
             print(each[0]["versions"], each[0]["descriptors"], name, figures[name], flush=True)
         entries.append({**each[0], "results": figures})
-    gpu_record.write(options.output, rounds=options.rounds, entries=entries)
+    record.write(options.output, rounds=options.rounds, entries=entries)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def _difference(actual: jax.Array, expected: jax.Array) -> float:
 
 
 def _time_us(function: Callable[..., Any], args: list[Any], state: int) -> float:
-    """The median time of a call, by the host's clock; `triax bench` takes more care."""
+    """The median time of a call, by the host's clock; `triax.benchmark` takes more care."""
 
     def once() -> float:
         start = time.perf_counter()

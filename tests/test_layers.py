@@ -27,7 +27,7 @@ COMPAT = "triax.compat"
 RULE = """
     errors, messages, settings, architectures, compat, devices < binding
     < {tuning, compiling, emitting, interpreting} < lowering < primitive < call < sharding < moe
-    < testing, tools, bench < cli
+    < testing, tools, benchmark_kernels, benchmark < cli
 """
 GROUPS = [group.strip() for group in RULE.split("<")]
 LAYER = {

@@ -47,7 +47,6 @@ WORDS = {
     "triton_call": "reference/calling",
     "notebook": "gallery",
     "doctor": "reference/command-line",
-    "draw": "reference/command-line",
     "gluon": "guides/tma-and-gluon",
     "deepseek": "models",
     "deprecation": "versions",

@@ -3,8 +3,8 @@
     python tools/figures.py            # writes them
     python tools/figures.py --check    # says which are out of date, and exits with 1
 
-A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`; NAME is a function of
-this file's `TABLES`. No figure is typed by hand.
+A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, one of `TABLES`.
+Those with a row for each entry of a record are in figures.toml. No figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import argparse
 import functools
 import json
 import re
+import string
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from triax import architectures
-from triax.bench.report import is_of_device, renamed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -27,6 +28,7 @@ PAGES = [
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if "<!-- figures: " in path.read_text()
 ]
+ROWS: dict[str, Any] = tomllib.loads((ROOT / "tools" / "figures.toml").read_text("utf-8"))
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 NAMES = {
@@ -56,8 +58,7 @@ MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad
 
 @functools.cache
 def record(name: str) -> Any:
-    found = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
-    return renamed(found) if "schema" in found else found
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
 
 
 def find(implementation: str = "triax", source: str = "h200", **what: Any) -> list[dict[str, Any]]:
@@ -70,6 +71,53 @@ def find(implementation: str = "triax", source: str = "h200", **what: Any) -> li
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+class _Fields(string.Formatter):
+    """The fields of a row, with the conversions that figures.toml names."""
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        by_name: dict[str, Callable[[Any], Any]] = {
+            "k": lambda x: x / 1e3,
+            "G": lambda x: x / 1e9,
+            "m": lambda x: sum(x) / len(x),
+            "n": len,
+            "u": _us,
+            "p": PRESETS.__getitem__,
+        }
+        return by_name[conversion](value) if conversion else value
+
+
+def of_rows(name: str) -> str:
+    """A table of figures.toml."""
+    made = ROWS[name]
+    cells = [_Fields().vformat(made["row"], *of).split(" | ") for of in entries(**made)]
+    return table(made["head"].split(" | "), cells)
+
+
+def entries(
+    entries: str, depth: int = 1, only: Any = None, start: str = "", without: str = "", **_: Any
+) -> Iterator[tuple[list[str], Any]]:
+    """The entries of records with their names, as figures.toml describes them."""
+    source, *parts = entries.split("/")
+    for first, found in of_several_gpus() if "*" in source else [([], record(source))]:
+        for part in parts or ["results"]:
+            found = found.get(part, {})
+        for names, entry in _named(found, depth):
+            *others, last = names or [""]
+            agrees = all(
+                bool(entry[field]) if value is True else entry[field] == value
+                for field, value in (only or {}).items()
+            )
+            if agrees and last.startswith(start) and (not without or last != without):
+                way = last.removeprefix(start).removesuffix(", forward and backward")
+                yield [*first, *others, way.replace("1 parts", "1 part")], entry
+
+
+def _named(found: Any, depth: int) -> Iterator[tuple[list[str], Any]]:
+    for name, entry in [([], of) for of in found] if isinstance(found, list) else found.items():
+        inner = _named(entry, depth - 1) if depth > 1 else [([], entry)]
+        yield from (([name, *names] if name else names, of) for names, of in inner)
 
 
 def _us(value: float | None) -> str:
@@ -97,9 +145,11 @@ def _share(result: dict[str, Any]) -> str:
 def where(source: str = "h200") -> str:
     """On what and when the benchmark ran."""
     run = record(source)
-    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("jax", "triton"))
-    device = run["device"] if "device" in run else run["machine"]["device"]
-    return f"One {device}, {versions}, {run['written'][:10]}.\n"
+    return f"One {run['device']}, {versions(run)}, {run['written'][:10]}.\n"
+
+
+def versions(run: dict[str, Any], names: Iterable[str] = ("jax", "triton")) -> str:
+    return ", ".join(f"{name} {run['versions'][name]}" for name in names)
 
 
 def ops() -> str:
@@ -117,7 +167,8 @@ def _name(op: str) -> str:
 def _ratio(name: str, shape: dict[str, Any]) -> str:
     """How many times as long a competitor took as Triax; a dash where one was not measured."""
     own, theirs = find(**shape), find(name, **shape)
-    if not own or not theirs or not all(map(is_of_device, own + theirs)):
+    of_device = ("events", "graph", "bursts")
+    if not own or not theirs or any(r["seconds_method"] not in of_device for r in own + theirs):
         return "–"
     return f"{theirs[0]['median_us'] / own[0]['median_us']:.2f}×"
 
@@ -238,19 +289,6 @@ def decode() -> str:
     return table(head, [[*map(str, shape), *cells] for shape, cells in rows.items()])
 
 
-def decode_routing() -> str:
-    """The routing of few tokens."""
-    found = record("decode")["routing"]
-    return table(["experts", "time"], [[str(r["experts"]), _us(r["median_us"])] for r in found])
-
-
-def start() -> str:
-    """What a new process does before XLA has the program, and before it has compiled it."""
-    found = record("start")["results"]
-    rows = [[name, f"{each['cpu_seconds']:.1f} s"] for name, each in found.items()]
-    return table(["", "CPU time"], rows)
-
-
 def serve() -> str:
     """What `examples/serving/serve.py` printed on a GPU: means of its runs, without the weights."""
     runs = record("serve")["runs"]
@@ -263,80 +301,23 @@ def serve() -> str:
     return table(["", "exported", "in JAX's cache"], rows)
 
 
-def of_several_gpus() -> list[tuple[str, dict[str, Any]]]:
-    """The GPUs and the results of each record of expert parallelism."""
+def of_several_gpus() -> list[tuple[list[str], dict[str, Any]]]:
+    """The GPUs and the record of each of expert parallelism."""
     paths = sorted((ROOT / "benchmarks").glob("expert_parallel_*.json"))
     records = sorted((record(path.stem) for path in paths), key=lambda found: found["gpus"])
-    return [(f"{found['gpus']} × {found['device']}", found["results"]) for found in records]
+    return [([f"{found['gpus']} × {found['device']}"], found) for found in records]
 
 
 def expert_parallel() -> str:
     """Sending tokens to their experts' GPUs and back, in milliseconds and against by hand."""
     rows = []
-    for gpus, results in of_several_gpus():
-        forward, both = (results[name] for name in ("forward", "forward and backward"))
+    for (gpus,), run in of_several_gpus():
+        forward, both = (run["results"][name] for name in ("forward", "forward and backward"))
         for way in [way for way in forward if way != "triax"]:  # which is one of the others
             cells = [f"{r[way]['ms']:.2f} ms, {r[way]['ratio']:.2f}" for r in (forward, both)]
             rows.append([gpus, way, *cells])
     head = ["", "", "there and back, of by hand", "forward and backward, of by hand"]
     return table(head, rows)
-
-
-def dispatch_in_8_bits() -> str:
-    """Tokens to their experts' GPUs in 8 bits, with their scales, against bfloat16."""
-    rows = [
-        [gpus, way, f"{found['ms']:.2f} ms", f"{found['ratio']:.2f}"]
-        for gpus, results in of_several_gpus()
-        for way, found in results.get("dispatch of 8 bits", {}).items()
-    ]
-    return table(["", "", "`dispatch`", "of bfloat16"], rows)
-
-
-def all_to_one_gpu() -> str:
-    """Sending all tokens to the experts of one GPU and back."""
-    start = "all tokens to one GPU, "
-    rows = [
-        [gpus, name.removeprefix(start), *(f"{ms:.2f} ms" for ms in found.values())]
-        for gpus, results in of_several_gpus()
-        for name, found in results.items()
-        if name.startswith(start)
-    ]
-    return table(["", "", "there and back", "forward and backward"], rows)
-
-
-def layers_on_gpus() -> str:
-    """The layer whose experts are spread, forward and backward, with its exchange in a profile."""
-    rows = []
-    for gpus, results in of_several_gpus():
-        for name, found in results.items():
-            if name.startswith("layer"):
-                way = name.removeprefix("layer in ").removesuffix(", forward and backward")
-                shares = found["profile_ms"]
-                cells = (found["ms"], shares["exchange"], shares["both"])
-                rows.append(
-                    [gpus, way.replace("1 parts", "1 part"), *(f"{ms:.1f} ms" for ms in cells)]
-                )
-    return table(["", "", "layer", "exchange", "of that beside other work"], rows)
-
-
-def tokens_cut() -> str:
-    """The layer with tokens cut over an explicit axis, against one GPU with all of them."""
-    rows = []
-    for gpus, results in of_several_gpus():
-        for name, found in results.items():
-            if name.startswith("tokens cut"):
-                times = f"{found['ms']:.1f} ms", f"{found['one_gpu_ms']:.1f} ms"
-                rows.append([gpus, name.split(", ")[1], *times, f"{found['speedup']:.2f}"])
-    return table(["", "", "tokens cut", "one GPU", "times as fast"], rows)
-
-
-def float32() -> str:
-    """`ragged_dot` in float32 against bfloat16."""
-    rows = [
-        [name, f"{found['median_us'] / 1000:.2f} ms", f"{found['of_bfloat16']:.1f}"]
-        for name, found in record("float32")["results"].items()
-    ]
-    return table(["operands", "", "times as long as bfloat16"], rows)
 
 
 def _layer_shape(name: str) -> str:
@@ -412,29 +393,6 @@ def where_fuzz() -> str:
     return f"{cases:,} cases. {machines}. {run['written'][:10]}.\n"
 
 
-def sanitizers() -> str:
-    """What each tool ran, and what it found."""
-    rows = [
-        [tool, str(found["launches"]), str(found["kernels"]), f"{len(found['findings'])}", "yes"]
-        for tool, found in record("sanitizers")["tools"].items()
-        if found["planted"]
-    ]
-    run = record("sanitizers")
-    tool = run["compute_sanitizer"].partition(" (")[0].lower()
-    found = table(["tool", "launches", "kernels", "findings", "planted fault found"], rows)
-    return f"{found}\nOne {run['device']}, compute-sanitizer {tool}, {run['written'][:10]}.\n"
-
-
-def stress() -> str:
-    """How often each scenario did what it does, and what was wrong."""
-    rows = [
-        (f"`{name}`", f"{of['count']:,}", f"{of['seconds']} s", f"{wrong}", of["written"][:10])
-        for name, of in record("stress")["results"].items()
-        for wrong in [len(of["findings"])]
-    ]
-    return table(["scenario", "done", "", "wrong", "on"], rows)
-
-
 def covered() -> str:
     """How much of each package the tests ran through."""
     packages = record("coverage")["packages"]
@@ -449,31 +407,24 @@ def covered() -> str:
     return table(["", "statements", "branches", "of both covered"], rows)
 
 
-def where_covered() -> str:
-    run = record("coverage")
-    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("jax", "triton"))
-    return f"A CPU, Python {run['python']}, {versions}, {run['written'][:10]}.\n"
+def sanitizers() -> str:
+    """What each tool ran, and what it found."""
+    run = record("sanitizers")
+    tool = run["compute_sanitizer"].partition(" (")[0].lower()
+    below = f"One {run['device']}, compute-sanitizer {tool}, {run['written'][:10]}."
+    return f"{of_rows('sanitizers')}\n{below}\n"
 
 
 def untrusted() -> str:
     """The inputs that were tried on what reads text and arguments of others."""
     run = record("untrusted")
-    rows = [
-        [f"`{name}`", f"{of['inputs']:,}", f"{of['seconds']} s", str(int(of["failed"]))]
-        for name, of in run["targets"].items()
-    ]
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    found = table(["target", "inputs", "", "findings"], rows)
-    return f"{found}\nA CPU, {versions}, {run['written']}.\n"
+    below = f"A CPU, {versions(run, run['versions'])}, {run['written']}."
+    return f"{of_rows('untrusted')}\n{below}\n"
 
 
-def flags() -> str:
-    """How many tests passed under each setting of XLA and JAX."""
-    rows = [
-        [name, f"{of['passed']}", f"{len(of['failed'])}", f"{of['skipped']}"]
-        for name, of in record("flags")["results"].items()
-    ]
-    return table(["", "passed", "failed", "need two GPUs"], rows)
+def _on_a_cpu(source: str, first: str, names: Iterable[str] = ("jax", "triton")) -> str:
+    run = record(source)
+    return f"A CPU, {first}{versions(run, names)}, {run['written'][:10]}.\n"
 
 
 def ran_on_gpus() -> dict[tuple[str, str], str]:
@@ -483,9 +434,9 @@ def ran_on_gpus() -> dict[tuple[str, str], str]:
         run = json.loads(path.read_text())
         run = run if isinstance(run, dict) else {}
         if "versions" in run and run.get("device", "").startswith("NVIDIA"):
-            for versions in (run["versions"], *(of["versions"] for of in run.get("entries", []))):
-                found.setdefault((versions["jax"], versions["triton"]), set()).add(run["device"])
-    return {versions: ", ".join(sorted(devices)) for versions, devices in found.items()}
+            for of in (run["versions"], *(of["versions"] for of in run.get("entries", []))):
+                found.setdefault((of["jax"], of["triton"]), set()).add(run["device"])
+    return {of: ", ".join(sorted(devices)) for of, devices in found.items()}
 
 
 def matrix() -> str:
@@ -580,28 +531,13 @@ def card_kernels() -> str:
 def where_cards() -> str:
     of = record("cards")
     programs = f"{of['programs']} programs for each card, {len(of['problems'])} problems"
-    versions = ", ".join(f"{name} {version}" for name, version in of["versions"].items())
-    return f"{programs}. {versions}, {of['written'][:10]}.\n"
-
-
-def group_offset() -> str:
-    """`ragged_dot` of an eighth of the groups."""
-    rows = []
-    for name, found in record("group_offset")["results"].items():
-        times = (f"{us / 1000:.2f} ms" for us in found["median_us"].values())
-        rows.append([name, *times, f"{found['of_both']:.2f}"])
-    return table(["", "`group_offset`", "these rows alone", "zeros", "of both"], rows)
-
-
-def eight_bits(part: str) -> Any:
-    """A part of what was measured of products and layers in 8 bits."""
-    return record("eight_bits")[part]
+    return f"{programs}. {versions(of, of['versions'])}, {of['written'][:10]}.\n"
 
 
 def eight_bit_products() -> str:
     """TFLOP/s of products in 8 bits."""
     rows = []
-    for name, ways in eight_bits("products").items():
+    for name, ways in record("eight_bits")["products"].items():
         rates = [" / ".join(f"{rate:,.0f}" for rate in found.values()) for found in ways.values()]
         rows.append([name, *rates])
     return table(["even / uneven groups", *ways], rows)
@@ -622,78 +558,6 @@ def eight_bit_weight_gradients() -> str:
 def _digits(value: float) -> str:
     """The format of a rate, or of a fraction."""
     return ",.0f" if value > 10 else ".2f"
-
-
-def eight_bit_errors() -> str:
-    """Errors of products in 8 bits."""
-    rows = [
-        [name, f"{found['of sums']:.1e}", f"{found['in all']:.1e}"]
-        for name, found in eight_bits("errors").items()
-    ]
-    return table(["", "of the sums", "with rounding to 8 bits"], rows)
-
-
-def eight_bit_layers() -> str:
-    """The layer, forward and backward, by recipe."""
-    rows = [
-        [name, way, f"{found['ms']:.1f} ms", f"{found['speedup']:.2f}"]
-        for name, ways in eight_bits("layers").items()
-        for way, found in ways.items()
-    ]
-    return table(["", "recipe", "", "times as fast"], rows)
-
-
-def eight_bit_decode() -> str:
-    """Rows of 16 bits times weights of 8."""
-    rows = [
-        [
-            name,
-            f"{found['median_us']:,.0f} µs",
-            f"{found['fraction_of_read']:.2f}",
-            f"{found['speedup']:.2f}",
-        ]
-        for name, found in eight_bits("decode").items()
-    ]
-    return table(["", "", "of a read of the weights", "times as fast as bfloat16"], rows)
-
-
-def learning() -> str:
-    """Losses after training in 8 bits."""
-    rows = []
-    for name, found in record("learning")["results"].items():
-        mean = sum(found["held_out"]) / len(found["held_out"])
-        rows.append(
-            [name, f"{mean:.3f}", f"{found['change']:+.2%}", f"{found['largest_change']:.2%}"]
-        )
-    return table(["", "loss", "mean change", "largest change of a seed"], rows)
-
-
-def quantize() -> str:
-    """How fast arrays are quantized."""
-    rows = [
-        [name, str(found["shape"]), f"{found['median_us']:,.0f} µs", f"{found['of_copy']:.2f}"]
-        for name, found in record("quantize")["results"].items()
-    ]
-    return table(["", "shape", "", "of a copy's speed"], rows)
-
-
-def gpt_oss() -> str:
-    """gpt-oss's own layer, forward and backward, against the same without its extras."""
-    rows = [
-        [
-            shape,
-            way,
-            f"{f['ms']:.1f} ms",
-            f"{f['of_plain']:.3f}",
-            f"{f['of_matmuls']:.2f}",
-            f"{f['limited_of_plain']:.3f}, {f['limited_of_matmuls']:.2f}",
-        ]
-        for shape, found in record("gpt_oss")["results"].items()
-        for way, f in found.items()
-        if way != "matmuls"
-    ]
-    head = ["", "", "", "of the time without", "of its dense matmuls' speed", "at the power limit"]
-    return table(head, rows)
 
 
 def adopting() -> str:
@@ -764,21 +628,6 @@ def elsewhere() -> str:
     return table(["Mixtral 8x7B's experts in", "multiplied by", "time", "of Triax's"], rows)
 
 
-def layers() -> str:
-    """The whole layer, forward and backward, against its matmuls as dense ones."""
-    rows = [
-        [
-            f"{PRESETS[r['preset']]}: {r['tokens']:,} tokens, {r['top_k']} of {r['experts']}",
-            f"{r['hidden']} / {r['width']}",
-            f"{r['median_us'] / 1e3:.1f} ms",
-            f"{r['teraflops_per_second']:.0f}",
-            f"{r['fraction_of_dense']:.2f}",
-        ]
-        for r in find(source="layer", op="layer")
-    ]
-    return table(["shape of", "hidden / width", "time", "TFLOP/s", "of dense matmuls"], rows)
-
-
 def transformers() -> str:
     """The layer against transformers' blocks: where they are, and the largest errors."""
     run = record("models")
@@ -791,13 +640,6 @@ def transformers() -> str:
         values = errors.pop("tokens")
         rows.append([name, ", ".join(links), f"{values:.1e}", f"{max(errors.values()):.1e}"])
     return table(["", "its code", "values", "gradients"], rows)
-
-
-def where_transformers() -> str:
-    run = record("models")
-    packages = ("transformers", "torch", "jax")
-    versions = ", ".join(f"{name} {run['versions'][name]}" for name in packages)
-    return f"A CPU, {versions}, {run['written'][:10]}.\n"
 
 
 def gallery() -> str:
@@ -816,15 +658,6 @@ def first_call() -> str:
         own = calls["triax", cached]
         rows.append([state, f"{own['total_s']:.2f} s", f"{own['over_xla_s']:.2f} s"])
     return table(["", "first call", "of that more than plain JAX"], rows)
-
-
-def memory() -> str:
-    rows = []
-    for found in record("h200")["memory"]:
-        if found["preset"] == "deepseek-v3":
-            size = f"{found['temporary_bytes'] / 1e9:.2f} GB"
-            rows.append([found["implementation"], f"{found['tokens']:,}", size])
-    return table(["", "tokens", "temporary memory"], rows)
 
 
 def experiments(group: str) -> str:
@@ -875,88 +708,58 @@ def mutants() -> str:
     return table(head, rows) + f"\n{found['written'][:10]}, {drawn}: {left:.1%} left.\n"
 
 
+# Records whose date and GPU stand below a table.
+PLACES = "layer matmuls router eight_bits learning quantize group_offset gpt_oss stress flags"
+PLACES += " numerics layer_memory float32 start serve gallery adopting"
+
 TABLES: dict[str, Callable[[], str]] = {
+    **{name: functools.partial(of_rows, name) for name in ROWS},
+    **{f"where/{name}": functools.partial(where, name) for name in PLACES.split()},
     "where": where,
-    "where/layer": lambda: where("layer"),
-    "where/matmuls": lambda: where("matmuls"),
-    "where/router": lambda: where("router"),
+    "where/by_version": lambda: where("versions"),
+    "where/coverage": lambda: _on_a_cpu("coverage", f"Python {record('coverage')['python']}, "),
+    "where/transformers": lambda: _on_a_cpu("models", "", ("transformers", "torch", "jax")),
+    "where/cards": where_cards,
+    "where/fuzz": where_fuzz,
+    "where/matrix": where_matrix,
+    "sanitizers": sanitizers,
+    "untrusted": untrusted,
+    "gallery": gallery,
     "ops": ops,
     "router": router,
     "matmuls": matmuls,
     "profile": profile,
     "expert_parallel": expert_parallel,
-    "dispatch_in_8_bits": dispatch_in_8_bits,
-    "all_to_one_gpu": all_to_one_gpu,
-    "layers_on_gpus": layers_on_gpus,
-    "tokens_cut": tokens_cut,
-    "float32": float32,
     "eight_bits/products": eight_bit_products,
     "eight_bits/weight_gradients": eight_bit_weight_gradients,
-    "eight_bits/errors": eight_bit_errors,
-    "eight_bits/layers": eight_bit_layers,
-    "eight_bits/decode": eight_bit_decode,
-    "where/eight_bits": lambda: where("eight_bits"),
-    "learning": learning,
-    "where/learning": lambda: where("learning"),
-    "quantize": quantize,
-    "where/quantize": lambda: where("quantize"),
-    "group_offset": group_offset,
-    "where/group_offset": lambda: where("group_offset"),
-    "gpt_oss": gpt_oss,
-    "where/gpt_oss": lambda: where("gpt_oss"),
     "layer_memory": layer_memory,
     "layer_budget": layer_budget,
     "fuzz": fuzz,
-    "where/fuzz": where_fuzz,
-    "sanitizers": sanitizers,
-    "stress": stress,
-    "where/stress": lambda: where("stress"),
     "coverage": covered,
-    "where/coverage": where_covered,
     "matrix": matrix,
     "by_version": by_version,
-    "where/by_version": lambda: where("versions"),
     "pointers": pointers,
     "cards": cards,
     "cards/kernels": card_kernels,
-    "where/cards": where_cards,
-    "where/matrix": where_matrix,
-    "untrusted": untrusted,
-    "flags": flags,
-    "where/flags": lambda: where("flags"),
     "numerics": numerics,
-    "where/numerics": lambda: where("numerics"),
-    "where/layer_memory": lambda: where("layer_memory"),
-    "where/float32": lambda: where("float32"),
     "adopting": adopting,
     "elsewhere": elsewhere,
-    "where/adopting": lambda: where("adopting") if _adopting_times() else "",
     **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
-    "start": start,
-    "where/start": lambda: where("start"),
     "serve": serve,
-    "where/serve": lambda: where("serve"),
-    "decode/routing": decode_routing,
-    "gallery": gallery,
-    "where/gallery": lambda: where("gallery"),
-    "layers": layers,
     "against": against,
     "single_ops": single_ops,
     "models": models,
     "transformers": transformers,
-    "where/transformers": where_transformers,
     "small": small,
     "first_call": first_call,
-    "memory": memory,
     "mutants": mutants,
     "configs": configs,
-    "experiments/plan": lambda: experiments("plan"),
-    "experiments/few-pairs": lambda: experiments("few pairs"),
-    "experiments/chunk-sort": lambda: experiments("chunk sort"),
-    "experiments/permute": lambda: experiments("permute"),
-    "experiments/unpermute": lambda: experiments("unpermute"),
+    **{
+        f"experiments/{group.replace(' ', '-')}": functools.partial(experiments, group)
+        for group in ("plan", "few pairs", "chunk sort", "permute", "unpermute")
+    },
 }
 
 

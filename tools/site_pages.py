@@ -34,7 +34,7 @@ WORDS = {
     "parallel": "fsdp, tensor parallel, data parallel, multi-host, shared expert, optimizer",
     "performance-notes": "performance, speed, roofline, bandwidth",
     "quantized-checkpoints": "mxfp4, fp4, nvfp4, GPTQ, AWQ, int4",
-    "reference/command-line": "cli, draw, doctor",
+    "reference/command-line": "cli, doctor",
     "router": "top_k, gating, load balancing, sigmoid",
     "serving": "inference, decode, deploy, docker, aot, jax.export",
     "sharding": "sharding, sharded, NamedSharding, explicit axes",

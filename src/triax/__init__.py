@@ -12,8 +12,8 @@ _versions.check_jax(_versions.installed("jax"))
 from triax import errors as errors
 from triax import moe as moe
 from triax import testing as testing
-from triax.bench.functions import Benchmark as Benchmark
-from triax.bench.functions import benchmark as benchmark
+from triax.benchmark import Benchmark as Benchmark
+from triax.benchmark import benchmark as benchmark
 from triax.binding.descriptor import TensorDescriptor as TensorDescriptor
 from triax.binding.descriptor import strides_from_shape as strides_from_shape
 from triax.call import triton_call as triton_call

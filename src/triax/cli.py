@@ -1,4 +1,4 @@
-"""The command line: `triax doctor`, `tune`, `explain`, `cache`, `bench` and `draw`."""
+"""The command line: `triax doctor`, `tune`, `explain`, `cache` and `bench`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from triax.bench import command as bench
-from triax.bench.functions import benchmarks
 from triax.compat import workarounds
 from triax.compat.versions import __version__
 from triax.errors import ArgumentValueError, TriaxError
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    options.arguments = sys.argv[1:] if arguments is None else list(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO if options.verbose else "WARNING")
     status: int = options.run(options)
     return status
@@ -112,8 +110,10 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("file", type=Path)
     action.set_defaults(run=lambda options: cache.import_(options.file))
 
-    bench.add_parsers(commands)
-    commands.choices["bench"].set_defaults(run=_bench)
+    command = commands.add_parser("bench", help="print what a function that benchmarks returns")
+    command.set_defaults(run=_with_function, tool=_returned, show=lambda of, _: print(f"{of}\n"))
+    command.set_defaults(nothing="nothing to show: the function returned nothing")
+    _add_function(command, "a function without arguments that returns what `triax.benchmark` does")
     return parser
 
 
@@ -138,23 +138,16 @@ def _tune(options: argparse.Namespace) -> int:
     return status
 
 
-def _bench(options: argparse.Namespace) -> int:
-    if ":" not in options.suite:
-        return bench.bench(options)
-    for flag in bench.FLAGS:
-        if getattr(options, flag):
-            raise ArgumentValueError(
-                f"`--{flag.replace('_', '-')}` is for suites; a function makes its own arrays."
-            )
-    options.function, options.tool = options.suite, benchmarks
-    options.show = lambda result, _: print(f"{result}\n")
-    options.nothing = "nothing to show: the function returned an empty list"
-    return _with_function(options)
+def _returned(function: Callable[[], Any]) -> list[Any]:
+    found = function()
+    return [*found] if isinstance(found, (list, tuple)) else [found] * (found is not None)
 
 
-def _add_function(command: argparse.ArgumentParser) -> None:
-    what = "a function without arguments that calls Triton kernels; or package.module:FUNCTION"
-    command.add_argument("function", metavar="FILE:FUNCTION", help=what)
+def _add_function(
+    command: argparse.ArgumentParser, what: str = "a function without arguments that calls kernels"
+) -> None:
+    about = f"{what}; or package.module:FUNCTION"
+    command.add_argument("function", metavar="FILE:FUNCTION", help=about)
 
 
 def _with_function(options: argparse.Namespace) -> int:

@@ -87,15 +87,12 @@ def main(arguments=None):
             for finding in found["findings"]:
                 print(f"    {finding}", flush=True)
     if options.output:
-        from triax.bench.runner import environment
+        from benchmarks.harness import record
 
         known = json.loads(options.output.read_text()) if options.output.exists() else {}
-        made = environment()
-        dated = {name: {**found, "written": made["written"]} for name, found in results.items()}
-        device = {"written": made["written"], "device": made["machine"]["device"]}
-        record = {**device, "versions": made["versions"], "seed": options.seed}
-        record["results"] = known.get("results", {}) | dated
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        today = {"written": record.environment()["written"]}
+        every = known.get("results", {}) | {name: of | today for name, of in results.items()}
+        record.write(options.output, seed=options.seed, results=every)
     return int(any(found["findings"] for found in results.values()))
 
 

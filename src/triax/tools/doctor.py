@@ -157,7 +157,7 @@ def _versions(machine: Machine) -> Findings:
 
     bindings = machine.packages["cuda-bindings"]
     if bindings is None and has_gpu:
-        text = f"{_ABSENT}, so configs cannot be measured and `triax bench` has no clock"
+        text = f"{_ABSENT}, so configs cannot be measured and `triax.benchmark` has no clock"
         yield Finding("cuda-bindings", "warn", text, "pip install cuda-bindings")
     else:
         text = bindings or f"{_ABSENT}; needed only where a GPU is"

@@ -1,10 +1,10 @@
 """What the first call of the MoE ops costs a fresh process, beyond the same program in plain JAX.
 
-Each measurement is a separate process that runs this file by its path, so that nothing of Triax is
-imported before the clock starts: with empty caches, and again with what the first run left in
-them. JAX is imported and its device is up by then, as in any program that comes to its first call.
+Each measurement is a process that runs this file, so that nothing of Triax is imported before the
+clock starts: with empty caches, and again with what the first run left in them. JAX is imported and
+its device is up by then, as in any program that comes to its first call.
 
-    python -P first_call.py triton|xla      # one line of JSON: the seconds of each part
+    python -m benchmarks.ops.first_call triton|xla      # one line of JSON: seconds of each part
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def measure_first_calls(
 
 def run_program(implementation: str, caches: str) -> dict[str, float]:
     """Runs the program in a process with these caches; the seconds of its parts."""
-    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    root = Path(__file__).resolve().parents[2]
+    path = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
@@ -75,8 +76,7 @@ def run_program(implementation: str, caches: str) -> dict[str, float]:
         # This process holds the GPU's memory already.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    # -P: modules beside the program must not hide those that it imports.
-    command = [sys.executable, "-P", __file__, implementation]
+    command = [sys.executable, "-m", "benchmarks.ops.first_call", implementation]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
     )
@@ -99,7 +99,7 @@ def main(implementation: Any) -> None:
         return made
 
     timed("import_triax_s", lambda: importlib.import_module("triax.moe"))
-    from triax.bench.cases import Case
+    from benchmarks.ops.cases import Case
 
     case = Case("moves+grad", None, 1024, 1024, 64, 8, "bfloat16", "uniform")
     inputs = jax.block_until_ready(case.make_inputs())

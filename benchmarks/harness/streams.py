@@ -1,25 +1,19 @@
-"""The limits: how fast this device streams as many bytes as an op, in the same ratio.
+"""The limit of memory: how fast this device streams so many bytes, in this ratio of both ways.
 
 A stream reads and writes memory in order, without an index, in several ways; the fastest of them
-is the limit. Each is measured once, in the run whose ops are compared with it.
+is the limit. It is measured in the run whose ops are compared with it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from triax.bench.cases import Case, Stream
-from triax.bench.timing import time_program
+from triax.benchmark import HOST_BOUND, time_program
 from triax.call import triton_call
-
-# Units are whole numbers of the largest block, so that no kernel needs a mask.
-UNIT_BYTES = 4 * 1024
-_TARGET_MS = 12.5
 
 # Ways to stream: whether the units of a program are one run of memory, or each a part of its array;
 # the words of each unit that a program moves; the cache modifier of what it stores.
@@ -31,38 +25,30 @@ LAYOUTS = {
     "together 512 words 4w .cs": (True, 512, ".cs"),
     "together 1024 words 4w": (True, 1024, ""),
 }
+UNIT_BYTES = 4 * 1024  # units are whole numbers of the largest block: no kernel needs a mask
 
 
-def limit_us(
-    case: Case, known: dict[Stream, dict[str, Any]], find: Callable[[Stream], Any] | None = None
-) -> float | None:
-    """How long the streams of a case take; None where it has none.
+class Stream(NamedTuple):
+    """A sequential pass over memory: `reads` units in for `writes` units out, of `unit_bytes`."""
 
-    Those that are not `known` are measured and added. That takes as much memory as the op itself,
-    so call it before the op's inputs are made.
-    """
-    total_us = 0.0
-    for stream, num_bytes in case.passes:
-        if stream.reads and stream.writes:
-            if stream not in known:
-                known[stream] = (find or find_limit)(stream)
-            total_us += num_bytes / known[stream]["bytes"] * known[stream]["median_us"]
-    return total_us or None
+    reads: int
+    writes: int
+    unit_bytes: int
 
 
-def find_limit(stream: Stream, time: Any = time_program, units: Any = None) -> dict[str, Any]:
+def find_limit(stream: Stream) -> dict[str, Any]:
     """Measures a stream in all ways there are, and checks that the fastest one moved its data."""
     reads, writes, unit_bytes = stream
     unit_bytes = -(-unit_bytes // UNIT_BYTES) * UNIT_BYTES
-    source = _fill((reads, unit_bytes // 4))
+    source = fill((reads, unit_bytes // 4))
     programs: dict[str, Any] = {
-        name: functools.partial(units or stream_units, writes=writes, layout=layout)
+        name: functools.partial(stream_units, writes=writes, layout=layout)
         for name, layout in LAYOUTS.items()
     }
     if (reads, writes) == (1, 1):
         programs["XLA's copy"] = jax.jit(jnp.copy)
-    timings = {name: time(p, source, target_ms=_TARGET_MS) for name, p in programs.items()}
-    times_us = {name: t.median_us for name, t in timings.items() if t.method != "host-bound"}
+    timings = {name: time_program(program, source) for name, program in programs.items()}
+    times_us = {name: t.median_us for name, t in timings.items() if t.method != HOST_BOUND}
     if not times_us:
         raise RuntimeError(f"the host is too slow to measure the stream {stream}")
     best = min(times_us, key=times_us.__getitem__)
@@ -85,28 +71,19 @@ def find_limit(stream: Stream, time: Any = time_program, units: Any = None) -> d
 @functools.partial(jax.jit, static_argnames=("writes", "layout"))
 def stream_units(source: jax.Array, writes: int, layout: tuple[bool, int, str]) -> jax.Array:
     """The xor of all units of `source` [reads, words], int32, in each of `writes` units."""
-    from triax.bench.stream_kernels import _stream_kernel
+    from benchmarks.harness.stream_kernels import _stream_kernel
 
     reads, unit_words = source.shape
     together, block, stores = layout
-    return triton_call(
-        source,
-        unit_words,
-        kernel=_stream_kernel,
-        out_type=jax.ShapeDtypeStruct((writes, unit_words), jnp.int32),
-        grid=unit_words // block,
-        num_warps=4,
-        name="stream",
-        READS=reads,
-        WRITES=writes,
-        TOGETHER=together,
-        STORES=stores,
-        BLOCK=block,
-    )
+    how = {"TOGETHER": together, "STORES": stores, "BLOCK": block, "READS": reads, "WRITES": writes}
+    out_type = jax.ShapeDtypeStruct((writes, unit_words), jnp.int32)
+    how |= {"kernel": _stream_kernel, "out_type": out_type, "grid": unit_words // block}
+    return triton_call(source, unit_words, num_warps=4, name="stream", **how)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fill(shape: tuple[int, int]) -> jax.Array:
+def fill(shape: tuple[int, int]) -> jax.Array:
+    """What a stream reads."""
     unit, word = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return (word ^ (unit << 27)) * jnp.int32(0x2545F491)
 

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import itertools
 
-from triax.bench.cases import OPS, Case
+from benchmarks.harness.inputs import LAYERS
+from benchmarks.ops.cases import OPS, Case
 
 # Hidden size, experts, and experts of a token.
 PRESETS = {
@@ -16,15 +17,6 @@ PRESETS = {
     "gpt-oss-120b": (2880, 128, 4),
     "kimi-k2": (7168, 384, 8),
     "llama4-maverick": (5120, 128, 1),
-}
-# What matmuls are measured on, one GPU of some: tokens, hidden size, experts that it holds, experts
-# of a token, and their width.
-LAYERS = {
-    "mixtral-8x7b": (16384, 4096, 8, 2, 14336),
-    "deepseek-v3": (8192, 7168, 32, 8, 2048),
-    "qwen3-235b": (8192, 4096, 16, 8, 1536),
-    "gpt-oss-120b": (16384, 2880, 16, 4, 2880),
-    "fine-grained": (16384, 2560, 64, 4, 1280),
 }
 NAMES = tuple(dict.fromkeys((*PRESETS, *LAYERS)))
 # Rows of a large all-to-all, 8.6 GB to read and as much to write: tokens, hidden size, chunks.

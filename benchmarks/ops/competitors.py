@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.ops import plain_moves as plain
+from benchmarks.ops.cases import OPS, Case, Inputs
 from triax import moe
-from triax.bench import plain_moves as plain
-from triax.bench.cases import OPS, Case, Inputs
 
-DENSE = "dense"
+OWN, DENSE = "triax", "dense"
 # How many ticks the clock of a GPU makes in a microsecond at most.
 _TICKS_PER_US = 2000
 

@@ -15,19 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.streams import Stream
 from triax import moe
 
 Inputs = dict[str, Any]
 Program = Callable[[Inputs], Any]
 Run = Callable[["Case", Any, Inputs], Any]
-
-
-class Stream(NamedTuple):
-    """A sequential pass over memory: `reads` units in for `writes` units out, of `unit_bytes`."""
-
-    reads: int
-    writes: int
-    unit_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +221,6 @@ _MOVED, _BACK = "x selected_experts weights", "rows plan weights"
 _BOTH_WAYS = "permute unpermute unpermute_grad permute_grad"
 _CHUNKS, _DOT = "split_sizes sorted_indices", "rows matrices group_sizes"
 _DRAWN, _GROUPED = ("uniform",), ("even", "uneven", "half")
-
-FORMER_NAMES = {"route": "moves", "route+grad": "moves+grad"}  # as older records have them
 
 OPS: dict[str, Op] = {
     "plan": Op("selected_experts", _plan, "plan", "selected_experts"),

@@ -3,9 +3,9 @@
 import matplotlib
 import pytest
 
-from tests.bench.shared import COMMITTED, record, result
-from triax.bench import plots
-from triax.bench.plots import draw
+from benchmarks.ops import plots
+from benchmarks.ops.plots import draw
+from tests.benchmarks.shared import COMMITTED, record, result
 
 BOTH = [f"{name}.{kind}" for name in ("fraction_of_stream", "speedup") for kind in ("png", "svg")]
 

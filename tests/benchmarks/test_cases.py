@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.bench.shared import small_case
-from triax.bench.cases import MAKERS, OPS, Stream
-from triax.bench.checks import problem
+from benchmarks.harness.streams import Stream
+from benchmarks.ops.cases import MAKERS, OPS
+from benchmarks.ops.checks import problem
+from tests.benchmarks.shared import small_case
 
 
 def outputs_of(case, inputs):

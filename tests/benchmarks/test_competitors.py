@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from tests.bench.shared import small_case
-from triax.bench.cases import OPS
-from triax.bench.checks import problem
-from triax.bench.competitors import TABLE, competitors, dense
+from benchmarks.ops.cases import OPS
+from benchmarks.ops.checks import problem
+from benchmarks.ops.competitors import TABLE, competitors, dense
+from tests.benchmarks.shared import small_case
 from triax.moe import transformer_engine as same_functions
 
 MODULE = "transformer_engine.jax.permutation"

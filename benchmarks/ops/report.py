@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from triax.bench.cases import FORMER_NAMES, Case
-from triax.bench.runner import OWN, SCHEMA
-from triax.bench.timing import HOST
-from triax.errors import ArgumentValueError
+from benchmarks.harness.record import where
+from benchmarks.ops.cases import Case
+from benchmarks.ops.competitors import OWN
+from triax.benchmark import HOST
 
 Result = dict[str, Any]
 
@@ -31,31 +29,6 @@ _NOTES = {
 }
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Reads a record that was written before."""
-    text = path.read_bytes()  # an OSError names the file
-    try:
-        record = json.loads(text)
-        if record["schema"] == SCHEMA and isinstance(record["results"], list):
-            return renamed(record)
-        reason = f"its schema is {record['schema']}, not {SCHEMA}"
-    except (ValueError, RecursionError) as error:
-        reason = f"it is no JSON: {error}"
-    except (TypeError, KeyError):
-        reason = "it has no schema and no results"
-    raise ArgumentValueError(
-        f"Argument `file` must be a record of `triax bench --json`; {path} is none ({reason})."
-    )
-
-
-def renamed(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with today's names of the ops, in place of those of older ones."""
-    for name, where in (("op", "results"), ("program", "memory")):
-        for entry in record.get(where, ()):
-            entry[name] = FORMER_NAMES.get(entry.get(name), entry.get(name))
-    return record
-
-
 def is_right(record: dict[str, Any]) -> bool:
     """Whether nothing failed, no result was wrong and nobody interrupted the run."""
     entries = [*record["results"], *record["first_call"]]
@@ -68,15 +41,13 @@ def is_of_device(result: Result) -> bool:
 
 
 def case_of(result: Result) -> Case:
-    """The case that a result is of; older records have no `width`."""
-    values: Any = map(result.get, Case.__match_args__)
-    return Case(*values)
+    """The case that a result is of."""
+    return Case(*map(result.__getitem__, Case.__match_args__))
 
 
 def table(record: dict[str, Any]) -> str:
     """What a record says, for people: by op, one line for each shape."""
-    versions = (f"{name} {record['versions'].get(name)}" for name in ("triax", "jax", "triton"))
-    lines = [f"{record['machine']['device']}; {', '.join(versions)}; {record['written']}", ""]
+    lines = [where(record), ""]
     results, notes = record["results"], []
     for op in dict.fromkeys(r["op"] for r in results):
         lines += [op, *_rows([r for r in results if r["op"] == op]), ""]
@@ -104,7 +75,7 @@ def table(record: dict[str, Any]) -> str:
 
 def _rows(results: Sequence[Result]) -> list[str]:
     """The table of one op: by shape Triax's figures, and how many times as long others take."""
-    limit = "dense" if any(r.get("teraflops_per_second") for r in results) else "stream"
+    limit = "dense" if any(r["teraflops_per_second"] for r in results) else "stream"
     unit, rate, digits, fraction = _RATES[limit]
     last = "times as fast as" if any(map(is_of_device, results)) else "others"
     time = "ms" if any(r["seconds_method"] == HOST for r in results) else "µs"
@@ -120,7 +91,7 @@ def _rows(results: Sequence[Result]) -> list[str]:
             case.dtype,
             case.routing or "",
             _time(own),
-            _text(own and own.get("graph_us"), ".2f"),
+            _text(own and own["graph_us"], ".2f"),
             _text(of_device.get(rate), digits),
             _text(of_device.get(fraction), ".1%"),
             "",

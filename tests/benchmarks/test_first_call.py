@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from triax.bench.first_call import measure_first_calls, run_program
+from benchmarks.ops.first_call import measure_first_calls, run_program
 
 PARTS = ["import_triax_s", "trace_s", "lower_s", "compile_s", "run_s"]
 

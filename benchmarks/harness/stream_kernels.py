@@ -1,11 +1,7 @@
-"""Kernels that only stream memory, the limit that the ops are compared with, and one that waits."""
-
-# The text of a kernel is Triton's language, which only looks like Python.
-# mypy: ignore-errors
+"""The kernel that only streams memory, the limit that ops are compared with."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
@@ -39,13 +35,3 @@ def _stream_kernel(
         value ^= tl.load(source_ptr + unit * step + word)
     for unit in tl.static_range(WRITES):
         tl.store(target_ptr + unit * step + word, value, cache_modifier=STORES)
-
-
-@triton.jit
-def _delay_kernel(nanoseconds_ptr, out_ptr):
-    nanoseconds = tl.load(nanoseconds_ptr)
-    start = globaltimer()
-    now = start
-    while now - start < nanoseconds:
-        now = globaltimer()
-    tl.store(out_ptr, nanoseconds)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from triax.bench.cases import OPS, Case, Inputs
+from benchmarks.ops.cases import OPS, Case, Inputs
 from triax.testing import TOLERANCES
 
 _EXACT = ("permute", "permute+plan", "sort_chunks", "sort_chunks_grad")

@@ -1,22 +1,20 @@
-"""The command `triax bench`: a run on the CPU at small sizes, and what is refused before one."""
+"""`make bench`: a run on the CPU at small sizes, and what is refused before one."""
 
-import contextlib
 import json
-import sys
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.bench.shared import COMMITTED, PLAN, record, result
-from triax import cli
-from triax.bench import competitors, runner, streams
-from triax.bench.cases import OPS
-from triax.bench.competitors import Competitor
-from triax.bench.suites import LAYERS, SUITES, select
-from triax.bench.timing import CallTiming
+from benchmarks.harness.inputs import LAYERS
+from benchmarks.harness.streams import Stream
+from benchmarks.ops import competitors, run
+from benchmarks.ops.cases import OPS
+from benchmarks.ops.competitors import Competitor
+from benchmarks.ops.suites import SUITES, select
+from tests.benchmarks.shared import COMMITTED, PLAN, record, result, small_case
+from triax.benchmark import CallTiming
 
-EVENTS = CallTiming(10.0, 9.0, 11.0, 20, "events", graph_us=4.0)
+EVENTS = CallTiming(10.0, 9.0, 11.0, 20, "events")
 
 
 def fail(text):
@@ -27,19 +25,20 @@ def fail(text):
 def bench(tmp_path, monkeypatch):
     """Runs the command with a file for its record and a time for all; exit status and record."""
 
-    def run(words, timing=EVENTS):
-        monkeypatch.setattr(runner, "time_program", lambda *args, **kwargs: timing)
+    def bench(words, timing=EVENTS, graph_us=4.0):
+        monkeypatch.setattr(run, "time_program", lambda *args, **kwargs: timing)
+        monkeypatch.setattr(run, "one_of_many_us", lambda *args: graph_us)
         file = tmp_path / "record.json"
-        status = cli.main(["bench", *words.split(), "--json", str(file)])
+        status = run.main([*words.split(), "--json", str(file)])
         return status, json.loads(file.read_text())
 
-    return run
+    return bench
 
 
 def test_measures_on_the_cpu(tmp_path, capsys):
     file = tmp_path / "made" / "here" / "record.json"
     words = "quick --tokens 8 --no-competitors --ops plan ragged_dot --routing uniform even --json"
-    assert cli.main(["bench", *words.split(), str(file)]) == 0
+    assert run.main([*words.split(), str(file)]) == 0
     made = json.loads(file.read_text())
     assert [(r["op"], r["implementation"], r["routing"]) for r in made["results"]] == [
         ("plan", "triax", "uniform"),
@@ -47,8 +46,8 @@ def test_measures_on_the_cpu(tmp_path, capsys):
         ("ragged_dot", "dense", "even"),
     ]
     assert all(r["median_us"] > 0 and r["seconds_method"] == "host clock" for r in made["results"])
-    assert made["command"] == f"triax bench {words} record.json"
-    assert made["machine"]["platform"] == "cpu"
+    assert made["command"] == f"make bench ARGS='{words} record.json'"
+    assert made["device"] == "cpu"
     assert made["complete"]
     told = capsys.readouterr().out
     assert "There is no NVIDIA GPU here" in told
@@ -104,20 +103,20 @@ def test_a_run_that_ends_early_leaves_the_cases_that_were_finished(bench, tmp_pa
 @pytest.mark.slow("the benchmark is of one Python")
 def test_fractions_are_of_limits_of_the_same_run(bench, monkeypatch):
     limit = {"bytes": 10**6, "median_us": 1.0}
-    monkeypatch.setattr(runner, "is_cuda", lambda device: True)
-    monkeypatch.setattr(streams, "find_limit", lambda stream: limit)
-    words = "--ops permute --presets mixtral-8x7b --tokens 16 --no-competitors"
+    monkeypatch.setattr(run, "is_cuda", lambda device: True)
+    monkeypatch.setattr(run, "find_limit", lambda stream: limit)
+    words = "--ops permute --presets llama4-maverick --tokens 16 --no-competitors"
     _, made = bench(words)
     (found,) = made["results"]
     assert made["streams"] == [limit]
     assert found["graph_us"] == 4.0
     assert found["fraction_of_stream"] == pytest.approx(found["bytes"] / 10**6 / 10)
     assert found["terabytes_per_second"] == pytest.approx(found["bytes"] / 10e6)
-    (host_bound,) = bench(words, CallTiming(10, 9, 11, 20, "host-bound"))[1]["results"]
+    (host_bound,) = bench(words, CallTiming(10, 9, 11, 20, "host-bound"), None)[1]["results"]
     assert host_bound["fraction_of_stream"] is None
-    monkeypatch.setattr(streams, "find_limit", lambda stream: fail("too little"))
+    monkeypatch.setattr(run, "find_limit", lambda stream: fail("too little"))
     (note,) = bench(words)[1]["notes"]
-    assert note.startswith("no stream limit for permute mixtral-8x7b")
+    assert note.startswith("no stream limit for permute llama4-maverick")
     assert "RuntimeError: too little" in note
 
 
@@ -133,7 +132,7 @@ def test_matmuls_are_compared_with_dense_ones(bench, capsys):
 @pytest.mark.slow("the benchmark is of one Python")
 def test_memory_and_first_calls_are_asked_for(bench, monkeypatch):
     calls = [{"implementation": "xla", "cached": False, "total_s": 1.0, "parts": {}}]
-    monkeypatch.setattr(runner, "measure_first_calls", lambda on_gpu: calls)
+    monkeypatch.setattr(run, "measure_first_calls", lambda on_gpu: calls)
     words = "--ops plan --presets mixtral-8x7b --tokens 16 8 --first-call --memory"
     _, made = bench(words)
     assert made["first_call"] == calls
@@ -143,14 +142,11 @@ def test_memory_and_first_calls_are_asked_for(bench, monkeypatch):
     assert all(found["temporary_bytes"] >= rows_bytes for found in made["memory"])
 
 
-# --- what is selected --------------------------------------------------------------------
-
-
 def selected(words, monkeypatch):
     found = []
     keep = lambda options, *_: found.append(options) or COMMITTED
-    monkeypatch.setattr(runner, "run", keep)
-    cli.main(["bench", *words.split()])
+    monkeypatch.setattr(run, "run", keep)
+    run.main(words.split())
     return select(found[0], SUITES[found[0].suite], small=False)
 
 
@@ -166,7 +162,7 @@ def test_full_is_all_combinations_and_more(monkeypatch):
     assert rivals == {("permute", 16384)}
 
 
-def test_lists_take_the_place_of_the_suite_s(monkeypatch, capsys):
+def test_lists_take_the_place_of_the_suite_s(monkeypatch):
     words = "--ops unpermute permute --tokens 64 32 --dtypes float32 --routing skewed"
     cases = selected(f"full {words} --presets kimi-k2", monkeypatch)
     assert [(c.op, c.tokens) for c in cases] == [
@@ -175,8 +171,6 @@ def test_lists_take_the_place_of_the_suite_s(monkeypatch, capsys):
     assert {(c.preset, c.dtype, c.routing) for c in cases} == {("kimi-k2", "float32", "skewed")}
     assert {c.preset for c in selected("--presets kimi-k2", monkeypatch)} == {"kimi-k2"}
     assert len(selected("--presets kimi-k2 --ops sort_chunks", monkeypatch)) == 1
-    assert {c.op for c in selected("--ops route router", monkeypatch)} == {"moves", "router"}
-    assert "the op `route` is now called `moves`" in capsys.readouterr().err
     assert {c.op for c in selected("scaling", monkeypatch)} == {
         name for name, op in OPS.items() if "uniform" in op.routings and not op.matmuls
     }
@@ -189,47 +183,42 @@ def test_lists_take_the_place_of_the_suite_s(monkeypatch, capsys):
         ("--tokens 0", "0"),
         ("--ops fast", "fast"),
         ("--presets gpt-2", "gpt-2"),
-        ("fast", "'fast' is none of quick, full, scaling, nor FILE:FUNCTION"),
+        ("fast", "argument suite: invalid choice: 'fast'"),
         ("quick record.json", "unrecognized arguments: record.json"),
-        ("--json .", "Is a directory"),
-        ("--json /dev/null", "`--json` must name a regular file; got /dev/null"),
     ],
 )
-def test_refused_before_anything_is_measured(words, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "run", None)
-    monkeypatch.chdir(tmp_path)
-    with contextlib.suppress(SystemExit):  # of argparse
-        assert cli.main(["bench", *words.split()]) == 1
+def test_refused_before_anything_is_measured(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(run, "run", None)
+    with pytest.raises(SystemExit):
+        run.main(words.split())
     assert message in capsys.readouterr().err
 
 
-def test_nothing_to_measure(capsys):
-    assert cli.main(["bench", "--ops", "layer", "--routing", "skewed"]) == 1
-    assert "leave nothing of the suite" in capsys.readouterr().err
+def test_nothing_to_measure():
+    with pytest.raises(SystemExit, match="leave nothing of the suite"):
+        run.main(["--ops", "layer", "--routing", "skewed"])
 
 
 def test_draw(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["draw", "record.json", "plots"]
-    assert cli.main(words) == 1
-    assert capsys.readouterr().err == "triax: record.json: No such file or directory\n"
     file = tmp_path / "record.json"
     file.write_text(json.dumps(record(result(fraction_of_stream=None), result("jnp.take"))))
-    assert cli.main(words) == 0
+    assert run.main(["--draw", "record.json", "plots"]) == 0
     assert capsys.readouterr().out == "plots/speedup.png\nplots/speedup.svg\n"
-    assert cli.main([*words[:2], "record.json"]) == 1
-    assert "File exists" in capsys.readouterr().err
     file.write_text(json.dumps(record(PLAN)))
-    assert cli.main(words) == 1
-    assert "triax: nothing to draw" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(words) == 1
-    assert "`pip install matplotlib`" in capsys.readouterr().err
+    assert run.main(["--draw", "record.json", "plots"]) == 1
+    assert "nothing to draw" in capsys.readouterr().out
 
 
-def test_no_device(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "devices", lambda: fail("Unable to initialize 'x'\nfor these reasons"))
-    assert cli.main(["bench"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("triax: JAX finds no device to measure on (RuntimeError: ")
-    assert said.count("\n") == 1
+def test_limits_are_measured_once_and_added_up(monkeypatch):
+    rates = iter([10.0, 20.0])
+    monkeypatch.setattr(
+        run, "find_limit", lambda stream: {"bytes": 10**4, "median_us": next(rates)}
+    )
+    known = {}
+    # As far as the ops' bytes go at the rate of the stream.
+    (_, there), (_, back) = small_case("moves").passes
+    for op, us in [("permute", 10 * there), ("moves", 10 * there + 20 * back)] * 2:
+        assert run.limit_us(small_case(op), known) == pytest.approx(us / 10**4)
+    assert run.limit_us(small_case("plan"), known) is None
+    assert {type(stream) for stream in known} == {Stream}

@@ -11,11 +11,13 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from triax.bench.competitors import DENSE
-from triax.bench.report import case_of, is_of_device
-from triax.bench.runner import OWN
-from triax.bench.suites import NAMES
-from triax.errors import MissingDependencyError
+import matplotlib.style
+from matplotlib.figure import Figure
+
+from benchmarks.harness.record import where
+from benchmarks.ops.competitors import DENSE, OWN
+from benchmarks.ops.report import case_of, is_of_device
+from benchmarks.ops.suites import NAMES
 
 Result = dict[str, Any]
 Point = tuple[Result, str, str, float]  # its group of rows, its row in there, and its value
@@ -42,15 +44,8 @@ NOTHING = (
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
     """Writes the figures of a record into a folder; returns the files, none for a CPU's record."""
-    try:
-        import matplotlib.style
-    except ImportError as error:
-        advice = "Drawing pictures needs matplotlib: `pip install matplotlib`."
-        raise MissingDependencyError(advice) from error
     results = [r for r in record["results"] if is_of_device(r) and not r["error"]]
-    versions = record["versions"]
-    names = [f"{name} {versions[name]}" for name in ("triax", "jax", "triton") if name in versions]
-    origin = "  ·  ".join([record["machine"]["device"], *names, record["written"][:10]])
+    origin = where(record).replace(", ", "  ·  ")
     written = []
     with matplotlib.style.context(STYLE, after_reset=True):  # not as the user has set it
         for make in (layers, fraction_of_stream, speedup):
@@ -71,8 +66,6 @@ def layers(results: list[Result], origin: str) -> Any:
             of_model[r["implementation"]] = r["teraflops_per_second"]
     if not found:
         return None
-    from matplotlib.figure import Figure
-
     names = [*dict.fromkeys(name for of_model in found.values() for name in of_model)]
     height = 0.8 / len(names)
     figure = Figure(figsize=(7.5, 1.7 + 0.55 * len(found)), layout="constrained")
@@ -138,8 +131,6 @@ def _figure(title: str, origin: str, points: list[Point], text: str, *, least: f
             rows.setdefault((group, row), {})[_shape(r)] = value
     if not rows:
         return None
-    from matplotlib.figure import Figure
-
     series = {name for values in rows.values() for name in values}
     # A model has its colour in every figure; a chunk sort comes last.
     known = [*NAMES, *sorted(series - {*NAMES})]
