@@ -241,7 +241,11 @@ def packed(**change):
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"packed": "fp4"}, ArgumentValueError, "`packed` must be one of None, .*'int4'; got 'fp4'"),
+        (
+            {"packed": "fp4"},
+            ArgumentValueError,
+            "`packed` must be one of None, .*'int4'; got 'fp4'",
+        ),
         ({"packed": None}, ArgumentTypeError, "got uint8.* Numbers of 4 bits are stored in uint8"),
         (
             {"packed": None, "values": np.zeros((2, 9, 16), ml_dtypes.int4)},
@@ -250,7 +254,11 @@ def packed(**change):
         ),
         ({"values": jnp.zeros((2, 9, 16), jnp.int8)}, ArgumentTypeError, "`values` .* uint8; got"),
         ({"values": np.uint8(1)}, ArgumentValueError, "`values` must have a dimension or more"),
-        ({"block": (1, 4, 1)}, ArgumentValueError, r"`scales` .* shape \(2, 9, 4\), .* \(2, 9, 2\)"),
+        (
+            {"block": (1, 4, 1)},
+            ArgumentValueError,
+            r"`scales` .* shape \(2, 9, 4\), .* \(2, 9, 2\)",
+        ),
         ({"scales": jnp.ones((2, 9, 2), "uint8")}, ArgumentTypeError, r"view\(jnp.float8_e8m0fnu"),
         ({"scales": jnp.ones((2, 9, 2), "bfloat16")}, ArgumentTypeError, "bfloat16.* Cast them"),
         ({"zeros": 8}, ArgumentTypeError, "`zeros` must be an array of int8 or float32; got 8 of"),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.moe.quantization.oracle import DTYPES, draw, expected, whole
+from tests.moe.quantization.oracle import DTYPES, draw, expected
 from triax import moe
 from triax.errors import DifferentiationError
 from triax.moe.quantization import reference

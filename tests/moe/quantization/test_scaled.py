@@ -60,7 +60,9 @@ def test_a_pytree_of_anything():
     np.testing.assert_array_equal(mapped, np.stack(2 * [array.dequantize()]))
     np.testing.assert_array_equal(scanned, mapped)
     assert "values" in str(jax.tree_util.tree_flatten_with_path(array)[0][0][0])
-    with pytest.raises(ArgumentValueError, match="`self` is a ScaledArray with a mistake: .*`block"):
+    with pytest.raises(
+        ArgumentValueError, match=r"`self` is a ScaledArray with a mistake: .*`block"
+    ):
         stacked.dequantize()
 
 
@@ -85,13 +87,15 @@ def test_indices(first, dtype, transposed):
 def test_parts_that_cannot_be_indexed():
     array = moe.quantize(jnp.ones((4, 6)), block=(2, None))
     for one in (array, array.mT, moe.quantize(jnp.ones(4), block=(1,))):
-        with pytest.raises(ArgumentValueError, match="along a first dimension that is stored first"):
+        with pytest.raises(
+            ArgumentValueError, match="along a first dimension that is stored first"
+        ):
             one[0]
 
 
 @pytest.mark.parametrize("turn", [np.asarray, jnp.asarray, jnp.sum, lambda a: jnp.ones(7) + a])
 def test_it_is_no_array_by_itself(turn):
-    with pytest.raises(TypeError, match="dequantize|unsupported operand"):
+    with pytest.raises(TypeError, match=r"dequantize|unsupported operand"):
         turn(scaled())
 
 
@@ -99,7 +103,7 @@ def test_it_is_no_array_by_itself(turn):
 @pytest.mark.parametrize("other", [scaled(), np.ones(7), jnp.ones(7), None])
 def test_comparisons_are_refused(compare, other):
     for pair in ((scaled(), other), (other, scaled())):
-        with pytest.raises(ArgumentTypeError, match="has no ==: .* Compare what `dequantize`"):
+        with pytest.raises(ArgumentTypeError, match=r"has no ==: .* Compare what `dequantize`"):
             compare(*pair)
 
 
@@ -138,5 +142,7 @@ def test_checks_of_arguments():
         check("w", 3)
     with pytest.raises(ArgumentTypeError, match="`w` must have an array as its `values`; got None"):
         check("w", jax.tree.map(lambda _: None, scaled()))
-    with pytest.raises(ArgumentValueError, match="`transposed` is True, which takes .* two dimens"):
+    with pytest.raises(
+        ArgumentValueError, match=r"`transposed` is True, which takes .* two dimens"
+    ):
         moe.ScaledArray(jnp.ones(4, "int8"), jnp.ones(1), (4,), True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -75,7 +73,7 @@ def ragged_dot(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK, element_bitwidth=8, rank=2)
     all_columns = w.values.reshape(num_groups * columns, depth)
     tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
-    out: Any = launch(
+    return launch(
         _ragged_dot_float32_sums_kernel,
         TensorDescriptor.from_array(x.values, (ROWS, _BLOCK), layout),
         TensorDescriptor.from_array(all_columns, (_COLUMNS, _BLOCK), layout),
@@ -97,4 +95,3 @@ def ragged_dot(
         STAGES=_STAGES,
         REGISTERS=_REGISTERS_OF_PRODUCTS,
     )
-    return out

@@ -22,6 +22,7 @@ from triax.moe.grouped_matmul.tiles import (
     schedule,
     suit_tma,
     triton_dtype,
+    written,
 )
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.arrays import absent, stored
@@ -57,17 +58,9 @@ def group_outer(
     return for_target(_group_outer, left, right, groups, out_type=out_type, options=options, **how)
 
 
-def group_sum(
-    rows: jax.Array,
-    groups: Groups,
-    weights: jax.Array | None,
-    *,
-    dtype: Any,
-    num_rows: int,
-    implementation: KernelImplementation | None,
-) -> jax.Array:
+def group_sum(rows: jax.Array, groups: Groups, weights: jax.Array | None, **how: Any) -> jax.Array:
     """For each group the sum of its rows, times their weights: [groups, columns]."""
-    return _group_sums(rows, groups, weights, None, dtype, num_rows, implementation)[0]
+    return _group_sums(rows, groups, weights, None, **how)[0]
 
 
 def bias_gradients(
@@ -77,14 +70,11 @@ def bias_gradients(
     bias: jax.Array,
     *,
     dtypes: tuple[Any, Any],
-    num_rows: int,
-    implementation: KernelImplementation | None,
+    **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`group_sum`, and each row's product with its bias, in one read of the rows."""
-    sums, products, bounds = _group_sums(
-        rows, groups, weights, bias, dtypes[0], num_rows, implementation
-    )
-    row = jnp.arange(num_rows, dtype=jnp.int32)
+    sums, products, bounds = _group_sums(rows, groups, weights, bias, dtype=dtypes[0], **how)
+    row = jnp.arange(how["num_rows"], dtype=jnp.int32)
     inside = (bounds[0, 0] <= row) & (row < bounds[0, -1])
     return sums, jnp.where(inside, jnp.sum(products, 0), 0).astype(dtypes[1])
 
@@ -94,6 +84,7 @@ def _group_sums(
     groups: Groups,
     weights: jax.Array | None,
     bias: jax.Array | None,
+    *,
     dtype: Any,
     num_rows: int,
     implementation: KernelImplementation | None,
@@ -187,11 +178,8 @@ def _ragged_dot(
             TensorDescriptor.from_array(x.values, (config.block_rows, config.block_depth)),
             TensorDescriptor.from_array(w.values, (1, *(block if transposed else block[::-1]))),
         )
-        empty = jax.lax.empty(out_type.shape, out_type.dtype)
-        output = {
-            "out": bounded_by_group(empty, config.block_rows, config.block_columns // 2),
-            "input_output_aliases": {"out": 0},
-        }
+        shown = config.block_rows, config.block_columns // 2
+        output = written(out_type, lambda out: bounded_by_group(out, *shown))
     return launch(
         _ragged_dot_kernel,
         *operands,
@@ -257,13 +245,9 @@ def _group_outer(
             bounded_by_group(left, config.block_rows, config.block_left),
             bounded_by_group(right, config.block_rows, config.block_right),
         )
-        empty = jax.lax.empty(outer.shape, outer.dtype)
-        block = (1, config.block_left, config.block_right // 2)
-        output = {
-            "out": TensorDescriptor.from_array(empty, block),
-            "input_output_aliases": {"out": 0},
-        }
-    found: jax.Array = launch(
+        shown = 1, config.block_left, config.block_right // 2
+        output = written(outer, lambda out: TensorDescriptor.from_array(out, shown))
+    return launch(
         _group_outer_kernel,
         *operands,
         bounds,
@@ -279,4 +263,3 @@ def _group_outer(
         TMA=tma,
         **output,
     )
-    return found

@@ -1,4 +1,4 @@
-"""The operands of ragged_dot, arrays or `ScaledArray`s: which it takes, and their parts for kernels.
+"""The operands of ragged_dot, arrays or `ScaledArray`s: which it takes, and their kernels' parts.
 
 A `ScaledArray` of weights is [groups, depth, columns], whichever way its values are stored.
 """
@@ -111,8 +111,7 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
             f"{value.shape}, transposed={value.transposed}. Quantize it so, or pass "
             f"`{name}.dequantize(dtype)`."
         )
-    converted: ScaledArray = jax.tree.map(jnp.asarray, value)
-    return converted
+    return jax.tree.map(jnp.asarray, value)
 
 
 def check_rows(rows: Any, weights: ScaledArray) -> None:

@@ -28,8 +28,7 @@ def quantize(
     block: tuple[int, ...],
     dtype: np.dtype,
     transposed: bool,
-    kernel: Kernel,
-    implementation: KernelImplementation | None,
+    **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The values and the scales of an array; `block` is along its dimensions."""
     swap = swapped if transposed else tuple
@@ -40,11 +39,10 @@ def quantize(
             jax.ShapeDtypeStruct(swap(array.shape), dtype),
             jax.ShapeDtypeStruct(swap(num_blocks(array.shape, block)), jnp.float32),
         ),
-        implementation=implementation,
         block=block,
         dtype=dtype,
         transposed=transposed,
-        kernel=kernel,
+        **how,
     )
 
 

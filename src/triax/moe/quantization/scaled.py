@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -144,9 +144,6 @@ class ScaledArray:
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    def __iter__(self) -> Iterator[ScaledArray]:
-        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: Any) -> ScaledArray:
         """A part along the first dimension: ``w[3]`` of one expert, ``w[2:5]`` of some."""

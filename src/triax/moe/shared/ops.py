@@ -126,11 +126,9 @@ class Call:
         )
 
     def _split(self, arguments: Sequence[Any]) -> Split:
-        def part(shard: Any, *arguments: Any) -> Any:
-            return self.op.part(self, shard, *arguments) if self.op.part else self.run(*arguments)
-
         letters, results, cut = self.op.letters(*arguments, **self.options)
-        return Split(letters, results, cut, part)
+        part = self.op.part or (lambda call, shard, *part: call.run(*part))
+        return Split(letters, results, cut, functools.partial(part, self))
 
     def _rule(
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]
