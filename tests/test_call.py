@@ -549,38 +549,6 @@ def test_out_type_takes_anything_with_shape_and_dtype():
     assert add(out_type={"a": [OUT]})["a"][0].shape == (100,)
 
 
-def test_out_shape_still_works_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="`out_shape` is called `out_type` now"):
-        out = add(out_type=None, out_shape=OUT)
-    testing.assert_same_bits(out, SUM)
-
-
-def test_out_shape_beside_out_type():
-    with pytest.raises(ArgumentTypeError, match="old name of `out_type`, which is given too"):
-        add(out_shape=OUT)
-
-
-def fused(**options):
-    call = lambda: triax.triton_call(
-        X, X, n=100, BLOCK=64, kernel=kernels.add_kernel, out_type=OUT, grid=2, **options
-    )
-    (equation,) = jax.make_jaxpr(call)().eqns
-    return dict(equation.params["call"].candidates[0].options)
-
-
-def test_enable_fp_fusion_is_an_option_with_a_warning():
-    """jax-triton 0.3 has it as an argument."""
-    plain = fused(backend_options={"enable_fp_fusion": False})
-    with pytest.warns(DeprecationWarning, match="`enable_fp_fusion` in `backend_options`") as said:
-        assert fused(enable_fp_fusion=False) == plain != fused()
-    assert said[0].filename == __file__
-    with (
-        pytest.warns(DeprecationWarning, match="enable_fp_fusion"),
-        pytest.raises(ArgumentValueError, match="`enable_fp_fusion` is also in `backend_options`"),
-    ):
-        fused(enable_fp_fusion=False, backend_options={"enable_fp_fusion": False})
-
-
 def test_a_kernels_own_enable_fp_fusion_is_its_own(recwarn):
     @triton.jit
     def kernel(out_ptr, enable_fp_fusion: tl.constexpr):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, get_args, overload
 
@@ -226,19 +225,6 @@ def triton_call(
       CompilationError: when the program is lowered, if Triton refuses the kernel.
     """
     view = Kernel.of(kernel)
-    if "out_shape" in kwargs and "out_shape" not in view.parameter_names:
-        if out_type is not None:
-            raise ArgumentTypeError(
-                "`out_shape` is the old name of `out_type`, which is given too. Leave one out."
-            )
-        warnings.warn("`out_shape` is called `out_type` now.", DeprecationWarning, stacklevel=3)
-        out_type = kwargs.pop("out_shape")
-    options: dict[str, Any] = {}
-    if "enable_fp_fusion" in kwargs and "enable_fp_fusion" not in view.parameter_names:
-        warnings.warn(
-            "Pass `enable_fp_fusion` in `backend_options`.", DeprecationWarning, stacklevel=3
-        )
-        options["enable_fp_fusion"] = kwargs.pop("enable_fp_fusion")
     kwargs |= kwargs.pop(_KERNELS_OWN, {})
     _check_kinds(
         name=name,
@@ -265,7 +251,7 @@ def triton_call(
     if input_output_aliases:
         aliases = arguments.resolve_aliases(view, input_output_aliases, flat, results)
     placed = arguments.place_outputs(view, bound, supplied, flat.types, results, aliases)
-    options |= {
+    options: dict[str, Any] = {
         "num_warps": num_warps,
         "num_stages": num_stages,
         "num_ctas": num_ctas,

@@ -509,10 +509,3 @@ HALVES = (slice(0, 8), slice(8, 16))
 def forward_and_backward(layer, x, mask, probs):
     y, pull = jax.vjp(lambda x, probs: layer(x, mask, probs), x, probs)
     return y, *pull(y)
-
-
-def test_an_old_name_still_works_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="`Dispatched` is called `TokenDispatch` now"):
-        assert te.Dispatched is te.TokenDispatch
-    with pytest.raises(AttributeError, match="no attribute 'Dispatches'"):
-        _ = te.Dispatches

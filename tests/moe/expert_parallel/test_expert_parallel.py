@@ -637,9 +637,7 @@ def test_weights_are_those_that_are_passed(options):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({}, ArgumentTypeError, "no default for `weights`. Pass `weights=sent.weights`, or"),
-        ({"weighted": True}, ArgumentTypeError, "no argument `weighted`. .*or `weights=None`"),
-        ({"weights": None, "weighted": False}, ArgumentTypeError, "no argument `weighted`"),
+        ({}, TypeError, "missing 1 required keyword-only argument: 'weights'"),
         ({"weights": np.ones((4, 2))}, ArgumentValueError, "like the `weights` that `dispatch` re"),
         ({"weights": np.ones(7)}, ArgumentValueError, "`weights` must have one weight for each"),
         ({"weights": np.ones(8, int)}, ArgumentTypeError, "`weights` must have a floating"),

@@ -10,7 +10,6 @@ In: a device's own tokens. Out: the rows of its own experts, sorted by expert, a
 
 from __future__ import annotations
 
-from types import EllipsisType
 from typing import Any
 
 import jax
@@ -138,10 +137,9 @@ def combine(
     rows: Array,
     plan: DispatchPlan,
     *,
-    weights: Array | EllipsisType | None = ...,
+    weights: Array | None,
     exchange_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
-    **unknown: Any,
 ) -> jax.Array:
     """Sums each token's rows, multiplied by their weights, on the token's own device.
 
@@ -167,16 +165,9 @@ def combine(
       [tokens, hidden] in the dtype of `rows`. A token without rows is exactly zero.
 
     Raises:
-      ArgumentTypeError: an argument has the wrong type, or `weights` is not given.
+      ArgumentTypeError: an argument has the wrong type.
       ArgumentValueError: an argument has the wrong shape.
     """
-    if unknown or weights is ...:
-        names = ", ".join(f"`{name}`" for name in unknown)
-        problem = f"no argument {names}" if unknown else "no default for `weights`"
-        raise ArgumentTypeError(
-            f"`combine` has {problem}. Pass `weights=sent.weights`, or `weights=None` if the rows "
-            "have been multiplied by them already, as `glu` does (formerly `weighted=True`)."
-        )
     if not isinstance(plan, DispatchPlan):
         raise ArgumentTypeError(
             f"Argument `plan` must be the plan of `dispatch`; got {type(plan).__name__}."

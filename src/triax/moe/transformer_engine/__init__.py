@@ -47,9 +47,6 @@ These differences from TransformerEngine are intended:
   computed in float32, and those for the auxiliary loss are returned in float32.
 """
 
-import warnings
-from typing import Any
-
 from triax.moe.transformer_engine.all_to_all import (
     compute_ragged_all_to_all_params as compute_ragged_all_to_all_params,
 )
@@ -99,10 +96,3 @@ __all__ = [
     "token_combine",
     "token_dispatch",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "Dispatched":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("`Dispatched` is called `TokenDispatch` now.", DeprecationWarning, stacklevel=2)
-    return TokenDispatch
