@@ -224,27 +224,6 @@ def test_equals_jax(implementation):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("dtypes", [("float8_e4m3fn",) * 2, ("float8_e4m3fn", "float8_e5m2")])
-def test_eight_bits_with_scales(implementation, dtypes):
-    case = oracle.draw(5, 64, 48, "float32")
-    rows, weights = case.rows.astype(dtypes[0]), case.weights.astype(dtypes[1])
-    of_rows = np.linspace(0.5, 2, oracle.NUM_ROWS, dtype=np.float32)[:, None]
-    of_groups = np.array([1.0, 4.0, 0.25, 3.0], np.float32)[:, None, None]
-    sizes = [30, 0, 50, 20]
-    actual = moe.ragged_dot(
-        moe.ScaledArray(rows, of_rows, (1, None)),
-        moe.ScaledArray(weights, of_groups, (1, None, None)),
-        as_sizes(sizes),
-        implementation=implementation,
-    )
-    expected = oracle.ragged_dot(rows, weights, sizes) * of_rows
-    for scale, span in zip(of_groups, oracle.spans(sizes, oracle.NUM_ROWS), strict=True):
-        expected[span] *= float(scale.item())
-    assert actual.dtype == jnp.bfloat16
-    assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("implementation", PATHS)
 def test_eight_bits_by_default_stay_eight(implementation):
     """Sums past the largest number of 8 bits become what JAX's cast makes of them."""
     rows = np.full((32, 64), 4.0, jnp.float8_e4m3fn)

@@ -103,7 +103,7 @@ def test_it_is_no_array_by_itself(turn):
 @pytest.mark.parametrize("other", [scaled(), np.ones(7), jnp.ones(7), None])
 def test_comparisons_are_refused(compare, other):
     for pair in ((scaled(), other), (other, scaled())):
-        with pytest.raises(ArgumentTypeError, match=r"has no ==: .* Compare what `dequantize`"):
+        with pytest.raises(ArgumentTypeError, match=r"(what|array by) `dequantize"):
             compare(*pair)
 
 
