@@ -62,7 +62,7 @@ def test_what_is_known():
     assert array == jax.ShapeDtypeStruct((48, 64), jnp.float16)
     assert (array.size, array.ndim, array.dim(), array.numel()) == (3072, 2, 2, 3072)
     assert (array.itemsize, array.element_size(), array.nbytes) == (2, 2, 6144)
-    assert (array.stride(), array.stride(0), array.stride(-1)) == ((64, 1), 64, 1)
+    assert (array.stride(), array.stride(dim=0), array.stride(-1)) == ((64, 1), 64, 1)
     assert array.is_contiguous()
     assert jax.eval_shape(lambda x: x.sum(0), array).shape == (64,)
 

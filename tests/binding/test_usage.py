@@ -24,7 +24,7 @@ def helper(x_ptr, at, n):
 @triton.jit
 def many_ways(
     masked, flag, count, scale, stride, times, bits, handed_on, compared_too,
-    loaded, moved, through, looped, in_a_loop, renamed, in_a_tuple, described, unused,
+    loaded, moved, through, looped, in_a_loop, renamed, in_a_tuple, described, descriptor, unused,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The parameters of the first line are numbers, the others are not, or do not tell."""
@@ -45,6 +45,7 @@ def many_ways(
     renamed = tl.load(renamed + at)
     described = tl.make_tensor_descriptor(described, [8], [1], [8])
     described.store([0], renamed * 2)
+    descriptor.store([0], descriptor.load([0]))
     pair = (in_a_tuple, 1)
     tl.store(pair[0], helper(loaded, at, handed_on) + helper(loaded, at, compared_too))
     if compared_too > 3:

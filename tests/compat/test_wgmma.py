@@ -12,8 +12,11 @@ from tests.cases import cuda_call
 from triax.compat import wgmma
 from triax.compiling import compiler
 
-PRODUCT = "\twgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1,%r2}, {%r3,%r4}, %rd1, p;"
-OF_MEMORY = "\twgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1,%r2}, %rd2, %rd1, p;"
+COMMIT = "\twgmma.commit_group.sync.aligned;"
+MULTIPLY = "\twgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%r1,%r2}}, {}, %rd1, p;"
+PRODUCT = f"{MULTIPLY.format('{%r3,%r4}')}\n{COMMIT}"
+OF_MEMORY = f"{MULTIPLY.format('%rd2')}\n{COMMIT}"
+LOAD = "\tld.shared.b32 \t%r3, [%r5];"
 WAIT = "\twgmma.wait_group.sync.aligned {};"
 WAITS_FOR_ALL = WAIT.format(0)
 
@@ -31,19 +34,69 @@ def widened_product_kernel(
     tl.store(out_ptr + rows[:, None] * COLUMNS + columns[None, :], total)
 
 
+@triton.jit
+def two_widened_products_kernel(
+    w_ptr, x_ptr, depth, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
+):
+    """Of one sum: nothing but the loop's end stands behind the second."""
+    rows, columns, step = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, STEP)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, depth, 2 * STEP):
+        w = tl.load(w_ptr + rows[:, None] * depth + start + step[None, :]).to(tl.bfloat16)
+        x = tl.load(x_ptr + (start + step)[:, None] * COLUMNS + columns[None, :])
+        next_w = tl.load(w_ptr + rows[:, None] * depth + start + STEP + step[None, :])
+        next_w = next_w.to(tl.bfloat16)
+        next_x = tl.load(x_ptr + (start + STEP + step)[:, None] * COLUMNS + columns[None, :])
+        total = tl.dot(w, x, total)
+        total = tl.dot(next_w, next_x, total)
+    tl.store(out_ptr + rows[:, None] * COLUMNS + columns[None, :], total)
+
+
+@triton.jit
+def product_of_memory_first_kernel(
+    w_ptr, x_ptr, depth, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr
+):
+    """A loop that begins with a product of shared memory, which is not waited for."""
+    rows, columns, step = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, STEP)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    other = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, depth, STEP):
+        y = tl.load(x_ptr + rows[:, None] * depth + start + step[None, :])
+        w = tl.load(w_ptr + rows[:, None] * depth + start + step[None, :])
+        x = tl.load(x_ptr + (start + step)[:, None] * COLUMNS + columns[None, :])
+        other = tl.dot(y, x, other)
+        total = tl.dot(w.to(x.dtype), x, total)
+    tl.store(out_ptr + rows[:, None] * COLUMNS + columns[None, :], total + other)
+
+
 def ptx(*lines):
     return "".join(f"{line}\n" for line in lines)
 
 
-def loop(*body, first=PRODUCT, wait=1):
+def loop(*body, wait=1):
     """A loop whose last products may go on while it begins again."""
-    return ptx("$L__BB0_1:", first, *body, WAIT.format(wait), "\t@%p1 bra \t$L__BB0_1;", "\tret;")
+    return ptx("$L__BB0_1:", *body, WAIT.format(wait), "\t@%p1 bra \t$L__BB0_1;", "\tret;")
 
 
-def test_a_loop_waits_where_it_begins():
-    assert wgmma.drain_at_loops(loop()) == ptx(
-        "$L__BB0_1:", WAITS_FOR_ALL, *loop().splitlines()[1:]
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        loop(PRODUCT, PRODUCT),
+        loop(LOAD, PRODUCT, WAITS_FOR_ALL, PRODUCT),  # the last one is not waited for
+        loop(OF_MEMORY, LOAD, PRODUCT, wait=2),  # as two sums that go on beside each other
+        loop(LOAD, WAITS_FOR_ALL, PRODUCT),  # the wait comes too late
+        loop(PRODUCT.replace("bf16 {", "bf16\n\t\t{")),
+    ],
+)
+def test_a_loop_waits_where_it_begins(text):
+    begin, *lines = text.splitlines()
+    assert wgmma.drain_at_loops(text) == ptx(begin, WAITS_FOR_ALL, *lines)
+
+
+def test_a_loop_s_pragma_stays_its_first_statement():
+    text = loop('\t.pragma "nounroll";', PRODUCT, PRODUCT)
+    begin, pragma, *lines = text.splitlines()
+    assert wgmma.drain_at_loops(text) == ptx(begin, pragma, WAITS_FOR_ALL, *lines)
 
 
 def test_a_loop_whose_end_stands_elsewhere():
@@ -52,6 +105,7 @@ def test_a_loop_whose_end_stands_elsewhere():
         "$L__BB0_1:",
         "waitLoop:",
         "\t@!complete bra.uni waitLoop;",
+        LOAD,
         PRODUCT,
         WAIT.format(3),
         "\t@!%p2 bra \t$L__BB0_3;",
@@ -67,14 +121,32 @@ def test_a_loop_whose_end_stands_elsewhere():
     assert [*found[:1], *found[2:]] == text.splitlines()
 
 
+def test_a_loop_that_is_entered_in_its_middle():
+    """It begins where the program comes in, whatever stands above."""
+    above = ["\tbra.uni \t$L__BB0_3;", "$L__BB0_2:", PRODUCT, WAIT.format(1)]
+    below = ["\t@!%p1 bra \t$L__BB0_4;", "$L__BB0_3:", LOAD, "\tbra.uni \t$L__BB0_2;"]
+    text, end = ptx(*above, *below), ptx("$L__BB0_4:", "\tret;")
+    drained = text.replace("$L__BB0_3:\n", f"$L__BB0_3:\n{WAITS_FOR_ALL}\n")
+    assert wgmma.drain_at_loops(text + end) == drained + end
+
+
+def test_labels_of_inline_assembly():
+    """They stand anywhere in a line, and one name may stand for several."""
+    skip = "\t{ .reg .pred p; @p bra $Lend; add.f32 %r1, %r1, %r1;\n\t  $Lend: }"
+    text = loop(skip, LOAD, PRODUCT) + skip + "\n" + skip
+    begin, *lines = text.splitlines(keepends=True)
+    assert wgmma.drain_at_loops(text) == "".join([begin, f"{WAITS_FOR_ALL}\n", *lines])
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        loop(wait=0),  # nothing is in flight
-        loop(first=OF_MEMORY),  # shared memory is waited for otherwise
-        loop(PRODUCT, first=OF_MEMORY),  # as in attention: the first product's result is waited for
+        loop(PRODUCT, PRODUCT, wait=0),  # nothing is in flight
+        loop(LOAD, OF_MEMORY),  # shared memory is waited for otherwise
+        # As in attention: nothing gets into registers before the first product is waited for.
+        loop("\tcvt.u64.u32 \t%rd2, %r5;", OF_MEMORY, WAITS_FOR_ALL, LOAD, PRODUCT),
         ptx(PRODUCT, WAIT.format(1), PRODUCT, WAITS_FOR_ALL, "\tret;"),  # no loop
-        ptx("$L__BB0_1:", "\tadd.s32 \t%r1, %r2, 1;", "\t@%p1 bra \t$L__BB0_1;", PRODUCT, "\tret;"),
+        ptx("$L__BB0_1:", LOAD, "\t@%p1 bra \t$L__BB0_1;", PRODUCT, "\tret;"),
     ],
 )
 def test_what_stays_as_it_is(text):
@@ -82,9 +154,19 @@ def test_what_stays_as_it_is(text):
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize("block", [(64, 64, 64, 4), (128, 128, 128, 8)])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-def test_no_register_is_overwritten(dtype, block, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "block"),
+    [
+        (widened_product_kernel, "int8", (64, 64, 64, 4)),
+        (widened_product_kernel, "float8_e4m3fn", (64, 64, 64, 4)),
+        (widened_product_kernel, "float8_e5m2", (64, 64, 64, 4)),
+        (widened_product_kernel, "int8", (128, 128, 128, 8)),
+        (widened_product_kernel, "float8_e4m3fn", (128, 128, 128, 8)),
+        (two_widened_products_kernel, "int8", (64, 64, 64, 4)),
+        (product_of_memory_first_kernel, "int8", (64, 64, 64, 4)),
+    ],
+)
+def test_no_register_is_overwritten(kernel, dtype, block, tmp_path, monkeypatch):
     """In the machine code, which is wrong without the wait."""
     rows, columns, step, num_warps = block
 
@@ -94,7 +176,7 @@ def test_no_register_is_overwritten(dtype, block, tmp_path, monkeypatch):
             w,
             x,
             w.shape[1],
-            kernel=widened_product_kernel,
+            kernel=kernel,
             out_type=jax.ShapeDtypeStruct((rows, columns), jnp.float32),
             grid=1,
             ROWS=rows,

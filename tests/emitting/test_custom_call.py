@@ -24,7 +24,7 @@ from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import jax_private, versions
-from triax.emitting.custom_call import _cost_estimate, order_buffers
+from triax.emitting.custom_call import _cost_estimate, _saved_buffers, order_buffers
 from triax.errors import CompilationError, UnsupportedError, VersionError
 
 A = ArrayType((4,), np.dtype(np.float32))
@@ -57,6 +57,14 @@ I, O, S = Operand, Result, Scalar(Static(3))  # noqa: E741
 def test_order(leaves, aliases, results, expected):
     order = order_buffers(launch(leaves, aliases, results))
     assert (order.operands, order.results, order.aliases) == expected
+
+
+def test_what_is_saved_while_configs_are_timed_has_its_own_size():
+    """Of operands that are passed in another order than they were flattened in."""
+    crossed = launch([I(1), I(2), I(0)], (Alias(0, 1), Alias(1, 0)), 2)
+    crossed.operands = tuple(ArrayType((size,), np.dtype(np.float32)) for size in (3, 5, 7))
+    saved = _saved_buffers(crossed, order_buffers(crossed))
+    assert sorted(saved) == [(0, 3 + 0, 4 * 5), (2, 3 + 1, 4 * 3)]
 
 
 @pytest.mark.parametrize(

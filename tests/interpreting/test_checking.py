@@ -1,5 +1,6 @@
 """Checked runs: races between programs, and reads of what nobody wrote."""
 
+import contextlib
 import re
 
 import jax
@@ -160,6 +161,31 @@ def test_programs_that_write_one_element_are_named(check):
     for stride, value in ((8, "program"), (4, "equal")):
         check(
             overlap, arguments, [((32,), I32)], grid=(4, 1, 1), STRIDE=stride, VALUE=value, BLOCK=8
+        )
+
+
+@triton.jit
+def store_floats(o_ptr, FIRST: tl.constexpr, THEN: tl.constexpr):
+    value = tl.where(tl.program_id(0) == 0, float(FIRST), float(THEN))
+    tl.store(o_ptr, value)
+    tl.store(o_ptr + 1 + tl.arange(0, 2) * 0, value)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "races"),
+    [("nan", "nan", False), ("0.0", "-0.0", True), ("-0.0", "-0.0", False)],
+)
+def test_values_are_compared_by_their_bits(check, first, then, races):
+    """NaN is stored twice without a race; zeros of different signs are two values."""
+    expectation = pytest.raises(DataRace) if races else contextlib.nullcontext()
+    with expectation:
+        check(
+            store_floats,
+            {"o_ptr": Result(0)},
+            [((3,), np.float32)],
+            grid=(2, 1, 1),
+            FIRST=first,
+            THEN=then,
         )
 
 

@@ -317,6 +317,15 @@ def test_a_function_of_gate_and_up_that_are_cut_otherwise(width, specs):
     assert_all_close(actual, jax.jit(both)(*args), rtol=1e-5, atol=1e-5)
 
 
+def test_the_gradient_of_glus_weights_where_the_width_is_cut(kind):
+    """Each device has a part of every row, and a part of each weight's gradient."""
+    rng = np.random.default_rng(0)
+    args = [rng.standard_normal(shape, np.float32) for shape in ((16,), (16, 8), (16, 8))]
+    both = with_gradients(lambda weights, *gate_up: moe.glu(gate_up, weights), args)
+    _, actual = compiled(both, mesh_of(kind), args, [P(), P(None, "model"), P(None, "model")])
+    assert_all_close(actual, jax.jit(both)(*args), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("specs", [("a", "b"), ("a", "ab"), ("ab", "b")], ids=str)
 def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):

@@ -122,6 +122,18 @@ def test_placements(kind, spec, rows, of_weight):
     )
 
 
+def test_a_program_over_several_devices_can_be_exported():
+    """XLA's callback that cuts an op is no part of it: the op runs whole on every device."""
+    args = drawn((ROWS, WIDTH), (WIDTH,))
+    mesh = mesh_of("plain")
+    cut = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    function = jax.jit(triax.sharded(plain, RULE, cut="t"), in_shardings=cut)
+    exported = jax.export.export(function)(*args)
+    assert exported.nr_devices == 8
+    placed = [jax.device_put(arg, sharding) for arg, sharding in zip(args, cut, strict=True)]
+    assert_close(exported.call(*placed), plain(*args))
+
+
 def test_types_on_explicit_axes_and_what_does_not_split():
     mesh, args = mesh_of("explicit"), drawn((6, WIDTH), (WIDTH,))  # six rows over two, not four
 

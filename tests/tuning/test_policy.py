@@ -53,6 +53,22 @@ def test_how_to_tune_is_said_once(caplog):
     assert caplog.text.count("triax tune FILE:FUNCTION") == 1
 
 
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, MemoryError])
+def test_the_claim_on_a_config_is_withdrawn_whatever_ends_the_search(problem, monkeypatch):
+    """Else the job's other processes wait for one that will not measure."""
+    withdrawn = []
+
+    def interrupted(request, labels):
+        raise problem
+
+    monkeypatch.setattr(policy, "_known", interrupted)
+    monkeypatch.setattr(policy.agree, "release", withdrawn.append)
+    with pytest.raises(problem):
+        lower("auto")
+    (name,) = withdrawn
+    assert name.startswith("accumulate_kernel-")
+
+
 def test_strict_is_an_error():
     with pytest.raises(TuningError) as caught:
         lower("strict")

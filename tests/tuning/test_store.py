@@ -39,6 +39,16 @@ def test_round_trip(place):
     assert place.find(key(1)) is None
 
 
+def test_the_nearest_size_is_found_whatever_its_file_is_called(place):
+    """By name 12288 comes before 4097, which is nearer to 4096."""
+    for number, size in enumerate((12288, 4097, 2048)):
+        near = record(0, time=1.0 + number)
+        place.put(dataclasses.replace(near, key=dataclasses.replace(near.key, moved_bytes=size)))
+    found = place.find(key(0))
+    assert found is not None
+    assert found.key.moved_bytes == 4097
+
+
 def places_in(value, path=()):
     """Every place in parsed JSON."""
     yield path

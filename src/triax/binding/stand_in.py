@@ -32,9 +32,9 @@ class Array(jax.ShapeDtypeStruct):
     def dim(self) -> int:
         return len(self.shape)
 
-    def stride(self, axis: int | None = None) -> Any:
+    def stride(self, dim: int | None = None) -> Any:
         strides = strides_from_shape(self.shape)
-        return strides if axis is None else strides[axis]
+        return strides if dim is None else strides[dim]
 
     def is_contiguous(self) -> bool:
         return True

@@ -41,7 +41,8 @@ def numbers(function: Any, names: Sequence[str]) -> list[str]:
             case ast.Call(called, args, keywords):
                 given = [*args, *(keyword.value for keyword in keywords)]
                 if _TAKE_ADDRESSES.fullmatch(ast.unparse(called).rpartition(".")[2]):
-                    given = given[:1]
+                    # In tl.load the first argument; `load` of a descriptor is its method.
+                    given = [*given[:1], *([called.value] if hasattr(called, "value") else ())]
                 elif _is_of_the_language(called, function.fn):
                     given = [value for value in given if isinstance(value, ast.Tuple | ast.List)]
                 addresses |= _terms(*given)

@@ -10,53 +10,120 @@ are wrong now and then, or always, with nothing said.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-_PRODUCT = "wgmma.mma_async"
 # The left operand stands behind the results: registers in braces, or a descriptor.
-_OF_REGISTERS = re.compile(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{")
-_WAIT = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
-_LABEL = re.compile(r"(\$L\w+):")
-_BRANCH = re.compile(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L\w+)")
-_END = re.compile(r"\s*(?:ret|exit|trap)\b")
+_OF_REGISTERS = re.compile(r"wgmma\.mma_async[^{;]*\{[^}]*\}\s*,\s*\{")
+_EVENT = re.compile(
+    r"""//[^\n]*
+    | (?P<label>[$\w]+):(?!:)
+    | (?P<product>wgmma\.mma_async[^;]*;)
+    | (?P<commit>wgmma\.commit_group)
+    | wgmma\.wait_group\S*\s+(?P<wait>\d+)
+    | (?P<condition>@!?[%$\w]+\s+)?\b(?:bra(?:\.uni)?\s+(?P<target>[$\w]+)|(?P<end>ret|exit|trap)\b)
+    | (?P<data>\b(?:ld\.(?!param)|ldmatrix|prmt\.|cvt\.(?![us]64\.[us]32)))""",
+    re.VERBOSE,
+)
+_PRAGMA = re.compile(r"\s*\.pragma[^;]*;")  # of a loop, whose first statement it must be
+_MOST_GROUPS = 8
+_State = tuple[int, int]
 
 
 # Workaround: triton all, triton-lang/triton #9433: a product of registers runs on where its loop
 # begins again, and ptxas does not keep the registers for it.
 def drain_at_loops(ptx: str) -> str:
-    """PTX that waits for products at the head of each loop that begins with one of registers.
+    """PTX that waits for products of registers where a loop begins again, if they may still run.
 
-    Only where a product may still run at the loop's end. Loads ahead go on, and so do the products
-    of one pass beside each other.
+    Only if the loop gets data into registers, or multiplies them, before a wait of its own. Loads
+    to shared memory go on, and so do the products of one pass beside each other.
     """
     if _OF_REGISTERS.search(ptx) is None:
         return ptx
-    lines = ptx.splitlines(keepends=True)
-    labels = {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
-    heads = set()
-    for at, line in enumerate(lines):
-        if (wait := _WAIT.search(line)) is not None and wait[1] != "0":
-            heads |= {head for head in _ways_on(lines, labels, at)[0] if head <= at}
-    for head in sorted(heads, reverse=True):
-        if any(_OF_REGISTERS.search(lines[at]) for at in _ways_on(lines, labels, head)[1]):
-            lines.insert(head + 1, "\twgmma.wait_group.sync.aligned 0;\n")
-    return "".join(lines)
+    code = _Code(ptx)
+    while to_drain := [head for head, younger in code.at_heads() if code.writes(head, younger)]:
+        code.drained.add(min(to_drain))
+    parts, at = [], 0
+    for head in sorted(code.drained):
+        end = code.events[head].end()
+        if (pragma := _PRAGMA.match(ptx, end)) is not None:
+            end = pragma.end()
+        parts += [ptx[at:end], "\n\twgmma.wait_group.sync.aligned 0;"]
+        at = end
+    return "".join([*parts, ptx[at:]])
 
 
-def _ways_on(lines: list[str], labels: dict[str, int], start: int) -> tuple[set[int], set[int]]:
-    """From line `start` as far as the next products: the labels branched to, and the products."""
-    branched, products, seen, todo = set(), set(), set(), [start + 1]
-    while todo:
-        for at in range(todo.pop(), len(lines)):
-            if at in seen or _END.match(lines[at]):
-                break
-            seen.add(at)
-            if _PRODUCT in lines[at]:
-                products.add(at)
-                break
-            if (branch := _BRANCH.search(lines[at])) is not None:
-                target = labels[branch[2]]
-                branched.add(target)
-                todo.append(target)
-                if branch[1] is None:
-                    break
-    return branched, products
+class _Code:
+    """The statements of a kernel that products in flight depend on, and the ways through them.
+
+    `heads` are the statements where loops begin: a way through the kernel comes back to them. At
+    those in `drained` all products are waited for.
+    """
+
+    def __init__(self, ptx: str):
+        self.events = [event for event in _EVENT.finditer(ptx) if event.lastgroup]
+        self._labels: dict[str, list[int]] = {}
+        for at, event in enumerate(self.events):
+            if event["label"]:
+                self._labels.setdefault(event["label"], []).append(at)
+        self._next = [list(self._ways_on(at)) for at in range(len(self.events))]
+        self.heads = self._find_heads()
+        self.drained: set[int] = set()
+
+    def _ways_on(self, at: int) -> Iterator[int]:
+        event = self.events[at]
+        if event["target"] in self._labels:  # inline assembly has labels of its own, in braces
+            yield min(self._labels[event["target"]], key=lambda label: abs(label - at))
+        if event["condition"] or not (event["target"] or event["end"]):
+            yield from range(at + 1, min(at + 2, len(self.events)))
+
+    def _find_heads(self) -> set[int]:
+        """Where a search of the whole kernel comes to a statement on its own path."""
+        heads, seen = set(), set[int]()
+        for start in range(len(self.events)):
+            path, todo = set[int](), [] if start in seen else [(start, iter(self._next[start]))]
+            path |= {start} - seen
+            seen.add(start)
+            while todo:
+                at, ways = todo[-1]
+                if (to := next(ways, None)) is None:
+                    path.remove(at)
+                    todo.pop()
+                elif to in path:
+                    heads.add(to)
+                elif to not in seen:
+                    seen.add(to)
+                    path.add(to)
+                    todo.append((to, iter(self._next[to])))
+        return heads
+
+    def at_heads(self) -> set[_State]:
+        """The heads that a product of registers may still run at, and how many groups since it."""
+        products = [at for at, event in enumerate(self.events) if _is_of_registers(event)]
+        states = self._in_flight([(to, -1) for at in products for to in self._next[at]])
+        return {(at, younger) for at, younger in states if at in self.heads}
+
+    def writes(self, head: int, younger: int) -> bool:
+        """Whether data gets into registers, or is multiplied there, before a wait."""
+        states = self._in_flight([(head, younger)])
+        return any(self.events[at]["data"] or _is_of_registers(self.events[at]) for at, _ in states)
+
+    def _in_flight(self, todo: list[_State]) -> set[_State]:
+        """All statements before the wait for a product, from those in `todo` on.
+
+        Each with the number of groups that have begun after the product's; -1 in its own.
+        """
+        seen = set[_State]()
+        while todo:
+            state = at, younger = todo.pop()
+            event = self.events[at]
+            waited = at in self.drained or (event["wait"] and younger >= int(event["wait"]))
+            if state in seen or waited:
+                continue
+            seen.add(state)
+            younger = min(younger + bool(event["commit"]), _MOST_GROUPS)
+            todo += [(to, younger) for to in self._next[at]]
+        return seen
+
+
+def _is_of_registers(event: re.Match[str]) -> bool:
+    return event["product"] is not None and _OF_REGISTERS.match(event["product"]) is not None

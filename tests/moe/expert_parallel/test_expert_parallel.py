@@ -251,6 +251,14 @@ def test_what_does_not_fit_is_dropped_and_counted(options, limits):
         assert out.group_sizes.reshape(4, -1).sum(1).max() == 16
 
 
+def test_numbers_of_many_experts_arrive_beside_small_weights():
+    """bfloat16 has no odd numbers above 256, and the weights' dtype must not carry the experts'."""
+    experts = np.arange(384, dtype=np.int32).reshape(192, 2)
+    x, weights = np.ones((192, 8), np.float32), np.ones(experts.shape, jnp.bfloat16)
+    out = dispatched(local_mesh(2), x, weights, experts, experts=384, scheme="token")
+    assert out.group_sizes.tolist() == [1] * 384
+
+
 def test_a_capacity_keeps_the_first_tokens():
     mesh = local_mesh()
     experts = np.zeros((4 * TOKENS, TOP_K), np.int32)  # all of the first device

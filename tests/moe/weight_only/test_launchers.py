@@ -81,7 +81,7 @@ def test_nan_among_weights_is_its_column(rows):
     )
     sizes = np.full(8, rows // 8, np.int32)
     out = moe.ragged_dot(
-        jnp.zeros((rows, DEPTH), jnp.bfloat16), weights, sizes, implementation="interpret"
+        jnp.ones((rows, DEPTH), jnp.bfloat16), weights, sizes, implementation="interpret"
     )
     is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, -1, COLUMNS)
     assert is_nan[2, :, 5].all()

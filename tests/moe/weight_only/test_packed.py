@@ -79,6 +79,20 @@ def test_equals_float64(monkeypatch, card, sizes, way):
     assert not np.any(np.asarray(out)[past:])
 
 
+@pytest.mark.parametrize("columns", [16, 48, 64])
+@pytest.mark.parametrize("per_group", [5, 40, 100])
+def test_few_columns(per_group, columns):
+    """Fewer than the warps of a program load."""
+    num_rows, sizes = 2 * per_group, np.array([per_group + 3, per_group - 3], np.int32)
+    weights = weights_of(2, E2M1, (1, 32), E8M0, None, columns, 96)
+    rows = np.random.default_rng(2).standard_normal((num_rows, 96)).astype(jnp.bfloat16)
+    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
+    assert is_taken(run, rows, weights, sizes)
+    with checked():
+        out = run(rows, weights, sizes)
+    assert_close(out, oracle.ragged_dot(rows, exactly(weights), sizes), terms=96)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [E2M1, "int4"])
 @pytest.mark.parametrize("num_rows", [256, 2048])

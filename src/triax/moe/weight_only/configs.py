@@ -82,6 +82,7 @@ class FewRowsConfig:
         if rows_per_group <= _MOST_OF_NARROW:
             return cls(16, width, deep, 4 if scaled is None else 5, True, programs=3)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
+        width = max(width, 16 * num_warps)  # each warp loads 16 columns or more
         return cls(rows, width, deep, 4, True, num_warps)
 
     @classmethod
