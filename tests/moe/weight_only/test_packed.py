@@ -84,7 +84,7 @@ def test_equals_float64(monkeypatch, card, sizes, way):
 def test_few_columns(per_group, columns):
     """Fewer than the warps of a program load."""
     num_rows, sizes = 2 * per_group, np.array([per_group + 3, per_group - 3], np.int32)
-    weights = weights_of(2, E2M1, (1, 32), E8M0, None, columns, 96)
+    weights = weights_of(2, E2M1, (32, 1), E8M0, None, columns, 96)
     rows = np.random.default_rng(2).standard_normal((num_rows, 96)).astype(jnp.bfloat16)
     run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
     assert is_taken(run, rows, weights, sizes)
