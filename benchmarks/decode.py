@@ -22,13 +22,14 @@ from benchmarks.harness.timing import MANY, median_us, one_of_many_us
 from triax import moe
 
 _, HIDDEN, _, TOP_K, WIDTH = MODELS["deepseek-v3"]
+ROUTER = moe.Router(TOP_K, normalize=True)
 TOKENS, EXPERTS = (8, 32, 128, 256), (32, 128)
 ROUTING_TOKENS, LAYERS = 128, 8
 
 
 def routing(x, logits):
     """There and back, without experts between: [tokens, hidden]."""
-    weights, experts = moe.route(logits, TOP_K, normalize=True)
+    weights, experts = moe.route(logits, ROUTER)
     plan = moe.make_plan(experts, logits.shape[1])
     rows = jax.lax.optimization_barrier(moe.permute(x, plan))
     return moe.unpermute(rows, plan, weights)
@@ -47,7 +48,7 @@ def measure_routing(experts):
 
 
 def layer(x, logits, w_gate_up, w_down):
-    return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K, normalize=True)
+    return moe.feed_forward(x, logits, moe.Experts(w_gate_up, w_down), ROUTER)
 
 
 def measure_weights(experts, rate):

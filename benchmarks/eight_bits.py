@@ -221,7 +221,7 @@ def measure_errors():
 
 
 def layer(given, top_k, recipe):
-    return moe.feed_forward(**given, top_k=top_k, normalize=True, recipe=recipe).tokens
+    return moe.feed_forward(*given, moe.Router(top_k, normalize=True), recipe=recipe).tokens
 
 
 def measure_layers():
@@ -256,7 +256,7 @@ def measure_decode():
     for name, (tokens, experts) in DECODE.items():
         rows = tokens * DECODE_TOP_K
         logits = normal(3, tokens, experts, dtype="float32")
-        _, chosen = moe.route(logits, DECODE_TOP_K)
+        _, chosen = moe.route(logits, moe.Router(DECODE_TOP_K))
         sizes = jnp.bincount(chosen.ravel(), length=experts).astype("int32")
         used = int((sizes > 0).sum())
         for product, depth, columns in (

@@ -35,6 +35,7 @@ from triax import moe
 
 TOKENS, EXPERTS = 16384, 256
 _, HIDDEN, _, TOP_K, WIDTH = LAYERS["deepseek-v3"]
+ROUTER = moe.Router(TOP_K, normalize=True)
 LAYER_EXPERTS = 64  # of the whole layer: what the GPUs can hold with gradients
 CALLS = 8
 WAYS = {
@@ -88,7 +89,7 @@ def layer(exchange, parts):
     """The layer, one part of the tokens after the other."""
 
     def run(x, logits, w_gate_up, w_down):
-        weights, experts = moe.route(logits, TOP_K, normalize=True)
+        weights, experts = moe.route(logits, ROUTER)
         how = {"num_rows": num_rows(len(x)), "scheme": "token", "exchange": exchange}
         sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, **how)
         h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
@@ -104,7 +105,7 @@ def layer(exchange, parts):
 
 def whole_layer(x, logits, w_gate_up, w_down):
     """With all experts on each GPU."""
-    return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K, normalize=True).tokens
+    return moe.feed_forward(x, logits, moe.Experts(w_gate_up, w_down), ROUTER).tokens
 
 
 time_ms = functools.partial(wall_ms, samples=7, calls=CALLS)
@@ -159,7 +160,7 @@ def measure():
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
 
     x, gradient = (normal(seed, count * TOKENS, HIDDEN) for seed in (0, 1))
-    route = on_all(lambda logits: tuple(moe.route(logits, TOP_K, normalize=True)))
+    route = on_all(lambda logits: tuple(moe.route(logits, ROUTER)))
     weights, experts = route(normal(2, count * TOKENS, EXPERTS, dtype="float32"))
 
     def compare(functions, *operands):

@@ -10,6 +10,7 @@ the kernels are checked against a JAX function's.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -22,6 +23,7 @@ from triax import moe
 
 OWN = LAYERS["gpt-oss-120b"]
 SHAPES = {"16 experts": OWN, "128 experts": OWN._replace(tokens=8192, experts=128)}
+ROUTER = moe.Router(OWN.top_k, normalize=True)
 CLAMPED = moe.Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
 
 
@@ -30,13 +32,14 @@ def clamped(gate, up):
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
-def layer(given, **options):
-    return moe.feed_forward(**given, top_k=OWN.top_k, normalize=True, **options).tokens
+def layer(given, **layout):
+    x, logits, experts = given
+    return moe.feed_forward(x, logits, dataclasses.replace(experts, **layout), ROUTER).tokens
 
 
 PLAIN = "swiglu, no biases"
 WAYS = {
-    PLAIN: lambda given: layer({n: a for n, a in given.items() if not n.startswith("b_")}),
+    PLAIN: lambda given: layer(given, b_gate_up=None, b_down=None),
     "gpt-oss": functools.partial(layer, activation=CLAMPED, interleaved=True),
     "gpt-oss, a JAX function": functools.partial(layer, activation=clamped, interleaved=True),
 }
@@ -56,8 +59,11 @@ def figures(way, us, limited):
 def measure():
     for name, shape in SHAPES.items():
         given = shape.inputs()
-        given["b_gate_up"] = normal(4, shape.experts, 2 * shape.width)
-        given["b_down"] = normal(5, shape.experts, shape.hidden)
+        biases = {
+            "b_gate_up": normal(4, shape.experts, 2 * shape.width),
+            "b_down": normal(5, shape.experts, shape.hidden),
+        }
+        given = given._replace(experts=dataclasses.replace(given.experts, **biases))
         programs = {way: jax.jit(with_gradients(run)) for way, run in WAYS.items()}
         programs["matmuls"] = jax.jit(lambda given: dense_products(given, OWN.top_k))
         record.check(name, *(programs[way](given) for way in list(WAYS)[1:]), 0.01)

@@ -32,7 +32,7 @@ WAYS = {"as it is": (), "keeping all": ("triax_permuted_rows", "triax_glu")}
 
 
 def layer(given, top_k, keep):
-    return moe.feed_forward(**given, top_k=top_k, normalize=True, keep=keep).tokens
+    return moe.feed_forward(*given, moe.Router(top_k, normalize=True), keep=keep).tokens
 
 
 def num_bytes(tree):

@@ -29,7 +29,8 @@ RECIPES = {
     "blocks": "blocks",
 }
 SEEDS, STEPS, AT_ONCE = 5, 1000, 50
-LAYERS, HIDDEN, HEADS, WIDTH, EXPERTS, TOP_K = 2, 256, 4, 256, 16, 2
+LAYERS, HIDDEN, HEADS, WIDTH, EXPERTS = 2, 256, 4, 256, 16
+ROUTER = moe.Router(2, normalize=True)
 BATCH, LENGTH, HELD_OUT = 16, 256, 16  # sequences, their bytes, batches of text held out
 RATE, BALANCE = 1e-3, 0.01
 
@@ -73,8 +74,8 @@ def losses(params, tokens, recipe):
         x += attended.reshape(x.shape) @ half["out"][i]
         y = normalised(x)
         logits = y.astype("float32") @ params["router"][i]
-        weights = half["gate_up"][i], half["down"][i]
-        out = moe.feed_forward(y, logits, *weights, top_k=TOP_K, normalize=True, recipe=recipe)
+        experts = moe.Experts(half["gate_up"][i], half["down"][i])
+        out = moe.feed_forward(y, logits, experts, ROUTER, recipe=recipe)
         x += out.tokens
         balance += moe.load_balancing_loss(logits.reshape(-1, EXPERTS), out.group_counts)
     scores = jax.nn.log_softmax((normalised(x) @ half["head"]).astype("float32"))

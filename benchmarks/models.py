@@ -34,11 +34,11 @@ VOCABULARY = 50  # for routers that go by the token's id
 # Each takes the block's tensors by name, the tokens [tokens, hidden] and their ids.
 
 
-def routed(p, x, logits, **options):
+def routed(p, x, choice, router=None, layout=None, **options):
     """The experts, under the names that most blocks give them."""
-    options = {"top_k": TOP_K, "transpose_weights": True} | options
-    experts = p["experts.gate_up_proj"], p["experts.down_proj"]
-    return moe.feed_forward(x, logits, *experts, **options).tokens
+    layout = {"transposed": True} | (layout or {})
+    experts = moe.Experts(p["experts.gate_up_proj"], p["experts.down_proj"], **layout)
+    return moe.feed_forward(x, choice, experts, router, **options).tokens
 
 
 def shared(p, x, name, activation="swiglu"):
@@ -48,8 +48,10 @@ def shared(p, x, name, activation="swiglu"):
     return inner @ p[f"{name}.down_proj.weight"].T
 
 
-def softmax(p, x, ids, router="gate.weight", **options):
-    return routed(p, x, x @ p[router].T, **options)
+def softmax(p, x, ids, router="gate.weight", top_k=TOP_K, bias=None, layout=None, **options):
+    weights_on = options.pop("weights_on", "output")
+    how = {"bias": bias, "weights_on": weights_on}
+    return routed(p, x, x @ p[router].T, moe.Router(top_k, **options), layout, **how)
 
 
 def sigmoid(p, x, ids, bias="gate.e_score_correction_bias", **options):
@@ -67,51 +69,44 @@ def plus_gated_shared(p, x, ids, **options):
 
 
 def gpt_oss(p, x, ids):
-    return routed(
-        *(p, x, x @ p["router.weight"].T + p["router.bias"]),
+    experts = moe.Experts(
+        *(p["experts.gate_up_proj"], p["experts.down_proj"]),
         b_gate_up=p["experts.gate_up_proj_bias"],
         b_down=p["experts.down_proj_bias"],
-        normalize=True,
         activation=moe.Swiglu(alpha=1.702, limit=0.7, up_offset=1.0),
         interleaved=True,
-        transpose_weights=False,
     )
+    logits = x @ p["router.weight"].T + p["router.bias"]
+    return moe.feed_forward(x, logits, experts, moe.Router(TOP_K, normalize=True)).tokens
 
 
 def deepseek_v4(p, x, ids, hashed=False):
     logits = x @ p["gate.weight"].T
-    options = {"score": "sqrtsoftplus", "normalize": True, "scale": 1.5}
-    activation = moe.Swiglu(limit=0.7)
+    router = moe.Router(TOP_K, score="sqrtsoftplus", normalize=True, scale=1.5)
+    layout = {"activation": moe.Swiglu(limit=0.7)}
     if hashed:
-        given = moe.route(logits, TOP_K, experts=p["gate.tid2eid"][ids], **options)
-        out = routed(p, x, None, routing=tuple(given), activation=activation)
+        routing = moe.route(logits, router, experts=p["gate.tid2eid"][ids])
     else:
-        bias = p["gate.e_score_correction_bias"]
-        out = routed(p, x, logits, bias=bias, activation=activation, **options)
-    return out + shared(p, x, "shared_experts", activation)
+        routing = moe.route(logits, router, bias=p["gate.e_score_correction_bias"])
+    return routed(p, x, routing, layout=layout) + shared(p, x, "shared_experts", **layout)
 
 
 def minimax_m3(p, x, ids):
     activation = moe.Swiglu(alpha=1.702, limit=0.7, up_offset=1.0)
     inner = moe.glu(x @ p["shared_experts.gate_up_proj.weight"].T, activation=activation)
     shared_out = inner @ p["shared_experts.down_proj.weight"].T
-    return sigmoid(p, x, ids, scale=2.0, activation=activation) + shared_out
+    return sigmoid(p, x, ids, scale=2.0, layout={"activation": activation}) + shared_out
 
 
 def nemotron(p, x, ids):
     """Without a gate; the routed experts work on a shorter vector that a matmul makes."""
+    experts = p["experts.up_proj"], p["experts.down_proj"]
     out = moe.feed_forward(
         x @ p["fc1_latent_proj.weight"].T,
         x @ p["gate.weight"].T,
-        p["experts.up_proj"],
-        p["experts.down_proj"],
-        top_k=TOP_K,
-        score="sigmoid",
+        moe.Experts(*experts, activation="relu2", transposed=True),
+        moe.Router(TOP_K, score="sigmoid", normalize=True, scale=2.5),
         bias=p["gate.e_score_correction_bias"],
-        normalize=True,
-        scale=2.5,
-        activation="relu2",
-        transpose_weights=True,
     )
     inner = moe.glu(x @ p["shared_experts.up_proj.weight"].T, activation="relu2")
     shared = inner @ p["shared_experts.down_proj.weight"].T
@@ -121,12 +116,11 @@ def nemotron(p, x, ids):
 def longcat(p, x, ids):
     """Experts past the last return their token."""
     logits, bias = x @ p["router.classifier.weight"].T, p["router.e_score_correction_bias"]
-    weights, experts = moe.route(logits, TOP_K, bias=bias, scale=6.0)
+    routing = moe.route(logits, moe.Router(TOP_K, scale=6.0), bias=bias)
     gate_up, down = p["experts.gate_up_proj"][:EXPERTS], p["experts.down_proj"]
-    routing = weights, experts
-    out = moe.feed_forward(x, None, gate_up, down, routing=routing, transpose_weights=True)
-    kept = jnp.sum(jnp.where(experts >= EXPERTS, weights, 0), axis=1, keepdims=True)
-    return out.tokens + kept * x
+    out = moe.feed_forward(x, routing, moe.Experts(gate_up, down, transposed=True))
+    kept = jnp.where(routing.experts >= EXPERTS, routing.weights, 0)
+    return out.tokens + jnp.sum(kept, axis=1, keepdims=True) * x
 
 
 def phimoe(p, x, ids, jitter=0.2):
@@ -140,36 +134,36 @@ def phimoe(p, x, ids, jitter=0.2):
         near = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=1)
         routing.append((jnp.take_along_axis(near, chosen, axis=1), chosen))
         left = jnp.where(jnp.arange(EXPERTS) == chosen, -jnp.inf, left)
-    weights, experts = (jnp.concatenate(arrays, axis=1) for arrays in zip(*routing, strict=True))
-    return routed(p, x, None, routing=(weights, experts), top_k=2)
+    both = (jnp.concatenate(arrays, axis=1) for arrays in zip(*routing, strict=True))
+    return routed(p, x, moe.Routing(*both))
 
 
 def dbrx(p, x, ids):
     gate, up, down = (p[f"experts.mlp.{n}"].reshape(EXPERTS, WIDTH, -1) for n in ("w1", "v1", "w2"))
     gate_up = gate.swapaxes(1, 2), up.swapaxes(1, 2)
-    logits = x @ p["router.layer.weight"].T
-    return moe.feed_forward(x, logits, gate_up, down, top_k=TOP_K, normalize=True).tokens
+    logits, router = x @ p["router.layer.weight"].T, moe.Router(TOP_K, normalize=True)
+    return moe.feed_forward(x, logits, moe.Experts(gate_up, down), router).tokens
 
 
 def gemma4(p, x, ids):
     normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-6)
     logits = normal * p["router.scale"] * HIDDEN**-0.5 @ p["router.proj.weight"].T
-    options = {"normalize": True, "expert_scale": p["router.per_expert_scale"]}
-    return routed(p, x, logits, activation="geglu", **options)
+    router, scales = moe.Router(TOP_K, normalize=True), p["router.per_expert_scale"]
+    return routed(p, x, logits, router, {"activation": "geglu"}, expert_scale=scales)
 
 
 def lfm2(p, x, ids):
     """The sum of the weights is raised by 1e-6 before they are divided by it."""
     logits = x @ p["gate.weight"].T
-    weights, experts = moe.route(logits, TOP_K, score="sigmoid", bias=p["expert_bias"])
+    weights, experts = moe.route(logits, moe.Router(TOP_K, score="sigmoid"), bias=p["expert_bias"])
     weights /= jnp.sum(weights, axis=1, keepdims=True) + 1e-6
-    return routed(p, x, None, routing=(weights, experts))
+    return routed(p, x, moe.Routing(weights, experts))
 
 
 def step3(p, x, ids):
     """Clipped after SiLU, which a JAX function says."""
     clipped = lambda gate, up: jnp.minimum(jax.nn.silu(gate), 0.2) * jnp.clip(up, -0.2, 0.2)
-    out = sigmoid(p, x, ids, scale=3.0, activation=clipped)
+    out = sigmoid(p, x, ids, scale=3.0, layout={"activation": clipped})
     return out + shared(p, x, "shared_experts")
 
 
@@ -192,7 +186,7 @@ ONE_SHARED, WIDE_SHARED = {"n_shared_experts": 1}, {"shared_expert_intermediate_
 V4 = {"mlp_layer_types": ["moe"], "num_hidden_layers": 1, "swiglu_limit": 0.7}
 HASHED = V4 | {"mlp_layer_types": ["hash_moe"], "vocab_size": VOCABULARY}
 DBRX = {"ffn_hidden_size": WIDTH, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K}
-LLAMA4 = {"score": "sigmoid", "weights_on": "input", "transpose_weights": False, "top_k": 1}
+LLAMA4 = {"score": "sigmoid", "weights_on": "input", "layout": {"transposed": False}, "top_k": 1}
 
 MODELS = {
     "Mixtral": Model("mixtral MixtralSparseMoeBlock MixtralConfig", NORMALISED),

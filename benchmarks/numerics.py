@@ -135,7 +135,7 @@ def others():
     picked = np.take_along_axis(score, chosen, 1)
     for way, implementation in WAYS.items():
         how = {"implementation": implementation}
-        weights = moe.route(jnp.asarray(logits), TOP_K, **how).weights
+        weights = moe.route(jnp.asarray(logits), moe.Router(TOP_K), **how).weights
         yield "route, softmax, float32", EXPERTS, way, units(weights, picked)
         for dtype in DTYPES:
             gate_up = normal(5, tokens, 2 * HIDDEN, dtype=dtype)

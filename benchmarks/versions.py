@@ -39,10 +39,10 @@ STORED = ("float8_e4m3fn", "int8", "int4", "float4_e2m1fn")
 def layers():
     for name, preset in MODELS.items():
         shape = LAYERS[preset]
-        given = shape.inputs()
+        given, router = shape.inputs(), moe.Router(shape.top_k)
         for recipe in (None, "rows", "blocks") if name == "DeepSeek-V3" else (None,):
-            how = {"top_k": shape.top_k, "recipe": recipe}
-            op = lambda given, how=how: moe.feed_forward(**given, **how).tokens
+            how = {"router": router, "recipe": recipe}
+            op = lambda given, how=how: moe.feed_forward(*given, **how).tokens
             title = f"layer, {name}{f', {recipe}' if recipe else ''}"
             yield title, with_gradients(op), given
     rows = normal(4, 65536, 7168)

@@ -25,36 +25,33 @@ from jax.sharding import PartitionSpec as P
 
 from triax import moe
 
-Params = dict[str, jax.Array]
+Params = dict[str, Any]
 
-TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 840, 64, 96, 16, 2  # tokens of up to eight devices
+TOKENS, HIDDEN, WIDTH, EXPERTS = 840, 64, 96, 16  # tokens of up to eight devices
+ROUTER = moe.Router(2, normalize=True)
 STEPS, LEARNING_RATE = 20, 20.0
 ALL = ("data", "expert")
-SPECS = {"router": P(), "gate_up": P("expert"), "down": P("expert")}
+SPECS = {"router": P(), "experts": P("expert")}
 
 
 def init(key: jax.Array) -> Params:
     draw = lambda key, *shape: jax.random.normal(key, shape) * shape[-2] ** -0.5
     router, up, down = jax.random.split(key, 3)
-    return {
-        "router": draw(router, HIDDEN, EXPERTS),
-        "gate_up": draw(up, EXPERTS, HIDDEN, 2 * WIDTH),
-        "down": draw(down, EXPERTS, WIDTH, HIDDEN),
-    }
+    weights = draw(up, EXPERTS, HIDDEN, 2 * WIDTH), draw(down, EXPERTS, WIDTH, HIDDEN)
+    return {"router": draw(router, HIDDEN, EXPERTS), "experts": moe.Experts(*weights)}
 
 
 def on_one_device(params: Params, x: jax.Array) -> jax.Array:
-    logits = x @ params["router"]
-    weights = (params["gate_up"], params["down"])
-    return moe.feed_forward(x, logits, *weights, top_k=TOP_K, normalize=True).tokens
+    return moe.feed_forward(x, x @ params["router"], params["experts"], ROUTER).tokens
 
 
 def on_all_devices(params: Params, x: jax.Array) -> jax.Array:
     """The layer as one device sees it: with its own tokens [tokens, hidden] and experts."""
-    weights, experts = moe.route(x @ params["router"], TOP_K, normalize=True)
-    sent = moe.dispatch(x, weights, experts, EXPERTS, "expert")
-    inner = moe.ragged_dot(sent.rows, params["gate_up"], sent.group_sizes)
-    rows = moe.ragged_dot(moe.glu(inner, sent.weights), params["down"], sent.group_sizes)
+    weights, chosen = moe.route(x @ params["router"], ROUTER)
+    sent = moe.dispatch(x, weights, chosen, EXPERTS, "expert")
+    experts = params["experts"]
+    inner = moe.ragged_dot(sent.rows, experts.w_gate_up, sent.group_sizes)
+    rows = moe.ragged_dot(moe.glu(inner, sent.weights), experts.w_down, sent.group_sizes)
     return moe.combine(rows, sent.plan, weights=None)
 
 
@@ -91,8 +88,8 @@ def main() -> tuple[list[float], list[float]]:
     with jax.default_matmul_precision("highest"):
         one = train(on_one_device, params, x, y)
         layer = jax.shard_map(on_all_devices, mesh=mesh, in_specs=(SPECS, P(ALL)), out_specs=P(ALL))
-        place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
-        params = {name: place(array, SPECS[name]) for name, array in params.items()}
+        place = lambda arrays, spec: jax.device_put(arrays, NamedSharding(mesh, spec))
+        params = {name: place(arrays, SPECS[name]) for name, arrays in params.items()}
         many = train(layer, params, place(x, P(ALL)), place(y, P(ALL)))
     shape = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
     print(f"{mesh.size} devices of {mesh.devices.flat[0].device_kind}: {shape}")

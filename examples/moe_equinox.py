@@ -24,22 +24,21 @@ class MoE(eqx.Module):
     all experts get their even share of the tokens, and more the less they do.
     """
 
-    router: jax.Array
-    gate_up: jax.Array  # the gate's columns first
-    down: jax.Array
-    top_k: int = eqx.field(static=True)
+    w_router: jax.Array
+    experts: moe.Experts
+    router: moe.Router
 
     def __init__(self, width: int, hidden: int, num_experts: int, top_k: int, *, key: jax.Array):
         router, up, down = jax.random.split(key, 3)
         draw = lambda key, *shape: jax.random.normal(key, shape) * shape[-2] ** -0.5
-        self.router = draw(router, width, num_experts)
-        self.gate_up = draw(up, num_experts, width, 2 * hidden)
-        self.down = draw(down, num_experts, hidden, width)
-        self.top_k = top_k
+        self.w_router = draw(router, width, num_experts)
+        gate_up = draw(up, num_experts, width, 2 * hidden)  # the gate's columns first
+        self.experts = moe.Experts(gate_up, draw(down, num_experts, hidden, width))
+        self.router = moe.Router(top_k, normalize=True)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = x @ self.router
-        out = moe.feed_forward(x, logits, self.gate_up, self.down, top_k=self.top_k, normalize=True)
+        logits = x @ self.w_router
+        out = moe.feed_forward(x, logits, self.experts, self.router)
         return out.tokens, moe.load_balancing_loss(logits, out.group_counts)
 
 

@@ -1,8 +1,8 @@
 """A mixture-of-experts feed-forward layer: a router of one matrix, and `moe.feed_forward`.
 
     params = init_layer(jax.random.key(0), width=64, hidden=128, num_experts=8)
-    y, routing = moe_layer(params, x, top_k=2)            # x, y [tokens, width]
-    loss = task_loss(y) + 0.01 * routing.balance_loss
+    y, usage = moe_layer(params, x, top_k=2)            # x, y [tokens, width]
+    loss = task_loss(y) + 0.01 * usage.balance_loss
 
 A router picks `top_k` experts for each token. `moe.feed_forward` groups the tokens by expert, so
 that `moe.ragged_dot` does all experts' matmuls in one call, and sums the experts' results for each
@@ -22,14 +22,14 @@ import jax.numpy as jnp
 
 from triax import moe
 
-Params = dict[str, jax.Array]
+Params = dict[str, Any]
 
 # What is kept for the backward pass, by the names that Triax gives: the plan and the tokens in
 # expert order. Everything else is computed again.
 KEEP_ROUTED = jax.checkpoint_policies.save_only_these_names("triax_plan", "triax_permuted_rows")
 
 
-class Routing(NamedTuple):
+class Usage(NamedTuple):
     """How a layer used its experts.
 
     Attributes:
@@ -47,11 +47,9 @@ def init_layer(
     """The parameters of one layer; for `moe_stack`, vmap it over keys."""
     router, up, down = jax.random.split(key, 3)
     draw = lambda key, *shape: jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
-    return {
-        "router": draw(router, width, num_experts),
-        "gate_up": draw(up, num_experts, width, 2 * hidden),
-        "down": draw(down, num_experts, hidden, width),
-    }
+    gate_up = draw(up, num_experts, width, 2 * hidden)
+    experts = moe.Experts(gate_up, draw(down, num_experts, hidden, width))
+    return {"router": draw(router, width, num_experts), "experts": experts}
 
 
 def moe_layer(
@@ -61,7 +59,7 @@ def moe_layer(
     top_k: int,
     capacity: int | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, Routing]:
+) -> tuple[jax.Array, Usage]:
     """Sends each token through the `top_k` experts with the best logits.
 
     Args:
@@ -72,21 +70,15 @@ def moe_layer(
       implementation: which code of Triax runs; None is right.
 
     Returns:
-      [tokens, width] in the dtype of `x`, and the `Routing`.
+      [tokens, width] in the dtype of `x`, and the `Usage`.
     """
     logits = router_logits(params["router"], x)
-    out = moe.feed_forward(
-        x,
-        logits,
-        params["gate_up"],
-        params["down"],
-        top_k=top_k,
-        normalize=top_k > 1,  # A single choice keeps its probability: all the router learns from.
-        capacity=capacity,
-        implementation=implementation,
-    )
+    # A single choice keeps its probability: all the router learns from.
+    router = moe.Router(top_k, normalize=top_k > 1)
+    how = {"capacity": capacity, "implementation": implementation}
+    out = moe.feed_forward(x, logits, params["experts"], router, **how)
     balance_loss = moe.load_balancing_loss(logits, out.group_counts)
-    return out.tokens, Routing(balance_loss, out.group_counts)
+    return out.tokens, Usage(balance_loss, out.group_counts)
 
 
 def router_logits(router: jax.Array, x: jax.Array) -> jax.Array:
@@ -97,7 +89,7 @@ def router_logits(router: jax.Array, x: jax.Array) -> jax.Array:
 
 def moe_stack(
     params: Params, x: jax.Array, *, top_k: int, implementation: str | None = None
-) -> tuple[jax.Array, Routing]:
+) -> tuple[jax.Array, Usage]:
     """Layers one after the other, each ``x + moe_layer(normalise(x))``.
 
     Args:
@@ -106,13 +98,13 @@ def moe_stack(
       top_k, implementation: as for `moe_layer`.
 
     Returns:
-      [tokens, width], and the `Routing` of each layer: [layers] and [layers, experts].
+      [tokens, width], and the `Usage` of each layer: [layers] and [layers, experts].
     """
 
     @functools.partial(jax.checkpoint, policy=KEEP_ROUTED)
-    def step(x: jax.Array, params: Params) -> tuple[jax.Array, Routing]:
-        y, routing = moe_layer(params, normalise(x), top_k=top_k, implementation=implementation)
-        return x + y, routing
+    def step(x: jax.Array, params: Params) -> tuple[jax.Array, Usage]:
+        y, usage = moe_layer(params, normalise(x), top_k=top_k, implementation=implementation)
+        return x + y, usage
 
     return jax.lax.scan(step, x, params)
 

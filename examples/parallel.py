@@ -33,7 +33,8 @@ from triax import moe
 
 Params = dict[str, jax.Array]
 
-LAYERS, HIDDEN, HEADS, HEAD, EXPERTS, TOP_K, WIDTH, SHARED = 2, 32, 4, 8, 8, 2, 32, 16
+LAYERS, HIDDEN, HEADS, HEAD, EXPERTS, WIDTH, SHARED = 2, 32, 4, 8, 8, 32, 16
+ROUTER = moe.Router(2, normalize=True)
 SEQUENCES, LENGTH, STEPS, SAVED_AT = 8, 8, 12, 6
 RATE, DECAY, BALANCE = 1e-2, 0.01, 0.01
 
@@ -102,15 +103,9 @@ def block(x: jax.Array, layer: Params, spread: bool) -> tuple[jax.Array, jax.Arr
 
     tokens = norm(x, layer["experts_norm"]).reshape(-1, HIDDEN)
     logits = tokens.astype(jnp.float32) @ layer["router"].astype(jnp.float32)
-    routed = moe.feed_forward(
-        tokens,
-        logits,
-        (whole("gate", 1), whole("up", 1)),
-        whole("down", 2),
-        top_k=TOP_K,
-        normalize=True,
-        axis_name="expert" if spread else None,
-    )
+    experts = moe.Experts((whole("gate", 1), whole("up", 1)), whole("down", 2))
+    axis_name = "expert" if spread else None
+    routed = moe.feed_forward(tokens, logits, experts, ROUTER, axis_name=axis_name)
     shared = jax.nn.silu(tokens @ layer["shared_gate"]) * (tokens @ layer["shared_up"])
     both = over_tensor(routed.tokens + shared @ layer["shared_down"])  # one sum for the two
 

@@ -107,9 +107,9 @@ def init(key):
 
 
 def classify(params, images):
-    """Logits [n, 10], and the `Routing` of every layer."""
-    x, routing = moe_stack(params["layers"], images @ params["embed"], top_k=TOP_K)
-    return normalise(x) @ params["head"], routing
+    """Logits [n, 10], and the `Usage` of every layer."""
+    x, usage = moe_stack(params["layers"], images @ params["embed"], top_k=TOP_K)
+    return normalise(x) @ params["head"], usage
 
 
 def cross_entropy(logits, labels):
@@ -129,9 +129,9 @@ def step(state, number, num_steps, images, labels):
     """One step of Adam; returns its state, the batch's loss, and the load of every expert."""
 
     def loss(params):
-        logits, routing = classify(params, images)
+        logits, usage = classify(params, images)
         told = cross_entropy(logits, labels)
-        return told + BALANCE * jnp.sum(routing.balance_loss), (told, routing.load)
+        return told + BALANCE * jnp.sum(usage.balance_loss), (told, usage.load)
 
     params, mean, square = state
     (_, told), gradient = jax.value_and_grad(loss, has_aux=True)(params)

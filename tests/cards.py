@@ -30,7 +30,7 @@ from unittest import mock
 import jax
 
 from tests import sass
-from tests.moe import launches
+from tests.moe import flat, launches
 from tests.moe.launches import E4M3, FAST, HALF, WIDE, array, packed, product, product_of, scaled
 from triax import lowering, moe
 from triax.binding.launch import CompiledKernel, Launch
@@ -84,7 +84,7 @@ def _quantize(dtype: str, block: Any, transposed: bool = False) -> Program:
 def _layer(
     tokens: int, dtype: str = HALF, top_k: int = 4, gradient: bool = True, **how: Any
 ) -> Program:
-    """A layer of 8 experts, 512 wide; `how` are arguments of `feed_forward`, arrays among them."""
+    """A layer of 8 experts, 512 wide; `how` as in `flat`, arrays among them."""
     experts, hidden, width = 8, 512, 512
     given = {
         "x": array(tokens, hidden, dtype=dtype),
@@ -96,7 +96,7 @@ def _layer(
 
     def run(*arrays: Any, implementation: str) -> Any:
         named = dict(zip(given, arrays, strict=True))
-        return moe.feed_forward(**named, top_k=top_k, implementation=implementation, **how).tokens
+        return flat.layer(**named, top_k=top_k, implementation=implementation, **how).tokens
 
     arrays = tuple(given.values())
     return (launches.with_gradient(run) if gradient else run), arrays

@@ -135,7 +135,7 @@ WRONG_TYPES = {
     "missing_operand": (
         lambda: without("n"),
         r"`out_type` has 1 output not aliased.*2 parameters not supplied \(out_ptr, n\)\. "
-        r"Parameters without a value are outputs, .*`n` looks like a number, .* pass `n=…` by",
+        r"A parameter without a value is .*`n` looks like a number, .* pass `n=…` by",
     ),
     "misspelt_operand": (
         lambda: add(X, y_prt=X),
@@ -157,7 +157,7 @@ WRONG_TYPES = {
     ),
     "out_type_complex": (
         lambda: add(out_type=jax.ShapeDtypeStruct((100,), jnp.complex64)),
-        r"Argument `out_type` has dtype complex64, which Triton kernels cannot take",
+        r"Argument `out_type` has dtype complex64, which Triton kernels do not support",
     ),
     "out_type_x64": (
         lambda: add(out_type=jax.ShapeDtypeStruct((100,), np.float64)),
@@ -165,7 +165,7 @@ WRONG_TYPES = {
     ),
     "operand_complex": (
         lambda: add(X.astype(jnp.complex64), X),
-        r"Argument `x_ptr` has dtype complex64, which Triton kernels cannot take. Cast it to",
+        r"Argument `x_ptr` has dtype complex64, which Triton kernels do not support. Cast it to",
     ),
     "operand_int4": (
         lambda: add(np.zeros(100, ml_dtypes.int4), X),
@@ -187,8 +187,8 @@ WRONG_TYPES = {
     "output_as_operand": (
         lambda: add(X, X, X),
         r"0 parameters not supplied. Triax makes the outputs and passes them to the "
-        r"kernel: leave out the operands that the kernel writes to \(`out_ptr`\?\), and pass what "
-        r"follows them by name. To update an operand, alias an output to it",
+        r"kernel: leave out the operands that the kernel writes to \(`out_ptr`\?\), and pass the "
+        r"operands after them by name. To update an operand, alias an output to it",
     ),
     "output_as_keyword": (lambda: add(out_ptr=X), r"leave out .* \(`out_ptr`\?\)"),
     "alias_list": (
@@ -382,7 +382,7 @@ WRONG_VALUES = {
         r"`implementation` must be one of None, 'triton', 'interpret'; got 'cuda'",
     ),
     "vmap_method": (lambda: add(vmap_method="loop"), r"`vmap_method` must be one of"),
-    "tuning": (lambda: add(tuning="fast"), r"`tuning` must be one of auto, cached"),
+    "tuning": (lambda: add(tuning="fast"), r"`tuning` must be one of None, 'auto', 'cached'"),
     "compute_capability": (
         lambda: add(compute_capability="sm_90"),
         r"`compute_capability` must be an int such as 90.*got 'sm_90'",

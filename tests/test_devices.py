@@ -68,13 +68,13 @@ def test_a_program_that_runs_here_takes_the_configs_of_the_gpu_here(target, capl
     assert target([H100]) == target([H100], TRIAX_GPU="H100") == expected
     assert caplog.text == ""
     assert target([H100], TRIAX_GPU="A100", TRIAX_CUDA_ARCH="80") == expected
-    assert "TRIAX_GPU is 'A100', and programs that run here take the tuned configs" in caplog.text
+    assert "TRIAX_GPU is 'A100', but programs that run here use the tuned configs" in caplog.text
 
 
 def test_an_exported_program_takes_those_of_the_gpu_that_is_named(target, caplog):
     assert target([H100], exporting=True) == (90, Device(3, "H100", measurable=False))
     assert target([H100], exporting=True, TRIAX_GPU="H100") == (90, Device(3, "H100", False))
-    with pytest.raises(ArgumentValueError, match=r"no A100 here to tell the architecture.*_ARCH"):
+    with pytest.raises(ArgumentValueError, match=r"no A100 here to take the arch.*_ARCH"):
         target([H100], exporting=True, TRIAX_GPU="A100")
     expected = (80, Device(-1, "A100", measurable=False))
     assert target([H100], exporting=True, given=80) == expected

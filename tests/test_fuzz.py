@@ -16,7 +16,7 @@ from tests.fuzz import bounds, known, many, moves, programs, state
 from tests.moe import oracle
 from triax import moe
 from triax.moe.layer import ops as layer_ops
-from triax.moe.layer import parts
+from triax.moe.layer import parts, products
 
 NUM_OPS = len(programs.OPS)
 
@@ -108,8 +108,8 @@ def last_weight_unscaled(original, *args, **options):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_planted_faults_are_found(monkeypatch, op, name, fault, where):
-    module = parts if op == "feed_forward" else moe
-    module = layer_ops if name == "glu_gradients" else module
+    of_layer = {"ragged_dot": products, "glu_gradients": layer_ops}
+    module = of_layer.get(name, parts) if op == "feed_forward" else moe
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **options: fault(original, *args, **options))
     for number in range(first_of(op), 5 * NUM_OPS, NUM_OPS):

@@ -107,10 +107,11 @@ def test_one_pointer_for_an_aliased_pair_lowers(arrays):
         (
             {},
             2,
-            r"2 inputs and 2 outputs\. Each takes one; scalars go to `constexprs`, such as `n`",
+            r"2 inputs and 2 outputs\. Each input and output takes one parameter; scalars go to "
+            r"`constexprs`, such as `n`",
         ),
         # With one of two aliased there are four, or three.
-        ({1: 1}, 2, r"2 outputs, 1 of them aliased\. Each takes one, or each aliased pair takes"),
+        ({1: 1}, 2, r"2 outputs, 1 of them aliased\. Each .* one parameter, or each aliased pair"),
         # Neither a pointer for each nor one for each pair: some aliased outputs have one.
         ({0: 0, 1: 1, 2: 2}, 3, r"3 inputs and 3 outputs, 3 of them aliased\."),
     ],

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import triax
 from tests import kernels
+from tests.moe import flat
 from triax import cli, moe, testing
 from triax.errors import ArgumentTypeError, ArgumentValueError, OutOfBounds
 
@@ -81,15 +82,8 @@ def asks_for(name):
 
 
 def layer(**changes):
-    arguments: dict[str, Any] = {
-        "x": x,
-        "logits": logits,
-        "w_gate_up": w_gate_up,
-        "w_down": w_down,
-        "top_k": TOP_K,
-    } | changes
-    operands = [arguments.pop(name) for name in ("x", "logits", "w_gate_up", "w_down")]
-    return moe.feed_forward(*operands, **arguments)
+    given = {"x": x, "logits": logits, "w_gate_up": w_gate_up, "w_down": w_down, "top_k": TOP_K}
+    return flat.layer(**given | changes)
 
 
 def dot(**changes):
@@ -116,13 +110,6 @@ def dispatch(num_experts=EXPERTS, axis_name="d", **changes):
         return moe.dispatch(x, weights, experts, num_experts, axis_name, **changes).rows
 
     return on_two_devices(send, x, weights, experts)
-
-
-def whole_weights():
-    def run(x, logits):
-        return moe.feed_forward(x, logits, w_gate_up, w_down, top_k=2, axis_name="d").tokens
-
-    return on_two_devices(run, x, logits)
 
 
 def norm(x, weight):
@@ -380,7 +367,8 @@ MISTAKES = [
         lambda: lowered(constexprs={"BLOCK": 64}),
         of_value,
         r"has 4 parameters besides `constexprs` \(x_ptr, y_ptr, out_ptr, n\), and the primitive "
-        r"has 2 inputs and 1 output\. Each takes one; scalars go to `constexprs`",
+        r"has 2 inputs and 1 output\. Each input and output takes one parameter; scalars go to "
+        r"`constexprs`",
     ),
     Mistake(
         "constexprs as pairs",
@@ -454,19 +442,37 @@ MISTAKES = [
         "logits of another number of experts",
         lambda: layer(logits=jnp.ones((TOKENS, 5))),
         of_value,
-        r"`w_down` must have shape \(5, 16, 8\) to go with `x` and `logits`; got \(4, 16, 8\)",
+        r"`experts.w_down` must have shape \(5, 16, 8\) to go with `x` and the logits; got \(4, ",
     ),
     Mistake(
         "the weights in the other order",
         lambda: layer(w_gate_up=w_down, w_down=w_gate_up),
         of_value,
-        r"`w_down` must have shape \(4, 32, 8\).*got \(4, 8, 32\)",
+        r"`w_gate_up` must have shape \(4, 32, 16\).*got \(4, 16, 8\).* right in the other order",
     ),
     Mistake(
         "weights in torch's layout",
-        lambda: layer(w_gate_up=w_gate_up.swapaxes(1, 2)),
+        lambda: layer(w_gate_up=w_gate_up.swapaxes(1, 2), w_down=w_down.swapaxes(1, 2)),
         of_value,
-        r"`w_gate_up` must have shape \(4, 8, 32\).*got \(4, 32, 8\).*`transpose_weights`",
+        r"`w_gate_up` must have shape .* `transposed=True`: True is for \[experts, out, in\]",
+    ),
+    Mistake(
+        "weights in place of experts",
+        lambda: moe.feed_forward(x, logits, w_gate_up, w_down),
+        of_type,
+        r"`experts` must be moe\.Experts, .*got float32\[4,8,32\].*`moe\.Experts\(w_gate_up",
+    ),
+    Mistake(
+        "a number in place of a router",
+        lambda: moe.route(logits, 2),
+        of_type,
+        r"`router` must be a moe\.Router, .*got 2 of type int\. Make one: `moe\.Router\(2\)`",
+    ),
+    Mistake(
+        "no router",
+        lambda: layer(top_k=None),
+        of_type,
+        r"`router` is missing: how experts are chosen by the logits\. Pass a `moe\.Router\(top_",
     ),
     Mistake(
         "gate and up in a list",
@@ -476,9 +482,15 @@ MISTAKES = [
     ),
     Mistake(
         "routing in the other order",
-        lambda: layer(logits=None, top_k=None, routing=(experts, weights)),
+        lambda: layer(logits=moe.Routing(experts, weights), top_k=None),
         of_type,
-        r"`routing\[0\]` must have a floating-point dtype; got int32",
+        r"`routing\.weights` must have a floating-point dtype; got int32",
+    ),
+    Mistake(
+        "a routing as a tuple",
+        lambda: layer(logits=(weights, experts), top_k=None),
+        of_type,
+        r"`logits_or_routing` must be an array of logits, or a Routing.*`moe\.Routing\(w",
     ),
     Mistake(
         "a capacity factor",
@@ -493,16 +505,10 @@ MISTAKES = [
         r"`interleaved` must be a bool; got 'no'",
     ),
     Mistake(
-        "weights that are not transposed",
-        lambda: layer(transpose_weights="no"),
-        of_type,
-        r"`transpose_weights` must be a bool; got 'no'",
-    ),
-    Mistake(
         "the gate's function for the activation of both",
         lambda: layer(activation=jax.nn.silu),
         of_value,
-        r"`w_gate_up` must have shape \(4, 8, 16\) to go with .*`w_down` and an `activation` of "
+        r"`w_gate_up` must have shape \(4, 8, 16\) to go with `w_down` .* and an `activation` of "
         r"one array, without a gate; got \(4, 8, 32\)\. With a gate, `activation` is a JAX "
         "function of gate and up",
     ),
@@ -527,7 +533,7 @@ MISTAKES = [
                 activation=name,
                 w_gate_up=jnp.ones((EXPERTS, WIDTH, HIDDEN)),
                 w_down=jnp.ones((EXPERTS, HIDDEN, WIDTH)),
-                transpose_weights=True,
+                transposed=True,
             ),
             of_value,
             rf"got \(4, 16, 8\)\. Without a gate, `activation` is {alone}\.",
@@ -551,10 +557,10 @@ MISTAKES = [
         r"`activation` is the class Swiglu; pass one: `Swiglu\(\)`",
     ),
     Mistake(
-        "the router's arguments beside a routing",
-        lambda: layer(logits=None, top_k=None, routing=(weights, experts), normalize=True),
+        "a router beside a routing",
+        lambda: layer(logits=moe.Routing(weights, experts)),
         of_type,
-        r"`routing` is given, and so are arguments of the router, `normalize`\. Pass them to",
+        r"A Routing is given, and so are arguments for logits, `router`\. Pass them to `route`",
     ),
     Mistake(
         "a recipe by a dtype's name",
@@ -566,7 +572,7 @@ MISTAKES = [
         "a bias of all experts",
         lambda: layer(b_down=jnp.ones(HIDDEN)),
         of_value,
-        r"`b_down` must have shape \[experts, columns\]; got \(8,\)\.$",
+        r"`b_down` must have shape \(4, 8\) to go with `w_down`; got \(8,\)\.$",
     ),
     Mistake(
         "a traced number of choices",
@@ -576,25 +582,27 @@ MISTAKES = [
     ),
     Mistake(
         "weights that are not cut",
-        whole_weights,
+        lambda: on_two_devices(
+            lambda *args: layer(x=args[0], logits=args[1], axis_name="d"), x, logits
+        ),
         of_value,
-        r"`logits` must have shape \(3, 8\).*4 experts on each of 2 devices.*got \(3, 4\)",
+        r"`logits` must have shape \(3, 8\).*has 4 on each of 2 devices.*got \(3, 4\)",
     ),
     Mistake(
         "no axis, where experts are cut",
         lambda: on_two_devices(
-            lambda *args: moe.feed_forward(*args, top_k=2).tokens, x, logits, w_gate_up, w_down
+            lambda *args: flat.layer(*args, top_k=2).tokens, x, logits, w_gate_up, w_down
         ),
         of_value,
-        r"`w_down` must have shape \(4, 16, 8\).*\(if each device has a part of the experts, pass "
-        r"`axis_name`\); got \(2, 16, 8\)",
+        r"`experts\.w_down` must have shape \(4, 16, 8\).*; got \(2, 16, 8\)\. If each device has "
+        r"a part of the experts, pass `axis_name`",
     ),
     # Its pieces
     Mistake(
         "both results of the router",
-        lambda: moe.make_plan(moe.Routed(weights, experts), EXPERTS),
+        lambda: moe.make_plan(moe.Routing(weights, experts), EXPERTS),
         of_type,
-        r"`selected_experts` must be an array.*got Routed.*one of its fields: weights, experts",
+        r"`selected_experts` must be an array.*got Routing.*one of its fields: weights, experts",
     ),
     Mistake(
         "both results of permute",
@@ -750,7 +758,7 @@ MISTAKES = [
         "a mode that is none, not entered",
         lambda: triax.tuning_mode("Strict"),
         of_value,
-        r"`mode` must be one of auto, .*; got 'Strict'",
+        r"`mode` must be one of 'auto', .*; got 'Strict'",
     ),
     Mistake(
         "functions in a list",

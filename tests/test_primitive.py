@@ -543,7 +543,7 @@ class TestExport:
         export = jax.export.export(
             jax.jit(function), platforms=["cuda"], disabled_checks=triax.export_checks()
         )
-        with pytest.raises(UnsupportedError, match=r"sizes that are numbers; got the .*\[size\]"):
+        with pytest.raises(UnsupportedError, match=r"concrete sizes; got the .*\[size\]"):
             export(x)
 
     @pytest.mark.parametrize("platforms", [["cuda", "cpu", "tpu"], ["cpu", "tpu", "rocm"], ["tpu"]])

@@ -23,7 +23,7 @@ def test_tuning_mode(monkeypatch):
     monkeypatch.setenv("TRIAX_AUTOTUNE", "fast")
     with pytest.raises(SettingError, match=r"TRIAX_AUTOTUNE must be one of auto, .*; got 'fast'"):
         settings.mode_in_force()
-    with pytest.raises(ArgumentValueError, match=r"`mode` must be one of auto, .*; got 'fast'"):
+    with pytest.raises(ArgumentValueError, match=r"`mode` must be one of 'auto', .*; got 'fast'"):
         triax.tuning_mode("fast").__enter__()
 
 
@@ -157,10 +157,10 @@ def test_a_misspelt_variable_is_logged_once(monkeypatch, fresh, read):
     monkeypatch.setenv("TRIAX_ZZZ", "")
     assert fresh.text == ""
     read()
-    assert "TRIAX_AUTOTUN is set, and Triax does not know it. Did you mean TRIAX_AUTOTUNE?" in (
+    assert "TRIAX_AUTOTUN is set, but Triax does not know it. Did you mean TRIAX_AUTOTUNE?" in (
         fresh.text
     )
-    assert "TRIAX_ZZZ is set, and Triax does not know it. Known: TRIAX_AUTOTUNE, " in fresh.text
+    assert "TRIAX_ZZZ is set, but Triax does not know it. Known: TRIAX_AUTOTUNE, " in fresh.text
     read()
     assert len(fresh.records) == 2
 

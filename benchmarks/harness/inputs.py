@@ -8,6 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from triax import moe
+
+
+class Inputs(NamedTuple):
+    """The arrays of a layer: x [tokens, hidden], logits [tokens, experts], and the weights."""
+
+    x: jax.Array
+    logits: jax.Array
+    experts: moe.Experts
+
 
 class Layer(NamedTuple):
     """An MoE layer as one GPU of some has it, with the experts that it holds."""
@@ -18,16 +28,17 @@ class Layer(NamedTuple):
     top_k: int
     width: int
 
-    def inputs(self) -> dict[str, jax.Array]:
-        """What `moe.feed_forward` takes, by its names."""
-        return {
-            "x": normal(0, self.tokens, self.hidden),
-            "logits": normal(1, self.tokens, self.experts, dtype="float32"),
-            "w_gate_up": normal(
-                2, self.experts, self.hidden, 2 * self.width, scale=self.hidden**-0.5
+    def inputs(self) -> Inputs:
+        """What `moe.feed_forward` takes, but for the router."""
+        wide = self.experts, self.hidden, 2 * self.width
+        return Inputs(
+            normal(0, self.tokens, self.hidden),
+            normal(1, self.tokens, self.experts, dtype="float32"),
+            moe.Experts(
+                normal(2, *wide, scale=self.hidden**-0.5),
+                normal(3, self.experts, self.width, self.hidden, scale=self.width**-0.5),
             ),
-            "w_down": normal(3, self.experts, self.width, self.hidden, scale=self.width**-0.5),
-        }
+        )
 
 
 LAYERS = {
@@ -60,10 +71,10 @@ def with_gradients(function: Callable[[Any], Any], gradient: Any = None) -> Call
     return run
 
 
-def dense_products(given: dict[str, jax.Array], top_k: int) -> Any:
+def dense_products(given: Inputs, top_k: int) -> Any:
     """A layer's six products, forward and backward, of rows that all have one expert's weights."""
-    rows = jnp.repeat(given["x"], top_k, axis=0)
-    up, down = given["w_gate_up"][0], given["w_down"][0]
+    rows = jnp.repeat(given.x, top_k, axis=0)
+    up, down = given.experts.w_gate_up[0], given.experts.w_down[0]
     wide = rows @ up
     narrow = wide[:, : down.shape[0]]
     return wide @ up.T, rows.T @ wide, rows @ down.T, narrow @ down, narrow.T @ rows

@@ -161,8 +161,8 @@ def _sort_chunks(case: Case, how: Any, i: Inputs) -> Any:
     return _call(sort, how, i["x"], i["split_sizes"], i["sorted_indices"])
 
 
-def _router(case: Case, how: Any, i: Inputs) -> moe.Routed:
-    route = functools.partial(moe.route, normalize=True)
+def _router(case: Case, how: Any, i: Inputs) -> moe.Routing:
+    route = lambda x, top_k, **how: moe.route(x, moe.Router(top_k, normalize=True), **how)
     return _call(route, how, i["logits"], case.top_k)
 
 
@@ -175,11 +175,12 @@ LAYER = "x logits w_gate_up w_down"
 
 def _feed_forward(case: Case, how: Any, i: Inputs) -> jax.Array:
     x, logits, gate_up, down = (i[name] for name in LAYER.split())
+    router = moe.Router(case.top_k, normalize=True)
     if not callable(how):
-        options: Any = {"top_k": case.top_k, "normalize": True, "implementation": how}
-        return moe.feed_forward(x, logits, gate_up, down, **options).tokens
-    weights, experts = moe.route(logits, case.top_k, normalize=True)
-    plan = moe.make_plan(experts, case.experts)
+        experts = moe.Experts(gate_up, down)
+        return moe.feed_forward(x, logits, experts, router, implementation=how).tokens
+    weights, chosen = moe.route(logits, router)
+    plan = moe.make_plan(chosen, case.experts)
     gate, up = jnp.split(how(moe.permute(x, plan), gate_up, plan.group_sizes), 2, axis=1)
     inner = (jax.nn.silu(gate.astype("float32")) * up.astype("float32")).astype(gate.dtype)
     return moe.unpermute(how(inner, down, plan.group_sizes), plan, weights)

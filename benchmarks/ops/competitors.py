@@ -74,9 +74,9 @@ def _by(function: Any) -> Maker:
     return lambda case: Competitor(case.program(function))
 
 
-def _top_k(logits: jax.Array, top_k: int) -> moe.Routed:
+def _top_k(logits: jax.Array, top_k: int) -> moe.Routing:
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits), top_k)
-    return moe.Routed(weights / jnp.sum(weights, axis=1, keepdims=True), experts)
+    return moe.Routing(weights / jnp.sum(weights, axis=1, keepdims=True), experts)
 
 
 def _unpermute_by_take(rows: jax.Array, plan: moe.Plan, weights: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ import triax
 from triax import moe
 
 Params = dict[str, Any]
-LAYERS, TOP_K = 2, 8
+LAYERS, ROUTER = 2, moe.Router(8, normalize=True)
 
 
 def parameters(hidden: int, width: int, experts: int) -> Params:
@@ -50,8 +50,8 @@ def decode_step(params: Params, total: jax.Array, x: jax.Array) -> tuple[jax.Arr
     def layer(x: jax.Array, params: Params) -> tuple[jax.Array, None]:
         normal = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
         logits = normal.astype(jnp.float32) @ params["router"]
-        weights = params["gate_up"], params["down"]
-        out = moe.feed_forward(normal, logits, *weights, top_k=TOP_K, normalize=True)
+        experts = moe.Experts(params["gate_up"], params["down"])
+        out = moe.feed_forward(normal, logits, experts, ROUTER)
         return x + out.tokens, None
 
     x, _ = jax.lax.scan(layer, x, params)

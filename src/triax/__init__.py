@@ -4,7 +4,7 @@ The names below are the whole public surface: `triax.moe` has the MoE ops, `tria
 exceptions, and `triax.testing` helpers for testing your kernels.
 """
 
-# ruff: noqa: E402  # what follows fails in ways of its own on an older JAX
+# ruff: noqa: E402  # the imports below fail obscurely on an older JAX
 from triax.compat import versions as _versions
 
 _versions.check_jax(_versions.installed("jax"))

@@ -1,4 +1,4 @@
-"""What kernels may use of a GPU, by its compute capability."""
+"""The limits and features of GPUs that kernels depend on, by compute capability."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ Products = Literal["mma.sync", "wgmma", "tcgen05.mma"]
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The limits of a compute capability.
+    """The limits and features of a compute capability.
 
     Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; PTX ISA,
     target notes of the instructions.
 
     Attributes:
       compute_capability: 90 for an H100 or H200.
-      cards: some that have it.
-      shared_bytes: shared memory that one block may have.
-      multiprocessors: of the first of `cards`, for programs that are lowered without a GPU.
-      tma: whether it loads and stores blocks by descriptors.
-      products: the PTX instruction by which its tensor cores multiply.
+      cards: some GPUs that have it.
+      shared_bytes: the most shared memory of a block.
+      multiprocessors: the number on the first of `cards`, for programs lowered without a GPU.
+      tma: whether the hardware loads and stores blocks by descriptors.
+      products: the PTX instruction for matrix products on tensor cores.
     """
 
     compute_capability: int
@@ -33,9 +33,9 @@ class Architecture:
 
     @property
     def multiplies_from_shared(self) -> bool:
-        """Whether tensor cores read blocks from shared memory, while the program goes on.
+        """Whether tensor cores read operands from shared memory, while the program goes on.
 
-        They want large blocks then. Others multiply what is in registers.
+        Such tensor cores need large blocks. `mma.sync` multiplies operands in registers.
         """
         return self.products != "mma.sync"
 
@@ -57,6 +57,6 @@ BY_CAPABILITY = {each.compute_capability: each for each in _ALL}
 
 
 def of(compute_capability: int) -> Architecture:
-    """The architecture of a compute capability; of one that is not listed, the next below."""
+    """The architecture of a compute capability; for an unlisted one, the next below."""
     known = [each for each in _ALL if each.compute_capability <= compute_capability]
     return (known or _ALL)[-1 if known else 0]

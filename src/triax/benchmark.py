@@ -1,8 +1,8 @@
-"""`triax.benchmark`: times functions that compute the same, in turns.
+"""`triax.benchmark`: times functions that compute the same result, in turns.
 
-On CUDA the time between two events is the device's time for one call, provided that the second call
-was waiting before the first one ended: a sample whose call came too late is dropped. Short programs
-are started behind a kernel that keeps the device busy until all are waiting.
+On CUDA, the time between the events of two consecutive calls is the device time of the second,
+provided that it was queued before the first ended; a sample queued too late is dropped. Short
+programs are queued behind a kernel that keeps the device busy until all of them wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triax.tuning.worker import driver
 HOST, HOST_BOUND = "host clock", "host-bound"
 MIN_SAMPLES, MAX_SAMPLES, _PROBE_CALLS = 15, 300, 8
 BURSTS, BURST_MS, REST_S, _MIN_BURST = 3, 30.0, 0.12, 5
-_ROUND_CALLS = 16  # JAX holds calls back once 32 of them are under way
+_ROUND_CALLS = 16  # JAX blocks further calls once 32 are in flight
 _MAX_FAILURES, _FIRST_HOLD_US, _MAX_HOLD_US = 8, 1000.0, 20_000.0
 _MOST_UNITS, _LEAST_BYTES = 8, 1 << 20  # of a stream
 
@@ -38,7 +38,7 @@ Function = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class CallTiming:
-    """What was measured of one call, in microseconds; `Benchmark` says what `method` is."""
+    """The time of one call over its samples, in microseconds; see `Benchmark` for `method`."""
 
     median_us: float
     p10_us: float
@@ -48,14 +48,14 @@ class CallTiming:
 
     @classmethod
     def of(cls, times_us: Sequence[float], method: str, samples: int | None = None) -> CallTiming:
-        """The summary of times, at least one."""
+        """Summarises at least one time."""
         p10, median, p90 = map(float, np.percentile(times_us, (10, 50, 90)))
         return cls(median, p10, p90, samples or len(times_us), method)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """How many times as long as the first function another took: the median round, and the span."""
+    """A function's time relative to the first function's: the rounds' median, least and most."""
 
     median: float
     low: float
@@ -67,17 +67,17 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Benchmark:
-    """What `benchmark` found; as text, a table.
+    """The result of `benchmark`, which prints as a table.
 
     Attributes:
-      device: what was measured on.
-      times: by name, the function first. `median_us`, `p10_us` and `p90_us` are over the rounds;
-        `method` is "events" or "bursts" (the device's time), "host clock" (there is no GPU), or
-        "host-bound" (the host could not keep up: the device took no longer than this).
-      ratios: by name, how many times as long each of `against` took as the function. Those of which
-        one is host-bound are left out.
-      stream_us: how long the device takes to read as many bytes as the arguments have and to write
-        as many as the results, in order; None without a GPU, or for less than a megabyte.
+      device: the kind of device measured on.
+      times: each function's timing by name, `function` first. `median_us`, `p10_us` and `p90_us`
+        are over the rounds; `method` is "events" or "bursts" (device time), "host clock" (there is
+        no GPU), or "host-bound" (the host could not keep up: the time is an upper bound).
+      ratios: by name, the time of each function in `against` relative to `function`, left out if
+        either is host-bound.
+      stream_us: the time the device takes to read as many bytes as the arguments have and write as
+        many as the results have; None if not measured, as without a GPU or below a megabyte.
     """
 
     device: str
@@ -116,34 +116,34 @@ def benchmark(
     tolerance: float | None = None,
     bursts: bool = False,
 ) -> Benchmark:
-    """Times a function on a GPU, and others that compute the same, in turns.
+    """Times a function on a GPU, in turns with others that compute the same result.
 
         triax.benchmark(rms_norm, x, weight, against={"plain JAX": plain})
 
-    Every function is compiled as a whole by `jax.jit`. Results are compared before anything is
-    timed. Then come rounds: in each all functions are timed one after another, in another order
-    each time, and ratios are taken within a round, because a GPU's clock changes. The time is the
-    device's: what it takes to start a program has no share in it.
+    Every function is compiled as a whole by `jax.jit`, and results are compared before anything is
+    timed. Each round times all functions one after another, in a different order each time, and
+    ratios are taken within a round, because a GPU's clock changes. Times are device times: they do
+    not include starting a program.
 
     Args:
-      function: what to time.
-      *args: its arguments: arrays on one device, at least one, in any pytrees; what is not an array
-        (Python numbers, strings, functions) is a constant of the program. They are not donated.
+      function: the function to time.
+      *args: its arguments: pytrees with at least one array, all on one device. Leaves that are not
+        arrays (Python numbers, strings, functions) are program constants. Nothing is donated.
       against: a function with the same arguments and results, or several by name.
       compare: False times functions with different results, too.
-      tolerance: the largest difference allowed, over the largest magnitude of a result. By default
-        what rounding to the result's dtype and float32 sums over the longest dimension allow.
-        Integers and booleans must be equal.
-      bursts: time in bursts with rest between, for matrix products, which keep a GPU at its limit
-        of power, so that what ran before would count.
+      tolerance: the largest difference allowed, relative to the largest magnitude of a result. The
+        default allows for rounding to the result's dtype and for float32 sums over the longest
+        dimension. Integers and booleans must be equal.
+      bursts: time in bursts with pauses between them. Use it for matrix products: they hold a GPU
+        at its power limit, so earlier work would affect the time.
 
     Returns:
-      A `Benchmark`: medians in microseconds, and ratios with their span. `print` shows a table.
+      A `Benchmark`: medians in microseconds, and ratios with their range. `print` shows a table.
 
     Raises:
-      ArgumentTypeError: a function cannot be called, `tolerance` is no number of at least 0, or an
-        argument is traced: this is not for inside `jit`.
-      ArgumentValueError: results differ, or there is no array to compute with or none is returned.
+      ArgumentTypeError: a function is not callable, `tolerance` is not a number of at least 0, or
+        an argument is traced, as inside `jit`.
+      ArgumentValueError: results differ, or no argument or no result is an array.
       UnsupportedError: the arrays are not all on JAX's first device.
       MissingDependencyError: cuda-bindings is not installed, and there is a GPU.
     """
@@ -162,7 +162,7 @@ def benchmark(
     results = jax.block_until_ready(programs[own](inputs))
     if not (leaves := jax.tree.leaves(results)):
         raise errors.ArgumentValueError(
-            f"{own!r} must return an array; it returns none, and XLA would compute nothing."
+            f"{own!r} must return an array; without one, XLA computes nothing."
         )
     if isinstance(leaves[0], jax.core.Tracer):
         raise errors.ArgumentTypeError(_TRACED.format("a call inside a function being traced"))
@@ -173,13 +173,13 @@ def benchmark(
                 "that is right, pass `compare=False`."
             )
     sizes = [sum(a.nbytes for a in jax.tree.leaves(side)) for side in (inputs, results)]
-    del results, leaves  # memory for what is timed
+    del results, leaves  # frees memory for the timed programs
     device = jax.devices()[0]
     stream_us = _stream_us(*sizes) if is_cuda(device) else None
     timed = {name: (program, inputs) for name, program in programs.items()}
     found = in_rounds(timed, 5, target_ms=10.0, bursts=bursts)
     times, ratios = {}, {}
-    for name, rounds in found.items():  # percentiles are those of the rounds' medians
+    for name, rounds in found.items():  # percentiles are taken over the rounds' medians
         method = max((t.method for t in rounds), key=lambda method: method == HOST_BOUND)
         samples = sum(t.samples for t in rounds)
         times[name] = CallTiming.of([t.median_us for t in rounds], method, samples)
@@ -192,7 +192,7 @@ def benchmark(
 
 
 def _named(function: Function, against: Any) -> dict[str, Function]:
-    """All functions by name, the first one first."""
+    """All functions by name, `function` first."""
     messages.check_callable("function", function)
     name_of = lambda f, default: str(getattr(f, "__name__", default)).replace("<lambda>", default)
     others = {name_of(against, "against"): against} if callable(against) else against
@@ -215,7 +215,7 @@ def _named(function: Function, against: Any) -> dict[str, Function]:
 
 
 def _split(args: Sequence[Any]) -> tuple[list[jax.Array], Callable[[Sequence[Any]], Any]]:
-    """The arrays of the arguments on their device, and what makes arguments of such arrays."""
+    """Splits arguments into arrays on the first device and a function that rebuilds them."""
     leaves, tree = jax.tree.flatten(args)
     arrays = {i: a for i, a in enumerate(leaves) if isinstance(a, (jax.Array, np.ndarray))}
     first = jax.devices()[0]
@@ -244,7 +244,7 @@ _TRACED = (
 
 
 def _difference(got: Any, want: Any, inputs: Any, tolerance: float | None) -> str | None:
-    """How results differ by more than they may, or None."""
+    """Says how results differ beyond the tolerance; None if they do not."""
     pairs = jax.tree.leaves(got), jax.tree.leaves(want)
     shapes = [[tuple(leaf.shape) for leaf in side] for side in pairs]
     if shapes[0] != shapes[1]:
@@ -268,23 +268,23 @@ def _difference(got: Any, want: Any, inputs: Any, tolerance: float | None) -> st
 
 
 def _limit(array: jax.Array, terms: int) -> float:
-    """What rounding to a dtype, and a sum in float32 or wider, may make of a result."""
+    """The relative error allowed for rounding to a dtype and for a sum in float32 or wider."""
     info = jnp.finfo(array.dtype)
-    name = np.dtype(info.dtype).name  # of a complex number that of its parts
+    name = np.dtype(info.dtype).name  # for a complex dtype, the dtype of its parts
     wide = "float64" if name == "float64" else "float32"
     return TOLERANCES.get(name, float(info.eps)) + TOLERANCES[wide] * math.sqrt(terms)
 
 
 @jax.jit
 def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
-    """The largest difference, over the largest magnitude; not finite where an array is not."""
+    """The largest difference over `want`'s largest magnitude; not finite if an array is not."""
     wide = max((np.dtype("float32"), got.dtype, want.dtype), key=lambda dtype: dtype.itemsize)
     scale = jnp.maximum(jnp.max(jnp.abs(want.astype(wide))), np.finfo(np.float32).tiny)
     return jnp.max(jnp.abs(got.astype(wide) - want.astype(wide)) / scale)
 
 
 def _stream_us(read_bytes: int, written_bytes: int) -> float | None:
-    """How long a stream of so many bytes takes; None where one cannot be measured."""
+    """Times reading and writing this many bytes in one stream; None if not measurable."""
     from triax.benchmark_kernels import BLOCK, stream
 
     smaller, total = min(read_bytes, written_bytes), read_bytes + written_bytes
@@ -302,7 +302,7 @@ def _stream_us(read_bytes: int, written_bytes: int) -> float | None:
 
 
 def in_rounds(programs: Mapping[str, Any], rounds: int, **how: Any) -> dict[str, list[CallTiming]]:
-    """The times of programs of their operands, in turn, beginning with another one each round."""
+    """Times each (program, inputs) pair once per round, starting with another pair each round."""
     found: dict[str, list[CallTiming]] = {name: [] for name in programs}
     names = [*programs]
     for _ in range(rounds):
@@ -315,10 +315,10 @@ def in_rounds(programs: Mapping[str, Any], rounds: int, **how: Any) -> dict[str,
 def time_program(
     program: Function, inputs: Any, *, target_ms: float = 12.5, bursts: bool = False
 ) -> CallTiming:
-    """Times a jitted program of `inputs`, for about `target_ms` of the device's time.
+    """Times a jitted program on `inputs`, for about `target_ms` of device time.
 
-    With `bursts` the program runs for `BURST_MS` after a rest of `REST_S`, some times: a GPU that
-    is busy for longer is at its limit of power, and what ran before decides.
+    With `bursts` the program runs for `BURST_MS` after each of several pauses of `REST_S`: a GPU
+    that is busy for longer reaches its power limit, and earlier work affects the time.
     """
     call = functools.partial(program, inputs)
     jax.block_until_ready(call())
@@ -330,7 +330,7 @@ def time_program(
 
 
 def time_bursts(call: Function, clock: Any, rest: Function = time.sleep) -> CallTiming:
-    """Times `call` in bursts, each of which counts by its mean."""
+    """Times `call` in bursts; the mean of each burst is one sample."""
     probe_us = statistics.median(_sample(call, clock, _PROBE_CALLS)[0])
     count = max(_MIN_BURST, round(BURST_MS * 1e3 / probe_us))
     means = []
@@ -344,7 +344,7 @@ def time_bursts(call: Function, clock: Any, rest: Function = time.sleep) -> Call
 
 
 def time_calls(call: Function, clock: Any, target_ms: float) -> CallTiming:
-    """Times `call`, which starts a program that has run before, and returns its outputs."""
+    """Times single calls; `call` starts a program that has run before and returns its outputs."""
     probe_us, good_us = _sample(call, clock, _PROBE_CALLS)
     count = round(target_ms * 1e3 / max(statistics.median(probe_us), 1e-3))
     count = max(MIN_SAMPLES, min(count, MAX_SAMPLES))
@@ -354,9 +354,9 @@ def time_calls(call: Function, clock: Any, target_ms: float) -> CallTiming:
             return CallTiming.of(good_us, "events")
     good_us, hold_us, failures = [], _FIRST_HOLD_US, 0
     while len(good_us) < min(count, 4 * _ROUND_CALLS) and failures <= _MAX_FAILURES:
-        held = clock.hold(hold_us)  # calls start behind a busy device
+        held = clock.hold(hold_us)  # keeps the device busy while the calls are queued
         _, found_us = _sample(call, clock, _ROUND_CALLS)
-        del held  # an array, whose memory must not be given to others before
+        del held  # kept until here, so that its memory is not reused
         if len(found_us) == _ROUND_CALLS:
             good_us += found_us
         else:
@@ -367,16 +367,16 @@ def time_calls(call: Function, clock: Any, target_ms: float) -> CallTiming:
 
 
 def _sample(call: Function, clock: Any, count: int) -> tuple[list[float], list[float]]:
-    """Times between the ends of neighbouring calls: all, and those of calls that had to wait."""
+    """Times between the ends of consecutive calls: all, and those of calls queued in time."""
     waited = []
     for index in range(count + 1):
-        # Dropped before the next run, which thus gets the same memory: XLA's graphs hold
-        # addresses, and are updated where these change.
+        # Freed before the next call, which then gets the same memory: XLA's CUDA graphs hold
+        # addresses, and must be updated if these change.
         outputs = None
         outputs = call()
         clock.record(index, outputs)
-        # The event fires a little after the call has ended. If the call before the last one is
-        # still running, the device was busy throughout.
+        # The event fires a little after the call has ended. If the call before last is still
+        # running, the device was busy throughout.
         waited.append(clock.is_pending(max(index - 2, 0)))
     outputs = None
     all_us = [clock.between_us(index, index + 1) for index in range(count)]
@@ -384,12 +384,12 @@ def _sample(call: Function, clock: Any, count: int) -> tuple[list[float], list[f
 
 
 class CudaClock:
-    """Events of one device by number, each after an array of JAX, or of another library."""
+    """Numbered CUDA events on one device, recorded after arrays of JAX or another library."""
 
     def __init__(self, device: Any):
         index: Any = jax_private.local_index(device)
         try:
-            self._gpu = driver.Context(index)  # JAX's, which it keeps as long as the process runs
+            self._gpu = driver.Context(index)  # JAX's context, alive as long as the process
         except ImportError as error:
             raise errors.MissingDependencyError(
                 "Timing on a GPU needs cuda-bindings: `pip install cuda-bindings`."
@@ -397,28 +397,28 @@ class CudaClock:
         self._events: list[Any] = []
 
     def record(self, index: int, output: Any) -> None:
-        """Event `index` fires when the arrays of `output` are there."""
-        driver.call(self._gpu.cu.cuCtxSetCurrent, self._gpu.context)  # of this thread
+        """Records event `index`, which fires when the arrays of `output` are ready."""
+        driver.call(self._gpu.cu.cuCtxSetCurrent, self._gpu.context)  # for this thread
         while len(self._events) <= index:
             self._events.append(driver.call(self._gpu.cu.cuEventCreate, 0))
-        # Handing an array to another stream makes that stream wait until the array is there.
+        # Handing an array to another stream makes that stream wait until the array is ready.
         capsule = jax.tree.leaves(output)[0].__dlpack__(stream=int(self._gpu.stream))
         driver.call(self._gpu.cu.cuEventRecord, self._events[index], self._gpu.stream)
         del capsule
 
     def is_pending(self, index: int) -> bool:
-        """Whether event `index` has yet to fire, or will not: `between_us` raises what is wrong."""
+        """Whether event `index` has yet to fire. Errors are left to `between_us` to raise."""
         (status,) = self._gpu.cu.cuEventQuery(self._events[index])
         return bool(status == self._gpu.cu.CUresult.CUDA_ERROR_NOT_READY)
 
     def between_us(self, first: int, second: int) -> float:
-        """The device's time between two events, of which it waits for the second."""
+        """The device time between two events; waits for the second."""
         events = self._events[first], self._events[second]
         driver.call(self._gpu.cu.cuEventSynchronize, events[1])
         return 1e3 * driver.call(self._gpu.cu.cuEventElapsedTime, *events)
 
     def hold(self, us: float) -> Any:
-        """Keeps JAX's stream busy for `us`; what it returns must be kept until then."""
+        """Keeps JAX's stream busy for `us`; the caller must keep the returned array until then."""
         from triax.benchmark_kernels import delay
 
         return delay(jnp.int32(1e3 * us))

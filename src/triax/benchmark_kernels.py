@@ -1,4 +1,4 @@
-"""Kernels of `triax.benchmark`, imported only where Triton is: one that streams, one that waits."""
+"""Kernels of `triax.benchmark`: one streams memory, one waits. The module needs Triton."""
 
 # The text of a kernel is Triton's language, which only looks like Python.
 # mypy: ignore-errors
@@ -19,8 +19,8 @@ BLOCK = 512
 def _stream_kernel(
     source_ptr, words, out_ptr, READS: tl.constexpr, WRITES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # Reads the same block of each of READS units, and writes their xor, which needs all of them, to
-    # each of WRITES units. Units are whole blocks. Together they can pass 2**31 words.
+    # Writes the xor of READS units, which depends on every load, to each of WRITES units. A unit is
+    # a whole number of blocks; together the units can exceed 2**31 words.
     step = tl.cast(words, tl.int64)
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(source_ptr + block)
@@ -32,7 +32,7 @@ def _stream_kernel(
 
 @functools.partial(jax.jit, static_argnums=1)
 def stream(source: jax.Array, writes: int) -> jax.Array:
-    """The xor of all units of `source` [reads, words], int32, in each of `writes` units."""
+    """Streams memory: the xor of all units of `source`, int32 [reads, words] → [writes, words]."""
     reads, words = source.shape
     how = {"kernel": _stream_kernel, "grid": words // BLOCK, "num_warps": 4, "name": "stream"}
     how |= {"out_type": jax.ShapeDtypeStruct((writes, words), source.dtype)}
@@ -51,5 +51,5 @@ def _delay_kernel(nanoseconds_ptr, out_ptr):
 
 @jax.jit
 def delay(nanoseconds: jax.Array) -> jax.Array:
-    """`nanoseconds`, int32 [], after so long."""
+    """Returns `nanoseconds`, int32 [], after that time."""
     return triton_call(nanoseconds, kernel=_delay_kernel, out_type=nanoseconds, grid=1)

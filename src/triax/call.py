@@ -1,4 +1,4 @@
-"""`triton_call`: validates a user's call, binds it to the kernel, hands it to JAX."""
+"""`triton_call`: validates a user's call, binds it to the kernel, and binds the JAX primitive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = (None, *get_args(KernelImplementation))
 _COSTS = ("flops", "bytes_accessed", "transcendentals")
 _NEVER_THE_KERNELS = ("kernel", "grid", "out_type")
 _ALSO_OPTIONS = ("num_warps", "num_stages", "num_ctas", "debug")
-_KERNELS_OWN = "the kernel's own"  # not an identifier, so nobody's keyword
+_KERNELS_OWN = "the kernel's own"  # not an identifier, so it cannot clash with a keyword
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -34,9 +34,9 @@ _Result = TypeVar("_Result")
 def _kernels_names_first(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Gives the kernel the keywords that name both its parameter and an argument of `function`.
+    """Passes a keyword that names a kernel parameter and an argument of `function` to the kernel.
 
-    They are passed under `_KERNELS_OWN`; compiler options stay arguments of `function` as well.
+    Such keywords arrive under `_KERNELS_OWN`; compiler options also stay arguments of `function`.
     """
     kinds = inspect.signature(function).parameters.items()
     names = {name for name, p in kinds if p.kind is p.KEYWORD_ONLY} - set(_NEVER_THE_KERNELS)
@@ -52,7 +52,7 @@ def _kernels_names_first(
             return function(*operands, **given)
         except Exception as error:
             if trace := frames.of_kernels(error.__traceback__):
-                raise error.with_traceback(trace)  # noqa: B904  # the same error
+                raise error.with_traceback(trace)  # noqa: B904  # re-raises the same error
             raise
 
     return wrapper
@@ -65,8 +65,8 @@ class _HasShape(Protocol):
     def dtype(self) -> Any: ...
 
 
-# How the result follows from `out_type`. Of the other keywords these repeat only the `Literal`s, to
-# stay short.
+# The overloads map `out_type` to the result's type. To stay short, they list only the required
+# keywords and those that take a `Literal`.
 @overload
 def triton_call(
     *operands: Any,
@@ -161,14 +161,13 @@ def triton_call(
                 grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),))
 
     Positional operands and keywords bind to the kernel's parameters as in Python. Parameters that
-    are not supplied and have no default are the outputs, in order. If there are more outputs than
-    that, every parameter with a default of None that is not supplied takes one too, so pass None
-    for those that are not outputs.
+    are not supplied and have no default are the outputs, in order. If `out_type` has more outputs
+    than that, every parameter that falls back to a default of None takes one too, so pass None
+    explicitly to parameters that are not outputs.
 
-    ``*args`` of a kernel (Triton 3.8 or later) takes the positional operands that follow those of
-    the parameters before it, or a tuple by name. Operands pass over parameters that are given by
-    name, and over outputs: for ``def k(out_ptr, n, *xs)``, ``triton_call(x, y, n=n, kernel=k, …)``
-    is enough.
+    A kernel's ``*args`` (Triton 3.8 or later) takes the remaining positional operands, or a tuple
+    passed by name. Before ``*args``, positional operands skip outputs and parameters given by name:
+    for ``def k(out_ptr, n, *xs)``, ``triton_call(x, y, n=n, kernel=k, …)`` is enough.
 
     A keyword that names both a kernel parameter and one of the arguments below (`num_stages`, say)
     goes to the kernel; `num_warps`, `num_stages`, `num_ctas` and `debug` also reach the compiler,
@@ -182,11 +181,11 @@ def triton_call(
       kernel: a function decorated with `@triton.jit` or Gluon's jit, optionally with
         `@triton.autotune` and `@triton.heuristics` around it, in any order.
       out_type: a pytree of objects with `shape` and `dtype`; the result has its structure.
-      grid: how many programs: an int, a tuple or list of one to three ints, or a callable that
+      grid: the number of programs: an int, a tuple or list of one to three ints, or a callable that
         returns one of those given the meta-parameters (all arguments, constexprs and options by
-        name, arrays as `jax.ShapeDtypeStruct`). It is called once per config, with the values that
-        config is compiled with. If a size is zero, nothing runs and the outputs are zeros (an
-        aliased output is its operand).
+        name, arrays as `jax.ShapeDtypeStruct`). The callable runs once per config, with the values
+        that config is compiled with. If a size is zero, nothing runs and the outputs are zeros (an
+        aliased output equals its operand).
       input_output_aliases: maps operands to the flattened outputs that share their memory. An
         operand is given by parameter name, or by index among the flattened operands, scalars
         included, in the kernel's parameter order. An aliased output has no parameter of its own.
@@ -194,12 +193,12 @@ def triton_call(
       zeroed_outputs: indices of flattened outputs to zero before the launch, or a callable that
         returns them given the meta-parameters.
       num_warps, num_stages, num_ctas: Triton's options. With `@triton.autotune`, only the
-        configs that agree are tried.
+        configs that agree with them are tried.
       debug: turns device assertions on.
       backend_options: other options of Triton's CUDA compiler.
       name: shown in profiles, logs and errors; the kernel's name by default.
-      compute_capability: what to compile for: 90 for an H100 or H200. By default that of the GPUs
-        the program is lowered for; if there is none, or they have several, ``TRIAX_CUDA_ARCH``.
+      compute_capability: the target architecture: 90 for an H100 or H200. By default that of the
+        GPUs the program is lowered for; without GPUs, or if they differ, ``TRIAX_CUDA_ARCH``.
       cost_estimate: "flops", "bytes_accessed", "transcendentals" of one call, kept in the
         program for profilers.
       has_side_effect: keeps the call in the program even if its outputs are unused.
@@ -212,8 +211,8 @@ def triton_call(
       tuning: the tuning mode of this call; by default the one in force (see `tuning_mode`).
       tuning_inputs: a callable that takes the operands' shapes (`jax.ShapeDtypeStruct`s) and
         returns arrays to measure configs on. Kernels that compute addresses from data need it.
-      **kwargs: more operands, constexprs and meta-parameters by name. A name that is not a
-        parameter, and that no callable grid or heuristic reads, is an error.
+      **kwargs: more operands, constexprs and meta-parameters by name. A name that is neither a
+        parameter nor read by a callable grid or heuristic is an error.
 
     Returns:
       The outputs, in the structure of `out_type`.
@@ -239,9 +238,7 @@ def triton_call(
     messages.check_bool(debug=debug, has_side_effect=has_side_effect)
     if tuning_inputs is not None:
         messages.check_callable("tuning_inputs", tuning_inputs)
-    mode = (
-        settings.mode_in_force() if tuning is None else settings.check_tuning_mode(tuning, "tuning")
-    )
+    mode = settings.mode_in_force(tuning)
     results, out_tree = _flatten_out_type(out_type, kwargs)
     num_outputs = len(results) - len(input_output_aliases or ())
     bound = arguments.bind(view, operands, kwargs, num_outputs)
@@ -264,7 +261,7 @@ def triton_call(
                 "it once."
             )
         options[option] = value
-    # The value of each Ref is an operand with an output of its own.
+    # Each Ref's value is an operand with an aliased output of its own.
     aliases += tuple(Alias(i, len(results) + k) for k, i in enumerate(flat.refs))
     request = candidates.Request(
         kernel=view,
@@ -280,7 +277,7 @@ def triton_call(
         other_names=_ARGUMENTS,
     )
     found = candidates.build(request)
-    # Each value once: by object where there is one candidate, because comparing takes longer.
+    # Each value once. A single candidate needs no comparisons, which are slow.
     constants = [static for candidate in found for _, static in candidate.constants]
     if len(found) > 1:
         constants = [*dict.fromkeys(constants)]

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # odd names must not fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # unencodable names must not fail
     try:
         try:
             return _run(arguments)
@@ -71,19 +71,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
 
-    command = commands.add_parser("doctor", help="what works here, and what to do about the rest")
+    command = commands.add_parser("doctor", help="what works here, and how to fix the rest")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--workarounds", action="store_true", help="list those of upstream faults")
+    command.add_argument("--workarounds", action="store_true", help="list upstream workarounds")
     command.set_defaults(run=_doctor)
 
     command = commands.add_parser("tune", help="measure the Triton calls of a function")
     command.set_defaults(run=_tune, tool=tune, show=_show_tuned)
     command.set_defaults(nothing="nothing to tune: no Triton call with several configs ran")
     _add_function(command)
-    about = "write what is found there too, for a package to ship or for TRIAX_CACHE_PATH"
+    about = "also write the tuned configs there, to ship in a package or for TRIAX_CACHE_PATH"
     command.add_argument("--into", type=Path, metavar="FOLDER", help=about)
 
-    command = commands.add_parser("explain", help="which configs the calls of a function get, why")
+    command = commands.add_parser("explain", help="which configs a function's calls get, and why")
     command.add_argument("--ptx", action="store_true", help="print the kernels' PTX, too")
     command.set_defaults(run=_with_function, tool=explain, show=_show_explained)
     command.set_defaults(nothing="nothing to explain: the function calls no Triton kernel")
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     action.set_defaults(run=lambda options: cache.list_configs())
     action = actions.add_parser("dir", help="the folder of the user's store")
     action.set_defaults(run=lambda options: cache.show_folder())
-    action = actions.add_parser("show", help="all that is known of configs")
+    action = actions.add_parser("show", help="print the records of configs in full")
     action.add_argument("name", help="a kernel, or the name that `list` shows")
     action.set_defaults(run=lambda options: cache.show(options.name))
     action = actions.add_parser("clear", help="delete configs from the user's store")
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     action.add_argument("file", type=Path)
     action.set_defaults(run=lambda options: cache.import_(options.file))
 
-    command = commands.add_parser("bench", help="print what a function that benchmarks returns")
+    command = commands.add_parser("bench", help="run a function, and print its benchmarks")
     command.set_defaults(run=_with_function, tool=_returned, show=lambda of, _: print(f"{of}\n"))
     command.set_defaults(nothing="nothing to show: the function returned nothing")
     _add_function(command, "a function without arguments that returns what `triax.benchmark` does")
@@ -130,7 +130,7 @@ def _tune(options: argparse.Namespace) -> int:
         return _with_function(options)
     if folder.is_file():
         raise ArgumentValueError(f"`--into` must be a folder; {folder} is a file.")
-    folder.mkdir(parents=True, exist_ok=True)  # found out before anything is measured
+    folder.mkdir(parents=True, exist_ok=True)  # fails before anything is measured
     with record() as records:
         status = _with_function(options)
     if records:
@@ -151,7 +151,7 @@ def _add_function(
 
 
 def _with_function(options: argparse.Namespace) -> int:
-    """Applies a tool to a user's function, and prints what it finds."""
+    """Applies a tool to a user's function, and prints the results."""
     path = ""
     try:
         program = programs.find(options.function, f"triax {options.command}")
@@ -160,7 +160,7 @@ def _with_function(options: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        logger.info("what was raised, and where:", exc_info=error)
+        logger.info("the exception and its traceback:", exc_info=error)
         print(f"triax: {_said(error, path)}", file=sys.stderr)
         return 1
     for result in results:
@@ -182,9 +182,9 @@ def _show_explained(result: Explanation, options: argparse.Namespace) -> None:
 
 
 def _said(error: Exception, path: str) -> str:
-    """The message of an exception in a user's program, with the user's last line that led to it.
+    """The message of an exception, with the last line of the user's program that led to it.
 
-    `path` is the program's file, "" if that is not known.
+    `path` is the program's file, "" if unknown.
     """
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == path]

@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 class Device:
     """A GPU that a program is lowered for.
 
-    `index` is the driver's ordinal. If not `measurable`, as when a program is exported, the GPU's
-    name is used to look configs up, but nothing is timed on it. It need not be here then, and
-    `index` means nothing.
+    `index` is the driver's ordinal. If `measurable` is false, as when a program is exported, only
+    the name is used, to look configs up: the GPU may be absent, and `index` is meaningless.
     """
 
     index: int
@@ -36,7 +35,7 @@ class Device:
 def gpus(ctx: Any) -> list[Any]:
     """The GPUs that the program is lowered for, else those of this process.
 
-    If ``TRIAX_GPU`` names the GPU that a program is exported for, others do not count.
+    For an exported program, ``TRIAX_GPU`` keeps only the GPUs of that name.
     """
     found = [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
     if found and jax_private.exported_platforms(ctx) and (named := settings.gpu()) is not None:
@@ -45,7 +44,7 @@ def gpus(ctx: Any) -> list[Any]:
 
 
 def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -> int:
-    """What the caller gave, else that of all GPUs, else ``TRIAX_CUDA_ARCH``."""
+    """The architecture to compile for: `given`, else the devices', else ``TRIAX_CUDA_ARCH``."""
     if given is not None:
         return given
     found = {capability_of(device) for device in devices}
@@ -53,7 +52,7 @@ def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -
         return found.pop()
     if (arch := settings.cuda_arch()) is not None:
         return arch
-    own = "where you call a kernel of your own, you can pass `compute_capability` instead"
+    own = "for a kernel of your own, you can pass `compute_capability` instead"
     if found:
         raise UnsupportedError(
             f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
@@ -62,15 +61,15 @@ def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -
         )
     raise ArgumentValueError(
         f"Kernel {kernel!r} is lowered for CUDA, and there is no {settings.gpu() or 'GPU'} here to "
-        f"tell the architecture. Set TRIAX_CUDA_ARCH (90 for an H100 or H200); {own}."
+        f"take the architecture from. Set TRIAX_CUDA_ARCH (90 for an H100 or H200); {own}."
     )
 
 
 def for_tuning(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Device | None:
-    """The GPU whose configs a program takes, None if it is not known.
+    """Picks the GPU whose tuned configs a program uses; None if it is unknown.
 
-    The first of `devices` that belongs to this process and has this compute capability, because
-    the program runs there; else the one that ``TRIAX_GPU`` names.
+    It is the first of `devices` that belongs to this process and has this compute capability,
+    because the program runs there; else the GPU that ``TRIAX_GPU`` names.
     """
     named = settings.gpu()
     for device in devices:
@@ -86,8 +85,8 @@ def for_tuning(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Dev
 @functools.cache
 def _say_ignored(named: str, found: str) -> None:
     logger.warning(
-        "TRIAX_GPU is %r, and programs that run here take the tuned configs of the GPU here, %r: "
-        "it counts for what is exported, or lowered for another architecture",
+        "TRIAX_GPU is %r, but programs that run here use the tuned configs of this GPU, %r: "
+        "TRIAX_GPU applies only to exported or cross-compiled programs",
         named,
         found,
     )
@@ -104,7 +103,7 @@ def is_cuda(device: Any) -> bool:
 
 
 def reported_by_driver() -> list[tuple[str, str]]:
-    """The GPUs that `nvidia-smi` reports, each with the driver's version; none if it fails."""
+    """The GPUs that `nvidia-smi` reports, with the driver's version; none if the command fails."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         lines = subprocess.check_output(command, text=True, timeout=30).splitlines()

@@ -2,7 +2,7 @@
 
 Each derives from `TriaxError` and from the built-in type a caller would expect, so ``except
 TypeError`` and ``except triax.TriaxError`` both work. A message names the argument in backticks,
-says what it was, and what to do about it.
+then says which value it got and what to do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VersionError(TriaxError, RuntimeError):
 
 
 class MissingDependencyError(TriaxError, ImportError):
-    """A package that is needed is not installed, or does not work."""
+    """A required package is not installed, or does not work."""
 
 
 class CompilationError(TriaxError, RuntimeError):

@@ -1,8 +1,8 @@
-"""How a bound call becomes part of an XLA program, per platform.
+"""Lowers a bound call into an XLA program, per platform.
 
 On CUDA one config is chosen, compiled and emitted as one custom call. On the CPU a host callback
 runs the kernel in Triton's interpreter. Other platforms are refused with the reason.
-`triton_call_lowering` does the same inside other people's primitives.
+`triton_call_lowering` does the same in the lowering rule of a user's own primitive.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
 def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
     """Emits a call for one platform: "cuda", "cpu", or an error for any other."""
     exported = jax_private.exported_platforms(ctx)
-    # Exporting for several platforms lowers every branch of `jax.lax.platform_dependent` that one
-    # of them takes for all of them, so a call that will never run must not stop the export.
+    # A multi-platform export lowers each `jax.lax.platform_dependent` branch that any of its
+    # platforms takes for all of them, so a call that never runs must not fail the export.
     may_be_dead = "cuda" in exported and platform != "cuda"
     if platform != "cpu" and may_be_dead:
         return emit.placeholder(ctx, operands, emit.NO_CODE)
@@ -93,7 +93,7 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[A
 
 
 def _array_types(ctx: Any) -> tuple[tuple[ArrayType, ...], tuple[ArrayType, ...]]:
-    """The types of the operands and of the results."""
+    """The types of a lowering rule's operands and results."""
     for name, avals in (("operands", ctx.avals_in), ("results", ctx.avals_out)):
         for index, aval in enumerate(avals):
             if {*map(type, aval.shape)} - {int}:
@@ -126,15 +126,15 @@ def triton_call_lowering(
         mlir.register_lowering(my_primitive, rule, platform="cuda")
         mlir.register_lowering(my_primitive, rule, platform="cpu")
 
-    The kernel's pointer parameters, leaving out those named in `constexprs`, are all inputs and
-    then all outputs, in parameter order. Either every aliased output has a parameter of its own,
-    which points to the same memory as the operand's, or none has. To leave a pointer out, set it to
-    None in `constexprs`. ``*args`` takes those that the other parameters leave; with it, aliased
-    outputs have a pointer of their own.
+    The parameters that are not in `constexprs` are pointers: first all inputs, then all outputs, in
+    parameter order. Either every aliased output has a parameter of its own, which points to its
+    operand's memory, or none has. To omit a pointer, set its parameter to None in `constexprs`.
+    ``*args`` takes the pointers that the other parameters leave; in a kernel with ``*args``, every
+    aliased output has a pointer of its own.
 
-    If configs are tried (measured, found in a store, or in mode "runtime"), a config's value wins
-    over the one in `constexprs`. If none is chosen and one stands in for all (mode "off", mode
-    "cached" with nothing stored, or no GPU to measure on), the caller's value wins. `grid` sees the
+    Where `constexprs` and a config set the same name, a chosen config (measured, found in a store,
+    or in mode "runtime") wins. If no config is chosen and one stands in for all (mode "off", mode
+    "cached" with nothing stored, or no GPU to measure on), `constexprs` wins. `grid` sees the
     merged values.
 
     Args:
@@ -142,8 +142,8 @@ def triton_call_lowering(
       kernel: a Triton kernel, optionally with `@triton.autotune` or `@triton.heuristics`.
       *operands: the rule's operands (MLIR values), as many as `ctx.avals_in`.
       grid: an int, a tuple of one to three ints, or a callable of the meta-parameters.
-      input_output_aliases: maps indices of operands to those of the outputs that share memory.
-      constexprs: values of `tl.constexpr` parameters and of scalars, all compiled in.
+      input_output_aliases: maps operand indices to the indices of the outputs that share memory.
+      constexprs: values of `tl.constexpr` parameters and of scalars, all compiled in as constants.
       name: shown in logs and profiles; the kernel's name by default.
       tuning: the tuning mode; by default the one in force.
       compute_capability, tuning_inputs: as in `triton_call`.
@@ -163,7 +163,7 @@ def triton_call_lowering(
     candidates.check_capability(compute_capability)
     if tuning_inputs is not None:
         messages.check_callable("tuning_inputs", tuning_inputs)
-    mode = settings.check_tuning_mode(tuning or settings.mode_in_force(), "tuning")
+    mode = settings.mode_in_force(tuning)
     operand_types, result_types = _array_types(ctx)
     for operand in pairs:
         if not 0 <= operand < len(operand_types):
@@ -205,7 +205,7 @@ def triton_call_lowering(
 
 
 def _check_given(ctx: Any, operands: Sequence[Any], constexprs: Any, aliases: Any) -> None:
-    """Checks what a lowering rule hands on."""
+    """Checks the arguments that a lowering rule passes to `triton_call_lowering`."""
     if not hasattr(ctx, "avals_in"):
         raise ArgumentTypeError(
             "Argument `ctx` must be the context that JAX passes to a lowering rule; got "
@@ -247,7 +247,7 @@ def _place_pointers(
     results: Sequence[ArrayType],
     aliases: Mapping[int, int],
 ) -> tuple[tuple[str, Argument], ...]:
-    """The pointer parameters in order: all inputs, then all outputs or only the unaliased."""
+    """Assigns pointers to parameters in order: all inputs, then all or only unaliased outputs."""
     given = {*constexprs, *view.values_set_by_stages()}
     names = [p.name for p in view.runtime_parameters if p.name not in given]
     pointers: list[Argument] = [Operand(i) for i in range(len(operands))]
@@ -264,9 +264,9 @@ def _place_pointers(
         pointers += outputs
     if len(names) != len(pointers):
         aliased = f", {len(aliases)} of them aliased" if aliases else ""
-        remedy = "Each takes one"
+        remedy = "Each input and output takes one parameter"
         if aliases:
-            remedy += ", or each aliased pair takes one together"
+            remedy += ", or each aliased pair shares one"
         numbers = usage.numbers(view.function, names)
         which = f", such as {', '.join(f'`{n}`' for n in numbers)}" if numbers else ""
         raise ArgumentValueError(

@@ -1,4 +1,4 @@
-"""Words that error messages share: what a value was, and which name may have been meant."""
+"""Helpers for error messages: showing values, suggesting names, and checks that modules share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 
 class _Short(reprlib.Repr):
-    """Short texts of any value; of an array dtype and shape, never its contents."""
+    """A short text for any value; for an array its dtype and shape, never its contents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Short(reprlib.Repr):
             return f"{x.dtype}[{','.join(map(str, x.shape))}]"
         if isinstance(x, type):
             return super().repr1(x, level)
-        if dataclasses.is_dataclass(x) or hasattr(x, "_fields"):  # their own texts hold arrays'
+        if dataclasses.is_dataclass(x) or hasattr(x, "_fields"):  # their repr may show arrays
             return f"{type(x).__name__}(...)"
         return super().repr1(x, level)
 
@@ -51,16 +51,16 @@ def counted(number: int, what: str) -> str:
 
 
 def check_callable(argument: str, value: object) -> None:
-    """Raises `ArgumentTypeError` if a value cannot be called."""
+    """Raises `ArgumentTypeError` unless `value` is callable."""
     if not callable(value):
         raise ArgumentTypeError(f"Argument `{argument}` must be a function; got {shown(value)}.")
 
 
 def call(function: Callable[..., Any], where: str, how: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a function of the user's; what it raises says `where` it is from.
+    """Calls a user's function; adds `where` it comes from to the exceptions it raises.
 
     Raises:
-      ArgumentTypeError: it does not take these arguments, which are `how` it is called.
+      ArgumentTypeError: the function does not accept these arguments, which `how` describes.
     """
     try:
         return function(*args, **kwargs)
@@ -76,7 +76,7 @@ def call(function: Callable[..., Any], where: str, how: str, *args: Any, **kwarg
 
 
 def _mismatch(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    """Why a function cannot be called with these arguments, or "" if it can or does not say."""
+    """Says why a function does not accept these arguments; "" if it does or has no signature."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -87,7 +87,7 @@ def _mismatch(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
 
 
 def check_bool(**arguments: object) -> None:
-    """Raises `ArgumentTypeError` if one is no bool or int: every string is true, "no" as well."""
+    """Raises `ArgumentTypeError` unless all are bools or ints: any string is true, even "no"."""
     for argument, value in arguments.items():
         if not isinstance(value, (int, np.bool_)):
             raise ArgumentTypeError(f"Argument `{argument}` must be a bool; got {shown(value)}.")
@@ -96,17 +96,17 @@ def check_bool(**arguments: object) -> None:
 def check_sizes_known(argument: str, shape: Sequence[Any], remedy: str = "") -> None:
     """Raises `UnsupportedError` if a size is symbolic, as `jax.export` allows.
 
-    A kernel's grid and scalars, and the rows of a plan, are numbers in the program.
+    A kernel's grid and scalars, and the number of rows of a plan, are constants of the program.
     """
     if any(map(jax.export.is_symbolic_dim, shape)):
         raise UnsupportedError(
-            f"Argument `{argument}` must have sizes that are numbers; got the symbolic "
+            f"Argument `{argument}` must have concrete sizes; got the symbolic "
             f"[{', '.join(map(str, shape))}]. Export once for each size{remedy}."
         )
 
 
 def near_misses(name: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
-    """A sentence with the closest of the names known and `also` known, or with all known ones."""
+    """A sentence that suggests the names closest to a misspelt one, or lists all `known` names."""
     known = sorted(known)
     in_lower_case = {n.lower(): n for n in [*known, *also]}
     if close := difflib.get_close_matches(name.lower(), in_lower_case):
@@ -115,8 +115,8 @@ def near_misses(name: str, known: Iterable[str], also: Iterable[str] = ()) -> st
 
 
 def check_choice(argument: str, value: Any, choices: Collection[Any], remedy: str = "") -> None:
-    """Raises `ArgumentValueError` unless a value is one of `choices`."""
-    # Arrays, whose == is no bool, are none of them.
+    """Raises `ArgumentValueError` unless `value` is one of `choices`."""
+    # The type is compared first, because == of arrays gives no bool.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         raise ArgumentValueError(
             f"Argument `{argument}` must be one of {', '.join(map(repr, choices))}; got "

@@ -2,8 +2,7 @@
 evaluation and effects, vmap, differentiation, lowering.
 
 Parameters of the primitive: `call` (a `launch.Call`), `result_avals` (the outputs' shapes
-and dtypes) and `vmap_method`; the last two are named as JAX's own batching of foreign
-calls expects them.
+and dtypes) and `vmap_method`. JAX's batching rule for FFI calls reads the last two by name.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ triton_call_p.multiple_results = True
 eager_listener: contextvars.ContextVar[Callable[[Call, Sequence[Any], Any], None] | None] = (
     contextvars.ContextVar("triax_eager_listener", default=None)
 )
-"""Called before each eager call, with the call, its operands and the types of its outputs."""
+"""A function called before each eager call, with the call, its operands and its `result_avals`."""
 
 
 def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) -> list[Any]:
@@ -111,10 +110,10 @@ def _batch(
 ) -> Any:
     if vmap_method is None:
         raise ArgumentValueError(
-            f"Kernel {call.display_name!r} is under jax.vmap and does not say how it batches. Pass "
+            f"Kernel {call.display_name!r} is under jax.vmap without a `vmap_method`. Pass "
             f"`vmap_method` to triton_call: one of {', '.join(map(repr, VMAP_METHODS))}. The first "
-            "two call it once per element; the others call it once on arrays with a leading batch "
-            "dimension, which the kernel and its grid must then expect."
+            "two launch the kernel once per element; the others launch it once, on arrays with a "
+            "leading batch dimension, which the kernel and its grid must then expect."
         )
     if vmap_method == "expand_dims":
         args, dims = _broadcast_aliased(args, dims, call)
@@ -129,7 +128,7 @@ batching.primitive_batchers[triton_call_p] = _batch
 def _broadcast_aliased(
     args: Sequence[Any], dims: Sequence[Any], call: Call
 ) -> tuple[list[Any], list[Any]]:
-    """Gives each element of the batch its own copy of the operands that outputs are aliased to."""
+    """Broadcasts unbatched aliased operands, so that each batch element updates its own copy."""
     args, dims = list(args), list(dims)
     (size, *_) = (a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     for index in {alias.operand for alias in call.aliases}:
@@ -144,8 +143,8 @@ def _broadcast_aliased(
 
 def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> Any:
     raise DifferentiationError(
-        f"Kernel {call.display_name!r} was differentiated, and a Triton kernel has no derivative "
-        "of its own. Give the function that calls it one with jax.custom_vjp (or jax.custom_jvp). "
+        f"Kernel {call.display_name!r} was differentiated, but a Triton kernel has no derivative "
+        "of its own. Define one for the calling function with jax.custom_vjp (or jax.custom_jvp). "
         "If you need no gradient, apply jax.lax.stop_gradient to the kernel's inputs; applying it "
         "to the outputs is too late."
     )

@@ -1,8 +1,8 @@
 """The environment variables and modes that configure Triax, validated in one place.
 
-Each variable is read when it is needed, so a program or a test may set it late. A value that is not
-allowed is a `SettingError` that lists those that are; an empty one counts as unset. What is set and
-has no effect, such as a misspelt name, is logged once.
+Each variable is read when it is needed, so a program or a test may set it late. An invalid value
+raises a `SettingError` that says what is allowed; an empty value counts as unset. A variable
+without effect, such as a misspelt name or a folder that does not exist, is logged once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Literal, get_args
 
 import jax
 
-from triax.errors import ArgumentValueError, SettingError
-from triax.messages import short
+from triax.errors import SettingError
+from triax.messages import check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ TUNING_MODES: tuple[TuningMode, ...] = get_args(TuningMode)
 _tuning_mode = jax.make_user_context(None)
 checked_runs = jax.make_user_context(False)
 
-# Contexts of JAX that what a function computes depends on.
+# JAX's config contexts that change the result of a function.
 _SETTINGS_OF_JAX = (
     "default_matmul_precision",
     "default_prng_impl",
@@ -44,21 +44,14 @@ _SETTINGS_OF_JAX = (
 )
 
 
-def mode_in_force() -> str:
-    """The mode of the innermost `tuning_mode` block, else ``TRIAX_AUTOTUNE``, else "auto"."""
-    if (mode := _tuning_mode.value) is not None:
+def mode_in_force(tuning: TuningMode | None = None) -> str:
+    """A call's argument `tuning`, else the mode of the innermost `tuning_mode` block, else
+    ``TRIAX_AUTOTUNE``, else "auto"."""
+    check_choice("tuning", tuning, (None, *TUNING_MODES))
+    if (mode := tuning or _tuning_mode.value) is not None:
         return str(mode)
     rule = f"be one of {', '.join(TUNING_MODES)}"
     return _read("TRIAX_AUTOTUNE", "|".join(TUNING_MODES), rule) or "auto"
-
-
-def check_tuning_mode(mode: object, argument: str = "mode") -> str:
-    """Returns `mode`, or raises `ArgumentValueError` if there is no such mode."""
-    if mode not in TUNING_MODES:
-        raise ArgumentValueError(
-            f"Argument `{argument}` must be one of {', '.join(TUNING_MODES)}; got {short(mode)}."
-        )
-    return str(mode)
 
 
 def tuning_mode(mode: TuningMode) -> AbstractContextManager[None]:
@@ -77,7 +70,8 @@ def tuning_mode(mode: TuningMode) -> AbstractContextManager[None]:
     Raises:
       ArgumentValueError: `mode` is none of these.
     """
-    return _in_mode(check_tuning_mode(mode))
+    check_choice("mode", mode, TUNING_MODES)
+    return _in_mode(mode)
 
 
 @contextlib.contextmanager
@@ -92,7 +86,7 @@ def checked() -> bool:
 
 
 def captured() -> Callable[[], AbstractContextManager[None]]:
-    """What is set in this thread, as a context for another one that traces for it."""
+    """Captures this thread's settings; the returned context applies them in another thread."""
     mode, checks = _tuning_mode.value, checked_runs.value
     values = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS_OF_JAX}
 
@@ -123,24 +117,24 @@ def cuda_arch() -> int | None:
 
 
 def gpu() -> str | None:
-    """``TRIAX_GPU``: the name of the GPU that programs are for which do not run here, or None."""
+    """``TRIAX_GPU``: the GPU that exported or cross-compiled programs are for, by name, or None."""
     return _read("TRIAX_GPU") or None
 
 
 def gpu_like() -> str | None:
-    """``TRIAX_GPU_LIKE``: the GPU whose tuned configs others of its architecture take, or None."""
+    """``TRIAX_GPU_LIKE``: the GPU whose tuned configs others of its architecture use, or None."""
     return _read("TRIAX_GPU_LIKE") or None
 
 
 def cache_folder() -> Path | None:
-    """Where tuned configs are kept: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
+    """The folder of tuned configs: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
 
     None if the user has no home folder, as in a container that runs under an arbitrary user id.
     """
     if folder := _environment("TRIAX_CACHE_DIR"):
         return _absolute("TRIAX_CACHE_DIR", folder)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # XDG says to ignore it
+    if not base.is_absolute():  # XDG says to ignore a relative path
         try:
             base = Path.home() / ".cache"
         except RuntimeError:
@@ -151,24 +145,24 @@ def cache_folder() -> Path | None:
 
 
 def temporary_folder() -> Path:
-    """This user's own folder among the temporary files, made if there is none.
+    """Returns this user's own folder for temporary files, created if needed.
 
     Raises:
-      OSError: it cannot be made, or somebody else may write to it.
+      OSError: the folder cannot be created, or other users can write to it.
     """
     folder = Path(_temporary_files(), f"triax-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user, or others can write to it")
     return folder
 
 
 def new_temporary_folder() -> Path:
-    """A folder among the temporary files that nobody else knows.
+    """Creates a temporary folder with an unguessable name.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: the folder cannot be created.
     """
     return Path(tempfile.mkdtemp(prefix="triax-", dir=_temporary_files()))
 
@@ -193,7 +187,7 @@ def cache_path() -> list[Path]:
 
 
 def tuning_bytes() -> int | None:
-    """``TRIAX_TUNING_BYTES``: how much GPU memory measuring may take, or None."""
+    """``TRIAX_TUNING_BYTES``: the most GPU memory that measuring may use, or None."""
     rule = "be a whole number of bytes above 0, such as 1000000000"
     text = _read("TRIAX_TUNING_BYTES", "(?=0*[1-9])[0-9]{1,18}", rule)
     return int(text) if text else None
@@ -211,7 +205,7 @@ def tuning_timeout_s() -> float:
     return seconds
 
 
-# What reads each variable, and raises `SettingError` if its value is not allowed.
+# The reader of each variable; it raises `SettingError` for an invalid value.
 VARIABLES: dict[str, Callable[[], object]] = {
     "TRIAX_AUTOTUNE": mode_in_force,
     "TRIAX_CACHE_DIR": cache_folder,
@@ -226,10 +220,10 @@ VARIABLES: dict[str, Callable[[], object]] = {
 
 
 def _read(name: str, pattern: str = "", rule: str = "") -> str:
-    """A variable's value without blanks, "" if it is not set.
+    """A variable's value without surrounding blanks, "" if it is unset.
 
     Raises:
-      SettingError: it is set to something that does not match `pattern`, as `rule` says.
+      SettingError: the value does not match `pattern`, which `rule` puts into words.
     """
     _report_unknown()
     value = os.environ.get(name, "").strip()
@@ -244,23 +238,23 @@ def _environment(name: str) -> str:
 
 
 def suggestion(name: str) -> str:
-    """A sentence with the variable that may have been meant, or with all."""
-    prefix = "TRIAX_"  # which makes any two alike
+    """A sentence that suggests the variable closest to a misspelt one, or lists all variables."""
+    prefix = "TRIAX_"  # left out of the comparison, because it makes any two names similar
     known = [known.removeprefix(prefix) for known in VARIABLES]
     close = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
     return f"Did you mean {prefix}{close[0]}?" if close else f"Known: {', '.join(VARIABLES)}."
 
 
-# Log lines, not Python warnings, which a program may have made errors.
+# These are logged, because a program may turn Python warnings into errors.
 
 
 @functools.cache
 def _report_unknown() -> None:
-    """Logs variables that look like Triax's and are not, when the first setting is read."""
+    """Logs unknown ``TRIAX_`` variables when the first setting is read."""
     for name in sorted(os.environ):
         if name.startswith("TRIAX_") and name not in VARIABLES:
             logger.warning(
-                "the environment variable %s is set, and Triax does not know it. %s",
+                "the environment variable %s is set, but Triax does not know it. %s",
                 name,
                 suggestion(name),
             )
@@ -276,7 +270,7 @@ def _wrong(name: str, rule: str, value: str) -> SettingError:
 
 
 def _absolute(name: str, folder: str) -> Path:
-    """The folder, which must not depend on the working directory."""
+    """The folder as a `Path`; raises `SettingError` if it depends on the working directory."""
     if not os.path.isabs(folder):
         raise _wrong(name, "hold absolute paths", folder)
     return Path(folder)

@@ -43,11 +43,11 @@ TOLERANCES: dict[str, float] = {
 
 
 def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "") -> None:
-    """Asserts that `actual` is the rounded `expected`, on the maximum and in the mean.
+    """Asserts that `actual` is `expected` up to rounding, by largest and by RMS error.
 
     The tolerance is ``TOLERANCES[dtype] * sqrt(terms)`` relative to the largest finite
-    magnitude of `expected`; the root mean square error must be below a third of it. NaNs and
-    infinities must stand in the same places.
+    magnitude of `expected`; the root mean square error must be at most a third of it. NaNs and
+    infinities must be in the same places.
 
     Args:
       actual: an array of a floating-point dtype, which picks the tolerance.
@@ -56,15 +56,15 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
       err_msg: put in front of the message.
 
     Raises:
-      AssertionError: they differ.
-      ArgumentTypeError, ArgumentValueError: `actual` is no array of floats, or one of the two is
-        traced; `terms` is no number of terms.
+      AssertionError: the arrays differ.
+      ArgumentTypeError, ArgumentValueError: `actual` is not an array of floats, an array is traced,
+        or `terms` is not an int of at least 0.
     """
     dtype = getattr(actual, "dtype", None)
     if dtype is None or np.dtype(dtype).name not in TOLERANCES:
         raise ArgumentTypeError(
             f"Argument `actual` must be an array of one of {', '.join(TOLERANCES)}; got "
-            f"{messages.shown(actual)}. Compare others with `assert_same_bits`."
+            f"{messages.shown(actual)}. Compare other dtypes with `assert_same_bits`."
         )
     if isinstance(terms, bool) or not isinstance(terms, (int, np.integer)) or terms < 0:
         raise ArgumentValueError(
@@ -111,7 +111,7 @@ def assert_same_bits(actual: Any, expected: Any, err_msg: str = "") -> None:
 
 
 def hostile_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Random values with NaN, infinities and signed zeros among them where the dtype has them."""
+    """Random values, with NaN, infinities and signed zeros among them if the dtype has them."""
     if not isinstance(rng, np.random.Generator):
         raise ArgumentTypeError(
             f"Argument `rng` must be a NumPy generator; got {messages.shown(rng)}. Use "

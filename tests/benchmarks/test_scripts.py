@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import adopting, decode
 from benchmarks.harness import inputs, record, timing
+from triax import moe
 from triax.benchmark import CallTiming
 
 SCRIPTS = {
@@ -70,12 +71,12 @@ def test_scripts_end_without_a_gpu(monkeypatch):
 
 def test_a_layer_and_its_dense_products():
     shape = inputs.Layer(tokens=6, hidden=8, experts=4, top_k=2, width=3)
-    given = {name: a.astype("float32") for name, a in shape.inputs().items()}
+    given = jax.tree.map(lambda array: array.astype("float32"), shape.inputs())
     products = inputs.dense_products(given, shape.top_k)
     assert [p.shape for p in products] == [(12, 8), (8, 6), (12, 3), (12, 8), (3, 8)]
-    out, gradients = inputs.with_gradients(lambda given: 3 * given["x"])(given)
-    np.testing.assert_array_equal(gradients["x"], 3 * out)
-    _, gradients = inputs.with_gradients(lambda x: 3 * x, jnp.ones_like)(given["x"])
+    out, gradients = inputs.with_gradients(lambda given: 3 * given.x)(given)
+    np.testing.assert_array_equal(gradients.x, 3 * out)
+    _, gradients = inputs.with_gradients(lambda x: 3 * x, jnp.ones_like)(given.x)
     np.testing.assert_array_equal(gradients, np.full((6, 8), 3.0))
 
 
@@ -127,6 +128,7 @@ def test_a_way_that_raises_finds_no_kernel_that_another_one_traced(monkeypatch):
 
 def test_decoding_is_measured_against_a_read_of_the_weights_in_use(monkeypatch):
     small = {"HIDDEN": 64, "WIDTH": 32, "TOP_K": 1, "TOKENS": (3,), "LAYERS": 2}
+    small["ROUTER"] = moe.Router(1)
     for name, value in small.items():
         monkeypatch.setattr(decode, name, value)
     found = decode.measure_weights(experts=16, rate=1000.0)

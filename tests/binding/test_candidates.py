@@ -67,10 +67,9 @@ def test_an_output_that_only_measuring_fills_is_logged(caplog, option, call, log
             lambda: triax.triton_call(X, n=100, kernel=kernel, out_type=X, grid=2, **call)
         )()
     text = (
-        f"kernel copy_kernel: `{option}` names the output `out_ptr`, but matters only while "
-        "configs are measured: in the program an output holds anything at first. If the kernel "
-        "adds to it, pass `zeroed_outputs=(0,)`, or alias an operand to it that has the first "
-        "values."
+        f"kernel copy_kernel: `{option}` names the output `out_ptr`, but takes effect only while "
+        "configs are measured: in the program, an output is uninitialised. If the kernel adds to "
+        "the output, pass `zeroed_outputs=(0,)`, or alias an operand with the initial values to it."
     )
     assert caplog.messages == [text] * logged
 
@@ -103,7 +102,7 @@ def test_options_of_tritons_launcher(name):
 
 def test_a_config_sets_what_nothing_reads():
     with pytest.raises(
-        ArgumentTypeError, match=r"A config of kernel .* sets `OTHER`, which is not"
+        ArgumentTypeError, match=r"A config of kernel .* sets `OTHER`, which is neither a parameter"
     ):
         grids([{"BLOCK": 16, "OTHER": 1}], 1)
 

@@ -312,7 +312,7 @@ def suppressed(nargs):
 REFUSED = {
     "zeroes an operand": (
         lambda nargs: nargs["x_ptr"].zero_(),
-        r"zeroes `x_ptr`, which is not an output, nor aliased to one",
+        r"zeroes `x_ptr`, which is neither an output nor aliased to one",
     ),
     "another method": (lambda nargs: nargs["out_ptr"].fill_(1), r"uses `out_ptr\.fill_`"),
     "another attribute": (lambda nargs: nargs["x_ptr"].device, r"uses `x_ptr\.device`"),
@@ -340,7 +340,7 @@ def test_refused(what):
     text = str(caught.value)
     assert text.startswith("The `pre_hook` of config [ROWS=16, num_warps=4"), text
     assert "of kernel 'column_sums_kernel' " in text
-    assert "may zero outputs" in text
+    assert "may only zero outputs" in text
     with pytest.raises(UnsupportedError, match=message):
         raise caught.value
 
@@ -350,7 +350,7 @@ def test_refused(what):
     [
         (lambda nargs: setattr(nargs["desc"], "shape", [1, 1]), r"changes `desc\.shape`"),
         (lambda nargs: setattr(nargs["desc"], "other", 3), r"changes `desc\.other`"),
-        (lambda nargs: nargs["desc"].base.zero_(), r"zeroes `desc\.base`, which is not an output"),
+        (lambda nargs: nargs["desc"].base.zero_(), r"zeroes `desc\.base`, which is neither"),
     ],
 )
 def test_refused_of_a_descriptor(hook, message):

@@ -294,7 +294,7 @@ def test_what_cannot_be_read_is_an_error(tmp_path, body):
 
 def test_another_number_of_pointers_is_an_error(monkeypatch):
     monkeypatch.setattr(writes, "origins", lambda module: (2, []))
-    with pytest.raises(CompilationError, match="it has 3 arrays, and Triton's code for it 2"):
+    with pytest.raises(CompilationError, match="writes: 3 arrays, 2 IR pointers"):
         compile_only(aliased_everywhere(direct), X, X, X)(89)
 
 
@@ -315,7 +315,7 @@ def test_an_operand_in_the_place_of_an_output():
         lower(function, X)
     text = str(caught.value)
     assert text.startswith("Kernel 'forgotten_kernel' writes to `y_ptr`, an operand that no output")
-    assert "pass operands that follow one by name" in text
+    assert "pass the operands after an output by name" in text
 
     def right(x):
         return triax.triton_call(
@@ -464,7 +464,7 @@ def with_output(kernel, n=7):
     [reassigned, selected, exchanged, while_exchanged, joined, by_number, after_return, called],
 )
 def test_what_may_reach_an_operand_is_refused(kernel):
-    text = rf"'{kernel.__name__}' may write to `x_ptr`, an .*counts as all that it may be: give"
+    text = rf"'{kernel.__name__}' may write to `x_ptr`, an .*counts as all pointers it may be: give"
     with pytest.raises(ReadOnlyOperand, match=text):
         lower(with_output(kernel), X)
     in_place = lambda x, y: triax.triton_call(

@@ -49,11 +49,11 @@ def dense_layer(params, x, *, top_k, capacity=None):
     if capacity is not None:
         pairs = chosen.reshape(-1, EXPERTS)
         kept = (pairs * (jnp.cumsum(pairs, axis=0) <= capacity)).reshape(chosen.shape)
-    gate, up = jnp.split(jnp.einsum("tw,ewh->teh", x, params["gate_up"]), 2, axis=2)
-    each = jnp.einsum("teh,ehw->tew", gate / (1 + jnp.exp(-gate)) * up, params["down"])
+    gate, up = jnp.split(jnp.einsum("tw,ewh->teh", x, params["experts"].w_gate_up), 2, axis=2)
+    each = jnp.einsum("teh,ehw->tew", gate / (1 + jnp.exp(-gate)) * up, params["experts"].w_down)
     y = jnp.einsum("tk,tke,tew->tw", weights, kept, each)
     share = load / (TOKENS * top_k)
-    return y, layers.Routing(EXPERTS * jnp.sum(share * jnp.mean(probs, axis=0)), load)
+    return y, layers.Usage(EXPERTS * jnp.sum(share * jnp.mean(probs, axis=0)), load)
 
 
 def make(dtype=jnp.float32, num_layers=None):
@@ -73,8 +73,8 @@ def make(dtype=jnp.float32, num_layers=None):
 
 def loss_of(layer, **options):
     def loss(params, x):
-        y, routing = layer(params, x, **options)
-        return jnp.sum(jnp.sin(y)) + jnp.sum(routing.balance_loss), (y, routing)
+        y, usage = layer(params, x, **options)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(usage.balance_loss), (y, usage)
 
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
@@ -119,13 +119,13 @@ def test_stack_is_the_loop():
     params, x = make(num_layers=2)
 
     def loop(params, x):
-        routings = []
+        usages = []
         for i in range(2):
             layer = jax.tree.map(lambda leaf, i=i: leaf[i], params)
-            y, routing = dense_layer(layer, layers.normalise(x), top_k=2)
+            y, usage = dense_layer(layer, layers.normalise(x), top_k=2)
             x = x + y
-            routings.append(routing)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+            usages.append(usage)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages)
 
     actual = loss_of(layers.moe_stack, top_k=2)(params, x)
     assert actual[0][1][1].load.shape == (2, EXPERTS)
@@ -149,5 +149,5 @@ def test_policy_keeps_what_was_routed(capsys):
 def test_bfloat16_layer_keeps_its_dtype():
     loss = loss_of(layers.moe_layer, top_k=2)
     (_, (y, _)), (d_params, d_x) = jax.eval_shape(loss, *make(jnp.bfloat16))
-    for array in (y, d_x, *d_params.values()):
+    for array in jax.tree.leaves((y, d_x, d_params)):
         assert array.dtype == jnp.bfloat16

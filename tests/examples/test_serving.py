@@ -125,7 +125,9 @@ def test_classes_of_triax_are_not_serialized_and_their_arrays_are():
     types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 16), (8, 4), (4, 16, 32))]
     scaled = jax.eval_shape(functools.partial(moe.quantize, block=(1, None, 1)), types[2])
     down = jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)
-    layer = functools.partial(moe.feed_forward, top_k=2)
+
+    def layer(x, logits, *weights):
+        return moe.feed_forward(x, logits, moe.Experts(*weights), moe.Router(2))
 
     def of_arrays(x, logits, values, scales, down):
         w = dataclasses.replace(scaled, values=values, scales=scales)
@@ -136,7 +138,7 @@ def test_classes_of_triax_are_not_serialized_and_their_arrays_are():
         return export(*args).serialize()
 
     assert bytes_of(of_arrays, *types[:2], scaled.values, scaled.scales, down)
-    with pytest.raises(ValueError, match=r"unregistered type .*FeedForward"):
+    with pytest.raises(ValueError, match=r"unregistered type .*Routing"):
         bytes_of(layer, *types, down)
     with pytest.raises(ValueError, match=r"unregistered type .*ScaledArray"):
         bytes_of(lambda *args: layer(*args).tokens, *types[:2], scaled, down)

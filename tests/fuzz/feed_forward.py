@@ -29,12 +29,11 @@ def feed_forward(rng: Rng, path: str) -> Program:
     router = routing.draw_spec(rng, experts, slots, plain=True)
     columns = 2 * width if kind.gated else width
     biases = "b_gate_up=b_gate_up, b_down=b_down, " * biased
-    choice = f"logits, w_gate_up, w_down, top_k={slots}, {router.source}"
-    if not by_logits:
-        choice = "None, w_gate_up, w_down, routing=(weights, ids), "
     call = (
-        f"moe.feed_forward(x, {choice}{biases}activation={kind.source}, interleaved={interleaved}, "
-        f"transpose_weights={transposed}, align_size={align}, capacity={capacity}, "
+        f"moe.feed_forward(x, {'logits' if by_logits else 'moe.Routing(weights, ids)'}, "
+        f"moe.Experts(w_gate_up, w_down, {biases}activation={kind.source}, "
+        f"interleaved={interleaved}, transposed={transposed}), "
+        f"{router.source * by_logits}align_size={align}, capacity={capacity}, "
         f"weights_on={'input' if of_input else 'output'!r}, implementation=how)"
     )
     results = ("tokens", "group_counts", "num_dropped", "weights", "experts")

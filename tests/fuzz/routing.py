@@ -26,7 +26,7 @@ def best(order: Array, count: int) -> Array:
 
 @dataclasses.dataclass
 class Spec:
-    """Options of `route`."""
+    """A router, and whether it has a bias."""
 
     experts: int
     top_k: int
@@ -38,11 +38,11 @@ class Spec:
 
     @property
     def source(self) -> str:
-        source = f"score={self.score!r}, normalize={self.normalize}, scale={self.scale}, "
+        source = f"moe.Router({self.top_k}, score={self.score!r}, normalize={self.normalize}, "
         if self.groups:
             count, top, by = self.groups
             source += f"num_groups={count}, top_groups={top}, group_score={by!r}, "
-        return source + "bias=bias, " * self.biased
+        return f"{source}scale={self.scale}), " + "bias=bias, " * self.biased
 
     def logits(self, rng: Rng, tokens: int, dtype: Any = np.float32) -> Array:
         """Some with many equal ones, some with infinities."""
@@ -203,7 +203,7 @@ def route(rng: Rng, path: str) -> Program:
     tokens = int(rng.integers(1, 30 if path == "interpret" else 150))
     spec = draw_spec(rng, experts, top_k)
     dtype = np.dtype(one_of(rng, ("float32", "float32", "bfloat16")))
-    call = f"moe.route(logits, {top_k}, {spec.source}implementation=how)"
+    call = f"moe.route(logits, {spec.source}implementation=how)"
     gradients = ("logits",) if spec.normalize in (True, False) else ()
 
     def draw(rng: Rng) -> Arrays:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.moe import flat
 from triax import moe
 from triax.testing import assert_same_bits
 
@@ -107,12 +108,11 @@ def quantized(batch, block):
 
 
 def router(batch, score):
-    routed = moe.route(logits_of(batch), TOP_K, score=score)
-    return routed.weights[batch.at], routed.experts[batch.at]
+    return [of[batch.at] for of in moe.route(logits_of(batch), moe.Router(TOP_K, score=score))]
 
 
 def there_and_back(batch, dtype):
-    plan = moe.make_plan(moe.route(logits_of(batch), TOP_K).experts, EXPERTS)
+    plan = moe.make_plan(moe.route(logits_of(batch), moe.Router(TOP_K)).experts, EXPERTS)
     rows = moe.permute(batch.of(normal(5, max(TOKENS), DEPTH)).astype(dtype), plan)
     weights = batch.of(normal(6, max(TOKENS), TOP_K))
     back = moe.unpermute(rows, plan, weights=weights)[batch.at]
@@ -120,7 +120,7 @@ def there_and_back(batch, dtype):
 
 
 def there_and_back_gradient(batch, dtype):
-    plan = moe.make_plan(moe.route(logits_of(batch), TOP_K).experts, EXPERTS)
+    plan = moe.make_plan(moe.route(logits_of(batch), moe.Router(TOP_K)).experts, EXPERTS)
     weights = batch.of(normal(6, max(TOKENS), TOP_K))
 
     def loss(x, weights):
@@ -143,7 +143,7 @@ def layer(batch, dtype="bfloat16", biases=False, **options):
     if biases:
         options |= {"b_gate_up": w_gate_up[:, 0] * 9, "b_down": w_down[:, 0] * 9}
     how = {"top_k": TOP_K, "normalize": True} | options
-    return moe.feed_forward(x, logits_of(batch), w_gate_up, w_down, **how).tokens[batch.at]
+    return flat.layer(x, logits_of(batch), w_gate_up, w_down, **how).tokens[batch.at]
 
 
 def layer_gradient(batch):
@@ -151,7 +151,7 @@ def layer_gradient(batch):
     x, *both = layer_arguments(batch, "bfloat16")
 
     def loss(x):
-        return jnp.sum(moe.feed_forward(x, logits_of(batch), *both, top_k=TOP_K).tokens)
+        return jnp.sum(flat.layer(x, logits_of(batch), *both, top_k=TOP_K).tokens)
 
     return jax.grad(loss)(x)[batch.at]
 
@@ -232,7 +232,7 @@ def test_gradients_of_weights_and_biases_in_every_run(dtype, last):
     @functools.partial(jax.grad, argnums=(0, 1, 2, 3))
     def gradients(w_gate_up, w_down, b_gate_up, b_down):
         biases = {"b_gate_up": b_gate_up, "b_down": b_down}
-        out = moe.feed_forward(x, logits, w_gate_up, w_down, **biases, **how)
+        out = flat.layer(x, logits, w_gate_up, w_down, **biases, **how)
         return jnp.sum(jnp.sin(out.tokens.astype(jnp.float32)))
 
     first, *more = (gradients(*both, both[0][:, 0], both[1][:, 0]) for _ in range(5))

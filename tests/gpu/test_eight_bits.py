@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu.references import on_cpu
 from tests.gpu.test_ragged_dot import spans
+from tests.moe import flat
 from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.moe.grouped_matmul import float32_sums
@@ -290,7 +291,7 @@ def test_the_layer(recipe):
     def run(*given, implementation):
         def tokens(*given):
             how = {"top_k": 2, "normalize": True, "implementation": implementation}
-            return moe.feed_forward(*given, recipe=RECIPES[recipe], **how).tokens
+            return flat.layer(*given, recipe=RECIPES[recipe], **how).tokens
 
         out, pull = jax.vjp(tokens, *given)
         return out, *pull(given[0])

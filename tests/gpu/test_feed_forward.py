@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
+from tests.moe import flat
 from tests.moe.layer.test_feed_forward import CASES, check_against_dense, draw
-from triax import moe
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ def test_memory_of_forward_and_backward():
 
     def num_bytes(**options):
         def run(gradient, *args):
-            layer = lambda *args: moe.feed_forward(*args, top_k=top_k, **options).tokens
+            layer = lambda *args: flat.layer(*args, top_k=top_k, **options).tokens
             out, pull = jax.vjp(layer, *args)
             return out, pull(gradient)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.moe import flat
 from tests.moe.router import oracle
 from triax import moe
 from triax.testing import assert_close, assert_same_bits, poison
@@ -40,10 +41,10 @@ def full_options(options):
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def routed_with_gradient(logits, bias, d_weights, top_k, options):
-    op = functools.partial(moe.route, top_k=top_k, bias=bias, **dict(options))
+    op = functools.partial(flat.route, top_k=top_k, bias=bias, **dict(options))
     routed, pull = jax.vjp(lambda x: op(x, implementation="triton"), logits)
     none = np.zeros(routed.experts.shape, jax.dtypes.float0)
-    return routed, pull(moe.Routed(d_weights, none))[0]
+    return routed, pull(moe.Routing(d_weights, none))[0]
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -84,7 +85,7 @@ def test_ties_and_what_is_no_number(num_experts, top_k, dtype):
     values = np.asarray(jnp.asarray(np.array(values, np.float32), dtype).astype(jnp.float32))
     drawn = values[rng.integers(0, len(values), (500, num_experts))]
     drawn[::5] = values[-1]
-    routed = moe.route(jnp.asarray(drawn, dtype), top_k, implementation="triton")
+    routed = moe.route(jnp.asarray(drawn, dtype), moe.Router(top_k), implementation="triton")
     order = oracle.order_of(drawn)
     expected = [oracle.best(row, top_k) for row in order]
     np.testing.assert_array_equal(routed.experts, expected)
@@ -93,7 +94,7 @@ def test_ties_and_what_is_no_number(num_experts, top_k, dtype):
 def test_under_vmap_and_with_any_number_of_tokens():
     rng = np.random.default_rng(2)
     logits = jnp.asarray(rng.standard_normal((3, 77, 40)), jnp.float32)
-    op = functools.partial(moe.route, top_k=4, normalize=True, implementation="triton")
+    op = functools.partial(flat.route, top_k=4, normalize=True, implementation="triton")
     batched = jax.jit(jax.vmap(op))(logits)
     for num_tokens in (1, 2, 3, 31, 77):
         for batch in range(3):

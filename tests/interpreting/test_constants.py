@@ -183,7 +183,7 @@ def test_a_constant_argument_has_no_methods(interpret, launch_of):
         tl.store(o_ptr, n.to(tl.int64))
 
     assert interpret(kernel, {"n": 2, "o_ptr": Result(0)}, INT)[0][0] == 2
-    hint = "an argument of 1 in, as a constant that is not a tensor: `n`. Annotate the parameter"
+    hint = "argument equal to 1 as a constant, which is not a tensor: `n`. Annotate the parameter"
     with pytest.raises(AttributeError) as raised:
         interpret(kernel, {"n": 1, "o_ptr": Result(0)}, INT)
     assert hint in raised.value.__notes__[0]

@@ -88,7 +88,9 @@ def router(tokens: int, experts: int, dtype: str = WIDE, bias: bool = False, **h
     arrays = [array(tokens, experts, dtype=dtype)] + [array(experts, dtype=WIDE)] * bias
 
     def run(logits: Any, bias: Any = None, *, implementation: str) -> Any:
-        return moe.route(logits, bias=bias, implementation=implementation, **how).weights
+        return moe.route(
+            logits, moe.Router(**how), bias=bias, implementation=implementation
+        ).weights
 
     return with_gradient(run), arrays
 

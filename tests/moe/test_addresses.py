@@ -54,7 +54,7 @@ def chunks():
 
 
 def router():
-    op = lambda logits, **how: moe.route(logits, 2, **how).weights
+    op = lambda logits, **how: moe.route(logits, moe.Router(2), **how).weights
     forward_and_backward(op, draw(ROWS, WIDTH))
 
 

@@ -20,6 +20,7 @@ from triax import moe, testing
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 8, 4, 2
+ROUTER = moe.Router(TOP_K, score="sigmoid", normalize=True)
 COLLECTIVES = re.compile(
     r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\S*\("
 )
@@ -70,8 +71,7 @@ def products(rows, w_gate_up, sizes):
 
 
 def layer(x, logits, w_gate_up, w_down, bias):
-    router = {"top_k": TOP_K, "score": "sigmoid", "normalize": True, "bias": bias}
-    out = moe.feed_forward(x, logits, w_gate_up, w_down, **router)
+    out = moe.feed_forward(x, logits, moe.Experts(w_gate_up, w_down), ROUTER, bias=bias)
     return out.tokens, out.group_counts
 
 
@@ -82,7 +82,7 @@ OPS = {
         rows, sizes, order, probs
     ),
     "ragged_dot": products,
-    "router": lambda logits: moe.route(logits, TOP_K, score="sigmoid", normalize=True),
+    "router": lambda logits: moe.route(logits, ROUTER),
     "feed_forward": layer,
 }
 
@@ -284,8 +284,8 @@ def test_weights_may_be_cut_each_otherwise_around_a_function(recipe, specs):
     while the layer and its gradients are traced."""
 
     def layer(x, logits, w_gate, w_up, w_down):
-        how = {"top_k": TOP_K, "activation": swiglu, "recipe": recipe}
-        return moe.feed_forward(x, logits, (w_gate, w_up), w_down, **how).tokens
+        experts = moe.Experts((w_gate, w_up), w_down, activation=swiglu)
+        return moe.feed_forward(x, logits, experts, ROUTER, recipe=recipe).tokens
 
     x, logits, w_gate_up, w_down = (drawn()[n] for n in ("x", "logits", "w_gate_up", "w_down"))
     args = [x, logits, *np.split(w_gate_up, 2, axis=2), w_down]
@@ -335,7 +335,7 @@ def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):
     args = [*arguments(layer)[:4], drawn(1)["x"]]
 
     def loss(x, logits, w_gate_up, w_down, targets):
-        out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=TOP_K)
+        out = moe.feed_forward(x, logits, moe.Experts(w_gate_up, w_down), ROUTER)
         return jnp.sum((out.tokens - targets) ** 2)
 
     both = jax.value_and_grad(loss, (0, 1, 2, 3))

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from tests.moe import flat
 from tests.moe.placements.case import Uncut, run, with_gradients
 from tests.moe.placements.ops import OPS, SIZES, draw_array
 from triax import moe
@@ -85,7 +86,7 @@ LAYERS = {
     ),
     "function": (
         BIASES,
-        {"activation": swiglu, "weights_on": "input", "transpose_weights": True, "align_size": 4},
+        {"activation": swiglu, "weights_on": "input", "transposed": True, "align_size": 4},
     ),
     "no gate": (
         "bias",
@@ -101,8 +102,8 @@ LAYERS = {
         },
     ),
     "routing": (BIASES, {"routing": True, "activation": "geglu_exact"}),
-    "rows": (BIASES + "expert_scale", {"recipe": "rows", "quantized_weights": True}),
-    "blocks": ("", {"recipe": "blocks", "transpose_weights": True, "activation": swiglu}),
+    "rows": (BIASES + "expert_scale", {"recipe": "rows", "once": True}),
+    "blocks": ("", {"recipe": "blocks", "transposed": True, "activation": swiglu}),
     "weights' gradient": (
         BIASES,
         {
@@ -150,19 +151,21 @@ def test_the_layer(path, name):
     jax.eval_shape(jax.value_and_grad(loss), arrays)
 
 
-def layer(arrays, *, routing=False, quantized=False, quantized_weights=False, **options):
+def layer(arrays, *, routing=False, quantized=False, once=False, **options):
     names = "x", "logits", "w_gate_up", "w_down"
     x, logits, *weights = (arrays[name] for name in names)
     options |= {name: arrays[name] for name in arrays.keys() - names}
-    if options.get("transpose_weights"):
+    if options.get("transposed"):
         weights = [jnp.swapaxes(w, 1, 2) for w in weights]
     if quantized:
         how = {"block": (1, None, 1), "transposed": True}
         weights = [moe.quantize(jax.lax.stop_gradient(w), **how) for w in weights]
-    if quantized_weights:
-        recipe = options["recipe"]
-        options["quantized_weights"] = [moe.quantize_weights(w, recipe) for w in weights]
+    experts, router = flat.made(moe.Experts, options, *weights), None
+    if once:
+        experts = experts.quantized(options["recipe"])
     if routing:
-        found = moe.route(logits, TOP_K)
-        logits, options["routing"] = None, (found.weights, found.experts.astype(jnp.int64))
-    return moe.feed_forward(x, logits, *weights, top_k=TOP_K, **options).tokens
+        found = moe.route(logits, moe.Router(TOP_K))
+        logits = moe.Routing(found.weights, found.experts.astype(jnp.int64))
+    else:
+        router = flat.made(moe.Router, options, TOP_K)
+    return moe.feed_forward(x, logits, experts, router, **options).tokens

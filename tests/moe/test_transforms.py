@@ -107,17 +107,17 @@ def draw_products(seed):
 
 
 GROUP = np.repeat(np.arange(3), [11, 0, 15])  # the first of these sizes
-ROUTER = {"score": "sigmoid", "normalize": True, "num_groups": 3, "top_groups": 2, "scale": 2.5}
+GROUPS = {"num_groups": 3, "top_groups": 2}
+ROUTER = moe.Router(3, score="sigmoid", normalize=True, scale=2.5, **GROUPS)
 
 
 def route(logits, bias, implementation=None):
-    return moe.route(logits, 3, bias=bias, implementation=implementation, **ROUTER)
+    return moe.route(logits, ROUTER, bias=bias, implementation=implementation)
 
 
 def feed_forward(x, logits, w_gate_up, w_down, implementation=None):
-    out = moe.feed_forward(
-        x, logits, w_gate_up, w_down, top_k=2, capacity=9, implementation=implementation
-    )
+    how = {"capacity": 9, "implementation": implementation}
+    out = moe.feed_forward(x, logits, moe.Experts(w_gate_up, w_down), moe.Router(2), **how)
     return out.tokens, out.group_counts
 
 
@@ -168,7 +168,8 @@ OPS = {
 
 def chosen(logits, bias, implementation=None, **options):
     """Logits that their experts' weights add to."""
-    weights = moe.route(logits, 3, bias=bias, implementation=implementation, **options).weights
+    how = {"bias": bias, "implementation": implementation}
+    weights = moe.route(logits, moe.Router(3, **options), **how).weights
     return jnp.sin((weights @ jnp.arange(3.0))[:, None] * logits)
 
 

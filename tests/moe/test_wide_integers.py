@@ -49,7 +49,7 @@ def token_combine(row_id_map, offsets=None):
 def feed_forward(ids):
     lead, gate_up = ids.shape[:-1], np.concatenate([MATRICES] * 2, axis=2)
     x, weights = X.reshape(*lead, HIDDEN), WEIGHTS.reshape(*lead, 2)
-    return moe.feed_forward(x, None, gate_up, MATRICES, routing=(weights, ids)).tokens
+    return moe.feed_forward(x, moe.Routing(weights, ids), moe.Experts(gate_up, MATRICES)).tokens
 
 
 def outer(sizes):
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, Any]]] = {
     "make_plan": (lambda a: moe.make_plan(a, EXPERTS), ids),
     "make_plan, kernels": (lambda a: moe.make_plan(a, EXPERTS, implementation="interpret"), ids),
     "make_plan_from_mask": (lambda a: moe.make_plan_from_mask(a, 2), (IDS, (0, 0))),
-    "route": (lambda a: moe.route(X[:, :EXPERTS], 2, experts=a).weights, ids),
+    "route": (lambda a: moe.route(X[:, :EXPERTS], moe.Router(2), experts=a).weights, ids),
     "feed_forward": (feed_forward, ids),
     "feed_forward, batched": (feed_forward, (IDS[None], (0, 1, 1))),
     "dispatch": (dispatch, ids),
@@ -137,7 +137,7 @@ REFUSED = {
     "capacity": lambda n: moe.make_plan(IDS, EXPERTS, capacity=n),
     "num_rows": lambda n: moe.make_plan(IDS, EXPERTS, num_rows=n),
     "align_size": lambda n: moe.make_plan(IDS, EXPERTS, align_size=n),
-    "top_k": lambda n: moe.route(X, n),
+    "top_k": lambda n: moe.Router(n),
     "group_offset": lambda n: moe.ragged_dot(X, MATRICES[:2], SIZES, group_offset=n),
     "roll_to_expert_id": lambda n: te.pure_jax_token_dispatch(
         X, IDS, EXPERTS, 2, roll_to_expert_id=n

@@ -35,8 +35,8 @@ def unpermuted(rows, weights):
 
 
 def layer(x, logits, w_gate_up, w_down, b_down):
-    logits = logits.astype(jnp.float32)
-    return moe.feed_forward(x, logits, w_gate_up, w_down, b_down=b_down, top_k=TOP_K).tokens
+    experts = moe.Experts(w_gate_up, w_down, b_down=b_down)
+    return moe.feed_forward(x, logits.astype(jnp.float32), experts, moe.Router(TOP_K)).tokens
 
 
 # Functions with the shapes of their arguments, and how these are cut.

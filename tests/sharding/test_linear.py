@@ -24,7 +24,7 @@ plan = functools.cache(lambda: moe.make_plan(IDS, 4, implementation="xla"))
 CALLS = {
     "ragged_dot": lambda x: moe.ragged_dot(x, W, SIZES),
     "glu": lambda x: moe.glu(x, jnp.ones(8)),
-    "route": lambda x: moe.route(x, 2).weights,
+    "route": lambda x: moe.route(x, moe.Router(2)).weights,
     "permute": lambda x: moe.permute(x, plan()),
     "unpermute": lambda x: moe.unpermute(moe.permute(x, plan()), plan(), jnp.ones((8, 2))),
     "sort_chunks_by_index": lambda x: moe.sort_chunks_by_index(x, SIZES, jnp.array([1, 0])).rows,

@@ -60,7 +60,7 @@ def _moves(number, rng):
     x, logits = _floats(rng, 3 + number, 32 * (1 + number % 3)), _floats(rng, 3 + number, 4)
 
     def run(x, logits):
-        routed = moe.route(logits, 2)
+        routed = moe.route(logits, moe.Router(2))
         plan = moe.make_plan(routed.experts, 4)
         return moe.unpermute(moe.permute(x, plan), plan, weights=routed.weights)
 
@@ -75,12 +75,11 @@ def _product(number, rng):
 
 
 def _layer(number, rng):
-    args = (
-        *(_floats(rng, 5 + number, 64, dtype="bfloat16"), _floats(rng, 5 + number, 4)),
-        *(_floats(rng, 4, 64, 64, dtype="bfloat16"), _floats(rng, 4, 32, 64, dtype="bfloat16")),
-    )
-    loss = lambda *args: jnp.sum(moe.feed_forward(*args, top_k=2).tokens.astype("float32") ** 2)
-    return jax.value_and_grad(loss, (0, 2, 3)), args
+    weights = (_floats(rng, 4, *shape, dtype="bfloat16") for shape in ((64, 64), (32, 64)))
+    args = _floats(rng, 5 + number, 64, dtype="bfloat16"), _floats(rng, 5 + number, 4)
+    router = moe.Router(2)
+    loss = lambda *args: jnp.sum(moe.feed_forward(*args, router).tokens.astype("float32") ** 2)
+    return jax.value_and_grad(loss, (0, 2)), (*args, moe.Experts(*weights))
 
 
 KINDS = _add, _tuned, _moves, _product, _layer

@@ -111,7 +111,7 @@ def test_jax_below_a_floor(report, gate, version, level):
     status, found, _ = report(with_packages(WITH_GPU, **old))
     finding = found[gate.feature]
     assert (status, finding["level"]) == (level == "fix", level)
-    expected = f"needs jaxlib {gate.stable}, and {version} is here: {gate.below}"
+    expected = f"needs jaxlib {gate.stable}, but {version} is installed: {gate.below}"
     assert finding["text"] == expected
     python = "with Python 3.12 or later, "
     needed = gate is versions.TENSOR_MAPS and sys.version_info < (3, 12)
@@ -263,7 +263,7 @@ def test_a_home_that_cannot_be_written(tmp_path):
     unset = dict.fromkeys(("TRIAX_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"))
     done = run(HOME=str(home), TMPDIR=str(tmp_path), **unset)
     assert done.returncode == 0
-    assert "so Triton keeps what it compiles in" in done.stderr
+    assert "so Triton caches kernels in" in done.stderr
     assert "warn  tuned configs   " in done.stdout
     assert "→ set TRIAX_CACHE_DIR to a folder that can be written" in done.stdout
     place = tmp_path / f"triax-{os.getuid()}" / "triton"

@@ -280,7 +280,7 @@ def test_a_config_that_ptxas_refuses_is_dropped(measurer, caplog):
 def test_the_fallback_is_none_that_ptxas_refused(measurer, caplog):
     configs = [triton.Config({"BLOCK": block}) for block in (64, 128, 256)]
     kernel = triton.autotune(configs, key=[])(refused_kernel)
-    measurer.error = TuningError("measuring needs 9 bytes, and may take 4")
+    measurer.error = TuningError("measuring needs 9 bytes, but may use 4")
     assert explain(kernel=kernel).grid == ((8, 1, 1),)
 
 
@@ -312,7 +312,7 @@ def test_explain_sees_the_mode_in_force_and_not_that_of_an_older_trace(measurer)
 
 
 def test_too_large_falls_back_and_says_how_to_tune(measurer, caplog):
-    measurer.error = TuningError("measuring needs 9 bytes, and may take 4")
+    measurer.error = TuningError("measuring needs 9 bytes, but may use 4")
     assert explain().source == "first config (mode auto)"
     assert explain().source == "first config (mode auto)"
     assert len(measurer.jobs) == 1  # tried once in a process
@@ -328,7 +328,7 @@ def test_missing_cuda_bindings_falls_back_and_says_so(measurer, monkeypatch, cap
 
 def test_cached_does_not_measure_and_strict_refuses(measurer):
     assert explain("cached").source == "first config (mode cached)"
-    with pytest.raises(TuningError, match=r"none is known to be tuned.*triax tune FILE:FUNCTION"):
+    with pytest.raises(TuningError, match=r"no tuned one is known for.*triax tune FILE:FUNCTION"):
         explain("strict")
     assert measurer.jobs == []
 
@@ -412,7 +412,7 @@ def test_a_file_about_another_key_is_a_miss(measurer, caplog):
     path.write_text(json.dumps(data))
     policy.forget()
     assert explain().source == "measured now"
-    assert "is about another key" in caplog.text
+    assert "is for another key" in caplog.text
 
 
 def test_records_are_readable(measurer):
@@ -520,7 +520,7 @@ class TestRealOperands:
         assert explain().grid == ((1, 1, 1),)
 
     def test_that_cannot_be_measured_are_an_error(self, measurer):
-        measurer.error = TuningError("measuring needs 9 bytes, and may take 4")
+        measurer.error = TuningError("measuring needs 9 bytes, but may use 4")
         with pytest.raises(TuningError, match="measuring needs 9 bytes"):
             self.choose()
 

@@ -94,7 +94,7 @@ def test_not_in_a_temporary_folder_of_somebody_else(monkeypatch, temporary):
     somebody_else = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: somebody_else)
     temporary.with_name(f"triax-{somebody_else}").mkdir()
-    with pytest.raises(TuningError, match="belongs to somebody else"):
+    with pytest.raises(TuningError, match="belongs to another user"):
         gpu_lock.one_at_a_time("x").__enter__()
 
 

@@ -26,7 +26,7 @@ def test_nothing_is_known():
     [
         ({"triton": "3.6.0"}, "Triton 3.6.0, this is 3.9.0"),
         ({"compute_capability": 80}, "compute capability 80, this is 90"),
-        ({"source": "1" * 20}, "another source of the kernel or of what it calls"),
+        ({"source": "1" * 20}, "another source of the kernel or its helpers"),
         ({"candidates": ("BLOCK=64",)}, "other configs to choose from"),
         ({"options": {"debug": "True"}}, "options debug=True, this is none"),
         ({"dtypes": {"x_ptr.0": "int8"}}, "dtypes x_ptr.0=int8, this is x_ptr.0=float32"),
@@ -52,11 +52,11 @@ def test_what_differs(changes, text):
 def test_another_gpu():
     place = known(gpu="Other")
     assert misses.find(KEY, [place]).text == (
-        "known for Other, this is Imaginary GPU (user store; TRIAX_GPU_LIKE would take it)"
+        "known for Other, this is Imaginary GPU (user store; set TRIAX_GPU_LIKE to use it)"
     )
     nowhere = dataclasses.replace(KEY, gpu="")
     assert misses.find(nowhere, [place]).text == (
-        "known for Other, this is no GPU by name (user store)"
+        "known for Other, this is a GPU without a name (user store)"
     )
 
 

@@ -112,7 +112,7 @@ def test_damaged_metadata_is_logged(monkeypatch, caplog):
 
     monkeypatch.setattr(importlib.metadata, "entry_points", damaged)
     assert store.find(key(0)) is None
-    assert "cannot be asked for tuned configs: 'Name'" in caplog.text
+    assert "metadata of installed packages cannot be read: 'Name'" in caplog.text
 
 
 def test_a_broken_record_is_a_miss(install, caplog):

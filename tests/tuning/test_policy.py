@@ -72,7 +72,7 @@ def test_the_claim_on_a_config_is_withdrawn_whatever_ends_the_search(problem, mo
 def test_strict_is_an_error():
     with pytest.raises(TuningError) as caught:
         lower("strict")
-    assert "'accumulate_kernel' has 3 configs and none is known to be tuned" in str(caught.value)
+    assert "'accumulate_kernel' has 3 configs, but no tuned one is known" in str(caught.value)
     assert "`triax tune FILE:FUNCTION`" in str(caught.value)
 
 
@@ -128,7 +128,7 @@ def test_never_on_the_new_target(monkeypatch):
 
 def test_what_is_told_where_the_gpu_is_not_here():
     elsewhere = types.SimpleNamespace(measurable=False, name="a")
-    assert policy._about_gpu(None) == " Where that GPU is not here, TRIAX_GPU names it."
+    assert policy._about_gpu(None) == " If that GPU is not here, set TRIAX_GPU to its name."
     assert policy._about_gpu(elsewhere) == " The GPU is 'a'."
     for device in (None, elsewhere):
         assert "not lowered to run on a GPU" in policy._unavailable(device)

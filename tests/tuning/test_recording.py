@@ -118,7 +118,7 @@ class TestAnotherGpu:
         call = explain("strict")
         assert (call.source, call.grid) == (f"user store, of {DEVICE.name}", ((4, 1, 1),))
         assert caplog.messages == [
-            "kernel add_kernel: programs for 'Other GPU' take a config tuned on "
+            "kernel add_kernel: programs for 'Other GPU' use a config tuned on "
             f"{DEVICE.name!r}, as TRIAX_GPU_LIKE says"
         ]
 

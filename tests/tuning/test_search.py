@@ -177,7 +177,7 @@ def test_a_system_without_files_in_memory(gpu, monkeypatch, caplog):
     gpu()
     monkeypatch.delattr("os.memfd_create")
     assert explain(tuning_inputs=zeros).source == "first config (mode auto)"
-    assert "this Python has no os.memfd_create" in caplog.text
+    assert "this Python lacks os.memfd_create" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_program_with_a_file_called_cuda(monkeypatch, tmp_path, caplog, name):
 def test_a_driver_that_fails_before_measuring(gpu, caplog):
     gpu(broken_start=True)
     assert explain().source == "first config (mode auto)"
-    assert "the GPU cannot be waited for: cuInit" in caplog.text
+    assert "waiting for the GPU failed: cuInit" in caplog.text
 
 
 def test_an_interrupt_ends_the_worker(gpu, monkeypatch):

@@ -53,12 +53,12 @@ def test_records_of_the_gpu_it_names_are_found(tuned, monkeypatch, mode):
     [
         (
             "",
-            "this is no GPU by name (user store)",
-            " Where that GPU is not here, TRIAX_GPU names it.",
+            "this is a GPU without a name (user store)",
+            " If that GPU is not here, set TRIAX_GPU to its name.",
         ),
         (
             "Imaginary",
-            "this is Imaginary (user store; TRIAX_GPU_LIKE would take it)",
+            "this is Imaginary (user store; set TRIAX_GPU_LIKE to use it)",
             " The GPU is 'Imaginary'.",
         ),
     ],

@@ -62,7 +62,10 @@ def wrong_choices(x: jax.Array, kernel: Any) -> None:
     triax.triton_call(x, kernel=kernel, out_type=x, grid=1, vmap_method="loop")  # type: ignore[call-overload]
     triax.tuning_mode("fast")  # type: ignore[arg-type]
     moe.glu(x, activation="relu")  # type: ignore[arg-type]
-    moe.route(x, 1, score="tanh")  # type: ignore[arg-type]
+    moe.Router(1, score="tanh")  # type: ignore[arg-type]
+    moe.Experts(x, x, activation="relu")  # type: ignore[arg-type]
+    moe.route(x, 8)  # type: ignore[arg-type]
+    moe.feed_forward(x, x, x, moe.Router(1))  # type: ignore[arg-type]
     moe.glu(x, implementation="cuda")  # type: ignore[arg-type]
 
 
@@ -80,15 +83,19 @@ def layer(
     w_down: jax.Array,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    weights, experts = moe.route(logits, 2, score="sigmoid", implementation=implementation)
-    plan = moe.make_plan(experts, logits.shape[1], implementation=implementation)
+    router = moe.Router(2, score="sigmoid")
+    routing = assert_type(moe.route(logits, router, implementation=implementation), moe.Routing)
+    weights, chosen = routing
+    plan = moe.make_plan(chosen, logits.shape[1], implementation=implementation)
     assert_type(plan, moe.Plan)
     rows = assert_type(moe.permute(x, plan, implementation=implementation), jax.Array)
     weighted = assert_type(moe.permute(x, plan, weights=weights), moe.Permuted)
     assert_type(moe.permute(x, plan, scales=x), moe.Permuted)
     assert_type(moe.permute(x, plan, weights=weights, scales=x), moe.Permuted)
-    out = moe.feed_forward(
-        x, logits, w_gate_up, w_down, top_k=2, activation="geglu", implementation=implementation
+    experts = moe.Experts(w_gate_up, w_down, activation="geglu")
+    out = moe.feed_forward(x, logits, experts, router, implementation=implementation)
+    assert_type(
+        moe.feed_forward(x, routing, experts.quantized("rows"), recipe="rows").routing, moe.Routing
     )
     back = moe.unpermute(rows + weighted.rows, plan, weights, implementation=implementation)
     return assert_type(out.tokens, jax.Array) + assert_type(back, jax.Array)

@@ -36,7 +36,7 @@ def with_gradients(function: Callable, *args: jax.Array) -> None:
 
 def routing(top_k: int = TOP_K) -> tuple[jax.Array, jax.Array]:
     logits = draw(TOKENS, EXPERTS, dtype="float32")
-    return moe.route(logits, top_k, normalize=True, **HOW)
+    return moe.route(logits, moe.Router(top_k, normalize=True), **HOW)
 
 
 def moves(dtype: str, **plan_options: int) -> None:
@@ -85,14 +85,19 @@ def activation(name: object, dtype: str, interleaved: bool = False) -> None:
     with_gradients(run, draw(53, columns, dtype=dtype), draw(53, dtype="float32"))
 
 
-def layer(dtype: str, **options) -> None:
+def layer(dtype: str, interleaved: bool = False, **options) -> None:
     given = (
         draw(TOKENS, HIDDEN, dtype=dtype),
         draw(TOKENS, EXPERTS, dtype="float32"),
         draw(EXPERTS, HIDDEN, 2 * WIDTH, dtype=dtype),
         draw(EXPERTS, WIDTH, HIDDEN, dtype=dtype),
     )
-    run = lambda *args: moe.feed_forward(*args, top_k=TOP_K, **options, **HOW).tokens
+    router, options = moe.Router(TOP_K), options | HOW
+
+    def run(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
+        experts = moe.Experts(*weights, interleaved=interleaved)
+        return moe.feed_forward(x, logits, experts, router, **options).tokens
+
     with_gradients(run, *given)
 
 
@@ -123,7 +128,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Names, and functions that run the ops."""
     of = functools.partial
     for score in ("softmax", "sigmoid", "sqrtsoftplus"):
-        run = lambda x, s=score: moe.route(x, TOP_K, score=s, normalize=True, **HOW).weights
+        router = moe.Router(TOP_K, score=score, normalize=True)
+        run = lambda x, router=router: moe.route(x, router, **HOW).weights
         yield f"route, {score}", of(with_gradients, run, draw(TOKENS, 130, dtype="float32"))
     for dtype in ("bfloat16", "float32", "float8_e4m3fn"):
         if dtype != "float8_e4m3fn":

@@ -1,4 +1,4 @@
-"""Binds what the user passes to the kernel's parameters.
+"""Binds a call's operands and keywords to the kernel's parameters.
 
 In: a kernel view, positional operands and keywords. Out: the runtime parameters in the
 kernel's order, each with an array operand, an output, a scalar or a tuple of these; the
@@ -36,12 +36,12 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What the caller gave, by parameter name.
+    """A call's values by parameter name.
 
     `runtime` has the runtime parameters with a value, given or by default, in the kernel's order;
-    `absent` names those whose value is a default of None, and `free` those that may take outputs,
-    in order: the ones without a value, and `absent`. `keywords` are constexprs and names that only
-    grids and heuristics read.
+    `absent` names the parameters that fall back to a default of None. `free` names, in order, the
+    parameters that may take outputs: `absent` and those without a value. `keywords` are constexprs
+    and names that only grids and heuristics read.
     """
 
     runtime: dict[str, Any]
@@ -55,14 +55,8 @@ def bind(
 ) -> Bound:
     """Binds operands and keywords to a kernel's parameters, as Python would.
 
-    In front of ``*args`` operands pass over the parameters that are given by name, and over those
-    without a value if these are as many as the outputs.
-
-    Args:
-      view: the kernel.
-      operands: the positional operands.
-      kwargs: the keywords.
-      num_outputs: how many outputs need a parameter.
+    Before ``*args``, operands skip the parameters that have a value by name, and the parameters
+    without a value if there are exactly `num_outputs` of them.
 
     Raises:
       ArgumentTypeError: there are too many operands, or a parameter is given twice.
@@ -108,7 +102,7 @@ def bind(
 
 
 def _in_front(view: Kernel, rest: str, valued: frozenset[str], num_outputs: int) -> tuple[str, ...]:
-    """The parameters before ``*rest`` that take positional operands; `valued` have a value."""
+    """The parameters before ``*rest`` that take operands; `valued` ones already have a value."""
     free = {p.name for p in view.runtime_parameters if not p.has_default} - valued
     passed = valued | free if len(free) == num_outputs else valued
     before = view.parameter_names[: view.parameter_names.index(rest)]
@@ -120,8 +114,8 @@ class Flattened:
     """Collects array operands in order while arguments are turned into leaves.
 
     `leaves` are the flattened operands as aliases count them: a name, and an array's index or None
-    for a scalar. `names` and `types` are the arrays'. `refs` are the Refs whose values are among
-    the arrays, by index, and `block_shapes` the descriptors' block shapes that are callables.
+    for a scalar. `names` and `types` belong to `arrays`. By array index, `refs` has the Refs whose
+    values are passed, and `block_shapes` the callable block shapes of descriptors.
     """
 
     kernel: str
@@ -138,15 +132,15 @@ class Flattened:
         if isinstance(value, TensorDescriptor):
             return self._add_descriptor(name, value)
         if value is None:
-            return Scalar(Static(None))  # a pytree without leaves, so aliases do not count it
+            return Scalar(Static(None))  # None is no pytree leaf, so aliases do not count it
         if isinstance(getattr(value, "ref", None), jax.Ref):
             raise ArgumentTypeError(
                 f"Argument `{name}` of kernel {self.kernel!r} is a view of a Ref. Pass the whole "
                 "Ref, and the offsets as operands."
             )
-        if isinstance(value, np.generic) and value.dtype.kind in "biufV":  # V: those of ml_dtypes
+        if isinstance(value, np.generic) and value.dtype.kind in "biufV":  # V: types of ml_dtypes
             value = value.item()
-        if isinstance(value, (int, float, np.floating)):  # as a plain number, which Triton types
+        if isinstance(value, (int, float, np.floating)):  # a plain number, whose type Triton picks
             if not isinstance(value, bool):
                 value = int(value) if isinstance(value, int) else float(value)
             if isinstance(value, int) and not -(2**63) <= value < 2**64:
@@ -184,7 +178,7 @@ class Flattened:
         return index
 
     def _read(self, name: str, index: int, ref: jax.Ref) -> jax.Array:
-        """The value of a Ref. The call updates it and writes it back to the Ref."""
+        """Reads the value of a Ref; the call updates the value and writes it back to the Ref."""
         for other, known in self.refs.items():
             if known is ref:
                 raise ArgumentValueError(
@@ -207,7 +201,7 @@ class Flattened:
 
 
 def array_type(argument: str, array: Any) -> ArrayType:
-    """The type of an operand or output, checked.
+    """Checks the type of an operand or output, and returns it.
 
     Raises:
       ArgumentTypeError, UnsupportedError: Triton has no such element type, or a size is not a
@@ -226,7 +220,7 @@ def array_type(argument: str, array: Any) -> ArrayType:
 
 
 def _on_device(name: str, value: Any) -> jax.Array:
-    """A host's array as JAX's, which would wrap integers of 64 bits around in 32."""
+    """Converts a host array to JAX's; refuses 64-bit integers that would wrap around in 32 bits."""
     array = jnp.asarray(value)
     narrowed = array.dtype.kind in "iu" and array.dtype.itemsize < value.dtype.itemsize
     if narrowed and (value.astype(array.dtype) != value).any():
@@ -243,7 +237,7 @@ def resolve_aliases(
     flat: Flattened,
     results: Sequence[ArrayType],
 ) -> tuple[Alias, ...]:
-    """The caller's aliases, from array operands to outputs."""
+    """Resolves the caller's aliases to pairs of an array operand and an output."""
     pairs: dict[int, int] = {}
     for key, result in aliases.items():
         name, index = _find_leaf(key, flat.leaves, view.parameter_names)
@@ -274,7 +268,7 @@ def resolve_aliases(
 def _find_leaf(
     key: Any, leaves: Sequence[tuple[str, int | None]], parameters: Sequence[str]
 ) -> tuple[str, int | None]:
-    """The flattened operand that a key of `input_output_aliases` names."""
+    """Finds the flattened operand that a key of `input_output_aliases` names."""
     if grid.is_int(key):
         if 0 <= key < len(leaves):
             return leaves[int(key)]
@@ -311,10 +305,10 @@ def place_outputs(
     results: Sequence[ArrayType],
     aliases: Sequence[Alias],
 ) -> tuple[tuple[str, Argument], ...]:
-    """All runtime arguments in the kernel's order, with outputs in the places left free.
+    """Places outputs in free parameters; returns all runtime arguments in the kernel's order.
 
-    Those are the parameters without a value and, if there are more outputs than that, all with a
-    default of None. If only some of these are needed, we do not guess which.
+    Outputs go to the parameters without a value and, if there are more outputs than that, to all
+    parameters with a default of None. If only some of the latter are needed, it is an error.
     """
     free = [name for name in bound.free if name not in supplied]
     aliased = {alias.result for alias in aliases}
@@ -332,30 +326,30 @@ def place_outputs(
 def _wrong_number_of_outputs(
     view: Kernel, bound: Bound, free: Sequence[str], outputs: int, alike: Sequence[str]
 ) -> ArgumentTypeError:
-    """The error; `alike` are the operands that have the type of an output."""
+    """Builds the error; `alike` are the operands that have the type of an output."""
     listed = f" ({', '.join(free)})" if free else ""
-    hint = "Parameters without a value are outputs, and each takes one: supply the others. "
+    hint = "A parameter without a value is an output: supply the parameters that are not outputs. "
     if (numbers := usage.numbers(view.function, free)) and outputs < len(free):
         looks = "looks like a number" if len(numbers) == 1 else "look like numbers"
         hint += (
-            f"{', '.join(f'`{n}`' for n in numbers)} {looks}, by what the kernel calculates: pass "
+            f"{', '.join(f'`{n}`' for n in numbers)} {looks}, judging by the kernel's code: pass "
             f"{', '.join(f'`{n}=…`' for n in numbers)} by name."
         )
     else:
         hint += (
             "An output that is aliased to an operand has no parameter of its own: the kernel "
-            "stores to the operand's."
+            "stores to the operand's parameter."
         )
     if bound.absent and outputs > len(free):
         hint += (
-            f" Those with a default of None ({', '.join(sorted(bound.absent))}) can take outputs "
-            "too, but only all of them: pass None for those that are not outputs."
+            f" Parameters with a default of None ({', '.join(sorted(bound.absent))}) can take "
+            "outputs too, but only all of them: pass None to parameters that are not outputs."
         )
-    elif outputs > len(free):  # as Triton is called
+    elif outputs > len(free):  # the call passes outputs as operands, as in Triton
         guess = f" (`{alike[-1]}`?)" if alike and not free else ""
         hint = (
             "Triax makes the outputs and passes them to the kernel: leave out the operands that "
-            f"the kernel writes to{guess}, and pass what follows them by name. To update an "
+            f"the kernel writes to{guess}, and pass the operands after them by name. To update an "
             "operand, alias an output to it with `input_output_aliases`."
         )
     if extra := sorted(set(bound.keywords) - set(view.parameter_names)):

@@ -35,8 +35,7 @@ from triax.messages import counted, near_misses, short
 
 logger = logging.getLogger(__name__)
 
-# Options of Triton's launcher that jaxlib's launcher lacks: the value that means "off", and what to
-# do instead.
+# Options of Triton's launcher that jaxlib's launcher lacks: the value for "off", and the remedy.
 _LAUNCH_OPTIONS: dict[str, tuple[Any, str]] = {
     "launch_cooperative_grid": (
         False,
@@ -54,13 +53,13 @@ ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequenc
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the caller asked for.
+    """A call whose candidates are to be built.
 
-    `parameters` is what each runtime parameter takes, `arguments` the same as callables see it:
-    arrays as `stand_in.Array`, scalars as they are. `keywords` are constexprs and
-    meta-parameters, `options` the compiler's. `block_shapes` has the descriptors' block shapes that
-    are callables, by operand. For `conflicts` see `Kernel.expand`. `other_names` are what
-    a misspelt keyword may have meant besides the kernel's parameters.
+    `parameters` has the argument of each runtime parameter, `arguments` the same as callables see
+    them: arrays as `stand_in.Array`, scalars by value. `keywords` are constexprs and
+    meta-parameters, `options` compiler options. `block_shapes` has the callable block shapes of
+    descriptors, by operand. For `conflicts` see `Kernel.expand`. `other_names` are names besides
+    the kernel's parameters to suggest for a misspelt keyword.
     """
 
     kernel: Kernel
@@ -80,7 +79,7 @@ class Request:
 
 
 def build(request: Request) -> tuple[Candidate, ...]:
-    """All candidates, in the order of the kernel's configs, without duplicates.
+    """Builds all candidates, in the order of the kernel's configs, without duplicates.
 
     Raises:
       ArgumentTypeError, ArgumentValueError: a constexpr is missing or not static, a
@@ -103,8 +102,8 @@ def build(request: Request) -> tuple[Candidate, ...]:
         _check_reset(request, found)
     if len(found) == 1:
         return tuple(found)
-    # Configs that differ only in values the caller sets are duplicates. The others get different
-    # texts, because configs are stored by their text.
+    # Configs that differ only in values the caller sets are duplicates. The remaining ones are
+    # numbered where their texts are equal, because configs are stored by text.
     distinct: dict[Candidate, Candidate] = {}
     for candidate in found:
         distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
@@ -133,7 +132,7 @@ def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
 
 
 def _check_reset(request: Request, found: Sequence[Candidate]) -> None:
-    """Warns of outputs that the kernel seems to read and that nothing has filled in the program."""
+    """Warns of outputs that the kernel seems to read although the program does not fill them."""
     filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in found))
     outputs = {n: a.index for n, a in request.parameters if isinstance(a, Result)}
     for option in ("reset_to_zero", "restore_value"):
@@ -141,9 +140,9 @@ def _check_reset(request: Request, found: Sequence[Candidate]) -> None:
             if name in outputs and outputs[name] not in filled:
                 _warn(
                     f"kernel {request.kernel.name}: `{option}` names the output `{name}`, but "
-                    "matters only while configs are measured: in the program an output holds "
-                    f"anything at first. If the kernel adds to it, pass `zeroed_outputs="
-                    f"({outputs[name]},)`, or alias an operand to it that has the first values."
+                    "takes effect only while configs are measured: in the program, an output is "
+                    f"uninitialised. If the kernel adds to the output, pass `zeroed_outputs="
+                    f"({outputs[name]},)`, or alias an operand with the initial values to it."
                 )
 
 
@@ -163,7 +162,7 @@ def _candidate(
     kernel = request.kernel
     defaults = {p.name: p.default for p in kernel.parameters if p.is_constexpr and p.has_default}
     set_by_config = {name: static_value(name, static.value) for name, static in config.values}
-    # As in Triton, an option that is also a parameter of the kernel reaches both.
+    # As in Triton, an option that is also a kernel parameter reaches the kernel and the compiler.
     config_options = config.options()
     shared = {*kernel.parameter_names} - request.arguments.keys()
     set_by_config |= {n: v for n, v in config_options.items() if n in shared}
@@ -173,7 +172,7 @@ def _candidate(
         unknown = [n for n in keywords if n not in kernel.parameter_names]
         hint = "".join(f" It has no parameter `{n}`.{near_misses(n, missing)}" for n in unknown)
         hint += "".join(
-            f" A config or heuristic sets `{n}`, which is not one.{near_misses(n, missing)}"
+            f" A config or heuristic sets `{n}`, not a parameter.{near_misses(n, missing)}"
             for n in set_by_config
             if n not in kernel.parameter_names and n not in triton_private.option_names()
         )
@@ -224,10 +223,10 @@ def _static_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def static_value(name: str, value: Any) -> Any:
-    """A constexpr as a hashable Python value.
+    """Converts a constexpr to a hashable Python value.
 
     Raises:
-      ArgumentTypeError: it is an array, traced or not, or cannot be hashed.
+      ArgumentTypeError: the value is an array, traced or not, or cannot be hashed.
     """
     value = plain(value)
     if jax_private.is_array(value):
@@ -251,7 +250,7 @@ def static_value(name: str, value: Any) -> Any:
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Compiler options without the None ones.
+    """Checks compiler options, and drops unset ones.
 
     Raises:
       ArgumentValueError: Triton has no such option, or does not allow this value.
@@ -270,7 +269,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_capability(value: Any) -> None:
-    """Raises `ArgumentValueError` unless a value is a compute capability, or None."""
+    """Raises `ArgumentValueError` unless `value` is a compute capability, or None."""
     if value is not None and (not grids.is_int(value) or not 50 <= value < 200):
         raise ArgumentValueError(
             "Argument `compute_capability` must be an int such as 90 (for 9.0); got "
@@ -283,8 +282,8 @@ def _refuse_launch_options(kernel: str, options: Mapping[str, Any]) -> None:
     for name, (nothing, remedy) in _LAUNCH_OPTIONS.items():
         if (value := options.get(name, nothing)) not in (nothing, None):
             raise UnsupportedError(
-                f"Kernel {kernel!r} has the option `{name}`={value!r}, which kernels in a JAX "
-                f"program are launched without. {remedy}"
+                f"Kernel {kernel!r} has the option `{name}`={value!r}, which jaxlib's launcher "
+                f"does not support. {remedy}"
             )
 
 
@@ -313,7 +312,7 @@ def _check_keywords(
     used: set[str],
     other_names: Collection[str],
 ) -> None:
-    """Refuses names that nothing reads, so that a misspelt parameter is not silently ignored."""
+    """Refuses unused names, so that a misspelt parameter is not silently ignored."""
     known = {*kernel.parameter_names, *used}
     options = triton_private.option_names()
     for name in [name for name in keywords if name not in known]:
@@ -328,8 +327,8 @@ def _check_keywords(
     for name in [name for config in configs for name, _ in config.values]:
         if name not in known and name not in options:
             raise ArgumentTypeError(
-                f"A config of kernel {kernel.name!r} sets `{name}`, which is not one of its "
-                "parameters, not a compiler option, and not read by the grid."
+                f"A config of kernel {kernel.name!r} sets `{name}`, which is neither a parameter "
+                "of the kernel, nor a compiler option, nor read by the grid."
                 f"{near_misses(name, kernel.parameter_names)}"
             )
 
@@ -337,7 +336,7 @@ def _check_keywords(
 def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
     try:
         found = tuple(zeroed)
-    except TypeError:  # which arrays of no dimension raise too, though they have __iter__
+    except TypeError:  # also raised by arrays of no dimension, although they have __iter__
         found = (None,)
     if not all(map(grids.is_int, found)):
         raise ArgumentTypeError(
@@ -357,10 +356,10 @@ def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
 def _check_block_shapes(
     block_shapes: Mapping[int, Any], parameters: Sequence[tuple[str, Argument]]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The block shapes that every descriptor has in one config, checked.
+    """Checks the block shapes of one config; returns them by descriptor operand.
 
     Raises:
-      ArgumentTypeError, ArgumentValueError: not one positive int per dimension of the descriptor.
+      ArgumentTypeError, ArgumentValueError: a block shape is not one positive int per dimension.
     """
     found = []
     for name, argument in parameters:
@@ -389,7 +388,7 @@ def check_aliases(
     results: Sequence[ArrayType],
     names: Sequence[str],
 ) -> tuple[Alias, ...]:
-    """Aliases from array operands to outputs; `names` are the operands' names for messages.
+    """Checks aliases from array operands to outputs; `names` are the operands' names in messages.
 
     Raises:
       ArgumentValueError: an index is out of range, an output is named twice, or the buffers differ

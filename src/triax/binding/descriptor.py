@@ -48,20 +48,20 @@ class TensorDescriptor:
     GPU with TMA (compute capability 9.0 or later).
 
     Args:
-      base: the array. Its address is aligned to 16 bytes, as all of XLA's are.
+      base: the array. Its address is aligned to 16 bytes, like all of XLA's buffers.
       shape: the shape the descriptor shows, one to five dimensions.
       strides: element strides; the last is 1, the others multiples of 16 bytes.
-      block_shape: the shape of the blocks it loads and stores, or a callable that returns it given
-        the meta-parameters, called once per config as a grid is: ``lambda meta: (meta["BM"],
-        meta["BK"])``. A config's `pre_hook` may set it too.
+      block_shape: the shape of the blocks to load and store, or a callable that returns it given
+        the meta-parameters, called once per config like a grid: ``lambda meta: (meta["BM"],
+        meta["BK"])``. A config's `pre_hook` may also set it.
       layout: the shared-memory layout, for Gluon kernels.
-      padding: what a load outside the array reads, "zero" or "nan".
+      padding: the value that loads outside the array read, "zero" or "nan".
       round_f32_to_tf32: rounds float32 to tf32 on the way in. Needs Triton 3.7 or later.
 
     Raises:
       ArgumentTypeError, ArgumentValueError: the ranks differ, or TMA cannot address the array this
         way.
-      UnsupportedError: the installed Triton does not round.
+      UnsupportedError: the installed Triton does not support `round_f32_to_tf32`.
     """
 
     base: Any

@@ -12,18 +12,18 @@ from triax.compat import triton_private
 
 
 def hint(launch: Launch, error: BaseException | None) -> str:
-    """Which parameters an error may be about: Triton's come from deep inside an expression.
+    """Guesses which parameters a compile error is about; Triton only shows an inner expression.
 
     A scalar that JAX computes is an array, so the kernel gets a pointer to it.
     """
     if isinstance(error, OSError):
         folder = triton_private.cache_folder()
         return (
-            f". Triton keeps what it compiles in {folder}; set TRITON_CACHE_DIR to a folder that "
+            f". Triton caches compiled kernels in {folder}; set TRITON_CACHE_DIR to a folder that "
             "can be written."
         )
     text = ""
-    while error is not None:  # without the code that Triton's errors show, which has any words
+    while error is not None:  # without the source in Triton's errors, where any word may occur
         text += f"{type(error).__name__}: {getattr(error, 'error_message', error)}\n"
         error = error.__cause__
     leaves = [(f"`{name}`", leaf) for name, leaf in launch.named_leaves]
@@ -46,7 +46,7 @@ def hint(launch: Launch, error: BaseException | None) -> str:
     ones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value == 1]
     if ones and "'int' object has no attribute" in text:
         return (
-            f" Triton compiles an argument of 1 in, as a constant that is not a tensor: "
+            f" Triton compiles an argument equal to 1 as a constant, which is not a tensor: "
             f"{', '.join(ones)}. Annotate the parameter (`: tl.int32`), or list it in "
             "`@triton.jit(do_not_specialize=…)`."
         )
@@ -63,10 +63,10 @@ def hint(launch: Launch, error: BaseException | None) -> str:
 
 
 def failure(launch: Launch, error: BaseException) -> str:
-    """Why a launch does not compile, in the first line, and where."""
+    """Writes the message for a launch that does not compile: first the reason, then the place."""
     about = hint(launch, error)
     calls: list[str] = []
-    # Of an error in a helper Triton shows the line that calls it; the reason is in the cause.
+    # For an error in a helper, Triton shows the calling line; the reason is in the cause.
     while getattr(error, "error_message", error) is None and error.__cause__ is not None:
         calls.insert(0, _call_site(error))
         error = error.__cause__
@@ -82,7 +82,7 @@ def failure(launch: Launch, error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> list[str]:
-    """A line on each cause of an error that says what the errors before it do not."""
+    """A line for each cause of an error whose text the errors before it do not contain."""
     said, lines = str(error), []
     while (cause := error.__cause__) is not None:
         if (text := str(cause).strip()) not in said:
@@ -92,7 +92,7 @@ def causes(error: BaseException) -> list[str]:
 
 
 def _call_site(error: Any) -> str:
-    """A line on the call that an error of Triton's compiler was raised in."""
+    """A line about the call in which Triton's compiler raised an error."""
     name, line = re.search(r"def (\w+)", error.src or ""), getattr(error.node, "lineno", 0)
     code = (error.src or "").splitlines()[line - 1 : line]
     return f"Called by `{name[1] if name else '?'}`, in line {line}: {''.join(code).strip()}"

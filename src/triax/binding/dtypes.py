@@ -25,7 +25,7 @@ TRITON_NAMES: dict[np.dtype, str] = {
     np.dtype(np.float64): "fp64",
     **FLOAT8,
 }
-"""What kernels can take, with Triton's names."""
+"""The dtypes that kernels support, with Triton's names."""
 SUPPORTED = tuple(dtype.name for dtype in TRITON_NAMES)
 
 
@@ -42,20 +42,20 @@ def check(dtype: object, argument: str) -> None:
         known = False
     if not known:
         raise ArgumentTypeError(
-            f"Argument `{argument}` has dtype {dtype}, which Triton kernels cannot take. "
+            f"Argument `{argument}` has dtype {dtype}, which Triton kernels do not support. "
             f"Cast it to one of: {', '.join(SUPPORTED)}."
         )
 
 
 def launch_scalar(name: str, value: bool | int | float, type_name: str) -> tuple[float, str]:
-    """A scalar argument as launchers take it: they know only bools and 32 and 64-bit numbers.
+    """Converts a scalar to a type that launchers know: bools, and 32 and 64-bit numbers.
 
     A kernel reads only as many bytes as its parameter has, so a narrower number is passed in the
     low bytes of a wider one.
 
     Args:
       name: the parameter, for messages.
-      value: what the caller gave.
+      value: the caller's scalar.
       type_name: Triton's type of the parameter: "u1", "i16", "bf16", …
 
     Returns:

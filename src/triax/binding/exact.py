@@ -1,7 +1,7 @@
 """Tells Python values apart where `==` would call them the same.
 
-In Python ``1 == 1.0 == True``, ``0.0 == -0.0`` and ``nan != nan``, and so for what holds them, such
-as a dataclass; but a kernel compiled for one of these must not be used for another.
+In Python ``1 == 1.0 == True``, ``0.0 == -0.0`` and ``nan != nan``, also inside containers such as a
+dataclass; but a kernel compiled for one of these values must not be used for another.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 PLAIN = frozenset({bool, int, str, bytes, types.NoneType})
-"""Types whose values are told apart by their type and their `repr`."""
+"""Types whose values differ in their `repr` if they differ at all."""
 NAMED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _DEEPEST = 16
 
 
 def spell(value: Any, others: list[Any], depth: int = 0) -> str:
-    """A text of a value and all its members.
+    """Spells a value and all its members as text.
 
-    What a text cannot tell apart is added to `others`: types, functions, and objects that equal
-    only themselves. Two values are the same if their texts are equal and their `others` identical.
+    Objects that a text cannot tell apart are appended to `others`: types, functions, and objects
+    compared by identity. Two values are the same if their texts are equal and `others` identical.
     """
     kind: Any = type(value)
     if kind in PLAIN:
@@ -68,7 +68,7 @@ def spell(value: Any, others: list[Any], depth: int = 0) -> str:
 
 
 def is_jitted(value: Any) -> bool:
-    """Whether a value is a function for Triton's compiler, whose own hash parses its source."""
+    """Whether a value is a function for Triton's compiler, whose `hash` would parse its source."""
     return hasattr(type(value), "cache_key")
 
 

@@ -21,11 +21,12 @@ _LIMITS = (2**31 - 1, 65535, 65535)
 
 
 def normalize(grid: object, source: str = "") -> Grid:
-    """The grid as three ints; `source` is where it is from, for messages.
+    """Converts a grid to three ints; `source` says in messages where the grid comes from.
 
     Raises:
-      ArgumentTypeError: neither an int, nor a tuple or list of ints.
-      ArgumentValueError: not one to three dimensions, a negative size, or one above CUDA's limits.
+      ArgumentTypeError: the grid is neither an int, nor a tuple or list of ints.
+      ArgumentValueError: there are not one to three dimensions, or a size is negative or above
+        CUDA's limit.
     """
     if type(grid) is int or is_int(grid):
         grid = (grid,)

@@ -1,9 +1,8 @@
 """Finds out ahead of time what a config's `pre_hook` does to a launch.
 
 Triton runs such a hook before every launch, on the kernel's arguments. No Python runs inside a
-compiled program, so it is run once here, on stand-ins. In: the hook, and what each parameter of the
-kernel takes. Out: the outputs that it zeroes and the block shapes that it sets; anything else it
-does is an error.
+compiled program, so the hook runs once here, on stand-ins. In: a hook and its kernel's arguments.
+Out: the outputs that the hook zeroes and the block shapes that it sets. Other effects are errors.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from triax.compat import triton_private
 from triax.errors import UnsupportedError
 
 _REMEDY = (
-    "It is run once, ahead of time, and may zero outputs (`.zero_()`) and set the `block_shape` of "
-    "descriptors. Do other work in JAX, before the call."
+    "The hook runs once, ahead of time, and may only zero outputs (`.zero_()`) and set the "
+    "`block_shape` of descriptors. Do other work in JAX, before the call."
 )
 
 
@@ -30,20 +29,20 @@ def find_effects(
     seen: Mapping[str, Any],
     aliases: Sequence[Alias],
 ) -> tuple[set[int], dict[int, Any]]:
-    """Runs a hook.
+    """Runs a hook on stand-ins.
 
     Args:
       hook: the hook.
-      where: the kernel and the config that it belongs to, for messages.
-      parameters: what each runtime parameter takes.
-      seen: the same as shapes and dtypes, or the values of scalars.
+      where: the kernel and config of the hook, for messages.
+      parameters: the argument of each runtime parameter.
+      seen: the same arguments as shapes and dtypes, or as values of scalars.
       aliases: which operands are outputs.
 
     Returns:
-      The outputs that it zeroes, and the block shapes that it sets, by the descriptor's operand.
+      The outputs that the hook zeroes, and the block shapes that it sets, by descriptor operand.
 
     Raises:
-      UnsupportedError: it raises, or does something that cannot be honoured.
+      UnsupportedError: the hook raises, or has another effect.
     """
     log = _Log(where, {alias.operand: alias.result for alias in aliases})
     arguments = {name: log.stand_in(name, leaf, seen[name]) for name, leaf in parameters}
@@ -54,7 +53,7 @@ def find_effects(
             raised = f"{where} raised {type(error).__name__}: {error}."
             said = str(error) if where in str(error) else raised
             raise UnsupportedError(f"{said} {_REMEDY}") from error
-    if log.refusal is not None:  # also where the hook caught it
+    if log.refusal is not None:  # even if the hook caught the exception
         raise log.refusal
     return log.zeroed, log.block_shapes()
 
@@ -76,7 +75,7 @@ class _Log:
     def zero(self, name: str, leaf: Operand | Result) -> None:
         index = leaf.index if isinstance(leaf, Result) else self._result_of.get(leaf.index)
         if index is None:
-            raise self.refuse(f"zeroes `{name}`, which is not an output, nor aliased to one")
+            raise self.refuse(f"zeroes `{name}`, which is neither an output nor aliased to one")
         self.zeroed.add(index)
 
     def stand_in(self, name: str, leaf: Argument, seen: Any) -> Any:
@@ -103,7 +102,7 @@ class _Log:
         return _Array(self, name, leaf, seen)
 
     def block_shapes(self) -> dict[int, Any]:
-        """The block shapes that were changed. Changing anything else of a descriptor is refused."""
+        """The block shapes that the hook changed. Other changes to a descriptor are refused."""
         changed = {}
         for name, leaf, found, before in self._descriptors:
             after = vars(found)
@@ -120,7 +119,7 @@ _READABLE = {"dtype", "ndim", "shape", *(n for n in vars(Array) if not n.startsw
 
 
 class _Array:
-    """Stands for an array, `seen` as others see it."""
+    """A stand-in for an array that records `zero_` and refuses other changes."""
 
     __slots__ = ("_leaf", "_log", "_name", "_seen")
 

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class Parameter:
     """One parameter of a kernel. `default` is None where `has_default` is false.
 
-    `number` is Triton's name of the number type it is annotated with ("i32"), else "". That of
-    ``*args`` `is_variadic`: it takes a tuple, by default an empty one.
+    `number` is Triton's name of the annotated number type ("i32"), else "". `is_variadic` marks
+    ``*args``, which takes a tuple, by default an empty one.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Parameter:
 
 
 class Hook(NamedTuple):
-    """A config's `pre_hook`, and the values that it is given beside the runtime arguments."""
+    """A config's `pre_hook`, and the values it receives besides the runtime arguments."""
 
     function: Callable[[dict[str, Any]], Any]
     values: dict[str, Any]
@@ -50,7 +50,7 @@ class Kernel:
     """A kernel as the user wrote it (`source`) and the function inside it (`function`).
 
     `stages` are the decorators around the function, the outermost first; `autotuner` is the
-    `@triton.autotune` among them, or None. Two views are equal if they are of the same object.
+    `@triton.autotune` among them, or None. Two views of the same object are equal.
     """
 
     source: Any
@@ -63,7 +63,7 @@ class Kernel:
 
     @classmethod
     def of(cls, source: Any) -> Kernel:
-        """The view of a kernel object, made once.
+        """Returns the view of a kernel object, made once per object.
 
         Raises:
           ArgumentTypeError: `source` is not a jitted function, alone or decorated.
@@ -141,7 +141,7 @@ class Kernel:
 
     @functools.cached_property
     def variadic(self) -> Parameter | None:
-        """The parameter of ``*args``."""
+        """The parameter of ``*args``, or None."""
         return next((p for p in self.parameters if p.is_variadic), None)
 
     @functools.cached_property
@@ -155,7 +155,7 @@ class Kernel:
         return tuple(p for p in self.parameters if p.number)
 
     def values_set_by_stages(self, begin: int = 0) -> frozenset[str]:
-        """The names that some config or heuristic, from stage `begin` on, gives a value."""
+        """The names that configs and heuristics set, from stage `begin` on."""
         found: set[str] = set()
         for stage in self.stages[begin:]:
             found.update(getattr(stage, "values", ()))
@@ -170,7 +170,7 @@ class Kernel:
         *,
         conflicts: str = "filter",
     ) -> tuple[list[tuple[Config, Hook | None]], set[str]]:
-        """The configs to choose from, each with all the values that configs and heuristics set.
+        """Lists the configs to choose from, each with all values that configs and heuristics set.
 
         Args:
           arguments: runtime arguments by parameter, as heuristics see them.
@@ -227,14 +227,14 @@ class Kernel:
         return [branch.with_config(config, caller_wins=conflicts == "caller") for config in configs]
 
 
-# By the object's id: Triton's hash of a kernel parses its source.
+# By the object's id, because Triton's hash of a kernel parses its source.
 _views: dict[int, Kernel] = {}
 _MOST_VIEWS = 1024
 
 
 @dataclasses.dataclass
 class _Branch:
-    """One path through the decorators: all values so far, and those set by stages."""
+    """One path through the decorators: `values` are set by stages, `keywords` are all so far."""
 
     keywords: dict[str, Any]
     values: dict[str, Any]
@@ -254,7 +254,7 @@ class _Branch:
             target[name] = given.get(name, value)
         keywords = {**self.keywords, **values}
         hook = None
-        if config.pre_hook is not None:  # without what heuristics add later
+        if config.pre_hook is not None:  # it does not see values that heuristics add later
             hook = Hook(config.pre_hook, {**keywords, **options})
         return _Branch(keywords, values, options, hook)
 
@@ -292,16 +292,16 @@ def _reading(name: str) -> Any:
 
 
 class MissingName(ArgumentValueError, KeyError):
-    """A function of the user's reads a name that its dictionary does not have."""
+    """A user's function reads a name that is not among its meta-parameters."""
 
-    __str__ = Exception.__str__  # a KeyError's is a `repr`
+    __str__ = Exception.__str__  # a KeyError shows the `repr` of its message
 
 
 class MetaParameters(dict[str, Any]):
-    """What a grid, heuristic or hook is given: the arguments of a call by name.
+    """The dictionary that a grid, heuristic or hook receives: the arguments of a call by name.
 
-    The keys that are read are added to `read`; iterating reads them all. The names in `set_later`
-    are not there yet.
+    Keys that are read are added to `read`; iterating reads all keys. The names in `set_later` are
+    missing because a decorator further in sets them.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class MetaParameters(dict[str, Any]):
         self._set_later, self._reader = set_later, reader
 
     def given_to(self, function: Callable[..., Any], where: str) -> Any:
-        """The result of a user's function, which `where` names for messages."""
+        """Calls a user's function, which `where` names in messages, with this dictionary."""
         self._reader = where
         how = "one dictionary, the meta-parameters by name, as in `lambda meta: …`"
         return messages.call(function, where, how, self)
@@ -343,12 +343,12 @@ class MetaParameters(dict[str, Any]):
 
 
 def _set_by(config: Any) -> str:
-    """What a config sets, as text."""
+    """The values that a config sets, as text."""
     return ", ".join(f"{n}: {v}" for n, v in config.all_kwargs().items() if v is not None)
 
 
 def _refuse_hooks(name: str, tuner: Any) -> None:
-    """Hooks of `@triton.autotune` itself run around Triton's own timing, which Triax replaces."""
+    """Refuses hooks of `@triton.autotune` itself: they run around timing that Triax replaces."""
     names = [n for n in ("pre_hook", "post_hook") if getattr(tuner, f"user_defined_{n}", False)]
     if names:
         given = ", ".join(f"@triton.autotune({name}=…)" for name in names)

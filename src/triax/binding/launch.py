@@ -114,7 +114,7 @@ def rebuild(argument: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
 
 
 def map_leaves(function: Callable[[Leaf], Any], argument: Argument) -> Any:
-    """An argument with other leaves, tuples as they are."""
+    """Applies a function to each leaf of an argument, and keeps its tuples."""
     if isinstance(argument, tuple):
         return rebuild(argument, [map_leaves(function, part) for part in argument])
     return function(argument)
@@ -133,8 +133,8 @@ class Candidate:
     """A config with everything that follows from it.
 
     `constants` are all constexpr parameters of the kernel, `options` all compiler options, `zeroed`
-    the outputs to zero before the launch; `block_shapes` pairs descriptors' operands with their
-    block shapes in this config.
+    the outputs to zero before the launch; `block_shapes` pairs descriptor operands with their block
+    shapes in this config.
     """
 
     config: Config
@@ -155,13 +155,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A user's call, bound: all that is known before devices and shapes are known.
+    """A user's call bound to its kernel: everything known before devices and shapes.
 
     `arguments` gives the runtime parameters in the kernel's order; `aliases`
-    count array operands and flattened outputs; `tuning` is the tuning mode and
-    `implementation` one of None, "triton", "interpret". `fallback` is used if no candidate is
-    chosen; None means the first of them. `checked` is for the interpreter. `code` tells what the
-    kernel was compiled from when it was traced: an eager call must not find an older program.
+    index array operands and flattened outputs; `tuning` is the tuning mode and
+    `implementation` one of None, "triton", "interpret". `fallback` is the candidate to use if none
+    is chosen; None means the first. `checked` turns on the interpreter's checks. `code` is the
+    fingerprint of the kernel at trace time, so that an eager call does not find an older program.
     """
 
     kernel: Kernel
@@ -176,7 +176,7 @@ class Call:
     has_side_effect: bool = False
     serialized_metadata: bytes = b""
     debug: bool = False
-    # Not compared: two calls that differ only in this are the same call.
+    # Not compared: calls that differ only in `tuning_inputs` are equal.
     tuning_inputs: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
     fallback: Candidate | None = None
     checked: bool = False
@@ -207,7 +207,7 @@ class Call:
         self, operands: tuple[ArrayType, ...], results: tuple[ArrayType, ...]
     ) -> list[Launch]:
         """The launches of all candidates whose grid is not empty."""
-        return [self.launch(c, operands, results) for c in self.candidates if 0 not in c.grid]
+        return [self.launch(c, operands, results) for c in self.candidates if not c.is_empty]
 
     def __repr__(self) -> str:
         return f"Call({self.display_name}, {len(self.candidates)} candidate(s))"
@@ -239,7 +239,7 @@ class Launch:
 
     @property
     def operand_of_result(self) -> dict[int, int]:
-        """For each aliased output, the operand whose buffer it is."""
+        """For each aliased output, the operand whose buffer it shares."""
         return {alias.result: alias.operand for alias in self.aliases}
 
     def array_type(self, leaf: Operand | Result | Descriptor) -> ArrayType:
@@ -257,7 +257,7 @@ class Launch:
         return len(self.operands) + fresh.index(leaf.index)
 
     def zeroed_bytes(self) -> dict[Operand | Result, int]:
-        """How many bytes to zero before the launch, by the leaf that takes the buffer."""
+        """The number of bytes to zero before the launch, for each leaf with a zeroed buffer."""
         sizes = {index: self.results[index].nbytes for index in self.candidate.zeroed}
         zeroed: dict[Operand | Result, int] = {Result(index): n for index, n in sizes.items()}
         aliased = [alias for alias in self.aliases if alias.result in sizes]
@@ -270,7 +270,7 @@ class Launch:
 
     @functools.cached_property
     def named_leaves(self) -> tuple[tuple[str, Leaf], ...]:
-        """The leaves with their names: the parameter's, plus the position in a tuple."""
+        """The leaves, each with its name: the parameter, plus the position in a tuple."""
         named: list[tuple[str, Leaf]] = []
         for name, argument in self.arguments:
             if not isinstance(argument, tuple):
@@ -288,7 +288,7 @@ os.register_at_fork(
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
-    """What the compiler decided about one host TMA descriptor, in the driver's terms."""
+    """The compiler's decisions about one host TMA descriptor, in the driver's terms."""
 
     block_shape: tuple[int, ...]
     element_type: int
@@ -299,8 +299,8 @@ class TensorMap:
 class LaunchParameter:
     """A parameter of a compiled kernel, for leaf number `leaf` of `Launch.leaves`.
 
-    `divisible_by_16` says whether the code relies on that. `scalar_type` is Triton's type of a
-    scalar, else None; `tensor_map` is set for descriptors on GPUs with TMA.
+    `divisible_by_16` says whether the code assumes it of the argument. `scalar_type` is Triton's
+    type of a scalar, else None; `tensor_map` is set for descriptors on GPUs with TMA.
     """
 
     leaf: int
@@ -311,7 +311,7 @@ class LaunchParameter:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledKernel:
-    """Triton's output for one launch, in the form XLA's custom call wants it.
+    """Triton's output for one launch, in the form that XLA's custom call needs.
 
     `name` is the PTX entry, unique to the code. `cubin` is the machine code of `ptx`, made only on
     request because XLA makes its own.
@@ -326,7 +326,7 @@ class CompiledKernel:
     global_scratch_bytes: int
     global_scratch_align: int
     parameters: tuple[LaunchParameter, ...]
-    """In the kernel's order. Triton folds None and integers it specialised on 1 into the code."""
+    """In the kernel's order, without None and integers of 1, which Triton folds into the code."""
     writes: tuple[tuple[int, ...], ...] = ()
-    """For each write whose pointer can be followed, the leaves it may reach."""
+    """For each write that can be traced to arguments, the leaves whose memory it may reach."""
     cubin: bytes | None = None

@@ -1,7 +1,7 @@
-"""What a kernel is compiled from: its source, and all that this names now.
+"""Fingerprints the code of a kernel: its source, and everything that the source names now.
 
 A kernel finds its helpers and constants by name, as Python does, so they can change while the
-kernel stays the same object. Triton looks only once, when it first compiles it.
+kernel stays the same object. Triton looks them up only once, when it first compiles the kernel.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MISSING = object()
 
 
 def fingerprint(function: Any, *constants: Any) -> str:
-    """A hash of a jitted function, of all that it reaches, and of constants it is compiled with.
+    """Hashes a jitted function, everything it reaches, and its constants.
 
-    It is equal in all processes, unless something is reached that equals only itself, and does not
-    depend on the module that a function is in: run as a script or imported, a kernel is the same.
-    Of a library's functions and classes it covers only the name.
+    The hash is equal in all processes, unless the function reaches an object that is compared by
+    identity. It is also equal whether the module of a kernel is imported or run as a script.
+    Functions and classes of libraries are hashed by name only.
     """
     walk = _walks.get(id(function))
     if walk is None or not walk.is_current(function):
@@ -55,11 +55,11 @@ def fingerprint(function: Any, *constants: Any) -> str:
 
 @dataclasses.dataclass
 class _Walk:
-    """The text of all that can be reached from a value, and what it follows from.
+    """The text of everything reachable from a value, and the look-ups that the text depends on.
 
-    `reads` are the names that were looked up, each with what it was: `get(holder, name, _MISSING)`.
-    `spelt` are the values that can change in place, with their texts. Where these are the same, so
-    is `text`, unless the walk came to something that has to be looked at each time (`is_lasting`).
+    `reads` are the look-ups with their results: `get(holder, name, _MISSING)`. `spelt` are the
+    values that can change in place, with their texts. While `reads` and `spelt` are unchanged, so
+    is `text`, provided that the walk `is_lasting`: it met nothing that must be read anew each time.
     """
 
     root: Any
@@ -70,8 +70,8 @@ class _Walk:
 
     def __post_init__(self) -> None:
         parts: list[str] = []
-        met: dict[int, tuple[int, Any]] = {}  # holds the objects, so that ids stay theirs
-        left: list[tuple[Any, bool]] = [(self.root, False)]  # `True`: a member of something spelt
+        met: dict[int, tuple[int, Any]] = {}  # holds the objects, so that no id is reused
+        left: list[tuple[Any, bool]] = [(self.root, False)]  # `True`: a member of a spelt value
         while left:
             value, is_member = left.pop()
             if type(value) in exact.PLAIN:
@@ -96,7 +96,7 @@ class _Walk:
         self.text = "\n".join(parts)
 
     def is_current(self, root: Any) -> bool:
-        """Whether a walk from `root` would find the same."""
+        """Whether a new walk from `root` would give the same text."""
         if not self.is_lasting or self.root is not root:
             return False
         if not all(get(holder, name, _MISSING) is was for get, holder, name, was in self.reads):
@@ -108,7 +108,7 @@ class _Walk:
         return True
 
     def _members(self, value: Any) -> list[Any]:
-        """What a class or a function is made of, names first."""
+        """The parts of a class, function or module that compiled code can depend on."""
         if exact.is_jitted(value) and not hasattr(value, "__func__"):
             return self._members_of_jitted(value)
         if isinstance(value, types.BuiltinFunctionType):
@@ -123,7 +123,7 @@ class _Walk:
         if not isinstance(value, type):  # a bound `constexpr_function`
             return [value.__func__, value.__self__]
         owners = [owner for owner in value.__mro__ if not _is_library(_module(owner))]
-        # The interpreter changes aggregates for as long as a kernel runs.
+        # Aggregates have their own list, because the interpreter patches them while a kernel runs.
         lists = (aggregate_members(owner) or _held(dict(vars(owner))) for owner in owners)
         return [member for members in lists for member in members]
 
@@ -146,7 +146,7 @@ class _Walk:
             holder = cells if first in cells else function.__globals__
             found = get(holder, first, _MISSING)
             self.reads.append((get, holder, first, found))
-            for attribute in attributes:  # of other objects than these all members count
+            for attribute in attributes:  # any other object counts as a whole, by its own name
                 is_module = isinstance(found, types.ModuleType)
                 module = found.__name__ if is_module else _module(found)
                 if not (is_module or isinstance(found, type)) or _is_library(module):
@@ -154,7 +154,7 @@ class _Walk:
                     break
                 holder, found = found, getattr(found, attribute, _MISSING)
                 self.reads.append((getattr, holder, attribute, found))
-            # Of a module the attributes that are named count.
+            # A module counts only by the attributes that are named.
             if found is not _MISSING and not isinstance(found, types.ModuleType):
                 members += [".".join((first, *attributes)), found]
         return members
@@ -172,15 +172,15 @@ def _is_library(module: str) -> bool:
     top = module.partition(".")[0]
     if top not in sys.stdlib_module_names:
         return top in _LIBRARIES
-    # A user's file may be called like a module of the standard library.
+    # A user's file may have the name of a standard-library module.
     origin = getattr(getattr(sys.modules.get(top), "__spec__", None), "origin", None)
     return origin in (None, "built-in", "frozen") or origin.startswith(_STANDARD)
 
 
 def _held(members: dict[str, Any]) -> list[Any]:
-    """What a compiler can use of the members of a class or module, or of the names in a function.
+    """The members of a class or module, or globals of a function, that compiled code can use.
 
-    Not objects that equal only themselves, such as a lock: no constant is made of these.
+    An object compared by identity, such as a lock, counts only by its type: it is no constant.
     """
     found: list[Any] = []
     for name, member in members.items():
@@ -209,10 +209,10 @@ def _closure(function: types.FunctionType) -> list[Any]:
 
 
 def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]:
-    """The names in a jitted function's source that are not its own variables, with attributes."""
+    """The non-local names in a jitted function's source, with the attributes read from them."""
     known = _names.get(function)
     if known is None or known[0] != source:
-        # `co_names` has attributes too, which may be called like a local variable.
+        # `co_names` has attributes too, which may have the name of a local variable.
         outer = _outer_names(function.__code__) - {*function.__code__.co_varnames}
         found: dict[Name, None] = {}
         for node in ast.walk(parse(source)):
@@ -232,18 +232,18 @@ def _outer_names(code: types.CodeType) -> set[str]:
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:
-    """What code does, without where it stands."""
+    """A code object's instructions, names and constants, without its place in the source."""
     constants = (_code(c) if isinstance(c, types.CodeType) else c for c in code.co_consts)
     return code.co_code, code.co_names, code.co_varnames, *constants
 
 
 def _serial_number(value: Any) -> str:
-    """A name for an object that no other has, also once it is gone; the id may be used again."""
+    """A name for an object that is never reused, unlike its `id`."""
     key = id(value)
     if key not in _serial_numbers:
         try:
             held = weakref.ref(value, lambda _: _serial_numbers.pop(key, None))
         except TypeError:
-            held = value  # it lives as long as its number
+            held = value  # not weakly referenceable, so kept alive
         _serial_numbers[key] = held, uuid.uuid4().hex
     return _serial_numbers[key][1]

@@ -1,4 +1,4 @@
-"""How an array looks to functions that run before it exists: grids, heuristics, pruning, hooks."""
+"""A stand-in for an array in code that runs before it exists: grids, heuristics, pruning, hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triax.binding.descriptor import strides_from_shape
 
 
 class Array(jax.ShapeDtypeStruct):
-    """A `jax.ShapeDtypeStruct` with what kernels' Python also asks of PyTorch's tensors."""
+    """A `jax.ShapeDtypeStruct` with the methods of PyTorch tensors that grids or hooks call."""
 
     __slots__ = ()
 
@@ -43,6 +43,6 @@ class Array(jax.ShapeDtypeStruct):
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{name!r} of an array is not known where grids, heuristics and configs are worked "
-            "out: it has a shape and a dtype, and will be dense, row-major and aligned to 16 bytes."
+            f"{name!r} of an array is not known while grids, heuristics and configs are evaluated. "
+            "An array has a shape and a dtype, and will be dense, row-major, aligned to 16 bytes."
         )

@@ -1,6 +1,6 @@
-"""Which parameters a kernel uses as numbers, read off its source; for messages.
+"""Guesses from a kernel's source which parameters are numbers, for error messages.
 
-A parameter without a value is an output, so who forgets a number is told which one it may be.
+A parameter without a value is an output, so a message can name the number that a call forgot.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _TAKE_ADDRESSES = re.compile(r"load|store|atomic_\w+|advance|\w*make_(block_ptr|
 
 
 def numbers(function: Any, names: Sequence[str]) -> list[str]:
-    """The parameters among `names` that a jitted function calculates with, or never gets to memory.
+    """The parameters among `names` that a jitted function uses as numbers, not as addresses.
 
-    Not those that the source does not tell about, such as one that only a helper uses.
+    A parameter that the source does not settle, such as one that only a helper uses, is left out.
     """
     try:
         nodes = [*ast.walk(parse(function.src))]
@@ -52,14 +52,14 @@ def numbers(function: Any, names: Sequence[str]) -> list[str]:
                 flows.append((_terms(target), _terms(value)))
             case ast.NamedExpr(target, value) | ast.For(target, value):
                 flows.append((_terms(target), _terms(value)))
-    for to, terms in flows * len(flows):  # as often as a value may be handed on
+    for to, terms in flows * len(flows):  # a value may pass through every assignment
         addresses |= terms if to & addresses else set()
-    surely = counted - assigned  # a name may be a pointer first, and then what was loaded from it
+    surely = counted - assigned  # an assigned name may be a pointer first, and later a loaded value
     return [n for n in names if n in surely or (n in read and n not in addresses)]
 
 
 def _terms(*nodes: ast.AST | None) -> set[str]:
-    """The names that may be pointers if the nodes are: not factors, nor what is compared."""
+    """The names that may be pointers if the nodes are, leaving out factors and comparisons."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Name):
@@ -72,7 +72,7 @@ def _terms(*nodes: ast.AST | None) -> set[str]:
 
 
 def _is_of_the_language(called: ast.expr, function: types.FunctionType) -> bool:
-    """Whether a call is of Triton's or of Python's, and not of a helper of the kernel's author."""
+    """Whether a called function is Triton's or Python's, not a helper of the kernel's author."""
     while isinstance(called, ast.Attribute):
         called = called.value
     name = getattr(called, "id", "")

@@ -15,7 +15,7 @@ CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """A compile-time value that equals only itself: see `exact`."""
+    """A compile-time value with exact equality, so that 1, 1.0 and True differ: see `exact`."""
 
     value: Any = dataclasses.field(compare=False)
     _key: tuple[Any, ...] = dataclasses.field(init=False)
@@ -25,7 +25,7 @@ class Static:
         others: list[Any] = []
         plain = type(self.value) in exact.PLAIN
         text = repr(self.value) if plain else exact.spell(self.value, others)
-        # `_others` keeps alive those whose ids are in the key.
+        # `_others` keeps the objects alive whose ids are in the key.
         vars(self).update(_others=others, _key=(text, *map(id, others)))
 
     def __repr__(self) -> str:
@@ -46,13 +46,13 @@ def is_constexpr(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value without Triton's `constexpr` around it, and a NumPy scalar as Python's."""
+    """Unwraps Triton's `constexpr`, and turns a NumPy scalar into a Python one."""
     value = value.value if is_constexpr(value) else value
     return value.item() if isinstance(value, np.generic) else value
 
 
 def describe(*values: Values) -> str:
-    """Values as people read them: "BLOCK=64, num_warps=4"; a function by its name alone."""
+    """Values as readable text, "BLOCK=64, num_warps=4"; functions by their names."""
     texts = {n: getattr(s.value, "__qualname__", s.value) for part in values for n, s in part}
     return ", ".join(f"{name}={text}" for name, text in texts.items()) or "default"
 
@@ -61,8 +61,8 @@ def describe(*values: Values) -> str:
 class Config:
     """One way to compile a kernel: its meta-parameters and the compiler's options.
 
-    `num_warps`, `num_stages`, `num_ctas` and `maxnreg` are Triton's; None leaves
-    the choice to Triton's default. `number` tells apart configs of a kernel that look the same.
+    `num_warps`, `num_stages`, `num_ctas` and `maxnreg` are Triton's; None takes Triton's default.
+    `number` distinguishes configs of a kernel whose texts are equal.
     """
 
     values: Values = ()

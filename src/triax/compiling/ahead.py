@@ -1,13 +1,12 @@
 """Compiles a program's kernels in parallel, although lowering meets them one by one.
 
-All kernels of a program are traced before the first is lowered. In: the calls that are traced. Out:
-nothing, as long as Triton's disk cache has what lowering asks for. If it does not, threads compile
-the calls that have not been lowered yet; lowering then finds them compiled, or waits for the thread
+All kernels of a program are traced before the first is lowered. As long as Triton's disk cache has
+the kernels that lowering asks for, nothing happens. On the first miss, threads compile the traced
+calls that have not been lowered yet; lowering then finds them compiled, or waits for the thread
 that is compiling them.
 
 Kernels with several configs are left out, because none is chosen yet. So are all kernels in a
-process whose programs do not run on a GPU by default, unless ``TRIAX_CUDA_ARCH`` says what they are
-compiled for.
+process whose programs do not run on a GPU by default, unless ``TRIAX_CUDA_ARCH`` names the target.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ def expect(call: Call, operands: Sequence[np.dtype], results: Sequence[np.dtype]
 
 
 def met(launches: Iterable[Launch]) -> None:
-    """Records that lowering has reached these launches, which need no compiling ahead."""
+    """Records that lowering has reached these launches, so they need no compiling ahead."""
     with _lock:
         for launch in launches if _waiting else ():
             _waiting.pop(_without_shapes(launch), None)
 
 
 def compile_launch(launch: Launch, compute_capability: int) -> CompiledKernel:
-    """`compiler.compile_launch`; if that needs Triton's compiler, starts compiling others too."""
+    """Compiles a launch; if Triton's disk cache lacks it, starts compiling the waiting ones too."""
     on_miss = functools.partial(_start, compute_capability)
     return compiler.compile_launch(launch, compute_capability, on_miss=on_miss)
 
@@ -69,7 +68,7 @@ def _compiles_for_cuda() -> bool:
         return True
     try:
         return settings.cuda_arch() is not None
-    except SettingError:  # lowering raises it if it needs the setting
+    except SettingError:  # lowering raises the error if it needs the setting
         return False
 
 
@@ -78,7 +77,7 @@ def _types(dtypes: Sequence[np.dtype]) -> tuple[ArrayType, ...]:
 
 
 def _without_shapes(launch: Launch) -> Launch:
-    """A launch that is compiled to the same kernel, for buffers of any shape."""
+    """The launch without the shapes of its buffers, which do not change the compiled kernel."""
     return dataclasses.replace(
         launch,
         operands=_types([array.dtype for array in launch.operands]),
@@ -87,9 +86,9 @@ def _without_shapes(launch: Launch) -> Launch:
 
 
 def _start(compute_capability: int) -> None:
-    """Starts threads that compile what is waiting."""
+    """Starts threads that compile the waiting launches."""
     with _lock:
-        # As many as there are cores: the calling thread will mostly wait for one of them.
+        # As many threads as cores: the calling thread will mostly wait for one of them.
         most = min(len(_waiting), os.cpu_count() or 1, _MAX_THREADS)
         for _ in range(most - len(_threads)):
             if not threads.start(functools.partial(_work, compute_capability), _threads):
@@ -106,7 +105,7 @@ def _work(compute_capability: int) -> None:
             del _waiting[launch]
         try:
             compiler.compile_in_turn(launch, compute_capability)
-        except Exception as error:  # lowering will raise it
+        except Exception as error:  # lowering will raise the error
             logger.debug("not compiled ahead: %s", diagnostics.failure(launch, error))
 
 

@@ -22,12 +22,12 @@ from triax.compiling import writes
 from triax.errors import CompilationError
 
 _MAX_WARPS = 32  # 1024 threads per block on every architecture
-_MAX_CTAS = 8  # a larger cluster is launched only where its kernel is marked, and jaxlib marks none
+_MAX_CTAS = 8  # a larger cluster needs an attribute of the kernel that jaxlib does not set
 
 
 def check_fits(compiled: triton_private.Compiled, compute_capability: int) -> None:
     """Raises `CompilationError` for a kernel that no GPU of this kind can launch."""
-    known = architectures.BY_CAPABILITY.get(compute_capability)  # for others the driver checks
+    known = architectures.BY_CAPABILITY.get(compute_capability)  # otherwise the driver checks
     if known is not None and compiled.shared_bytes > known.shared_bytes:
         raise CompilationError(
             f"it needs {compiled.shared_bytes} bytes of shared memory per block, and compute "
@@ -58,7 +58,7 @@ def finish(
     specialization: triton_private.Specialization,
     compiled: triton_private.Compiled,
 ) -> CompiledKernel:
-    """The compiled kernel, under a unique name."""
+    """Builds the `CompiledKernel`, with a unique entry name."""
     name, ptx = unique_entry(wgmma.drain_at_loops(compiled.ptx), compiled.entry)
     pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
     with triton_private.front_end_lock:
@@ -66,8 +66,8 @@ def finish(
         count, written = writes.origins(module)
     if count != len(pointers):
         raise CompilationError(
-            f"it has {len(pointers)} arrays, and Triton's code for it {count} pointers, so what it "
-            "writes to cannot be told"
+            f"cannot determine which arguments the kernel writes: {len(pointers)} arrays, {count} "
+            "IR pointers"
         )
     return CompiledKernel(
         name=name,
@@ -127,7 +127,7 @@ def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
     """
     # Workaround: jaxlib <0.9.1: a kernel could be handed out in place of another of the same name
     # (`versions.OWNED_MODULE_KEYS`).
-    # A kernel may be called `add` or `ld`, so replace the name only where it is the entry's. The
+    # A kernel may be called `add` or `ld`, so replace the name only where it names the entry. The
     # pattern starts with the name and looks behind it, because searching a fixed text is faster and
     # PTX is long.
     escaped = re.escape(entry)
@@ -140,5 +140,5 @@ def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
     )
     digest = hashlib.sha256(ptx.encode()).hexdigest()[:16]
     name = f"{entry}_{digest}"
-    # The comment "// -- Begin function x" keeps the old name; it is a comment.
+    # The comment "// -- Begin function x" may keep the old name.
     return name, entry_token.sub(name, ptx)

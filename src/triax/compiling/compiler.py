@@ -1,8 +1,8 @@
 """Compiles a `Launch` to a `CompiledKernel`, through Triton's compiler and its disk cache.
 
-In: a launch and a compute capability. Out: PTX whose entry name is unique to it, and what the
-launcher must know. The bytes depend only on the kernel, its specialisation and the installed
-Triton: no paths, no line numbers, no dictionary order.
+In: a launch and a compute capability. Out: PTX with a unique entry name, and the launch parameters.
+The PTX depends only on the kernel, its specialisation and the installed Triton: no paths, no line
+numbers, no dictionary order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _Specialization:
-    """One specialisation in this process: `kernel` is set once `done`, unless it failed."""
+    """One specialisation in this process: `kernel` is set once `done`, unless compiling failed."""
 
     function: Any  # kept alive, so that its id, which is in the key, is not reused
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -40,7 +40,7 @@ _launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated 
 _MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
 _compilations = 0
-# A child process has none of the threads that were compiling.
+# A forked child has none of the threads that were compiling, so their entries would never be done.
 os.register_at_fork(
     before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache.clear
 )
@@ -48,12 +48,12 @@ os.register_at_fork(after_in_child=_cache_lock.release)
 
 
 def compile_count() -> int:
-    """How many specialisations this process has taken to Triton's compiler (or disk cache)."""
+    """The number of specialisations this process has taken to Triton's compiler (or disk cache)."""
     return _compilations
 
 
 def clear_cache() -> None:
-    """Forgets what this process compiled. Triton's disk cache is not touched."""
+    """Forgets the kernels that this process compiled. Triton's disk cache is not touched."""
     _cache.clear()
     _launched.clear()
 
@@ -69,10 +69,10 @@ def compile_all(
 ) -> list[CompiledKernel | Exception]:
     """Compiles launches in parallel; a launch that cannot be compiled yields its exception.
 
-    One that takes longer than `timeout_s` yields a `CompilationTimeout`, and so do those not
-    started yet once this has happened too often. A thread cannot be stopped: it finishes in the
-    background, and Python's exit waits for it for a while. An exception such as Ctrl-C waits for
-    the threads too, unless another follows.
+    A launch that takes longer than `timeout_s` yields a `CompilationTimeout`; after too many of
+    them, so do all unfinished launches. A thread cannot be stopped: it finishes in the background,
+    and Python's exit waits for it for a while. An exception such as Ctrl-C waits for the threads
+    too, unless another follows.
 
     With `machine_code` the kernels have their `cubin`. `on_miss` is called if Triton's disk cache
     has no entry, `on_each` by the calling thread after each launch.
@@ -85,7 +85,7 @@ def compile_all(
 def compile_launch(
     launch: Launch, compute_capability: int, *, on_miss: Callable[[], None] | None = None
 ) -> CompiledKernel:
-    """Compiles one launch; `on_miss` is called where Triton's disk cache has no entry.
+    """Compiles one launch; `on_miss` is called if Triton's disk cache has no entry.
 
     Raises:
       CompilationError: Triton refuses the kernel or it does not fit the GPU.
@@ -105,7 +105,7 @@ def compile_launch(
 
 
 def compile_in_turn(launch: Launch, compute_capability: int, **options: Any) -> CompiledKernel:
-    """Compiles one launch in this thread; requests made meanwhile wait for it."""
+    """Compiles one launch in this thread, at a time when no thread interprets a kernel."""
     return TRITON.shared(functools.partial(_compile, launch, compute_capability, **options))
 
 
@@ -118,7 +118,7 @@ def _compile(
 ) -> CompiledKernel:
     """Compiles one launch, unless this process has done so or another thread is doing so.
 
-    The caller holds the shared side of `TRITON`, and so does that thread, so they cannot deadlock.
+    Both threads hold the shared side of `TRITON`, so waiting for the other cannot deadlock.
     """
     global _compilations
     function = launch.kernel.function
@@ -169,7 +169,7 @@ def _compile(
             logger.debug("compiled %s [%s] as %s", name, config, found.kernel.name)
         found.done.wait()
         if found.kernel is None:
-            continue  # the other thread failed: meet the same failure here
+            continue  # the other thread failed: compile here, to raise the same error
         if machine_code and found.kernel.cubin is None:
             cubin = triton_private.assemble(backend, found.kernel.ptx, options)
             found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
@@ -177,12 +177,12 @@ def _compile(
 
 
 def _code(launch: Launch) -> str:
-    """What the kernel is compiled from, as it is now."""
+    """The fingerprint of the kernel's code and constants, as they are now."""
     return sources.fingerprint(launch.kernel.function, *launch.constants.values())
 
 
 def _values(launch: Launch) -> dict[str, Any]:
-    """The values of all parameters, arrays as stubs, as Triton's binder takes them."""
+    """The values of all parameters for Triton's binder, with arrays as stubs."""
 
     def value(leaf: Leaf) -> Any:
         if isinstance(leaf, Scalar):

@@ -1,6 +1,6 @@
-"""Where Triton keeps what it has compiled: a folder that can be written, if there is any.
+"""Picks a folder that can be written for Triton's cache of compiled kernels.
 
-Triton takes a folder in the user's home. A user without one, as in a container that runs under an
+Triton's default is in the user's home folder. A user without a home, as in a container under an
 arbitrary user id, would get a folder called "~" in the working directory, or an error.
 """
 
@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Gives Triton another folder if its own cannot be written, unless ``TRITON_CACHE_DIR`` is set.
+    """Moves Triton's cache if its folder cannot be written, unless ``TRITON_CACHE_DIR`` is set.
 
     Raises:
-      CompilationError: there is no folder that can be written.
+      CompilationError: no folder can be written.
     """
     with triton_private.front_end_lock:
         folder, problem = choose()
         if problem:
             logger.warning(
-                "%s, so Triton keeps what it compiles in %s; TRITON_CACHE_DIR names another folder",
+                "%s, so Triton caches kernels in %s; set TRITON_CACHE_DIR to use another folder",
                 problem,
                 folder,
             )
@@ -35,10 +35,10 @@ def prepare() -> None:
 
 
 def choose() -> tuple[Path, str]:
-    """The folder, and what is wrong with Triton's own, "" if it is that or a given one.
+    """Chooses the cache folder, and says why it is not Triton's own; "" if it is, or was given.
 
     Raises:
-      CompilationError: there is no folder that can be written.
+      CompilationError: no folder can be written.
     """
     own = triton_private.cache_folder()
     problem = why_not(own) if own.is_absolute() else "this user has no home folder"
@@ -58,13 +58,13 @@ def choose() -> tuple[Path, str]:
                 return folder, problem
             problems.append(reason)
     raise CompilationError(
-        f"Triton has no folder to keep what it compiles in: {'; '.join(problems)}. Set "
+        f"Triton has no folder for its cache of compiled kernels: {'; '.join(problems)}. Set "
         "TRITON_CACHE_DIR to a folder that can be written."
     )
 
 
 def why_not(folder: Path) -> str:
-    """Why files cannot be made in a folder, or in the one that it is to be made in; else ""."""
+    """Says why a folder, or its nearest existing parent, cannot be written; "" if it can."""
     try:
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         with tempfile.TemporaryFile(dir=existing):

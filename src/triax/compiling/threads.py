@@ -1,12 +1,12 @@
 """Threads that run Triton's compiler.
 
 The calling thread does not run the compiler itself: a signal can interrupt the main thread at any
-instruction, and would leave Triton with half-done state, such as the hash of a kernel, which is
-part of the key in the disk cache.
+instruction, and would leave Triton with half-finished state, such as the hash of a kernel, which is
+part of its disk cache's key.
 
 These threads are daemons, because a thread cannot be stopped, and a finished program must not wait
-for long. Python ends a daemon when it next takes the interpreter's lock; inside Triton's C++ that
-aborts the process. So the exit waits a while, and then leaves the threads running.
+for long. Python ends a daemon when it next takes the GIL; inside Triton's C++ that aborts the
+process. So the exit waits a while, and then leaves the threads running.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def start(work: Callable[[], None], team: list[threading.Thread]) -> bool:
     thread = threading.Thread(target=work, name="triax-compiler", daemon=True)
     _all[:] = [other for other in _all if other.is_alive()]
     _all.append(thread)
-    team.append(thread)  # first: a signal may come as soon as it has started
+    team.append(thread)  # before the start, because a signal may come right after
     try:
         thread.start()
     except RuntimeError as error:  # too many threads, or the interpreter is about to end
@@ -60,10 +60,10 @@ def each(
     on_each: Callable[[], None] | None = None,
     size: int | None = None,
 ) -> list[Any]:
-    """What `compile_` returns or raises for each launch, as `compiler.compile_all` says.
+    """Compiles launches in threads; returns each result or exception (see `compiler.compile_all`).
 
-    There are `size` threads, by default as many as cores. Threads suffice: Triton holds the GIL
-    only in its front end.
+    There are `size` threads, by default one per core. Threads suffice: Triton holds the GIL only in
+    its front end.
     """
     pending = collections.deque(range(len(launches)))
     begun: dict[int, float] = {}
@@ -92,7 +92,7 @@ def each(
                     break
             if not team:
                 work()
-            # A late thread is replaced, but only so often: each goes on in the background.
+            # A late thread goes on in the background and is replaced, but only so many times.
             while len(results) < len(launches) and late <= size:
                 running = {begun[index]: index for index in list(begun) if index not in results}
                 oldest, now = min(running, default=None), time.monotonic()
@@ -115,7 +115,7 @@ def each(
     except BaseException:  # Ctrl-C, mostly
         join(team)
         raise
-    text = "it was not waited for, because others took too long to compile"
+    text = "it was not waited for, because other launches took too long to compile"
     found = [results.get(index, CompilationTimeout(text)) for index in range(len(launches))]
     for result in found:
         if isinstance(result, BaseException) and not isinstance(result, Exception):
@@ -140,8 +140,8 @@ def _leave_running() -> None:
     # Workaround: python <3.14: a daemon thread ends by `pthread_exit`, which unwinds the stack, and
     # where C++ allows no exceptions that calls `std::terminate`. It is made to pause instead.
     libstdcpp["_ZSt13set_terminatePFvvE"](_pointer(libc.pause))  # std::set_terminate
-    # These run after Python's own exit, the last one registered first: files are closed, then the
-    # process ends before destructors can take away what the threads use.
+    # These handlers run after Python's own exit, last registered first: files are closed, then the
+    # process ends before destructors can free objects that the threads use.
     libc.on_exit(_pointer(libc._exit), None)
     libc.on_exit(_pointer(libc.fcloseall), None)
 

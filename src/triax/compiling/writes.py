@@ -1,8 +1,8 @@
 """Finds the operands that a compiled kernel may write to, in Triton's intermediate code.
 
-In: the module that Triton's compiler wrote. Out: for every write the pointer parameters whose
-memory it may reach. A pointer comes from all that it is computed from: through arithmetic, choices,
-loops, branches and calls. What memory holds comes from nowhere.
+In: the IR module that Triton's compiler wrote. Out: for every write, the pointer parameters whose
+memory it may reach. A pointer is traced back to every value that it is computed from, through
+arithmetic, selects, loops, branches and calls. A value loaded from memory has no origin.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ _WRITES = re.compile(
     r"tt\.(store|atomic_(store|rmw|cas)|descriptor_(store|reduce|scatter))"
     r"|ttng\.async_tma_(copy_local_to_global|reduce|scatter)"
 )
-# These write nothing, and result in what they have read.
+# These write nothing, and their results are values read from memory.
 _READS = re.compile(
     r"tt\.(load|atomic_(load|poll)|descriptor_(load|gather)|assert|print)"
     r"|ttg\.(async_copy_global_to_local|local_load)"
     r"|ttng\.(async_tma_(copy_global_to_local|gather)|tensormap_fenceproxy_acquire|tmem_load)"
 )
-# What Triton cannot look into, unless it is marked as pure.
+# Code that Triton cannot look into: it may write through any operand, unless marked as pure.
 _FOREIGN = ("tt.elementwise_inline_asm", "tt.extern_elementwise", "ttg.inline_asm")
 _ENDS = (".yield", "_yield", ".return", "_return", ".condition")
 _POINTERS = ("!tt.ptr", "!tt.tensordesc", "!ttng.tensordesc")
 
 
 def origins(module: Any) -> tuple[int, list[tuple[int, ...]]]:
-    """How many pointers and descriptors a kernel takes, and which of them each write may reach."""
+    """Counts a kernel's pointers and descriptors, and finds the ones that each write may reach."""
     operations: list[Any] = []
     module.walk(operations.append)
     flow = _Flow(operations)
@@ -42,17 +42,17 @@ def origins(module: Any) -> tuple[int, list[tuple[int, ...]]]:
 
 
 class _Flow:
-    """Where values come from: for each, those that it may be or that it is computed from.
+    """The data flow of a module: for each value, the values it may be or is computed from.
 
-    Values, blocks and regions are their ids. Triton's bindings do not say where a jump goes.
-    Operations come after those in their regions.
+    Values, blocks and regions are kept as ids. Triton's bindings do not give the target of a jump.
+    `operations` has each operation after the operations in its regions.
     """
 
     def __init__(self, operations: Sequence[Any]) -> None:
         self._sources: dict[int, list[int]] = collections.defaultdict(list)
         self._written: list[int] = []
-        # By region: the arguments of its blocks, the entry's first; what ends it and jumps in it
-        # hand on; and the regions of operations in it that have no operands of their own.
+        # By region: the arguments of its blocks, the entry's first; the operands of its terminators
+        # and jumps; and the regions of its operations that have no operands of their own.
         self._blocks: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
         self._ends: dict[int, list[list[int]]] = collections.defaultdict(list)
         self._jumps: list[tuple[int, bool, list[int]]] = []
@@ -62,7 +62,7 @@ class _Flow:
         self._add(operations)
 
     def written(self) -> list[set[int]]:
-        """For each write, all that its pointer comes from; call it once."""
+        """For each write, all values that its pointer comes from; to be called once."""
         for name, operands, results in self._calls:
             self._run(self._functions[name], operands, results)
         for region, is_choice, values in self._jumps:
@@ -97,13 +97,13 @@ class _Flow:
                 self._mix(operands[:1], results)
             elif name == "arith.select":
                 self._mix(operands[1:], results)
-            elif name == "ttng.tensormap_create":  # puts an address where its first operand points
+            elif name == "ttng.tensormap_create":  # stores an address through its first operand
                 self._mix(operands[1:2], operands[:1])
             elif name == "tt.call":
                 self._calls.append((op.get_flat_symbol_ref_attr("callee"), operands, results))
             elif name == "tt.func":
                 self._functions[op.get_str_attr("sym_name")] = bodies[0]
-            elif name == "scf.for":  # its first operands are the bounds; it may not run at all
+            elif name == "scf.for":  # its first operands are bounds and step; it may not run at all
                 carried = self._entry(bodies[0])[1:]
                 self._hand_on(operands[3:], carried)
                 self._run(bodies[0], [], carried)
@@ -135,13 +135,13 @@ class _Flow:
         return next(iter(self._blocks[region].values()), [])
 
     def _run(self, region: int, given: Sequence[int], results: Sequence[int]) -> None:
-        """Hands values to the code of a region, and what ends it to its results."""
+        """Hands values to a region's entry block, and its terminators' operands to `results`."""
         self._hand_on(given, self._entry(region))
         for values in self._ends[region]:
             self._hand_on(values, results)
 
     def _hand_on(self, values: Sequence[int], targets: Sequence[int]) -> None:
-        """Makes values the sources of targets, one by one; all of all if their numbers differ."""
+        """Makes each value the source of one target, or of all targets if the counts differ."""
         if len(values) != len(targets):
             self._mix(values, targets)
             return

@@ -2,7 +2,7 @@
 
 In: a call, its launches and compiled kernels. Out: the target, the bytes jaxlib parses,
 and the order in which buffers must be passed. jaxlib walks a kernel's parameters and
-takes one buffer for each that is an array: first the custom call's operands in order,
+takes one buffer for each array parameter: first the custom call's operands in order,
 then its results. Triton's global scratch is one more result, because jaxlib's own allocation at
 launch fails while a CUDA graph is captured.
 """
@@ -39,12 +39,12 @@ _MAX_SCRATCH_BYTES = 1 << 40
 
 @dataclasses.dataclass(frozen=True)
 class BufferOrder:
-    """Which buffers the custom call takes, in jaxlib's order.
+    """The buffers of the custom call, in jaxlib's order.
 
     `operands` names each operand of the custom call: an `Operand`, or a `Result` for
     which an uninitialised buffer is passed in. `results` are the flattened outputs in
     the custom call's order, and None for the kernel's scratch. `aliases` pairs positions
-    in the two.
+    in `operands` and `results`.
     """
 
     operands: tuple[Operand | Result, ...]
@@ -53,11 +53,11 @@ class BufferOrder:
 
 
 def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
-    """The buffer order for which jaxlib's walk matches the kernel's parameter order.
+    """Finds the buffer order for which jaxlib's walk matches the kernel's parameter order.
 
-    Outputs at the end of the parameter list are results of the custom call. An output before an
-    operand cannot be: an uninitialised operand takes its place, with the result aliased to it.
-    Scratch is the last parameter.
+    Outputs at the end of the parameter list are plain results of the custom call. An output before
+    an operand is passed as an uninitialised operand that a result is aliased to. Scratch is the
+    last parameter.
     """
     pointers = [
         Operand(leaf.index) if isinstance(leaf, Descriptor) else leaf
@@ -96,10 +96,10 @@ class CustomCall:
 
 
 def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKernel]) -> CustomCall:
-    """The custom call of one fixed launch, or of several to be timed at run time.
+    """Builds the custom call of one fixed launch, or of several to be timed at run time.
 
     Raises:
-      VersionError: jaxlib cannot do what the kernel needs.
+      VersionError: jaxlib lacks a feature that the kernel needs.
       UnsupportedError: there are several launches, but no target that can tune them safely.
       CompilationError: the kernel needs more scratch memory than any GPU has.
       ReadOnlyOperand: a kernel writes to an operand that no output is aliased to.
@@ -109,7 +109,7 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
     version = versions.gated_version()
     target = versions.choose_target(version, autotuned_at_run_time=len(launches) > 1)
     if len(launches) > 1 and target.name != versions.LEGACY_TARGET:
-        raise UnsupportedError(  # the one target that tunes after its inputs exist is gone
+        raise UnsupportedError(  # no other target tunes after its inputs exist
             f"Kernel {call.display_name!r}: tuning mode 'runtime' needs the custom-call target "
             f"{versions.LEGACY_TARGET}. Use another tuning mode."
         )
@@ -129,14 +129,14 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
 
 
 _ADVICE = {
-    "writes": "If an argument keeps it from writing, declare that one as tl.constexpr.",
-    "may write": "A pointer that is chosen, or exchanged in a loop, counts as all that it may be: "
-    "give each a store of its own.",
+    "writes": "If an argument disables the write, declare that argument as tl.constexpr.",
+    "may write": "A pointer that is selected, or swapped in a loop, counts as all pointers it may "
+    "be: give each pointer a store of its own.",
 }
 
 
 def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
-    """Refuses a kernel that writes where XLA does not expect it to."""
+    """Refuses a kernel that writes to an operand that XLA takes to be read-only."""
     names = [name for name, _ in launch.named_leaves]
     aliased = {alias.operand for alias in launch.aliases}
     read_only = {
@@ -155,8 +155,8 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
             raise ReadOnlyOperand(
                 f"Kernel {launch.name!r} {does} to {written}, an operand that no output is aliased "
                 "to. XLA may share its memory with other values: alias an output to the operand, "
-                f"or write to an output of its own. {_ADVICE[does]} (Outputs are the parameters "
-                "that are not supplied: pass operands that follow one by name.)"
+                f"or write to an output of its own. {_ADVICE[does]} (Parameters that are not "
+                "supplied are outputs: pass the operands after an output by name.)"
             )
 
 
@@ -175,7 +175,7 @@ def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
 
 
 def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int, int]]:
-    """The aliases jaxlib saves before it times configs, as (input, n_inputs + output, bytes).
+    """The aliased buffers jaxlib saves before timing, as (input, n_inputs + output, bytes).
 
     Uninitialised buffers need no saving.
     """
@@ -192,7 +192,7 @@ def _cost_estimate(call: Call, target: versions.Target, version: str) -> str | N
     if target.name == versions.NEW_TARGET and versions.COST_ESTIMATE.passes(version):
         return json.dumps({name: static.value for name, static in call.cost_estimate})
     logger.info(
-        "kernel %s: the cost estimate is not handed to XLA, which reads it from jaxlib %s on (%s)",
+        "kernel %s: the cost estimate is not passed to XLA, which needs jaxlib %s; %s is installed",
         call.display_name,
         versions.COST_ESTIMATE.stable,
         version,
@@ -240,8 +240,8 @@ def _tensor_map_parameters(
         )
     if tensor_map is None:
         raise UnsupportedError(
-            f"Kernel {launch.name!r} takes a host TMA descriptor, which its target has no hardware "
-            "for; TMA needs compute capability 9.0 or later."
+            f"Kernel {launch.name!r} takes a host TMA descriptor, but its target has no TMA: that "
+            "needs compute capability 9.0 or later."
         )
     descriptor = module.create_tma_descriptor_parameter(
         elem_type=triton_private.host_element_type(

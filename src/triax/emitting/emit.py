@@ -1,4 +1,4 @@
-"""Puts compiled launches into the program that is being lowered, and lets it be exported."""
+"""Emits compiled launches into the program being lowered, and placeholders for exporting it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def compiled(
 
 
 def nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
-    """A grid without programs: aliased outputs are their operands, the others are zero."""
+    """Emits the outputs of an empty grid: aliased outputs are their operands, others are zeros."""
     source = {alias.result: alias.operand for alias in call.aliases}
 
     def outputs(*arrays: jax.Array) -> list[jax.Array]:
@@ -79,12 +79,12 @@ def nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
 
 
 def placeholder(ctx: Any, operands: Sequence[Any], target: str) -> Sequence[Any]:
-    """A call of a target that does not exist: it can be exported, but fails when it runs."""
+    """Emits a call of a target that does not exist: it can be exported, but fails when it runs."""
     return jax.ffi.ffi_lowering(target, api_version=4)(ctx, *operands)
 
 
 def _frontend_attributes(call: Call, launches: Sequence[Launch], key: str) -> dict[str, str]:
-    """Information about a call for people who read the program."""
+    """Attributes that describe a call to readers of the program."""
     return {
         **({"triax.key": key} if key else {}),
         "triax.kernel": call.display_name,

@@ -13,7 +13,7 @@ class TritonCall:
     """One Triton call in a lowered program.
 
     `config` and `grid` hold one entry per config passed to XLA: one, unless the tuning mode is
-    "runtime". `key` is what the config was looked up by, "" if there was no choice. `aliases` pairs
+    "runtime". `key` names the record of the config, "" if there was no choice. `aliases` pairs
     operands and results of the custom call; `saved` are the buffers that jaxlib restores after
     timing. `opaque` are the payload's bytes.
     """
@@ -36,7 +36,7 @@ class TritonCall:
 
 
 def triton_calls(lowered: Any) -> list[TritonCall]:
-    """The Triton calls in a `jax.stages.Lowered`, in the order they stand in the program.
+    """Finds the Triton calls in a `jax.stages.Lowered`, in program order.
 
     lowered = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
     for call in triton_calls(lowered):

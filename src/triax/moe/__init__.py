@@ -10,10 +10,9 @@ from triax.moe.expert_parallel.arrivals import Dispatched as Dispatched
 from triax.moe.expert_parallel.arrivals import DispatchPlan as DispatchPlan
 from triax.moe.grouped_matmul.api import ragged_dot as ragged_dot
 from triax.moe.layer.api import feed_forward as feed_forward
+from triax.moe.layer.experts import Experts as Experts
 from triax.moe.layer.parts import FeedForward as FeedForward
 from triax.moe.layer.recipes import Recipe as Recipe
-from triax.moe.layer.weights import RecipeWeights as RecipeWeights
-from triax.moe.layer.weights import quantize_weights as quantize_weights
 from triax.moe.permutation.api import permute as permute
 from triax.moe.permutation.api import unpermute as unpermute
 from triax.moe.permutation.reference import Permuted as Permuted
@@ -26,17 +25,19 @@ from triax.moe.quantization.scaled import ScaledArray as ScaledArray
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss
 from triax.moe.router.losses import router_z_loss as router_z_loss
-from triax.moe.router.reference import Routed as Routed
+from triax.moe.router.reference import Routing as Routing
+from triax.moe.router.router import Router as Router
 
 __all__ = [
     "DispatchPlan",
     "Dispatched",
+    "Experts",
     "FeedForward",
     "Permuted",
     "Plan",
     "Recipe",
-    "RecipeWeights",
-    "Routed",
+    "Router",
+    "Routing",
     "ScaledArray",
     "Sorted",
     "Swiglu",
@@ -50,7 +51,6 @@ __all__ = [
     "make_plan_from_mask",
     "permute",
     "quantize",
-    "quantize_weights",
     "ragged_dot",
     "route",
     "router_z_loss",

@@ -33,7 +33,7 @@ def list_configs() -> int:
     status = count = total = 0
     try:
         here = str(triton_private.triton().__version__)
-    except Exception:  # it is absent or broken: then nothing is compared with it
+    except Exception:  # Triton is absent or broken, so there is no version to compare with
         here = ""
     for place in store.stores():
         try:
@@ -86,7 +86,7 @@ def show(name: str) -> int:
 
 
 def clear(name: str | None, everything: bool) -> int:
-    """Deletes records from the user's store: those of a name, or all and the leftovers too."""
+    """Deletes records from the user's store, by name, or all of them with the leftovers."""
     place = store.user_store()
     found = list(place.records())
     paths = [path for path, record in found if _is_named(record, path, name)]
@@ -151,7 +151,7 @@ def import_(file: Path) -> int:
 
 
 def _entries(file: Path) -> list[tuple[str, bytes]]:
-    """The names and contents in an exported file. Nothing is unpacked to disk."""
+    """Reads the names and contents in an exported file. Nothing is unpacked to disk."""
     found, left = [], MAX_ARCHIVE_BYTES
     try:
         with zipfile.ZipFile(io.BytesIO(store.contents(file, MAX_ARCHIVE_BYTES))) as archive:
@@ -176,7 +176,7 @@ def _entries(file: Path) -> list[tuple[str, bytes]]:
 
 
 def _is_named(record: Record | Exception, path: Path, name: str | None) -> TypeGuard[Record]:
-    """Whether it is a usable record of this name; None is every name."""
+    """Whether a record is usable and has this name; None stands for every name."""
     return isinstance(record, Record) and name in (None, path.stem, record.key.kernel)
 
 
@@ -189,8 +189,8 @@ def _may_delete(count: int, place: Store) -> bool:
     """Asks for confirmation; an error if there is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise ArgumentValueError(
-            "`triax cache clear` without a name deletes everything, and nobody is here to ask. "
-            "Give `--all`, or a name."
+            "`triax cache clear` without a name deletes everything, and there is no terminal to "
+            "confirm this on. Give `--all`, or a name."
         )
     try:
         answer = input(f"delete all {counted(count, 'config')} from {place.folder}? [y/N] ")

@@ -1,7 +1,6 @@
 """`triax doctor`: what is installed, what it allows, and what to do about what is missing.
 
-`look` reads the machine, once; everything else is made from what it found, except for the last
-section, which runs a kernel.
+`look` inspects the machine once; the sections report on it, and the last one runs a kernel.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _SET_CACHE = "set TRIAX_CACHE_DIR to a folder that can be written"
 
 
 class Finding(NamedTuple):
-    """One line: "ok" (it was checked, and is right), "info" (nothing to judge, or absent and not
-    needed), "warn" (something is slower or missing), or "fix" (something fails)."""
+    """One line of the report. `level` is "ok" (checked and right), "info" (nothing to judge, or
+    absent and not needed), "warn" (something is slower or missing), or "fix" (something fails)."""
 
     name: str
     level: str
@@ -49,11 +48,11 @@ Findings = Iterator[Finding]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What there is.
+    """The state of the machine.
 
-    `packages` are versions; `gpus` those that JAX sees, or none and the reason in `no_gpu`;
-    `driver` those that the driver reports, each with its version. `triton` is the version of the
-    package that can be imported, or why none can.
+    `packages` maps names to versions. `gpus` are the GPUs that JAX sees; if there are none,
+    `no_gpu` says why. `driver` lists the GPUs that the driver reports, with the driver version.
+    `triton` is the version of the Triton that can be imported, or the error from importing it.
     """
 
     packages: dict[str, str | None]
@@ -69,12 +68,12 @@ class Machine:
 
     @property
     def gated(self) -> str:
-        """The version that gates are read against."""
+        """The version that decides about features: the CUDA plugin's, else jaxlib's."""
         return self.plugin[1] if self.plugin else self.packages["jaxlib"] or "0"
 
 
 def look() -> Machine:
-    """Reads the machine."""
+    """Inspects the machine."""
     gpus, no_gpu = [], ""
     try:
         for device in filter(devices.is_cuda, jax.local_devices(backend="cuda")):
@@ -160,7 +159,7 @@ def _versions(machine: Machine) -> Findings:
         text = f"{_ABSENT}, so configs cannot be measured and `triax.benchmark` has no clock"
         yield Finding("cuda-bindings", "warn", text, "pip install cuda-bindings")
     else:
-        text = bindings or f"{_ABSENT}; needed only where a GPU is"
+        text = bindings or f"{_ABSENT}; needed only with a GPU"
         yield Finding("cuda-bindings", "ok" if bindings else "info", text)
 
 
@@ -170,14 +169,14 @@ def _gpu(machine: Machine) -> Findings:
         yield Finding("GPU", "ok", f"{', '.join(machine.gpus)}{driver}")
     elif not machine.driver:
         remedy = (
-            "to lower for one, set TRIAX_CUDA_ARCH (90 for an H100 or H200), and TRIAX_GPU to its "
-            "name for its tuned configs"
+            "to lower for a GPU, set TRIAX_CUDA_ARCH (90 for an H100 or H200), and for its tuned "
+            "configs set TRIAX_GPU to its name"
         )
-        yield Finding("GPU", "warn", "neither JAX nor nvidia-smi finds one", remedy)
+        yield Finding("GPU", "warn", "neither JAX nor nvidia-smi finds a GPU", remedy)
     else:
         text = f"{machine.driver[0][0]}{driver}, but JAX does not use it: {machine.no_gpu}"
         platforms = os.environ.get("JAX_PLATFORMS")
-        remedy = "install what is missing above; then JAX's own message says what it lacks"
+        remedy = "install the missing packages above; after that, JAX's message tells the cause"
         if platforms and "cuda" not in platforms:
             remedy = f"unset JAX_PLATFORMS, which is {platforms!r}"
         yield Finding("GPU", "fix", text, remedy)
@@ -188,11 +187,11 @@ def _gates(machine: Machine) -> Findings:
         of_triton = gate.package == "triton"
         version = machine.triton if of_triton else machine.gated
         if not isinstance(version, str):
-            continue  # said above
+            continue  # reported in the versions section
         if gate.stable is None:
             yield Finding(gate.feature, "info", f"in no release yet: {gate.below}")
         elif gate.passes(version) and machine.plugin is None and not of_triton:
-            yield Finding(gate.feature, "info", f"in a CUDA plugin {version}, which is not here")
+            yield Finding(gate.feature, "info", f"in CUDA plugin {version}, which is not installed")
         elif gate.passes(version):
             yield Finding(gate.feature, "ok", "")
         else:
@@ -200,7 +199,7 @@ def _gates(machine: Machine) -> Findings:
             package = "triton"
             if not of_triton:  # the plugin and jaxlib come with the JAX of their version
                 package = f"jax[{machine.plugin[0].split('-')[1]}]" if machine.plugin else "jax"
-            text = f"needs {gate.package} {gate.stable}, and {version} is here: {gate.below}"
+            text = f"needs {gate.package} {gate.stable}, but {version} is installed: {gate.below}"
             remedy = f"pip install --upgrade '{package}>={gate.stable}'"
             if gate is versions.TENSOR_MAPS and sys.version_info < _PYTHON_OF_JAX_0_11:
                 remedy = f"with Python 3.12 or later, {remedy}"
@@ -210,10 +209,10 @@ def _gates(machine: Machine) -> Findings:
 def _folders(machine: Machine) -> Findings:
     try:
         folder, places = settings.cache_folder(), store.stores()
-    except TriaxError:  # a variable is wrong, which is said below
+    except TriaxError:  # an invalid variable, reported in the settings section
         return
     if folder is None:
-        text = "this user has no home folder: what is measured is forgotten"
+        text = "this user has no home folder, so measured configs are not saved"
         yield Finding("tuned configs", "warn", text, _SET_CACHE)
     for place in places:
         is_own, problem = place.folder == folder, ""
@@ -237,7 +236,7 @@ def _folders(machine: Machine) -> Findings:
 
 
 def _about_versions(place: store.Store, machine: Machine) -> str:
-    """How many of a store's configs are for another Triton than the one that is here."""
+    """Says how many of a store's configs are for another Triton than the installed one."""
     records = [record for _, record in place.records() if isinstance(record, store.Record)]
     others = [r.key.triton for r in records if r.key.triton != machine.triton]
     if not others or isinstance(machine.triton, Exception):
@@ -268,7 +267,7 @@ def _settings(machine: Machine) -> Findings:
             yield Finding(name, "info", value)
         elif name == "TRITON_INTERPRET" and value not in ("", "0"):
             remedy = "unset it: without a GPU, Triax calls the interpreter by itself"
-            yield Finding(name, "fix", f"{value}: Triax takes no kernel defined with it", remedy)
+            yield Finding(name, "fix", f"{value}: Triax refuses kernels defined with it", remedy)
         elif name in settings.VARIABLES:
             try:
                 settings.VARIABLES[name]()
@@ -281,11 +280,11 @@ def _settings(machine: Machine) -> Findings:
             yield Finding(name, "warn", text)
     mode = "TRIAX_AUTOTUNE"
     if mode not in os.environ:
-        yield Finding(mode, "info", f"{settings.mode_in_force()}, as it is not set")
+        yield Finding(mode, "info", f"{settings.mode_in_force()}, the default")
 
 
 def _about_target(machine: Machine) -> str:
-    """What to know of the GPU that ``TRIAX_GPU`` names, if it is not as it should be."""
+    """Says what is wrong with the GPU that ``TRIAX_GPU`` names; "" if nothing is."""
     target, here = str(settings.gpu()), [name.rpartition(" (")[0] for name in machine.gpus]
     problems = []
     if here and target not in here:

@@ -19,8 +19,8 @@ class Explanation:
     """One Triton call of a program.
 
     `config` and `grid` hold one entry per config handed to XLA: one, unless tuning mode is
-    "runtime". `source` says where the choice came from; `timings` have every candidate's
-    median in milliseconds, where any were taken, on a call that moved `measured_bytes`. `key`
+    "runtime". `source` says where the choice came from; `timings` has every candidate's
+    median in milliseconds, if measured, on a call that moved `measured_bytes`. `key`
     names the choice's record in the store, and ends in the bytes that this call moves.
     `aliases` pairs operands and results of the custom call named `target`; `entry` is the
     kernel's name in profiles, and `ptx` its code, for each config.
@@ -53,7 +53,7 @@ class Explanation:
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
-    """Shows what XLA gets for every Triton call in a function's program for CUDA.
+    """Shows how every Triton call of a function is lowered for CUDA: config, grid, aliases, PTX.
 
         for call in triax.explain(train_step, params, batch):
             print(call)
@@ -62,7 +62,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     configs that are not known yet. Without a GPU the architecture comes from ``TRIAX_CUDA_ARCH``.
 
     Args:
-      function: to be traced as under `jax.jit`.
+      function: the function to trace, as under `jax.jit`.
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:

@@ -37,9 +37,9 @@ class Program:
         """Imports the program; returns its function.
 
         Raises:
-          ArgumentValueError: there is no such function.
-          ArgumentTypeError: it cannot be called without arguments.
-          Exception: what the program raises.
+          ArgumentValueError: the program has no such function.
+          ArgumentTypeError: the function cannot be called without arguments.
+          Exception: any error that the program raises.
         """
         module = importlib.import_module(self.module) if self.module else _load_file(self.path)
         found = getattr(module, self.function, None)
@@ -63,7 +63,7 @@ class Program:
 
 
 def find(target: str, command: str) -> Program:
-    """The program that `target` names. Modules are imported from the working directory, too.
+    """Finds the program that `target` names. Modules are imported from the working directory, too.
 
     Raises:
       ArgumentValueError: there is no such file or module, or no function is named.
@@ -89,7 +89,7 @@ def find(target: str, command: str) -> Program:
 
 
 def _without_arguments(path: str) -> list[str]:
-    """The functions of a file that can be called without arguments, by its text."""
+    """Finds the functions in a file's source that need no arguments."""
     try:
         tree = ast.parse(Path(path).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -104,7 +104,7 @@ def _without_arguments(path: str) -> list[str]:
 
 
 def _spec(module: str) -> Any:
-    """Where a module is, or None if there is none; imports the packages around it."""
+    """Finds where a module is, None if nowhere; imports the packages around it."""
     try:
         return importlib.util.find_spec(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The kernel that `triax doctor` runs. It imports Triton, so it is imported only where that is."""
+"""The kernel that `triax doctor` runs, in a module of its own because it imports Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _double_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 def double(x: Any, **options: Any) -> Any:
-    """Twice the array `x`, by a kernel."""
+    """Doubles the array `x` with a kernel."""
     grid = triton.cdiv(x.size, BLOCK)
     return triton_call(
         x, n=x.size, BLOCK=BLOCK, kernel=_double_kernel, out_type=x, grid=grid, **options

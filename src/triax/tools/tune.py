@@ -41,14 +41,14 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
     whole and measured on random operands.
 
     Args:
-      function: what to tune; its result is dropped.
+      function: the function to tune; its result is dropped.
       *args, **kwargs: its arguments.
 
     Returns:
       The tuned calls in order of first use, one per key.
 
     Raises:
-      ArgumentTypeError: `function` is none, or is called where JAX traces, as inside `jax.jit`.
+      ArgumentTypeError: `function` is not callable, or JAX is tracing, as inside `jax.jit`.
       UnsupportedError: a call's operands are not on a GPU of this process.
       CompilationError: none of a kernel's configs compiles and runs.
       TuningError: nothing can be measured here; the message says why.
@@ -90,7 +90,7 @@ def _check_values(arrays: Any) -> None:
 
 
 def _device(call: Call, operands: Sequence[Any]) -> tuple[Device, int]:
-    """The one GPU that a call's operands are on."""
+    """Finds the one GPU that a call's operands are on."""
     found = {d for o in operands if isinstance(o, jax.Array) for d in o.devices()}
     devices = found or {jax.devices()[0]}
     for device in devices:

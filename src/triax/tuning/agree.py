@@ -1,10 +1,10 @@
 """Makes the processes of one job use the same config per key, found by one of them.
 
-Every config is published in JAX's key-value service before it is used; the first to publish
-decides, and the others take its config. A process that is about to measure claims the key first, so
-that no other measures, and those that cannot measure wait for the result instead of publishing
-their fallback. There is neither a leader nor a barrier, and all waits have a time limit: if the
-process that has claimed a key dies, each of the others waits for it once, and then goes on.
+Every config is published in JAX's key-value service before it is used; the first published config
+counts for all processes. A process that is about to measure claims the key first, so that no other
+process measures it; processes that cannot measure wait for the result instead of publishing their
+fallback. There is neither a leader nor a barrier, and all waits have a time limit: if the process
+that has claimed a key dies, each other process waits for it once, and then goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_MS = 60_000
 # For a claimed key: compiling, waiting for the GPU and measuring can all be slow.
 _CLAIMED_S = 180.0
-# For a claim: how far behind a process that can measure may be, if this one cannot.
+# How long a process that cannot measure waits for another to claim the key.
 _UNCLAIMED_S = 10.0
 
 
@@ -45,9 +45,9 @@ def agree(name: str, config: str) -> str:
 def settle(name: str, *, able: bool) -> str | None:
     """Waits for another process's config for a key; None means that this process must decide.
 
-    A process that is `able` to measure gets None if it is the first here, or if the first has given
-    up (`release`) or has taken too long. A process that is not able gets None when no other process
-    is likely to decide.
+    A process that is `able` to measure gets None if it claims the key, first or after a `release`,
+    or if the process with the claim takes too long. A process that is not able gets None when no
+    other process is likely to decide.
     """
     client = jax_private.key_value_client()
     if client is None:
@@ -61,7 +61,7 @@ def settle(name: str, *, able: bool) -> str | None:
         claim = _path("claim", name)
         claimed_by = client.claim(claim, me) if able else client.find(claim)
         now = time.monotonic()
-        if claimed_by is None:  # nor is this process able
+        if claimed_by is None:  # so this process is not able
             nobody_can = client.count(_path("unable", name)) >= client.num_processes
             if nobody_can or now - unclaimed_since > _UNCLAIMED_S:
                 return None

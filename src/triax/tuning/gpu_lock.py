@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def one_at_a_time(uuid: str, timeout_s: float = 120.0) -> Iterator[None]:
-    """Keeps this user's other processes from measuring on a GPU meanwhile.
+    """Keeps this user's other processes from measuring on a GPU inside the block.
 
-    The lock file is in the cache folder, which the processes share; if nothing can be locked there,
-    in this user's folder inside the temporary folder.
+    The lock file is in the cache folder, which the processes share; if files cannot be locked
+    there, it is in this user's temporary folder.
 
     Raises:
-      TuningError: another process holds it for too long, or nothing can be locked.
+      TuningError: another process holds the lock for too long, or no file can be locked.
     """
     # By UUID, because CUDA_VISIBLE_DEVICES can give the GPU another index in each process.
     with contextlib.ExitStack() as stack:
@@ -38,8 +38,8 @@ def one_at_a_time(uuid: str, timeout_s: float = 120.0) -> Iterator[None]:
                 reasons.append(str(error))
         else:
             raise TuningError(
-                "no file can be locked that keeps processes from measuring at the same time "
-                f"({'; '.join(reasons)}); set TRIAX_CACHE_DIR to a folder where that is possible"
+                "no file can be locked to keep other processes from measuring at the same time "
+                f"({'; '.join(reasons)}); set TRIAX_CACHE_DIR to a folder where files can be locked"
             )
         yield  # closing the file releases the lock, even if the process dies
 

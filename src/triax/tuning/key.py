@@ -1,4 +1,4 @@
-"""The key of a tuned config: everything that it depends on.
+"""The key of a tuned config: everything that the choice depends on.
 
 Two calls with equal keys share a config, in this process, in the stores, and between the
 processes of a job.
@@ -27,11 +27,11 @@ SIZE_FACTOR = 4
 class Key:
     """Everything a choice of config depends on, in readable form.
 
-    `arguments` are the values of the parameters in `@triton.autotune`'s `key`, and `dtypes` are
-    those of all arrays, as in Triton's own autotuner; `candidates` are the configs left after
-    pruning, and `source` is a hash of the source of the kernel and all it reaches. `moved_bytes`
-    counts all operands and outputs; keys that differ only in it, by at most a factor of
-    `SIZE_FACTOR`, may share a config (`is_near`).
+    `arguments` are the values of the parameters in `@triton.autotune`'s `key`, and `dtypes` the
+    dtypes of all arrays, as in Triton's own autotuner; `candidates` are the configs left after
+    pruning, and `source` is a hash of the kernel's source and everything it reaches. `moved_bytes`
+    is the size of all operands and outputs; keys that differ only in `moved_bytes`, by at most a
+    factor of `SIZE_FACTOR`, may share a config (`is_near`).
     """
 
     format: int
@@ -62,7 +62,7 @@ class Key:
         return f"{self.family}-{self.moved_bytes}"
 
     def is_near(self, other: Key) -> bool:
-        """Whether the best config for the other may be used for this one."""
+        """Whether the best config for the other key may be used for this one."""
         return self.family == other.family and self.ratio(other.moved_bytes) <= SIZE_FACTOR
 
     def ratio(self, moved_bytes: int) -> float:
@@ -79,7 +79,7 @@ def label(launch: Launch) -> str:
 def make_key(
     call: Call, launches: Sequence[Launch], compute_capability: int, device: Device | None
 ) -> Key:
-    """The key of a call with several candidates."""
+    """Makes the key of a call with several candidates."""
     first = launches[0]
     config_values = {name for name, _ in first.candidate.config.values}
     config_values |= set(first.candidate.config.options())

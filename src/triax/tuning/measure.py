@@ -1,8 +1,8 @@
 """Measures candidates in a worker process.
 
-In: compiled launches, a device, and what to fill the operands with. Out: for every candidate a time
-or the reason it has none. If a candidate kills the worker, only that candidate is lost: earlier
-timings count, and a new worker continues with those not tried yet.
+In: compiled launches, a device, and the contents of operands. Out: a time for every candidate, or
+the reason it has none. If a candidate kills the worker, only that candidate is lost: earlier
+timings count, and a new worker continues with the candidates not tried yet.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ NOT_TRIED = "not tried: measuring was over"
 
 
 def unavailable() -> str | None:
-    """Why this installation cannot measure, or None."""
+    """Says why this installation cannot measure; None if it can."""
     missing = "cuda-bindings is not installed (`pip install cuda-bindings`)"
     try:
         package = importlib.util.find_spec("cuda")
         if package is None:
             return missing
-        is_package = package.submodule_search_locations is not None  # else looking would run it
+        is_package = package.submodule_search_locations is not None  # else find_spec would run it
         if is_package and importlib.util.find_spec("cuda.bindings") is not None:
             return None
-    except Exception as error:  # also what somebody else's package of that name raises
-        return f"cuda-bindings cannot be looked for: {type(error).__name__}: {error}"
+    except Exception as error:  # an unrelated package of that name may raise anything
+        return f"looking for cuda-bindings failed: {type(error).__name__}: {error}"
     if package.origin is None:  # a package without code
         return missing
     return (
@@ -80,11 +80,11 @@ def make_job(
     compiled: Sequence[tuple[Launch, CompiledKernel]],
     inputs: Sequence[str | None],
 ) -> messages.Job:
-    """The job to time `compiled`; `inputs` are files with operands' contents, or None."""
+    """Makes the job that times `compiled`; `inputs` are files with operands' contents, or None."""
     first = compiled[0][0]
     reset = _named(call, first, "reset_to_zero")
     named = _named(call, first, "restore_value") | reset
-    # What a run changes, and must be restored before the next.
+    # The operands that a run changes, and that must be restored before the next run.
     changed = {leaf.index for leaf in named if isinstance(leaf, Operand)}
     changed |= {alias.operand for alias in first.aliases}
     buffers = [
@@ -186,7 +186,7 @@ def drain(index: int) -> None:
     """
     try:
         from cuda.bindings import driver as cu
-    except Exception as error:  # also what it raises where there is no driver
+    except Exception as error:  # without a driver, the import raises other errors
         raise TuningError(f"cuda-bindings cannot be imported: {error}") from error
     try:
         with contextlib.ExitStack() as stack:
@@ -197,8 +197,8 @@ def drain(index: int) -> None:
             driver.call(cu.cuCtxPushCurrent, context)
             stack.callback(driver.call, cu.cuCtxPopCurrent)
             driver.call(cu.cuCtxSynchronize)
-    except (driver.DriverError, RuntimeError) as error:  # RuntimeError: it has no such function
-        raise TuningError(f"the GPU cannot be waited for: {error}") from error
+    except (driver.DriverError, RuntimeError) as error:  # RuntimeError: a function is missing
+        raise TuningError(f"waiting for the GPU failed: {error}") from error
 
 
 def measure(
@@ -206,7 +206,7 @@ def measure(
 ) -> None:
     """Times as many candidates of a job as fit in its time budget.
 
-    `timings` gets what becomes known of each candidate, by its label, even if this raises.
+    `timings` gets the result of each candidate, by its label, even if this raises.
 
     Raises:
       TuningError: memory runs out, the GPU or the worker fails on this machine, or other processes
@@ -256,11 +256,11 @@ class _Measurement:
             self.timings[name] = Timing(name, error=NOT_TRIED, out_of_time=True)
 
     def _listen(self, worker: client.Worker, budget_s: float) -> bool:
-        """Runs what is left on one worker; False if a candidate killed the worker.
+        """Runs the remaining candidates on one worker; False if a candidate killed the worker.
 
         Raises:
-          Ended: the worker ended before it came to any candidate, or somebody killed it.
-          TuningError: the job cannot be done, or not finished.
+          Ended: the worker ended before it came to any candidate, or another program killed it.
+          TuningError: the worker cannot begin or finish the job.
         """
         candidates = tuple(self.left)
         worker.ready()
@@ -304,13 +304,13 @@ class _Measurement:
 
 @contextlib.contextmanager
 def operand_files(arrays: Sequence[np.ndarray | None]) -> Iterator[list[str | None]]:
-    """Arrays as in-memory files with paths that the worker can read.
+    """Writes arrays to in-memory files; gives paths that the worker can read.
 
     Raises:
-      TuningError, OSError: there is no room, or this system has no such files.
+      TuningError, OSError: memory is short, or this system has no in-memory files.
     """
     if any(array is not None for array in arrays) and not hasattr(os, "memfd_create"):
-        raise TuningError("this Python has no os.memfd_create, which hands operands to the worker")
+        raise TuningError("this Python lacks os.memfd_create, which passes operands to the worker")
     with contextlib.ExitStack() as files:
         paths: list[str | None] = [None] * len(arrays)
         for index, array in enumerate(arrays):

@@ -1,4 +1,4 @@
-"""Says why no known config serves a call although its kernel has some: what they are for."""
+"""Says why no known config of a kernel serves a call: how the keys of the nearest ones differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_SHOWN = 3
 
 
 def _entries(field: str) -> Callable[[Key, Key], str]:
-    """What a key has in a field that is a dict, and another has not."""
+    """A function that lists the entries of a dict field in which a key differs from another."""
 
     def text(key: Key, other: Key) -> str:
         mine, others = getattr(key, field), getattr(other, field)
@@ -22,13 +22,13 @@ def _entries(field: str) -> Callable[[Key, Key], str]:
     return text
 
 
-# What may differ, with its value in a key beside another, or "" where the value would tell nobody
-# anything. What a user can do something about comes first.
+# The fields that may differ, each with a prefix and its value in a key compared with another, or ""
+# if the value would say nothing. Fields that a user can act on come first.
 _SAID: dict[str, tuple[str, Callable[[Key, Key], str]]] = {
     "triton": ("Triton ", lambda key, _: key.triton),
-    "gpu": ("", lambda key, _: key.gpu or "no GPU by name"),
+    "gpu": ("", lambda key, _: key.gpu or "a GPU without a name"),
     "compute_capability": ("compute capability ", lambda key, _: str(key.compute_capability)),
-    "source": ("another source of the kernel or of what it calls", lambda *_: ""),
+    "source": ("another source of the kernel or its helpers", lambda *_: ""),
     "candidates": ("other configs to choose from", lambda *_: ""),
     "options": ("options ", _entries("options")),
     "dtypes": ("dtypes ", _entries("dtypes")),
@@ -39,17 +39,17 @@ _SAID: dict[str, tuple[str, Callable[[Key, Key], str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """The fields in which the nearest known keys differ from a call's, and the same as a text."""
+    """The fields in which the nearest known keys differ from a call's, and a text about them."""
 
     fields: tuple[str, ...] = ()
     text: str = ""
 
 
 def find(key: Key, known: Iterable[tuple[Record, str]], gpu_like: str | None = None) -> Miss:
-    """What the nearest of the `known` configs of a kernel are for; known are also their places.
+    """Compares a key with the nearest `known` records, which come with the names of their stores.
 
     The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if the kernel
-    has no configs. `gpu_like` names a GPU that is as good as the key's.
+    has no configs. `gpu_like` names a GPU that counts as the key's.
     """
     found = [(_differing(key, r.key, gpu_like), r.key, place) for r, place in known]
     found = [one for one in found if one[0] and one[1].kernel == key.kernel]
@@ -66,7 +66,7 @@ def find(key: Key, known: Iterable[tuple[Record, str]], gpu_like: str | None = N
         ours = _quoted(value(key, nearest))
         texts.append(before + theirs + (f", this is {ours}" if ours else ""))
     where = _listed(place for _, place in alike)
-    where += "; TRIAX_GPU_LIKE would take it" if fields == ("gpu",) and key.gpu else ""
+    where += "; set TRIAX_GPU_LIKE to use it" if fields == ("gpu",) and key.gpu else ""
     return Miss(fields, f"known for {'; '.join(texts)} ({where})")
 
 
@@ -79,11 +79,11 @@ def _differing(key: Key, other: Key, gpu_like: str | None) -> tuple[str, ...]:
 
 
 def _quoted(text: str) -> str:
-    """A text out of anybody's file, on one line and not too long."""
+    """A text from an untrusted file, on one line and not too long."""
     return short(text)[1:-1]
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """The first few, each once."""
+    """The first few distinct texts."""
     unique = [*dict.fromkeys(texts)]
     return ", ".join(unique[:_MOST_SHOWN] + ["…"] * (len(unique) > _MOST_SHOWN))

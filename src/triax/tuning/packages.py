@@ -1,7 +1,7 @@
 """The folders of tuned configs inside installed packages.
 
 A package names itself in its metadata, under the entry point group `GROUP`, and has a folder
-`FOLDER`. Neither it nor anything in it is imported.
+`FOLDER`. The package is not imported.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ GROUP = "triax.records"
 FOLDER = "triax_records"
 
 
-@functools.cache  # metadata of all that is installed is slow to read
+@functools.cache  # the metadata of all installed packages is slow to read
 def folders() -> tuple[tuple[str, Path], ...]:
-    """The entry points' names and folders, by name; those that name none are logged."""
+    """The entry points' names and folders, sorted; an entry point without a folder is logged."""
     found = []
     try:
         points = sorted(
             importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)
         )
     except Exception as error:  # another package's metadata may be damaged
-        logger.warning("installed packages cannot be asked for tuned configs: %s", error)
+        logger.warning("the metadata of installed packages cannot be read: %s", error)
         return ()
     for point in points:
         try:
             found.append((point.name, _folder(point.value)))
-        except Exception as error:  # finding it may run an import hook of its own
+        except Exception as error:  # finding a package may run its own import hook
             text = "tuned configs of package %r are ignored: its entry point of group %s is %r, %s"
             logger.warning(text, point.name, GROUP, point.value, error)
     return tuple(found)
@@ -42,12 +42,12 @@ def _folder(package: str) -> Path:
     """The folder of records in a package.
 
     Raises:
-      ValueError: there is none, or it is not inside the package.
+      ValueError: there is no such folder, or it is not inside the package.
     """
     first, *rest = parts = package.split(".")
     if not all(part.isidentifier() for part in parts):
         raise ValueError("which must be the name of a package")
-    # That of a package inside another would import the other.
+    # Only the outermost package, because finding an inner one imports the packages around it.
     spec = importlib.util.find_spec(first)
     for location in (spec and spec.submodule_search_locations) or ():
         folder = Path(location, *rest, FOLDER)

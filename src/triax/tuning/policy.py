@@ -35,8 +35,8 @@ _ELSEWHERE = "another process of this job"
 class Decision:
     """A config, where it came from, and the timings of all candidates.
 
-    `source` is "only config", "first config", "user store", "measured now", … `record` is what is
-    known of the key, if it was measured, now or before; the job may use another config.
+    `source` is "only config", "first config", "user store", "measured now", … `record` is the
+    record of the key, if it was measured, now or before; the job may use another config.
     """
 
     config: str
@@ -49,7 +49,7 @@ class Decision:
 
     @property
     def measured_bytes(self) -> int | None:
-        """What the call moved that the config was measured on; None if it was not."""
+        """The bytes moved by the call that the config was measured on; None if it was not."""
         if self.record is None or self.record.config != self.config:
             return None
         return self.record.key.moved_bytes
@@ -70,15 +70,15 @@ class Choice:
 _lock = threading.RLock()
 _resolved: dict[str, Decision] = {}  # by the key's name
 _measured: dict[str, list[Decision]] = {}  # by the key's family
-_unmeasurable: dict[str, Fallback] = {}  # by the key's name, so that it is tried once
+_unmeasurable: dict[str, Fallback] = {}  # by the key's name, so that measuring is tried once
 _noted: dict[str, Decision] = {}
-_misses: dict[str, misses.Miss] = {}  # by the key's name, because looking reads many files
+_misses: dict[str, misses.Miss] = {}  # by the key's name, because a look-up reads many files
 listeners: list[Callable[[Record], None]] = []
-"""Called with every record that a call's config comes from."""
+"""Functions called with every record that a call's config comes from."""
 
 
 def _renew_lock() -> None:
-    """In a forked child no thread is left to release it."""
+    """Replaces the lock in a forked child, which has no thread that could release it."""
     global _lock
     _lock = threading.RLock()
 
@@ -87,14 +87,14 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 def forget() -> None:
-    """Forgets what this process has resolved. Stores are not touched."""
+    """Forgets the decisions of this process. Stores are not touched."""
     with _lock:
         for memory in (_resolved, _measured, _unmeasurable, _noted, _misses):
             memory.clear()
 
 
 def remember(record: Record, source: str) -> None:
-    """Makes this process use a record, as if it had measured it; programs lowered before do not."""
+    """Makes programs lowered from now on use a record, as if this process had measured it."""
     family = record.key.family
     with _lock:
         for name in [n for n in _resolved if n.rpartition("-")[0] == family]:
@@ -114,9 +114,9 @@ def note(choice: Choice, kernels: Sequence[CompiledKernel]) -> None:
 
 
 def choose(request: Request) -> Choice:
-    """The launches to hand to XLA.
+    """Chooses the launches to hand to XLA.
 
-    With `inputs`, the request is measured on copies of them, even if a config is known.
+    A request with `inputs` is measured on copies of them, even if a config is known.
 
     Raises:
       CompilationError: none of several candidates compiles and runs; the message has every reason.
@@ -185,7 +185,7 @@ def _chosen(request: Request, decision: Decision) -> Choice:
 
 
 def _fall_back(request: Request, fallback: Fallback) -> Choice:
-    """The first config that compiles and is not known to fail, if possible not a doubtful one."""
+    """Picks the first config that compiles and is not known to fail, preferably no doubtful one."""
     call, name = request.call, request.key.name
     left = [s for s in request.stand_ins if label(s) not in fallback.failed]
     left.sort(key=lambda launch: label(launch) in fallback.doubtful)
@@ -200,15 +200,15 @@ def _fall_back(request: Request, fallback: Fallback) -> Choice:
         + _about_gpu(request.device)
     )
     agreed = _agreed(request, Decision(config, _first_config(call.tuning)))
-    if agree.is_job():  # and so settled for good
+    if agree.is_job():  # the config is published, so this process must keep it
         _resolved[name] = agreed
     return _chosen(request, agreed)
 
 
 def _known(request: Request, labels: Collection[str]) -> Decision | None:
-    """The config that this process, a store or another process knows.
+    """Finds the config that this process, a store or another process knows.
 
-    In this process the one measured on the nearest size counts.
+    Of the configs in this process, the one measured on the nearest size counts.
     """
     key = request.key
     if (own := _nearest(key, labels)) is not None:
@@ -227,9 +227,9 @@ def _nearest(key: Key, labels: Collection[str]) -> Decision | None:
 
 
 def _stored(request: Request, labels: Collection[str]) -> tuple[Record, str] | None:
-    """The record of a request in the stores, and where it is.
+    """Finds the record of a request in the stores, and says where it is.
 
-    ``TRIAX_GPU_LIKE`` names a GPU of the same architecture whose records count after its own.
+    ``TRIAX_GPU_LIKE`` names the GPU whose record is used if the request's own GPU has none.
     """
     key, like = request.key, settings.gpu_like()
     if (found := store.find(key)) is not None:
@@ -246,7 +246,7 @@ def _stored(request: Request, labels: Collection[str]) -> tuple[Record, str] | N
         _check_gpu_like(like, key.compute_capability)
         return None
     _warn(
-        f"kernel {request.call.display_name}: programs for {key.gpu!r} take a config tuned on "
+        f"kernel {request.call.display_name}: programs for {key.gpu!r} use a config tuned on "
         f"{like!r}, as TRIAX_GPU_LIKE says"
     )
     return record, f"{where}, of {like}"
@@ -267,12 +267,12 @@ def _check_gpu_like(name: str, compute_capability: int) -> None:
 
 
 def _measured_or_not(request: Request) -> Decision | Fallback:
-    """What another process of the job or this one measures, or why none does."""
+    """The config that another process of the job or this one measures, or why neither does."""
     call, name = request.call, request.key.name
     if call.tuning == "strict":
         raise TuningError(
-            f"Kernel {call.display_name!r} has {len(request.launches)} configs and none is known "
-            f"to be tuned for {name}, but tuning mode 'strict' requires it. "
+            f"Kernel {call.display_name!r} has {len(request.launches)} configs, but no tuned one "
+            f"is known for {name}, and tuning mode 'strict' requires it. "
             + (f"One is {known}. " if (known := _miss(request).text) else "")
             + f"Tune it with {HOW_TO_TUNE}, or run once with TRIAX_AUTOTUNE=auto."
             + _about_gpu(request.device)
@@ -301,8 +301,8 @@ def _agreed(request: Request, found: Decision) -> Decision:
     if config not in map(label, request.stand_ins):
         raise TuningError(
             f"Another process of this job uses config [{config}] for {key.name}, which is not "
-            f"among this process's: {'; '.join(key.candidates)}. Run the same program in all of "
-            "them."
+            f"among this process's candidates: {'; '.join(key.candidates)}. Run the same program "
+            "in all processes."
         )
     return Decision(config, _ELSEWHERE, found.record)
 
@@ -318,7 +318,7 @@ def _measured_for_real(request: Request) -> Decision:
 
 
 def _search(request: Request) -> Decision | Fallback:
-    from triax.tuning.search import search  # only where something is measured: it is slow
+    from triax.tuning.search import search  # imported only to measure: it loads slowly
 
     found = search(request)
     if isinstance(found, Fallback):
@@ -327,23 +327,23 @@ def _search(request: Request) -> Decision | Fallback:
 
 
 def _unavailable(device: Device | None) -> str | None:
-    """Why nothing can be measured on a device, or None."""
+    """Says why nothing can be measured on a device; None if something can."""
     if device is None or not device.measurable:
         return "the program is not lowered to run on a GPU of this process"
-    from triax.tuning import measure  # only where something is measured: it loads slowly
+    from triax.tuning import measure  # imported only to measure: it loads slowly
 
     return measure.unavailable()
 
 
 def _about_gpu(device: Device | None) -> str:
-    """What helps if the program's GPU is not here."""
+    """A hint for messages about the GPU to tune on."""
     if device is None:
-        return " Where that GPU is not here, TRIAX_GPU names it."
+        return " If that GPU is not here, set TRIAX_GPU to its name."
     return "" if device.measurable else f" The GPU is {device.name!r}."
 
 
 def _miss(request: Request) -> misses.Miss:
-    """Why none of the kernel's known configs serves."""
+    """Says why none of the kernel's known configs serves the request."""
     key, own = request.key, [d for found in _measured.values() for d in found]
     if key.name not in _misses:
         known = [(d.record, d.source) for d in own if d.record is not None]

@@ -32,7 +32,7 @@ class Progress:
             return
         done, seconds = f"{self._done} of {self._total} steps", f"{now - self._start:.0f} s"
         text = f"tuning {self.name}: {done} after {seconds}"
-        # Tuning must not fail because of what the program uses as standard error.
+        # Tuning must not fail because the program has replaced standard error.
         with contextlib.suppress(Exception):
             if _rewrites_lines():
                 self._write(text)
@@ -43,7 +43,7 @@ class Progress:
             logger.warning("%s", text)
 
     def close(self) -> None:
-        """Removes the line."""
+        """Removes the progress line from the terminal."""
         if self._width:
             with contextlib.suppress(Exception):
                 self._write("")
@@ -57,7 +57,7 @@ class Progress:
 
 
 def _rewrites_lines() -> bool:
-    """Whether "\\r" starts the line anew: on a terminal, and in a notebook's output."""
-    # IPython's kernel puts a class of its own in the place of standard error.
+    """Whether "\\r" lets the line be overwritten: on a terminal, and in a notebook's output."""
+    # IPython's kernel replaces standard error by a class of its own.
     in_notebook = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
     return in_notebook or sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Collects the tuned configs that a program uses, writes them, and puts others to use."""
+"""Collects the tuned configs that a program uses, saves them, and loads saved ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 class Records:
     """Tuned configs, one per key, as `record` collects them.
 
-    Iterating gives what `triax cache show` prints, in order of first use: each has `key` (kernel,
-    GPU, versions, dtypes, bytes), `config`, and `timings`, every candidate's median in
-    milliseconds.
+    Iterating gives the records that `triax cache show` prints, in order of first use: each has
+    `key` (kernel, GPU, versions, dtypes, bytes), `config`, and `timings`, every candidate's median
+    in milliseconds.
     """
 
     def __init__(self) -> None:
@@ -43,16 +43,16 @@ class Records:
         self._by_key[record.key.name] = record
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Writes a file for each tuned config into a folder, which is made if there is none.
+        """Writes a file for each tuned config into a folder, created if needed.
 
-        The folder is a store: it can stand in ``TRIAX_CACHE_PATH``, or in a package. If there is no
-        tuned config, nothing is written, and that is logged.
+        The folder is a store, for ``TRIAX_CACHE_PATH`` or to ship in a package. If there are no
+        tuned configs, nothing is written, and a warning is logged.
 
         Returns:
-          The files.
+          The paths of the files.
 
         Raises:
-          ArgumentTypeError, ArgumentValueError: `folder` is no path, or that of a file.
+          ArgumentTypeError, ArgumentValueError: `folder` is not a path, or is a file.
           OSError: the folder cannot be written.
         """
         place = _store(folder)
@@ -68,11 +68,11 @@ class Records:
     def load(cls, folder: str | os.PathLike[str]) -> Records:
         """Reads a folder of tuned configs, and makes this process use them before any others.
 
-        Programs compiled before keep theirs. Files that are not valid are logged.
+        Programs compiled before keep their configs. Invalid files are logged.
 
         Raises:
-          ArgumentTypeError: `folder` is no path.
-          ArgumentValueError: it is that of a file, or of a folder that holds no tuned config.
+          ArgumentTypeError: `folder` is not a path.
+          ArgumentValueError: `folder` is a file, or holds no tuned config.
           OSError: the folder cannot be read.
         """
         place, found = _store(folder), cls()
@@ -111,9 +111,9 @@ def record() -> Iterator[Records]:
             step.lower(params, batch).compile()
         records.save("tuned")
 
-    A call gets its config when its program is lowered: what was compiled before the block is not
-    lowered again. Calls of all threads count. Configs that were never measured (only configs,
-    first configs, those that another process of a job has chosen) are not among them.
+    A call gets its config when its program is lowered: programs compiled before the block are not
+    lowered again. Calls of all threads count. Configs without timings (only configs, first
+    configs, configs that another process of a job chose) are left out.
 
     Returns:
       A context manager that gives `Records`.

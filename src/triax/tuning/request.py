@@ -1,4 +1,4 @@
-"""What tuning is asked: a call, its candidates and their compiler; and why there is no answer."""
+"""A request for a config: a call, its candidates and their compiler; and why it has no answer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CompileAll = Callable[..., list[CompiledKernel | Exception]]
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A call whose config is asked for.
+    """A call that needs a config.
 
-    `launches` are one per candidate, at least one. Nothing is measured if there is no `device`;
-    `inputs` are the real operands to measure on, if given. `fallback` is the launch to use if no
-    config is chosen, by default the first.
+    `launches` are one per candidate, at least one. Nothing is measured without a `device`; `inputs`
+    are the real operands to measure on, if given. `fallback` is the launch to use if no config is
+    chosen, by default the first.
     """
 
     call: Call
@@ -47,14 +47,14 @@ class Request:
 
     @property
     def stand_ins(self) -> list[Launch]:
-        """The launches to try, in this order, if no config is found, all candidates among them."""
+        """The launches to try, in order, if no config is found: `fallback`, then all candidates."""
         return [*([self.fallback] if self.fallback else []), *self.launches]
 
     def that_compile(self, batches: Sequence[Sequence[Launch]]) -> list[Launch]:
         """The launches that compile, of the first batch in which any does.
 
         Raises:
-          CompilationError: there are none.
+          CompilationError: no launch compiles.
         """
         reasons = []
         for batch in batches:
@@ -80,7 +80,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Why no config is chosen; which are known to fail, and which ran out of time or memory."""
+    """Why no config is chosen, which configs failed, and which ran out of time or memory."""
 
     reason: str
     failed: Collection[str] = ()

@@ -22,15 +22,15 @@ from triax.tuning.worker import client
 
 logger = logging.getLogger(__name__)
 
-# Of what compiling raises; the program itself may need less: no ptxas, no machine code.
+# Errors from compiling that are not the kernel's. The program itself needs less: no machine code.
 _ABOUT_THE_MACHINE = (OSError, MemoryError)
 
 
 def search(request: Request) -> Record | Fallback:
     """Compiles and times the candidates of a call; stores the result and returns it.
 
-    If none could be timed, for lack of time, that is the answer. So it is if this machine lacked
-    something for any of them, such as memory: the others' times do not say which is best.
+    Returns a `Fallback` if no candidate could be timed for lack of time, or if this machine lacked
+    something, such as memory, for any candidate: the other times do not say which is best.
 
     Raises:
       CompilationError: every candidate fails to compile or to run.
@@ -64,7 +64,7 @@ def search(request: Request) -> Record | Fallback:
     try:
         store.user_store().put(record)
     except OSError as error:
-        remedy = "; set TRIAX_CACHE_DIR" if error.filename else ""  # else it says so itself
+        remedy = "; set TRIAX_CACHE_DIR" if error.filename else ""  # else the error says so
         logger.warning("the tuned config of %s could not be stored: %s%s", key.name, error, remedy)
     return record
 
@@ -74,11 +74,11 @@ def _compile(
 ) -> tuple[list[tuple[Launch, CompiledKernel]], str]:
     """The candidates that compile, and what this machine lacks to compile all of them, or "".
 
-    Of the others `timings` gets the reasons.
+    `timings` gets the reasons for the candidates that do not compile.
     """
-    with contextlib.suppress(Exception):  # `measure` will raise it again
+    with contextlib.suppress(Exception):  # `measure` will raise the error again
         assert request.device is not None
-        client.start(request.device.index)  # it starts while the candidates compile
+        client.start(request.device.index)  # the worker starts while the candidates compile
     timeout_s = 6 * settings.tuning_timeout_s()
     options: Any = {"timeout_s": timeout_s, "machine_code": True, "on_each": progress.step}
     results = request.compile_all(request.launches, request.compute_capability, **options)
@@ -100,7 +100,7 @@ def _measure(
     timings: dict[str, Timing],
     progress: Progress,
 ) -> str:
-    """Adds the timings of what compiles; returns why this machine cannot measure it, or ""."""
+    """Times the compiled candidates; returns why this machine cannot measure them, or ""."""
     assert request.device is not None
     try:
         arrays = _tuning_arrays(request.call, request.launches[0], request.inputs)
@@ -116,9 +116,9 @@ def _measure(
             measure.measure(job, request.device, progress, timings)
     except (TuningError, OSError) as error:
         return str(error)
-    except TriaxError:  # a setting
+    except TriaxError:  # an invalid setting
         raise
-    except Exception as error:  # what a machine may lack has many names
+    except Exception as error:  # a machine's failure may have any type
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -132,7 +132,7 @@ def _fallback(reason: str, timings: dict[str, Timing]) -> Fallback:
 def _tuning_arrays(
     call: Call, launch: Launch, inputs: Sequence[Any] | None
 ) -> list[np.ndarray | None]:
-    """The given contents to measure on, or None for operands to be filled by dtype."""
+    """The contents of the operands to measure on, or None for operands to be filled by dtype."""
     if inputs is None:
         if call.tuning_inputs is None:
             return [None] * len(launch.operands)

@@ -1,8 +1,8 @@
 """Tuned configs on disk: one JSON file per key.
 
-A file is written under another name and renamed into place, so a reader sees either the old or the
-new one. A file that is not a valid record, or is about another key, is ignored and logged. Stores
-are looked up in order: the user's, the read-only ones in ``TRIAX_CACHE_PATH``, those in packages.
+A file is written under a temporary name and renamed into place, so a reader sees either the old or
+the new one. A file that is not a valid record, or is for another key, is ignored and logged. Stores
+are searched in order: the user's, the read-only ones in ``TRIAX_CACHE_PATH``, those in packages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triax.tuning.key import FORMAT, Key
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about ten thousand
+MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about 10 kB
 _PART_PREFIX = ".triax-"
 _PART_AGE_S = 60
 
@@ -35,8 +35,8 @@ _PART_AGE_S = 60
 class Timing:
     """The result of one candidate: its median in milliseconds, or why it has none.
 
-    `out_of_time` means that it did not end or was not tried in time, or that this machine failed
-    it; it may still be fine.
+    `out_of_time` means that the candidate did not end or was not tried in time, or that this
+    machine failed; the candidate may still be fine.
     """
 
     config: str
@@ -70,7 +70,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Record:
-        """Raises ValueError if the text is not a valid record."""
+        """Parses a record; raises ValueError if the text is not a valid one."""
         data = typed_json.parse(text)
         match data:
             case {"key": {"format": int(found)}} if found != FORMAT:
@@ -86,11 +86,11 @@ class Record:
 
 
 def contents(path: Path, max_bytes: int) -> bytes:
-    """The contents of a file from any source.
+    """Reads an untrusted file.
 
     Raises:
       OSError: the file cannot be opened or read.
-      ValueError: it is larger than that, or not a regular file.
+      ValueError: the file is larger than `max_bytes`, or not a regular file.
     """
     # Opening a pipe that nobody writes to would wait forever without O_NONBLOCK.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
@@ -104,7 +104,7 @@ def contents(path: Path, max_bytes: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """A folder of records. In that of a package links do not count: they may lead anywhere."""
+    """A folder of records. In a package's folder, links are refused: they may lead anywhere."""
 
     folder: Path
     name: str
@@ -114,7 +114,7 @@ class Store:
         return self.folder / f"{key.name}.json"
 
     def find(self, key: Key) -> Record | None:
-        """The record of a key, or of the nearest one that may share its config, or None."""
+        """Finds the record of a key, or of the nearest key that may share its config."""
         try:
             paths = self.paths()
         except OSError as error:
@@ -127,11 +127,11 @@ class Store:
         return next(filter(None, map(self._read, near)), None)
 
     def read(self, path: Path) -> Record:
-        """The record in one of its files.
+        """Reads the record in one of the store's files.
 
         Raises:
           OSError: the file cannot be opened or read.
-          ValueError: it is not a valid record, not a regular file, or too large.
+          ValueError: the file is not a valid record, not a regular file, or too large.
         """
         if self.in_package and path.is_symlink():
             raise ValueError("it is a link")
@@ -143,7 +143,7 @@ class Store:
             record = self.read(path)
             if record.key == key:
                 return record
-            logger.warning("tuned config %s is about another key and is ignored", path)
+            logger.warning("tuned config %s is for another key and is ignored", path)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
@@ -170,11 +170,11 @@ class Store:
         return path
 
     def paths(self) -> list[Path]:
-        """The files of all records, sorted by name; none if there is no such folder yet."""
+        """The files of all records, sorted by name; none if the folder does not exist yet."""
         return [p for p in self._files() if p.suffix == ".json" and not p.name.startswith(".")]
 
     def records(self, kernel: str | None = None) -> Iterator[tuple[Path, Record | Exception]]:
-        """All files, or those of a kernel, with their records, or why these are not usable."""
+        """All files, or the files of a kernel, each with its record or why it has none."""
         for path in self.paths():
             if kernel is None or path.name.startswith(f"{kernel}-"):
                 try:
@@ -183,7 +183,7 @@ class Store:
                     yield path, error
 
     def leftovers(self) -> list[Path]:
-        """Files left behind by killed writers: those older than a minute."""
+        """Temporary files older than a minute, left behind by killed writers."""
         now = time.time()
         found = []
         for path in self._files():
@@ -213,7 +213,7 @@ def user_store() -> Store:
 
 
 def stores() -> list[Store]:
-    """All stores, in the order they are looked up."""
+    """All stores, in the order of the search."""
     return [*_in_order()]
 
 
@@ -227,7 +227,7 @@ def _in_order() -> Iterator[Store]:
 
 
 def known(kernel: str | None = None) -> Iterator[tuple[Record, str]]:
-    """All usable records, or those of a kernel, each with the name of its store."""
+    """All usable records, or the records of a kernel, each with the name of its store."""
     for place in stores():
         with contextlib.suppress(OSError):
             for _, record in place.records(kernel):
@@ -236,13 +236,13 @@ def known(kernel: str | None = None) -> Iterator[tuple[Record, str]]:
 
 
 def gpus(compute_capability: int | None = None) -> list[str]:
-    """The GPUs that stored configs are for, by name; or those of an architecture."""
+    """The names of the GPUs that stored configs are for, of one architecture if given."""
     keys = [record.key for record, _ in known()]
     found = {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
     return sorted(found - {""})
 
 
 def find(key: Key) -> tuple[Record, Store] | None:
-    """The first record of a key in the stores."""
+    """Finds the first record in the stores whose config a key may use, with its store."""
     found = ((store.find(key), store) for store in _in_order())
     return next(((record, store) for record, store in found if record is not None), None)

@@ -1,7 +1,7 @@
-"""Dataclasses out of JSON, with every type checked.
+"""Builds dataclasses from JSON, and checks every type.
 
-Fields are strings, ints, floats, None, tuples of one type, dicts by name, and dataclasses. Input
-may come from anywhere, so anything wrong with it is a `ValueError`.
+Fields are strings, ints, floats, None, tuples of one type, dicts by name, and dataclasses. The
+input is untrusted, so every mistake in it is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORDS[bool] = "true or false"
 
 
 def parse(text: str) -> Any:
-    """`json.loads`, but nesting that is too deep is a `ValueError` like other mistakes."""
+    """Parses JSON. Nesting that is too deep is a `ValueError`, like other mistakes."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -26,7 +26,7 @@ def parse(text: str) -> Any:
 
 
 def build(kind: Any, value: Any, name: str = "it") -> Any:
-    """Parsed JSON as an instance of `kind`: a dataclass, or the type of one of its fields.
+    """Builds an instance of `kind`, a dataclass or the type of a field, from parsed JSON.
 
     Raises:
       ValueError: something in `value` has another type; the message says where.
@@ -57,5 +57,5 @@ def build(kind: Any, value: Any, name: str = "it") -> Any:
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{name} is {value}")
     if kind is str:
-        value.encode()  # half a surrogate pair could not be printed
+        value.encode()  # raises for half a surrogate pair, which could not be printed
     return value

@@ -67,7 +67,7 @@ REFUSED = {
     "a dtype kernels lack": (
         {"x": X.astype(complex), "implementation": "interpret"},
         ArgumentTypeError,
-        "`x` has dtype complex64, which Triton kernels cannot take",
+        "`x` has dtype complex64, which Triton kernels do not support",
     ),
 }
 

@@ -581,10 +581,9 @@ def by_dispatch(x, axis_name):
 
 
 def by_layer(x, axis_name):
-    weights = jnp.ones((2, 2, 2))
-    routing = x, x.astype(int)
-    run = functools.partial(moe.feed_forward, activation="silu", axis_name=axis_name)
-    return run(x, None, weights, weights, routing=routing).tokens
+    experts = moe.Experts(*2 * (jnp.ones((2, 2, 2)),), activation="silu")
+    routing = moe.Routing(x, x.astype(int))
+    return moe.feed_forward(x, routing, experts, axis_name=axis_name).tokens
 
 
 @pytest.mark.parametrize("run", [by_dispatch, by_layer])

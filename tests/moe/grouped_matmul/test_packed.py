@@ -189,8 +189,8 @@ def test_a_layer():
     down = moe.quantize(normal(4, 24, 64), "int4", block=(1, 16, 1), transposed=True)
 
     def run(gate_up, down):
-        how = {"top_k": 2, "interleaved": True}
-        layer = lambda x: moe.feed_forward(x, logits, gate_up, down, **how).tokens
+        experts = moe.Experts(gate_up, down, interleaved=True)
+        layer = lambda x: moe.feed_forward(x, logits, experts, moe.Router(2)).tokens
         out, pull = jax.vjp(layer, x)
         return out, *pull(out)
 
@@ -239,13 +239,13 @@ def test_mistakes(rows, weights, match):
 
 
 def test_a_checkpoints_blocks_in_a_layer():
-    x, logits, down = jnp.ones((4, 96)), jnp.ones((4, 4)), jnp.ones((4, 12, 96))
+    down = jnp.ones((4, 12, 96))
     with pytest.raises(TypeError, match=r"`w_gate_up` .*moe.from_mxfp4"):
-        moe.feed_forward(x, logits, np.zeros((4, 24, 3, 16), np.uint8), down, top_k=2)
+        moe.Experts(np.zeros((4, 24, 3, 16), np.uint8), down)
     with pytest.raises(TypeError, match=r"`w_down` .*moe.from_mxfp4"):
-        moe.feed_forward(x, logits, down, np.zeros((4, 96, 1, 16), np.uint8), top_k=2)
+        moe.Experts(down, np.zeros((4, 96, 1, 16), np.uint8))
     with pytest.raises(TypeError, match=r"`w_down` .* `moe.ScaledArray\(…, packed=…\)`"):
-        moe.feed_forward(x, logits, down, np.zeros((4, 96, 6), np.uint8), top_k=2)
+        moe.Experts(down, np.zeros((4, 96, 6), np.uint8))
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
@@ -257,11 +257,10 @@ def test_a_layer_with_its_experts_on_several_devices():
     )
     how = {"block": (1, 24, 1), "transposed": True}
     weights = [moe.quantize(w, "int4", **how) for w in weights]
-    layer = lambda *args, **how: moe.feed_forward(*args, top_k=2, **how).tokens
+    args = x, logits, moe.Experts(*weights)
+    layer = lambda *args, **how: moe.feed_forward(*args, moe.Router(2), **how).tokens
     mesh = jax.make_mesh((4,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     spread = jax.shard_map(
         lambda *args: layer(*args, axis_name="e"), mesh=mesh, in_specs=P("e"), out_specs=P("e")
     )
-    np.testing.assert_allclose(
-        jax.jit(spread)(x, logits, *weights), layer(x, logits, *weights), rtol=1e-4, atol=1e-4
-    )
+    np.testing.assert_allclose(jax.jit(spread)(*args), layer(*args), rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.moe import flat
 from triax import moe
 from triax.emitting import reading
 from triax.errors import ArgumentTypeError, ArgumentValueError
@@ -49,7 +50,7 @@ def draw(seed=0, dtype="float32", tokens=TOKENS, offsets=0.0):
 
 
 def layer(*args, **options):
-    return moe.feed_forward(*args, **{"top_k": 2} | options)
+    return flat.layer(*args, **{"top_k": 2} | options)
 
 
 def dense(
@@ -85,8 +86,7 @@ def dense(
         scale * jnp.einsum("tk,tke,teh->th", weights, pairs.reshape(taken.shape), each),
         jnp.sum(taken, axis=(0, 1)),
         jnp.sum(taken) - jnp.sum(pairs),
-        scale * weights,
-        jnp.argsort(-logits, axis=1)[:, :top_k],
+        moe.Routing(scale * weights, jnp.argsort(-logits, axis=1)[:, :top_k]),
     )
 
 
@@ -332,13 +332,11 @@ def test_functions_are_given_each_row_by_itself(name):
 def test_a_token_of_zeros_with_a_weight_of_zero_is_a_token():
     """Where weights multiply tokens, experts make of it what they make of their biases."""
     x, experts = jnp.zeros((3, 4)).at[1].set(1), jnp.array([[0, 1], [1, -1], [1, 1]])
-    weights = jnp.array([[0, 1], [1, 1], [0.5, 0]])
-    weights_of = jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4))
-    how = {"b_gate_up": jnp.ones((2, 6)), "b_down": jnp.ones((2, 4)), "weights_on": "input"}
+    routing = moe.Routing(jnp.array([[0, 1], [1, 1], [0.5, 0]]), experts)
+    biases = {"b_gate_up": jnp.ones((2, 6)), "b_down": jnp.ones((2, 4))}
+    of = functools.partial(moe.Experts, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4)), **biases)
     by_name, by_function = (
-        moe.feed_forward(
-            *(x, None, *weights_of), routing=(weights, experts), activation=activation, **how
-        ).tokens
+        moe.feed_forward(x, routing, of(activation=activation), weights_on="input").tokens
         for activation in ("swiglu", lambda gate, up: jax.nn.silu(gate) * up)
     )
     assert by_name[0, 0] == by_name[2, 0] > 2
@@ -397,7 +395,7 @@ def test_bytes_a_token_that_are_kept():
         shapes = *shapes, (experts, width, hidden)
         dtypes = "bfloat16", "float32", "bfloat16", "bfloat16"
         args = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
-        run = lambda *args, k=top_k: moe.feed_forward(*args, top_k=k, normalize=True).tokens
+        run = lambda *args, k=top_k: layer(*args, top_k=k, normalize=True).tokens
         held = jax.eval_shape(lambda *args, run=run: jax.vjp(run, *args)[1], *args)
         num_bytes = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
         assert tokens * top_k * 4 * width < num_bytes(held) - num_bytes(args) <= tokens * most
@@ -425,20 +423,18 @@ def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     if transpose:
         w_gate_up, w_down = (jnp.swapaxes(w, 1, 2) for w in (w_gate_up, w_down))
     rng = np.random.default_rng(1)
-    given = {
-        "x": x,
-        "logits": logits,
-        "w_gate_up": tuple(jnp.split(w_gate_up, 2, axis=1 if transpose else 2)),
-        "w_down": w_down,
-        "b_gate_up": tuple(rng.standard_normal((2, EXPERTS, WIDTH)).astype(np.float32)),
-        "b_down": rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32),
-    }
+    experts = moe.Experts(
+        tuple(jnp.split(w_gate_up, 2, axis=1 if transpose else 2)),
+        w_down,
+        b_gate_up=tuple(rng.standard_normal((2, EXPERTS, WIDTH)).astype(np.float32)),
+        b_down=rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32),
+        transposed=transpose,
+    )
+    given = x, logits, experts
     along = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), given)
 
     def everything(given, along, keep):
-        run = lambda given: (
-            moe.feed_forward(**given, top_k=2, keep=keep, transpose_weights=transpose).tokens
-        )
+        run = lambda given: moe.feed_forward(*given, moe.Router(2), keep=keep).tokens
         gradient = jax.grad(lambda given: jnp.sum(run(given) ** 2))
         first = jax.jvp(run, (given,), (along,))
         return first, jax.jvp(gradient, (given,), (along,))
@@ -513,8 +509,8 @@ def test_a_mistake_spoils_no_later_call():
     args = draw(6)
     for wrong, right in (({"top_k": 3.0}, {"top_k": 3}), ({"align_size": True}, {"align_size": 1})):
         with pytest.raises(ArgumentTypeError):
-            moe.feed_forward(*args, **{"top_k": 2, **wrong})
-        moe.feed_forward(*args, **{"top_k": 2, **right})
+            layer(*args, **wrong)
+        layer(*args, **right)
 
 
 def test_the_gradient_multiplies_as_the_layer_was_asked_to():
@@ -549,136 +545,72 @@ def test_kernels_do_all_on_cuda(monkeypatch):
         assert f"stablehlo.{other}" not in text
 
 
+of_type, of_value, ones = ArgumentTypeError, ArgumentValueError, jnp.ones
+T, H, W, E = TOKENS, HIDDEN, WIDTH, EXPERTS
+
+
+def routing(shape, of_experts=None):
+    return moe.Routing(ones(shape), ones(of_experts or shape, int))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"x": [1.0]}, ArgumentTypeError, r"`x` must be an array of shape \[tokens, hidden\]"),
-        ({"x": jnp.ones(4)}, ArgumentValueError, r"`x` must have shape \[tokens, hidden\]"),
-        ({"x": jnp.ones((2, 3, 16))}, ArgumentValueError, r"`logits` must have shape \(6, 5\)"),
-        ({"logits": None}, ArgumentTypeError, "`logits` and `routing`: one of them must be given"),
-        ({"top_k": None}, ArgumentTypeError, "`top_k` is missing"),
+        ({"x": [1.0]}, of_type, r"`x` must be an array of shape \[tokens, hidden\]"),
+        ({"x": ones(4)}, of_value, r"`x` must have shape \[tokens, hidden\]"),
+        ({"x": ones((2, 3, 16))}, of_value, r"`logits` must have shape \(6, 5\)"),
+        ({"x": ones((T, H), int)}, of_type, "`x` must have a floating"),
+        ({"x": ones((T, H), "float8_e4m3fn")}, of_type, "`x` must be a float of 16 bits or more"),
         (
-            {"logits": None, "routing": (jnp.ones((TOKENS, 2)), jnp.ones((TOKENS, 3), int))},
-            ArgumentValueError,
-            "`routing` must have weights and experts for each of the 24 tokens",
+            {"x": ones((T, H), "bfloat16")},
+            of_type,
+            r"`experts\.w_gate_up` .* dtype of `x`, bfloat16",
         ),
+        ({"logits": None}, of_type, "`logits_or_routing` must be an array of logits, or"),
         (
-            {"logits": None, "routing": jnp.ones((2, TOKENS, 2))},
-            ArgumentTypeError,
-            "`routing` must be two arrays",
+            {"logits": ones((3, E))},
+            of_value,
+            r"`logits` must have shape \(24, 5\) .*; got \(3, 5\)",
         ),
+        ({"logits": routing((T, 2), (T, 3))}, of_value, "The routing .* for each of the 24 tokens"),
+        ({"logits": routing((T, 2)), "bias": ones(E)}, of_type, "arguments for logits, `bias`"),
+        ({"logits": routing((12, 2, 2))}, of_value, r"`routing.weights` must have shape \[tok"),
+        ({"b_down": ones((E, W))}, of_value, r"`b_down` must have shape \(5, 16\) .* `w_down`"),
+        ({"activation": "relu2", "interleaved": True}, of_value, "'relu2', has no gate. Leave it"),
+        ({"activation": "relu"}, of_value, "`activation` must be one of 'swiglu', 'geglu'"),
+        ({"w_gate_up": (ones((E, H, W)),)}, of_value, "`w_gate_up` must be one array, or two"),
         (
-            {
-                "logits": None,
-                "routing": (jnp.ones((TOKENS, 2)), jnp.ones((TOKENS, 2), int)),
-                "bias": jnp.ones(EXPERTS),
-            },
-            ArgumentTypeError,
-            "`routing` is given, and so are arguments of the router, `bias`",
-        ),
-        (
-            {
-                "logits": None,
-                "routing": (jnp.ones((TOKENS, 2)), jnp.ones((TOKENS, 2), int)),
-                "group_score": "max",
-                "scale": 2,
-            },
-            ArgumentTypeError,
-            "`routing` is given, and so are arguments of the router, `group_score`, `scale`",
-        ),
-        (
-            {"x": jnp.ones((2, 12, HIDDEN)), "logits": None, "routing": 2 * (jnp.ones((24, 2)),)},
-            ArgumentValueError,
-            r"`routing` must be two arrays.* dimensions \[2, 12\] of `x` in front",
-        ),
-        (
-            {"w_gate_up": 2 * (jnp.ones((EXPERTS, HIDDEN, WIDTH)),), "b_gate_up": (None,)},
-            ArgumentValueError,
+            {"w_gate_up": 2 * (ones((E, H, W)),), "b_gate_up": (None,)},
+            of_value,
             "`b_gate_up` must be two arrays, as `w_gate_up` is",
         ),
         (
-            {"b_down": jnp.ones((EXPERTS, WIDTH))},
-            ArgumentValueError,
-            r"`b_down` must have shape \(5, 16\) to go with its weights; got \(5, 24\)",
+            {"w_gate_up": ones((E, H, W))},
+            of_value,
+            r"must have shape \(5, 16, 48\) .*\(5, 16, 24\)",
         ),
+        ({"w_down": ones((E + 1, W, H))}, of_value, r"\(6, 16, 48\) .* `w_down` of shape \(6, 24,"),
+        ({"w_down": ones((E, H, W))}, of_value, "if `w_down` had its last two axes swapped"),
+        ({"w_down": ones((E, W, H), "float16")}, of_type, r"`experts\.w_down` .* got float16"),
         (
-            {"activation": "silu"},
-            ArgumentValueError,
-            r"`w_gate_up` must have shape \(5, 16, 24\)",
+            {"w_down": ones((E, W, H), int)},
+            of_type,
+            r"`experts\.w_down` must have a floating-point",
         ),
-        (
-            {"activation": "relu2", "interleaved": True},
-            ArgumentValueError,
-            "`activation`, 'relu2', has no gate. Leave it out. With a gate",
-        ),
-        (
-            {"w_gate_up": (jnp.ones((EXPERTS, HIDDEN, WIDTH)),)},
-            ArgumentValueError,
-            "`w_gate_up` must be one array, or two",
-        ),
-        ({"weights_on": "both"}, ArgumentValueError, "`weights_on` must be one of 'output', 'inp"),
-        ({"axis_name": "experts"}, ArgumentValueError, "`axis_name` must name a mesh axis of the"),
-        ({"x": jnp.ones((TOKENS, HIDDEN), int)}, ArgumentTypeError, "`x` must have a floating"),
-        (
-            {"x": jnp.ones((TOKENS, HIDDEN), jnp.float8_e4m3fn)},
-            ArgumentTypeError,
-            "`x` must be a float of 16 bits or more; got float8_e4m3fn",
-        ),
-        (
-            {"logits": jnp.ones((3, EXPERTS))},
-            ArgumentValueError,
-            r"`logits` must have shape \(24, 5\) to go with the tokens of `x`; got \(3, 5\)",
-        ),
-        (
-            {"w_gate_up": jnp.ones((EXPERTS, HIDDEN, WIDTH))},
-            ArgumentValueError,
-            r"`w_gate_up` must have shape \(5, 16, 48\) to go with .*; got \(5, 16, 24\)",
-        ),
-        (
-            {"w_down": jnp.ones((EXPERTS + 1, WIDTH, HIDDEN))},
-            ArgumentValueError,
-            r"`w_down` must have shape \(5, 24, 16\) to go with `x` and `logits`; got \(6, ",
-        ),
-        (
-            {"w_down": jnp.ones((EXPERTS, HIDDEN, WIDTH))},
-            ArgumentValueError,
-            r"`w_down` must have shape \(5, 24, 16\) .*; got \(5, 16, 24\)\. .*`transpose_weights`",
-        ),
-        (
-            {"w_gate_up": jnp.ones((EXPERTS, 2 * WIDTH, HIDDEN))},
-            ArgumentValueError,
-            r"`w_gate_up` must have shape \(5, 16, 48\).*that is `transpose_weights`",
-        ),
-        (
-            {"x": jnp.ones((TOKENS, HIDDEN), jnp.bfloat16)},
-            ArgumentTypeError,
-            r"`w_gate_up` must have the dtype of `x`, bfloat16; got float32. Cast it, `w_gate",
-        ),
-        (
-            {"w_down": jnp.ones((EXPERTS, WIDTH, HIDDEN), jnp.float16)},
-            ArgumentTypeError,
-            "`w_down` must have the dtype of `x`, float32; got float16",
-        ),
-        (
-            {"w_down": jnp.ones((EXPERTS, WIDTH, HIDDEN), jnp.int8)},
-            ArgumentTypeError,
-            "`w_down` must have a floating-point dtype; got int8",
-        ),
-        (
-            {"activation": "relu"},
-            ArgumentValueError,
-            "`activation` must be one of 'swiglu', 'geglu'",
-        ),
-        ({"top_k": 6}, ArgumentValueError, "`top_k` must be at most the 5 experts"),
-        ({"capacity": -1}, ArgumentValueError, "`capacity` must be at least 0"),
-        ({"align_size": 0}, ArgumentValueError, "`align_size` must be at least 1"),
-        ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
-        ({"score": "tanh"}, ArgumentValueError, "`score` must be one of"),
+        ({"weights_on": "both"}, of_value, "`weights_on` must be one of 'output', 'inp"),
+        ({"axis_name": "experts"}, of_value, "`axis_name` must name a mesh axis of the"),
+        ({"top_k": 6}, of_value, r"`router\.top_k` must be at most the 5 experts"),
+        ({"capacity": -1}, of_value, "`capacity` must be at least 0"),
+        ({"align_size": 0}, of_value, "`align_size` must be at least 1"),
+        ({"implementation": "cuda"}, of_value, "`implementation` must be one of"),
+        ({"score": "tanh"}, of_value, "`score` must be one of"),
         ({"scores": "softmax"}, TypeError, r"^feed_forward\(\) got an unexpected.* 'scores'"),
     ],
 )
 def test_what_is_wrong_is_named(changes, error, message):
     names = ["x", "logits", "w_gate_up", "w_down"]
-    arguments = dict(zip(names, draw(), strict=True)) | {"top_k": 2} | changes
+    given = dict(zip(names, draw(), strict=True)) | changes
+    if isinstance(given["logits"], moe.Routing):
+        given["top_k"] = None
     with pytest.raises(error, match=message):
-        moe.feed_forward(**arguments)
+        layer(**given)

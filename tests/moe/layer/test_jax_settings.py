@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.moe import flat
 from triax import moe
 from triax.testing import assert_same_bits
 
@@ -44,9 +45,8 @@ def draw():
 def layer(args, implementation, **options):
     x, logits, w_gate_up, w_down, b_gate_up, b_down = args
     biases = {} if "recipe" in options else {"b_gate_up": b_gate_up, "b_down": b_down}
-    found = moe.feed_forward(
-        *(x, logits, w_gate_up, w_down), top_k=2, implementation=implementation, **biases, **options
-    )
+    how = {"top_k": 2, "implementation": implementation} | biases | options
+    found = flat.layer(x, logits, w_gate_up, w_down, **how)
     return jnp.sum(found.tokens.astype("float32")), found
 
 

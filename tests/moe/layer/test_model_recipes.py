@@ -43,6 +43,11 @@ def experts_of(g, routing):
     return dense(g, lambda _: routing, silu_and_mul, {})
 
 
+def our_experts_of(g, routing, *router, **path):
+    experts = moe.Experts(g["w_gate_up"], g["w_down"])
+    return moe.feed_forward(g["x"], routing, experts, *router, **path).tokens
+
+
 def longcat(g):
     scores = jax.nn.softmax(g["logits"], axis=1)
     chosen = jnp.argsort(-(scores + g["bias"]), axis=1)[:, :3]
@@ -52,11 +57,9 @@ def longcat(g):
 
 
 def our_longcat(g, **path):
-    weights, chosen = moe.route(g["logits"], 3, bias=g["bias"], scale=6.0, **path)
-    matrices = g["w_gate_up"], g["w_down"]
-    out = moe.feed_forward(g["x"], None, *matrices, routing=(weights, chosen), **path)
-    kept = jnp.sum(jnp.where(chosen >= EXPERTS, weights, 0), axis=1, keepdims=True)
-    return out.tokens + kept * g["x"]
+    routing = moe.route(g["logits"], moe.Router(3, scale=6.0), bias=g["bias"], **path)
+    zero = jnp.where(routing.experts >= EXPERTS, routing.weights, 0)
+    return our_experts_of(g, routing, **path) + jnp.sum(zero, axis=1, keepdims=True) * g["x"]
 
 
 def phimoe(g, epsilon=0.2):
@@ -85,9 +88,8 @@ def our_phimoe(g, **path):
         near = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=1)
         routing.append((jnp.take_along_axis(near, chosen, axis=1), chosen))
         left = jnp.where(jnp.arange(EXPERTS) == chosen, -jnp.inf, left)
-    routing = tuple(jnp.concatenate(arrays, axis=1) for arrays in zip(*routing, strict=True))
-    matrices = g["w_gate_up"], g["w_down"]
-    return moe.feed_forward(g["x"], None, *matrices, routing=routing, **path).tokens
+    both = (jnp.concatenate(arrays, axis=1) for arrays in zip(*routing, strict=True))
+    return our_experts_of(g, moe.Routing(*both), **path)
 
 
 def hashed(g):
@@ -96,10 +98,8 @@ def hashed(g):
 
 
 def our_hashed(g, **path):
-    options = {"score": "sqrtsoftplus", "normalize": True, "scale": 1.5}
-    routing = moe.route(g["logits"], 3, experts=TABLE[IDS], **options, **path)
-    matrices = g["w_gate_up"], g["w_down"]
-    return moe.feed_forward(g["x"], None, *matrices, routing=tuple(routing), **path).tokens
+    router = moe.Router(3, score="sqrtsoftplus", normalize=True, scale=1.5)
+    return our_experts_of(g, moe.route(g["logits"], router, experts=TABLE[IDS], **path), **path)
 
 
 def top_2(g):
@@ -114,8 +114,7 @@ def gated_shared(g):
 
 
 def our_gated_shared(g, **path):
-    arrays = (g[n] for n in ("x", "logits", "w_gate_up", "w_down"))
-    routed = moe.feed_forward(*arrays, top_k=2, normalize=True, **path).tokens
+    routed = our_experts_of(g, g["logits"], moe.Router(2, normalize=True), **path)
     shared = moe.glu(g["x"] @ g["w_shared"], **path) @ g["w_out"]
     return routed + jax.nn.sigmoid(g["x"] @ g["w_by_token"]) * shared
 
@@ -126,7 +125,7 @@ def lora(g):
 
 
 def our_lora(g, **path):
-    weights, chosen = moe.route(g["logits"], 2, normalize=True, **path)
+    weights, chosen = moe.route(g["logits"], moe.Router(2, normalize=True), **path)
     plan = moe.make_plan(chosen, EXPERTS)
 
     def matmul(rows, w, a, b):

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from tests.moe import flat
 from triax import moe
 from triax.errors import ArgumentValueError
 from triax.testing import assert_close, checked
@@ -83,7 +84,7 @@ def deepseek_v2(logits, k):
     return 16 * jnp.take_along_axis(scores, chosen, 1), chosen
 
 
-# Of each: its router, activation, and the keywords of `feed_forward` that say the same.
+# Of each: its router, activation, and the fields of values and the arguments that say the same.
 MODELS = {
     "Mixtral": (
         lambda g: softmax_of_top_k(g["logits"], 2),
@@ -173,7 +174,7 @@ MODELS = {
             "top_k": 2,
             "normalize": True,
             "activation": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
-            "transpose_weights": True,
+            "transposed": True,
             "b_gate_up": ...,
         },
     ),
@@ -237,13 +238,13 @@ def layer(arrays, router, options, **more):
     if options.pop("two", False):
         weights["w_gate_up"] = tuple(jnp.split(weights["w_gate_up"], 2, axis=2))
         arrays["b_gate_up"] = tuple(jnp.split(arrays["b_gate_up"], 2, axis=1))
-    if options.get("transpose_weights"):
+    if options.get("transposed"):
         weights = {n: w.swapaxes(1, 2) for n, w in weights.items()}
+    x, logits = arrays["x"], arrays["logits"]
     if options.pop("given", False):
-        options |= {"routing": router({**arrays}), "top_k": None}
-        arrays["logits"] = None
-    x, logits = arrays.pop("x"), arrays.pop("logits")
-    return moe.feed_forward(x, logits, *weights.values(), **arrays, **options)
+        logits, options["top_k"] = moe.Routing(*router(arrays)), None
+    more = {n: a for n, a in arrays.items() if n not in ("x", "logits")}
+    return flat.layer(x, logits, *weights.values(), **more, **options)
 
 
 def gradients(function, arrays, upstream):
@@ -300,7 +301,7 @@ def test_experts_spread_over_devices(name):
 
     def spread(arrays):
         run = lambda arrays: layer(arrays, router, options, axis_name="d")
-        out_specs = moe.FeedForward(P("d"), P(), P(), P("d"), P("d"))
+        out_specs = moe.FeedForward(P("d"), P(), P(), P("d"))
         return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=out_specs)(arrays)
 
     alone = lambda arrays: layer(arrays, router, options)
@@ -311,7 +312,7 @@ def test_experts_spread_over_devices(name):
     jax.tree.map(close, found, wanted)
     out, expected = jax.jit(spread)(arrays), alone(arrays)
     np.testing.assert_array_equal(out.group_counts, expected.group_counts)
-    np.testing.assert_array_equal(out.experts, expected.experts)
+    np.testing.assert_array_equal(out.routing.experts, expected.routing.experts)
 
 
 @pytest.mark.parametrize(
@@ -348,16 +349,14 @@ def test_on_explicit_axes():
     arrays = draw(options)
     scales = np.linspace(1, 2, EXPERTS).astype(np.float32)
     x, logits = (arrays[n][:16].reshape(4, 4, -1) for n in ("x", "logits"))
-    weights = arrays["w_gate_up"], arrays["w_down"]
 
     def run(x, logits, scales, alpha):
         activation = lambda gate, up: gate * jax.nn.sigmoid(alpha * gate) * up
-        out = moe.feed_forward(
-            x, logits, *weights, top_k=2, expert_scale=scales, activation=activation
-        )
+        experts = moe.Experts(arrays["w_gate_up"], arrays["w_down"], activation=activation)
+        out = moe.feed_forward(x, logits, experts, moe.Router(2), expert_scale=scales)
         flat = logits.reshape(16, -1) if not EXPLICIT else jax.sharding.reshard(logits, P("x"))
         flat = flat.reshape(16, -1)
-        given = moe.route(flat, 2, experts=jax.lax.top_k(flat, 2)[1])
+        given = moe.route(flat, moe.Router(2), experts=jax.lax.top_k(flat, 2)[1])
         return out.tokens, given.weights
 
     EXPLICIT = False
@@ -374,18 +373,15 @@ def test_on_explicit_axes():
 
 
 def test_routing_has_the_dimensions_of_tokens():
-    _, _, options = MODELS["Mixtral"]
-    arrays = draw(options)
-    x, weights = np.ones((2, 3, HIDDEN), np.float32), (arrays["w_gate_up"], arrays["w_down"])
-    for routing in ((np.ones((3, 2, 2)), np.ones((3, 2, 2), int)), [1, 2], 5):
-        with pytest.raises(
-            ArgumentValueError, match="`routing` must be two arrays, weights and exp"
-        ):
-            moe.feed_forward(x, None, *weights, routing=routing)
-    out = moe.feed_forward(
-        x, None, *weights, routing=(np.ones((2, 3, 2)), np.ones((2, 3, 2), np.int8))
+    arrays = draw({})
+    x, experts = (
+        np.ones((2, 3, HIDDEN), np.float32),
+        moe.Experts(arrays["w_gate_up"], arrays["w_down"]),
     )
-    assert out.experts.dtype == np.int32
+    routing = lambda *shape: moe.Routing(np.ones(shape), np.ones(shape, np.int8))
+    with pytest.raises(ArgumentValueError, match=r"`routing\.weights` must have shape"):
+        moe.feed_forward(x, routing(3, 2, 2), experts)
+    assert moe.feed_forward(x, routing(2, 3, 2), experts).routing.experts.dtype == np.int32
 
 
 def test_more_dimensions_in_front():
@@ -395,8 +391,7 @@ def test_more_dimensions_in_front():
     arrays |= {n: arrays[n].reshape(2, 11, -1) for n in ("x", "logits")}
     out = layer(arrays, None, options)
     np.testing.assert_array_equal(out.tokens, flat.tokens.reshape(2, 11, HIDDEN))
-    assert out.weights.shape == out.experts.shape == (2, 11, 2)
-    given = arrays["x"], None, arrays["w_gate_up"], arrays["w_down"]
-    for kind in (lambda *both: both, moe.Routed):  # as `route` returns them under vmap
-        again = moe.feed_forward(*given, routing=kind(out.weights, out.experts))
-        np.testing.assert_array_equal(again.tokens, out.tokens)
+    assert {array.shape for array in out.routing} == {(2, 11, 2)}
+    experts = moe.Experts(arrays["w_gate_up"], arrays["w_down"])
+    again = moe.feed_forward(arrays["x"], out.routing, experts)
+    np.testing.assert_array_equal(again.tokens, out.tokens)

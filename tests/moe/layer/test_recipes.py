@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.moe import flat
 from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_scaled import exactly
 from triax import moe
 from triax.errors import DifferentiationError
 from triax.moe.layer import products, recipes
+from triax.moe.layer.experts import Matrix
 from triax.testing import assert_close, assert_same_bits, checked
 
 SIZES = np.array([20, 0, 37, 30], np.int32)
@@ -44,11 +46,11 @@ def run(arrays, recipe, transposed=False, implementation=None):
     *operands, gradient = arrays
 
     def product(rows, weights, bias, by):
+        if recipe is not None:
+            used = recipes.resolve(recipe, rows), transposed, implementation
+            return products.Products(*used).multiply(rows, Matrix(weights, bias), SIZES, by)
         how = {"transpose_weights": transposed, "implementation": implementation}
-        if recipe is None:
-            return moe.ragged_dot(rows, weights, SIZES, bias=bias, bias_weights=by, **how)
-        found = recipes.resolve(recipe, rows)
-        return products.multiply(found, rows, weights, SIZES, bias=bias, bias_weights=by, **how)
+        return moe.ragged_dot(rows, weights, SIZES, bias=bias, bias_weights=by, **how)
 
     out, pull = jax.vjp(product, *operands)
     return out, *pull(gradient)
@@ -121,7 +123,7 @@ def test_products_that_are_not_quantized_have_the_precision_in_force(jit):
     def layer_of(recipe):
         def loss(*given):
             with jax.default_matmul_precision("tensorfloat32"):
-                return jnp.sum(moe.feed_forward(*given, top_k=2, recipe=recipe).tokens)
+                return jnp.sum(flat.layer(*given, top_k=2, recipe=recipe).tokens)
 
         return jax.grad(jax.jit(loss) if jit else loss, (0, 1, 2, 3))
 
@@ -158,7 +160,7 @@ def layer(seed=0, dtype="bfloat16", experts=8):
 
 def value_and_gradients(given, recipe, **how):
     def loss(x, logits, w_gate_up, w_down):
-        out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=2, recipe=recipe, **how)
+        out = flat.layer(x, logits, w_gate_up, w_down, top_k=2, recipe=recipe, **how)
         return jnp.sum(out.tokens.astype("float32") ** 2), out.tokens
 
     (_, tokens), gradients = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*given)
@@ -208,20 +210,19 @@ def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
         how |= {"b_gate_up": tuple(jnp.split(biases, 2, axis=1))} if biased else {}
     given = x, logits, w_gate_up, w_down
     found = value_and_gradients(given, recipe, **how)
-    multiply = products.multiply
+    multiply = products.Products.multiply
 
-    def apart(recipe, rows, *args, quantized=None, source=None, target=None, **how):
+    def apart(self, rows, matrix, sizes, by=None, quantized=None, source=None, target=None):
         rows = rows if source is None else moe.permute(rows, source)
-        out = multiply(recipe, rows, *args, **how)
+        out = multiply(self, rows, matrix, sizes, by)
         return out if target is None else moe.unpermute(out, target)
 
-    def glu_apart(recipe, gate_up, row_weights, *args, bias, activation, interleaved, **how):
-        inner = moe.glu(gate_up, row_weights, activation=activation, interleaved=interleaved)
-        weighted = {"bias": bias, "bias_weights": None if bias is None else row_weights}
-        return apart(recipe, inner, *args, **weighted, **how)
+    def glu_apart(self, gate_up, row_weights, matrix, sizes, target, **kind):
+        by = None if matrix.bias is None else row_weights
+        return apart(self, moe.glu(gate_up, row_weights, **kind), matrix, sizes, by, target=target)
 
-    monkeypatch.setattr(products, "multiply", apart)
-    monkeypatch.setattr(products, "glu_multiply", glu_apart)
+    monkeypatch.setattr(products.Products, "multiply", apart)
+    monkeypatch.setattr(products.Products, "glu_multiply", glu_apart)
     wanted = value_and_gradients(given, recipe, **how)
     for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         if implementation == "xla":
@@ -293,7 +294,7 @@ def test_gradients_inside_shard_map_with_the_width_cut(weight_gradient):
 
     def loss(total, *given):
         recipe = moe.Recipe("rows", None, weight_gradient=weight_gradient)
-        tokens = moe.feed_forward(*given, top_k=2, recipe=recipe).tokens
+        tokens = flat.layer(*given, top_k=2, recipe=recipe).tokens
         return jnp.sum(jnp.sin(total(tokens)))
 
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -319,7 +320,7 @@ def test_weights_that_are_quantized():
     exact = [w.dequantize("bfloat16") for w in (gate_up, down)]
 
     def run(x, *weights):
-        return moe.feed_forward(x, logits, *weights, top_k=2).tokens
+        return flat.layer(x, logits, *weights, top_k=2).tokens
 
     for found, plain in zip(
         jax.vjp(lambda x: run(x, gate_up, down), x)[1](x),
@@ -347,15 +348,15 @@ def test_what_has_no_derivative(recipe):
     [
         ("row", "`recipe` must be 'rows', 'blocks'"),
         (1, "`recipe` must be 'rows', 'blocks'"),
-        (moe.Recipe("cols"), "`recipe.forward` must be"),
-        (moe.Recipe(rows_gradient="cols"), "`recipe.rows_gradient` must be"),
-        (moe.Recipe(weight_gradient="blocks"), "`recipe.weight_gradient` must be 'rows' or None"),
-        (moe.Recipe(gradient_dtype="int8"), "`recipe.gradient_dtype` must be"),
+        ({"forward": "cols"}, "`forward` must be one of 'rows', 'blocks', None; got 'cols'"),
+        ({"rows_gradient": "cols"}, "`rows_gradient` must be"),
+        ({"weight_gradient": "blocks"}, "`weight_gradient` must be one of 'rows', None.* span exp"),
+        ({"gradient_dtype": "int8"}, "`gradient_dtype` must be"),
     ],
 )
 def test_mistakes(recipe, match):
     with pytest.raises((TypeError, ValueError), match=match):
-        value_and_gradients(layer(), recipe)
+        value_and_gradients(layer(), moe.Recipe(**recipe) if isinstance(recipe, dict) else recipe)
 
 
 def test_a_recipe_for_64_bits():
@@ -368,5 +369,5 @@ def test_a_recipe_for_64_bits():
 def test_a_recipe_for_weights_that_are_quantized():
     x, logits, w_gate_up, w_down = layer()
     quantized = moe.quantize(w_down, block=(1, None, 1), transposed=True)
-    with pytest.raises(TypeError, match="`w_down` is a ScaledArray, and `recipe`"):
-        moe.feed_forward(x, logits, w_gate_up, quantized, top_k=2, recipe="rows")
+    with pytest.raises(TypeError, match=r"`experts\.w_down` is a ScaledArray, and"):
+        flat.layer(x, logits, w_gate_up, quantized, top_k=2, recipe="rows")

@@ -71,7 +71,7 @@ REFUSED = {
         moe.permute,
         {"x": X.astype(complex), "implementation": "interpret"},
         ArgumentTypeError,
-        "`x` has dtype complex64, which Triton kernels cannot take",
+        "`x` has dtype complex64, which Triton kernels do not support",
     ),
     "rows": (
         moe.unpermute,

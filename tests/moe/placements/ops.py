@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from tests.moe import oracle
+from tests.moe import flat, oracle
 from triax import moe
 from triax.moe import transformer_engine as te
 
@@ -116,7 +116,7 @@ def plan_arrays(plan: moe.Plan) -> dict[str, jax.Array]:
 
 
 def route(place, sizes, logits, bias=None, **options):
-    return fields(moe.route(logits, sizes.top_k, bias=bias, **options), "weights", "experts")
+    return flat.route(logits, sizes.top_k, bias=bias, **options)._asdict()
 
 
 def plan(place, sizes, ids, **options):
@@ -185,7 +185,7 @@ def sort_chunks(place, sizes, x, split_sizes, order, probs=None):
 def feed_forward(place, sizes, x, logits, w_gate_up, w_down, bias=None, **options):
     if bias is not None:
         options |= {"bias": bias, "score": "sigmoid", "normalize": True}
-    out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=sizes.top_k, **options)
+    out = flat.layer(x, logits, w_gate_up, w_down, top_k=sizes.top_k, **options)
     return fields(out, "tokens", "group_counts", "num_dropped")
 
 
@@ -193,13 +193,13 @@ def feed_forward_with_biases(place, sizes, x, logits, w_gate_up, w_down, *biases
     how = dict(zip(("b_gate_up", "b_down"), biases, strict=True))
     clamped = moe.Swiglu(alpha=1.702, limit=1.0, up_offset=1.0)
     how |= {"activation": clamped, "interleaved": True, "normalize": True} | options
-    out = moe.feed_forward(x, logits, w_gate_up, w_down, top_k=sizes.top_k, **how)
-    return fields(out, "tokens", "group_counts", "weights", "experts")
+    out = flat.layer(x, logits, w_gate_up, w_down, top_k=sizes.top_k, **how)
+    return fields(out, "tokens", "group_counts") | out.routing._asdict()
 
 
 def layer(place, sizes, x, logits, w_gate_up, w_down, **options):
     """The same by hand, with something between all ops."""
-    weights, experts = place(moe.route(logits, sizes.top_k, normalize=True))
+    weights, experts = place(moe.route(logits, moe.Router(sizes.top_k, normalize=True)))
     plan = place(moe.make_plan(experts, sizes.experts, **options))
     rows, row_weights, _ = place(moe.permute(x, plan, weights=weights))
     gate_up = place(moe.ragged_dot(rows, w_gate_up, plan.group_sizes))

@@ -8,66 +8,28 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.moe import flat
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
-LOGITS = jnp.zeros((4, 12))
+LOGITS, ROUTER = jnp.zeros((4, 12)), moe.Router(2)
+of_type, of_value = ArgumentTypeError, ArgumentValueError
 WRONG = [
-    ({"logits": [[1.0, 2.0]]}, ArgumentTypeError, "`logits` must be an array of shape"),
-    ({"logits": jnp.zeros(12)}, ArgumentValueError, "must have shape [tokens, experts]; got (12,)"),
-    ({"logits": jnp.zeros((4, 12), int)}, ArgumentTypeError, "must have a floating-point dtype"),
-    ({"logits": jnp.zeros((4, 0))}, ArgumentValueError, "at least one expert; got shape (4, 0)"),
-    ({"top_k": 0}, ArgumentValueError, "`top_k` must be at least 1"),
-    (
-        {"top_k": 13},
-        ArgumentValueError,
-        "must be at most the 12 experts of `logits`; got 13",
-    ),
-    ({"top_k": 2.0}, ArgumentTypeError, "`top_k` must be a Python int"),
-    (
-        {"score": "relu"},
-        ArgumentValueError,
-        "`score` must be one of 'softmax', 'sigmoid', 'sqrtsoftplus', 'none'; got 'relu'",
-    ),
-    (
-        {"normalize": jnp.ones(())},
-        ArgumentTypeError,
-        "`normalize` must be a bool, or a Python number, the p of a norm; got float32[]",
-    ),
-    ({"normalize": 0}, ArgumentValueError, "`normalize` must be a bool, or a finite p of at least"),
-    ({"normalize": 0.5}, ArgumentValueError, "(the 1-norm of scores is their sum); got 0.5"),
-    ({"normalize": float("inf")}, ArgumentValueError, "a finite p of at least 1 (the 1-norm"),
-    ({"normalize": 1e39}, ArgumentValueError, "(the 1-norm of scores is their sum); got 1e+39"),
-    ({"normalize": float("nan")}, ArgumentValueError, "at least 1 (the 1-norm of scores is"),
-    (
-        {"normalize": 2, "score": "none"},
-        ArgumentValueError,
-        '`normalize` must be a bool with score "none"; got 2. Divide the weights',
-    ),
-    ({"scale": jnp.ones(())}, ArgumentTypeError, "`scale` must be a Python number"),
-    ({"scale": float("inf")}, ArgumentValueError, "`scale` must be finite; got inf"),
-    ({"bias": jnp.zeros(11)}, ArgumentValueError, "one value for each of the 12 experts"),
-    ({"bias": jnp.zeros(12, int)}, ArgumentTypeError, "`bias` must have a floating-point dtype"),
-    ({"num_groups": 4}, ArgumentValueError, "`num_groups` is given and `top_groups` is not"),
-    ({"top_groups": 4}, ArgumentValueError, "`top_groups` is given and `num_groups` is not"),
-    ({"num_groups": 5, "top_groups": 1}, ArgumentValueError, "must divide the 12 experts"),
-    ({"num_groups": 4, "top_groups": 5}, ArgumentValueError, "at most `num_groups`, 4; got 5"),
-    ({"num_groups": 4, "top_groups": 0}, ArgumentValueError, "`top_groups` must be at least 1"),
-    ({"num_groups": 12, "top_groups": 3}, ArgumentValueError, "must leave each group at least two"),
-    (
-        {"num_groups": 4, "top_groups": 1, "top_k": 4},
-        ArgumentValueError,
-        "at most the 3 experts of the chosen groups of `logits`; got 4",
-    ),
-    (
-        {"num_groups": 2, "top_groups": 1, "top_k": 7},
-        ArgumentValueError,
-        "at most the 6 experts of the chosen groups of `logits`; got 7",
-    ),
-    ({"implementation": "cuda"}, ArgumentValueError, "`implementation` must be one of"),
+    ({"logits": [[1.0, 2.0]]}, of_type, "`logits` must be an array of shape"),
+    ({"logits": jnp.zeros(12)}, of_value, "must have shape [tokens, experts]; got (12,)"),
+    ({"logits": jnp.zeros((4, 12), int)}, of_type, "must have a floating-point dtype"),
+    ({"logits": jnp.zeros((4, 0))}, of_value, "at least one expert; got shape (4, 0)"),
+    ({"top_k": 13}, of_value, "`router.top_k` must be at most the 12 experts of `logits`; got 13"),
+    ({"bias": jnp.zeros(11)}, of_value, "one value for each of the 12 experts"),
+    ({"bias": jnp.zeros(12, int)}, of_type, "`bias` must have a floating-point dtype"),
+    ({"num_groups": 5, "top_groups": 1}, of_value, "`router.num_groups` must divide"),
+    ({"num_groups": 12, "top_groups": 3}, of_value, "must leave each group at least two"),
+    ({"num_groups": 4, "top_groups": 1, "top_k": 4}, of_value, "at most the 3 experts of the ch"),
+    ({"num_groups": 2, "top_groups": 1, "top_k": 7}, of_value, "at most the 6 experts of the ch"),
+    ({"implementation": "cuda"}, of_value, "`implementation` must be one of"),
     (
         {"logits": jnp.zeros((1, 1025)), "implementation": "interpret"},
-        ArgumentValueError,
+        of_value,
         "at most 1024 experts for the kernel; got 1025",
     ),
 ]
@@ -77,19 +39,19 @@ WRONG = [
 def test_what_is_wrong_is_named(change, error, text):
     arguments = {"logits": LOGITS, "top_k": 2, **change}
     with pytest.raises(error) as caught:
-        moe.route(**arguments)
+        flat.route(**arguments)
     assert text in str(caught.value)
 
 
 def test_all_groups_are_no_limit():
     """Also where each group has one expert only, and has no two best."""
     logits = jnp.arange(12.0)[None]
-    routed = moe.route(logits, 3, num_groups=12, top_groups=12)
+    routed = moe.route(logits, moe.Router(3, num_groups=12, top_groups=12))
     assert routed.experts.tolist() == [[11, 10, 9]]
 
 
 def test_more_experts_than_the_kernel_takes():
-    routed = moe.route(jnp.arange(1500.0)[None], 2)
+    routed = moe.route(jnp.arange(1500.0)[None], moe.Router(2))
     assert routed.experts.tolist() == [[1499, 1498]]
 
 
@@ -128,21 +90,21 @@ def test_what_losses_refuse(call, error, text):
 def test_a_dtype_that_kernels_lack(experts):
     """Plain JAX takes it; kernels that are asked for do not, also where none would be launched."""
     logits = LOGITS.astype("float8_e3m4")
-    assert moe.route(logits, 2, experts=experts).weights.shape == (4, 2)
+    assert moe.route(logits, ROUTER, experts=experts).weights.shape == (4, 2)
     with pytest.raises(ArgumentTypeError, match="`logits` has dtype float8_e3m4"):
-        moe.route(logits, 2, experts=experts, implementation="interpret")
+        moe.route(logits, ROUTER, experts=experts, implementation="interpret")
 
 
 def test_a_bias_of_a_dtype_that_kernels_lack():
     bias = jnp.zeros(12, "float8_e3m4")
-    assert moe.route(LOGITS, 2, bias=bias).weights.shape == (4, 2)
+    assert moe.route(LOGITS, ROUTER, bias=bias).weights.shape == (4, 2)
     with pytest.raises(ArgumentTypeError, match="`bias` has dtype float8_e3m4"):
-        moe.route(LOGITS, 2, bias=bias, implementation="interpret")
+        moe.route(LOGITS, ROUTER, bias=bias, implementation="interpret")
 
 
 def test_gradient_of_the_bias_alone():
     """The bias only chooses: it moves no weight."""
-    weigh = jax.jit(lambda bias: moe.route(LOGITS, 2, bias=bias).weights)
+    weigh = jax.jit(lambda bias: moe.route(LOGITS, ROUTER, bias=bias).weights)
     weights, moved = jax.jvp(weigh, [jnp.arange(12.0)], [jnp.ones(12)])
     assert weights.shape == moved.shape
     assert not moved.any()
@@ -152,12 +114,14 @@ def test_experts_that_are_given():
     """The first and the last are experts like others; those that there are not weigh nothing."""
     logits = jnp.array([[3.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]])
     for how in ({}, {"normalize": True, "scale": 2.5}, {"normalize": 2, "scale": 3.0}):
-        chosen = moe.route(logits, 2, **how)
+        router = moe.Router(2, **how)
+        chosen = moe.route(logits, router)
         assert chosen.experts.tolist() == [[0, 3], [3, 2]]
-        again = moe.route(logits, 2, experts=chosen.experts, **how)
+        again = moe.route(logits, router, experts=chosen.experts)
         assert jnp.allclose(again.weights, chosen.weights, rtol=1e-6)
         assert again.weights.min() > 0
     assert jnp.allclose((again.weights**2).sum(1), 9, rtol=1e-6)
     given = jnp.array([[0, -1], [4, 3]])
-    weights = moe.route(logits, 2, experts=given, normalize=True, scale=2.0).weights
+    router = moe.Router(2, normalize=True, scale=2.0)
+    weights = moe.route(logits, router, experts=given).weights
     assert weights.tolist() == [[2, 0], [0, 2]]

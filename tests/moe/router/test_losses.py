@@ -26,7 +26,7 @@ def test_load_balancing_loss(dtype, score):
 
     @jax.jit
     def route_and_judge(logits):
-        experts = moe.route(logits, TOP_K, score=score).experts
+        experts = moe.route(logits, moe.Router(TOP_K, score=score)).experts
         plan = moe.make_plan(experts, EXPERTS)
         return experts, moe.load_balancing_loss(logits, plan.group_counts, score=score)
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.moe import flat
 from tests.moe.router import oracle
 from triax import moe
 from triax.testing import assert_close, assert_same_bits
@@ -31,22 +32,13 @@ SHAPES = [
 ]
 
 
-OPTIONS = [
-    "group_score",
-    "top_k",
-    "score",
-    "normalize",
-    "scale",
-    "num_groups",
-    "top_groups",
-    "implementation",
-]
-_compiled = jax.jit(moe.route, static_argnames=OPTIONS)
+_compiled = jax.jit(moe.route, static_argnames="implementation")
 
 
-def route(*args, **options):
+def route(logits, top_k, bias=None, implementation=None, **router):
     """As one program, where each of its steps would be compiled alone; in NumPy."""
-    return jax.tree.map(np.asarray, _compiled(*args, **options))
+    how = {"bias": bias, "implementation": implementation}
+    return jax.tree.map(np.asarray, _compiled(logits, moe.Router(top_k, **router), **how))
 
 
 def call(logits, top_k, d_weights, implementation, **options):
@@ -54,10 +46,10 @@ def call(logits, top_k, d_weights, implementation, **options):
 
     @jax.jit
     def both(logits, bias):
-        op = functools.partial(moe.route, top_k=top_k, implementation=implementation)
+        op = functools.partial(flat.route, top_k=top_k, implementation=implementation)
         routed, pull = jax.vjp(lambda x: op(x, bias=bias, **options), logits)
         none = np.zeros(routed.experts.shape, jax.dtypes.float0)
-        return routed, pull(moe.Routed(d_weights, none))[0]
+        return routed, pull(moe.Routing(d_weights, none))[0]
 
     return both(logits, options.pop("bias", None))
 
@@ -161,10 +153,11 @@ def test_norms_of_what_is_nothing_or_not_chosen():
         np.testing.assert_allclose(np.sum(routed.weights**2, axis=1), [0, 1, 1], rtol=1e-6)
     np.testing.assert_array_equal(routed.weights[1:], [[0, 1, 0], [1, 0, 0]])
     for order in (1.5, 2, 3):
-        op = lambda x, order=order: jnp.sin(moe.route(x, 3, normalize=order).weights)
+        op = lambda x, order=order: jnp.sin(moe.route(x, moe.Router(3, normalize=order)).weights)
         assert np.isfinite(jax.jit(jax.hessian(op))(logits)).all()
-    scaled = moe.route(logits, 3, normalize=2.0, expert_scale=np.float32([1, 2, 3, 4, 5]))
-    plain = moe.route(logits, 3, normalize=2.0)
+    router = moe.Router(3, normalize=2.0)
+    scaled = moe.route(logits, router, expert_scale=np.float32([1, 2, 3, 4, 5]))
+    plain = moe.route(logits, router)
     np.testing.assert_allclose(scaled.weights, plain.weights * (1 + plain.experts), rtol=1e-6)
 
 
@@ -214,8 +207,9 @@ def test_a_nan_with_the_sign_bit_makes_its_group_the_best(implementation):
 
 def test_scales_of_experts():
     logits, scales, d_weights = draw(6, (7, 9)), draw(7, (9,)), draw(8, (7, 3))
-    routed, pull = jax.vjp(lambda s: moe.route(logits, 3, expert_scale=s).weights, scales)
-    plain = moe.route(logits, 3)
+    router = moe.Router(3)
+    routed, pull = jax.vjp(lambda s: moe.route(logits, router, expert_scale=s).weights, scales)
+    plain = moe.route(logits, router)
     np.testing.assert_allclose(routed, plain.weights * scales[plain.experts], rtol=1e-6)
     expected = np.zeros(9)
     np.add.at(expected, np.asarray(plain.experts), d_weights * np.asarray(plain.weights))
@@ -392,9 +386,8 @@ def test_tiny_scores_have_shares_and_none_are_zeros(case, score, implementation)
     expected = np.zeros_like(wide)
     np.put_along_axis(expected, np.asarray(routed.experts), moved, 1)
     np.testing.assert_allclose(d_logits, expected, rtol=1e-4, atol=1e-6)
-    op = lambda x: moe.route(
-        x, 2, score=score, normalize=True, scale=3.0, implementation=implementation
-    )
+    router = moe.Router(2, score=score, normalize=True, scale=3.0)
+    op = lambda x: moe.route(x, router, implementation=implementation)
     along = jax.jvp(lambda x: op(x).weights, (logits,), (np.ones_like(logits),))[1]
     assert np.isfinite(along).all()
 
@@ -423,7 +416,8 @@ def test_bias_chooses_and_does_not_weigh(implementation):
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def loss(logits, bias):
-        routed = moe.route(logits, 2, score="sigmoid", bias=bias, implementation=implementation)
+        how = {"bias": bias, "implementation": implementation}
+        routed = moe.route(logits, moe.Router(2, score="sigmoid"), **how)
         return jnp.sum(routed.weights), routed
 
     (_, routed), grads = loss(logits, bias)
@@ -507,7 +501,7 @@ def test_laws(implementation, sizes, score, data):
 
 def test_a_policy_keeps_the_routing(capsys):
     policy = jax.checkpoint_policies.save_only_these_names("triax_routing")
-    layer = lambda x: jnp.sin(moe.route(x, 3, implementation="xla").weights)
+    layer = lambda x: jnp.sin(moe.route(x, moe.Router(3), implementation="xla").weights)
     jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(layer, policy=policy), draw(12, (6, 12)))
     lines = capsys.readouterr().out.splitlines()
     kept = {line.split()[0] for line in lines if "argument" not in line and "constant" not in line}

@@ -11,10 +11,10 @@ OPS = {
     "make_plan_from_mask": "(jnp.ones((2, 3), bool), 2",
     "permute": "(jnp.ones((2, 1)), plan",
     "unpermute": "(jnp.ones((2, 1)), plan",
-    "route": "(jnp.ones((2, 3)), 1",
+    "route": "(jnp.ones((2, 3)), moe.Router(1)",
     "quantize": "(jnp.ones((2, 4)), block=(1, None)",
     "ragged_dot": "(jnp.ones((2, 1)), jnp.ones((1, 1, 1)), jnp.array([2])",
-    "feed_forward": "(jnp.ones((3, 1)), *map(jnp.ones, [(3, 2), (2, 1, 2), (2, 1, 1)]), top_k=1",
+    "feed_forward": "(jnp.ones((3, 1)), jnp.ones((3, 2)), experts, moe.Router(1)",
 }
 
 
@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from triax import moe
 from triax.errors import MissingDependencyError
 plan = moe.make_plan(jnp.array([[1], [0]]), 2, implementation="xla")
+experts = moe.Experts(jnp.ones((2, 1, 2)), jnp.ones((2, 1, 1)))
 """
     for op, arguments in OPS.items():
         program += f"""

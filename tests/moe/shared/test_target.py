@@ -71,7 +71,8 @@ def test_without_a_gpu_the_error_names_a_setting(monkeypatch):
     """`feed_forward` does not take `compute_capability`."""
     monkeypatch.setattr(devices, "_local_gpus", list)
     x, logits, gate_up, down = (jnp.ones(shape) for shape in [(4, 8), (4, 2), (2, 8, 8), (2, 4, 8)])
-    layer = jax.jit(lambda *args: moe.feed_forward(*args, top_k=1).tokens)
-    for traced in (layer.trace(x, logits, gate_up, down), jax.jit(call).trace(x)):
+    args = x, logits, moe.Experts(gate_up, down), moe.Router(1)
+    layer = jax.jit(lambda *args: moe.feed_forward(*args).tokens)
+    for traced in (layer.trace(*args), jax.jit(call).trace(x)):
         with pytest.raises(ArgumentValueError, match=r"\. Set TRIAX_CUDA_ARCH \(90 for an H100"):
             traced.lower(lowering_platforms=("cuda",))

@@ -154,7 +154,7 @@ def test_what_was_found_is_known_where_nothing_can_go_on(driver):
     [
         (
             {"refused": {"2": "OUT_OF_MEMORY"}},
-            "cuLaunchKernelEx: CUDA_ERROR_OUT_OF_MEMORY (XLA_PYTHON_CLIENT_MEM_FRACTION says",
+            "cuLaunchKernelEx: CUDA_ERROR_OUT_OF_MEMORY (XLA_PYTHON_CLIENT_MEM_FRACTION sets",
         ),
         ({"modules": 1}, "cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"),
         (
@@ -255,9 +255,9 @@ def test_configs_longer_than_one_run_may_take_are_late_not_bad(driver):
 def test_memory(driver):
     log = driver(free_bytes=1 << 20)
     big = messages.BufferSpec(1 << 20)
-    with pytest.raises(TuningError, match=r"needs 1\d{6} bytes .* may take 524288 "):
+    with pytest.raises(TuningError, match=r"needs 1\d{6} bytes .* may use 524288 "):
         run(make_job(1, buffers=[big]))
-    with pytest.raises(TuningError, match="may take 1000 "):
+    with pytest.raises(TuningError, match="may use 1000 "):
         run(make_job(1, limit_bytes=1000))
     first = client.start(0)
     times(make_job(1, 2, buffers=[messages.BufferSpec(1000, restored=True)]))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-import jax
-
 from triax import messages
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError
 
 Scaling = Literal["rows", "blocks"]
 _SCALINGS = ("rows", "blocks")
@@ -36,6 +34,9 @@ class Recipe:
       weight_gradient: for rows times the incoming gradient, summed over each expert's rows. "rows"
         is a scale for each expert's numbers in one column of the rows, and of the gradient; where
         rows are cut over devices, for those on one device.
+
+    Raises:
+      ArgumentValueError: an argument is none of those.
     """
 
     forward: Scaling | None = "rows"
@@ -44,37 +45,28 @@ class Recipe:
     fast_sums: bool = True
     weight_gradient: Literal["rows"] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("forward", "rows_gradient"):
+            messages.check_choice(name, getattr(self, name), (*_SCALINGS, None))
+        remedy = " Blocks of 128 rows would span experts."
+        messages.check_choice("weight_gradient", self.weight_gradient, ("rows", None), remedy)
+        messages.check_choice("gradient_dtype", self.gradient_dtype, DTYPES)
 
-def resolve(recipe: Any, x: jax.Array, of: str = "x") -> Recipe | None:
+
+def resolve(recipe: Any, x: Any, of: str = "x") -> Recipe | None:
     """The `Recipe` that the argument `recipe` is, or names, for what has the dtype of `x`."""
-    if recipe is None:
-        return None
-    if x.dtype.itemsize > 4:
-        raise ArgumentTypeError(
-            f"Argument `recipe` is given, and `{of}` is of {x.dtype}, which is not quantized. "
-            "Cast tokens and weights to float32 or less."
-        )
-    if isinstance(recipe, str) and recipe in _SCALINGS:
-        return Recipe(recipe, recipe)  # type: ignore[arg-type]
-    if not isinstance(recipe, Recipe):
+    if recipe is None or isinstance(recipe, Recipe):
+        found = recipe
+    elif isinstance(recipe, str) and recipe in _SCALINGS:
+        found = Recipe(recipe, recipe)  # type: ignore[arg-type]
+    else:
         raise ArgumentTypeError(
             "Argument `recipe` must be 'rows', 'blocks', a moe.Recipe or None; got "
             f"{messages.shown(recipe)}."
         )
-    for name in ("forward", "rows_gradient"):
-        if getattr(recipe, name) not in (None, *_SCALINGS):
-            raise ArgumentValueError(
-                f"Argument `recipe.{name}` must be 'rows', 'blocks' or None; got "
-                f"{messages.short(getattr(recipe, name))}."
-            )
-    if recipe.weight_gradient not in (None, "rows"):
-        raise ArgumentValueError(
-            "Argument `recipe.weight_gradient` must be 'rows' or None, because blocks of 128 rows "
-            f"would span experts; got {messages.short(recipe.weight_gradient)}."
+    if found is not None and x.dtype.itemsize > 4:
+        raise ArgumentTypeError(
+            f"Argument `recipe` is given, and `{of}` is of {x.dtype}, which is not quantized. "
+            "Cast tokens and weights to float32 or less."
         )
-    if recipe.gradient_dtype not in DTYPES:
-        raise ArgumentValueError(
-            f"Argument `recipe.gradient_dtype` must be one of {', '.join(DTYPES)}; got "
-            f"{messages.short(recipe.gradient_dtype)}."
-        )
-    return recipe
+    return found

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
 from triax.moe.router.configs import RouteConfig, RouterSpec, place_bits
-from triax.moe.router.reference import Routed
+from triax.moe.router.reference import Routing
 from triax.moe.shared.launching import launch
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -21,7 +21,7 @@ def route(
     *,
     spec: RouterSpec,
     implementation: KernelImplementation | None,
-) -> Routed:
+) -> Routing:
     """The weights and experts of each token, best first."""
     from triax.moe.router.kernels import _route_kernel
 
@@ -48,7 +48,7 @@ def route(
         EXACT=exact,
         BITS=bits,
     )
-    return Routed(weights, experts)
+    return Routing(weights, experts)
 
 
 def route_grad(

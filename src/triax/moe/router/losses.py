@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from triax.moe.router.api import SCORES, Score, check_logits
+from triax.moe.router.api import check_logits
 from triax.moe.router.reference import normalized_scores
+from triax.moe.router.router import SCORES, Score
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.arrays import at_least_float32
@@ -37,7 +38,7 @@ def load_balancing_loss(
     Args:
       logits: float [tokens, experts].
       group_counts: integer [experts], the pairs routed to each: `Plan.group_counts`.
-      score: as in `route`: "softmax", "sigmoid", "sqrtsoftplus", or "none" for scores that were
+      score: as in `Router`: "softmax", "sigmoid", "sqrtsoftplus", or "none" for scores that were
         computed before. All but the softmax are divided by a token's sum.
 
     Returns:

@@ -8,14 +8,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from triax.moe.router import launchers, reference
-from triax.moe.router.reference import Routed
+from triax.moe.router.reference import Routing
 from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
 
 
-def _derivative(call: Call, primals: Any, tangents: Any, routed: Routed) -> Any:
+def _derivative(call: Call, primals: Any, tangents: Any, routed: Routing) -> Any:
     if tangents[0] is None:
-        return Routed(None, None)  # type: ignore[arg-type]
+        return Routing(None, None)  # type: ignore[arg-type]
 
     def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
         logits, experts = residuals
@@ -28,7 +28,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, routed: Routed) -> Any:
     # Under the result's name, so that a policy that keeps it also avoids choosing again.
     residuals = primals[0], checkpoint_name(routed.experts, "triax_routing")
     moved = linear.call(along, back, residuals, {"logits": tangents[0]}, routed.weights)
-    return Routed(moved, None)  # type: ignore[arg-type]
+    return Routing(moved, None)  # type: ignore[arg-type]
 
 
 route = Op(

@@ -17,22 +17,24 @@ from triax.moe.router.configs import RouterSpec
 _FLAT = -17  # below it softplus is exp in float32
 
 
-class Routed(NamedTuple):
-    """What `route` returns, best first.
+class Routing(NamedTuple):
+    """Each token's experts and their weights: what `route` returns, and `feed_forward` takes.
 
     Attributes:
-      weights: float32 [tokens, top_k], what each chosen expert's output is multiplied by.
-      experts: int32 [tokens, top_k], the chosen experts; never one twice.
+      weights: float [tokens, top_k], what each chosen expert's output is multiplied by. Those of
+        `route` are float32.
+      experts: integer [tokens, top_k], the chosen experts. Those of `route` are int32, best first
+        and never one twice. A layer takes ids out of range as "not routed".
     """
 
     weights: jax.Array
     experts: jax.Array
 
 
-def route_reference(logits: jax.Array, bias: jax.Array | None, *, spec: RouterSpec) -> Routed:
+def route_reference(logits: jax.Array, bias: jax.Array | None, *, spec: RouterSpec) -> Routing:
     """The weights and experts of each token, best first."""
     experts = choose_reference(logits, bias, spec)
-    return Routed(weigh_reference(logits, experts, spec), experts)
+    return Routing(weigh_reference(logits, experts, spec), experts)
 
 
 def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
 from triax.messages import short
-from triax.moe.router import api
+from triax.moe.router import api, router
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
@@ -84,7 +84,7 @@ def fused_topk_with_score_function(
     map_format = _as_enum("routing_map_format", routing_map_format, RoutingMapFormat)
     score = function.name.lower()
     if compute_aux_scores:
-        topk = api.check_top_k("topk", topk, num_experts)
+        topk = router.check_top_k("topk", topk, num_experts)
         experts = api.route_by_spec(logits, None, RouterSpec(topk), implementation).experts
         scores = normalized_scores(logits.astype(jnp.float32), score)
         return scores, _routing_map(experts, num_experts, map_format)
@@ -97,13 +97,13 @@ def fused_topk_with_score_function(
         expert_bias = api.check_bias("expert_bias", expert_bias, num_experts)
     grouped = num_groups > 0 and group_topk > 0
     if grouped:
-        num_groups, group_topk = api.check_groups(
-            num_experts, num_groups, group_topk, names=("num_groups", "group_topk")
+        num_groups, group_topk = router.check_groups(
+            num_groups, group_topk, num_experts, names=("num_groups", "group_topk")
         )
     else:
         num_groups = group_topk = 1
     most = num_experts // num_groups * group_topk
-    topk = api.check_top_k("topk", topk, most, grouped=num_groups > 1)
+    topk = router.check_top_k("topk", topk, most, grouped=num_groups > 1)
     group_best = topk // group_topk
     if num_groups > 1 and not group_best:
         raise ArgumentValueError(
@@ -115,7 +115,7 @@ def fused_topk_with_score_function(
         top_k=topk,
         score=score,
         normalize=not use_pre_softmax if softmax else topk > 1,
-        scale=api.check_scale("scaling_factor", scaling_factor),
+        scale=router.check_scale("scaling_factor", scaling_factor),
         num_groups=num_groups,
         top_groups=group_topk,
         group_best=group_best,
@@ -156,7 +156,7 @@ def fused_moe_aux_loss(
     arguments.check_length("tokens_per_expert", counts, num_experts, "count", of)
     probs, counts = explicit.gathered(probs, 0), explicit.gathered(counts)
     topk = arguments.integer("topk", topk, 1)
-    coeff = api.check_scale("coeff", coeff)
+    coeff = router.check_scale("coeff", coeff)
     wider = at_least_float32(probs.dtype)
     mean = jnp.sum(probs, axis=0, dtype=wider) / max(num_tokens, 1)
     share = counts.astype(wider) / max(num_tokens * topk, 1)

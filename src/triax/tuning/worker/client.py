@@ -1,7 +1,7 @@
 """The program's side of the tuning worker: starts it, talks to it, ends it.
 
 One worker per GPU serves the whole process. It ends after a minute without work, or with its
-parent, and is started again when needed; it is killed only if it hangs.
+parent, and is started again when needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ended(TuningError):
 
 
 class Killed(Ended):
-    """Somebody else has ended it, such as the system when memory is short."""
+    """Another program has killed the worker, or the system has, as when memory is short."""
 
 
 class Worker:
@@ -45,7 +45,7 @@ class Worker:
         if not sys.executable:
             raise OSError("there is no Python to run")
         self._connection, theirs = multiprocessing.Pipe()
-        # A file: a pipe would have to be read, and could be held open by the worker's own children.
+        # A file, because a pipe must be read, and the worker's own children could hold it open.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (`_close` closes it)
         arguments = (Path(__file__).with_name("process.py"), theirs.fileno(), os.getpid(), device)
         try:
@@ -69,10 +69,10 @@ class Worker:
         return self._process.poll() is None
 
     def ready(self) -> str:
-        """The UUID of the worker's GPU, its first message: the GPU answers.
+        """Waits for the worker's first message, its GPU's UUID, which shows that it responds.
 
         Raises:
-          Ended: it ended or sent nothing instead.
+          Ended: the worker ended or sent nothing.
         """
         self._uuid = self._uuid or self.answer(_START_TIMEOUT_S)
         return self._uuid
@@ -82,10 +82,10 @@ class Worker:
             self._connection.send(job)
 
     def answer(self, timeout_s: float) -> Any:
-        """The next answer.
+        """Waits for the worker's next message.
 
         Raises:
-          Ended: the worker ended, or sent nothing in that time and was killed.
+          Ended: the worker ended, or sent nothing in `timeout_s` and was killed.
         """
         kind, reason = Ended, f"said nothing for {timeout_s:g} s"
         try:
@@ -109,8 +109,8 @@ class Worker:
         self._close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the worker is the parent's, and the connection is a copy."""
-        self._process.returncode = 0  # or Python would wait for it here
+        """Gives the worker up in a forked child: it belongs to the parent."""
+        self._process.returncode = 0  # or Python would wait for the process here
         self._close()
 
     def _close(self) -> None:
@@ -134,7 +134,7 @@ os.register_at_fork(after_in_child=_start_afresh)
 
 
 def start(device: int) -> Worker:
-    """The worker of a GPU, started if there is none. Returns before it is ready.
+    """Returns the worker of a GPU, started if there is none, before it is ready.
 
     Raises:
       TuningError: the process cannot be started.
@@ -143,7 +143,7 @@ def start(device: int) -> Worker:
         worker = _workers.get(device)
         if worker is None or not worker.alive:
             if worker is not None:
-                worker.kill()  # it ended by itself: its files are still open
+                worker.kill()  # the worker ended by itself, but its files are still open
             try:
                 worker = _workers[device] = Worker(device)
             except OSError as error:

@@ -24,8 +24,8 @@ _SCALARS = {
 }
 
 
-# What the driver says of the machine, whichever kernel happens to run: its memory is taken, or its
-# hardware, the context or the way to it is lost.
+# Driver errors about the machine, whichever kernel happens to run: memory is short, or the
+# hardware, the context or the connection to it is lost.
 _ABOUT_THE_MACHINE = {
     "CUDA_ERROR_OUT_OF_MEMORY",
     "CUDA_ERROR_NOT_INITIALIZED",
@@ -57,7 +57,7 @@ class DriverError(Exception):
 
 
 class KernelError(DriverError):
-    """It refused a call for a reason that may be the kernel's own."""
+    """The CUDA driver refused a call for a reason that may be the kernel's own."""
 
 
 class HungError(Exception):
@@ -72,11 +72,11 @@ def call(function: Any, *arguments: Any) -> Any:
 
 
 def check(what: str, status: Any) -> None:
-    """Raises `DriverError` unless a status is that of success."""
+    """Raises `DriverError` unless `status` is success."""
     if int(status):
         kind = DriverError if status.name in _ABOUT_THE_MACHINE else KernelError
         is_full = status.name == "CUDA_ERROR_OUT_OF_MEMORY"
-        hint = " (XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's)" if is_full else ""
+        hint = " (XLA_PYTHON_CLIENT_MEM_FRACTION sets JAX's share)" if is_full else ""
         raise kind(f"{what}: {status.name}{hint}")
 
 
@@ -94,8 +94,8 @@ class Context:
         self.stream = call(driver.cuStreamCreate, 1)
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         self.l2_bytes = call(driver.cuDeviceGetAttribute, attribute, self.device)
-        # In CUDA 12 only the second version handles parts of a split GPU; CUDA 13 has no first one.
-        get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+        # In CUDA 12 only `cuDeviceGetUuid_v2` handles MIG instances; CUDA 13 drops the suffix.
+        get_uuid = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
         self.uuid = bytes(call(get_uuid, self.device).bytes).hex()
 
     def is_broken(self) -> bool:
@@ -110,7 +110,7 @@ class Context:
         return int(call(self.cu.cuMemAlloc, max(nbytes, 1)))
 
     def fill(self, address: int, buffer: messages.BufferSpec) -> None:
-        """Puts a buffer's initial contents in place."""
+        """Fills a buffer with its initial contents."""
         if buffer.nbytes == 0:
             return
         with contextlib.ExitStack() as opened:
@@ -122,7 +122,7 @@ class Context:
             have = min(len(content), buffer.nbytes)
             block = (ctypes.c_char * have).from_buffer(content)
             call(self.cu.cuMemcpyHtoD, address, ctypes.addressof(block), have)
-            del block  # a map in use cannot be closed
+            del block  # a mapping in use cannot be closed
         while have < buffer.nbytes:
             more = min(have, buffer.nbytes - have)
             call(self.cu.cuMemcpyDtoD, address + have, address, more)
@@ -176,7 +176,7 @@ class Bench:
         call(self.cu.cuCtxSynchronize)
 
     def release(self) -> None:
-        """Frees what the job took. A status is ignored: an error before this one says more."""
+        """Frees the job's memory and modules. Errors are ignored: an earlier error says more."""
         for module in self.modules:
             self.cu.cuModuleUnload(module)
         addresses = [*self.addresses, *self.originals.values(), self.flush, self.scratch]
@@ -235,7 +235,7 @@ class Bench:
         )
 
     def run(self, candidate: messages.CompiledCandidate, function: Any, parameters: Any) -> float:
-        """One cold run, in milliseconds, after restoring buffers and flushing caches."""
+        """Times one cold run, in milliseconds, after restoring buffers and flushing caches."""
         cu, stream = self.cu, self.device.stream
         for index, original in self.originals.items():
             nbytes = self.job.buffers[index].nbytes
@@ -243,7 +243,7 @@ class Bench:
                 call(cu.cuMemcpyDtoDAsync, self.addresses[index], original, nbytes, stream)
         call(cu.cuMemsetD8Async, self.flush, 0, self.flush_bytes, stream)
         call(cu.cuEventRecord, self.start, stream)
-        # XLA also zeroes these for this config, so that is timed too.
+        # XLA also zeroes these outputs for this config, so zeroing is timed too.
         for parameter in candidate.parameters:
             if isinstance(parameter, messages.Pointer) and parameter.zeroed:
                 address = self.addresses[parameter.index]

@@ -1,9 +1,9 @@
 """Requests to and answers of a tuning worker, as plain data.
 
-The worker first sends its GPU's UUID, a string: the device answers. A job it answers with the
-messages below and, at the end, None; or with a string, why the job was not done or not finished,
-for a reason unrelated to its candidates, such as a want of memory. Candidates without a message
-were not tried.
+The worker first sends its GPU's UUID, a string, which shows that it responds. It answers a job
+with the messages below and, at the end, None; or with a string that says why the job was not begun
+or finished, for a reason unrelated to its candidates, such as too little memory. Candidates without
+a message were not tried.
 
 Imported by the worker, which runs without JAX and without the rest of Triax: only the
 standard library may be imported here.
@@ -18,7 +18,7 @@ import dataclasses
 class BufferSpec:
     """A buffer of `nbytes`, filled by repeating `pattern`, or from the file at `path`.
 
-    `restored` buffers are put back before every run, because the kernel changes them.
+    `restored` buffers get their initial contents before every run, because the kernel changes them.
     """
 
     nbytes: int
@@ -92,14 +92,14 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """Candidate `index` is responsible for what happens from here on."""
+    """Candidate `index` runs from now on, so it is to blame if the worker dies."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """The median of `runs` of candidate `index` so far; the last message counts."""
+    """The median of candidate `index` over its `runs` so far; its last message counts."""
 
     index: int
     median_ms: float
@@ -108,7 +108,7 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """Candidate `index` has no time: it failed, or a run was `late` (did not end in time).
+    """Candidate `index` has no time: it failed, or a run did not end in time (`late`).
 
     After a `fatal` failure the worker ends.
     """

@@ -1,9 +1,9 @@
 """The tuning worker: a process with its own CUDA context that times kernels.
 
-It imports neither JAX nor the rest of Triax. It answers jobs as it goes, so that the program always
+It imports neither JAX nor the rest of Triax. It reports as it goes, so that the program always
 knows which candidate is running, and keeps earlier timings. A candidate that faults breaks this
 process's context, and one that never ends blocks its device queue; both end this process, not the
-program. It also ends with its parent, and after some time without work.
+program. The process also ends with its parent, and after some time without work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-if __name__ == "__main__":  # leaves out what importing the package would import
+if __name__ == "__main__":  # an empty package, so that triax/__init__.py does not run
     _package = sys.modules["triax"] = types.ModuleType("triax")
     _package.__path__ = [str(Path(__file__).resolve().parents[2])]
 
@@ -115,15 +115,15 @@ class Rounds:
 
 
 def work(device: driver.Context, job: messages.Job, answer: Callable[[Any], None]) -> None:
-    """Times the candidates of a job and reports each as it goes."""
+    """Times the candidates of a job and reports on each."""
     bench = driver.Bench(device, job)
     allowed = device.free_bytes() // 2
     if job.limit_bytes is not None:
         allowed = min(allowed, job.limit_bytes)
     if bench.needed_bytes() > allowed:
         answer(
-            f"measuring needs {bench.needed_bytes()} bytes of GPU memory, and may take {allowed} "
-            "(half of what is free, or TRIAX_TUNING_BYTES)"
+            f"measuring needs {bench.needed_bytes()} bytes of GPU memory, but may use {allowed} "
+            "(half of the free memory, or TRIAX_TUNING_BYTES)"
         )
         return
     try:
@@ -159,11 +159,11 @@ def main() -> None:
             if not connection.poll(float(sys.argv[4])):
                 return  # without work for too long
             job = connection.recv()
-        except (OSError, EOFError):  # nobody is connected any more
+        except (OSError, EOFError):  # the program has closed the connection
             return
         try:
             work(device, job, connection.send)
-        except (driver.DriverError, OSError) as error:  # not about a candidate, mostly memory
+        except (driver.DriverError, OSError) as error:  # not a candidate's fault: mostly memory
             connection.send(str(error))
             if device.is_broken():
                 leave(6)

@@ -1,0 +1,356 @@
+"""`Experts`: the weights of a layer's experts and how they are laid out, as one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey
+
+from triax import messages
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.activations import api as activations
+from triax.moe.activations.reference import Activation, GluSpec
+from triax.moe.layer.recipes import BLOCK, Recipe, Scaling, resolve
+from triax.moe.quantization import scaled
+from triax.moe.quantization.api import quantize
+from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared import arguments
+from triax.moe.shared.arguments import Array
+from triax.moe.shared.implementation import Implementation
+
+Weights: TypeAlias = Array | ScaledArray
+
+PRODUCTS = "forward", "rows_gradient"
+"""Those of a recipe that weights are an operand of."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Experts:
+    """The weights of a layer's experts and how they are laid out: a pytree.
+
+        experts = moe.Experts(w_gate_up, w_down)
+        out = moe.feed_forward(x, logits, experts, moe.Router(8))
+        gradients = jax.grad(loss)(experts)  # Experts, too
+
+    Expert e is
+
+        ffn[e](x) = inner @ w_down[e] + b_down[e]
+        inner = activation(x @ w_gate[e] + b_gate[e], x @ w_up[e] + b_up[e])
+
+    The arrays are leaves; `activation`, `interleaved` and `transposed` are static, and part of the
+    tree's structure. So `jax.jit` takes experts as an argument, their gradient is an `Experts`,
+    and `jax.tree.map`, optimizers, checkpoints, donation and `jax.eval_shape` work on them. So do
+    `vmap` and `scan` over stacked layers, whose arrays have more dimensions in front. Leaves may be
+    anything: `jax.tree.map(lambda _: PartitionSpec("ep"), experts)` is what `shard_map` takes, and
+    so is one `PartitionSpec("ep")` for all.
+
+    Attributes:
+      w_gate_up: [experts, hidden, 2 * width] in the dtype of the tokens, with the gate's columns
+        first; or two arrays [experts, hidden, width], gate and up, as a tuple; [experts, hidden,
+        width] for activations without a gate.
+      w_down: [experts, width, hidden] in the dtype of the tokens. Weights may be `ScaledArray`s, as
+        `ragged_dot` takes them; they have no gradient.
+      b_gate_up, b_down: floats [experts, columns of their weights], biases; two for two arrays.
+      activation: as in `glu`: a name, a `Swiglu`, or a JAX function of gate and up, which is given
+        each row by itself, [1, width]. Functions are equal if they are the same object.
+      interleaved: whether gate and up are the even and the odd columns of `w_gate_up` (gpt-oss).
+      transposed: whether weights are [experts, out, in], as in torch.
+      in_8_bits, recipe: what `quantized` made; None elsewhere.
+
+    Raises:
+      ArgumentTypeError: an argument has the wrong type.
+      ArgumentValueError: the arrays do not go together; or `interleaved`, or two arrays, and an
+        activation without a gate.
+    """
+
+    w_gate_up: Weights | tuple[Weights, Weights]
+    w_down: Weights
+    _: dataclasses.KW_ONLY
+    b_gate_up: Array | tuple[Array, Array] | None = None
+    b_down: Array | None = None
+    activation: Activation = "swiglu"
+    interleaved: bool = False
+    transposed: bool = False
+    in_8_bits: Any = dataclasses.field(default=None, init=False)
+    recipe: Recipe | None = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __repr__(self) -> str:
+        """Shapes and dtypes, and what is not as by default."""
+        given = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
+        shown = (
+            f"{name}={messages.short(value)}"
+            for name, value, default in given
+            if value is not default and name != "in_8_bits"
+        )
+        return f"Experts({', '.join(shown)})"
+
+    def quantized(
+        self, recipe: Recipe | Scaling | None, *, implementation: Implementation | None = None
+    ) -> Experts:
+        """The same experts, which also hold what a recipe multiplies in 8 bits.
+
+        `feed_forward` with a recipe quantizes the weights for the result and again for the gradient
+        of the tokens, in each call. Where weights stay the same for some calls, do it once:
+
+            in_8_bits = experts.quantized("rows")
+            for x, logits in microbatches:
+                out = moe.feed_forward(x, logits, in_8_bits, router, recipe="rows")
+
+        The results and gradients are the same bits. It takes as many bytes as weights of 16 bits,
+        and must be made again when the weights change, which is not noticed. Gradients by such
+        experts are those of the weights, and zeros for what is in 8 bits; ``quantized(None)`` is
+        without it.
+
+        Args:
+          recipe: as for `feed_forward`, or None.
+          implementation: as in `quantize`.
+
+        Returns:
+          `Experts`.
+
+        Raises:
+          ArgumentTypeError: an argument has the wrong type, or the weights are no floats of 16 or
+            32 bits.
+          ArgumentValueError: the weights have another rank than 3, or `recipe` is none of those.
+        """
+        found = dataclasses.replace(self)
+        if recipe is None:
+            return found
+        _check(self, "experts.", quantizes=True)
+        used = resolve(recipe, self.w_down, "experts.w_down")
+        scalings = {product: getattr(used, product) for product in PRODUCTS}
+
+        def both(weights: Array) -> dict[str, ScaledArray | None]:
+            fixed = jax.lax.stop_gradient(arguments.as_jax(weights))
+            how = self.transposed, implementation
+            return {p: s and in_8_bits(s, fixed, p, *how) for p, s in scalings.items()}
+
+        made = jax.tree.map(both, (self.w_gate_up, self.w_down))
+        vars(found).update(in_8_bits=made, recipe=used)
+        return found
+
+
+_ARRAYS = "w_gate_up", "w_down", "b_gate_up", "b_down", "in_8_bits"
+_LAYOUT = "activation", "interleaved", "transposed", "recipe"
+
+
+def _flatten(experts: Experts) -> tuple[list[tuple[GetAttrKey, Any]], tuple[Any, ...]]:
+    arrays = [(GetAttrKey(name), getattr(experts, name)) for name in _ARRAYS]
+    return arrays, tuple(getattr(experts, name) for name in _LAYOUT)
+
+
+def _unflatten(layout: tuple[Any, ...], arrays: Any) -> Experts:
+    """Not by the constructor, which checks: leaves may be anything."""
+    experts = object.__new__(Experts)
+    vars(experts).update(zip(_ARRAYS + _LAYOUT, (*arrays, *layout), strict=True))
+    return experts
+
+
+jax.tree_util.register_pytree_with_keys(Experts, _flatten, _unflatten)
+
+
+class Matrix(NamedTuple):
+    """The weights of one matmul, their bias, and the weights in 8 bits by the recipe's product."""
+
+    weights: Any
+    bias: Any = None
+    in_8_bits: dict[str, ScaledArray] | None = None
+
+
+def matrices(experts: Experts) -> list[Matrix]:
+    """One or two of the first matmul, and that of the second."""
+    both, bias = experts.w_gate_up, experts.b_gate_up
+    made, made_last = experts.in_8_bits or (None, None)
+    last = Matrix(experts.w_down, experts.b_down, made_last)
+    if type(both) is not tuple:
+        return [Matrix(both, bias, made), last]
+    none = None, None
+    return [*map(Matrix, both, bias or none, made or none), last]
+
+
+def in_8_bits(
+    scaling: Scaling, weights: jax.Array, product: str, transposed: bool, implementation: Any
+) -> ScaledArray:
+    """Weights for one of the products, with what is summed up innermost."""
+    depth = 2 if (product == "forward") == transposed else 1
+    block: list[int | None] = [1, 1, 1] if scaling == "rows" else [1, BLOCK, BLOCK]
+    if scaling == "rows":
+        block[depth] = None
+    swapped = depth == 1
+    how = {"transposed": swapped, "implementation": implementation}
+    found = quantize(weights, block=tuple(block), **how)
+    return found if swapped else found.mT
+
+
+def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
+    """The experts, of JAX arrays, if they can be a layer's of tokens with the dtype of `x`.
+
+    Raises:
+      ArgumentTypeError: `experts` are no `Experts`, or an array has the wrong type.
+      ArgumentValueError: the arrays do not go together, or were quantized for another recipe.
+    """
+    if not isinstance(experts, Experts):
+        raise ArgumentTypeError(
+            "Argument `experts` must be moe.Experts, the weights and their layout; got "
+            f"{messages.shown(experts)}. Make one: `moe.Experts(w_gate_up, w_down)`."
+        )
+    _check(experts, "experts.", quantizes=recipe is not None, dtype=x.dtype)
+    if experts.recipe not in (None, recipe):
+        raise ArgumentValueError(
+            f"Argument `experts` is quantized for {experts.recipe}, and `recipe` is {recipe}. "
+            "Quantize for the same, or leave it out: `experts.quantized(None)`."
+        )
+    return jax.tree.map(arguments.as_jax, experts)
+
+
+def check_sizes(experts: Experts, num_experts: int, hidden: int, of: str) -> None:
+    """Raises unless there are so many experts, for tokens of this size."""
+    of_experts, *sizes = experts.w_down.shape
+    width, found = sizes[::-1] if experts.transposed else sizes
+    remedy = ""
+    if found != hidden == width:
+        width, remedy = found, _other_layout(experts)
+    elif found == hidden and 0 < of_experts < num_experts and num_experts % of_experts == 0:
+        remedy = " If each device has a part of the experts, pass `axis_name`."
+    wanted = (hidden, width) if experts.transposed else (width, hidden)
+    check_shape("experts.w_down", experts.w_down.shape, (num_experts, *wanted), of, remedy)
+
+
+def check_shape(
+    name: str, shape: tuple[int, ...], wanted: tuple[int, ...], of: str, remedy: str = ""
+) -> None:
+    """Raises if an argument has another shape than it should."""
+    if shape != wanted:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape {wanted} to go with {of}; got {shape}.{remedy}"
+        )
+
+
+def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
+    """Returns floats of 16 bits or more as a JAX array."""
+    array = arguments.array(name, value, axes, jnp.floating)
+    arguments.check_wide(name, array, "For 8-bit floats, call `ragged_dot` with scales.")
+    return array
+
+
+def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any = None) -> None:
+    """Raises unless layout and shapes go together.
+
+    With `of`, what stands before names, all must be arrays of one layer, and weights of `dtype`.
+    Without it they may be of stacked layers, or anything, as specs are.
+    """
+    spec, _ = activations.resolve(experts.activation, experts.interleaved)
+    messages.check_bool(transposed=experts.transposed)
+    both, bias = experts.w_gate_up, experts.b_gate_up
+    if isinstance(both, list):
+        raise ArgumentTypeError(
+            f"Argument `{of}w_gate_up` must be an array, or a tuple of two, gate and up; got "
+            f"{messages.shown(both)}. Use tuple(w_gate_up)."
+        )
+    names = ["w_gate_up", "w_down"]
+    if type(both) is tuple:
+        names = ["w_gate_up[0]", "w_gate_up[1]", "w_down"]
+        activations.check_two(f"{of}w_gate_up", both, spec)
+        if bias is not None and (type(bias) is not tuple or len(bias) != 2):
+            raise ArgumentValueError(
+                f"Argument `{of}b_gate_up` must be two arrays, as `w_gate_up` is; got "
+                f"{messages.shown(bias)}."
+            )
+    found = matrices(experts)
+    for name, matrix in zip(names, found, strict=True):
+        _check_matrix(f"{of}{name}", matrix, experts.transposed, bool(of), quantizes, dtype)
+    halves = 2 if spec.gated and len(found) == 2 else 1
+    down = _shape(experts.w_down)
+    wanted = down and _first_shape(down, experts.transposed, halves)
+    for name, (weights, *_) in zip(names[:-1], found, strict=False):
+        if down and _shape(weights) not in ((), wanted):
+            beside = f"`w_down` of shape {down}"
+            beside += "" if spec.gated else " and an `activation` of one array, without a gate"
+            remedy = _remedy(experts, _shape(weights), halves, spec)
+            check_shape(f"{of}{name}", _shape(weights), wanted, beside, remedy)
+
+
+def _check_matrix(
+    name: str, matrix: Matrix, transposed: bool, strict: bool, quantizes: bool, dtype: Any
+) -> None:
+    weights, bias, _ = matrix
+    scaled.check_no_bytes(name, weights, range(6))
+    axes, shape = ("experts", "depth", "columns"), _shape(weights)
+    if 0 < len(shape) < 3 or (strict and len(shape) > 3):
+        stacked = " Of stacked layers pass one at a time, by `jax.lax.scan` or `jax.vmap`."
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape [{', '.join(axes)}]; got {shape}."
+            f"{stacked if len(shape) > 3 else ''}"
+        )
+    of_bias = name.replace("w_", "b_")
+    if shape and _shape(bias):
+        wanted = (*shape[:-2], shape[-2 if transposed else -1])
+        check_shape(of_bias, _shape(bias), wanted, f"`{name}`")
+    if not strict:
+        return
+    if bias is not None:
+        check_floats(of_bias, bias, ("experts", "columns"))
+    if isinstance(weights, ScaledArray):
+        scaled.check(name, weights)
+        if quantizes:
+            raise ArgumentTypeError(
+                f"Argument `{name}` is a ScaledArray, and `recipe` is given, which quantizes the "
+                "weights itself. Leave one of them out."
+            )
+    elif (found := check_floats(name, weights, axes).dtype) != (dtype or found):
+        raise ArgumentTypeError(
+            f"Argument `{name}` must have the dtype of `x`, {dtype}; got {found}. Cast it, "
+            "`jax.tree.map(lambda w: w.astype(x.dtype), experts)`, and its gradient still has its "
+            "own dtype; or cast `x`, which makes the matmuls many times slower if that is float32."
+        )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of an array; () if it is none."""
+    array = value.values if isinstance(value, ScaledArray) else value
+    if not jax_private.is_array(array):
+        return ()
+    return tuple(value.shape if array.ndim > 1 else array.shape)
+
+
+def _first_shape(down: tuple[int, ...], transposed: bool, halves: int) -> tuple[int, ...]:
+    """That of the first matmul's weights, for the second's."""
+    *lead, width, hidden = down if not transposed else _swapped(down)
+    found = (*lead, hidden, halves * width)
+    return _swapped(found) if transposed else found
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _other_layout(experts: Experts) -> str:
+    return (
+        f" They would be right with `transposed={not experts.transposed}`: True is for [experts, "
+        "out, in], as in torch."
+    )
+
+
+def _remedy(experts: Experts, first: tuple[int, ...], halves: int, spec: GluSpec) -> str:
+    """What to do about weights that would be right in another layout, or of another activation."""
+    down, transposed = _shape(experts.w_down), experts.transposed
+    to = functools.partial(_first_shape, transposed=transposed, halves=halves)
+    ways = (
+        (first == to(down, transposed=not transposed), _other_layout(experts)),
+        (_swapped(first) == to(down), " It would be right with its last two axes swapped."),
+        (
+            first == to(_swapped(down)),
+            " It would be right if `w_down` had its last two axes swapped.",
+        ),
+        (down == to(first), " They would be right in the other order."),
+        (first == to(down, halves=3 - halves), activations.remedy_by_gate(spec)),
+    )
+    return next((remedy for fits, remedy in ways if fits), "")

@@ -1,0 +1,194 @@
+"""`Router`: how a model chooses experts, as one constant, and the checks of what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from triax import messages
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.router.configs import RouterSpec
+from triax.moe.shared import arguments
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "none"]
+GroupScore = Literal["top2", "max"]
+SCORES: tuple[Score, ...] = get_args(Score)
+
+_LARGEST_NORM = 1e30  # whose inverse float32 holds, too
+_GROUPS = "num_groups", "top_groups"
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a model chooses each token's experts and weighs them: a constant for `route`.
+
+        DEEPSEEK_V3 = moe.Router(
+            8, score="sigmoid", num_groups=8, top_groups=4, normalize=True, scale=2.5
+        )
+
+    A router holds no arrays, can be hashed, and is static under `jax.jit`, as an argument or closed
+    over. What it must have in common with the logits, `route` checks.
+
+    Attributes:
+      top_k: experts per token, from 1 to all: those with the best scores, bias included.
+      score: what logits become: "softmax" of all; or of each "sigmoid", "sqrtsoftplus", the square
+        root of the softplus (DeepSeek-V4), or "none", for scores that have been computed already.
+      num_groups, top_groups: both or neither. The experts are split into `num_groups` equal groups
+        of at least two, and a token chooses only from its `top_groups` best.
+      group_score: a group's score: "top2", the sum of its two best scores, bias included
+        (DeepSeek-V3), or "max", the best (DeepSeek-V2).
+      normalize: whether the weights, which are the scores of those chosen, are divided by their
+        sum. They sum to `scale` however small the scores are: the weights are the softmax of the
+        scores' logarithms. The softmax of only the chosen logits (top-k first, then softmax) is the
+        same. Or a Python number p of at least 1: weights are divided by their p-norm,
+        ``sum(score**p)**(1/p)``, instead (DBRX); 1 is True.
+      scale: a Python number that the weights are multiplied by.
+
+    Raises:
+      ArgumentTypeError: an argument has the wrong type.
+      ArgumentValueError: an argument is out of range, or one of the two for groups is missing.
+    """
+
+    top_k: int
+    _: dataclasses.KW_ONLY
+    score: Score = "softmax"
+    num_groups: int | None = None
+    top_groups: int | None = None
+    group_score: GroupScore = "top2"
+    normalize: bool | float = False
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        arguments.check_choice("score", self.score, SCORES)
+        arguments.check_choice("group_score", self.group_score, get_args(GroupScore))
+        if (self.num_groups is None) != (self.top_groups is None):
+            given, missing = _GROUPS[:: 1 if self.top_groups is None else -1]
+            raise ArgumentValueError(
+                f"Argument `{given}` is given and `{missing}` is not. Give both, or neither to "
+                "choose from all experts."
+            )
+        if self.num_groups is not None:
+            groups = check_groups(self.num_groups, self.top_groups)
+            vars(self).update(zip(_GROUPS, groups, strict=True))
+        vars(self).update(
+            top_k=arguments.integer("top_k", self.top_k, 1),
+            normalize=_norm_order(self.normalize, self.score),
+            scale=check_scale("scale", self.scale),
+        )
+
+
+def spec_of(router: Any, num_experts: int) -> RouterSpec:
+    """What a router computes of logits of so many experts.
+
+    A scale that comes after a p-norm is not part of it.
+
+    Raises:
+      ArgumentTypeError: `router` is no `Router`.
+      ArgumentValueError: it chooses more experts than there are, or they make no equal groups.
+    """
+    if not isinstance(router, Router):
+        number = isinstance(router, (int, np.integer)) and not isinstance(router, bool)
+        raise ArgumentTypeError(
+            "Argument `router` must be a moe.Router, which says how experts are chosen; got "
+            f"{messages.shown(router)}. Make one: `moe.Router({router if number else 'top_k'})`."
+        )
+    num_groups = top_groups = 1
+    if router.num_groups is not None:
+        names = "router.num_groups", "router.top_groups"
+        num_groups, top_groups = check_groups(
+            router.num_groups, router.top_groups, num_experts, names
+        )
+    most = num_experts // num_groups * top_groups
+    return RouterSpec(
+        top_k=check_top_k("router.top_k", router.top_k, most, num_groups > 1),
+        score=router.score,
+        normalize=bool(router.normalize),
+        scale=router.scale if router.normalize <= 1 else 1.0,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_best=1 if router.group_score == "max" else 2,
+    )
+
+
+def _norm_order(normalize: Any, score: Score) -> bool | float:
+    """The p of the norm that scores are divided by; True is 1, their sum, and False is none."""
+    if isinstance(normalize, (bool, np.bool_)):
+        return bool(normalize)
+    if not isinstance(normalize, (int, float, np.integer, np.floating)):
+        raise ArgumentTypeError(
+            "Argument `normalize` must be a bool, or a Python number, the p of a norm; got "
+            f"{messages.shown(normalize)}."
+        )
+    if not 1 <= normalize <= _LARGEST_NORM:
+        raise ArgumentValueError(
+            "Argument `normalize` must be a bool, or a finite p of at least 1 (the 1-norm of "
+            f"scores is their sum); got {normalize!r}."
+        )
+    if normalize > 1 and score == "none":
+        raise ArgumentValueError(
+            f'Argument `normalize` must be a bool with score "none"; got {normalize!r}. Divide the '
+            "weights by their norm yourself."
+        )
+    return float(normalize)
+
+
+def check_groups(
+    num_groups: Any,
+    top_groups: Any,
+    num_experts: int | None = None,
+    names: tuple[str, str] = _GROUPS,
+) -> tuple[int, int]:
+    """Returns how many groups there are and how many are chosen from.
+
+    Of the experts of logits, where their number is given; then 1, 1 if all groups are chosen from.
+    """
+    num_groups = arguments.integer(names[0], num_groups, 1)
+    top_groups = arguments.integer(names[1], top_groups, 1)
+    if top_groups > num_groups:
+        raise ArgumentValueError(
+            f"Argument `{names[1]}` must be at most `{names[0]}`, {num_groups}; got {top_groups}."
+        )
+    if num_experts is None:
+        return num_groups, top_groups
+    if num_experts % num_groups:
+        raise ArgumentValueError(
+            f"Argument `{names[0]}` must divide the {num_experts} experts of `logits` into equal "
+            f"groups; got {num_groups}."
+        )
+    if top_groups == num_groups:
+        return 1, 1
+    if num_experts // num_groups < 2:
+        raise ArgumentValueError(
+            f"Argument `{names[0]}` must leave each group at least two of the {num_experts} "
+            f"experts of `logits`, whose scores make the group's; got {num_groups}."
+        )
+    return num_groups, top_groups
+
+
+def check_top_k(name: str, top_k: Any, most: int, grouped: bool = False) -> int:
+    """Returns a number of choices from 1 to `most`."""
+    top_k = arguments.integer(name, top_k, 1)
+    if top_k > most:
+        there_are = f"{most} experts of the chosen groups" if grouped else f"{most} experts"
+        raise ArgumentValueError(
+            f"Argument `{name}` must be at most the {there_are} of `logits`; got {top_k}."
+        )
+    return top_k
+
+
+def check_scale(name: str, scale: Any) -> float:
+    """Returns a finite Python number."""
+    number = isinstance(scale, (int, float, np.integer, np.floating))
+    if not number or isinstance(scale, (bool, np.bool_)):
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be a Python number; got "
+            f"{messages.shown(scale)}. Multiply the weights by an array yourself."
+        )
+    if not math.isfinite(scale):
+        raise ArgumentValueError(f"Argument `{name}` must be finite; got {scale!r}.")
+    return float(scale)

@@ -1,0 +1,242 @@
+"""`Experts` as a value: a pytree with checks, and its weights in 8 bits for several calls."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.moe.layer.test_recipes import ALL, layer
+from triax import moe
+from triax.errors import ArgumentValueError, TriaxError
+from triax.moe.layer import products
+from triax.testing import assert_same_bits
+
+HALVES = [moe.Recipe(*of) for of in ((None, "rows"), ("blocks", None))]
+RECIPES = ["rows", "blocks", ALL, *HALVES, moe.Recipe("rows", "blocks", "float8_e5m2")]
+ROUTER = moe.Router(2)
+
+
+def loss(experts, x, logits, recipe=None, **how):
+    out = moe.feed_forward(x, logits, experts, ROUTER, recipe=recipe, **how).tokens
+    return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+
+def given(two=False, transposed=False, **layout):
+    x, logits, w_gate_up, w_down = layer()
+    weights = (tuple(jnp.split(w_gate_up, 2, axis=2)) if two else w_gate_up), w_down
+    if transposed:
+        weights = jax.tree.map(lambda w: jnp.swapaxes(w, 1, 2), weights)
+    return moe.Experts(*weights, transposed=transposed, **layout), x, logits
+
+
+def biased():
+    experts, *others = given(two=True, activation="geglu")
+    biases = {"b_gate_up": 2 * (jnp.ones((8, 40)),), "b_down": jnp.ones((8, 96))}
+    return dataclasses.replace(experts, **biases), *others
+
+
+# --- a pytree ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", [None, 3, object(), P("a"), jax.ShapeDtypeStruct((2,), "int8")])
+def test_leaves_may_be_anything(leaf):
+    for experts in (given()[0], biased()[0], given()[0].quantized(ALL)):
+        found = jax.tree.map(lambda _, leaf=leaf: leaf, experts)
+        assert found.activation == experts.activation
+        assert repr(found).startswith("Experts(w_gate_up=")
+        if leaf is not None:
+            assert set(jax.tree.leaves(found)) == {leaf}
+    assert repr(moe.Experts(leaf, leaf)).startswith("Experts(")
+
+
+def test_names_of_leaves_and_how_it_is_shown():
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(biased()[0])]
+    of_two = [".w_gate_up[0]", ".w_gate_up[1]", ".w_down", ".b_gate_up[0]", ".b_gate_up[1]"]
+    assert paths == [*of_two, ".b_down"]
+    assert repr(biased()[0]) == (
+        "Experts(w_gate_up=(bfloat16[8,96,40], bfloat16[8,96,40]), w_down=bfloat16[8,40,96], "
+        "b_gate_up=(float32[8,40], float32[8,40]), b_down=float32[8,96], activation='geglu')"
+    )
+
+
+def test_under_transformations():
+    """A step of training under jit with donation, and layers that are stacked."""
+    experts, x, logits = biased()
+    step = lambda e, g: jax.tree.map(lambda a, b: a - b.astype(a.dtype), e, g)
+    gradients = jax.jit(jax.grad(loss))(experts, x, logits)
+    assert jax.tree.structure(gradients) == jax.tree.structure(experts)
+    shapes = jax.eval_shape(lambda *args: jax.grad(loss)(*args), experts, x, logits)
+    assert repr(shapes) == repr(gradients)
+    copy = jax.tree.map(jnp.copy, experts)
+    stepped = jax.jit(step, donate_argnums=0)(copy, gradients)
+    jax.tree.map(assert_same_bits, stepped, step(experts, gradients))
+
+    both = dataclasses.replace(jax.tree.map(lambda *of: jnp.stack(of), experts, stepped))
+    one_by_one = x
+    for each in (experts, stepped):
+        one_by_one = moe.feed_forward(one_by_one, logits, each, ROUTER).tokens
+    body = lambda x, each: (moe.feed_forward(x, logits, each, ROUTER).tokens, None)
+    close = lambda a, b: np.testing.assert_allclose(*(np.float32(c) for c in (a, b)), 0.05, 0.05)
+    close(jax.lax.scan(body, x, both)[0], one_by_one)
+    close(jax.vmap(lambda e: loss(e, x, logits))(both)[0], loss(experts, x, logits))
+    assert jax.vmap(lambda e: e.quantized("rows"))(both).in_8_bits[1]["forward"].values.ndim == 4
+
+
+def test_an_optimizer_steps():
+    """Of optax: its state are Experts, too, also where there are no biases."""
+    optax = pytest.importorskip("optax")
+    for experts, x, logits in (given(), biased()):
+        optimizer = optax.adam(0.1)
+        state = optimizer.init(experts)
+        updates, state = optimizer.update(jax.grad(loss)(experts, x, logits), state, experts)
+        stepped = optax.apply_updates(experts, updates)
+        assert repr(stepped) == repr(experts) == repr(state[0].mu)
+        assert loss(stepped, x, logits) < loss(experts, x, logits)
+
+
+W = {n: jnp.ones(shape) for n, shape in (("w_gate_up", (4, 8, 24)), ("w_down", (4, 12, 8)))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"w_gate_up": W["w_gate_up"][:3]}, r"`w_gate_up` must have shape \(4, 8, 24\) to go"),
+        ({"w_down": jnp.ones((12, 8))}, r"`w_down` must have shape \[experts, depth, columns\]"),
+        ({"b_gate_up": jnp.ones((4, 8))}, r"`b_gate_up` must have shape \(4, 24\) to go with `w_g"),
+    ],
+)
+def test_mistakes_are_named_where_it_is_made(changes, match):
+    with pytest.raises(TriaxError, match=match):
+        moe.Experts(**W | changes)
+
+
+def test_mistakes_that_only_the_layer_can_see():
+    alone = jnp.ones((4, 8, 12)), jnp.ones((4, 12, 8))
+    swapped = moe.Experts(*(w.swapaxes(1, 2) for w in alone), activation="silu")
+    for experts, match in (
+        (swapped, r"\(4, 12, 8\) .*got \(4, 8, 12\).*`transposed=True`"),
+        (moe.Experts(None, W["w_down"]), r"`experts\.w_gate_up` must be an array"),
+        (jax.tree.map(lambda w: w[None], moe.Experts(**W)), "Of stacked layers pass one"),
+    ):
+        with pytest.raises(TriaxError, match=match):
+            moe.feed_forward(jnp.ones((6, 8)), jnp.ones((6, 4)), experts, ROUTER)
+
+
+# --- in 8 bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_same_bits(recipe, weights_on, two, transposed):
+    experts, *others = given(two, transposed)
+    run = jax.value_and_grad(loss, (0, 1))
+    plain = run(experts, *others, recipe, weights_on=weights_on)
+    value, (found, d_x) = run(experts.quantized(recipe), *others, recipe, weights_on=weights_on)
+    jax.tree.map(assert_same_bits, (value, (found.quantized(None), d_x)), plain)
+    assert not any(jnp.any(array.astype("float32")) for array in jax.tree.leaves(found.in_8_bits))
+
+
+def test_what_was_made_is_what_is_multiplied(monkeypatch):
+    """That of other weights makes another result, and the gradient is still of the weights."""
+    experts, *others = given()
+    zeros = jax.tree.map(jnp.zeros_like, experts.quantized("rows"))
+    monkeypatch.setattr(products, "in_8_bits", None)  # nothing is quantized again
+    stale = dataclasses.replace(experts)
+    vars(stale).update(in_8_bits=zeros.in_8_bits, recipe=zeros.recipe)
+    value, gradients = jax.value_and_grad(loss)(stale, *others, "rows")
+    assert value == 0
+    assert gradients.w_down.dtype == experts.w_down.dtype
+    # With other weights there is nothing that was made of these.
+    assert dataclasses.replace(stale, w_down=experts.w_down).in_8_bits is None
+
+
+@pytest.mark.parametrize("recipe", ["rows", ALL], ids=str)
+def test_over_microbatches(recipe):
+    """Quantized outside of the loop, whose body then quantizes no weights."""
+    experts, x, logits = given()
+    parts = jnp.split(x, 2), jnp.split(logits, 2)
+    batches = jax.tree.map(lambda *of: jnp.stack(of), *zip(*parts, strict=True))
+
+    def step(experts, once):
+        used = experts.quantized(recipe if once else None)
+
+        def add(total, batch):
+            gradients = jax.grad(loss)(used, *batch, recipe).quantized(None)
+            return jax.tree.map(jnp.add, total, gradients), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, experts), batches)[0]
+
+    found, plain = (jax.jit(step, static_argnums=1)(experts, once) for once in (True, False))
+    jax.tree.map(assert_same_bits, found, plain)
+    alone = lambda experts: loss(experts.quantized(recipe), x, logits, recipe)
+    wanted = jax.grad(loss)(experts, x, logits, recipe)
+    jax.tree.map(assert_same_bits, jax.grad(alone)(experts), wanted)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_tokens_cut_over_devices(axis_type):
+    experts, x, logits = given()
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    plain = jax.grad(loss)(experts, x, logits, "rows")
+
+    @jax.jit
+    def run(experts, x, logits):
+        return jax.grad(loss)(experts.quantized("rows"), x, logits, "rows").quantized(None)
+
+    with jax.set_mesh(mesh):
+        put = lambda array: jax.device_put(array, NamedSharding(mesh, P("a")))
+        found = run(experts, put(x), put(logits))
+    for a, b in zip(*map(jax.tree.leaves, (found, plain)), strict=True):
+        a, b = (np.asarray(array, np.float64) for array in (a, b))
+        assert np.linalg.norm(a - b) < 5e-3 * np.linalg.norm(b)  # sums of parts, in bfloat16
+
+
+def test_experts_cut_over_devices():
+    """By one spec for all arrays, or a spec for each."""
+    experts, x, logits = given()
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    cut = P("a")
+
+    def run(once):
+        def part(experts, x, logits, router):
+            used = experts.quantized("rows" if once else None)
+            found = jax.grad(loss, (0, 1))(used, x, logits, "rows", axis_name="a")
+            return found[0].quantized(None), found[1]
+
+        of_experts = jax.tree.map(lambda _: cut, experts) if once else cut
+        specs = {"in_specs": (of_experts, cut, cut, P()), "out_specs": (of_experts, cut)}
+        return jax.jit(jax.shard_map(part, mesh=mesh, **specs))
+
+    found, plain = (run(once)(experts, x, logits, ROUTER) for once in (True, False))
+    jax.tree.map(assert_same_bits, found, plain)
+
+
+@pytest.mark.parametrize(
+    ("weights", "recipe", "match"),
+    [
+        (jnp.ones((8, 96)), "rows", "must have shape"),
+        (jnp.ones((2, 8, 96, 96)), "rows", "must have shape.*Of stacked layers"),
+        (jnp.ones((8, 96, 96), "float8_e4m3fn"), "rows", "`experts.w_gate_up` .*float8_e4m3fn"),
+        (moe.quantize(jnp.ones((8, 96, 96)), block=(1, None, 1)), "rows", "is a ScaledArray, and"),
+        (jnp.ones((8, 96, 96)), "columns", "`recipe` must be"),
+    ],
+)
+def test_mistakes_of_quantized(weights, recipe, match):
+    with pytest.raises(TriaxError, match=match):
+        moe.Experts(weights, weights, activation="relu2").quantized(recipe)
+
+
+@pytest.mark.parametrize("recipe", [None, "blocks"])
+def test_another_recipe_than_they_are_quantized_for(recipe):
+    experts, *others = given()
+    with pytest.raises(ArgumentValueError, match=r"`experts` is quantized for Recipe\(.*`recipe`"):
+        loss(experts.quantized("rows"), *others, recipe)
