@@ -118,21 +118,21 @@ def _stored(tokens: int, kind: str) -> Program:
         if kind in ("float4_e2m1fn", "int4"):
             mx = ("float8_e8m0fnu", 32) if kind == "float4_e2m1fn" else (WIDE, 128)
             bytes_of = array(groups, columns, depth // 2, dtype="uint8")
-            return scaled(bytes_of, (1, 1, mx[1]), mx[0], packed=kind, **how)
-        return scaled(array(groups, columns, depth, dtype=kind), (1, 1, depth), **how)
+            return scaled(bytes_of, (1, mx[1], 1), mx[0], packed=kind, **how)
+        return scaled(array(groups, columns, depth, dtype=kind), (1, None, 1), **how)
 
     return _layer(tokens, gradient=False, **{name: of(*shape) for name, shape in weights.items()})
 
 
 def _eight_bits(rows: int, block: Any, dtype: str = E4M3, **how: Any) -> Program:
     """Both sides in 8 bits: a scale for each row and column, or for blocks of 128."""
-    blocks = ((1, 128), (1, 128, 128)) if block else ((1, 512), (1, 1, 512))
+    blocks = ((1, 128), (1, 128, 128)) if block else ((1, None), (1, None, 1))
     x = scaled(array(rows, 512, dtype=dtype), blocks[0])
     w = scaled(array(5, 1024, 512, dtype=E4M3), blocks[1], transposed=True)
     return product_of(x, w, **how)
 
 
-def _weights_alone(rows: int, dtype: str, block: Any = (1, 1, 512)) -> Program:
+def _weights_alone(rows: int, dtype: str, block: Any = (1, None, 1)) -> Program:
     w = scaled(array(5, 1024, 512, dtype=dtype), block, transposed=True)
     return product_of(array(rows, 512), w)
 
@@ -166,7 +166,7 @@ PROGRAMS: dict[str, Program] = {
         f"ragged_dot, {rows} rows, weights in {dtype}, {block}": _weights_alone(rows, dtype, block)
         for rows in (FEW, SOME, MANY)
         for dtype in (E4M3, "float8_e5m2", "int8")
-        for block in ((1, 1, 512), (1, 128, 128))
+        for block in ((1, None, 1), (1, 128, 128))
     },
     **{
         f"ragged_dot, {rows} rows, {numbers} in {block}": packed(rows, kind, block, numbers)

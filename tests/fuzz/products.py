@@ -81,15 +81,15 @@ def sizes_of(rng: Rng, path: str) -> tuple[int, int, int, int]:
 
 
 def plain(rng: Rng, path: str) -> Program:
-    """Arrays, with all gradients; or with scales, which have none."""
+    """Arrays, with all gradients."""
     shape = sizes_of(rng, path)
     dtype = np.dtype(one_of(rng, FLOATS))
-    chances = (0.5, 0.4, 0.5, 0.2, 0.2)
-    transposed, biased, weighted, offset, scaled = (rng.random(5) < chances).tolist()
+    chances = (0.5, 0.4, 0.5, 0.2)
+    transposed, biased, weighted, offset = (rng.random(4) < chances).tolist()
     others = int(rng.integers(0, 4)) if offset else None
     result = np.dtype(np.float32) if rng.random() < 0.2 else dtype
     weighted &= biased
-    return dense(path, shape, dtype, transposed, biased, weighted, others, result, scaled)
+    return dense(path, shape, dtype, transposed, biased, weighted, others, result)
 
 
 def dense(
@@ -101,7 +101,6 @@ def dense(
     weighted: bool = False,
     others: int | None = None,
     result: Any = None,
-    scaled: bool = False,
     given: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
     """Of rows, depth, columns and groups; `others` are groups that there are no weights for, and
@@ -113,12 +112,11 @@ def dense(
         "bias=bias, ": biased,
         "bias_weights=bias_weights, ": weighted,
         "group_offset=group_offset, ": offset,
-        "row_scales=row_scales, group_scales=group_scales, ": scaled,
         "transpose_weights=True, ": transposed,
         "preferred_element_type=jnp.float32, ": result != dtype,
     }
     call = f"moe.ragged_dot(rows, weights, sizes, {''.join(o for o, on in options.items() if on)}"
-    names = ("rows", "weights", *["bias"] * biased, *["bias_weights"] * weighted) * (not scaled)
+    names = ("rows", "weights", *["bias"] * biased, *["bias_weights"] * weighted)
     shape = (num_groups, columns, depth) if transposed else (num_groups, depth, columns)
     u = sum_unit(path, dtype)
 
@@ -138,10 +136,6 @@ def dense(
             arrays["bias_weights"] = draws.values(rng, (num_rows,), np.float32)
         if offset:
             arrays["group_offset"] = np.array(rng.integers(num_sizes + 1), np.int32)
-        if scaled:
-            del arrays["g_out"]
-            arrays["row_scales"] = draws.values(rng, (num_rows,), np.float32)
-            arrays["group_scales"] = draws.values(rng, (num_groups,), np.float32)
         poison(rng, arrays, groups_of(arrays), kind == "normal")
         return arrays
 
@@ -154,11 +148,6 @@ def dense(
         weights = swapped(weights) if transposed else weights
         out = dot(rows, weights, groups, u)
         by_row = exact(arrays["bias_weights"]) if weighted else None
-        if scaled:
-            for group, span in enumerate(groups):
-                scale = exact(arrays["group_scales"][group])
-                put(out, span, out[span] * exact(arrays["row_scales"][span, None]) * scale)
-            return {"out": rounded(with_bias(out, arrays.get("bias"), by_row, groups), result)}
         gradient = exact(arrays["g_out"].astype(dtype))
         wanted: dict[str, Any] = {}
         out = with_bias(out, arrays.get("bias"), by_row, groups)
@@ -185,11 +174,11 @@ def poison(rng: Rng, arrays: Arrays, groups: list[slice], special: bool) -> None
     inside = np.zeros(len(arrays["rows"]), bool)
     for span in groups:
         inside[span] = True
-    for name in ("rows", "g_out", "bias_weights", "row_scales"):
+    for name in ("rows", "g_out", "bias_weights"):
         if name in arrays and rng.random() < 0.5:
             arrays[name][~inside] = np.nan
     empty = [g for g, span in enumerate(groups) if span.stop <= span.start]
-    for name in ("weights", "bias", "group_scales"):
+    for name in ("weights", "bias"):
         if name in arrays and rng.random() < 0.5:
             arrays[name][empty] = np.nan
     if special and rng.random() < 0.3:

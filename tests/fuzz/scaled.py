@@ -95,7 +95,7 @@ def scaled_of(
     row_block = row_block or depth
     stored = (num_groups, columns, depth) if transposed else (num_groups, depth, columns)
     blocks = (1, wide, deep) if transposed else (1, deep, wide)
-    array = f"moe.ScaledArray(weights, scales, {blocks}, transposed={transposed}"
+    array = f"moe.ScaledArray(weights, scales, {(1, deep, wide)}, transposed={transposed}"
     array += f", packed={kind!r}" * packed + ", zeros=zeros" * with_zeros + ")"
     rows = f"moe.ScaledArray(rows, row_scales, (1, {row_block}))" if both else "rows"
     end = "bias=bias, " * biased + "preferred_element_type=jnp.float32, " * wide_result

@@ -114,22 +114,18 @@ def test_every_run_gives_the_same_bits():
 def test_eight_bits_with_scales():
     rows, weights, _ = draw(1024, 512, 384, 4, "float32")
     rows, weights = (a.astype(jnp.float8_e4m3fn) for a in (rows, weights))
-    row_scales = jnp.linspace(0.5, 2, 1024)
-    group_scales = jnp.array([1.0, 2.0, 0.5, 3.0])
+    of_rows, of_groups = jnp.linspace(0.5, 2, 1024), jnp.array([1.0, 2.0, 0.5, 3.0])
     sizes = [200, 300, 0, 400]
     out = moe.ragged_dot(
-        rows,
-        weights,
+        moe.ScaledArray(rows, of_rows[:, None], (1, None)),
+        moe.ScaledArray(weights, of_groups[:, None, None], (1, None, None)),
         jnp.array(sizes),
-        row_scales=row_scales,
-        group_scales=group_scales,
-        preferred_element_type=jnp.bfloat16,
         implementation="triton",
     )
     wanted = np.zeros((1024, 384))
     for e, span in enumerate(spans(sizes, 1024)):
         wanted[span] = np.asarray(rows[span], np.float64) @ np.asarray(weights[e], np.float64)
-        wanted[span] *= np.asarray(row_scales[span])[:, None] * float(group_scales[e])
+        wanted[span] *= np.asarray(of_rows[span])[:, None] * float(of_groups[e])
     error = np.linalg.norm(np.asarray(out, np.float64) - wanted)
     assert error <= 5e-3 * np.linalg.norm(wanted)
 

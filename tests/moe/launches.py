@@ -30,9 +30,10 @@ def array(*shape: int, dtype: str = HALF) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def scaled(values: Any, block: tuple[int, ...], kind: str = WIDE, **how: Any) -> Any:
+def scaled(values: Any, block: tuple[int | None, ...], kind: str = WIDE, **how: Any) -> Any:
     numbers = (*values.shape[:-1], values.shape[-1] * (2 if "packed" in how else 1))
-    scales = [-(-size // of) for size, of in zip(numbers, block, strict=True)]
+    stored = (block[0], *block[:0:-1]) if "transposed" in how else block
+    scales = [1 if of is None else -(-n // of) for n, of in zip(numbers, stored, strict=True)]
     return ScaledArray(values, array(*scales, dtype=kind), block, **how)
 
 
@@ -100,7 +101,7 @@ def gradient(case: Any) -> Any:
 
 def packed(rows: int, kind: str, block: int, numbers: str, **how: Any) -> Any:
     weights = scaled(
-        array(5, 96, 64, dtype="uint8"), (1, 1, block), kind, transposed=True, packed=numbers
+        array(5, 96, 64, dtype="uint8"), (1, block, 1), kind, transposed=True, packed=numbers
     )
     return product_of(array(rows, 128), weights, **how)
 
@@ -128,17 +129,17 @@ CASES: dict[str, Any] = {
         scaled(array(5, 256, 512, dtype=E4M3), (1, 128, 128), transposed=True),
     ),
     "ragged_dot of scaled rows and columns": product_of(
-        scaled(array(400, 512, dtype=E4M3), (1, 512)),
-        scaled(array(5, 256, 512, dtype=E4M3), (1, 1, 512), transposed=True),
+        scaled(array(400, 512, dtype=E4M3), (1, None)),
+        scaled(array(5, 256, 512, dtype=E4M3), (1, None, 1), transposed=True),
     ),
     "ragged_dot of 8-bit weights, few rows": product_of(
-        array(40, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, 1, 512), transposed=True)
+        array(40, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, None, 1), transposed=True)
     ),
     "ragged_dot of 8-bit weights, blocks": product_of(
         array(40, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, 128, 128), transposed=True)
     ),
     "ragged_dot of 8-bit weights, many rows": product_of(
-        array(4000, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, 1, 512), transposed=True)
+        array(4000, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, None, 1), transposed=True)
     ),
     "ragged_dot of 4-bit weights": packed(40, WIDE, 32, "int4"),
     "ragged_dot of 4-bit weights, whole depth": packed(40, WIDE, 128, "int4"),

@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec
 
 Function = Callable[..., Any]
 MeshAxes = tuple[str, ...]
-Letters = str | Callable[[Any], list[str]] | None
+Letters = str | list[str] | Callable[[Any], list[str]] | None
 """A letter for each dimension of an array, or of every array of a pytree.
 
-For arrays of several ranks a function that returns the letters of each; None for those that every
-device needs whole.
+For arrays of several ranks a list with the letters of each, or a function that returns it; None for
+those that every device needs whole.
 """
 _UNNAMED = "_"
 
@@ -112,8 +112,9 @@ def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
 def _letters(declared: Sequence[Letters], arrays: Sequence[Any]) -> tuple[str, ...]:
     found: list[str] = []
     for letters, part in itertools.zip_longest(declared, arrays):
-        if callable(letters):
-            found += letters(part)
+        letters = letters(part) if callable(letters) else letters
+        if isinstance(letters, list):
+            found += letters
         else:
             found += [letters or _UNNAMED * leaf.ndim for leaf in jax.tree.leaves(part)]
     return tuple(found)

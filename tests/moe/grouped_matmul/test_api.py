@@ -20,8 +20,6 @@ MISTAKES = {
     "torch's layout": ((X, jnp.ones((2, 3, 4)), SIZES), {}, "that is `transpose_weights`"),
     "groups": ((X, W, jnp.array([1, 2, 3])), {}, "one size for each of the 2 groups"),
     "sizes": ((X, W, jnp.array([1.0, 2.0])), {}, "`group_sizes` must have an integer dtype"),
-    "row scales": ((X, W, SIZES), {"row_scales": jnp.ones(5)}, "for each of the 6 rows"),
-    "group scales": ((X, W, SIZES), {"group_scales": jnp.ones(3)}, "for each of the 2 groups"),
     "weights of no bias": ((X, W, SIZES), {"bias_weights": jnp.ones(6)}, "without `bias`"),
     "implementation": ((X, W, SIZES), {"implementation": "cuda"}, "`implementation` must be one"),
     "integers": (
@@ -39,28 +37,13 @@ MISTAKES = {
         {},
         "got bfloat16 and int8. Integers are multiplied as they are: cast them",
     ),
-    "quantised weights and scales": (
-        (X, W.astype("int8"), SIZES),
-        {"group_scales": jnp.ones(2), "implementation": "xla"},
-        "both integers; got float32 and int8",
-    ),
     "integer rows": ((X.astype("int32"), W, SIZES), {}, "got int32 and float32. Integers are"),
     "bool": ((X.astype(bool), W.astype(bool), SIZES), {}, "`rows` must be floats or integers; got"),
     "complex": ((X, W.astype("complex64"), SIZES), {}, "`weights` must be floats or.*complex64"),
     "scaled integers": (
-        (X.astype("int8"), W.astype("int8"), SIZES),
-        {"row_scales": jnp.ones(6)},
-        "must scale a float; the result is int8. Pass `preferred_element_type=jnp.float32`",
-    ),
-    "scales of blocks": (
-        (X, W, SIZES),
-        {"group_scales": jnp.ones((2, 1, 1))},
-        r"`group_scales` must have shape \[groups\].*Reshape them: `group_scales.reshape\(2\)`",
-    ),
-    "scales of many blocks": (
-        (X, W, SIZES),
-        {"row_scales": jnp.ones((6, 2))},
-        r"`row_scales` must have shape \[rows\].*For scales of blocks, pass a `ScaledArray`",
+        (moe.quantize(X, "int8", block=(1, None)), W.astype("int8"), SIZES),
+        {"preferred_element_type": "int8"},
+        "`preferred_element_type` must be a float; got int8",
     ),
     "integers that no dtype holds": (
         (X.astype("uint32"), W.astype("int32"), SIZES),
@@ -110,7 +93,7 @@ def test_eight_bits_have_no_gradient(implementation):
         return jnp.sum(out)
 
     # XLA's CPU compiler of JAX 0.8 has no smaller products of bfloat16.
-    with pytest.raises(DifferentiationError, match="float8_e4m3fn has no derivative"):
+    with pytest.raises(DifferentiationError, match="no derivative by numbers of float8_e4m3fn"):
         jax.grad(loss)(jnp.ones((24, 32)))
 
 

@@ -13,11 +13,11 @@ from triax import moe
 from triax.compat import jax_private, versions
 from triax.moe.grouped_matmul import float32_sums
 from triax.moe.grouped_matmul.options import Options
+from triax.moe.grouped_matmul.scaled import Parts
 from triax.moe.shared.target import Target
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 HOPPER = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
-DEEPSEEK = Options(jnp.dtype("bfloat16"), None, row_block=128, weight_block=(128, 128))
 
 
 def shape(*sizes, dtype=E4M3):
@@ -75,19 +75,15 @@ def test_others_do_not(monkeypatch, arch, how):
     assert takes_turns(ptx_of(**how)) == 0
 
 
-def suits(
-    rows=(4000, 512),
-    weights=(2, 400, 512),
-    target=HOPPER,
-    scales=(0, 0),
-    bias=None,
-    each=128,
-    **how,
-):
-    options = dataclasses.replace(DEEPSEEK, **how.pop("options", {}))
-    how = {"transposed": True, "implementation": None, "options": options} | how
-    arrays = shape(*rows), shape(*weights), scales, bias
-    return float32_sums.suit(target, *arrays, each, **how)
+def suits(rows=(4000, 512), weights=(2, 400, 512), target=HOPPER, bias=None, each=128, **how):
+    x, w = (
+        Parts(shape(*of), how.pop(f"{name}_scales", 0), how.pop(f"{name}_deep", 128), wide)
+        for name, of, wide in (("row", rows, None), ("weight", weights, how.pop("wide", 128)))
+    )
+    options = Options(jnp.dtype("bfloat16"), None)
+    return float32_sums.suit(
+        target, x, w, bias, each, **{"implementation": None, "options": options} | how
+    )
 
 
 def test_what_suits(monkeypatch):
@@ -98,14 +94,15 @@ def test_what_suits(monkeypatch):
     assert not suits(rows=(2**29, 512))
     assert not suits(weights=(2**10, 2**21, 16))
     assert not suits(weights=(2**10, 2**18, 2**17))
-    assert not suits(transposed=False)
     assert not suits(implementation="interpret")
     assert not suits(bias=shape(2, 400))
     assert not suits(target=dataclasses.replace(HOPPER, compute_capability=100))
-    assert not suits(scales=(0, None))
     assert not suits(each=64)
-    assert suits(options={"row_block": None, "weight_block": (1, None)})
-    for options in ({"row_block": None}, {"row_block": 64}, {"weight_block": (1, 128)}):
-        assert not suits(options=options)
+    of_lines = {"row_deep": None, "weight_deep": None, "wide": 1}
+    assert suits(**of_lines)
+    assert not suits(**of_lines, row_scales=None)
+    assert not suits(**of_lines, options=Options(jnp.dtype("bfloat16"), FAST))
+    for blocks in ({"row_deep": None}, {"row_deep": 64}, {"wide": 1}):
+        assert not suits(**blocks)
     monkeypatch.setattr(versions, "installed", lambda package: "3.5.1")
     assert not suits()

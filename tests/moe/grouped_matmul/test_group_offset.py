@@ -142,10 +142,11 @@ def test_over_devices(kind, cut):
 
 
 def test_scales_are_those_of_the_weights():
-    rows, weights = jnp.ones((4, 16)), jnp.ones((1, 16, 16))
+    rows, weights = jnp.ones((4, 16)), jnp.ones((1, 16, 16), "int8")
+    weights = moe.ScaledArray(weights, jnp.full((1, 1, 1), 3.0), (1, None, None))
     for implementation in PATHS:
-        how = {"group_scales": jnp.array([3.0]), "implementation": implementation}
-        out = moe.ragged_dot(rows, weights, jnp.array([1, 2]), group_offset=1, **how)
+        how = {"group_offset": 1, "implementation": implementation}
+        out = moe.ragged_dot(rows, weights, jnp.array([1, 2]), **how)
         np.testing.assert_array_equal(out[:, 0], [0, 48, 48, 0])
 
 

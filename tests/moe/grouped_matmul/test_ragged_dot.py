@@ -82,12 +82,10 @@ def test_rows_past_the_groups_are_zero(implementation):
 
 @pytest.mark.parametrize("implementation", PATHS)
 def test_rows_past_the_groups_are_zero_for_all_scales(implementation):
-    x, w, sizes = jnp.ones((6, 16)), jnp.ones((2, 16, 16)), jnp.array([4, 0])
-    scales = {
-        "row_scales": jnp.array([1, 1, 2, 1, jnp.nan, jnp.inf]),
-        "group_scales": jnp.array([3, jnp.inf]),
-    }
-    out = moe.ragged_dot(x, w, sizes, **scales, implementation=implementation)
+    x, w = (jnp.ones(shape, "float8_e4m3fn") for shape in ((6, 16), (2, 16, 16)))
+    x = moe.ScaledArray(x, jnp.array([1, 1, 2, 1, jnp.nan, jnp.inf])[:, None], (1, None))
+    w = moe.ScaledArray(w, jnp.array([3, jnp.inf])[:, None, None], (1, None, None))
+    out = moe.ragged_dot(x, w, jnp.array([4, 0]), implementation=implementation)
     np.testing.assert_array_equal(out[:, 0], [48, 48, 96, 48, 0, 0])
 
 
@@ -226,30 +224,6 @@ def test_equals_jax(implementation):
 
 
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("dtypes", [("float8_e4m3fn",) * 2, ("float8_e4m3fn", "float8_e5m2")])
-def test_eight_bits_with_scales(implementation, dtypes):
-    case = oracle.draw(5, 64, 48, "float32")
-    rows, weights = case.rows.astype(dtypes[0]), case.weights.astype(dtypes[1])
-    row_scales = np.linspace(0.5, 2, oracle.NUM_ROWS, dtype=np.float32)
-    group_scales = np.array([1.0, 4.0, 0.25, 3.0], np.float32)
-    sizes = [30, 0, 50, 20]
-    actual = moe.ragged_dot(
-        rows,
-        weights,
-        as_sizes(sizes),
-        row_scales=row_scales,
-        group_scales=group_scales,
-        preferred_element_type=jnp.bfloat16,
-        implementation=implementation,
-    )
-    expected = oracle.ragged_dot(rows, weights, sizes) * row_scales[:, None]
-    for scale, span in zip(group_scales, oracle.spans(sizes, oracle.NUM_ROWS), strict=True):
-        expected[span] *= float(scale)
-    assert actual.dtype == jnp.bfloat16
-    assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("implementation", PATHS)
 def test_eight_bits_by_default_stay_eight(implementation):
     """Sums past the largest number of 8 bits become what JAX's cast makes of them."""
     rows = np.full((32, 64), 4.0, jnp.float8_e4m3fn)
@@ -309,13 +283,13 @@ def test_sums_of_8_bit_integers_are_exact():
     rows, weights = np.full((3, 4096), 127, np.int8), np.full((1, 4096, 2), 127, np.int8)
     weights[:, 0] = 126
     total = 127 * 127 * 4096 - 127
-    scales = np.float32([1, 2, 0.5])
-    product = functools.partial(moe.ragged_dot, rows, weights, np.array([3]))
-    np.testing.assert_array_equal(product(preferred_element_type="int32"), np.full((3, 2), total))
-    scaled = product(preferred_element_type="float32", row_scales=scales, group_scales=scales[1:2])
-    np.testing.assert_array_equal(
-        scaled, np.float32(total) * 2 * scales[:, None] * np.ones((1, 2), "f")
-    )
+    scales, sizes = np.float32([[1], [2], [0.5]]), np.array([3])
+    product = moe.ragged_dot(rows, weights, sizes, preferred_element_type="int32")
+    np.testing.assert_array_equal(product, np.full((3, 2), total))
+    rows = moe.ScaledArray(rows, scales, (1, None))
+    weights = moe.ScaledArray(weights, scales[1:2, None], (1, None, None))
+    scaled = moe.ragged_dot(rows, weights, sizes, preferred_element_type="float32")
+    np.testing.assert_array_equal(scaled, np.float32(total) * 2 * scales * np.ones((1, 2), "f"))
 
 
 @pytest.mark.parametrize("implementation", [None, *PATHS])

@@ -152,10 +152,11 @@ def products(place, sizes, rows, weights, group_sizes, **options):
     return {"rows": moe.ragged_dot(rows, weights, group_sizes, **options)}
 
 
-def scaled_products(place, sizes, rows, weights, group_sizes, row_scales, group_scales):
-    args = jax.lax.stop_gradient((rows, weights, group_sizes))
-    scales = jax.lax.stop_gradient({"row_scales": row_scales, "group_scales": group_scales})
-    return {"rows": moe.ragged_dot(*args, **scales)}
+def scaled_products(place, sizes, rows, weights, group_sizes):
+    """Of rows and weights in 8 bits."""
+    rows, weights = jax.lax.stop_gradient((rows, weights))
+    rows, weights = moe.quantize(rows, block=(1, None)), moe.quantize(weights, block=(1, None, 1))
+    return {"rows": moe.ragged_dot(rows, weights, group_sizes, preferred_element_type="float32")}
 
 
 def products_with_bias(place, sizes, rows, weights, group_sizes, bias, bias_weights, **options):
@@ -314,7 +315,7 @@ OPS: dict[str, list[Op]] = {
     "ragged_dot": [
         Op(products, "rows w_up sizes"),
         Op(products, "rows w_up sizes", {"preferred_element_type": "float32"}),
-        Op(scaled_products, "rows w_up sizes row_weights bias"),
+        Op(scaled_products, "rows w_up sizes"),
         Op(products_with_bias, "rows w_up sizes b_up row_weights"),
     ],
     "glu": [

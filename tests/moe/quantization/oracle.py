@@ -75,9 +75,11 @@ def numbers(scaled):
 def exactly(scaled):
     """What a `ScaledArray` stands for, in float64."""
     values = numbers(scaled)
+    block = whole(scaled.block, scaled.shape)
+    block = (*block[:-2], *block[:-3:-1]) if scaled.transposed else block
 
     def spread(array):
-        for axis, (size, of) in enumerate(zip(values.shape, scaled.block, strict=True)):
+        for axis, (size, of) in enumerate(zip(values.shape, block, strict=True)):
             array = np.take(array, np.arange(size) // of, axis)
         return array
 

@@ -1,23 +1,26 @@
-"""ScaledArray: what it stands for, as a pytree, and its checks."""
+"""ScaledArray: what it stands for, as a pytree and as a sequence, and its checks."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization.scaled import check
+from triax.testing import assert_same_bits
 
 
 def scaled(transposed=False):
     values = jnp.asarray(np.arange(-60, 66).reshape(2, 9, 7), jnp.int8)
     scales = jnp.asarray(2.0 ** np.arange(2 * 3 * 1).reshape(2, 3, 1), jnp.float32)
-    return moe.ScaledArray(values, scales, (1, 4, 7), transposed)
+    return moe.ScaledArray(values, scales, (1, None, 4) if transposed else (1, 4, 7), transposed)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -27,9 +30,10 @@ def test_dequantize(transposed):
     if transposed:
         wanted = wanted.swapaxes(1, 2)
     assert array.shape == wanted.shape
-    assert (array.ndim, array.dtype) == (3, jnp.int8)
+    assert (array.ndim, array.size, array.dtype, array.nbytes) == (3, 126, jnp.int8, 126 + 24)
     np.testing.assert_array_equal(array.dequantize(), wanted)
-    found = jax.jit(lambda a: a.dequantize("bfloat16"))(array)
+    np.testing.assert_array_equal(array.mT.dequantize(), wanted.swapaxes(1, 2))
+    found = jax.jit(lambda a: a.astype("bfloat16"))(array)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, wanted.astype(jnp.bfloat16))
 
@@ -43,9 +47,11 @@ def test_dequantized_numbers_are_floats(dtype):
 
 def test_a_pytree_of_anything():
     array = scaled(True)
-    for other in (None, object(), 3):
+    for other in (None, object(), 3, P("x"), jax.ShapeDtypeStruct((7,), "float32")):
         mapped = jax.tree.map(lambda _, new=other: new, array)
-        assert (mapped.values, mapped.block, mapped.transposed) == (other, (1, 4, 7), True)
+        assert (mapped.values, mapped.block, mapped.transposed) == (other, (1, None, 4), True)
+        assert repr(mapped).count("\n") < 3
+    assert dataclasses.replace(array, values=P("x"), scales=P("x")).scales == P("x")
     assert hash(jax.tree.structure(array)) == hash(jax.tree.structure(scaled(True)))
     assert jax.tree.structure(array) != jax.tree.structure(scaled())
     stacked = jax.tree.map(lambda a: jnp.stack([a, a]), array)
@@ -54,34 +60,89 @@ def test_a_pytree_of_anything():
     np.testing.assert_array_equal(mapped, np.stack(2 * [array.dequantize()]))
     np.testing.assert_array_equal(scanned, mapped)
     assert "values" in str(jax.tree_util.tree_flatten_with_path(array)[0][0][0])
+    with pytest.raises(
+        ArgumentValueError, match=r"`self` is a ScaledArray with a mistake: .*`block"
+    ):
+        stacked.dequantize()
+
+
+@pytest.mark.parametrize("first", [1, None, 8])
+@pytest.mark.parametrize(("dtype", "transposed"), [("int4", True), ("float8_e5m2", False)])
+def test_indices(first, dtype, transposed):
+    array = jnp.asarray(np.random.default_rng(0).standard_normal((5, 12, 8)), jnp.float32)
+    array = moe.quantize(array, dtype, block=(first, 4, 1), transposed=transposed)
+    if dtype == "int4":
+        array = dataclasses.replace(array, zeros=jnp.ones(array.scales.shape))
+    whole = array.dequantize()
+    for index in (3, -1, np.int32(2), slice(2, 5), slice(None, None, 2), slice(0, 0)):
+        assert_same_bits(array[index].dequantize(), whole[index])
+    assert_same_bits(jax.jit(lambda a, i: a[i].dequantize())(array, 3), whole[3])
+    assert len(array) == len(list(array)) == 5
+    with pytest.raises(IndexError, match="5 is out of range"):
+        array[5]
+    with pytest.raises(ArgumentTypeError, match="an int or a slice of its first dimension; got"):
+        array[1, 2]
+
+
+def test_parts_that_cannot_be_indexed():
+    array = moe.quantize(jnp.ones((4, 6)), block=(2, None))
+    for one in (array, array.mT, moe.quantize(jnp.ones(4), block=(1,))):
+        with pytest.raises(
+            ArgumentValueError, match="along a first dimension that is stored first"
+        ):
+            one[0]
+
+
+@pytest.mark.parametrize("turn", [np.asarray, jnp.asarray, jnp.sum, lambda a: jnp.ones(7) + a])
+def test_it_is_no_array_by_itself(turn):
+    with pytest.raises(TypeError, match=r"dequantize|unsupported operand"):
+        turn(scaled())
+
+
+@pytest.mark.parametrize("compare", [operator.eq, operator.ne])
+@pytest.mark.parametrize("other", [scaled(), np.ones(7), jnp.ones(7), None])
+def test_comparisons_are_refused(compare, other):
+    for pair in ((scaled(), other), (other, scaled())):
+        with pytest.raises(ArgumentTypeError, match=r"(what|array by) `dequantize"):
+            compare(*pair)
+
+
+def test_its_text():
+    text = "ScaledArray(int8[2,7,9], block=(1, None, 4), transposed=True,\n"
+    assert repr(scaled(True)) == text + "            values=int8[2,9,7], scales=float32[2,3,1])"
 
 
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"values": None}, ArgumentTypeError, "an array as its `values`; got None"),
-        ({"scales": 1.0}, ArgumentTypeError, "an array as its `scales`; got 1.0"),
-        ({"values": jnp.ones((2, 9, 7))}, ArgumentTypeError, "float8_e5m2, int8; got float32"),
+        ({"values": None}, ArgumentTypeError, "`values` .* float8_e5m2 or int8; got None"),
+        ({"scales": 1.0}, ArgumentTypeError, "`scales` must be an array of float32 .*; got 1.0"),
+        ({"values": jnp.ones((2, 9, 7))}, ArgumentTypeError, "float8_e5m2 or int8; got float32"),
         (
             {"scales": jnp.ones((2, 3, 1), "int8")},
             ArgumentTypeError,
             "float32 or float8_e8m0fnu; got int8",
         ),
-        ({"block": (4, 7)}, ArgumentValueError, r"`block` of one .* got \(4, 7\)"),
-        ({"block": (1, 0, 7)}, ArgumentValueError, r"`block` of one .* got \(1, 0, 7\)"),
-        ({"block": (1, 3.0, 7)}, ArgumentValueError, r"`block` of one"),
+        ({"block": 4}, ArgumentTypeError, "`block` must be a tuple .* got 4 of type int"),
+        ({"block": (4, 7)}, ArgumentValueError, r"shape \(2, 9, 7\); got \(4, 7\)"),
+        ({"block": (1, 0, 7)}, ArgumentValueError, r"`block\[1\]` must be at least 1 .* got 0"),
+        ({"block": (1, 3.0, 7)}, ArgumentTypeError, r"`block\[1\]` must be a Python int"),
         ({"block": (1, 3, 3)}, ArgumentValueError, r"shape \(2, 3, 3\), one .* got \(2, 3, 1\)"),
+        ({"transposed": "no"}, ArgumentTypeError, "`transposed` must be a bool"),
     ],
 )
 def test_checks(change, error, match):
-    with pytest.raises(error, match=f"`w` .*{match}"):
-        check("w", dataclasses.replace(scaled(), **change))
+    with pytest.raises(error, match=match):
+        dataclasses.replace(scaled(), **change)
 
 
-def test_checks_of_other_things():
+def test_checks_of_arguments():
     check("w", scaled())
     with pytest.raises(ArgumentTypeError, match="`w` must be a ScaledArray; got 3 of type int"):
         check("w", 3)
-    flat = moe.ScaledArray(jnp.ones(4, "int8"), jnp.ones(1), (4,), True)
-    with pytest.raises(ArgumentValueError, match="`w` is transposed, which takes two dimensions"):
-        check("w", flat)
+    with pytest.raises(ArgumentTypeError, match="`w` must have an array as its `values`; got None"):
+        check("w", jax.tree.map(lambda _: None, scaled()))
+    with pytest.raises(
+        ArgumentValueError, match=r"`transposed` is True, which takes .* two dimens"
+    ):
+        moe.ScaledArray(jnp.ones(4, "int8"), jnp.ones(1), (4,), True)

@@ -34,7 +34,7 @@ FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
-@pytest.mark.parametrize("scaled_by", [(COLUMNS, DEPTH), (1, DEPTH), (128, 128), (1, 64)])
+@pytest.mark.parametrize("scaled_by", [(DEPTH, COLUMNS), (DEPTH, 1), (128, 128), (64, 1)])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("card", [90, 120])
 def test_equals_float64(monkeypatch, card, sizes, scaled_by, dtype):
@@ -63,7 +63,7 @@ def test_equals_float64(monkeypatch, card, sizes, scaled_by, dtype):
 
 def test_of_some_groups():
     """Rows before the groups are zero, too."""
-    weights = scaled(1, (3, COLUMNS, DEPTH), (1, 1, DEPTH), E4M3, transposed=True)
+    weights = scaled(1, (3, COLUMNS, DEPTH), (1, DEPTH, 1), E4M3, transposed=True)
     sizes = np.array([30, 10, 20, 5, 40], np.int32)
     rows = np.random.default_rng(0).standard_normal((120, DEPTH), np.float32).astype(jnp.bfloat16)
     with checked():
@@ -75,7 +75,7 @@ def test_of_some_groups():
 
 @pytest.mark.parametrize("rows", [40, 400])
 def test_nan_among_weights_is_its_column(rows):
-    weights = scaled(1, (8, COLUMNS, DEPTH), (1, 1, DEPTH), E4M3, transposed=True)
+    weights = scaled(1, (8, COLUMNS, DEPTH), (1, DEPTH, 1), E4M3, transposed=True)
     weights = ScaledArray(
         weights.values.at[2, 5, 7].set(jnp.nan), weights.scales, weights.block, True
     )
@@ -96,7 +96,7 @@ def test_weights_are_widened_in_registers(monkeypatch, rows):
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     shape = jax.ShapeDtypeStruct
     weights = ScaledArray(
-        shape((32, 256, 512), E4M3), shape((32, 256, 1), "float32"), (1, 1, 512), True
+        shape((32, 256, 512), E4M3), shape((32, 256, 1), "float32"), (1, None, 1), True
     )
     traced = jax.jit(moe.ragged_dot).trace(
         shape((rows, 512), "bfloat16"), weights, shape((32,), "int32")

@@ -22,23 +22,23 @@ from triax.testing import assert_close, checked
 
 DEPTH, COLUMNS = 224, 176  # a multiple of 32, but not of 64
 E2M1 = "float4_e2m1fn"
-# dtype, columns and depth of a scale, the scales' dtype, the zeros'
+# dtype, depth and columns of a scale, the scales' dtype, the zeros'
 WAYS = {
-    "mxfp4": (E2M1, (1, 32), E8M0, None),
-    "e2m1, tiles": (E2M1, (32, 64), "float32", None),
-    "e2m1, powers of columns": (E2M1, (1, None), E8M0, None),
-    "int4, columns": ("int4", (1, None), "float32", np.int8),
-    "int4, 64": ("int4", (1, 64), "float32", np.int8),
-    "int4, 128": ("int4", (1, 128), "float32", None),
-    "int4, powers": ("int4", (1, 32), E8M0, np.int8),
+    "mxfp4": (E2M1, (32, 1), E8M0, None),
+    "e2m1, tiles": (E2M1, (64, 32), "float32", None),
+    "e2m1, powers of columns": (E2M1, (None, 1), E8M0, None),
+    "int4, columns": ("int4", (None, 1), "float32", np.int8),
+    "int4, 64": ("int4", (64, 1), "float32", np.int8),
+    "int4, 128": ("int4", (128, 1), "float32", None),
+    "int4, powers": ("int4", (32, 1), E8M0, np.int8),
 }
 
 
 def weights_of(groups, dtype, block, scale_dtype, zeros, columns=COLUMNS, depth=DEPTH):
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 16, (groups, columns, depth))
-    block = tuple(of or depth for of in block)
-    shape = groups, *(-(-size // of) for size, of in zip((columns, depth), block, strict=True))
+    deep, wide = block
+    shape = groups, -(-columns // wide), -(-depth // (deep or depth))
     scales = np.exp2(rng.integers(-9, 9, shape)).astype(scale_dtype)
     if scale_dtype == "float32":
         scales *= rng.uniform(0.5, 2, shape).astype("float32")
@@ -84,7 +84,7 @@ def test_equals_float64(monkeypatch, card, sizes, way):
 def test_few_columns(per_group, columns):
     """Fewer than the warps of a program load."""
     num_rows, sizes = 2 * per_group, np.array([per_group + 3, per_group - 3], np.int32)
-    weights = weights_of(2, E2M1, (1, 32), E8M0, None, columns, 96)
+    weights = weights_of(2, E2M1, (32, 1), E8M0, None, columns, 96)
     rows = np.random.default_rng(2).standard_normal((num_rows, 96)).astype(jnp.bfloat16)
     run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
     assert is_taken(run, rows, weights, sizes)
@@ -114,7 +114,7 @@ def all_numbers(num_rows, dtype):
     codes = (np.arange(columns)[:, None] + np.arange(depth) + np.arange(32)[:, None, None]) % 16
     powers = np.broadcast_to(np.arange(columns, dtype=np.uint8)[:, None], (32, columns, 8))
     powers = jax.lax.bitcast_convert_type(jnp.asarray(powers), E8M0)
-    weights = moe.ScaledArray(pack(jnp.asarray(codes)), powers, (1, 1, 32), True, dtype)
+    weights = moe.ScaledArray(pack(jnp.asarray(codes)), powers, (1, 32, 1), True, dtype)
     rows = np.zeros((num_rows, depth), np.float32)
     rows[np.arange(num_rows), np.arange(num_rows) % depth] = 8
     sizes = np.full(32, num_rows // 32, np.int32)
@@ -136,10 +136,10 @@ def test_a_scale_that_is_not_a_number_is_its_columns():
 
 
 OTHERS = {
-    "zeros are floats": ("int4", (1, 64), "float32", np.float32),
-    "blocks of 32": ("int4", (1, 32), "float32", None),
-    "blocks of 16": (E2M1, (1, 16), E8M0, None),
-    "blocks of 96": (E2M1, (1, 96), "float32", None),
+    "zeros are floats": ("int4", (64, 1), "float32", np.float32),
+    "blocks of 32": ("int4", (32, 1), "float32", None),
+    "blocks of 16": (E2M1, (16, 1), E8M0, None),
+    "blocks of 96": (E2M1, (96, 1), "float32", None),
 }
 
 

@@ -22,7 +22,6 @@ from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
-from triax.moe.shared.ops import Call
 
 
 def glu(
@@ -80,7 +79,7 @@ def glu(
         run = jax.checkpoint(functools.partial(functions.apply, function, spec))
         out = run(gate_up, up, row_weights)
     else:
-        out = _op(gate_up, up, spec, implementation)(gate_up, up, row_weights)
+        out = ops.glu(gate_up, up, row_weights, spec=spec, implementation=implementation)
     return checkpoint_name(out, "triax_glu")
 
 
@@ -100,10 +99,9 @@ def quantized_glu(
         how: dict[str, Any] = {"activation": activation, "interleaved": interleaved}
         out = glu(gate_up, row_weights, **how, implementation=implementation)
         return quantize(out, dtype, block=(1, None), implementation=implementation)
-    call = _op(gate, up, spec, resolved)
-    call = call.like(ops.QUANTIZED[call.op.name], dtype=jnp.dtype(dtype))
-    values, scales = call(gate, up, weights)
-    return ScaledArray(values, scales, (1, values.shape[1]))
+    how = {"spec": spec, "dtype": jnp.dtype(dtype), "implementation": resolved}
+    values, scales = ops.quantized_glu(gate, up, weights, **how)
+    return ScaledArray(values, scales, (1, None))
 
 
 def glu_gradients(
@@ -124,7 +122,7 @@ def glu_gradients(
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
     if function is not None:
         return functions.gradients(function, spec, gate_up, up, row_weights, gradient)
-    call = _op(gate_up, up, spec, implementation)
+    call = ops.glu.of(implementation, spec=spec)
     return ops.gradients(call, gate_up, up, row_weights, gradient=gradient, again=again)
 
 
@@ -134,13 +132,6 @@ def closes_over_traced(
     """Whether an activation is a function of more arrays of the program than its arguments."""
     spec, function = resolve(activation, interleaved)
     return function is not None and functions.closes_over_traced(function, spec, gate_up, up)
-
-
-def _op(
-    gate_up: jax.Array, up: jax.Array | None, spec: GluSpec, implementation: Implementation | None
-) -> Call:
-    op = ops.glu if spec.gated and up is None else ops.glu_of_two
-    return op.of(implementation if gate_up.size else "xla", spec=spec)
 
 
 def _checked(
@@ -165,7 +156,7 @@ def _checked(
     implementation = implementations.resolve_for_floats(
         implementation, gate_up=gate_up, row_weights=row_weights
     )
-    return gate_up, up, row_weights, implementation
+    return gate_up, up, row_weights, implementation if gate_up.size else "xla"
 
 
 def resolve(

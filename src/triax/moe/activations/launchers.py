@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,23 +60,13 @@ def quantized_glu(
     *,
     spec: GluSpec,
     dtype: np.dtype,
-    implementation: KernelImplementation | None,
+    **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """What `quantize` makes of glu's result, with a scale for each row: values and scales."""
     num_rows, width = _shape(gate_up, up, spec)
-    return for_target(
-        _quantized_glu,
-        gate_up,
-        up,
-        row_weights,
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, width), dtype),
-            jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),
-        ),
-        spec=spec,
-        dtype=dtype,
-        implementation=implementation,
-    )
+    values = jax.ShapeDtypeStruct((num_rows, width), dtype)
+    how |= {"out_type": (values, jax.ShapeDtypeStruct((num_rows, 1), jnp.float32))}
+    return for_target(_quantized_glu, gate_up, up, row_weights, spec=spec, dtype=dtype, **how)
 
 
 def _quantized_glu(

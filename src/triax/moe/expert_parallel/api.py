@@ -10,26 +10,22 @@ In: a device's own tokens. Out: the rows of its own experts, sorted by expert, a
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel.arrivals import Dispatched, DispatchPlan, by_expert, exchanged
 from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme
 from triax.moe.expert_parallel.tokens import collect, home, home_in_8_bits
 from triax.moe.permutation.api import as_known_words, routes_of, unpermute, weights_by_slot
 from triax.moe.plans.reference import Plan
-from triax.moe.quantization.scaled import ScaledArray, tokens
+from triax.moe.quantization.scaled import DTYPES, ScaledArray, of_rows, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
-
-_EXCHANGE_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 def dispatch(
@@ -133,8 +129,7 @@ def dispatch(
         sent = sent._replace(scales=jax.lax.bitcast_convert_type(sent.scales, scale_dtype))
     if whole is None:
         return sent
-    parts: Any = {"values": sent.rows, "scales": sent.scales, "block": (1, *whole.block[1:])}
-    rows: Any = dataclasses.replace(whole, **parts)
+    rows: Any = of_rows(whole, sent.rows, sent.scales)
     return sent._replace(rows=rows, scales=None)
 
 
@@ -214,15 +209,7 @@ def combine(
 
 def _exchange_dtype(dtype: Any, rows: jax.Array) -> str:
     """The name of an 8-bit float, for rows that can be rounded to it."""
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = ""
-    if name not in _EXCHANGE_DTYPES:
-        raise ArgumentValueError(
-            f"Argument `exchange_dtype` must be {' or '.join(_EXCHANGE_DTYPES)}, or None for that "
-            f"of `rows`; got {messages.short(dtype)}."
-        )
+    name = arguments.dtype("exchange_dtype", dtype, DTYPES[:2], ", or None for that of `rows`").name
     if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ArgumentTypeError(
             f"Argument `exchange_dtype` is {name}, to which float32, bfloat16 and float16 are "

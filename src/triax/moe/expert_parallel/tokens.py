@@ -135,9 +135,8 @@ def _rounded(
     rows: jax.Array, ways: Ways | Plan, *, axis_name: Any, dtype: str, implementation: Any
 ) -> jax.Array:
     rounded = quantize(rows, dtype, block=(1, _BLOCK), implementation=implementation)
-    values = home(rounded.values, ways, axis_name, fill=True)
-    scales = home(rounded.scales, ways, axis_name, fill=True)
-    return dataclasses.replace(rounded, values=values, scales=scales).dequantize(rows.dtype)
+    here = jax.tree.map(lambda part: home(part, ways, axis_name, fill=True), rounded)
+    return here.dequantize(rows.dtype)
 
 
 def _rounded_derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:

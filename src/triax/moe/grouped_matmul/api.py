@@ -18,7 +18,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.grouped_matmul import ops, scaled
 from triax.moe.grouped_matmul.options import FAST_SUMS, Groups, Options
 from triax.moe.grouped_matmul.reference import group_ends
-from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.quantization.scaled import ScaledArray, check_no_bytes
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
@@ -31,8 +31,6 @@ def ragged_dot(
     group_sizes: Array,
     *,
     group_offset: Array | int | None = None,
-    row_scales: Array | None = None,
-    group_scales: Array | None = None,
     bias: Array | None = None,
     bias_weights: Array | None = None,
     transpose_weights: bool = False,
@@ -73,21 +71,18 @@ def ragged_dot(
 
     Args:
       rows: [rows, depth]: float32, bfloat16, float16, an 8-bit float; by plain JAX also float64
-        and integers, of which sums are exact in 32 bits. Or a `ScaledArray` with blocks (1, depth)
+        and integers, of which sums are exact in 32 bits. Or a `ScaledArray` with blocks (1, None)
         or (1, b), b a power of two from 32 on.
       weights: [groups, depth, columns], of the same dtype, or any 8-bit float if `rows` is one, or
-        a `ScaledArray` with blocks (1, depth, columns), (1, depth, 1) or (1, b, any); in 4 bits,
-        which need `rows` of 16 bits or more, (1, any, any).
+        a `ScaledArray` with blocks (1, None, any) or (1, b, any); in 4 bits, which need `rows` of
+        16 bits or more, (1, any, any).
         Other floats or other integers are cast to a dtype that holds both, with a warning if that
         makes the matmul slower.
       group_sizes: integer [groups].
       group_offset: the number of the group that `weights` begin with, an int or an integer [], if
-        they are those of some of the groups: `group_sizes` then names all groups, and scales and
-        bias have the groups of `weights`. Rows of other groups are zero, and so are their
-        gradients; they cost as much as writing zeros. Groups past the last are empty.
-      row_scales: float [rows], multiplied with the result's rows before they are rounded.
-      group_scales: float [groups], likewise for the rows of each group. Results with scales are
-        floats and have no gradient.
+        they are those of some of the groups: `group_sizes` then names all groups, and a bias has
+        the groups of `weights`. Rows of other groups are zero, and so are their gradients; they
+        cost as much as writing zeros. Groups past the last are empty.
       bias: float [groups, columns], added to the rows of each group before they are rounded.
       bias_weights: float [rows], what the bias is multiplied by in each row: the router's weights
         where `glu` has multiplied the rows by them.
@@ -108,31 +103,23 @@ def ragged_dot(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `rows` and `weights`
         are not both floats or both integers.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
-      DifferentiationError: 8-bit operands, or scales, were differentiated.
+      DifferentiationError: numbers of 8 or 4 bits, or their scales, were differentiated.
     """
-    only_weights = isinstance(weights, ScaledArray) and not isinstance(rows, ScaledArray)
-    if isinstance(rows, ScaledArray) and preferred_element_type is None:
-        preferred_element_type = jnp.bfloat16
     messages.check_bool(transpose_weights=transpose_weights)
-    transpose_weights = bool(transpose_weights)
-    if isinstance(weights, ScaledArray):
-        transpose_weights ^= weights.transposed
-    given_rows = rows
-    rows, row_scales, row_block, _ = scaled.rows(rows, row_scales)
-    found = scaled.weights(weights, group_scales, transpose_weights)
-    weights, group_scales, weight_block, packed = found
-    rows = arguments.array("rows", rows, ("rows", "depth"))
-    weights = arguments.array("weights", weights, ("groups", "depth", "columns"))
+    check_no_bytes("weights", weights, range(4, 6))
+    swap, axes = bool(transpose_weights), ("groups", "depth", "columns")
+    x = scaled.operand("rows", rows, axes=("rows", "depth"))
+    w = scaled.operand("weights", weights, axes, swap=swap)
     group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
-    messages.check_sizes_known("rows", rows.shape)
-    messages.check_sizes_known("weights", weights.shape)
-    num_rows, depth = rows.shape
-    num_groups, *sizes = found.shape
-    contracted, columns = sizes[:: -1 if transpose_weights else 1]
+    messages.check_sizes_known("rows", x.shape)
+    messages.check_sizes_known("weights", w.shape)
+    num_rows, depth = x.shape
+    num_groups, *sizes = weights.shape
+    contracted, columns = sizes[:: -1 if swap else 1]
     if contracted != depth:
         raise ArgumentValueError(
             f"Argument `weights` must have the depth of `rows`, {depth}, as its "
-            f"{'third' if transpose_weights else 'second'} size; got shape {found.shape}."
+            f"{'third' if swap else 'second'} size; got shape {weights.shape}."
             + (arguments.transpose_remedy() if columns == depth else "")
         )
     of = "groups of `weights`"
@@ -140,53 +127,55 @@ def ragged_dot(
         arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
     else:
         group_offset = _check_offset(group_offset, group_sizes.shape[0], num_groups)
-    if row_block is None:
-        row_scales = scaled.check_scales("row_scales", row_scales, num_rows, "rows")
-    if weight_block[0] is None:
-        group_scales = scaled.check_scales("group_scales", group_scales, num_groups, "groups")
     bias, bias_weights = _check_bias(bias, bias_weights, (num_groups, columns), num_rows)
-    if only_weights or packed:
-        scaled.check_rows(given_rows, packed)
+    are_scaled = [isinstance(of, ScaledArray) for of in (x, w)]
+    only_weights = are_scaled == [False, True]
+    if only_weights or (are_scaled[1] and w.packed):
+        scaled.check_rows(x, w)
     else:
-        rows, weights = _alike(rows, weights)
-    result = _result_dtype(preferred_element_type, rows.dtype)
-    if not (row_scales is None and group_scales is None) and not jnp.issubdtype(
-        result, jnp.floating
-    ):
+        x, w = _alike(x, w)
+    if are_scaled[0] and preferred_element_type is None:
+        preferred_element_type = jnp.bfloat16
+    floats = any(are_scaled) or jnp.issubdtype(x.dtype, jnp.floating)
+    result = _result_dtype(preferred_element_type, x.dtype, floats)
+    if bias is not None and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ArgumentTypeError(
-            "Arguments `row_scales` and `group_scales` must scale a float; the result is "
-            f"{result}. Pass `preferred_element_type=jnp.float32`."
-        )
-    if bias is not None and not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ArgumentTypeError(
-            f"Argument `bias` must be added to a product of floats; got {rows.dtype}. Add it to "
-            "the result."
+            f"Argument `bias` must be added to a product of floats; got {x.dtype}. Add it to the "
+            "result."
         )
     implementation = implementations.resolve_for_floats(
         implementation,
-        rows=rows,
-        weights=None if only_weights else weights,  # which kernels convert, also from integers
+        rows=x,
+        weights=None if only_weights else w,  # which kernels convert, also from integers
         preferred_element_type=jax.ShapeDtypeStruct((), result),
         bias=bias,
         bias_weights=bias_weights,
     )
-    if not depth and bias is not None and num_rows and num_groups and columns:
-        implementation = "xla"  # nothing to multiply, but something to add
-    elif not (num_rows and depth and num_groups and columns):
-        empty = jnp.zeros((num_rows, columns), result)
-        # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
-        return empty + jnp.sum(rows[:0]).astype(result) + jnp.sum(weights[:0]).astype(result)
-    share = min(1.0, num_groups / max(1, group_sizes.shape[0]))
-    name = _precision_name(precision)
-    if rows.dtype.itemsize < 4 and not (rows.dtype.itemsize == 1 and name == FAST_SUMS):
-        name = None
-    options = Options(result, name, share, row_block, weight_block, packed)
     groups = Groups(arguments.as_int32(group_sizes))
     if group_offset is not None:
         groups = _some_groups(groups, group_offset, num_groups, num_rows)
-    operands = rows, weights, groups, row_scales, group_scales, bias, bias_weights
-    op = ops.DOTS[transpose_weights, options.kind]
-    out = op(*operands, options=options, implementation=implementation)
+    if not (num_rows and depth and num_groups and columns):
+        # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
+        empty = jnp.zeros((num_rows, columns), result)
+        for values in (getattr(of, "values", of) for of in (x, w)):
+            empty += jnp.sum(values[:0]).astype(result)
+        if bias is None or not num_groups:
+            return empty
+        how = {"dtype": result, "num_rows": num_rows, "implementation": implementation}
+        return empty + ops.spread_bias(bias, groups, bias_weights, **how)
+    name = _precision_name(precision)
+    if x.dtype.itemsize < 4 and not (x.dtype.itemsize == 1 and name == FAST_SUMS):
+        name = None
+    out = ops.ragged_dot(
+        x,
+        w,
+        groups,
+        bias,
+        bias_weights,
+        transposed=w.transposed if are_scaled[1] else swap,
+        options=Options(result, name, min(1.0, num_groups / max(1, group_sizes.shape[0]))),
+        implementation=implementation,
+    )
     return checkpoint_name(out, "triax_ragged_dot")
 
 
@@ -218,7 +207,7 @@ def _some_groups(groups: Groups, offset: jax.Array, count: int, num_rows: int) -
     return Groups(jnp.diff(bounds), bounds[0])
 
 
-def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _alike(rows: Any, weights: Any) -> tuple[Any, Any]:
     """Both in one dtype. 8-bit floats stay as they are: kernels multiply any two of them."""
     kinds = [_kind("rows", rows), _kind("weights", weights)]
     if rows.dtype == weights.dtype or kinds == ["8-bit floats"] * 2:
@@ -229,8 +218,9 @@ def _alike(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             "Integers are multiplied as they are: cast them to the floats' dtype, and multiply by "
             "their scales, if they have some."
         )
+    may_cast = kinds[0] == kinds[1] and not any(isinstance(a, ScaledArray) for a in (rows, weights))
     try:
-        dtype = jnp.promote_types(rows.dtype, weights.dtype) if kinds[0] == kinds[1] else None
+        dtype = jnp.promote_types(rows.dtype, weights.dtype) if may_cast else None
     except TypeError:  # JAX's strict mode, or a dtype that it does not promote
         dtype = None
     if dtype is not None and not all(np.can_cast(a.dtype, dtype) for a in (rows, weights)):
@@ -262,8 +252,8 @@ def _kind(name: str, array: jax.Array) -> str:
     return "8-bit floats" if array.dtype.itemsize == 1 else "floats"
 
 
-def _result_dtype(preferred: Any, dtype: Any) -> Any:
-    """The dtype of the result, of operands of a dtype."""
+def _result_dtype(preferred: Any, dtype: Any, floats: bool) -> Any:
+    """The dtype of the result, of operands of a dtype; `floats` is whether it must be a float."""
     if preferred is None:
         return dtype
     try:
@@ -273,7 +263,6 @@ def _result_dtype(preferred: Any, dtype: Any) -> Any:
             "Argument `preferred_element_type` must be a dtype such as jnp.float32; got "
             f"{messages.short(preferred)}."
         ) from error
-    floats = jnp.issubdtype(dtype, jnp.floating)
     kinds = (jnp.floating,) if floats else (jnp.floating, jnp.integer)
     if not any(jnp.issubdtype(result, kind) for kind in kinds):
         raise ArgumentTypeError(
@@ -318,4 +307,7 @@ def _check_bias(
             f"Argument `bias` must have shape {shape}, a value for each group and column; got "
             f"{bias.shape}."
         )
-    return bias, scaled.check_scales("bias_weights", bias_weights, num_rows, "rows")
+    if bias_weights is not None:
+        bias_weights = arguments.array("bias_weights", bias_weights, ("rows",), jnp.floating)
+        arguments.check_length("bias_weights", bias_weights, num_rows, "value", "rows")
+    return bias, bias_weights

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +9,7 @@ from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.compat import versions
 from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.scaled import Parts
 from triax.moe.grouped_matmul.tiles import ROW_TILES, ROWS, cdiv, schedule
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
@@ -21,52 +20,46 @@ _REGISTERS, _REGISTERS_OF_PRODUCTS = 152, 216
 _HOPPER = 90
 _MOST = 2**31
 
-Scales = tuple[jax.Array | None, jax.Array | None]
-
 
 def suit(
     target: Target,
-    rows: jax.Array,
-    weights: jax.Array,
-    scales: Scales,
+    x: Parts,
+    w: Parts,
     bias: jax.Array | None,
     rows_per_group: int,
     *,
-    transposed: bool,
     options: Options,
     implementation: KernelImplementation | None,
 ) -> bool:
-    """Whether the kernel multiplies these, which descriptors can address.
+    """Whether the kernel multiplies rows and transposed weights, which descriptors can address.
 
     They are added up in float32, and their scales are DeepSeek-V3's blocks, or those of rows and
     columns. Gluon is not interpreted.
     """
-    groups, columns, depth = weights.shape
+    groups, columns, depth = w.values.shape
     deep = cdiv(depth, _BLOCK)
-    kind = options.row_block, *options.weight_block
-    summed = options.blocked or not options.fast_sums
     return (
         target.compute_capability == _HOPPER
         and implementation != "interpret"
         and versions.GLUON.passes(versions.installed(versions.GLUON.package) or "0")
-        and transposed
-        and rows.dtype.itemsize == weights.dtype.itemsize == 1
-        and jnp.issubdtype(rows.dtype, jnp.floating)
-        and kind in ((_BLOCK, _BLOCK, _BLOCK), (None, 1, None))
-        and summed
-        and not any(of is None for of in scales)
+        and x.values.dtype.itemsize == w.values.dtype.itemsize == 1
+        and jnp.issubdtype(x.values.dtype, jnp.floating)
+        and x.scales is not None
+        and (
+            (x.deep, w.wide, w.deep) == (_BLOCK, _BLOCK, _BLOCK)
+            or ((x.deep, w.wide, w.deep) == (None, 1, None) and not options.fast_sums)
+        )
         and bias is None
         and rows_per_group > ROWS // 2
-        and max(rows.shape[0] * deep, groups * max(columns, cdiv(columns, _BLOCK) * deep)) < _MOST
+        and max(len(x.values) * deep, groups * max(columns, cdiv(columns, _BLOCK) * deep)) < _MOST
     )
 
 
 def ragged_dot(
     target: Target,
-    rows: jax.Array,
-    weights: jax.Array,
+    x: Parts,
+    w: Parts,
     groups: Groups,
-    scales: Scales,
     *,
     options: Options,
     implementation: KernelImplementation | None,
@@ -76,16 +69,17 @@ def ragged_dot(
 
     from triax.moe.grouped_matmul.float32_sums_kernels import _ragged_dot_float32_sums_kernel
 
-    (num_rows, depth), (num_groups, columns, _) = rows.shape, weights.shape
+    (num_rows, depth), (num_groups, columns, _) = x.values.shape, w.values.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK, element_bitwidth=8, rank=2)
-    all_columns = weights.reshape(num_groups * columns, depth)
+    all_columns = w.values.reshape(num_groups * columns, depth)
     tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
-    out: Any = launch(
+    return launch(
         _ragged_dot_float32_sums_kernel,
-        TensorDescriptor.from_array(rows, (ROWS, _BLOCK), layout),
+        TensorDescriptor.from_array(x.values, (ROWS, _BLOCK), layout),
         TensorDescriptor.from_array(all_columns, (_COLUMNS, _BLOCK), layout),
         tiles,
-        *scales,
+        x.scales,
+        w.scales,
         num_rows,
         depth,
         columns,
@@ -94,11 +88,10 @@ def ragged_dot(
         num_warps=4,
         backend_options={"maxnreg": _REGISTERS},
         implementation=implementation,
-        BLOCKED=options.blocked,
+        BLOCKED=x.deep is not None,
         BLOCK_ROWS=ROWS,
         BLOCK_COLUMNS=_COLUMNS,
         BLOCK_DEPTH=_BLOCK,
         STAGES=_STAGES,
         REGISTERS=_REGISTERS_OF_PRODUCTS,
     )
-    return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
-from triax.moe.grouped_matmul import float32_sums
+from triax.moe.grouped_matmul import float32_sums, scaled
 from triax.moe.grouped_matmul.configs import DotConfig, Itemsizes, OuterConfig
-from triax.moe.grouped_matmul.options import Groups, Options, PackedScales
-from triax.moe.grouped_matmul.reference import with_unpacked_weights
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.scaled import Parts
 from triax.moe.grouped_matmul.tiles import (
     IMPRECISE,
     bounded_by_group,
@@ -23,12 +22,13 @@ from triax.moe.grouped_matmul.tiles import (
     schedule,
     suit_tma,
     triton_dtype,
+    written,
 )
-from triax.moe.quantization.packing import E8M0
+from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.arrays import absent, stored
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
-from triax.moe.weight_only.configs import MOST_ROWS, FewRowsConfig
+from triax.moe.weight_only.configs import MOST_ROWS
 from triax.moe.weight_only.launchers import few_rows, suit_few_rows
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
@@ -39,72 +39,28 @@ _SUM_ROWS, _ROWS_OF_PART = 32, 1024
 
 
 def ragged_dot(
-    rows: jax.Array,
-    weights: jax.Array,
-    groups: Groups,
-    row_scales: jax.Array | None = None,
-    group_scales: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    bias_weights: jax.Array | None = None,
-    *,
-    transposed: bool,
-    options: Options,
-    implementation: KernelImplementation | None,
+    rows: Any, weights: Any, *others: Any, transposed: bool, options: Options, **how: Any
 ) -> jax.Array:
     """Each row times the weights of its group, or times them transposed; zeros elsewhere."""
-    columns = weights.shape[1 if transposed else 2]
-    if options.packed and not transposed:
-        columns *= 2
-    out_dtype = stored(options.dtype)
-    return for_target(
-        _ragged_dot_packed if options.packed else _ragged_dot,
-        rows,
-        weights,
-        groups,
-        row_scales,
-        group_scales,
-        bias,
-        bias_weights,
-        out_type=jax.ShapeDtypeStruct((rows.shape[0], columns), out_dtype),
-        transposed=transposed,
-        options=dataclasses.replace(options, dtype=out_dtype),
-        implementation=implementation,
-    ).astype(options.dtype)
+    axis = 1 if transposed and not isinstance(weights, ScaledArray) else 2
+    out_type = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[axis]), stored(options.dtype))
+    how |= {"options": dataclasses.replace(options, dtype=out_type.dtype), "transposed": transposed}
+    found = for_target(_ragged_dot, rows, weights, *others, out_type=out_type, **how)
+    return found.astype(options.dtype)
 
 
 def group_outer(
-    left: jax.Array,
-    right: jax.Array,
-    groups: Groups,
-    *,
-    options: Options,
-    implementation: KernelImplementation | None,
+    left: jax.Array, right: jax.Array, groups: Groups, *, options: Options, **how: Any
 ) -> jax.Array:
     """For each group the sum over its rows of left × right: [groups, left, right]."""
-    shape = (groups.sizes.shape[0], left.shape[1], right.shape[1])
-    found: jax.Array = for_target(
-        _group_outer,
-        left,
-        right,
-        groups,
-        out_type=jax.ShapeDtypeStruct(shape, options.dtype),
-        options=options,
-        implementation=implementation,
-    )
-    return found
+    shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
+    out_type = jax.ShapeDtypeStruct(shape, options.dtype)
+    return for_target(_group_outer, left, right, groups, out_type=out_type, options=options, **how)
 
 
-def group_sum(
-    rows: jax.Array,
-    groups: Groups,
-    weights: jax.Array | None,
-    *,
-    dtype: Any,
-    num_rows: int,
-    implementation: KernelImplementation | None,
-) -> jax.Array:
+def group_sum(rows: jax.Array, groups: Groups, weights: jax.Array | None, **how: Any) -> jax.Array:
     """For each group the sum of its rows, times their weights: [groups, columns]."""
-    return _group_sums(rows, groups, weights, None, dtype, num_rows, implementation)[0]
+    return _group_sums(rows, groups, weights, None, **how)[0]
 
 
 def bias_gradients(
@@ -114,14 +70,11 @@ def bias_gradients(
     bias: jax.Array,
     *,
     dtypes: tuple[Any, Any],
-    num_rows: int,
-    implementation: KernelImplementation | None,
+    **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """`group_sum`, and each row's product with its bias, in one read of the rows."""
-    sums, products, bounds = _group_sums(
-        rows, groups, weights, bias, dtypes[0], num_rows, implementation
-    )
-    row = jnp.arange(num_rows, dtype=jnp.int32)
+    sums, products, bounds = _group_sums(rows, groups, weights, bias, dtype=dtypes[0], **how)
+    row = jnp.arange(how["num_rows"], dtype=jnp.int32)
     inside = (bounds[0, 0] <= row) & (row < bounds[0, -1])
     return sums, jnp.where(inside, jnp.sum(products, 0), 0).astype(dtypes[1])
 
@@ -131,6 +84,7 @@ def _group_sums(
     groups: Groups,
     weights: jax.Array | None,
     bias: jax.Array | None,
+    *,
     dtype: Any,
     num_rows: int,
     implementation: KernelImplementation | None,
@@ -172,13 +126,11 @@ def _group_sums(
 
 def _ragged_dot(
     target: Target,
-    rows: jax.Array,
-    weights: jax.Array,
+    rows: Any,
+    weights: Any,
     groups: Groups,
-    row_scales: jax.Array | None,
-    group_scales: jax.Array | None,
-    bias: jax.Array | None,
-    bias_weights: jax.Array | None,
+    bias: jax.Array | None = None,
+    bias_weights: jax.Array | None = None,
     *,
     transposed: bool,
     options: Options,
@@ -186,40 +138,32 @@ def _ragged_dot(
 ) -> jax.Array:
     from triax.moe.grouped_matmul.kernels import _ragged_dot_kernel
 
-    num_rows, depth = rows.shape
-    num_groups = groups.sizes.shape[0]
-    columns = weights.shape[1 if transposed else 2]
-    out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
-    tma = target.tensor_maps and suit_tma(rows, weights, out_type)
-    itemsize = rows.dtype.itemsize
-    rows_per_group = int(num_rows * options.share) // num_groups
-    operands: tuple[Any, ...]
-    if weights.dtype.itemsize == 1 < itemsize == 2:
-        if rows_per_group > MOST_ROWS:
-            weights = weights.astype(rows.dtype)  # which is exact
-        elif tma and transposed and suit_few_rows(rows, weights, row_scales, group_scales, options):
-            few = FewRowsConfig.for_rows(
-                target.architecture, rows_per_group, columns, depth, options.weight_block[1]
-            )
-            tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
-            operands = rows, weights, tiles, group_scales, bias, bias_weights
-            return few_rows(target, few, *operands, options=options, implementation=implementation)
-    scales = row_scales, group_scales
+    x, w = map(scaled.parts, (rows, weights))
     how: dict[str, Any] = {"options": options, "implementation": implementation}
-    if tma and float32_sums.suit(
-        target, rows, weights, scales, bias, rows_per_group, transposed=transposed, **how
-    ):
-        return float32_sums.ragged_dot(target, rows, weights, groups, scales, **how)
+    (num_rows, depth), num_groups = rows.shape, groups.sizes.shape[0]
+    rows_per_group = int(num_rows * options.share) // num_groups
+    if transposed and suit_few_rows(target, rows_per_group, x, w, options):
+        return few_rows(target, rows_per_group, x, w, groups, bias, bias_weights, **how)
+    if w.packed:
+        w = Parts(widened(weights, rows.dtype))
+    columns = w.values.shape[1 if transposed else 2]
+    out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
+    tma = target.tensor_maps and suit_tma(x.values, w.values, out_type)
+    itemsize = rows.dtype.itemsize
+    if itemsize == 2 and rows_per_group > MOST_ROWS:
+        w = w._replace(values=w.values.astype(rows.dtype))  # which is exact
+    if tma and transposed and float32_sums.suit(target, x, w, bias, rows_per_group, **how):
+        return float32_sums.ragged_dot(target, x, w, groups, **how)
     config = DotConfig.heuristic(
         target,
         rows_per_group,
         columns,
-        min(size for size in (depth, options.row_block, options.weight_block[1]) if size),
-        Itemsizes(itemsize, weights.dtype.itemsize, options.dtype.itemsize),
+        min(size for size in (depth, x.deep, w.deep) if size),
+        Itemsizes(itemsize, w.values.dtype.itemsize, options.dtype.itemsize),
         exact=itemsize == 4 and options.input_precision == "ieee",
         tma=tma,
         float32_sums=itemsize == 1 and not options.fast_sums,
-        blocked=options.blocked,
+        blocked=bool(x.deep or w.deep),
     )
     row_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation, config.row_tiles)
@@ -227,24 +171,21 @@ def _ragged_dot(
     if config.persistent:
         num_programs = min(num_programs, target.multiprocessors)
     output: dict[str, Any] = {}
-    operands = (rows, weights)
+    operands: tuple[Any, ...] = x.values, w.values
     if tma:
         block = (config.block_columns, config.block_depth)
         operands = (
-            TensorDescriptor.from_array(rows, (config.block_rows, config.block_depth)),
-            TensorDescriptor.from_array(weights, (1, *(block if transposed else block[::-1]))),
+            TensorDescriptor.from_array(x.values, (config.block_rows, config.block_depth)),
+            TensorDescriptor.from_array(w.values, (1, *(block if transposed else block[::-1]))),
         )
-        empty = jax.lax.empty(out_type.shape, out_type.dtype)
-        output = {
-            "out": bounded_by_group(empty, config.block_rows, config.block_columns // 2),
-            "input_output_aliases": {"out": 0},
-        }
+        shown = config.block_rows, config.block_columns // 2
+        output = written(out_type, lambda out: bounded_by_group(out, *shown))
     return launch(
         _ragged_dot_kernel,
         *operands,
         tiles,
-        row_scales,
-        group_scales,
+        x.scales,
+        w.scales,
         bias,
         bias_weights,
         num_rows,
@@ -260,46 +201,10 @@ def _ragged_dot(
         PRECISION=options.input_precision,
         TMA=tma,
         IMPRECISE=None if itemsize > 1 or options.fast_sums else min(IMPRECISE, config.block_depth),
-        ROW_BLOCK=options.row_block,
-        WEIGHT_COLUMNS=options.weight_block[0],
-        WEIGHT_DEPTH=options.weight_block[1],
+        ROW_BLOCK=x.deep,
+        WEIGHT_COLUMNS=w.wide,
+        WEIGHT_DEPTH=w.deep,
         **output,
-    )
-
-
-def _ragged_dot_packed(
-    target: Target,
-    rows: jax.Array,
-    weights: jax.Array,
-    groups: Groups,
-    row_scales: jax.Array | None,
-    scales: PackedScales,
-    *others: jax.Array | None,
-    transposed: bool,
-    options: Options,
-    implementation: KernelImplementation | None,
-) -> jax.Array:
-    """By the kernel for few rows, or by one of arrays, of a temporary of the rows' dtype."""
-    how: dict[str, Any] = {"options": options, "implementation": implementation}
-    num_rows, depth = rows.shape
-    num_groups, columns, _ = weights.shape
-    rows_per_group = int(num_rows * options.share) // num_groups
-    if (
-        transposed
-        and rows_per_group <= MOST_ROWS
-        and target.tensor_maps
-        and suit_tma(rows, weights)
-        and suit_few_rows(rows, weights, row_scales, scales, options)
-    ):
-        scaled = options.weight_block[1]
-        if scales.scales.dtype == E8M0 or (scaled is not None and scaled >= depth):
-            scaled = None
-        few = FewRowsConfig.for_packed(target.architecture, rows_per_group, columns, depth, scaled)
-        tiles, _ = schedule(groups, num_rows, few.block_rows, implementation)
-        return few_rows(target, few, rows, weights, tiles, scales, *others, **how)
-    multiply = with_unpacked_weights(functools.partial(_ragged_dot, target))
-    return multiply(
-        rows, weights, groups, row_scales, scales, *others, transposed=transposed, **how
     )
 
 
@@ -340,13 +245,9 @@ def _group_outer(
             bounded_by_group(left, config.block_rows, config.block_left),
             bounded_by_group(right, config.block_rows, config.block_right),
         )
-        empty = jax.lax.empty(outer.shape, outer.dtype)
-        block = (1, config.block_left, config.block_right // 2)
-        output = {
-            "out": TensorDescriptor.from_array(empty, block),
-            "input_output_aliases": {"out": 0},
-        }
-    found: jax.Array = launch(
+        shown = 1, config.block_left, config.block_right // 2
+        output = written(outer, lambda out: TensorDescriptor.from_array(out, shown))
+    return launch(
         _group_outer_kernel,
         *operands,
         bounds,
@@ -362,4 +263,3 @@ def _group_outer(
         TMA=tma,
         **output,
     )
-    return found

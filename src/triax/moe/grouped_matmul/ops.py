@@ -7,6 +7,7 @@ order are made of these three. The ops take `Groups` where `moe.ragged_dot` take
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,87 +15,100 @@ import jax
 import jax.numpy as jnp
 
 from triax.errors import DifferentiationError
-from triax.moe.grouped_matmul import launchers, reference
-from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul import launchers, reference, scaled
+from triax.moe.grouped_matmul.options import Groups
+from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.order import after
-from triax.sharding import linear
+from triax.sharding import explicit, linear
 from triax.sharding.splits import Shard
+
+_NAMES = "left", "right", "groups", "bias", "bias_weights"
+
+# For each product (is it of transposed weights; None is `group_outer`) the gradients of its left
+# and its right operand, in the order in which they are computed: the operand that is needed, the
+# product, its operands.
+_GRADIENTS: dict[bool | None, dict[str, tuple[str, bool | None, tuple[str, str]]]] = {
+    False: {
+        "right": ("left", None, ("left", "gradient")),
+        "left": ("right", True, ("gradient", "right")),
+    },
+    True: {
+        "right": ("left", None, ("gradient", "left")),
+        "left": ("right", False, ("gradient", "right")),
+    },
+    None: {
+        "left": ("right", True, ("right", "gradient")),
+        "right": ("left", False, ("left", "gradient")),
+    },
+}
 
 
 def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     """The tangent of a product, which is linear in left and in right.
 
     Each of the two is needed, and kept for the gradient, only where the other one has a tangent.
-    Weights of 8 or 4 bits have none, and are in the rows' dtype while that of rows is computed.
     """
-    _check_differentiable(call, primals, tangents)
-    only_weights = primals[1].dtype.itemsize == 1 < primals[0].dtype.itemsize
-    bias, bias_weights = primals[5:] or (None, None)
-    d_bias, d_bias_weights = tangents[5:] or (None, None)
-    num_rows = primals[0].shape[0]
-    left, right = (
-        primal if other is not None else None
-        for primal, other in zip(primals[:2], tangents[1::-1], strict=True)
-    )
-    scales = primals[4] if only_weights else None
+    given, moving = (dict(zip(_NAMES, of, strict=False)) for of in (primals, tangents))
+    _check_differentiable(given, moving)
+    num_rows, dtype = given["left"].shape[0], given["left"].dtype
+    moving = {name: of for name, of in moving.items() if jax.tree.leaves(of)}
+    moving_dtypes = {name: of.dtype for name, of in moving.items()}
+    for name, other in (("left", "right"), ("right", "left")):
+        if other not in moving:
+            given[name] = None
 
-    def along(residuals: Any, moving: dict[str, jax.Array]) -> Any:
-        left, right, groups, scales, bias, bias_weights = residuals
+    def along(given: dict[str, Any], moving: dict[str, jax.Array]) -> Any:
+        groups = given["groups"]
         terms = []
         if "left" in moving:
-            scaled = (None, scales) if only_weights else ()
-            terms.append(call(moving["left"], right, groups, *scaled))
+            terms.append(call(moving["left"], given["right"], groups))
         if "right" in moving:
-            terms.append(call(left, moving["right"], groups))
+            terms.append(call(given["left"], moving["right"], groups))
         spread = spread_bias.of(call.implementation, dtype=out.dtype, num_rows=num_rows)
         if "bias" in moving:
-            terms.append(spread(moving["bias"], groups, bias_weights))
+            terms.append(spread(moving["bias"], groups, given["bias_weights"]))
         if "bias_weights" in moving:
-            terms.append(spread(bias, groups, moving["bias_weights"]))
+            terms.append(spread(given["bias"], groups, moving["bias_weights"]))
         return functools.reduce(jnp.add, terms)
 
-    def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        left, right, groups, scales, bias, bias_weights = residuals
+    def back(given: dict[str, Any], gradient: jax.Array) -> dict[str, jax.Array]:
         gradient = gradient.astype(dtype)
-        options = call.options["options"]
-        if only_weights and right is not None:
-            right = reference.scaled_weights(
-                right, scales, options, at_least_float32(dtype), transposed=call.op in _TRANSPOSED
-            )
-            right = right.astype(dtype)
-        options = Options(dtype, options.precision, options.share)
-        cotangents = {}
-        if kinds := {name: kind for name, kind in moving_dtypes.items() if name in names[2:]}:
-            cotangents = _of_bias(call, gradient, groups, bias, bias_weights, kinds)
-        for name, (other, op, order) in _GRADIENTS[_plain(call.op.name)].items():
-            operands = {"left": left, "right": right, "gradient": gradient}
+        kinds = {name: kind for name, kind in moving_dtypes.items() if "bias" in name}
+        cotangents = _of_bias(call, gradient, given, kinds) if kinds else {}
+        options = dataclasses.replace(call.options["options"], dtype=dtype)
+        operands = given | {"gradient": gradient, "right": _in(dtype, given["right"])}
+        for name, (other, transposed, order) in _GRADIENTS[call.options.get("transposed")].items():
             if operands[other] is None:
                 continue
             if "right" in cotangents:  # which takes the rows: they need not be kept any longer
                 operands["gradient"] = after(gradient, cotangents["right"])
-            pair = [operands[key] for key in order]
-            cotangents[name] = call.like(op, options=options)(*pair, groups)
+            product: Any = group_outer.of(call.implementation, options=options)
+            if transposed is not None:
+                product = call.like(ragged_dot, options=options, transposed=transposed)
+            cotangents[name] = product(*(operands[key] for key in order), given["groups"])
         return cotangents
 
-    names = "left", "right", "bias", "bias_weights"
-    moving = dict(zip(names, (*tangents[:2], d_bias, d_bias_weights), strict=True))
-    moving_dtypes = {name: of.dtype for name, of in moving.items() if of is not None}
-    dtype = primals[0].dtype
-    saved = left, right, primals[2], scales, bias, bias_weights
-    return linear.call(along, back, saved, moving, out)
+    return linear.call(along, back, given, moving, out)
+
+
+def _in(dtype: Any, weights: Any) -> Any:
+    """Weights as an array, for the gradient of the rows; `ScaledArray`s in the rows' dtype."""
+    if not isinstance(weights, ScaledArray):
+        return weights
+    # Explicit axes may cut values and scales in ways that do not go together.
+    parts: Any = {"scales": explicit.gathered(weights.scales)}
+    if weights.zeros is not None:
+        parts["zeros"] = explicit.gathered(weights.zeros)
+    return widened(dataclasses.replace(weights, **parts), dtype)
 
 
 def _of_bias(
-    call: Call,
-    gradient: jax.Array,
-    groups: Groups,
-    bias: jax.Array,
-    weights: jax.Array | None,
-    kinds: dict[str, Any],
+    call: Call, gradient: jax.Array, given: dict[str, Any], kinds: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """The gradients, of dtypes `kinds`, of "bias" and "bias_weights", or of one of them."""
+    groups, bias, weights = given["groups"], given["bias"], given["bias_weights"]
     how: dict[str, Any] = {"implementation": call.implementation, "num_rows": gradient.shape[0]}
     if len(kinds) == 2:
         dtypes = kinds["bias"], kinds["bias_weights"]
@@ -106,46 +120,30 @@ def _of_bias(
     return {"bias_weights": bias_products(gradient, groups, bias, dtype=dtype, **how)}
 
 
-def _plain(name: str) -> str:
-    """The op of arrays that are not scaled."""
-    return name.replace("_of_blocks", "").replace("_packed", "")
-
-
-def _check_differentiable(call: Call, primals: Any, tangents: Any) -> None:
-    rows, weights, _, row_scales, group_scales = (*primals, None, None)[:5]
-    if rows.dtype.itemsize == 1:
-        raise DifferentiationError(
-            f"moe.ragged_dot of {rows.dtype} has no derivative: 8 bits do not hold one. Multiply "
-            "in bfloat16 where you differentiate, or write the gradient with jax.custom_vjp."
-        )
-    if weights.dtype.itemsize == 1:
-        if jax.tree.leaves((tangents[1], tangents[3:5])):
-            of = call.options["options"].packed or weights.dtype
+def _check_differentiable(given: dict[str, Any], moving: dict[str, Any]) -> None:
+    """Raises if rows have 8 bits, or if weights of 8 or 4 bits have a tangent."""
+    for name in ("left", "right"):
+        dtype = given[name].dtype
+        if dtype.itemsize == 1 and (name == "left" or jax.tree.leaves(moving[name])):
             raise DifferentiationError(
-                f"moe.ragged_dot has no derivative by weights of {of} or their scales. "
-                "Differentiate by the rows alone, or multiply by weights of the rows' dtype."
+                f"moe.ragged_dot has no derivative by numbers of {dtype}, by their scales, or, if "
+                "the rows are such numbers, by anything else: differentiate by rows of 16 bits or "
+                "more, or multiply what `dequantize` returns where you differentiate."
             )
-        group_scales = None  # they are the weights'
-    if not (row_scales is None and group_scales is None):
-        raise DifferentiationError(
-            "moe.ragged_dot with `row_scales` or `group_scales` has no derivative. Scale the "
-            "rows or the result outside of it where you differentiate."
-        )
 
 
-def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Any, *others: Any) -> Any:
+def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *biases: Any) -> Any:
     """Of a part of the rows or of the sum, which is rounded after parts are added up."""
     groups = groups_of_part(shard, groups, left.shape[0])
     summed = "r" if call.op is group_outer else "k"
     if shard.count(summed) == 1:
-        return call.run(left, right, groups, *others)
+        return call.run(left, right, groups, *biases)
     options = call.options["options"]
     wide = call.like(options=options.for_partial_sums())
-    sums = shard.sum(summed, wide.run(left, right, groups, *others[:2]))
-    if any(array is not None for array in others[2:]):  # once, not in every part
-        bias, weights = others[2:]
+    sums = shard.sum(summed, wide.run(left, right, groups))
+    if any(array is not None for array in biases):  # once, not in every part
         how = {"dtype": sums.dtype, "num_rows": left.shape[0]}
-        sums += reference.spread_bias_reference(bias, groups, weights, **how)
+        sums += reference.spread_bias_reference(biases[0], groups, biases[1], **how)
     return sums.astype(options.dtype)
 
 
@@ -167,67 +165,23 @@ def letters_of_groups(groups: Groups) -> list[str]:
     return ["g", ""][: len(jax.tree.leaves(groups))]
 
 
-def _of_group_scales(scales: Any) -> list[str]:
-    return [] if scales is None else ["gn"[: scales.ndim]]
+def _letters(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
+    """Where scales differ along the depth, or two numbers share a byte, only the rows are cut."""
+    of_weights = scaled.letters(weights, "gnk" if transposed else "gkn")
+    operands = scaled.letters(rows, "rk"), of_weights, letters_of_groups, "gn", "r"
+    return operands, "rn", "r" if any(map(scaled.is_blocked, (rows, weights))) else "rkn"
 
 
-def _of_row_scales(scales: Any) -> list[str]:
-    return [] if scales is None else ["r_"[: scales.ndim]]
-
-
-def _dot(name: str, cut: str, *, transposed: bool, packed: bool = False) -> Op:
-    of_groups = _of_group_scales if "n" in cut else None
-    weights = "gnk" if transposed else "gkn"
-    plain: Any = reference.ragged_dot_reference
-    if packed:
-        weights = weights[:-1] + "_"
-        plain = reference.with_unpacked_weights(plain)
-    ways = launchers.ragged_dot, plain
-    kernels, xla = (functools.partial(way, transposed=transposed) for way in ways)
-    return Op(
-        name,
-        arguments=("rk", weights, letters_of_groups, _of_row_scales, of_groups, "gn", "r"),
-        results="rn",
-        cut=cut,
-        derivative=_derivative,
-        part=_part,
-        kernels=kernels,
-        xla=xla,
-    )
-
-
-# Each row times the weights of its group. Of rows, weights, groups, and optionally scales of rows
-# and of groups or their columns, a bias of each group, and the rows' weights of that.
-ragged_dot = _dot("ragged_dot", "rkn", transposed=False)
-
-# The same with the weights transposed.
-ragged_dot_transposed = _dot("ragged_dot_transposed", "rkn", transposed=True)
-
-# The same with scales of blocks of the depth or of columns, which are not cut.
-ragged_dot_of_blocks = _dot("ragged_dot_of_blocks", "r", transposed=False)
-ragged_dot_of_blocks_transposed = _dot("ragged_dot_of_blocks_transposed", "r", transposed=True)
-
-# The same with weights of 4 bits, two to a byte, and their `PackedScales`.
-ragged_dot_packed = _dot("ragged_dot_packed", "r", transposed=False, packed=True)
-ragged_dot_packed_transposed = _dot(
-    "ragged_dot_packed_transposed", "r", transposed=True, packed=True
+# Each row times the weights of its group, which may be `transposed`. Of rows, weights, groups, and
+# optionally a bias of each group, and the rows' weights of that.
+ragged_dot = Op(
+    "ragged_dot",
+    letters=_letters,
+    derivative=_derivative,
+    part=_part,
+    kernels=launchers.ragged_dot,
+    xla=reference.ragged_dot_reference,
 )
-
-_TRANSPOSED = (
-    ragged_dot_transposed,
-    ragged_dot_of_blocks_transposed,
-    ragged_dot_packed_transposed,
-)
-
-# By whether weights are transposed, and by `Options.kind`.
-DOTS = {
-    (False, ""): ragged_dot,
-    (True, ""): ragged_dot_transposed,
-    (False, "of_blocks"): ragged_dot_of_blocks,
-    (True, "of_blocks"): ragged_dot_of_blocks_transposed,
-    (False, "packed"): ragged_dot_packed,
-    (True, "packed"): ragged_dot_packed_transposed,
-}
 
 # For each group the sum over its rows of left × right. Of left, right and groups.
 group_outer = Op(
@@ -240,23 +194,6 @@ group_outer = Op(
     kernels=launchers.group_outer,
     xla=reference.group_outer_reference,
 )
-
-# The gradients of each op's left and right operand, in the order in which they are computed: the
-# operand that is needed, the op, its order.
-_GRADIENTS: dict[str, dict[str, tuple[str, Op, tuple[str, str]]]] = {
-    "ragged_dot": {
-        "right": ("left", group_outer, ("left", "gradient")),
-        "left": ("right", ragged_dot_transposed, ("gradient", "right")),
-    },
-    "ragged_dot_transposed": {
-        "right": ("left", group_outer, ("gradient", "left")),
-        "left": ("right", ragged_dot, ("gradient", "right")),
-    },
-    "group_outer": {
-        "left": ("right", ragged_dot_transposed, ("right", "gradient")),
-        "right": ("left", ragged_dot, ("left", "gradient")),
-    },
-}
 
 
 # --- the bias ------------------------------------------------------------------------------------

@@ -28,41 +28,17 @@ class Groups(NamedTuple):
     first_row: jax.Array | None = None
 
 
-class PackedScales(NamedTuple):
-    """What goes with weights that are packed: [groups, blocks, blocks], in their order."""
-
-    scales: jax.Array
-    zeros: jax.Array | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of a product: the result's dtype, and JAX's default for matmuls where it is called.
 
     Gradients have that precision too, wherever they are traced. `share` is the part of all groups
     that there are weights for: by it the rows of a group are estimated.
-
-    `row_block` is how much of the depth a row's scale is for; `weight_block` of how many columns
-    and of how much of the depth a group's is; None is for all. `packed` names the numbers of 4 bits
-    that weights hold two to a byte.
     """
 
     dtype: Any
     precision: str | None
     share: float = 1.0
-    row_block: int | None = None
-    weight_block: tuple[int | None, int | None] = (None, None)
-    packed: str | None = None
-
-    @property
-    def blocked(self) -> bool:
-        """Whether scales differ along the depth."""
-        return self.row_block is not None or self.weight_block[1] is not None
-
-    @property
-    def kind(self) -> str:
-        """Which of the ops multiplies."""
-        return "packed" if self.packed else "of_blocks" if self.blocked else ""
 
     @property
     def plain_precision(self) -> str | None:

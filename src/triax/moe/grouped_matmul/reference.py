@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from triax.compat import jax_private
+from triax.moe.grouped_matmul import scaled
 from triax.moe.grouped_matmul.options import Groups, Options
-from triax.moe.quantization.scaled import product
+from triax.moe.grouped_matmul.scaled import Parts
+from triax.moe.quantization.scaled import widened
 from triax.moe.shared.arrays import at_least_float32, running_sum
-from triax.sharding import explicit
 
 _MOST_ROWS = 128  # of a tile
 
@@ -32,11 +33,9 @@ def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> 
 
 
 def _ragged_dot(
-    rows: jax.Array,
-    weights: jax.Array,
+    rows: Any,
+    weights: Any,
     groups: Groups,
-    row_scales: jax.Array | None = None,
-    group_scales: jax.Array | None = None,
     bias: jax.Array | None = None,
     bias_weights: jax.Array | None = None,
     *,
@@ -44,91 +43,46 @@ def _ragged_dot(
     options: Options,
 ) -> jax.Array:
     wider = _sum_dtype(rows.dtype, options.dtype)
-    if options.blocked:  # whose scaled values are floats
+    x, w = map(scaled.parts, (rows, weights))
+    if w.packed:
+        w = Parts(widened(weights, rows.dtype))
+    elif x.deep or w.deep:  # scaled values are floats
         wider = at_least_float32(options.dtype)
-    if options.row_block is not None and row_scales is not None:
-        rows, row_scales = _scaled(rows, row_scales, (1, options.row_block), wider), None
-    if options.weight_block[1] is not None and group_scales is not None:
-        weights = scaled_weights(weights, group_scales, options, wider, transposed=transposed)
-        group_scales = None
-    if options.blocked:
-        rows, weights = (array.astype(wider) for array in (rows, weights))
+        x, w = (
+            Parts(widened(of, wider))
+            if part.deep
+            else part._replace(values=part.values.astype(wider))
+            for of, part in ((rows, x), (weights, w))
+        )
         options = dataclasses.replace(options, precision="highest")
-    if weights.dtype.itemsize < rows.dtype.itemsize:
-        weights = weights.astype(rows.dtype)
-    rows, weights = (_widened(array, wider) for array in (rows, weights))
-    columns = weights.shape[1 if transposed else 2]
+    elif w.values.dtype.itemsize < x.values.dtype.itemsize:
+        w = w._replace(values=w.values.astype(rows.dtype))
+    left, right = (_widened(of.values, wider) for of in (x, w))
+    columns = right.shape[1 if transposed else 2]
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def multiply(tile: _Tile, sums: jax.Array) -> jax.Array:
-        matrix = jax.lax.dynamic_index_in_dim(weights, tile.group, keepdims=False)
-        product = jax.lax.dot_general(tile.of(rows), matrix, contract, preferred_element_type=wider)
+        matrix = jax.lax.dynamic_index_in_dim(right, tile.group, keepdims=False)
+        product = jax.lax.dot_general(tile.of(left), matrix, contract, preferred_element_type=wider)
         found = jnp.where(tile.inside, product, tile.of(sums))
         return jax.lax.dynamic_update_slice_in_dim(sums, found, tile.start, axis=0)
 
-    shape = (rows.shape[0], columns)
-    sums = _over_tiles(multiply, shape, wider, options, groups, rows, weights)
+    shape = (left.shape[0], columns)
+    sums = _over_tiles(multiply, shape, wider, options, groups, left, right)
     sums = sums.astype(_sum_dtype(options.dtype, options.dtype))
-    if row_scales is None and group_scales is None and bias is None:
+    if x.scales is None and w.scales is None and bias is None:
         return sums.astype(options.dtype)
-    group = group_of_rows(groups, rows.shape[0])
-    if row_scales is not None:
-        sums *= row_scales.astype(sums.dtype)[:, None]
-    if group_scales is not None:
-        scales = group_scales.reshape(groups.sizes.shape[0], -1).astype(sums.dtype)
+    group = group_of_rows(groups, left.shape[0])
+    if x.scales is not None:
+        sums *= x.scales.astype(sums.dtype)[:, None]
+    if w.scales is not None:
+        scales = w.scales.reshape(groups.sizes.shape[0], -1).astype(sums.dtype)
         sums *= jnp.take(scales, group, axis=0, mode="clip")
     if bias is not None:
         sums += _rows_of(bias, group, bias_weights, sums.dtype)
     # Rows outside of the groups are zero for all scales.
     found = jnp.where((group < groups.sizes.shape[0])[:, None], sums, 0)
     return found.astype(options.dtype)
-
-
-def scaled_weights(
-    weights: jax.Array, scales: Any, options: Options, dtype: Any, *, transposed: bool
-) -> jax.Array:
-    """Weights times the scales of groups, columns or blocks; packed ones are unpacked."""
-    block = options.weight_block[:: 1 if transposed else -1]
-    # Explicit axes may cut weights and scales in ways that do not go together.
-    scales = jax.tree.map(explicit.gathered, scales)
-    if options.packed is not None:
-        sizes: Any = (1, *block)
-        return product(weights, scales.scales, scales.zeros, sizes, dtype, options.packed)
-    scales = scales.reshape(weights.shape[0], *(scales.shape[1:] or (1, 1)))
-    if scales.ndim == 2:
-        scales = jnp.expand_dims(scales, 2 if transposed else 1)
-    return _scaled(weights, scales, (1, *block), dtype)
-
-
-def with_unpacked_weights(multiply: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A product of packed weights by one of arrays: the weights are rounded to the rows' dtype."""
-
-    def run(
-        rows: jax.Array,
-        weights: jax.Array,
-        groups: Groups,
-        row_scales: jax.Array | None,
-        scales: Any,
-        *others: Any,
-        transposed: bool,
-        options: Options,
-        **how: Any,
-    ) -> jax.Array:
-        wide = at_least_float32(rows.dtype)
-        weights = scaled_weights(weights, scales, options, wide, transposed=transposed)
-        options = dataclasses.replace(options, packed=None, weight_block=(None, None))
-        operands = rows, weights.astype(rows.dtype), groups, row_scales, None, *others
-        return multiply(*operands, transposed=transposed, options=options, **how)
-
-    return run
-
-
-def _scaled(
-    values: jax.Array, scales: jax.Array, block: Sequence[int | None], dtype: Any
-) -> jax.Array:
-    """Values times the scales of their blocks."""
-    sizes = tuple(of or size for of, size in zip(block, values.shape, strict=True))
-    return product(values, scales, None, sizes, dtype)
 
 
 def group_outer_reference(*operands: Any, options: Options) -> jax.Array:

@@ -1,4 +1,7 @@
-"""`ScaledArray` operands of ragged_dot as raw arrays, scales, and what the scales are for."""
+"""The operands of ragged_dot, arrays or `ScaledArray`s: which it takes, and their kernels' parts.
+
+A `ScaledArray` of weights is [groups, depth, columns], whichever way its values are stored.
+"""
 
 from __future__ import annotations
 
@@ -7,146 +10,118 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.grouped_matmul.options import PackedScales
-from triax.moe.quantization.packing import E8M0
-from triax.moe.quantization.scaled import ScaledArray, check, check_no_bytes
+from triax.moe.quantization.scaled import ScaledArray, check, stored_block
 from triax.moe.shared import arguments
+from triax.moe.shared.blocks import power_of_two
 
-# Blocks along the depth must be multiples of what tensor cores take at a time.
+# Blocks of the depth must be multiples of what tensor cores take at a time.
 _LEAST = 32
 
 
-class Unpacked(NamedTuple):
-    """Values, their scales, and `block` and `packed`, which are those of `Options`."""
+class Parts(NamedTuple):
+    """The parts of an operand, as kernels take them.
 
-    values: Any
-    scales: Any
-    block: Any
+    Attributes:
+      values: the array, or the numbers of a `ScaledArray` as they are stored.
+      scales: None, or [rows], [groups] or [groups, columns], or those of blocks as they are stored.
+      deep: how much of the depth a scale is for; None for all of it.
+      wide: how many columns of weights a scale is for; None for all of them.
+      zeros, packed: as in `ScaledArray`.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None = None
+    deep: int | None = None
+    wide: int | None = None
+    zeros: jax.Array | None = None
     packed: str | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the numbers in `values`."""
-        shape = tuple(self.values.shape)
-        return (*shape[:-1], 2 * shape[-1]) if self.packed else shape
+
+def parts(operand: Any) -> Parts:
+    """The parts of rows or weights."""
+    if not isinstance(operand, ScaledArray):
+        return Parts(operand)
+    deep, wide = _sizes(operand)
+    scales = operand.scales
+    if not operand.packed:
+        scales = scales.astype(jnp.float32)
+        if deep is None:
+            scales = scales.reshape([n for axis, n in enumerate(scales.shape) if n > 1 or not axis])
+    return Parts(operand.values, scales, deep, wide, operand.zeros, operand.packed)
 
 
-def rows(array: Any, row_scales: Any) -> Unpacked:
-    """Rows, whose scales are [rows], or [rows, blocks of the depth] with the size of a block."""
-    if not isinstance(array, ScaledArray):
-        return Unpacked(array, row_scales, None)
-    _check("rows", array, 2, "row_scales", row_scales)
-    if array.packed:
-        raise ArgumentTypeError(
-            f"Argument `rows` must be in 8 bits or more; got a ScaledArray of {array.dtype}. Pass "
-            "`rows.dequantize(jnp.bfloat16)`."
-        )
-    row_scales = _float32(array.scales)
-    if array.transposed:
-        raise _unsupported("rows", array, "rows that are stored as such (`transposed=False`)")
-    if not array.values.size:  # no scales, or none that matter
-        return Unpacked(array.values, None, None)
-    per_row, depth = array.block
-    if per_row == 1 and depth >= array.shape[1]:
-        return Unpacked(array.values, row_scales.reshape(-1), None)
-    if per_row == 1 and _suits(depth):
-        return Unpacked(array.values, row_scales, depth)
-    raise _unsupported("rows", array, "(1, depth) or (1, a power of two from 32 on)")
+def is_blocked(operand: Any) -> bool:
+    """Whether the scales of an operand differ along the depth, or two numbers share a byte."""
+    return isinstance(operand, ScaledArray) and bool(operand.packed or _sizes(operand)[0])
 
 
-def weights(array: Any, group_scales: Any, transposed: bool) -> Unpacked:
-    """Weights, whose scales are [groups], [groups, columns], or those of blocks.
+def letters(operand: Any, of_values: str) -> list[str]:
+    """The letters of an operand's parts; those that share a scale or a byte have none."""
+    if not isinstance(operand, ScaledArray):
+        return [of_values]
+    block = zip(of_values, stored_block(operand), strict=True)
+    of_scales = "".join(letter if of == 1 else "_" for letter, of in block)
+    of_values = of_values[:-1] + "_" if operand.packed else of_values
+    return [of_values, of_scales, of_scales][: len(jax.tree.leaves(operand))]
 
-    The block is of columns and depth. `transposed` is whether values are [groups, columns, depth].
+
+def _sizes(operand: ScaledArray) -> tuple[int | None, int | None]:
+    """How much of the depth and how many of the columns have one scale, as in `Parts`."""
+    _, depth, *columns = operand.shape
+    sizes = zip(operand.block[1:], operand.shape[1:], strict=True)
+    deep, wide = (*(None if of is None or of >= n else of for of, n in sizes), None)[:2]
+    if deep is None and wide is not None and wide > 1 and not operand.packed:
+        deep = max(_LEAST, power_of_two(depth))  # kernels find such columns' scales by blocks
+    if columns and (deep or operand.packed):
+        wide = wide or columns[0]
+    return deep, wide
+
+
+def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False) -> Any:
+    """The argument `name`, checked: an array, or a `ScaledArray` of JAX's arrays.
+
+    `axes` are its dimensions. With `swap`, the last two of a `ScaledArray` are swapped first.
     """
-    if not isinstance(array, ScaledArray):
-        check_no_bytes("weights", array, range(4, 6))
-        return Unpacked(array, group_scales, (None, None))
-    _check("weights", array, 3, "group_scales", group_scales)
-    if not array.values.size:  # no scales, or none that matter
-        nothing = jnp.zeros(array.stored_shape, jnp.int8) if array.packed else array.values
-        return Unpacked(nothing, None, (None, None))
-    order = slice(None, 0, -1) if transposed else slice(1, None)
-    depth, columns = array.stored_shape[order]
-    per_group = array.block[0]
-    deep, wide = array.block[order]
-    if array.packed:
-        if per_group > 1:
-            raise _unsupported("weights", array, "(1, any, any)")
-        packed_scales = PackedScales(array.scales, array.zeros)
-        return Unpacked(array.values, packed_scales, (wide, deep), array.packed)
-    group_scales = _float32(array.scales)
-    if per_group == 1 and deep >= depth:
-        if wide >= columns:
-            return Unpacked(array.values, group_scales.reshape(-1), (None, None))
-        if wide == 1:
-            scales = group_scales.reshape(array.shape[0], columns)
-            return Unpacked(array.values, scales, (1, None))
-    if per_group == 1 and _suits(deep) and wide > 0:
-        return Unpacked(array.values, group_scales, (min(wide, columns), deep))
-    raise _unsupported(
-        "weights",
-        array,
-        "(1, depth, columns), (1, depth, 1) or (1, a power of two from 32 on, any)",
-    )
-
-
-def check_rows(array: Any, packed: str | None) -> None:
-    """Raises unless rows can be multiplied by weights in 8 bits, or by packed ones."""
-    if isinstance(array, ScaledArray) and packed:
-        raise ArgumentTypeError(
-            f"Argument `rows` is a ScaledArray, and `weights` is one of {packed}, which is "
-            "multiplied by floats of 16 bits or more. Pass `rows.dequantize(jnp.bfloat16)`."
-        )
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1:
-        raise ArgumentTypeError(
-            "Argument `rows` must be floats of 16 bits or more, or a ScaledArray, to go with a "
-            f"ScaledArray of weights; got {array.dtype}."
-        )
-
-
-def check_scales(name: str, scales: Any, count: int, axis: str) -> jax.Array | None:
-    """One float for each of `count` rows or groups, or None."""
-    if scales is None:
-        return None
-    if getattr(scales, "ndim", 1) > 1:
-        remedy = f"Reshape them: `{name}.reshape({count})`."
-        if scales.size != count:
-            remedy = "For scales of blocks, pass a `ScaledArray`."
+    if not isinstance(value, ScaledArray):
+        return arguments.array(name, value, axes)
+    check(name, value)
+    if value.ndim != len(axes):
         raise ArgumentValueError(
-            f"Argument `{name}` must have shape [{axis}], one value for each of the {count} "
-            f"{axis}; got {scales.shape}. {remedy}"
+            f"Argument `{name}` must have shape [{', '.join(axes)}]; got a ScaledArray of "
+            f"{value.shape}."
         )
-    scales = arguments.array(name, scales, (axis,), jnp.floating)
-    arguments.check_length(name, scales, count, "value", axis)
-    return scales
-
-
-def _float32(scales: jax.Array) -> jax.Array:
-    return scales.astype(jnp.float32) if scales.dtype == E8M0 else scales
-
-
-def _suits(depth: int) -> bool:
-    return depth >= _LEAST and depth & (depth - 1) == 0
-
-
-def _check(name: str, array: ScaledArray, ndim: int, other: str, scales: Any) -> None:
-    check(name, array)
-    if array.ndim != ndim:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have {ndim} dimensions; got a ScaledArray of {array.shape}."
-        )
-    if scales is not None:
+    are_rows = value.ndim == 2
+    if value.packed and are_rows:
         raise ArgumentTypeError(
-            f"Argument `{other}` is given, and `{name}` is a ScaledArray, which has scales. Leave "
-            f"`{other}` out."
+            f"Argument `{name}` must be in 8 bits or more; got a ScaledArray of {value.dtype}. "
+            f"Pass `{name}.dequantize(jnp.bfloat16)`."
         )
+    value = value.mT if swap else value
+    deep, _ = _sizes(value)
+    fits = value.packed or deep is None or (deep >= _LEAST and deep & (deep - 1) == 0)
+    fits = fits and len(value.scales) == len(value.values) and not (are_rows and value.transposed)
+    if value.size and not fits:
+        wanted = "(1, b)" if are_rows else "(1, any, any)" if value.packed else "(1, b, any)"
+        where = "" if value.packed else ", where b is None or a power of two from 32 on"
+        raise ArgumentValueError(
+            f"Argument `{name}` must have scales of blocks {wanted} for [{', '.join(axes)}]{where}"
+            f"{', and not be transposed' * are_rows}; got block {value.block} for shape "
+            f"{value.shape}, transposed={value.transposed}. Quantize it so, or pass "
+            f"`{name}.dequantize(dtype)`."
+        )
+    return jax.tree.map(jnp.asarray, value)
 
 
-def _unsupported(name: str, array: ScaledArray, what: str) -> ArgumentValueError:
-    return ArgumentValueError(
-        f"Argument `{name}` must have scales of blocks {what}; got values {array.stored_shape} "
-        f"with blocks {array.block}, transposed={array.transposed}. Quantize it so, or pass "
-        f"`{name}.dequantize(dtype)`."
-    )
+def check_rows(rows: Any, weights: ScaledArray) -> None:
+    """Raises unless rows can be multiplied by such weights."""
+    scaled = isinstance(rows, ScaledArray)
+    is_float = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize > 1
+    if weights.packed if scaled else not is_float:
+        remedy = " Pass `rows.dequantize(jnp.bfloat16)`." if scaled else ""
+        raise ArgumentTypeError(
+            "Argument `rows` must be floats of 16 bits or more"
+            f"{'' if weights.packed else ', or a ScaledArray,'} to go with a ScaledArray of "
+            f"{weights.dtype} weights; got {messages.shown(rows)}.{remedy}"
+        )

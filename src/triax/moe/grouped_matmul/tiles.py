@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -83,6 +84,12 @@ def bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> T
         strides=(wrap, columns, columns, 1),
         block_shape=(1, 1, block_rows, block_columns),
     )
+
+
+def written(out_type: jax.ShapeDtypeStruct, show: Callable[[jax.Array], Any]) -> dict[str, Any]:
+    """What `launch` takes for an output that the kernel writes through a descriptor of it."""
+    empty = jax.lax.empty(out_type.shape, out_type.dtype)
+    return {"out": show(empty), "input_output_aliases": {"out": 0}}
 
 
 def suit_tma(*arrays: Any) -> bool:

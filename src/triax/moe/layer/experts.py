@@ -187,7 +187,7 @@ def in_8_bits(
     swapped = depth == 1
     how = {"transposed": swapped, "implementation": implementation}
     found = quantize(weights, block=tuple(block), **how)
-    return found if swapped else dataclasses.replace(found, transposed=True)
+    return found if swapped else found.mT
 
 
 def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:

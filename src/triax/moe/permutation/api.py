@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, overload
 
 import jax
@@ -15,7 +14,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation import configs, ops
 from triax.moe.permutation.reference import Permuted, Routes
 from triax.moe.plans.reference import Plan
-from triax.moe.quantization.scaled import ScaledArray, tokens
+from triax.moe.quantization.scaled import ScaledArray, of_rows, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
@@ -104,8 +103,7 @@ def permute(
         moved: Any = permute(
             values, plan, weights=weights, scales=of_tokens, implementation=implementation
         )
-        parts = {"values": moved.rows, "scales": moved.scales, "block": (1, *x.block[1:])}
-        rows: Any = dataclasses.replace(x, **parts)
+        rows: Any = of_rows(x, moved.rows, moved.scales)
         return rows if weights is None else Permuted(rows, moved.weights, None)
     routes = routes_of(plan)
     num_tokens, top_k = routes.row_of.shape

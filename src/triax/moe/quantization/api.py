@@ -16,7 +16,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization import configs, ops
 from triax.moe.quantization.packing import E8M0, PACKED
 from triax.moe.quantization.reference import FORMATS
-from triax.moe.quantization.scaled import DTYPES, ScaledArray
+from triax.moe.quantization.scaled import DTYPES, ScaledArray, checked_block
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
@@ -64,8 +64,8 @@ def quantize(
       array: float32, bfloat16 or float16, of any rank.
       dtype: float8_e4m3fn, float8_e5m2, int8, float4_e2m1fn or int4 (from -7 to 7). The last two
         are stored two to a byte: the dimension that is stored last must be even.
-      block: the sizes of a block along the dimensions of `array`, None for a whole dimension. A
-        last block may be partial.
+      block: the size of a block along each dimension of `array`, None for a whole dimension. A last
+        block may be partial.
       transposed: whether the values are stored with the last two dimensions swapped. Weights
         [experts, depth, columns] then have the depth innermost, as 8-bit tensor cores read them.
         The result stands for the same array either way.
@@ -87,19 +87,19 @@ def quantize(
       DifferentiationError: it is differentiated.
     """
     array = _array(array)
-    dtype = _dtype(dtype)
-    sizes = _block(block, array.shape)
-    messages.check_bool(transposed=transposed)
-    if transposed and array.ndim < 2:
-        raise ArgumentValueError(
-            "Argument `transposed` is True, which takes an array of two dimensions or more; got "
-            f"shape {array.shape}. Leave it out."
-        )
-    transposed = bool(transposed)
+    dtype = arguments.dtype("dtype", dtype, (*DTYPES, *PACKED))
+    block, transposed = checked_block(block, array.shape, transposed), bool(transposed)
     packed = dtype in PACKED
     if packed:
         _check_pairs(array.shape, dtype, transposed)
-    scale_dtype = _scale_dtype(scale_dtype, dtype)
+    scale_dtype = arguments.dtype("scale_dtype", scale_dtype, (np.dtype("float32"), E8M0))
+    if scale_dtype == E8M0 and FORMATS[dtype].sign is None:
+        raise ArgumentValueError(
+            "Argument `scale_dtype` is float8_e8m0fnu, which is for floats; got `dtype` "
+            f"{dtype.name}. Let it be float32."
+        )
+    # Of an empty dimension the size is one.
+    sizes = tuple(max(n, 1) if of is None else of for of, n in zip(block, array.shape, strict=True))
     implementation = implementations.resolve(implementation, array=array)
     kernel = configs.kernel_of(array.shape, sizes, transposed)
     if packed or scale_dtype == E8M0:
@@ -119,11 +119,8 @@ def quantize(
     if kernel is None or not array.size:
         implementation = "xla"
         options["scale_dtype"] = scale_dtype
-    op = ops.quantize(sizes, transposed, packed)
-    values, scales = op(array, implementation=implementation, kernel=kernel, **options)
-    if transposed:
-        sizes = *sizes[:-2], sizes[-1], sizes[-2]
-    return ScaledArray(values, scales, sizes, transposed, dtype.name if packed else None)
+    values, scales = ops.quantize(array, implementation=implementation, kernel=kernel, **options)
+    return ScaledArray(values, scales, block, transposed, dtype.name if packed else None)
 
 
 def _array(array: Any) -> jax.Array:
@@ -141,38 +138,6 @@ def _array(array: Any) -> jax.Array:
     return jnp.asarray(array)
 
 
-def _dtype(dtype: Any) -> np.dtype:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found not in (*DTYPES, *PACKED):
-        names = [dtype.name for dtype in (*DTYPES, *PACKED)]
-        raise ArgumentValueError(
-            f"Argument `dtype` must be {', '.join(names[:-1])} or {names[-1]}; got "
-            f"{messages.short(dtype)}."
-        )
-    return found
-
-
-def _scale_dtype(scale_dtype: Any, dtype: np.dtype) -> np.dtype:
-    try:
-        found = jnp.dtype(scale_dtype)
-    except TypeError:
-        found = None
-    if found not in (jnp.float32, E8M0):
-        raise ArgumentValueError(
-            "Argument `scale_dtype` must be float32 or float8_e8m0fnu; got "
-            f"{messages.short(scale_dtype)}."
-        )
-    if found == E8M0 and FORMATS[dtype].sign is None:
-        raise ArgumentValueError(
-            f"Argument `scale_dtype` is float8_e8m0fnu, which is for floats; got `dtype` "
-            f"{dtype.name}. Let it be float32."
-        )
-    return found
-
-
 def _check_pairs(shape: tuple[int, ...], dtype: np.dtype, transposed: bool) -> None:
     last = -2 if transposed else -1
     if not shape or shape[last] % 2:
@@ -180,21 +145,3 @@ def _check_pairs(shape: tuple[int, ...], dtype: np.dtype, transposed: bool) -> N
             f"Argument `array` must have an even size along dimension {last}, as it is stored with "
             f"two numbers of {dtype.name} to a byte; got shape {shape}. Pad it with zeros."
         )
-
-
-def _block(block: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A size for each dimension; that of an empty one is one."""
-    if not isinstance(block, (tuple, list)):
-        raise ArgumentTypeError(
-            "Argument `block` must be a tuple of an int or None for each dimension of `array`; got "
-            f"{messages.shown(block)}."
-        )
-    if len(block) != len(shape):
-        raise ArgumentValueError(
-            "Argument `block` must have an int or None for each dimension of `array`, which has "
-            f"shape {shape}; got {messages.short(block)}."
-        )
-    return tuple(
-        max(size, 1) if of is None else arguments.integer(f"block[{axis}]", of, 1)
-        for axis, (of, size) in enumerate(zip(block, shape, strict=True))
-    )

@@ -52,5 +52,5 @@ def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
     *lead, count, each = blocks.shape
     values = jnp.reshape(blocks, (*lead, count * each))
     powers = jax.lax.bitcast_convert_type(jnp.asarray(scales), E8M0)
-    block = *(1 for _ in lead), 2 * each
+    block = *(1 for _ in lead[1:]), 2 * each, 1
     return ScaledArray(values, powers, block, True, "float4_e2m1fn")

@@ -13,7 +13,7 @@ from triax.binding.launch import KernelImplementation
 from triax.errors import UnsupportedError
 from triax.moe.quantization.configs import TILE, ColumnsConfig, Kernel, RowsConfig, TilesConfig
 from triax.moe.quantization.reference import FORMATS, quantize_reference
-from triax.moe.quantization.scaled import num_blocks
+from triax.moe.quantization.scaled import num_blocks, swapped
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 
@@ -28,11 +28,10 @@ def quantize(
     block: tuple[int, ...],
     dtype: np.dtype,
     transposed: bool,
-    kernel: Kernel,
-    implementation: KernelImplementation | None,
+    **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The values and the scales of an array; `block` is along its dimensions."""
-    swap = _swapped if transposed else tuple
+    swap = swapped if transposed else tuple
     return for_target(
         _quantize,
         array,
@@ -40,11 +39,10 @@ def quantize(
             jax.ShapeDtypeStruct(swap(array.shape), dtype),
             jax.ShapeDtypeStruct(swap(num_blocks(array.shape, block)), jnp.float32),
         ),
-        implementation=implementation,
         block=block,
         dtype=dtype,
         transposed=transposed,
-        kernel=kernel,
+        **how,
     )
 
 
@@ -60,10 +58,6 @@ def rounds_to(dtype: np.dtype, target: Target, implementation: str | None) -> bo
         f"{capability} do not round to {dtype.name}. Let it be None, which then takes plain JAX, "
         "or use int8."
     )
-
-
-def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return *shape[:-2], shape[-1], shape[-2]
 
 
 def _quantize(
@@ -125,5 +119,5 @@ def _quantize(
             programs = groups * -(-depth // columns.block_columns)
             options["config"] = columns
             found = launch(kernels._quantize_columns_kernel, *operands, grid=programs, **options)
-    swap = _swapped if transposed else tuple
+    swap = swapped if transposed else tuple
     return found[0].reshape(swap(array.shape)), found[1].reshape(swap(scales))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import string
 from typing import Any, NoReturn
 
+import jax
+import numpy as np
+
 from triax.errors import DifferentiationError
 from triax.moe.quantization import launchers, reference
+from triax.moe.quantization.packing import PACKED
+from triax.moe.quantization.scaled import swapped
 from triax.moe.shared.ops import Op
 
 
@@ -20,21 +24,23 @@ def _derivative(*_: Any) -> NoReturn:
     )
 
 
-@functools.cache
-def quantize(block: tuple[int, ...], transposed: bool, packed: bool) -> Op:
-    """The op for blocks that may be cut over devices along the dimensions where they are one."""
+def _letters(
+    array: jax.Array, *, block: tuple[int, ...], transposed: bool, dtype: np.dtype, **_: Any
+) -> Any:
+    """An array may be cut along the dimensions where its blocks are one."""
     # `_` stands for a dimension of any size, which is needed whole.
     one = [of == 1 for of in block]
-    if packed:  # two of the dimension that is stored last share a byte
+    if dtype in PACKED:  # two of the dimension that is stored last share a byte
         one[-2 if transposed else -1] = False
     letters = "".join(n if o else "_" for n, o in zip(string.ascii_lowercase, one, strict=False))
-    results = letters[:-2] + letters[:-3:-1] if transposed else letters
-    return Op(
-        "quantize",
-        arguments=(letters,),
-        results=(results, results),
-        cut=letters.replace("_", ""),
-        kernels=launchers.quantize,
-        xla=reference.quantize_reference,
-        derivative=_derivative,
-    )
+    results = "".join(swapped(letters)) if transposed else letters
+    return (letters,), (results, results), letters.replace("_", "")
+
+
+quantize = Op(
+    "quantize",
+    letters=_letters,
+    kernels=launchers.quantize,
+    xla=reference.quantize_reference,
+    derivative=_derivative,
+)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,53 +17,82 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization import packing
 from triax.moe.quantization.packing import E8M0, PACKED
+from triax.moe.shared import arguments
 from triax.sharding import explicit
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)))
 """The dtypes of values of 8 bits."""
+Block = tuple[int | None, ...]
+_PARTS = "values", "scales", "zeros"
+_STATIC = "block", "transposed", "packed"
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScaledArray:
     """An array in 8 or 4 bits, with a scale for each block: ``(values - zeros) * scales``.
+
+        w = moe.ScaledArray(values, scales, block=(1, 128, 128))
+        w[3].shape, len(w), w.nbytes  # of one expert; experts; bytes of all parts
+        w.dequantize(jnp.bfloat16)  # or w.astype(jnp.bfloat16)
 
     `quantize` makes it, or you do, of the parts of a quantized checkpoint. It is a pytree of
     `values`, `scales` and `zeros`, so it goes through `jit`, `vmap`, `scan` and checkpoints like an
     array.
+
+    `shape`, `block` and indices count the dimensions of the array. `values`, `scales` and `zeros`
+    are in the order in which they are stored: with `transposed` their last two dimensions are
+    swapped.
 
     Attributes:
       values: float8_e4m3fn, float8_e5m2 or int8, of any rank. With `packed`, uint8: two numbers in
         each byte, of which the lower half is the first along the last dimension.
       scales: float32, or float8_e8m0fnu (powers of two, as in MX formats), of as many dimensions; a
         size is that of the numbers, divided by that of a block and rounded up.
-      block: the sizes of a block along the dimensions of the numbers in `values`. A last block may
-        be partial.
-      transposed: whether the array is the numbers with their last two dimensions swapped: weights
-        [experts, depth, columns] whose values are stored as [experts, columns, depth].
+      block: the size of a block along each dimension of the array, as in `quantize`: None for a
+        whole dimension. A last block may be partial.
+      transposed: whether the values are stored with the array's last two dimensions swapped, as
+        weights [experts, depth, columns] whose values are [experts, columns, depth].
       packed: "float4_e2m1fn" or "int4" (two's complement), if that is what the bytes hold.
       zeros: int8 or float32, of the shape of `scales`: the number of each block that stands for
         zero. For "int4" alone; None is zero.
+
+    Raises:
+      ArgumentTypeError: an array has another dtype, or a size of `block` is no int.
+      ArgumentValueError: the parts do not go together.
     """
 
     values: jax.Array
     scales: jax.Array
-    block: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    transposed: bool = dataclasses.field(default=False, metadata={"static": True})
-    packed: str | None = dataclasses.field(default=None, metadata={"static": True})
+    block: Block
+    transposed: bool = False
+    packed: str | None = None
     zeros: jax.Array | None = None
 
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the numbers in `values`, as they are stored."""
-        shape = tuple(self.values.shape)
-        return (*shape[:-1], 2 * shape[-1]) if self.packed else shape
+    def __post_init__(self) -> None:
+        if hasattr(self.values, "dtype") or hasattr(self.scales, "dtype"):
+            vars(self)["block"] = _checked(self)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        parts = [(jax.tree_util.GetAttrKey(name), part) for name, part in self._parts()]
+        return parts, (self.block, self.transposed, self.packed)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, parts: Any) -> ScaledArray:
+        """Parts as they are: JAX, and specs of shardings, put anything in an array's place."""
+        new = object.__new__(cls)
+        vars(new).update(zip((*_PARTS, *_STATIC), (*parts, *static), strict=True))
+        return new
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in _PARTS]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that this stands for."""
-        shape = self.stored_shape
-        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+        shape = tuple(self.values.shape)
+        shape = (*shape[:-1], 2 * shape[-1]) if self.packed else shape
+        return swapped(shape) if self.transposed else shape
 
     @property
     def ndim(self) -> int:
@@ -69,9 +100,25 @@ class ScaledArray:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """How many numbers the array has."""
+        return math.prod(self.shape)
+
+    @property
     def dtype(self) -> Any:
         """The dtype of the numbers in `values`."""
         return np.dtype(getattr(ml_dtypes, self.packed)) if self.packed else self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(self))
+
+    @property
+    def mT(self) -> ScaledArray:
+        """The array with its last two dimensions swapped. No number moves."""
+        block = swapped(self.block)
+        return dataclasses.replace(self, block=block, transposed=not self.transposed)
 
     def dequantize(self, dtype: Any = "float32") -> jax.Array:
         """The array in another float: each value times its scale in float32, rounded once.
@@ -88,24 +135,111 @@ class ScaledArray:
           ArgumentTypeError: `dtype` is no float.
         """
         check("self", self)
-        dtype = _float(dtype)
-        wide = jnp.dtype("float64" if dtype == "float64" else "float32")
-        parts = self.values, self.scales, self.zeros
-        array = product(*parts, self.block, wide, self.packed).astype(dtype)
+        array = widened(self, _float(dtype))
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
 
+    def astype(self, dtype: Any) -> jax.Array:
+        """`dequantize`, by the name that arrays have for it."""
+        return self.dequantize(dtype)
 
-def _float(dtype: Any) -> np.dtype:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise ArgumentTypeError(
-            "Argument `dtype` must be a float such as jnp.bfloat16; got "
-            f"{messages.short(dtype)}. The numbers without their scales are in `values`."
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> ScaledArray:
+        """A part along the first dimension: ``w[3]`` of one expert, ``w[2:5]`` of some."""
+        check("self", self)
+        one, shared = not isinstance(index, slice), len(self.scales) <= 1
+        is_integer = isinstance(index, int) or (
+            getattr(index, "ndim", None) == 0 and jnp.issubdtype(index.dtype, jnp.integer)
         )
-    return found
+        if self.ndim < 2 + self.transposed or not (shared or self.block[0] == 1):
+            raise ArgumentValueError(
+                "A ScaledArray is indexed along a first dimension that is stored first, and whose "
+                f"parts have scales of their own, or one in common; got {self}. Index what "
+                "`dequantize` returns."
+            )
+        if one and not is_integer:
+            raise ArgumentTypeError(
+                "A ScaledArray is indexed by an int or a slice of its first dimension; got "
+                f"{messages.shown(index)}. Index what `dequantize` returns."
+            )
+        if isinstance(index, int | np.integer) and not -len(self) <= index < len(self):
+            raise IndexError(f"Index {index} is out of range for a ScaledArray of {len(self)}.")
+        at = index
+        if shared:
+            at = 0 if one else slice(len(range(len(self))[index][:1]))
+        parts: Any = {name: of if of is None else of[at] for name, of in self._parts()}
+        parts["values"] = self.values[index]
+        return dataclasses.replace(self, **parts, block=self.block[one:])
+
+    def __repr__(self) -> str:
+        array = f"{messages.short(self)}, " if hasattr(self, "shape") else ""
+        parts = ", ".join(f"{n}={messages.short(of)}" for n, of in self._parts() if of is not None)
+        how = f"block={self.block}, transposed={self.transposed}"
+        return f"ScaledArray({array}{how},\n            {parts})"
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise ArgumentTypeError(
+            "A ScaledArray has no ==: unequal values and scales may stand for one number. Compare "
+            "what `dequantize` returns, or `values` and `scales` one by one."
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise ArgumentTypeError(
+            "A ScaledArray becomes an array by `dequantize(dtype)`. Its numbers without their "
+            "scales are in `values`."
+        )
+
+    __jax_array__ = __array__
+
+
+def swapped(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """With the last two swapped."""
+    return (*sizes[:-2], *sizes[:-3:-1])
+
+
+def stored_block(array: ScaledArray) -> Block:
+    """The block along the dimensions of the values."""
+    return swapped(array.block) if array.transposed else array.block
+
+
+def num_blocks(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """The shape of the scales."""
+    sizes = zip(shape, block, strict=True)
+    return tuple(int(size != 0) if of is None else -(-size // of) for size, of in sizes)
+
+
+def widened(array: ScaledArray, dtype: Any) -> jax.Array:
+    """What a scaled array stands for, in a float, in the order in which its values are stored."""
+    values, scales, packed, block = array.values, array.scales, array.packed, stored_block(array)
+    wide = jnp.dtype("float64" if dtype == "float64" else "float32")
+    if packed is None:
+        numbers = jnp.asarray(values).astype(wide)
+    else:
+        numbers = packing.unpack(explicit.gathered(values, *range(values.ndim - 1)), packed, wide)
+    if array.zeros is not None:
+        numbers -= spread(array.zeros.astype(wide), numbers.shape, block)
+    if scales.dtype != E8M0:
+        return (numbers * spread(scales.astype(wide), numbers.shape, block)).astype(dtype)
+    codes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    power, half = packing.powers_of_two(spread(codes, numbers.shape, block), wide)
+    return (numbers * half * power).astype(dtype)
+
+
+def spread(scales: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
+    """Scales, repeated for each number of their blocks where they do not broadcast."""
+    repeats = [
+        of if of != 1 and count > 1 else None for of, count in zip(block, scales.shape, strict=True)
+    ]
+    scales = explicit.gathered(scales, *(i for i, of in enumerate(repeats) if of is None))
+    for axis, of in enumerate(repeats):
+        if of is not None:
+            repeated = jnp.repeat(scales, of, axis=axis)
+            scales = jax.lax.slice_in_dim(repeated, 0, shape[axis], axis=axis)
+    return scales
 
 
 def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +255,7 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
             f"Argument `scales` is given, and `{name}` is a ScaledArray, which has scales. Leave "
             "`scales` out."
         )
-    if x.ndim != 2 or x.transposed or (x.block[0] != 1 and x.shape[0] > 1):
+    if x.ndim != 2 or x.transposed or len(x.scales) != len(x):
         raise ArgumentValueError(
             f"Argument `{name}` must be [tokens, hidden] with scales of its own for each token: "
             f"`block=(1, …)`; got shape {x.shape}, block {x.block} and transposed={x.transposed}."
@@ -134,48 +268,18 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
     return x.values, x.scales
 
 
-def num_blocks(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales."""
-    return tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+def of_rows(x: ScaledArray, values: Any, scales: Any) -> ScaledArray:
+    """The rows that tokens became, of which each has the scales of its token."""
+    return dataclasses.replace(x, values=values, scales=scales, block=(1, *x.block[1:]))
 
 
-def product(
-    values: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None,
-    block: tuple[int, ...],
-    dtype: Any,
-    packed: str | None = None,
-) -> jax.Array:
-    """The numbers in `values`, less the zeros and times the scales of their blocks."""
-    if packed is None:
-        numbers = values.astype(dtype)
-    else:
-        numbers = packing.unpack(explicit.gathered(values, *range(values.ndim - 1)), packed, dtype)
-    if zeros is not None:
-        numbers -= spread(zeros.astype(dtype), numbers.shape, block)
-    if scales.dtype != E8M0:
-        return numbers * spread(scales.astype(dtype), numbers.shape, block)
-    codes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
-    power, half = packing.powers_of_two(spread(codes, numbers.shape, block), dtype)
-    return numbers * half * power
-
-
-def spread(scales: jax.Array, shape: tuple[int, ...], block: tuple[int, ...]) -> jax.Array:
-    """Scales, repeated for each number of their blocks where they do not broadcast."""
-    repeats = [of > 1 and count > 1 for of, count in zip(block, scales.shape, strict=True)]
-    scales = explicit.gathered(scales, *(i for i, repeat in enumerate(repeats) if not repeat))
-    for axis, (size, of) in enumerate(zip(shape, block, strict=True)):
-        if repeats[axis]:
-            repeated = jnp.repeat(scales, of, axis=axis)
-            scales = jax.lax.slice_in_dim(repeated, 0, size, axis=axis)
-    return scales
+# --- checks --------------------------------------------------------------------------------------
 
 
 def check(name: str, scaled: Any) -> None:
-    """Raises unless `scaled`, the argument `name`, is a `ScaledArray` whose parts go together.
+    """Raises unless `scaled`, the argument `name`, is a `ScaledArray` of arrays that go together.
 
-    Not when it is made: a pytree may hold anything where JAX takes it apart.
+    Its parts may have been replaced one by one since it was made, as by `jax.tree.map`.
 
     Raises:
       ArgumentTypeError: it is something else, or a part of it is of the wrong type.
@@ -186,42 +290,40 @@ def check(name: str, scaled: Any) -> None:
             f"Argument `{name}` must be a ScaledArray; got {messages.shown(scaled)}. Make one with "
             "`moe.quantize`."
         )
-    for part in ("values", "scales"):
-        value = getattr(scaled, part)
-        if not jax_private.is_array(value):
+    for part in _PARTS[:2]:
+        if not jax_private.is_array(value := getattr(scaled, part)):
             raise ArgumentTypeError(
                 f"Argument `{name}` must have an array as its `{part}`; got "
                 f"{messages.shown(value)}. Make one with `moe.quantize`."
             )
-    values, scales, block = scaled.values, scaled.scales, scaled.block
-    _check_values(name, scaled)
-    if scales.dtype not in (jnp.float32, E8M0):
-        remedy = "Cast them."
-        if scales.dtype == jnp.uint8:
-            remedy = "Those of MX formats are `scales.view(jnp.float8_e8m0fnu)`."
+    try:
+        _checked(scaled)
+    except (ArgumentTypeError, ArgumentValueError) as error:
+        raise type(error)(f"Argument `{name}` is a ScaledArray with a mistake: {error}") from None
+
+
+def checked_block(block: Any, shape: tuple[int, ...], transposed: Any) -> Block:
+    """The argument `block` as a tuple that suits an array of a shape, stored transposed or not."""
+    messages.check_bool(transposed=transposed)
+    if transposed and len(shape) < 2:
+        raise ArgumentValueError(
+            "Argument `transposed` is True, which takes an array of two dimensions or more; got "
+            f"shape {shape}. Leave it out."
+        )
+    if not isinstance(block, tuple | list):
         raise ArgumentTypeError(
-            f"Argument `{name}` must have scales of float32 or float8_e8m0fnu; got {scales.dtype}. "
-            f"{remedy}"
+            "Argument `block` must be a tuple of an int or None for each dimension of the array; "
+            f"got {messages.shown(block)}."
         )
-    shape = scaled.stored_shape
-    sizes = isinstance(block, tuple) and all(type(b) is int and b > 0 for b in block)
-    if not sizes or len(block) != values.ndim:
+    if len(block) != len(shape):
         raise ArgumentValueError(
-            f"Argument `{name}` must have a `block` of one positive int for each dimension of its "
-            f"values, which are of shape {shape}; got {messages.short(block)}."
+            "Argument `block` must have an int or None for each dimension of the array, which has "
+            f"shape {shape}; got {messages.short(block)}."
         )
-    if scales.shape != num_blocks(shape, block):
-        raise ArgumentValueError(
-            f"Argument `{name}` must have scales of shape {num_blocks(shape, block)}, one "
-            f"for each block of {block} of its values of shape {shape}; got {scales.shape}."
-        )
-    if scaled.transposed and values.ndim < 2:
-        raise ArgumentValueError(
-            f"Argument `{name}` is transposed, which takes two dimensions; its values have shape "
-            f"{shape}."
-        )
-    if scaled.zeros is not None:
-        _check_zeros(name, scaled)
+    return tuple(
+        None if of is None else arguments.integer(f"block[{axis}]", of, 1)
+        for axis, of in enumerate(block)
+    )
 
 
 def check_no_bytes(name: str, array: Any, ranks: range) -> None:
@@ -240,46 +342,63 @@ def check_no_bytes(name: str, array: Any, ranks: range) -> None:
         )
 
 
-def _check_values(name: str, scaled: ScaledArray) -> None:
-    values, packed = scaled.values, scaled.packed
+def _checked(array: ScaledArray) -> Block:
+    """The block of an array, whose parts, which may also be types of arrays, are checked."""
+    values, packed = array.values, array.packed
     names = [dtype.name for dtype in PACKED]
-    if packed is not None and packed not in names:
+    messages.check_choice("packed", packed, (None, *names))
+    remedy = ""
+    if not packed and getattr(values, "dtype", None) in (*PACKED, jnp.uint8):
+        remedy = (
+            " Numbers of 4 bits are stored in uint8, two to a byte, with "
+            f"`packed={names[0]!r}` or `packed={names[1]!r}`."
+        )
+    _check_part("values", values, (np.dtype("uint8"),) if packed else DTYPES, remedy)
+    remedy = " Cast them."
+    if getattr(array.scales, "dtype", None) == jnp.uint8:
+        remedy = " Those of MX formats are `scales.view(jnp.float8_e8m0fnu)`."
+    _check_part("scales", array.scales, (np.dtype("float32"), E8M0), remedy)
+    if packed and not values.ndim:
+        raise ArgumentValueError("Argument `values` must have a dimension or more to be packed.")
+    block = checked_block(array.block, array.shape, array.transposed)
+    wanted = num_blocks(array.shape, block)
+    wanted = swapped(wanted) if array.transposed else wanted
+    if array.scales.shape != wanted:
         raise ArgumentValueError(
-            f"Argument `{name}` must have `packed` of {' or '.join(map(repr, names))}, or None; "
-            f"got {messages.short(packed)}."
+            f"Argument `scales` must have shape {wanted}, one for each block of {block} of an array"
+            f" of shape {array.shape}, transposed={array.transposed}; got {array.scales.shape}."
         )
-    if packed is None and values.dtype not in DTYPES:
-        remedy = ""
-        if values.dtype == jnp.uint8 or values.dtype in PACKED:
-            remedy = (
-                " Numbers of 4 bits are stored in uint8, two to a byte, with "
-                f"`packed={names[0]!r}` or `packed={names[1]!r}`."
-            )
-        raise ArgumentTypeError(
-            f"Argument `{name}` must have values of {', '.join(d.name for d in DTYPES)}; got "
-            f"{values.dtype}.{remedy}"
+    if array.zeros is None:
+        return block
+    if packed != "int4":
+        raise ArgumentValueError(
+            "Argument `zeros` is for values that are packed as int4; got values of "
+            f"{array.dtype}. Leave it out."
         )
-    if packed is not None and (values.dtype != jnp.uint8 or not values.ndim):
+    _check_part("zeros", array.zeros, (np.dtype("int8"), np.dtype("float32")), " Cast them.")
+    if array.zeros.shape != wanted:
+        raise ArgumentValueError(
+            f"Argument `zeros` must have the shape of `scales`, {wanted}; got {array.zeros.shape}."
+        )
+    return block
+
+
+def _check_part(name: str, part: Any, dtypes: tuple[np.dtype, ...], remedy: str) -> None:
+    if not hasattr(part, "dtype") or part.dtype not in dtypes:
         raise ArgumentTypeError(
-            f"Argument `{name}` is packed as {packed}, two to a byte, and must have values of "
-            f"uint8 with a dimension or more; got {values.dtype} of shape {values.shape}."
+            f"Argument `{name}` must be an array of {' or '.join(of.name for of in dtypes)}; got "
+            f"{messages.shown(part)}.{remedy}"
         )
 
 
-def _check_zeros(name: str, scaled: ScaledArray) -> None:
-    zeros: Any = scaled.zeros
-    if scaled.packed != "int4":
-        raise ArgumentValueError(
-            f"Argument `{name}` has `zeros`, which are for values that are packed as int4; got "
-            f"{scaled.packed or scaled.values.dtype}. Leave them out."
-        )
-    if not jax_private.is_array(zeros) or zeros.dtype not in (jnp.int8, jnp.float32):
+def _float(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ArgumentTypeError(
-            f"Argument `{name}` must have an array of int8 or float32 as its `zeros`, or None; got "
-            f"{messages.shown(zeros)}. Cast them."
+            "Argument `dtype` must be a float such as jnp.bfloat16; got "
+            f"{messages.short(dtype)}. The numbers without their scales are in `values`."
         )
-    if zeros.shape != scaled.scales.shape:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have zeros of the shape of its scales, {scaled.scales.shape}; "
-            f"got {zeros.shape}."
-        )
+    return found

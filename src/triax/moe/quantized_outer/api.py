@@ -53,8 +53,7 @@ def quantized_outer(
         # Of the type that it has inside shard_map: varying over the operands' axes.
         return empty + sum(jnp.sum(side[:0]).astype(result_dtype) for side in (left, right))
     options = Options(jnp.dtype(result_dtype), FAST_SUMS if fast_sums else None)
-    op = ops.quantized_outer(*(source is not None for source in sources))
-    found: jax.Array = op(
+    return ops.quantized_outer(
         left,
         right,
         *sources,
@@ -63,4 +62,3 @@ def quantized_outer(
         dtypes=tuple(map(jnp.dtype, dtypes)),
         implementation=implementations.resolve_for_floats(implementation, left=left, right=right),
     )
-    return found

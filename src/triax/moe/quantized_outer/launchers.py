@@ -11,7 +11,7 @@ import numpy as np
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.options import Groups, Options
-from triax.moe.grouped_matmul.tiles import IMPRECISE, group_bounds, suit_tma, triton_dtype
+from triax.moe.grouped_matmul.tiles import IMPRECISE, group_bounds, suit_tma, triton_dtype, written
 from triax.moe.quantization.launchers import rounds_to
 from triax.moe.quantization.reference import FORMATS
 from triax.moe.quantized_outer.configs import TILE, GroupsConfig, outer_config
@@ -30,23 +30,12 @@ def quantized_outer(
     groups: Groups,
     *,
     options: Options,
-    dtypes: tuple[np.dtype, np.dtype],
-    implementation: KernelImplementation | None,
+    **how: Any,
 ) -> jax.Array:
     """For each group the sum over its rows of left × right, both in 8 bits."""
     shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
-    return for_target(
-        _quantized_outer,
-        left,
-        right,
-        left_source,
-        right_source,
-        groups,
-        out_type=jax.ShapeDtypeStruct(shape, options.dtype),
-        options=options,
-        dtypes=dtypes,
-        implementation=implementation,
-    )
+    how |= {"out_type": jax.ShapeDtypeStruct(shape, options.dtype), "options": options}
+    return for_target(_quantized_outer, left, right, left_source, right_source, groups, **how)
 
 
 def _quantized_outer(
@@ -93,7 +82,7 @@ def quantize_groups(
     count, num_groups = num_rows(rows, source), bounds.shape[1] - 1
     padded = (count + (TILE - 1) * min(num_groups, count)) // TILE * TILE
     kind, config = FORMATS[dtype], GroupsConfig()
-    found: tuple[jax.Array, jax.Array] = launch(
+    return launch(
         _quantize_groups_kernel,
         rows,
         source,
@@ -116,7 +105,6 @@ def quantize_groups(
         NAN=kind.nan,
         INFINITY=kind.infinity,
     )
-    return found
 
 
 def multiply(
@@ -156,13 +144,9 @@ def multiply(
             TensorDescriptor.from_array(y, (config.block_right, config.block_rows)),
         )
     if out_tma:
-        empty = jax.lax.empty(out_type.shape, out_type.dtype)
-        block = (1, config.block_left, config.block_right // 2)
-        output = {
-            "out": TensorDescriptor.from_array(empty, block),
-            "input_output_aliases": {"out": 0},
-        }
-    found: jax.Array = launch(
+        shown = 1, config.block_left, config.block_right // 2
+        output = written(out_type, lambda out: TensorDescriptor.from_array(out, shown))
+    return launch(
         _quantized_outer_kernel,
         *operands,
         bounds,
@@ -183,4 +167,3 @@ def multiply(
         IMPRECISE=None if options.fast_sums else min(IMPRECISE, config.block_rows),
         **output,
     )
-    return found

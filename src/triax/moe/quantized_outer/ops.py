@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NoReturn
 
 import jax
@@ -40,26 +39,21 @@ def _part(
     return shard.sum("r", sums).astype(options.dtype)
 
 
-@functools.cache
-def quantized_outer(left_named: bool, right_named: bool) -> Op:
-    """For each group the sum over its rows of left × right, both in 8 bits with a scale for each
-    group and column. Of left, right, the sources of their rows, and groups.
+def _letters(left: Any, right: Any, left_source: Any, right_source: Any, *_: Any, **__: Any) -> Any:
+    """A side whose rows are named by a source has rows of another number, which each device
+    needs."""
+    of_left = "tk" if left_source is not None else "rk"
+    of_right = "un" if right_source is not None else "rn"
+    return (of_left, of_right, "r", "r", letters_of_groups), "gkn", "rkn"
 
-    A side whose rows are named by a source has rows of another number, which each device needs.
-    """
-    return Op(
-        "quantized_outer",
-        arguments=(
-            "tk" if left_named else "rk",
-            "un" if right_named else "rn",
-            "r",
-            "r",
-            letters_of_groups,
-        ),
-        results="gkn",
-        cut="rkn",
-        derivative=_derivative,
-        part=_part,
-        kernels=launchers.quantized_outer,
-        xla=reference.quantized_outer_reference,
-    )
+
+# For each group the sum over its rows of left × right, both in 8 bits with a scale for each group
+# and column. Of left, right, the sources of their rows, and groups.
+quantized_outer = Op(
+    "quantized_outer",
+    letters=_letters,
+    derivative=_derivative,
+    part=_part,
+    kernels=launchers.quantized_outer,
+    xla=reference.quantized_outer_reference,
+)

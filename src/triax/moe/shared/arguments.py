@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -91,6 +92,21 @@ def check_wide(name: str, array: jax.Array, remedy: str) -> None:
         raise ArgumentTypeError(
             f"Argument `{name}` must be a float of 16 bits or more; got {array.dtype}. {remedy}"
         )
+
+
+def dtype(name: str, value: Any, choices: Sequence[np.dtype], beside: str = "") -> np.dtype:
+    """Returns `value`, a dtype or the name of one, if it is one of `choices`, or raises."""
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        found = None
+    if found is None or found not in choices:
+        *names, last = (choice.name for choice in choices)
+        raise ArgumentValueError(
+            f"Argument `{name}` must be {', '.join(names)} or {last}{beside}; got "
+            f"{messages.short(value)}."
+        )
+    return found
 
 
 def integer(name: str, value: Any, least: int) -> int:

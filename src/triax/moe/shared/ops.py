@@ -48,6 +48,8 @@ class Op:
       any_bits: whether the kernels only move numbers, and need not know their dtypes.
       inline: whether it is made of ops that are cut over devices each for itself. Then letters and
         `cut` are not needed, and its derivative is what it is there for.
+      letters: ``letters(*arguments, **options)`` returns `arguments`, `results` and `cut`, where
+        these depend on a call.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Op:
         part: Function | None = None,
         any_bits: bool = False,
         inline: bool = False,
+        letters: Function | None = None,
     ):
         self.name, self.xla, self.kernels, self.any_bits = name, xla, kernels, any_bits
-        self.arguments, self.results, self.cut, self.part = tuple(arguments), results, cut, part
+        self.arguments, self.part = tuple(arguments), part
         self.derivative, self.inline = derivative, inline
+        self.letters = letters or (lambda *_, **__: (self.arguments, results, cut))
         self.primitive = ops.primitive(f"triax_{name}")
         self._calls = functools.lru_cache(maxsize=1024)(self._call)  # options may be sizes
 
@@ -96,13 +100,6 @@ class Call:
             self.run = implementations.choose(
                 implementation, op.kernels, op.xla, any_bits=op.any_bits, **options
             )
-        part = op.part
-        run = (
-            (lambda shard, *args: self.run(*args))
-            if part is None
-            else functools.partial(part, self)
-        )
-        self._split = Split(op.arguments, op.results, op.cut, run)
 
     def like(self, op: Op | None = None, **options: Any) -> Call:
         """This op, or another one, with the same implementation and options but for those given."""
@@ -122,11 +119,16 @@ class Call:
             self.op.primitive,
             repr(self),
             self.run,
-            None if inline else self._split,
+            None if inline else self._split(arguments),
             self._rule,
             arguments,
             calls_back=self.implementation == "interpret",
         )
+
+    def _split(self, arguments: Sequence[Any]) -> Split:
+        letters, results, cut = self.op.letters(*arguments, **self.options)
+        part = self.op.part or (lambda call, shard, *part: call.run(*part))
+        return Split(letters, results, cut, functools.partial(part, self))
 
     def _rule(
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]

@@ -95,7 +95,7 @@ def _check_unsupported(
 ) -> None:
     remedies = {
         "group_offset": "Call `triax.moe.ragged_dot`, which takes one.",
-        "quantizer_set": "For 8 bits call `triax.moe.ragged_dot` with 8-bit arrays and scales.",
+        "quantizer_set": "For 8 bits call `triax.moe.ragged_dot` with `ScaledArray`s.",
         "kernel_fsdp_info": "Gather the kernel before, with `jax.lax.all_gather`.",
         "kernel_amax": "It is for quantizers, which `triax.moe.quantize` is instead.",
     }

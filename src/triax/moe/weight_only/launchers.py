@@ -9,73 +9,80 @@ import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
-from triax.moe.grouped_matmul.options import Options
-from triax.moe.grouped_matmul.tiles import bounded_by_group, cdiv, triton_dtype
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.scaled import Parts
+from triax.moe.grouped_matmul.tiles import (
+    bounded_by_group,
+    cdiv,
+    schedule,
+    suit_tma,
+    triton_dtype,
+)
 from triax.moe.quantization.packing import E8M0
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
-from triax.moe.weight_only.configs import LEAST_SCALED, FewRowsConfig
+from triax.moe.weight_only.configs import LEAST_SCALED, MOST_ROWS, FewRowsConfig
 
 _POWER_DEPTH = 32  # as in the kernels
 
 
 def suit_few_rows(
-    rows: jax.Array,
-    weights: jax.Array,
-    row_scales: jax.Array | None,
-    scales: Any,
-    options: Options,
+    target: Target, rows_per_group: int, x: Parts, w: Parts, options: Options
 ) -> bool:
-    """Whether the kernel is for these, whose depth lies innermost."""
-    if rows.dtype != jnp.bfloat16 or row_scales is not None:
+    """Whether the kernel is for rows and for weights whose depth lies innermost."""
+    out = jax.ShapeDtypeStruct((len(x.values), w.values.shape[1]), options.dtype)
+    addressed = (x.values, w.values) if w.packed else (x.values, w.values, out)
+    if (
+        x.values.dtype != jnp.bfloat16
+        or w.values.dtype.itemsize > 1
+        or rows_per_group > MOST_ROWS
+        or not (target.tensor_maps and suit_tma(*addressed))
+    ):
         return False
-    deep = options.weight_block[1]
-    if options.packed is None:
-        return weights.dtype in (jnp.float8_e4m3fn, jnp.int8) and (
-            deep is None or deep >= LEAST_SCALED
-        )
-    if scales.zeros is not None and scales.zeros.dtype != jnp.int8:  # bfloat16 may not hold them
+    if not w.packed:
+        is_widened = w.values.dtype in (jnp.float8_e4m3fn, jnp.int8)
+        return is_widened and (w.deep is None or w.deep >= LEAST_SCALED)
+    if w.zeros is not None and w.zeros.dtype != jnp.int8:  # bfloat16 may not hold them
         return False
-    least = _POWER_DEPTH if scales.scales.dtype == E8M0 else LEAST_SCALED
-    return deep is None or deep >= rows.shape[1] or deep % least == 0
+    return w.deep is None or w.deep % (_POWER_DEPTH if _powers(w) else LEAST_SCALED) == 0
+
+
+def _powers(w: Parts) -> bool:
+    """Whether scales are powers of two, which multiply packed numbers while they are unpacked."""
+    return w.packed is not None and w.scales is not None and w.scales.dtype == E8M0
 
 
 def few_rows(
     target: Target,
-    config: FewRowsConfig,
-    rows: jax.Array,
-    weights: jax.Array,
-    tiles: jax.Array,
-    group_scales: Any,
+    rows_per_group: int,
+    x: Parts,
+    w: Parts,
+    groups: Groups,
     bias: jax.Array | None,
     bias_weights: jax.Array | None,
     *,
     options: Options,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """Each row of bfloat16 times its group's weights [groups, columns, depth]; zeros elsewhere.
-
-    `tiles` are those of `config.block_rows` rows. Packed weights have `PackedScales`.
-    """
+    """Each row of bfloat16 times its group's weights [groups, columns, depth]; zeros elsewhere."""
     from triax.moe.weight_only.kernels import _few_rows_kernel
 
+    rows, weights, powers = x.values, w.values, _powers(w)
+    scales: Any = w.scales
     num_rows, depth = rows.shape
     num_groups, columns, stored_depth = weights.shape
-    wide, deep = options.weight_block
-    zeros, powers = None, False
-    if options.packed is not None:
-        group_scales, zeros = group_scales
-        powers = group_scales.dtype == E8M0
-        if powers:
-            group_scales = jax.lax.bitcast_convert_type(group_scales, jnp.uint8)
-        if deep is not None and deep >= depth:
-            deep = None
+    choose = FewRowsConfig.for_packed if w.packed else FewRowsConfig.for_rows
+    scaled = None if powers else w.deep
+    config = choose(target.architecture, rows_per_group, columns, depth, scaled)
+    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
+    if powers:
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
     block_depth = config.block_depth * stored_depth // depth
     # Triton widens int8 as fast, but not into the left operand.
     words = config.permuted or weights.dtype != jnp.int8
-    if options.packed is not None:
+    if w.packed:
         rows = _renumbered_packed(rows, config.block_depth)
     elif words:
         rows = _renumbered(rows, config.permuted)
@@ -84,8 +91,8 @@ def few_rows(
         bounded_by_group(rows, config.block_rows, config.block_depth),
         TensorDescriptor.from_array(weights, (1, config.block_columns, block_depth)),
         tiles,
-        group_scales,
-        zeros,
+        scales,
+        w.zeros,
         bias,
         bias_weights,
         num_rows,
@@ -95,13 +102,13 @@ def few_rows(
         grid=min(num_tiles, config.programs * target.multiprocessors),
         config=config,
         WORDS=words,
-        PACKED=options.packed,
+        PACKED=w.packed,
         POWERS=powers,
         WARPS=config.num_warps,
         implementation=implementation,
         DTYPE=triton_dtype(options.dtype),
-        SCALE_COLUMNS=wide,
-        SCALE_DEPTH=deep,
+        SCALE_COLUMNS=w.wide,
+        SCALE_DEPTH=w.deep,
     )
 
 
