@@ -2,9 +2,8 @@
 
 Hopper's `wgmma` may take its left operand from registers, and reads them while the program goes on.
 In a loop that makes such an operand (rows times weights that are widened in registers, say) Triton
-lets one product run on into the next pass of the loop, and what assembles its code (ptxas of CUDA
-12.8 to 13.4, at least) gives the registers that the product still reads to other values: results
-are wrong now and then, or always, with nothing said.
+lets a product run on into the next iteration, and ptxas (of CUDA 12.8 to 13.4, at least) reuses the
+registers that the product still reads: results are silently wrong, now and then or always.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import re
 
 _PRODUCT = "wgmma.mma_async"
-# The left operand stands behind the results: registers in braces, or a descriptor.
+# The left operand follows the results: registers in braces, or a descriptor.
 _OF_REGISTERS = re.compile(r"wgmma\.mma_async\S*\s*\{[^}]*\}\s*,\s*\{")
 _WAIT = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
 _LABEL = re.compile(r"(\$L\w+):")
@@ -20,13 +19,13 @@ _BRANCH = re.compile(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L\w+)")
 _END = re.compile(r"\s*(?:ret|exit|trap)\b")
 
 
-# Workaround: triton all, triton-lang/triton #9433: a product of registers runs on where its loop
-# begins again, and ptxas does not keep the registers for it.
+# Workaround: triton all, triton-lang/triton #9433: a product with an operand in registers runs on
+# into the loop's next iteration, and ptxas does not keep the registers for it.
 def drain_at_loops(ptx: str) -> str:
-    """PTX that waits for products at the head of each loop that begins with one of registers.
+    """Inserts a wait for products at the head of loops whose first product reads registers.
 
-    Only where a product may still run at the loop's end. Loads ahead go on, and so do the products
-    of one pass beside each other.
+    Only loops whose products may still run at the loop's end get a wait. Prefetches still overlap,
+    and so do the products of one iteration.
     """
     if _OF_REGISTERS.search(ptx) is None:
         return ptx
@@ -43,7 +42,7 @@ def drain_at_loops(ptx: str) -> str:
 
 
 def _ways_on(lines: list[str], labels: dict[str, int], start: int) -> tuple[set[int], set[int]]:
-    """From line `start` as far as the next products: the labels branched to, and the products."""
+    """Follows the code from line `start` to the next products; returns branch targets, products."""
     branched, products, seen, todo = set(), set(), set(), [start + 1]
     while todo:
         for at in range(todo.pop(), len(lines)):
