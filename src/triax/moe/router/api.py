@@ -48,14 +48,14 @@ def route(
         weights, experts = moe.route(x @ w_router, top_k=8, normalize=True)  # [tokens, 8] each
         plan = moe.make_plan(experts, num_experts)
 
-    A token's scores are the softmax of its logits or, of each, the sigmoid, ``sqrt(softplus)``, or
-    the logit itself ("none"). It goes to the `top_k` experts with the best scores, or with the best
-    ``score + bias``: a bias affects the choice but not the weights. Ties go to the lowest expert
-    number, as in `jax.lax.top_k`. Without a bias the logits are compared, so that rounding does not
-    make two scores equal.
+    A token's scores are the softmax of its logits, or each logit's sigmoid or ``sqrt(softplus)``,
+    or the logits themselves ("none"). It goes to the `top_k` experts with the best scores, or with
+    the best ``score + bias``: a bias affects the choice but not the weights. Ties go to the lowest
+    expert number, as in `jax.lax.top_k`. Without a bias the logits are compared, so that rounding
+    does not make two scores equal.
 
     The weight of a chosen expert is its score times `scale`; with `normalize` the scores are first
-    divided by the sum of those chosen. The softmax of only the chosen logits (top-k first, then
+    divided by the sum over the chosen. The softmax of only the chosen logits (top-k first, then
     softmax) equals the normalised softmax of all: ``normalize=True`` gives both. With a number p
     scores are divided by their p-norm instead, ``sum(score**p)**(1/p)`` over the chosen (DBRX; its
     default of 1 is the sum).
@@ -65,8 +65,8 @@ def route(
     included.
 
     Everything is computed in float32. The weights have a gradient to the logits, the same bits in
-    every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest logit
-    (one with the sign bit as the least, as in `jax.lax.top_k`); weights that depend on it are NaN,
+    every run; the choice has none, and the gradient of `bias` is zero. A NaN is the greatest logit
+    (with the sign bit the least, as in `jax.lax.top_k`); weights that depend on a NaN are NaN,
     and other tokens are not affected. A token whose logits are all -inf has weights of zero, and no
     gradient.
 
@@ -86,7 +86,7 @@ def route(
         the weights are the softmax of the scores' logarithms. Or the p of a p-norm, a Python number
         of at least 1, if the weights' p-norm is to be `scale`; 1 is True.
       scale: a Python number that the weights are multiplied by.
-      expert_scale: float [experts], what the weights of each expert are multiplied by (Gemma 4).
+      expert_scale: float [experts], a factor for the weights of each expert (Gemma 4).
       experts: integer [tokens, top_k], chosen already (by a hash, say): only weights are computed,
         in plain JAX. An id outside the experts has a weight of zero.
       implementation: None picks by the program's platform: a Triton kernel on CUDA, plain JAX
@@ -140,7 +140,7 @@ def route(
 
 
 def _norm_order(normalize: Any, score: Score) -> float:
-    """The p of the norm that scores are divided by: 1 is their sum, and 0 means by none."""
+    """Returns the p of the norm that scores are divided by; 1 is their sum, 0 means no norm."""
     if isinstance(normalize, (bool, np.bool_)):
         return float(normalize)
     if not isinstance(normalize, (int, float, np.integer, np.floating)):
@@ -162,10 +162,10 @@ def _norm_order(normalize: Any, score: Score) -> float:
 
 
 def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routed:
-    """The weights of experts that are given; zero for those that there are not."""
+    """Computes the weights of given experts; zero for ids outside the experts."""
     logits, experts = explicit.gathered(logits), explicit.gathered(experts)
     known = (experts >= 0) & (experts < logits.shape[1])
-    # Not chosen: a score of zero, which no sum or gradient sees.
+    # An id outside the experts gets a score of zero, which affects no sum and no gradient.
     rows = jnp.arange(experts.shape[0])[:, None]
     taken = logits.astype(jnp.float32)[rows, jnp.where(known, experts, 0)]
     nothing = 0 if spec.score == "none" else -jnp.inf
@@ -175,7 +175,7 @@ def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routed:
 
 
 def _scaled(weights: jax.Array, expert_scale: jax.Array, experts: jax.Array) -> jax.Array:
-    """Weights times their experts' scales, whose gradient is summed up in a fixed order."""
+    """Multiplies weights by their experts' scales, whose gradient is summed in a fixed order."""
     expert_scale = explicit.gathered(expert_scale)
     every = jnp.arange(expert_scale.shape[0], dtype=jnp.int32)[None, None, :]
     of_all = expert_scale.astype(jnp.float32)[None, None, :]
