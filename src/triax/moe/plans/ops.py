@@ -25,7 +25,6 @@ place_mask = Op(
     xla=reference.place_mask_reference,
 )
 
-# Returns the first experts of each token in a mask.
 select_experts = Op(
     "select_experts",
     arguments=("te",),
