@@ -701,7 +701,7 @@ MISTAKES = [
         "a dimension that is summed, in both",
         lambda: triax.sharded(norm, "t h, h -> t h, h", cut="t", reduce="t"),
         of_value,
-        r"`reduce` has 't', and so has `cut`.*are cut as well.*leave it out of `cut`",
+        r"`reduce` has 't', and so has `cut`.*are cut too.*leave the name out of `cut`",
     ),
     Mistake(
         "an axis of the mesh",
@@ -719,7 +719,7 @@ MISTAKES = [
         "a rule as einsum has it",
         lambda: triax.sharded(norm, "th,h->th", cut="t"),
         of_value,
-        r"`cut` must have names of arguments in `rule`.*got 't'\. Names are set apart by blanks: "
+        r"`cut` must have names of arguments in `rule`.*got 't'\. Separate names by blanks: "
         r"'t h', not 'th'",
     ),
     Mistake(

@@ -251,7 +251,7 @@ class TestTritonsCache:
     def check(monkeypatch, folder, reason):
         monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
         compiler.clear_cache()
-        message = rf"cannot keep what it compiles in {folder} \({reason}.*set TRITON_CACHE_DIR"
+        message = rf"cannot write its cache in {folder} \({reason}.*set TRITON_CACHE_DIR"
         with pytest.raises(CompilationError, match=message):
             lower(lambda x: copy(x), X)
 

@@ -229,7 +229,7 @@ def test_aggregates(agree, what, expected):
 @pytest.mark.parametrize(
     ("what", "error", "words"),
     [
-        ("condition", AmbiguousTruth, "An aggregate cannot be a condition, as `Clip` is"),
+        ("condition", AmbiguousTruth, "An aggregate such as `Clip` cannot be a condition"),
         ("static method", TypeError, "positional argument"),  # they bind as well
     ],
 )

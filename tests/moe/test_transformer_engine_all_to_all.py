@@ -75,7 +75,7 @@ def test_there_and_back(counts):
 def test_mistakes(counts):
     with pytest.raises(ArgumentValueError, match="a row for each of the 3 shards"):
         te.compute_ragged_all_to_all_params(counts, 0, 3)
-    with pytest.raises(ArgumentValueError, match="as many experts for each"):
+    with pytest.raises(ArgumentValueError, match="experts that the shards divide evenly"):
         te.compute_reverse_ragged_all_to_all_params(counts[:, :5], 0, SHARDS)
     with pytest.raises(ArgumentTypeError, match="`all_shards_tokens_per_expert`"):
         te.local_permute_after_a2a(jnp.ones((8, 2)), counts + 0.5, 0, SHARDS)

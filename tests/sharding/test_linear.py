@@ -68,7 +68,7 @@ def test_a_derivative_of_another_dtype_is_named(reverse):
     right = lambda _, moving: moving["x"]
     function, transposed = (right, jax.linear_transpose) if reverse else (doubled, lambda f, _: f)
     run = transposed(lambda x: linear.call(function, halved, None, {"x": x}, x), x)
-    with pytest.raises(TypeError, match=r"(doubled|halved) returned float32\[3\] for .* bfloat16"):
+    with pytest.raises(TypeError, match=r"(doubled|halved) returned float32\[3\] instead of bf"):
         run(x)
 
 

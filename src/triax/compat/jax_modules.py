@@ -1,4 +1,4 @@
-"""What Triax writes into lowered MLIR modules, and what it reads there."""
+"""Annotates operations in lowered MLIR modules, and reads custom calls from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.extend.mlir.dialects import stablehlo
 def annotate(results: Sequence[Any], attributes: dict[str, str]) -> None:
     """Adds frontend attributes to the operation that produced `results`.
 
-    XLA carries them along and prints them in its dumps; they change nothing.
+    XLA keeps the attributes and prints them in its dumps; they have no other effect.
     """
     if not results:
         return
@@ -33,7 +33,7 @@ class CustomCallOp(NamedTuple):
 
 
 def custom_calls(module: Any) -> list[CustomCallOp]:
-    """All StableHLO custom calls of an MLIR module."""
+    """Returns all StableHLO custom calls of an MLIR module."""
     found = []
 
     def visit(operation: Any) -> Any:
@@ -48,7 +48,7 @@ def custom_calls(module: Any) -> list[CustomCallOp]:
 def _custom_call_op(operation: Any) -> CustomCallOp:
     attributes = operation.attributes
     opaque = None
-    if "mhlo.backend_config" in attributes:  # the typed FFI keeps a dictionary
+    if "mhlo.backend_config" in attributes:  # a dictionary, in the typed FFI
         config = ir.DictAttr(attributes["mhlo.backend_config"])
         if "opaque" in config:
             opaque = ir.StringAttr(config["opaque"]).value_bytes

@@ -1,7 +1,7 @@
-"""All that Triax uses of the internals of JAX and jaxlib.
+"""Wraps all the internals of JAX and jaxlib that Triax uses.
 
-Each function is a thin, named door to a private symbol, with the versions' differences
-folded away by probing for the symbol itself. Nothing here decides anything.
+Each function is a thin wrapper of a private symbol, and hides differences between versions
+by probing for the symbol itself. Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from triax.errors import MissingDependencyError, UnsupportedError
 
 @functools.cache
 def gpu_triton() -> ModuleType:
-    """jaxlib's `gpu_triton` module with the CUDA plugin's constructors in it.
+    """Imports jaxlib's `gpu_triton` module with the CUDA plugin's constructors in it.
 
-    Importing it registers the custom-call targets with XLA.
+    The import registers the custom-call targets with XLA.
 
     Raises:
       MissingDependencyError: no CUDA plugin is installed.
-      VersionError: the plugin is of another version than jaxlib, or too old.
+      VersionError: the plugin's version differs from jaxlib's, or is too old.
     """
     jaxlib = versions.installed("jaxlib") or "unknown"
     plugin = versions.cuda_plugin()
@@ -56,8 +56,8 @@ def gpu_triton() -> ModuleType:
 
 
 def make_triton_kernel(kernel: Any) -> Any:
-    """jaxlib's TritonKernel for a `CompiledKernel`, with this version's argument list."""
-    ttir = ""  # Only ever logged; leaving it out keeps the bytes small and free of paths.
+    """Makes jaxlib's TritonKernel for a `CompiledKernel`, with this version's argument list."""
+    ttir = ""  # only ever logged; an empty one keeps the bytes small and free of paths
     rest = (kernel.shared_bytes, kernel.ptx, ttir, kernel.compute_capability)
     if not versions.KERNEL_NUM_CTAS.passes(versions.gated_version()):
         cluster = (kernel.num_ctas, 1, 1)
@@ -74,13 +74,13 @@ def supports_tensor_maps() -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Whether `value` is an array: JAX's, traced or not, NumPy's, or a constant in a trace."""
+    """Whether `value` is an array of JAX (traced or not) or NumPy, or a constant in a trace."""
     constant = getattr(sys.modules.get("jax._src.literals"), "TypedNdArray", np.ndarray)
     return isinstance(value, (jax.Array, np.ndarray, constant))
 
 
 def side_effect() -> Any:
-    """The effect JAX gives foreign calls with `has_side_effect`, which keeps them alive."""
+    """Returns the effect that JAX gives foreign calls with `has_side_effect` to keep them alive."""
     return _ffi._FfiEffect
 
 
@@ -93,7 +93,7 @@ def insert_varying_casts(args: Sequence[Any]) -> list[Any]:
 def result_aval(
     name: str, in_avals: Sequence[Any], shape: tuple[int, ...], dtype: Any, sharding: Any = None
 ) -> Any:
-    """An output's abstract value: varying over all mesh axes that any input varies over."""
+    """Returns an output's abstract value, varying over all mesh axes that any input varies over."""
     varying = _core.standard_vma_rule(name, *in_avals)
     if sharding is None:
         sharding = _core.get_cur_mesh_sharding(PartitionSpec(*[None] * len(shape)))
@@ -106,7 +106,7 @@ def result_aval(
 def no_vmapped_axes() -> AbstractContextManager[Any]:
     """A context in which all explicit mesh axes may be used, also those that `vmap` took.
 
-    They are what a batch is cut over: JAX keeps them from what is called inside.
+    `vmap` takes the axes that cut a batch, and JAX hides them from the mapped function.
     """
     taken = getattr(_core.get_axis_env(), "explicit_mesh_axis_names", None)
     if not taken:
@@ -131,7 +131,7 @@ def _without_explicit_axes() -> Iterator[None]:
 
 
 def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> Any:
-    """JAX's own batching of foreign calls, by `vmap_method` and `result_avals`."""
+    """Runs JAX's own batching of foreign calls, by `vmap_method` and `result_avals`."""
     return _ffi.ffi_batching_rule(primitive, args, dims, **params)
 
 
@@ -139,12 +139,12 @@ def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> An
 
 
 def lowering_platforms(ctx: Any) -> tuple[str, ...]:
-    """The platforms a rule is being lowered for; several only while exporting."""
+    """Returns the platforms that a rule is lowered for; several only while exporting."""
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
 def exported_platforms(ctx: Any) -> tuple[str, ...]:
-    """All platforms that the program is exported for; none if it is not exported."""
+    """Returns all platforms that the program is exported for; none if it is not exported."""
     module = ctx.module_context
     for_export = getattr(module.lowering_parameters, "for_export", False)
     return tuple(module.platforms) if for_export else ()
@@ -159,19 +159,19 @@ def _count(platform: str | None) -> int:
 
 
 def require_devices(primitive: Any, platform: str | None = "cuda") -> None:
-    """Has programs with this primitive lowered for their devices, if `platform` has several.
+    """Makes JAX lower programs with this primitive for known devices, if `platform` has several.
 
-    Otherwise JAX lowers a program of one device once for all devices, and names none. It is asked
-    for when the primitive is bound, and only where it matters, because JAX does not lower such
-    programs for an `AbstractMesh`.
+    Otherwise JAX lowers a program of one device once for all devices, and names none. This is
+    requested when the primitive is bound, and only where it matters, because JAX does not lower
+    such programs for an `AbstractMesh`.
     """
-    # To ask before a backend is started would start one.
+    # Counting devices must not start a backend.
     if _xla_bridge.backends_are_initialized() and _count(platform) > 1:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def lowering_devices(ctx: Any) -> tuple[Any, ...]:
-    """The devices the program is lowered for, as far as the lowering context knows them."""
+    """Returns the devices the program is lowered for, if the lowering context knows them."""
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is not None:
@@ -183,9 +183,9 @@ def lowering_devices(ctx: Any) -> tuple[Any, ...]:
 
 
 def num_partitions(ctx: Any) -> int:
-    """How many devices XLA spreads the program over by itself: 1 inside `shard_map`.
+    """Returns the number of devices that XLA cuts the program over; 1 inside `shard_map`.
 
-    Also where neither devices nor a mesh are known, as in programs for an `AbstractMesh`.
+    It is also 1 if neither devices nor a mesh are known, as in programs for an `AbstractMesh`.
     """
     context = ctx.module_context.axis_context
     devices = getattr(context, "device_assignment", None)
@@ -193,22 +193,22 @@ def num_partitions(ctx: Any) -> int:
 
 
 def spec_of(array: Any, mesh: Any) -> tuple[Any, ...]:
-    """Over which axes of a mesh XLA cuts an array; () for ways that have no such name."""
+    """Returns the mesh axes over which XLA cuts an array; () if mesh axes cannot express it."""
     if array.sharding is None:
         return ()
     xla = array.sharding._to_xla_hlo_sharding(len(array.shape))
     try:
         return tuple(_sharding_impls.parse_flatten_op_sharding(xla, mesh)[0])
-    except Exception:  # over a part of an axis
+    except Exception:  # XLA cuts over a part of an axis
         return ()
 
 
 class Switchboard:
-    """One host callback of a program, for all those in the parts that XLA has traced.
+    """One host callback of a program, shared by all callbacks in the parts that XLA has traced.
 
-    A program's callbacks are counted before XLA compiles it, and its parts are traced while it
-    does. So they share one, whose first operand is the number of the one that is meant. It has what
-    JAX's lowering uses of a program's list of callbacks.
+    A program's callbacks are counted before XLA compiles it, and its parts are traced while XLA
+    compiles. So all parts share one callback, whose first operand selects the function to call. To
+    JAX's lowering of a part, a switchboard looks like the program's list of callbacks.
     """
 
     def __init__(self, index: int):
@@ -222,23 +222,23 @@ class Switchboard:
         return self._index + 1
 
     def announce(self) -> int:
-        """The number of the callback that is appended next, which takes it as first operand."""
+        """Returns the number of the next appended callback, which gets it as first operand."""
         self._announced = True
         return len(self._callbacks)
 
     def append(self, callback: Any) -> None:
         if not self._announced:
             raise UnsupportedError(
-                "A function that XLA cuts over devices (triax.sharded) has a host callback, as "
-                "jax.debug.print or jax.pure_callback. Take it out, or call the function inside "
-                "jax.shard_map."
+                "A function that XLA cuts over devices (triax.sharded) has a host callback, such "
+                "as jax.debug.print or jax.pure_callback. Remove the callback, or call the "
+                "function inside jax.shard_map."
             )
         self._announced = False
         self._callbacks.append(callback)
 
 
 def add_switchboard(ctx: Any) -> Switchboard:
-    """One of the program that is being lowered; on GPUs kernels need no callbacks."""
+    """Adds a switchboard to the program that is lowered; on GPUs kernels need no callbacks."""
     board = Switchboard(len(ctx.module_context.host_callbacks))
     if "cpu" in lowering_platforms(ctx):
         ctx.module_context.add_host_callback(board)
@@ -246,12 +246,12 @@ def add_switchboard(ctx: Any) -> Switchboard:
 
 
 def with_switchboard(ctx: Any, board: Switchboard) -> Any:
-    """The context of a lowering rule whose callbacks are those of `board`."""
+    """Returns the context of a lowering rule whose callbacks go to `board`."""
     return ctx.replace(module_context=ctx.module_context.replace(host_callbacks=board))
 
 
 def switchboard(ctx: Any) -> Switchboard | None:
-    """What takes the callbacks of a lowering rule, if it is for a part that XLA has traced."""
+    """Returns the switchboard of a lowering rule in a part that XLA has traced, else None."""
     found = ctx.module_context.host_callbacks
     return found if isinstance(found, Switchboard) else None
 
@@ -262,8 +262,8 @@ def switchboard(ctx: Any) -> Switchboard | None:
 class KeyValueClient:
     """The key-value service of a `jax.distributed` job.
 
-    `process` is this process's number in the job, of `num_processes`. JAX's public functions for
-    these wait for the backends of all processes.
+    `process` is this process's number among the job's `num_processes`. JAX's public functions for
+    both numbers wait for the backends of all processes.
     """
 
     def __init__(self, client: Any, process: int = 0, num_processes: int = 1):
@@ -271,7 +271,7 @@ class KeyValueClient:
         self.process, self.num_processes = process, num_processes
 
     def find(self, key: str) -> str | None:
-        """The value of a key, or None; never waits."""
+        """Returns the value of a key, or None; never waits."""
         try:
             value: str = self._client.key_value_try_get(key)
             return value
@@ -284,7 +284,7 @@ class KeyValueClient:
         self._client.key_value_delete(key)
 
     def count(self, folder: str) -> int:
-        """How many keys are below `folder`."""
+        """Returns the number of keys below `folder`."""
         return len(self._client.key_value_dir_get(folder))
 
     def claim(self, key: str, value: str) -> str | None:
@@ -309,7 +309,7 @@ class KeyValueClient:
 
 
 def key_value_client() -> KeyValueClient | None:
-    """The job's key-value service, or None in a job of one process."""
+    """Returns the job's key-value service, or None in a job of one process."""
     state = _distributed.global_state
     if state.client is None:
         return None
@@ -320,9 +320,9 @@ def key_value_client() -> KeyValueClient | None:
 
 
 def default_platform() -> str | None:
-    """The platform that programs run on by default: "cpu", "gpu", …
+    """Returns the platform that programs run on by default: "cpu", "gpu", …
 
-    None until a backend is started, because asking must not start one.
+    Returns None until a backend is started, because asking must not start one.
     """
     if not _xla_bridge.backends_are_initialized():
         return None
@@ -331,7 +331,7 @@ def default_platform() -> str | None:
 
 
 def local_index(device: Any) -> int | None:
-    """The driver's ordinal of a GPU of this process; None for another process's."""
+    """Returns the driver's ordinal of a GPU of this process; None for another process's GPU."""
     if device.process_index != jax.process_index():
         return None
     index = device.local_hardware_id

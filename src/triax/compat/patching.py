@@ -1,10 +1,10 @@
-"""Replaces attributes in Triton for a while, and undoes it.
+"""Replaces attributes in Triton for a while, and restores them.
 
 Compiling and interpreting both patch Triton's modules and classes. A signal's exception may end
-either at any instruction, even while it cleans up, so the old value is recorded before anything is
+either at any instruction, even in its clean-up, so the old value is recorded before anything is
 changed. `undo` can be interrupted too; the next call continues where it stopped.
 
-There is one list for the process, guarded by `triax.compat.triton_lock`.
+The process has one list of changes, guarded by `triax.compat.triton_lock`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 ABSENT = object()
-"""The value of an attribute that is not there."""
+"""Stands for the value of an attribute that does not exist."""
 
 
 class Change(NamedTuple):
-    """`holder.name` is to be `value`; of a dictionary, `holder[name]`."""
+    """A new `value` for `holder.name`, or for `holder[name]` of a dictionary."""
 
     holder: Any
     name: str
@@ -26,13 +26,13 @@ class Change(NamedTuple):
 
 
 Changes: TypeAlias = list[tuple[Any, dict[str, Any]]]
-"""By holder: what its attributes of these names are to be. See `grouped`."""
+"""For each holder, the new values of its attributes by name. See `grouped`."""
 
 _to_undo: list[Callable[[], Changes]] = []
 
 
 def grouped(changes: Iterable[Change]) -> Changes:
-    """Changes by their holders."""
+    """Groups changes by their holders."""
     found: dict[int, tuple[Any, dict[str, Any]]] = {}
     for holder, name, value in changes:
         found.setdefault(id(holder), (holder, {}))[1][name] = value
@@ -40,7 +40,7 @@ def grouped(changes: Iterable[Change]) -> Changes:
 
 
 def replace(changes: Changes) -> None:
-    """Makes the changes; `undo` takes them back."""
+    """Makes the changes, until `undo`."""
     old = [
         (holder, {name: now.get(name, ABSENT) for name in values})
         for holder, values in changes
@@ -51,9 +51,9 @@ def replace(changes: Changes) -> None:
 
 
 def watch(holders: Iterable[Any]) -> Callable[[], Changes]:
-    """Makes `undo` also revert what others change in the attributes of `holders` from now on.
+    """Makes `undo` also revert changes that other code makes to `holders` from now on.
 
-    Returns a function that lists what they have changed so far.
+    Returns a function that lists these changes so far.
     """
     before = [(holder, dict(vars(holder))) for holder in holders]
     _to_undo.append(lambda: [(h, _difference(dict(vars(h)), old)) for h, old in before])
@@ -68,7 +68,7 @@ def undo() -> None:
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """What makes attributes `new` that are `old`."""
+    """Returns the values that turn the attributes `old` into `new`."""
     names = {**old, **new}
     changed = [name for name in names if old.get(name, ABSENT) is not new.get(name, ABSENT)]
     return {name: new.get(name, ABSENT) for name in changed}

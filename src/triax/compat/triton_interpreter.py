@@ -1,9 +1,9 @@
-"""What Triax takes from the insides of Triton's interpreter.
+"""The parts of Triton's interpreter that Triax uses.
 
-Triton's interpreter replaces functions of `triton.language` by ones that compute
-with NumPy. Stock, it needs torch and an environment variable, leaves names in
+Triton's interpreter replaces functions of `triton.language` by functions that compute
+with NumPy. By itself it needs torch and an environment variable, leaves names in
 the user's module, and in some versions never undoes its replacements. This file
-hands out its parts under plain names: the builder that carries out operations,
+exports its parts under plain names: the builder that carries out operations,
 the replacements in a form that can always be undone, and the AST
 transformation of kernels. The interpreter proper is `triax.interpreting`.
 """
@@ -39,7 +39,7 @@ _NUMPY_DTYPES = {
     "int1": np.dtype(bool),
     **{f"{u}int{n}": np.dtype(f"{u}int{n}") for n in (8, 16, 32, 64) for u in ("", "u")},
     **{f"fp{n}": np.dtype(f"float{n}") for n in (16, 32, 64)},
-    # Workaround: triton all: it computes on the bits of bfloat16 and float8 as if on integers.
+    # Workaround: triton all: it computes on the bits of bfloat16 and float8 as on integers.
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
@@ -48,74 +48,74 @@ _NUMPY_DTYPES = {
     "fp8e4b15": np.dtype(np.uint8),
 }
 HISTOGRAMS_WRAP = Version(triton.__version__) < Version("3.8")
-"""Whether compiled histograms count values outside of the bins, in the bin of their lowest bits."""
+"""Whether compiled histograms count a value outside of the bins in the bin of its lowest bits."""
 _ADDRESS = np.dtype(np.uint64)
 _MANY = 10_000
 _AGGREGATE = "__triton_aggregate__"
 
 
 def numpy_dtype(dtype: tl.dtype) -> np.dtype:
-    """The NumPy dtype that holds a Triton type, a block's being its element's."""
+    """Returns the NumPy dtype for the elements of a Triton type."""
     scalar = dtype.scalar
     return _ADDRESS if scalar.is_ptr() else _NUMPY_DTYPES[scalar.name]
 
 
 def type_from_name(name: str) -> tl.dtype:
-    """Triton's type for one of its mangled names, such as ``i64`` or ``*fp32``."""
+    """Returns Triton's type for a mangled name such as ``i64`` or ``*fp32``."""
     return tl.str_to_ty(name, None)
 
 
 def tensor(array: np.ndarray, dtype: tl.dtype) -> tl.tensor:
-    """An array as the interpreter's tensor; an array of rank 0 becomes a scalar."""
+    """Wraps an array as a tensor of the interpreter; an array of rank 0 becomes a scalar."""
     if array.ndim == 0:
         return tl.tensor(TensorHandle(array.reshape(1), dtype), dtype)
     return tl.tensor(TensorHandle(array, dtype), tl.block_type(dtype, list(array.shape)))
 
 
 def as_compiled(value: Any) -> Any:
-    """A value as compiled code holds it: constants are `tl.constexpr`s, tuples `tl.tuple`s."""
+    """Converts a value as the compiler does: constants to `tl.constexpr`, tuples to `tl.tuple`."""
     if isinstance(value, (tuple, tl.core.tuple)):
         return _tuple(value, value)
     return value if isinstance(value, tl.core.base_value) else tl.constexpr(value)
 
 
 def _tuple(parts: Iterable[Any], like: Any) -> Any:
-    """A `tl.tuple`, its parts named as those of `like`."""
+    """Makes a `tl.tuple` of `parts` with the field names of `like`."""
     fields = like.type.fields if isinstance(like, tl.core.tuple) else getattr(like, "_fields", None)
     values = [as_compiled(part) for part in parts]
     return tl.core.tuple(values, tl.core.tuple_type([value.type for value in values], fields))
 
 
 def is_aggregate(value: Any) -> bool:
-    """Whether a value is an instance of a class that Triton calls an aggregate."""
+    """Whether a value is an instance of a class made by `triton.aggregate`."""
     return hasattr(type(value), _AGGREGATE)
 
 
 def aggregates() -> list[Any]:
-    """All classes that `triton.aggregate` made, of which this process has a reference."""
+    """Returns all living classes that `triton.aggregate` made."""
     return [kind for kind in tl.core.base_value.__subclasses__() if _AGGREGATE in vars(kind)]
 
 
 def transform(tree: ast.Module) -> ast.Module:
-    """Rewrites a kernel's AST: what is assigned to a variable becomes a tensor.
+    """Rewrites a kernel's AST so that assigned values become tensors.
 
-    The code refers to the name ``interpreter_semantic``, in newer Triton also to
-    the names of `TRANSFORM_NAMES`.
+    The new code uses the name ``interpreter_semantic``, in newer Triton also the names in
+    `TRANSFORM_NAMES`.
     """
     transformed: ast.Module = _stock.FunctionRewriter.ast_transformer.visit(tree)
     return ast.fix_missing_locations(transformed)
 
 
-# What the compiler always reads from outside of a kernel.
+# The names from outside of a kernel that the compiler always allows.
 BUILTIN_NAMES = frozenset(CodeGenerator.builtin_namespace)
 
 TRANSFORM_NAMES: dict[str, Any] = {
     name: getattr(_stock, name) for name in ("_InterpreterComparison",) if hasattr(_stock, name)
 }
 NUMBERS_DECAY = not hasattr(CodeGenerator, "decide_return_type")
-"""Whether a number that a function returns is always a tensor, as it is before Triton 3.7."""
+"""Whether a number that a function returns always becomes a tensor, as before Triton 3.7."""
 CHAINED_COMPARISONS = bool(TRANSFORM_NAMES)
-"""Whether this Triton knows what ``a < b < c`` means."""
+"""Whether the installed Triton supports ``a < b < c``."""
 AGGREGATES_HAVE_OPERATORS = hasattr(CodeGenerator, "_operator_priority")
 """Whether an aggregate's operators take a tensor or number on the other side."""
 
@@ -134,15 +134,12 @@ _CORE_HOLDERS = (
 
 
 class Semantic(TritonSemantic):
-    """Triton's rules for types, with a short way to the same answer for the usual operands.
-
-    Its own compares and wraps a type's sizes one by one, for every operation of every program.
-    """
+    """Triton's typing rules, with a shortcut for values that are tensors already."""
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
         if type(x) is tl.tensor:
             return x
-        # Not checked is what a kernel assigns: the compiler makes tensors of a tuple's numbers too.
+        # Unchecked values are those a kernel assigns: the compiler also converts tuples' numbers.
         if not check_type and isinstance(x, (tuple, tl.core.tuple)):
             return _tuple_like(x, [self.to_tensor(part, False) for part in x])
         return super().to_tensor(x, check_type)
@@ -155,16 +152,16 @@ class Semantic(TritonSemantic):
         return super().dot_scaled(lhs, lhs_scale, formats[0], rhs, rhs_scale, formats[1], *more)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        # Workaround: triton <3.6: `atomic_min` says that half of its result is pointers.
+        # Workaround: triton <3.6: `atomic_min` gives a half of its result a pointer type.
         if isinstance(y, tl.tensor) and y.dtype.is_ptr() and not y.handle.dtype.scalar.is_ptr():
             y = tensor(y.handle.data.reshape(y.shape), y.handle.dtype.scalar)
         return super().where(condition, x, y)
 
 
 class _Format(str):
-    """The name of a format."""
+    """The name of a number format of `tl.dot_scaled`."""
 
-    # Workaround: triton <3.7: it wants the `.value` of the name.
+    # Workaround: triton <3.7: it reads the `.value` of the name.
 
     value = property(str.__str__)
 
@@ -176,10 +173,10 @@ def _tuple_like(old: Any, parts: list[Any]) -> Any:
 
 
 def _known_shapes() -> Iterable[Change]:
-    """Constructors of block types and tensors that look at each shape once.
+    """Yields patches that make block types and tensors inspect each shape once.
 
-    Triton's wrap a shape's sizes and multiply them for every value of a program, which took a
-    quarter of the interpreter's time.
+    Triton's constructors wrap and multiply a shape's sizes for every value of a program, which
+    takes a quarter of the interpreter's time.
     """
     make_block_type, make_tensor = tl.core.block_type.__init__, tl.core.tensor.__init__
     unwrap = tl.core._unwrap_if_constexpr
@@ -193,13 +190,13 @@ def _known_shapes() -> Iterable[Change]:
             known = block_types[key]
         except KeyError:
             make_block_type(self, element_ty, shape)
-            if len(block_types) > _MANY:  # each keeps its element type alive, and so its id
+            if len(block_types) > _MANY:  # entries keep their element types alive, as ids are keys
                 block_types.clear()
             known = block_types[key] = {**vars(self), "_tensor": {}}
         vars(self).update(known)
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        # None of a block type that was made before.
+        # `known` is None for a block type made before the patch.
         known = vars(type).get("_tensor", None if type.is_block() else of_scalars)
         if known:
             vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
@@ -220,7 +217,7 @@ def _known_shapes() -> Iterable[Change]:
 
 
 def _with_semantic(builtin: Any, semantic: Semantic) -> Any:
-    """A function of the language, called as Triton's interpreter does, with two calls fewer."""
+    """Wraps a language function as Triton's interpreter does, but with two calls fewer."""
     function = getattr(builtin, "__wrapped__", builtin)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +225,7 @@ def _with_semantic(builtin: Any, semantic: Semantic) -> Any:
         return function(*args, **kwargs)
 
     def operate(self: Any, other: Any) -> Any:
-        # An aggregate's operator goes first, on either side.
+        # An aggregate's own operator takes precedence on either side.
         if type(other) is not tl.tensor and is_aggregate(other):
             return NotImplemented
         return function(self, other, _semantic=semantic)
@@ -240,10 +237,8 @@ def _with_semantic(builtin: Any, semantic: Semantic) -> Any:
 class LanguagePatch:
     """All replacements that interpreting needs, found once and applied per launch.
 
-    Only under `TRITON.alone`, which undoes them.
-
-    Triton's own patching inspects every module each time; applying a recorded list of
-    assignments is some ten times faster.
+    Use it only under `TRITON.alone`, which undoes the replacements. Triton's own patching inspects
+    every module each time; applying a recorded list of assignments is some ten times faster.
     """
 
     def __init__(self, builder: Any, semantic: Semantic, more: Iterable[Change]):
@@ -266,7 +261,7 @@ class LanguagePatch:
                 changes.append(Change(holder, name, value))
         self._changes = patching.grouped([*changes, *more])
         self.replaced: dict[int, tuple[Any, Any]] = {}
-        """By identity: each replaced function of the language and its replacement, for
+        """Replaced functions of the language and their replacements, by the function's id, for
         kernels whose module imported the function itself."""
         for holder, values in self._changes:
             if isinstance(holder, types.ModuleType) and holder is not _stock:

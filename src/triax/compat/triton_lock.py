@@ -7,7 +7,7 @@ JAX may be waiting for a callback on another device, which needs it.
 
 Ctrl-C can interrupt the main thread between any two instructions, even in a `finally`, so nothing
 here relies on clean-up code having run: `with` releases a plain lock in any case, because both of
-its ends are written in C, and what an interrupted thread leaves patched is undone by the next.
+its ends are written in C, and the next thread undoes the patches that an interrupted thread left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SharedLock:
     """Runs work that threads may share, and work that a thread does alone.
 
     `prepare` is called before the first sharing thread begins; `undo` before any work alone, and
-    when the last thread has left. A signal may interrupt either, which is then called again.
+    when the last thread has left. If a signal interrupts one of them, it is called again.
     """
 
     def __init__(self, prepare: Callable[[], None], undo: Callable[[], None]):
@@ -36,9 +36,9 @@ class SharedLock:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _renew(self) -> None:
-        self._entry = threading.Lock()  # held by a thread that enters, and by one that is alone
+        self._entry = threading.Lock()  # held while a thread enters, or is alone
         self._list_lock = threading.Lock()
-        self._inside: list[threading.Lock] = []  # of each sharing thread one, held until it leaves
+        self._inside: list[threading.Lock] = []  # one per sharing thread, held until it leaves
 
     def shared(self, work: Callable[[], T]) -> T:
         mine = threading.Lock()
@@ -52,21 +52,21 @@ class SharedLock:
                     self._leave(mine)
 
     def alone(self, work: Callable[[], T]) -> T:
-        # Workaround: python >=3.13: a jump in a loop is compiled to be outside of the `with` around
-        # it, and an interrupt there would not release the lock. So the loop is in a function.
+        # Workaround: python >=3.13: the jump of a loop is compiled outside of the `with` around the
+        # loop, and an interrupt there would not release the lock. So the loop is in a function.
         with self._entry:
             self._wait_until_all_have_left()
-            self._undo()  # what an interrupted thread left
+            self._undo()  # patches that an interrupted thread left
             try:
                 try:
                     return work()
                 finally:
                     self._undo()
             finally:
-                self._undo()  # if a signal interrupted the first, as in tests/interrupts.py
+                self._undo()  # again, as a signal may have interrupted it: tests/interrupts.py
 
     def _wait_until_all_have_left(self) -> None:
-        with self._list_lock:  # a thread that is leaving holds it until it has undone
+        with self._list_lock:  # a leaving thread holds this lock until its `undo` is done
             inside = list(self._inside)
         for lock in inside:
             with lock:
@@ -75,7 +75,7 @@ class SharedLock:
     def _enter(self, mine: threading.Lock) -> None:
         self._inside = [other for other in self._inside if other.locked()]
         if not self._inside:
-            self._undo()  # what an interrupted thread left
+            self._undo()  # patches that an interrupted thread left
             try:
                 self._prepare()
             except BaseException:
@@ -89,10 +89,10 @@ class SharedLock:
             self._undo()
 
     def _after_fork(self) -> None:
-        """No other thread is left to release a lock. A thread that has the turn does not fork."""
+        """Renews the locks, which no other thread is left to release in a forked child."""
         self._renew()
         self._undo()
 
 
 TRITON = SharedLock(triton_patches.prepare, patching.undo)
-"""Shared by the threads that compile in this process; a thread that interprets is alone."""
+"""The lock of this process: threads that compile share it, a thread that interprets is alone."""

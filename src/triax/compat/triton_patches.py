@@ -1,4 +1,4 @@
-"""What Triax patches in Triton while it compiles."""
+"""Patches Triton while Triax compiles."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from triax.compat.triton_private import STOPS_AT, front_end_lock, triton
 
 
 def prepare() -> None:
-    """Replaces what Triax compiles with: no line info, and quick keys for Triton's disk cache.
+    """Patches Triton's compiler: no line info, and quick keys for its disk cache.
 
-    Source paths and lines differ between machines. These are globals of the process, so they stay
-    replaced during all compilations that run at the same time, until `patching.undo`.
+    Line info would make the output depend on the machine's source paths. The patched names are
+    globals of the process, so they stay patched while any compilation runs, until `patching.undo`.
     """
     patching.replace(_changes())
 
@@ -40,25 +40,25 @@ def _changes() -> patching.Changes:
             return b""
         return bytes(make_cubin(self, src, metadata, *rest))
 
-    # Computing it needs a lock, and leaves the kernel half-hashed meanwhile.
+    # Computing a kernel's `cache_key` needs a lock, because it leaves the kernel half-hashed.
     jit_callable = triton().runtime.jit.JITCallable
     code_generator = importlib.import_module("triton.compiler.code_generator")
-    # Not with Triton's own `scope`, which writes environment variables, and reverts what the rest
-    # of the program has set in the meantime.
+    # Patched without Triton's own `scope`, which writes environment variables, and reverts settings
+    # that the rest of the program makes in the meantime.
     settings = vars(triton().knobs.compilation)
     changes = [
         (settings, "disable_line_info", True),
         (settings, "store_binary_only", False),
         # Workaround: triton all: to identify its version, it hashes all its files, hundreds of
-        # megabytes, and asks ptxas for its version, in every process.
+        # megabytes, and asks ptxas for a version, in every process.
         (cache, "triton_key", _installation_key),
         (nvidia, "get_ptxas_version", _ptxas_key),
         (nvidia.CUDABackend, "make_cubin", make_cubin_if_needed),
         (triton().runtime.jit, "ast", _copy(ast, parse=parse)),
         (jit_callable, "cache_key", property(_one_at_a_time(jit_callable.cache_key.fget))),
         # Workaround: triton <3.7: the code generator turns deprecation warnings off for every node
-        # that it visits. That takes time, and changes them for other threads too, permanently if
-        # two threads overlap. Only Triton 3.5 has something to turn off: it uses `ast.Num`.
+        # that it visits. That takes time, and turns them off in other threads too, permanently if
+        # two threads overlap. Only Triton 3.5 needs it, because it uses `ast.Num`.
         (code_generator, "ast", _copy(ast, Num=ast.Constant)),
         (code_generator, "warnings", _copy(warnings, **_NO_FILTERS)),
     ]
@@ -69,7 +69,7 @@ _NO_FILTERS = {"catch_warnings": contextlib.nullcontext, "simplefilter": lambda 
 
 
 def _copy(module: ModuleType, **changes: Any) -> ModuleType:
-    """A copy of a module with some of its names changed, to be put in its place somewhere."""
+    """Returns a copy of a module with some of its names changed."""
     copy = ModuleType(module.__name__)
     vars(copy).update({**vars(module), **changes})
     return copy
@@ -85,10 +85,10 @@ def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parse(*args: Any, **kwargs: Any) -> Any:
-    """`ast.parse`, one at a time."""
+    """Runs `ast.parse`, in one thread at a time."""
     # Workaround: python <3.13: the depth of the tree is counted in a variable that all threads
-    # share. If a garbage collection switches to another thread that parses too, the count is
-    # wrong, which is a SystemError.
+    # share. If a garbage collection switches to another thread that parses too, the wrong count
+    # raises a SystemError.
     with front_end_lock:
         with contextlib.suppress(SystemError):  # code outside Triax parses without the lock
             return ast.parse(*args, **kwargs)
@@ -97,7 +97,7 @@ def parse(*args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _installation_key() -> str:
-    """Triton's version and a hash of what tells one installation of it from another."""
+    """Returns Triton's version and a hash that identifies its installation."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         record = importlib.metadata.distribution("triton").read_text("RECORD")
         if record and "libtriton" in record:  # a wheel's list of its files with their hashes
@@ -109,7 +109,7 @@ def _installation_key() -> str:
 
 
 def _ptxas_key(arch: int = 0) -> str:
-    """Which ptxas Triton runs: its own, which the installation identifies, or another by path."""
+    """Identifies the ptxas that Triton runs: by path, unless it is the installation's own."""
     others = []
     for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         if path := os.environ.get(name):

@@ -1,4 +1,4 @@
-"""What Triax takes from Triton's compiler: binding, specialisation, compilation.
+"""The parts of Triton's compiler that Triax uses: binding, specialisation, compilation.
 
 Triton's own binder decides how each argument is typed and specialised, so annotations,
 `do_not_specialize`, defaults and nested tuples mean here what they mean in Triton.
@@ -27,13 +27,13 @@ from triax.compat import versions
 from triax.errors import CompilationError, MissingDependencyError, UnsupportedError
 
 _PLACEHOLDER = (
-    "The installed `triton` is the placeholder package that `pytorch-triton` 0.0.1 is, not "
-    "Triton itself. Uninstall it (`pip uninstall pytorch-triton triton`) and install `triton>=3.5`."
+    "The installed `triton` is the placeholder package of `pytorch-triton` 0.0.1, not Triton "
+    "itself. Uninstall it (`pip uninstall pytorch-triton triton`) and install `triton>=3.5`."
 )
 
 
 # Held while Triton's Python code is in a state that a forked child must not inherit, such as a
-# half-computed hash of a kernel, or a lock: a fork waits for it.
+# half-computed hash of a kernel, or a locked lock: a fork waits for this lock.
 front_end_lock = threading.RLock()
 os.register_at_fork(
     before=front_end_lock.acquire,
@@ -42,8 +42,8 @@ os.register_at_fork(
 )
 
 
-# Workaround: python <3.12: `functools.cached_property` holds a lock, one for all instances, while
-# it computes a value: a child would wait for ever for a thread that only its parent has.
+# Workaround: python <3.12: `functools.cached_property` holds one lock for all instances while it
+# computes a value: a forked child would wait for ever for a thread that only its parent has.
 def renew_property_locks(*owners: type) -> None:
     """Gives the cached properties of `owners` new locks, in a forked child."""
     for owner in owners:
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_renew_tritons_property_locks)
 
 @functools.cache
 def triton() -> ModuleType:
-    """The `triton` package.
+    """Imports and returns the `triton` package.
 
     Raises:
       MissingDependencyError: not installed, or the placeholder of PyTorch's index.
@@ -92,7 +92,7 @@ def triton() -> ModuleType:
 
 
 def require(gate: versions.Gate, what: str, remedy: str) -> None:
-    """Raises `UnsupportedError` if the installed Triton lacks what `what` needs."""
+    """Raises `UnsupportedError`, which names `what`, if the installed Triton fails `gate`."""
     if not gate.passes(version := triton().__version__):
         raise UnsupportedError(
             f"{what} needs Triton {gate.stable} or later; {version} is installed. {remedy}"
@@ -109,50 +109,50 @@ def check_variadic(function: str, parameter: str) -> None:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where Triton keeps what it has compiled."""
+    """Returns the folder of Triton's compilation cache."""
     return pathlib.Path(triton().knobs.cache.dir)
 
 
 def cache_folder_is_given() -> bool:
-    """Whether somebody chose that folder: by ``TRITON_CACHE_DIR``, or in the program."""
+    """Whether the cache folder was chosen: by ``TRITON_CACHE_DIR``, or in the program."""
     return bool(os.environ.get("TRITON_CACHE_DIR") or vars(triton().knobs.cache).get("dir"))
 
 
 def set_cache_folder(folder: pathlib.Path) -> None:
-    """Chooses that folder, also for processes that this one starts."""
+    """Sets the cache folder, also for processes that this one starts."""
     triton().knobs.cache.dir = str(folder)
 
 
 @functools.cache
 def backend_for(compute_capability: int) -> Any:
-    """Triton's CUDA backend for an architecture."""
+    """Returns Triton's CUDA backend for an architecture."""
     target = triton().backends.compiler.GPUTarget("cuda", compute_capability, 32)
     return triton().compiler.make_backend(target)
 
 
 @functools.cache
 def small_floats(compute_capability: int) -> frozenset[str]:
-    """Triton's names of the 8-bit floats that its kernels have on an architecture."""
-    options = {"enable_fp_fusion": True}  # Workaround: triton >=3.9: it warns if it is left out.
+    """Returns Triton's names of the 8-bit floats that kernels can use on an architecture."""
+    options = {"enable_fp_fusion": True}  # Workaround: triton >=3.9: it warns without the option.
     return frozenset(backend_for(compute_capability).parse_options(options).supported_fp8_dtypes)
 
 
 @functools.cache
 def option_names() -> frozenset[str]:
-    """The compiler options that Triton's CUDA backend knows."""
+    """Returns the names of the compiler options that Triton's CUDA backend knows."""
     module = importlib.import_module("triton.backends.nvidia.compiler")
     return frozenset(field.name for field in dataclasses.fields(module.CUDAOptions))
 
 
 def aggregate_members(kind: type) -> list[Any] | None:
-    """What the author of an aggregate wrote, as Triton hashes it; None for other classes."""
+    """Returns the parts of an aggregate's definition that Triton hashes; None for other classes."""
     if "__triton_aggregate__" not in vars(kind):
         return None
     return [vars(kind).get("__annotations__"), *kind.hash_attrs]
 
 
 class _ElementType(str):
-    """A Triton type name with the two attributes that Triton reads of a torch dtype."""
+    """A Triton type name with the two attributes that Triton reads from a torch dtype."""
 
     __slots__ = ("is_floating_point", "itemsize")
     is_floating_point: bool
@@ -160,14 +160,14 @@ class _ElementType(str):
 
 
 class _ArrayStub(types.SimpleNamespace):
-    """A type of its own, because Triton remembers how to specialise each type."""
+    """A type of its own, because Triton caches how to specialise each Python type."""
 
 
 @functools.cache
 def array_stub(type_name: str, itemsize: int) -> Any:
-    """Stands for an array where Triton specialises: a dtype and an aligned address.
+    """Makes a stand-in for an array that Triton specialises: a dtype and the address 0.
 
-    XLA aligns every buffer to 16 bytes and more, as the address 0 is.
+    The address is aligned because XLA aligns every buffer to 16 bytes or more.
     """
     dtype = _ElementType(type_name)
     dtype.itemsize = itemsize
@@ -176,17 +176,17 @@ def array_stub(type_name: str, itemsize: int) -> Any:
 
 
 def descriptor_stub(base: Any, leaf: Any) -> Any:
-    """Stands for a host TMA descriptor, a `Descriptor`, where Triton specialises."""
+    """Makes a stand-in for a host TMA descriptor (a `Descriptor`) that Triton specialises."""
     lists = (list(leaf.shape), list(leaf.strides), list(leaf.block_shape))
     descriptor = _descriptor_class(leaf.layout)
     layout = () if leaf.layout is None else (leaf.layout,)
-    return descriptor(base, *lists, *layout, leaf.padding)  # that it rounds changes no code
+    return descriptor(base, *lists, *layout, leaf.padding)  # rounding to tf32 changes no code
 
 
 def descriptor_stand_in(layout: Any, **fields: Any) -> Any:
-    """An instance of Triton's own class of host TMA descriptors, its fields as they are given.
+    """Makes an instance of Triton's own class of host TMA descriptors with the given fields.
 
-    The constructor is left out: it wants an address, and a block shape that is final.
+    The constructor is not called: it requires an address and a final block shape.
     """
     descriptor = _descriptor_class(layout)
     found = object.__new__(descriptor)
@@ -204,8 +204,8 @@ def _descriptor_class(layout: Any) -> Any:
 class Specialization:
     """How Triton would compile a kernel for certain arguments.
 
-    `signature` maps parameters to type names (nested for tuples), `constants` and
-    `attributes` are keyed by path, as Triton's `ASTSource` takes them.
+    `signature` maps parameters to type names (nested for tuples); `constants` and
+    `attributes` are keyed by path, as Triton's `ASTSource` requires.
     """
 
     signature: dict[str, Any]
@@ -213,7 +213,7 @@ class Specialization:
     attributes: dict[tuple[int, ...], Any]
 
     def type_name(self, parameter: str, path: tuple[int, ...]) -> str:
-        """The type of one leaf: "*fp32", "i32", "constexpr", …"""
+        """Returns the type of one leaf: "*fp32", "i32", "constexpr", …"""
         found = self.signature[parameter]
         for index in path:
             found = found[index]
@@ -228,7 +228,7 @@ def specialize(
 ) -> Specialization:
     """Types and specialises the values of all parameters the way Triton's launcher does.
 
-    The parameters named in `folded` are compiled in, although they are not constexpr.
+    The parameters named in `folded` become constants, although they are not constexpr.
     """
     given = inspect.BoundArguments(function.signature, collections.OrderedDict(values))
     binder = triton().runtime.jit.create_function_from_signature(
@@ -254,8 +254,8 @@ def specialize(
     return Specialization(signature, constants, attributes)
 
 
-# Workaround: triton <3.7: 3.6 imports torch, for seconds, at its first specialisation, to know
-# torch's tensors; without it they are known by what they can do.
+# Workaround: triton <3.7: 3.6 imports torch, which takes seconds, at its first specialisation, to
+# recognise torch's tensors; without torch it recognises tensors by their attributes.
 class _TorchFinder:
     """An import hook that denies torch to the thread that makes it."""
 
@@ -272,9 +272,9 @@ _torch_was_left_alone = False
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What Triton's compiler returned up to PTX, as plain data. Sizes in bytes.
+    """The result of compiling a kernel with Triton up to PTX, as plain data.
 
-    `ir_path` is the file, in its cache, with the code that its front end made: see `read_ir`.
+    `ir_path` is the file in Triton's cache with the IR of its front end: see `read_ir`.
     """
 
     entry: str
@@ -297,11 +297,11 @@ def compile_specialization(
     code: Callable[[], str],
     on_miss: Callable[[], None] | None = None,
 ) -> Compiled:
-    """Compiles up to PTX, through Triton's disk cache; only under `TRITON.shared`.
+    """Compiles a kernel up to PTX, through Triton's disk cache; only under `TRITON.shared`.
 
-    `code` tells what the function is compiled from, helpers and constants included; Triton's own
-    hash of it is as old as its first compilation. `on_miss` is called where the cache has no entry,
-    before the work begins.
+    `code` returns a key of the kernel's code, helpers and constants included; Triton's own hash is
+    not updated after the first compilation. `on_miss` is called if the cache has no entry, before
+    the compilation begins.
     """
     source_class = triton().compiler.ASTSource
     if function.is_gluon():
@@ -331,8 +331,8 @@ def compile_specialization(
         if is_full or place.is_relative_to(folder) or folder.is_relative_to(place):
             remedy = "Make room there" if is_full else "Make it a folder that can be written"
             raise CompilationError(
-                f"Triton cannot keep what it compiles in {folder} ({error.strerror}). {remedy}, or "
-                "set TRITON_CACHE_DIR to another folder."
+                f"Triton cannot write its cache in {folder} ({error.strerror}). {remedy}, or set "
+                "TRITON_CACHE_DIR to another folder."
             ) from error
         raise
     metadata = kernel.metadata
@@ -352,7 +352,7 @@ def compile_specialization(
 
 
 def read_ir(path: str, compute_capability: int) -> Any:
-    """Triton's own view of a module that its compiler wrote to a file; under `front_end_lock`."""
+    """Reads IR that Triton's compiler wrote to a file, with its parser; under `front_end_lock`."""
     ir = importlib.import_module("triton._C.libtriton").ir
     try:
         return ir.parse_mlir_module(path, _ir_context(compute_capability))
@@ -360,11 +360,11 @@ def read_ir(path: str, compute_capability: int) -> Any:
         raise CompilationError(f"Triton cannot read {path}, which it has written") from error
 
 
-@functools.cache  # to make one takes longer than to read most kernels
+@functools.cache  # making a context takes longer than reading most kernels
 def _ir_context(compute_capability: int) -> Any:
     ir = importlib.import_module("triton._C.libtriton").ir
     context = ir.context()
-    # Workaround: triton <3.6: its contexts have threads, which a forked child has not.
+    # Workaround: triton <3.6: its contexts have threads, which a forked child does not have.
     if hasattr(context, "disable_multithreading"):
         context.disable_multithreading()
     ir.load_dialects(context)
@@ -377,27 +377,27 @@ _CODE = "TRIAXCODE"
 
 
 def _environment_up_to_ptx() -> dict[str, str]:
-    """The environment variables of Triton's cache key, with one more that stops it at PTX.
+    """Returns the environment variables of Triton's cache key, and one that stops it at PTX.
 
-    XLA makes the machine code for itself. With the variable, an entry without machine code is
-    never found by a compilation that needs it; Triton hands it to its stages too, so whether
-    there is machine code cannot depend on anything but the key.
+    XLA makes the machine code itself. Because that variable is in the key, a compilation that needs
+    machine code never finds an entry without it; Triton passes it to its stages too, so whether
+    there is machine code depends on the key alone.
     """
     compiler = importlib.import_module("triton.compiler.compiler")
     environment = dict(compiler.get_cache_invalidating_env_vars())
-    if triton().knobs.compilation.dump_ir:  # a dump shows the machine code too
+    if triton().knobs.compilation.dump_ir:  # the dump should have the machine code too
         return environment
     return {**environment, STOPS_AT: "ptx"}
 
 
 def assemble(backend: Any, ptx: str, options: Mapping[str, Any]) -> bytes:
-    """The machine code that Triton's ptxas makes of PTX; only under `TRITON.shared`."""
+    """Assembles PTX to machine code with Triton's ptxas; only under `TRITON.shared`."""
     parsed = backend.parse_options(dict(options))
     return bytes(backend.make_cubin(ptx, {}, parsed, backend.target.arch))
 
 
 def host_element_type(device_element_type: int, *, tf32: bool) -> int:
-    """The driver's number for a TMA element type, from the compiler's."""
+    """Converts the compiler's number for a TMA element type to the driver's."""
     module = importlib.import_module("triton.backends.nvidia.driver")
     if tf32:
         return int(module.TMA_TF32)

@@ -1,7 +1,7 @@
-"""Reads the bytes of jaxlib's Triton calls.
+"""Decodes jaxlib's Triton calls.
 
-jaxlib writes protocol buffers and offers no reader. The field numbers below are those of its
-`triton.proto`, the same from 0.8.0 to 0.12.
+jaxlib writes protocol buffers and offers no reader. The field numbers below come from its
+`triton.proto`, and are the same from 0.8.0 to 0.12.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class KernelCall(NamedTuple):
 
 
 class Opaque(NamedTuple):
-    """A custom call's payload: its launches, and for run-time tuning what is saved.
+    """A custom call's payload: its launches, and the buffers that run-time tuning saves.
 
-    `saved` are triples of input buffer, other buffer and bytes, buffers counted over inputs
+    `saved` has triples of input buffer, other buffer and bytes; buffers are numbered over inputs
     followed by outputs.
     """
 
@@ -34,7 +34,7 @@ class Opaque(NamedTuple):
 
 
 def decode(opaque: bytes) -> Opaque:
-    """Reads the compressed bytes of one custom call."""
+    """Decodes the compressed payload of one custom call."""
     message = _fields(zlib.decompress(opaque))
     name = message[4][0].decode() if message[4] else ""
     if message[1]:
@@ -54,13 +54,13 @@ def _kernel_call(data: bytes) -> KernelCall:
 
 
 def _numbers(data: bytes, *fields: int) -> Any:
-    """The values of some fields, which are left out of the bytes if they are 0."""
+    """Returns the values of some fields; a field that is left out is 0."""
     found = _fields(data)
     return tuple(found[field][0] if found[field] else 0 for field in fields)
 
 
 def _fields(data: bytes) -> Mapping[int, list[Any]]:
-    """The values of a message's fields, by number: ints, and bytes."""
+    """Returns the values of a message's fields, ints or bytes, by field number."""
     found: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
     position = 0
 

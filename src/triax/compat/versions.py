@@ -1,4 +1,4 @@
-"""Version gates: what Triax may use of the installed JAX, CUDA plugin and Triton.
+"""Version gates: the features of JAX, the CUDA plugin and Triton that Triax may use.
 
 Each gate is data, with its upstream change and the reason for its version; the decisions are
 functions of a version string, so that tests can check the table without installing anything.
@@ -26,10 +26,10 @@ __version__ = "0.2.0"
 class Gate:
     """A feature and the first versions that have it.
 
-    `stable` is the first release, None if no release has it. `nightly` is the first
-    nightly where that differs: a nightly is named after the release to come and
-    ranks below it (0.9.2.dev20260317 < 0.9.2), although it may hold changes that
-    the release, cut from an older commit, does not.
+    `stable` is the first release, None if no release has the feature. `nightly` is the
+    first nightly, if that differs: a nightly is named after the next release and ranks
+    below it (0.9.2.dev20260317 < 0.9.2), although it may have changes that the release,
+    cut from an older commit, does not have.
     """
 
     feature: str
@@ -108,8 +108,8 @@ OWNED_MODULE_KEYS = Gate(
     "jax-ml/jax: jaxlib/gpu/triton_kernels.cc, cache keyed by owned strings; "
     "a likely cause of NVIDIA/TransformerEngine #2730",
 )
-# Before, jaxlib restored every declared alias after timing, also those it had saved nothing for.
-# Merged after 0.9.2 was cut, so 0.9.3 is the first number that can have it (the first release is
+# Before, jaxlib restored every declared alias after timing, even without a saved copy. The fix was
+# merged after 0.9.2 was cut, so 0.9.3 is the first number that can have it (the first release is
 # 0.10.0), while the nightlies still called 0.9.2.dev have it from 2026-03-17 on.
 RUNTIME_AUTOTUNING = Gate(
     "run-time autotuned calls restore aliased operands safely",
@@ -134,8 +134,8 @@ RUNTIME_AUTOTUNING_ON_FFI = Gate(
     "legacy target; if that is gone, an error, never the new FFI",
     "NVIDIA/TransformerEngine #3077",
 )
-# XLA reads a custom call's cost from this attribute; an FFI handler that is not prepared for
-# an attribute refuses the whole call, so it is left out where it is not known to be accepted.
+# XLA reads a custom call's cost from this attribute. An FFI handler refuses a whole call with an
+# attribute that it does not know, so Triax adds it only where the handler is known to accept it.
 COST_ESTIMATE = Gate(
     "cost estimates on Triton calls",
     "0.11.0",
@@ -168,10 +168,10 @@ class Target:
 
 
 def choose_target(version: str, *, autotuned_at_run_time: bool) -> Target:
-    """The custom-call target for one fixed kernel, or for a run-time autotuned call.
+    """Returns the custom-call target for one fixed kernel, or for a run-time autotuned call.
 
-    A run-time autotuned call stays off the FFI target on every version, because that tunes in its
-    Initialize stage, before the inputs exist (see `RUNTIME_AUTOTUNING_ON_FFI`).
+    A run-time autotuned call stays off the FFI target on every version, because that target tunes
+    in its Initialize stage, before the inputs exist (see `RUNTIME_AUTOTUNING_ON_FFI`).
     """
     if FFI_TARGET.passes(version) and (
         not autotuned_at_run_time or RUNTIME_AUTOTUNING_ON_FFI.passes(version)
@@ -181,19 +181,19 @@ def choose_target(version: str, *, autotuned_at_run_time: bool) -> Target:
 
 
 # The first PTX ISA that knows an architecture, where 8.6 does not. Triton writes the newest
-# PTX its own ptxas knows (9.4 for Triton 3.9); the ptxas that jaxlib calls may stop at 9.0
-# and refuses it. 8.6 is read by every ptxas since CUDA 12.7 and by every Triton since 3.5.
+# PTX that its own ptxas knows (9.4 for Triton 3.9), but the ptxas that jaxlib calls may stop at
+# 9.0 and refuse it. Every ptxas since CUDA 12.7 and every Triton since 3.5 reads 8.6.
 _PTX_ISA = {103: 88, 110: 90, 120: 87, 121: 88}
 _PTX_ISA_DEFAULT = 86
 
 
 def ptx_isa_version(compute_capability: int) -> int:
-    """The PTX ISA version to write for an architecture (86 means 8.6)."""
+    """Returns the PTX ISA version to write for an architecture (86 means 8.6)."""
     return _PTX_ISA.get(compute_capability, _PTX_ISA_DEFAULT)
 
 
 def installed(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Returns the installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -202,7 +202,7 @@ def installed(package: str) -> str | None:
 
 @functools.cache
 def cuda_plugin() -> tuple[str, str] | None:
-    """Name and version of the installed CUDA plugin, the newest CUDA first, or None."""
+    """Returns the name and version of the CUDA plugin, the newest CUDA's first, or None."""
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin"):
         if (version := installed(name)) is not None:
             return name, version
@@ -211,7 +211,7 @@ def cuda_plugin() -> tuple[str, str] | None:
 
 @functools.cache
 def gated_version() -> str:
-    """The version that gates are read against: the CUDA plugin's, else jaxlib's."""
+    """Returns the version that gates are compared with: the CUDA plugin's, else jaxlib's."""
     version = plugin[1] if (plugin := cuda_plugin()) else installed("jaxlib")
     if version is None:
         raise VersionError("jaxlib is not installed; `pip install jax`.")
@@ -219,7 +219,7 @@ def gated_version() -> str:
 
 
 def check_jax(version: str | None) -> None:
-    """Raises `VersionError` if this JAX is too old to import Triax; None is not known."""
+    """Raises `VersionError` if JAX is too old for Triax; None stands for an unknown version."""
     if version is not None and not DISPATCH.passes(version):
         raise VersionError(
             f"Triax needs JAX {DISPATCH.stable} or later; {version} is installed. "
@@ -228,10 +228,7 @@ def check_jax(version: str | None) -> None:
 
 
 def check_plugin(plugin: tuple[str, str] | None, jaxlib: str) -> None:
-    """Raises `VersionError` if the plugin is of another version than jaxlib.
-
-    Local version labels are ignored.
-    """
+    """Raises `VersionError` if the plugin's public version differs from jaxlib's."""
     name, version = plugin or ("", jaxlib)
     if plugin is not None and Version(version).public != Version(jaxlib).public:
         raise VersionError(
@@ -241,7 +238,7 @@ def check_plugin(plugin: tuple[str, str] | None, jaxlib: str) -> None:
 
 
 def check_dispatch(version: str) -> None:
-    """Raises `VersionError` where jaxlib cannot launch Triton's kernels."""
+    """Raises `VersionError` if jaxlib cannot launch Triton's kernels."""
     if not DISPATCH.passes(version):
         raise VersionError(
             f"Calling Triton kernels needs JAX {DISPATCH.stable} or later; {version} is installed. "
@@ -260,7 +257,7 @@ def check_triton(version: str) -> None:
 
 
 def versions_table() -> str:
-    """The gates as a Markdown table."""
+    """Returns the gates as a Markdown table."""
     rows = [
         "| Feature | First release | First nightly | Below it | Upstream |",
         "|---|---|---|---|---|",

@@ -2,9 +2,8 @@
 
 Hopper's `wgmma` may take its left operand from registers, and reads them while the program goes on.
 In a loop that makes such an operand (rows times weights that are widened in registers, say) Triton
-lets one product run on into the next pass of the loop, and what assembles its code (ptxas of CUDA
-12.8 to 13.4, at least) gives the registers that the product still reads to other values: results
-are wrong now and then, or always, with nothing said.
+lets a product run on into the next iteration, and ptxas (of CUDA 12.8 to 13.4, at least) reuses the
+registers that the product still reads: results are silently wrong, now and then or always.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _MOST_GROUPS = 8
 _State = tuple[int, int]
 
 
-# Workaround: triton all, triton-lang/triton #9433: a product of registers runs on where its loop
-# begins again, and ptxas does not keep the registers for it.
+# Workaround: triton all, triton-lang/triton #9433: a product with an operand in registers runs on
+# into the loop's next iteration, and ptxas does not keep the registers for it.
 def drain_at_loops(ptx: str) -> str:
     """PTX that waits for products of registers where a loop begins again, if they may still run.
 

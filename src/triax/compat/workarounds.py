@@ -1,7 +1,7 @@
-"""The workarounds of faults in other projects, read from the comments that mark them.
+"""Lists the workarounds for faults in other projects, from the comments that mark them.
 
-The text of a comment is `Workaround: <project> <versions>[, <issue>]: <why>.`, where the versions
-are such as "<3.7" (fixed in that one), "3.5 and 3.6" or "all".
+Such a comment is `Workaround: <project> <versions>[, <issue>]: <why>.`, where the versions
+are "<3.7" (fixed in 3.7), "3.5 and 3.6", "all" and the like.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORM = re.compile(r"Workaround: (jax|jaxlib|triton|xla|python) ([^:,]+)(?:, ([^
 
 @dataclasses.dataclass(frozen=True)
 class Workaround:
-    """One comment."""
+    """One comment that marks a workaround."""
 
     place: str
     project: str
@@ -32,7 +32,7 @@ class Workaround:
     why: str
 
     def has_passed(self, floors: Mapping[str, Version]) -> bool:
-        """Whether no version from the `floors` on, by project, has the fault."""
+        """Whether no supported version has the fault; `floors` has each project's oldest one."""
         numbers = [Version(number) for number in re.findall(r"\d+(?:\.\d+)*", self.versions)]
         floor = floors.get(self.project)
         if floor is None or not numbers or re.search(r">|\bon\b|\+", self.versions):
@@ -44,7 +44,7 @@ class Workaround:
 
 
 def find(folder: Path) -> tuple[list[Workaround], list[str]]:
-    """The workarounds in all Python files of a folder, and where a comment lacks the form."""
+    """Returns the workarounds in a folder's Python files, and the places of malformed comments."""
     found, malformed = [], []
     for path in sorted(folder.rglob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -66,7 +66,7 @@ def find(folder: Path) -> tuple[list[Workaround], list[str]]:
 
 
 def floors(python: str, requirements: Iterable[str]) -> dict[str, Version]:
-    """The oldest version of each project that is supported, from a package's metadata."""
+    """Returns the oldest supported version of each project, from a package's metadata."""
     found = {"python": _floor(SpecifierSet(python))}
     for requirement in map(Requirement, requirements):
         if requirement.name in ("jax", "triton") and "extra" not in str(requirement.marker):
@@ -79,7 +79,7 @@ def _floor(specifiers: SpecifierSet) -> Version:
 
 
 def listed() -> str:
-    """All workarounds of the installed package, one per line; those that can go say so."""
+    """Lists all workarounds of the installed package, one per line, and marks those that can go."""
     oldest: dict[str, Version] = {}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from its sources
         data = importlib.metadata.metadata("triax")

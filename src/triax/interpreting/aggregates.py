@@ -1,9 +1,8 @@
-"""Classes of `triton.aggregate` in a kernel.
+"""Makes classes of `triton.aggregate` work in interpreted kernels.
 
-The compiler passes constants and tuples to their constructor as `tl.constexpr` and `tl.tuple`,
-which the types of their fields demand, and its own state to functions that ask for `_semantic`.
-Here the classes do that for as long as a kernel runs. Jitted methods bind to their instance as
-those of every value of the language do; see `run`.
+The compiler passes constants and tuples to an aggregate's constructor as `tl.constexpr` and
+`tl.tuple`, which the types of its fields demand, and its own state to functions that take
+`_semantic`. While a kernel runs, the patched classes do the same. `run` binds jitted methods.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from triax.interpreting.inside import AmbiguousTruth
 
 
 def changes(semantic: Any) -> Iterator[Change]:
-    """What to replace in the aggregates of this process."""
+    """Yields the patches for all aggregates of this process."""
     for kind in compat.aggregates():
         yield Change(kind, "__new__", _constructor(kind, semantic))
         yield Change(kind, "__bool__", _refuse_condition)
@@ -36,7 +35,7 @@ def changes(semantic: Any) -> Iterator[Change]:
 
 
 def as_compiled(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
-    """A function for Triton's compiler, called with what the compiler would pass to it."""
+    """Wraps a function so that it gets its arguments as Triton's compiler would pass them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         hidden = ("_semantic", "_generator")
@@ -60,7 +59,7 @@ def _asks_for_semantic(member: Any) -> bool:
 
 def _refuse_condition(aggregate: Any) -> NoReturn:
     raise AmbiguousTruth(
-        f"An aggregate cannot be a condition, as `{type(aggregate).__name__}` is: use one of its "
+        f"An aggregate such as `{type(aggregate).__name__}` cannot be a condition: use one of its "
         "fields."
     )
 

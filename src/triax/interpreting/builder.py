@@ -1,8 +1,8 @@
 """Carries out the operations of Triton's IR on NumPy arrays.
 
-A subclass of the builder that Triton's interpreter uses, with the parts replaced
-that are wrong (bfloat16, in older versions also NaNs and booleans), that would
-touch real memory, or that fail without saying what is missing.
+`Builder` extends the builder of Triton's interpreter. It replaces the parts that are
+wrong (bfloat16, in older versions also NaNs and booleans), that would touch real memory,
+or that fail without saying what is missing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ALL = TensorHandle(np.array(True), tl.int1)
 
 
 class MissingOperation(UnsupportedError, AttributeError):
-    """An operation that the interpreter does not have; also answers `hasattr`."""
+    """The interpreter lacks an operation; an AttributeError too, so that `hasattr` works."""
 
 
 class Descriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has no types
     """A tensor descriptor, whose blocks may begin at any element."""
 
-    # Workaround: triton >=3.5: it refuses a last offset that is not a multiple of 16 bytes.
+    # Workaround: triton >=3.5: its class refuses a last offset that is no multiple of 16 bytes.
     def materialize_pointers(self, offsets: Any) -> tuple[TensorHandle, TensorHandle]:
         dtype = self.base.dtype.scalar
         axes = zip(offsets, self.block_shape, strict=True)
@@ -49,14 +49,14 @@ class Descriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has n
 
 
 def _integer(dtype: tl.dtype) -> Callable[[Any, int], TensorHandle]:
-    """The constants of a type, which wrap."""
+    """Returns a method that makes constants of an integer type, which wrap around."""
     stored = numpy_dtype(dtype)
     wide = np.dtype(f"{stored.kind}8")
     return lambda self, value: TensorHandle(np.array([value], wide).astype(stored), dtype)
 
 
 class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no types
-    """The operations. `memory` and `num_warps` are those of the launch being interpreted."""
+    """Triton's operations; `memory` and `num_warps` belong to the launch being interpreted."""
 
     memory: Memory
     num_warps: int
@@ -97,7 +97,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
     def create_masked_store(
         self, ptrs: Any, value: Any, mask: Any, *hints: Any, order: str | None = None, **more: Any
     ) -> None:
-        # Where old versions computed in a wider type, only the element's bytes may be written.
+        # Old versions compute in a wider type, but only the element's bytes may be written.
         values = value.data.astype(numpy_dtype(ptrs.dtype.scalar.element_ty), copy=False)
         self.memory.store(ptrs.data, values, _lanes(mask, ptrs), order)
 
@@ -224,7 +224,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         stored = output.dtype if output.dtype == np.bool_ else numpy_dtype(dtype)
         return TensorHandle(output.astype(stored, copy=False), dtype)
 
-    # Workaround: triton <=3.7: these three let a NaN win.
+    # Workaround: triton <=3.7: its versions of these three propagate NaNs.
 
     def create_minnumf(self, lhs: Any, rhs: Any) -> TensorHandle:
         return self.binary_op(lhs, rhs, np.fmin)
@@ -244,7 +244,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
         return TensorHandle(libdevice.fma(x.data, y.data, z.data), z.dtype.scalar)
 
     def create_umulhi(self, lhs: Any, rhs: Any) -> TensorHandle:
-        # Workaround: triton <=3.8: it multiplies signed numbers as such.
+        # Workaround: triton <=3.8: it multiplies signed operands as signed numbers.
         high = super().create_umulhi(*(TensorHandle(unsigned(h.data), h.dtype) for h in (lhs, rhs)))
         return TensorHandle(high.data.view(lhs.data.dtype), lhs.dtype.scalar)
 
@@ -257,7 +257,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
     ) -> TensorHandle:  # fmt: skip
         dtype = np.dtype(np.float16 if "FP16" in (a_format.name, b_format.name) else BFLOAT16)
         left = dots.scaled(a, a_scale, a_format.name, a_packs_depth, dtype)
-        # The scales of both have the depth last.
+        # Both operands' scales have the depth last.
         b = TensorHandle(np.swapaxes(b.data, -1, -2), b.dtype)
         right = dots.scaled(b, b_scale, b_format.name, b_packs_depth, dtype)
         product = dots.dot(left, np.swapaxes(right, -1, -2), d.data)
@@ -292,7 +292,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
 
 
 def missing_function(symbol: str, library: str) -> UnsupportedError:
-    """The error for a function of a GPU library that the interpreter does not have."""
+    """Makes the error for a function of a GPU library that the interpreter does not have."""
     return UnsupportedError(
         f"The interpreter does not have `{symbol}` of the GPU library {library!r}; use a function "
         "of `tl.math`, or run the kernel on a GPU."
@@ -300,7 +300,7 @@ def missing_function(symbol: str, library: str) -> UnsupportedError:
 
 
 def _lanes(mask: Any, pointers: Any) -> np.ndarray:
-    """A mask as booleans, one for each pointer.
+    """Converts a mask to one boolean for each pointer.
 
     Arithmetic on one-bit values leaves them in wider integers, which NumPy would take for
     positions; only their lowest bit means anything.
@@ -310,5 +310,5 @@ def _lanes(mask: Any, pointers: Any) -> np.ndarray:
 
 
 def _order(semantics: Any, scope: Any) -> str:
-    """How an atomic orders the accesses of different programs; one CTA is one program."""
+    """Returns an atomic's memory order between programs: relaxed if its scope is one CTA."""
     return "relaxed" if scope.name == "CTA" else str(semantics.name).lower()

@@ -1,4 +1,4 @@
-"""An interpreted launch in a program: a host callback."""
+"""Puts an interpreted launch into a program, as a host callback."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from triax.interpreting import frames
 def emit_callback(ctx: Any, operands: Sequence[Any], call: Call, launch: Launch) -> Sequence[Any]:
     """Emits a host callback that interprets `launch`.
 
-    Not `jax.pure_callback`, which turns its operands into JAX arrays, and hangs with a collective
-    over several CPU devices and large arrays.
+    `jax.pure_callback` will not do: it turns its operands into JAX arrays, and hangs with large
+    arrays beside a collective over several CPU devices.
     """
     from triax.interpreting.run import run  # here: it imports triton
 
-    # Results of 64 bits are handed over as pairs of 32: JAX narrows what a callback returns, unless
-    # `jax.enable_x64` is set in the thread that runs it, which is one of XLA's.
+    # 64-bit results are returned as pairs of 32 bits: JAX narrows a callback's results, unless
+    # `jax.enable_x64` is set in the thread that runs it, which is a thread of XLA's.
     types = [
         jax.core.ShapedArray((*aval.shape, 2), np.uint32) if aval.dtype.itemsize == 8 else aval
         for aval in ctx.avals_out
@@ -41,7 +41,7 @@ def emit_callback(ctx: Any, operands: Sequence[Any], call: Call, launch: Launch)
             for array, type in zip(found, types, strict=True)
         )
 
-    # In a part that XLA has traced, the program's one callback has to be told which is meant.
+    # Parts that XLA has traced share one callback of the program: a number selects this launch.
     numbered, avals, numbers = callback, list(ctx.avals_in), list[Any]()
     if (board := jax_private.switchboard(ctx)) is not None:
         numbered = lambda number, *arrays: callback(*arrays)
@@ -65,8 +65,8 @@ def emit_callback(ctx: Any, operands: Sequence[Any], call: Call, launch: Launch)
 
 
 def _bitcast(value: Any, aval: Any) -> Any:
-    """`value`, its bytes taken for those of an array like `aval`."""
+    """Reinterprets the bytes of `value` as an array like `aval`."""
     element = mlir.dtype_to_ir_type(aval.dtype)
-    # MLIR's Python classes have no types.
+    # MLIR's Python classes have no type annotations.
     like = ir.RankedTensorType.get(aval.shape, element)  # type: ignore[attr-defined]
     return stablehlo.bitcast_convert(like, value)  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Memory that also finds races between programs, and uninitialised reads.
 
 Programs run one after another here but at the same time on a GPU, so a kernel can be right here and
-wrong there: if two programs access one element, one changes it, not both use atomics, and nothing
-orders the two. The last access to each element is kept as the number of a segment, the part of a
-program between two of its atomics. Atomics order programs as on a GPU: everything before a release
-comes before everything after an acquire of the same address by a later program.
+wrong there. Two programs race if both access one element, one changes it, not both use atomics, and
+nothing orders the two. The last access to each element is kept as the number of a segment, the part
+of a program between two of its atomics. Atomics order programs as on a GPU: everything before a
+release comes before everything after an acquire of the same address by a later program.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _WRITES_ONLY = ("atomic xchg", "atomic store")
 _IT = "it finds the old value or the new one"
 _THAT_ONE = "that one finds the old value or the new one"
 _STORED = ("stored", True, "which program {} stored without an atomic: either may come first")
-# By what a program does to an element: what another one may not have done before, whether the two
-# are in order if the program itself did it too since then, and what to say. Volatile and atomic
-# loads poll.
+# For each kind of access: the kinds of earlier access by another program that conflict with it,
+# whether an access of that earlier kind by the program itself orders the two, and the error's text.
+# "Polled" is a volatile or an atomic load.
 _CONFLICTS = {
     "loaded": [
         ("stored", True, f"which program {{}} stored: {_IT}"),
@@ -46,9 +46,9 @@ _CONFLICTS = {
 
 
 class _Trace:
-    """For each element, the last segment that did one kind of thing to it; 0 is nobody.
+    """For each element, the last segment with one kind of access to it; 0 means none.
 
-    Also the last one of an earlier program, which the program's own would hide.
+    Also keeps the last segment of an earlier program, which the running program's would hide.
     """
 
     def __init__(self, size: int):
@@ -56,14 +56,14 @@ class _Trace:
         self._earlier = np.zeros(size, np.int32)
 
     def mark(self, at: np.ndarray, segment: int, first: int) -> None:
-        """Notes `segment`, of the program whose segments begin with `first`."""
+        """Records `segment` of the running program, whose first segment is `first`."""
         latest = self.latest[at]
         is_earlier = latest < first
         self._earlier[at[is_earlier]] = latest[is_earlier]
         self.latest[at] = segment
 
     def of_others(self, at: np.ndarray, first: int, own_orders: bool) -> np.ndarray:
-        """The last segments of other programs; with `own_orders`, 0 where its own is later."""
+        """Returns other programs' last segments, or 0 if `own_orders` and the own one is later."""
         latest = self.latest[at]
         return np.where(latest < first, latest, 0 if own_orders else self._earlier[at])
 
@@ -72,7 +72,7 @@ class _Trace:
 
 
 class _Shadow:
-    """Who touched the elements of one buffer that can be written."""
+    """The accesses so far to the elements of one writable buffer."""
 
     def __init__(self, buffer: Buffer, is_fresh: bool):
         self.is_fresh = is_fresh
@@ -80,10 +80,10 @@ class _Shadow:
         self.traces = {d: _Trace(buffer.data.nbytes // self._itemsize) for d in _CONFLICTS}
 
     def at(self, access: Access) -> np.ndarray:
-        """Positions here of the elements accessed, a row for each."""
+        """Returns the tracked positions that an access covers, one row per accessed element."""
         itemsize = access.elements.itemsize
         if itemsize < self._itemsize:
-            # A pointer to a narrower type: from now on every part is tracked separately.
+            # For a pointer to a narrower type, every part is tracked separately from now on.
             for trace in self.traces.values():
                 trace.split(self._itemsize // itemsize)
             self._itemsize = itemsize
@@ -94,7 +94,7 @@ class _Shadow:
 class CheckedMemory(Memory):
     """`Memory` that raises `DataRace` and `UninitializedRead`.
 
-    `fresh` are the indices of the buffers that are not written yet.
+    `fresh` has the indices of the buffers that start uninitialised.
     """
 
     def __init__(self, kernel: str, buffers: Sequence[Buffer], fresh: Sequence[int]):
@@ -104,9 +104,9 @@ class CheckedMemory(Memory):
             for index, buffer in enumerate(buffers)
             if buffer.writable
         }
-        self._programs = [self.program]  # of each segment; the first is nobody's
+        self._programs = [self.program]  # the program of each segment; segment 0 is unused
         self._first = 0
-        # By program, its segments and the addresses that it acquires in them; by address, the
+        # For each program, its segments with the addresses that they acquire; for each address, the
         # segments that release it.
         self._acquired: dict[_Program, list[tuple[int, _Address]]] = collections.defaultdict(list)
         self._released: dict[_Address, list[int]] = collections.defaultdict(list)
@@ -158,8 +158,8 @@ class CheckedMemory(Memory):
         if unwritten.any():
             raise UninitializedRead(
                 f"{self.where()}: {access.describe(unwritten.argmax())}, which nothing has "
-                "written. An output holds anything at first: store to it before, name it in "
-                "`zeroed_outputs`, or alias it to an operand that holds the first values."
+                "written. An output is uninitialised at first: store to it before, name it in "
+                "`zeroed_outputs`, or alias it to an operand that holds the initial values."
             )
 
     def _expect_one_value(self, access: Access, values: np.ndarray) -> None:
@@ -189,7 +189,7 @@ class CheckedMemory(Memory):
             )
 
     def _ordered_before(self) -> dict[_Program, int]:
-        """For each program, its last segment that is before what the program does now."""
+        """Returns each program's last segment that is ordered before the current access."""
         reached: dict[_Program, int] = {}
         # How far the lists of `_acquired` and `_released` have been read.
         walked = collections.Counter[_Program | _Address]()

@@ -1,4 +1,4 @@
-"""Conversions between formats of numbers, as NVIDIA's GPUs do them where NumPy does otherwise."""
+"""Converts between number formats as NVIDIA's GPUs do, where NumPy differs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Floats as integers, toward zero and saturated: `cvt.rzi` of PTX.
+    """Converts floats to integers, toward zero and saturating, as `cvt.rzi` of PTX does.
 
-    NaN becomes 0; from float64, or to 64 bits, the highest bit alone. There is no `cvt` to 8 bits:
-    the compiler takes the lower half of 16.
+    NaN becomes 0; from float64, or to 64 bits, it becomes the highest bit alone. There is no `cvt`
+    to 8 bits: the compiler converts to 16 bits and keeps the lower half.
     """
     wide = np.dtype(f"{dtype.kind}2") if dtype.itemsize == 1 else dtype
     info = np.iinfo(wide)
@@ -26,7 +26,7 @@ def to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def to_float(x: np.ndarray, dtype: np.dtype, toward_zero: bool = False) -> np.ndarray:
-    """Numbers as floats, rounded once, to the nearest or toward zero."""
+    """Converts numbers to floats, rounded once, to the nearest or toward zero."""
     x = x.astype(np.float32) if x.dtype.itemsize < 4 else x
     if toward_zero:
         near = x.astype(dtype)
@@ -37,16 +37,16 @@ def to_float(x: np.ndarray, dtype: np.dtype, toward_zero: bool = False) -> np.nd
         x = np.clip(x, -limit, limit)
     if dtype == BFLOAT16 and x.dtype != np.float32:
         near = x.astype(np.float32)
-        # The error is exact: 64 bits are enough for int64 as well.
+        # The error is exact: the 64 bits of a longdouble's significand hold an int64 too.
         x = to_odd(near, x.astype(np.longdouble) - near)
     return x.astype(dtype)
 
 
 def to_odd(near: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """The sum of `near` and `error`, so that rounding again gives what rounding once would.
+    """Rounds `near + error` to odd, so that rounding the result again is like rounding once.
 
-    `error` is what is missing to the exact number. Where it is not 0, the result is the neighbour
-    of the exact number whose last bit is 1.
+    `near + error` is the exact number. Where `error` is not 0, the result is the neighbour of the
+    exact number whose last bit is 1.
     """
     is_even = near.view(f"u{near.itemsize}") & 1 == 0
     inexact = np.isfinite(near) & (error != 0) & is_even

@@ -11,18 +11,18 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 
 
 def dot(a: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
-    """``a @ b + d``, for floats of 32 bits or fewer in float32; rounded to the type of `d`."""
+    """Returns ``a @ b + d`` in `d`'s dtype, computed in float32 if that is a narrower float."""
     wide = d.dtype if d.dtype.kind in "iu" or d.dtype.itemsize > 4 else np.dtype(np.float32)
     product = np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False))
     return (product + d.astype(wide)).astype(d.dtype)
 
 
 def scaled(values: Any, scale: Any, format: str, packs_depth: bool, dtype: np.dtype) -> np.ndarray:
-    """An operand of `tl.dot_scaled`, ``[..., depth]``, times its scales, ``[..., depth / n]``.
+    """Multiplies an operand of `tl.dot_scaled`, ``[..., depth]``, by its scales.
 
-    Two numbers of 4 bits share a byte, the first in its lower half: neighbours along the depth, or
-    along the axis before it. Like the compiler, where the hardware does not multiply by scales,
-    this computes in `dtype`.
+    The scales are ``[..., depth / n]``. Two 4-bit numbers share a byte, the first in its lower
+    half: neighbours along the depth if `packs_depth`, else along the axis before it. The product
+    is computed in `dtype`, as compiled code does where the hardware does not apply scales.
     """
     data = values.data
     if format == "E2M1":

@@ -1,7 +1,7 @@
 """Reduces the traceback of an error in an interpreted kernel to the kernel's own lines.
 
 Between the call of a kernel and its failing line there are frames of JAX, Triax and Triton, and
-after that line more of Triton's and NumPy's. Only the kernel's are useful.
+after that line frames of Triton and NumPy. Only the kernel's own frames are useful.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 from triax.binding import diagnostics
 
 MARK = "__triax_kernel__"
-"""A global of every function that the interpreter runs."""
+"""The name of a global that marks every function that the interpreter runs."""
 
 
 def of_kernels(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The frames of a traceback that belong to a kernel and its helpers; None if there are none."""
+    """Keeps the frames of a traceback that belong to a kernel or its helpers; None without any."""
     result = None
     for entry in reversed([*_kept(trace)]):
         result = types.TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
@@ -32,7 +32,7 @@ def of_kernels(trace: types.TracebackType | None) -> types.TracebackType | None:
 def raise_as_text(error: Exception) -> NoReturn:
     """Raises `error` for XLA, which keeps only the name of an exception's type and its text.
 
-    XLA puts the innermost frame and all its callers in front. So the error is first raised in a new
+    XLA prefixes the innermost frame and all its callers. So the error is first raised in a new
     thread, where it has no callers, in code that claims to be the kernel's failing line.
     """
     trace = of_kernels(error.__traceback__)
@@ -43,7 +43,7 @@ def raise_as_text(error: Exception) -> NoReturn:
     code = _raise.__code__
     if trace is not None:
         last = traceback.extract_tb(trace)[-1]
-        line = (last.lineno or 5) - 4  # of the `def`, four above the line that is run last
+        line = (last.lineno or 5) - 4  # the `def` is four lines above the last line that runs
         code = code.replace(co_filename=last.filename, co_name=last.name, co_firstlineno=line)
     raised = queue.SimpleQueue[Exception]()
     _thread.start_new_thread(types.FunctionType(code, {}), (said, raised.put))
@@ -64,7 +64,7 @@ def _kept(trace: types.TracebackType | None) -> Iterator[types.TracebackType]:
         path = Path(trace.tb_frame.f_code.co_filename)
         marked = MARK in variables
         inside = inside or marked
-        # Triton's own library is interpreted as kernels are; Triax's kernels are kernels.
+        # Triton's library is interpreted too, but hidden; Triax's own kernels are shown.
         hidden = ("triton", "numpy") if marked else ("triton", "numpy", "triax")
         files = (getattr(sys.modules.get(package), "__file__", None) for package in hidden)
         if inside and not any(file and path.is_relative_to(Path(file).parent) for file in files):

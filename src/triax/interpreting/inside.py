@@ -1,8 +1,8 @@
-"""What rewritten kernels call: conditions and compile-time values, as the compiler treats them.
+"""Functions that rewritten kernels call: conditions and constants, as the compiler treats them.
 
 Triton's interpreter leaves conditions to Python, for which every block is true: ``a and b`` is then
-silently ``b``, and ``if`` on a block always taken. Here all but conditions work element by element,
-without short circuit between tensors, as in compiled code; a condition must be a scalar.
+silently ``b``, and ``if`` on a block always taken. Here ``and``, ``or`` and ``not`` work element by
+element, without short circuit between tensors, as in compiled code; a condition must be a scalar.
 
 In a compiled kernel every literal and every constant is a `tl.constexpr`; here they are plain
 Python values, so that ``N.value`` is ``N``.
@@ -31,12 +31,12 @@ class AmbiguousTruth(UnsupportedError):
 
 
 def plain(constant: Any) -> Any:
-    """What a `tl.constexpr` holds."""
+    """Unwraps a `tl.constexpr`; returns any other value as it is."""
     return constant.value if isinstance(constant, tl.constexpr) else constant
 
 
 def scalar(value: Any) -> Any:
-    """`value`, unless it is a block of several elements."""
+    """Returns `value`, or raises `AmbiguousTruth` if it is a block of several elements."""
     if isinstance(value, tl.tensor) and value.handle.data.size != 1:
         raise AmbiguousTruth(
             f"A block of shape {value.handle.data.shape} cannot be a condition: use `tl.where`, "
@@ -46,7 +46,7 @@ def scalar(value: Any) -> Any:
 
 
 def _value(constant: Any) -> Any:
-    """``constant.value``, which of a plain value is the value itself."""
+    """Returns ``constant.value``, or a plain value itself."""
     is_plain = isinstance(constant, enum.Enum) or not hasattr(constant, "value")
     return constant if is_plain else constant.value
 
@@ -54,20 +54,20 @@ def _value(constant: Any) -> Any:
 def _choice(
     condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any], semantic: Any
 ) -> Any:
-    """``then if condition else otherwise``, a tensor where the condition is one."""
+    """Returns ``then if condition else otherwise``, as a tensor if the condition is a tensor."""
     value = then() if scalar(condition) else otherwise()
     return semantic.to_tensor(value, False) if isinstance(condition, tl.tensor) else value
 
 
 def _branch(condition: Any, branches: list[Any]) -> Any:
-    """The condition of an `if` with a `return`, noted in `branches` unless it is constant."""
+    """Returns the condition of an `if` with a `return`; adds it to `branches` if it is a tensor."""
     if isinstance(condition, tl.tensor):
         branches.append(condition)
     return scalar(condition)
 
 
 def _returned(value: Any, branches: list[Any], semantic: Any) -> Any:
-    """What ``return value`` returns, of numbers tensors where another branch may return others."""
+    """Turns returned numbers into tensors if a tensor decided which ``return`` is reached."""
     if isinstance(value, tuple):
         return rebuild(value, [_returned(part, branches, semantic) for part in value])
     is_number = isinstance(value, (int, float))
@@ -76,13 +76,13 @@ def _returned(value: Any, branches: list[Any], semantic: Any) -> Any:
 
 
 def _assert(condition: Any, message: Any = "") -> None:
-    """``assert condition, message``, which is a `tl.device_assert`."""
+    """Runs ``assert condition, message``, which the compiler makes a `tl.device_assert`."""
     if not np.all(condition.handle.data if isinstance(condition, tl.tensor) else condition):
         raise AssertionError(message)
 
 
 def _combined(deciding: bool, method: str, *values: Callable[[], Any]) -> Any:
-    """``a and b`` or ``a or b``: only a compile-time value equal to `deciding` ends the fold."""
+    """Runs ``a and b`` or ``a or b``; only a constant equal to `deciding` skips later values."""
     result = None
     for evaluate in values:
         value = evaluate()
@@ -100,7 +100,7 @@ def _not(value: Any) -> Any:
 
 
 def _message(evaluate: Callable[[], Any]) -> Any:
-    """That of a `static_assert`, of which the compiler forgives every error."""
+    """Returns a `static_assert`'s message, or its error, because the compiler forgives errors."""
     try:
         return evaluate()
     except Exception as error:
@@ -120,7 +120,7 @@ NAMES: dict[str, Any] = {
     "interpreter_not": _not,
     "interpreter_message": _message,
 }
-"""By the names that `triax.interpreting.syntax` puts into a kernel."""
+"""The functions by the names that `triax.interpreting.syntax` puts into a kernel."""
 
 
 def _extremum(of_numbers: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -133,12 +133,12 @@ def _extremum(of_numbers: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def number(value: Any, dtype: tl.dtype) -> tl.tensor:
-    """A scalar in a kernel."""
+    """Makes a scalar tensor."""
     return compat.tensor(np.array(value, compat.numpy_dtype(dtype)), dtype)
 
 
 def tensor_range(semantic: Any) -> Callable[..., Iterator[tl.tensor]]:
-    """`range` and `tl.range` in a kernel: the counter is a tensor of the type of the bounds."""
+    """Returns a kernel's `range`, whose counters are tensors of the type of the bounds."""
 
     def counters(*bounds: Any, **hints: Any) -> Iterator[tl.tensor]:
         bounds += tuple(hints[n] for n in ("arg1", "arg2", "step") if hints.get(n) is not None)
@@ -152,7 +152,7 @@ def tensor_range(semantic: Any) -> Callable[..., Iterator[tl.tensor]]:
 
 
 def builtin_functions(semantic: Any) -> dict[str, Any]:
-    """Python's functions that mean something else in a kernel."""
+    """Returns replacements for Python's functions that mean something else in a kernel."""
     return {
         "range": tensor_range(semantic),
         "min": _extremum(builtins.min, "minimum"),
@@ -161,8 +161,8 @@ def builtin_functions(semantic: Any) -> dict[str, Any]:
 
 
 def constexpr_operators() -> Iterator[Change]:
-    """The operators that `tl.constexpr` lacks for an `int` on the left."""
-    # Workaround: triton >=3.5: there a left operand is always a `tl.constexpr`.
+    """Yields patches for the operators that `tl.constexpr` lacks for an `int` on the left."""
+    # Workaround: triton >=3.5: in compiled code a left operand is always a `tl.constexpr`.
     for name in ("mod", "and_", "or_", "xor", "lshift", "rshift"):
         reflected = functools.partialmethod(_reflected, getattr(operator, name))
         yield Change(tl.constexpr, f"__r{name.rstrip('_')}__", reflected)

@@ -1,8 +1,8 @@
 """Stand-ins for `triton.language.extra`: libdevice, and the helpers for CUDA.
 
-The generic libdevice is a list of empty stubs, which the compiler swaps for the target's;
-here they are those of CUDA, which the builder carries out. The rest of the helpers are
-inline assembly or facts about the launch.
+The generic libdevice is a list of empty stubs, which the compiler swaps for the target's functions;
+here CUDA's functions replace the stubs, and the builder computes them. The helpers are inline
+assembly or facts about the launch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from triax.interpreting.inside import number
 
 
 def changes(builder: Any, semantic: Any) -> Iterator[Change]:
-    """What to replace in the modules of `triton.language.extra`."""
+    """Yields the patches for the modules of `triton.language.extra`."""
     try:
         cuda = importlib.import_module("triton.language.extra.cuda")
     except ImportError:  # a Triton built without NVIDIA's backend
         return
     helpers = _helpers(builder)
-    # Triton makes the package twice: `tl.extra.cuda` is not what `sys.modules` holds.
+    # Triton makes the package twice: `tl.extra.cuda` is not the module in `sys.modules`.
     modules = (cuda, getattr(tl.extra, "cuda", cuda), cuda.libdevice)
     for module in {id(m): m for m in modules}.values():
         for name, member in vars(module).items():
@@ -50,7 +50,7 @@ def _helpers(builder: Any) -> dict[str, Callable[..., Any]]:
         "smid": lambda _semantic=None: number(0, tl.int32),  # one processor runs everything
         "num_warps": lambda _semantic=None: tl.constexpr(builder.num_warps),
         "num_threads": lambda _semantic=None: tl.constexpr(builder.num_warps * 32),
-        # Kernels run one after another: there is nothing to wait for, and nobody to launch.
+        # Kernels run one after another: there is nothing to wait for or to launch early.
         "gdc_wait": lambda _semantic=None: None,
         "gdc_launch_dependents": lambda _semantic=None: None,
     }

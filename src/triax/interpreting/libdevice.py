@@ -1,9 +1,9 @@
-"""NVIDIA's libdevice in NumPy: what `tl.extra.libdevice` calls on a GPU, computed on the CPU.
+"""NVIDIA's libdevice in NumPy: the functions behind `tl.extra.libdevice`, on the CPU.
 
 Triton picks the function by the types of the arguments (`__nv_rsqrtf` for float32); here
 one entry serves all types. Floats are computed in float64 and rounded once, so that results
 differ from a GPU's by the error that libdevice allows itself, a few units in the last
-place. What must round in a given direction (`add_rd`) is missing, and said to be.
+place. Arithmetic with directed rounding (`add_rd`) is missing, and an error says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[..., np.ndarray]
 
 
 def find(symbol: str) -> Function | None:
-    """The function behind a symbol such as ``__nv_rsqrtf``, or None where it is missing."""
+    """Returns the function for a symbol such as ``__nv_rsqrtf``, or None if it is missing."""
     name = symbol.removeprefix("__nv_").removeprefix("fast_")
     for stem in (name, name[:-1], re.sub("ll$", "", name)):  # a suffix tells the type
         if stem in _FLOAT:
@@ -39,10 +39,10 @@ def find(symbol: str) -> Function | None:
 
 
 def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """``x * y + z``, rounded once, in the type of the arguments."""
+    """Returns ``x * y + z``, rounded once, in the type of the arguments."""
     if x.dtype.itemsize > 4:
         return _fma64(x, y, z).astype(x.dtype)
-    # float64 holds the product; a sum rounded to odd rounds to the right neighbour again.
+    # float64 holds the product exactly; a sum rounded to odd then rounds to the right neighbour.
     product, z64 = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
     total = product + z64
     part = total - product
@@ -65,7 +65,7 @@ _fma64 = np.vectorize(_exactly, otypes=[np.float64])
 
 
 def _in_float64(function: Function) -> Function:
-    """`function` in float64; integers among the arguments stay as they are."""
+    """Makes `function` compute in float64; integer arguments stay as they are."""
 
     def call(*args: np.ndarray) -> np.ndarray:
         return function(*(a.astype(np.float64) if a.dtype.kind == "f" else a for a in args))
@@ -106,7 +106,7 @@ def _reciprocal(function: Function) -> Function:
 
 
 def _exponent(x: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
-    """The exponent of the power of two below `x`; `otherwise` for 0, infinities and NaN."""
+    """Returns floor(log2(|x|)); `otherwise` for 0, infinities and NaN."""
     return np.where(np.isfinite(x) & (x != 0), np.frexp(x)[1] - 1, otherwise)
 
 
@@ -143,7 +143,7 @@ _FLOAT: dict[str, Function] = {
     "scalbn": np.ldexp,
     "round": _round_half_away,
 }
-"""Functions of float64, whose results are rounded to the type wanted."""
+"""Functions that compute in float64; the caller rounds their results."""
 
 
 def _viewed(kind: str) -> Function:
@@ -170,7 +170,7 @@ def _reversed_bits(x: np.ndarray) -> np.ndarray:
 
 
 def _wide(function: Function) -> Function:
-    """`function` on Python's integers, which do not overflow; the result wraps."""
+    """Makes `function` compute on Python's integers, which do not overflow; the result wraps."""
 
     def call(*args: np.ndarray) -> np.ndarray:
         exact = np.asarray(function(*(a.astype(object) for a in args)))
@@ -235,6 +235,6 @@ _AS_IS: dict[str, Function] = {
     "brev": _reversed_bits,
     "byte_perm": _permuted_bytes,
 }
-"""Functions of the arguments as they come."""
+"""Functions that take their arguments without a conversion to float64."""
 
 _DIRECTIONS: dict[str, Function] = {"n": np.rint, "z": np.trunc, "d": np.floor, "u": np.ceil}

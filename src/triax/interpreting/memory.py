@@ -1,10 +1,9 @@
 """The memory of an interpreted kernel: arrays at virtual addresses, every access checked.
 
-Each buffer lies in the middle of its own region of 2**48 bytes, so that an address tells its
-buffer and addresses are the same in every run. `moved` keeps a pointer in its region, however
-large the offset, so that none reaches another buffer. Nothing is ever dereferenced: an access
-becomes an index into a NumPy array, or an error that says which program did what to which
-parameter.
+Each buffer lies in the middle of its own region of 2**48 bytes, so that an address identifies its
+buffer, and addresses are the same in every run. `moved` keeps a pointer in its region, however
+large the offset, so that no pointer reaches another buffer. Nothing is ever dereferenced: an access
+becomes an index into a NumPy array, or an error that names the program, access and parameter.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _REGION_BITS = 48
 _REGION = np.uint64(_REGION_BITS)
 _REACH = 1 << (_REGION_BITS - 1)
 _FAR = _REACH - 64
-"""Offsets of this size or more represent all that leave the region."""
+"""An offset of this size or more stands for any offset that leaves the region."""
 
 
 def unsigned(array: np.ndarray) -> np.ndarray:
-    """The bits of an array as unsigned integers."""
+    """Views the bits of an array as unsigned integers."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
@@ -38,7 +37,7 @@ def _swapped(old: np.ndarray, new: np.ndarray, expected: np.ndarray) -> np.ndarr
     return np.where(unsigned(old) == unsigned(expected), new, old)
 
 
-# What an atomic leaves in memory, by the name of Triton's operation.
+# The value that an atomic leaves in memory, by the name of Triton's operation.
 _ATOMICS: dict[str, Callable[..., np.ndarray]] = {
     "ADD": np.add,
     "FADD": np.add,
@@ -57,7 +56,7 @@ _SPOKEN = {"FADD": "add", "UMIN": "min", "UMAX": "max"}
 
 @dataclasses.dataclass
 class Buffer:
-    """One array in memory: its bytes, and what to call it in an error."""
+    """One array in memory: its bytes, and its name in errors."""
 
     name: str
     type: ArrayType
@@ -67,10 +66,10 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """What one operation ("load", "atomic add") does to one buffer: to ``elements[index]``.
+    """One operation ("load", "atomic add") on ``elements[index]`` of one buffer.
 
     `elements` is the buffer as a vector of the accessed dtype, which need not be the buffer's own.
-    `lanes` says which lanes of the operation these are.
+    `lanes` selects the lanes of the operation that access this buffer.
     """
 
     kind: str
@@ -80,11 +79,11 @@ class Access:
     index: np.ndarray
 
     def describe(self, lane: Any) -> str:
-        """The access and the element that it accesses in one lane, for an error."""
+        """Describes the access of one lane for an error."""
         return self.describe_offset(self.index[lane] * self.elements.itemsize)
 
     def describe_offset(self, offset: int) -> str:
-        """The same, for a place given in bytes from the buffer's start."""
+        """Describes the access at an offset, in bytes from the buffer's start, for an error."""
         preposition = "from" if self.kind.endswith("load") else "to"
         if -_FAR <= offset < _FAR:
             place = f"at element {int(offset) // self.buffer.type.dtype.itemsize}"
@@ -94,10 +93,9 @@ class Access:
 
 
 class Memory:
-    """The buffers of one launch. `program` is the one that accesses them now.
+    """The buffers of one launch, and the program that accesses them now.
 
-    `_before` is told of every access that is in bounds, before it happens, and may refuse it:
-    `triax.interpreting.checking`.
+    `_before` is called before every access that is in bounds, and may refuse it; see `checking`.
     """
 
     def __init__(self, kernel: str, buffers: Sequence[Buffer]):
@@ -106,16 +104,16 @@ class Memory:
         self._buffers = tuple(buffers)
 
     def enter(self, program: tuple[int, int, int]) -> None:
-        """From here on, accesses are those of `program`."""
+        """Attributes the accesses from now on to `program`."""
         self.program = program
 
     def address(self, buffer: int) -> int:
-        """Where the `buffer`-th buffer begins."""
+        """Returns the address at which the `buffer`-th buffer begins."""
         return ((buffer + 1) << _REGION_BITS) + _REACH
 
     @staticmethod
     def moved(addresses: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """`addresses` plus `offsets` in bytes; what would leave a region stays at its end."""
+        """Adds `offsets` (bytes) to `addresses`; a sum outside of its region stays at the end."""
         result = addresses + offsets
         if not int(np.bitwise_or.reduce(addresses ^ result, axis=None)) >> _REGION_BITS:
             return result
@@ -131,10 +129,10 @@ class Memory:
         dtype: np.dtype,
         order: str | None = None,
     ) -> np.ndarray:
-        """The values at `addresses`, and `other` (default 0) where the mask is off.
+        """Returns the values at `addresses`, and `other` (default 0) where the mask is off.
 
-        An atomic load has an `order`: "relaxed", "acquire", "release" or "acquire_release", in
-        which it orders the accesses of programs. A volatile one is "volatile", which is relaxed.
+        `order` is None for a plain load, "volatile" (a relaxed load), or the memory order of an
+        atomic load: "relaxed", "acquire", "release" or "acquire_release".
         """
         result = np.empty(addresses.shape, dtype)
         result[...] = 0 if other is None else other
@@ -149,7 +147,7 @@ class Memory:
     def store(
         self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray, order: str | None = None
     ) -> None:
-        """Writes `values` at `addresses` where the mask is on; of equal addresses the last wins."""
+        """Writes `values` at `addresses` where the mask is on; the last lane of an address wins."""
         values = np.broadcast_to(values, addresses.shape)[mask]
         kind = "atomic store" if order else "store"
         for access in self._locate(kind, addresses[mask], values.dtype):
@@ -164,9 +162,9 @@ class Memory:
         mask: np.ndarray,
         order: str,
     ) -> np.ndarray:
-        """An atomic read-modify-write, lane after lane; returns what was there, 0 if masked.
+        """Runs an atomic read-modify-write lane by lane; returns the old values, 0 if masked.
 
-        `operands` are the values, and for "CAS" what memory is expected to hold.
+        `operands` are the values and, for "CAS", the values that memory is expected to hold.
         """
         kind = "atomic " + _SPOKEN.get(operation, operation.lower())
         masked = [np.broadcast_to(operand, addresses.shape)[mask] for operand in operands]
@@ -180,11 +178,11 @@ class Memory:
         return old
 
     def _before(self, access: Access, order: str | None, values: np.ndarray | None = None) -> None:
-        """What comes: an atomic or a volatile load, which has an `order`; else a load, or a store
-        of `values`."""
+        """Sees an access: atomic or volatile if it has an `order`, else a load, or a store of
+        `values`."""
 
     def _locate(self, kind: str, addresses: np.ndarray, dtype: np.dtype) -> list[Access]:
-        """The accesses to each buffer behind a vector of addresses, all checked."""
+        """Splits a vector of addresses into one checked access for each buffer."""
         if addresses.size == 0:
             return []
         first, last = (self._owner(ends) for ends in (addresses.min(), addresses.max()))
@@ -239,18 +237,18 @@ class Memory:
 
     @staticmethod
     def _owner(addresses: np.ndarray | np.uint64) -> Any:
-        """The index of the buffer in whose region an address lies; there may be none."""
+        """Returns the index of the region that an address lies in, which may have no buffer."""
         return (addresses >> _REGION).astype(np.int64) - 1
 
     def where(self) -> str:
-        """Which program is running, for an error."""
+        """Names the kernel and its running program for an error."""
         return f"Kernel `{self._kernel}`, program {self.program}"
 
 
 def _sequentially(
     combine: Callable[..., Any], access: Access, operands: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """``element = combine(element, *operands)``, lane after lane; returns the old elements."""
+    """Sets ``element = combine(element, *operands)`` lane by lane; returns the old elements."""
     elements, index = access.elements, access.index
     if np.unique(index).size == index.size:
         before = elements[index]

@@ -1,8 +1,8 @@
-"""Reductions, scans and maps, for any function.
+"""Reductions, scans and maps with any function.
 
 Triton's interpreter combines one element with the next in Python, and lets sums of integers grow
-past their type. Here a combine function is applied to whole blocks, in a tree: the logarithm of the
-length many calls, and an order like a GPU's. Sums, maxima and their kin go straight to NumPy.
+past their type. Here a combine function is applied to whole blocks, in a tree: log2(length) calls,
+in an order like a GPU's. Sums, maxima and minima go straight to NumPy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Combine = Callable[[Arrays, Arrays], Arrays]
 def reduce(
     input: Any, axis: Any, combine_fn: Callable[..., Any], keep_dims: Any = False, **_: Any
 ) -> Any:
-    """`tl.reduce`."""
+    """Replaces `tl.reduce`."""
     arrays, types = _arrays_of(input)
     axis, rank = plain(axis), arrays[0].ndim
     if axis is None:
@@ -45,12 +45,12 @@ def reduce(
 def associative_scan(
     input: Any, axis: Any, combine_fn: Callable[..., Any], reverse: Any = False, **_: Any
 ) -> Any:
-    """`tl.associative_scan`."""
+    """Replaces `tl.associative_scan`."""
     arrays, types = _arrays_of(input)
     at = _position(plain(axis), arrays[0].ndim)
     order = slice(None, None, -1 if plain(reverse) else 1)
     rows = tuple(np.moveaxis(a, at, 0)[order] for a in arrays)
-    # By identity: hashing a jitted function fills in its cache key.
+    # Compared by identity: hashing a jitted function computes its cache key.
     if combine_fn is compat.SUM_COMBINE and rows[0].dtype != BFLOAT16:
         scanned: Arrays = (np.cumsum(rows[0], axis=0, dtype=rows[0].dtype),)
     else:
@@ -60,7 +60,7 @@ def associative_scan(
 
 
 def map_elementwise(scalar_fn: Callable[..., Any], *args: Any, pack: Any = 1, **_: Any) -> Any:
-    """`tl.map_elementwise`."""
+    """Replaces `tl.map_elementwise`."""
     if plain(pack) != 1:
         raise UnsupportedError(
             f"The interpreter has `tl.map_elementwise` for `pack=1` only, got `pack={plain(pack)}`."
@@ -70,7 +70,7 @@ def map_elementwise(scalar_fn: Callable[..., Any], *args: Any, pack: Any = 1, **
 
 
 def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Types) -> Any:
-    """A function of scalars on arrays of one shape; lane by lane only if it has control flow."""
+    """Applies a function of scalars to arrays of one shape; lane by lane only if it branches."""
     try:
         return function(*map(compat.tensor, map(np.ascontiguousarray, arrays), types))
     except AmbiguousTruth:
@@ -78,7 +78,7 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
         calls = [function(*map(compat.tensor, map(np.asarray, lane), types)) for lane in lanes]
 
     def join(values: Sequence[Any]) -> tl.tensor:
-        # A number that a branch returns has its own type.
+        # A number that a branch returns may be of another type than the operands.
         found = [v.dtype for v in values if isinstance(v, tl.tensor)]
         dtype = next((dtype for dtype in found if dtype in types), (*found, types[0])[0])
         data = [v.handle.data if isinstance(v, tl.tensor) else [plain(v)] for v in values]
@@ -91,13 +91,13 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
 
 
 def _arrays_of(input: Any) -> tuple[Arrays, Types]:
-    """The arrays behind a tensor or several, and the types of their elements."""
+    """Returns the arrays behind one tensor or a tuple of tensors, and their element types."""
     tensors = (input,) if isinstance(input, tl.tensor) else tuple(input)
     return tuple(t.handle.data.reshape(t.shape) for t in tensors), [t.dtype for t in tensors]
 
 
 def _like(input: Any, arrays: Iterable[np.ndarray], types: Types) -> Any:
-    """Arrays as one tensor or as several, as the input was."""
+    """Wraps arrays as one tensor or as a tuple of tensors, as `input` is."""
     tensors = tuple(map(compat.tensor, map(np.asarray, arrays), types))
     return tensors[0] if isinstance(input, tl.tensor) else tensors
 
@@ -109,7 +109,7 @@ def _position(axis: int, rank: int) -> int:
 
 
 def _on_arrays(combine_fn: Callable[..., Any], types: Types) -> Combine:
-    """A combine function on arrays of one shape."""
+    """Returns the combine function as a function of arrays of one shape."""
 
     def combine(left: Arrays, right: Arrays) -> Arrays:
         outputs = _call(combine_fn, (*left, *right), [*types, *types])
@@ -137,7 +137,7 @@ def _scan_tree(combine: Combine, rows: Arrays) -> Arrays:
     """Scans the first axis, whose length is a power of two, by doubling the distance."""
     distance = 1
     while distance < rows[0].shape[0]:
-        # Blocks keep their shape; the first lanes, which have no predecessor, are put back.
+        # Blocks keep their shape; the first lanes have no predecessor and are restored.
         combined = combine(tuple(np.roll(r, distance, axis=0) for r in rows), rows)
         for new, old in zip(combined, rows, strict=True):
             new[:distance] = old[:distance]
@@ -147,7 +147,7 @@ def _scan_tree(combine: Combine, rows: Arrays) -> Arrays:
 
 
 def _fast_reduction(combine_fn: Callable[..., Any], arrays: Arrays, axis: int) -> Arrays | None:
-    """NumPy's answer, where NumPy has the same function."""
+    """Reduces with NumPy if NumPy has the same function, else returns None."""
     array = arrays[0]
     floating = array.dtype == BFLOAT16 or np.issubdtype(array.dtype, np.floating)
     if combine_fn is compat.SUM_COMBINE and array.dtype not in (BFLOAT16, np.bool_):

@@ -21,10 +21,10 @@ from triax.interpreting import aggregates, frames, inside, syntax
 
 
 class Rewriter:
-    """The Python functions for one launch.
+    """Makes the Python functions for one launch, each once.
 
-    `replaced` gives the stand-ins for functions of `triton.language` that a module
-    imported by name; see `LanguagePatch`.
+    `replaced` has the stand-ins for functions of `triton.language` that a module imported by name;
+    see `LanguagePatch`.
     """
 
     def __init__(self, semantic: Any, replaced: dict[int, tuple[Any, Any]]):
@@ -32,19 +32,19 @@ class Rewriter:
         self._replaced = replaced
         # Keyed by identity: hashing a jitted function hashes its source and dependencies.
         self._functions: dict[int, tuple[JITFunction, Callable[..., Any]]] = {}
-        # What was left out of the namespaces of functions, so that reading it is a NameError, as
-        # where Triton compiles: a branch that is not taken may read any number.
+        # Globals left out of functions' namespaces, so that reading one is a NameError, as it is
+        # for the compiler, which also lets a branch that is not taken name any global.
         self._refused: dict[str, Any] = {}
 
     def function(self, jitted: JITFunction) -> Callable[..., Any]:
-        """A Python function that interprets `jitted`, with its globals as they are now."""
+        """Returns a Python function that interprets `jitted`, with its globals as they are now."""
         known = self._functions.get(id(jitted))
         if known is None:
             known = self._functions[id(jitted)] = (jitted, self._make(jitted))
         return known[1]
 
     def inside(self, value: Any) -> Any:
-        """A value from outside of a kernel, with the stand-ins for functions of the language."""
+        """Converts a value from outside of a kernel, with stand-ins for Triton's functions."""
         value = inside.plain(value)
         if id(value) in self._replaced:
             return self._replaced[id(value)][1]
@@ -55,7 +55,7 @@ class Rewriter:
         return value
 
     def explained(self, error: Exception) -> Exception:
-        """The error, or for what was left out one that names the remedy."""
+        """Turns a NameError for a refused global into an error that names the remedy."""
         if not isinstance(error, NameError) or error.name not in self._refused:
             return error
         name, value = error.name, self._refused[error.name]
@@ -97,7 +97,7 @@ class Rewriter:
 
 
 def _is_refused(name: str, value: Any) -> bool:
-    """Whether Triton's compiler refuses to read this from outside of a kernel: most of it."""
+    """Whether Triton's compiler refuses to read a global of this kind; covers most kinds."""
     if name in compat.BUILTIN_NAMES:
         return False
     if isinstance(value, types.FunctionType):

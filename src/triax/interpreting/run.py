@@ -39,13 +39,13 @@ def run(
 
     Returns:
       One array per ``launch.results``. Elements that the kernel does not write are NaN (0xA5 in
-      every byte of an integer), 0 in zeroed outputs, or the operand's in aliased ones. With an
-      empty grid they are 0, or the operand's.
+      every byte of an integer), 0 in zeroed outputs, or the operand's elements in aliased outputs.
+      With an empty grid they are 0, or the operand's elements.
 
     Raises:
       OutOfBounds: the kernel accessed memory outside its buffers.
       ReadOnlyOperand: the kernel wrote to an operand that no output is aliased to.
-      DataRace, UninitializedRead: with `checked`, what it looks for.
+      DataRace, UninitializedRead: `checked` found a race or an uninitialised read.
       UnsupportedError: the kernel does something that only a GPU can do.
     """
     if launch.kernel.is_gluon and not launch.candidate.is_empty:
@@ -71,7 +71,7 @@ def run(
 def _buffers(
     launch: Launch, operands: Sequence[np.ndarray]
 ) -> tuple[list[Buffer], tuple[int, ...]]:
-    """All buffers, operands first, and for each result the index of its buffer."""
+    """Returns all buffers, operands first, and for each result the index of its buffer."""
     if len(operands) != len(launch.operands):
         raise ArgumentValueError(
             f"Kernel `{launch.name}` takes {len(launch.operands)} operands, got {len(operands)}."
@@ -105,14 +105,14 @@ def _buffers(
 
 
 def _unwritten(type: ArrayType) -> np.ndarray:
-    """The bytes of an unwritten output, chosen so that they do not look like a result."""
+    """Returns the bytes of an unwritten output, chosen so that they do not look like a result."""
     if type.dtype.kind in "biu":
         return np.full(type.nbytes, 1 if type.dtype.kind == "b" else 0xA5, np.uint8)
     return np.full(type.size, np.nan, type.dtype).view(np.uint8)
 
 
 def _names(launch: Launch) -> dict[int, str]:
-    """For each buffer, the first parameter that takes it."""
+    """Maps the index of each buffer to the first parameter that takes it."""
     pairs = [(leaf, name) for name, leaf in launch.named_leaves if not isinstance(leaf, Scalar)]
     return {launch.buffer_index(leaf): name for leaf, name in reversed(pairs)}
 
@@ -125,12 +125,12 @@ def _interpret(launch: Launch, memory: Memory) -> None:
         arguments = {}
         for name, argument in launch.arguments:
             annotation = "" if isinstance(argument, tuple) else parameters[name].annotation_type
-            # Triton compiles an argument of 1 in.
+            # Triton compiles an integer argument of 1 in as a constant.
             folds_one = not annotation and not parameters[name].do_not_specialize
             convert = functools.partial(_convert, machine, launch, memory, annotation, folds_one)
             arguments[name] = map_leaves(convert, argument)
         arguments.update({n: rewriter.inside(value) for n, value in launch.constants.items()})
-        # As a signature binds them: the operands of `*args` have no name.
+        # Bound by the signature, because the operands of `*args` have no name.
         given = inspect.BoundArguments(
             launch.kernel.function.signature, collections.OrderedDict(arguments)
         )
@@ -160,7 +160,7 @@ def _convert(
     folds_one: bool,
     argument: Leaf,
 ) -> Any:
-    """A leaf of the arguments as the interpreter expects it."""
+    """Converts a leaf of the arguments to the interpreter's number, pointer or descriptor."""
     if isinstance(argument, Scalar):
         value = argument.value
         return 1 if folds_one and value == 1 and type(value) is int else _scalar(value, annotation)
@@ -193,7 +193,7 @@ def _scalar(value: bool | int | float | None, annotation: str) -> tl.tensor | No
 
 
 class _Machine:
-    """The interpreter of this process: Triton's builder, with our operations."""
+    """The interpreter of this process: Triton's language on our `Builder`."""
 
     def __init__(self) -> None:
         self.builder = Builder()
@@ -203,7 +203,7 @@ class _Machine:
 
     @contextlib.contextmanager
     def running(self, memory: Memory) -> Iterator[rewriting.Rewriter]:
-        """The scope in which `triton.language` computes; `TRITON.alone` undoes the changes."""
+        """A context in which `triton.language` computes on `memory`; `TRITON.alone` undoes it."""
         self._patch.apply()
         patching.replace(patching.grouped(aggregates.changes(self.semantic)))
         self.builder.memory = memory
@@ -211,8 +211,8 @@ class _Machine:
         try:
             yield self._rewriter
         finally:
-            # If a signal interrupted the end, this runs when the generator is discarded, and
-            # another launch may be running by then.
+            # If a signal interrupts the end, this runs only when the generator is discarded, when
+            # another launch may be running.
             if vars(self.builder).get("memory") is memory:
                 del self.builder.memory
                 self._rewriter = None
@@ -227,7 +227,7 @@ class _Machine:
         for holder in (tl, tl.core):
             yield compat.Change(holder, "map_elementwise", reductions.map_elementwise)
             yield compat.Change(holder, "range", inside.tensor_range(self.semantic))
-        # Workaround: triton <=3.6: NumPy from 2.4 on refuses its conversion.
+        # Workaround: triton <=3.6: NumPy from 2.4 on refuses the conversion in its `__index__`.
         yield compat.Change(tensor, "__index__", lambda tensor: tensor.handle.data.item())
 
         def bind(jitted: JITFunction, owner: Any, kind: Any = None) -> Any:
@@ -240,7 +240,7 @@ class _Machine:
             assert self._rewriter is not None
             return self._rewriter.function(jitted)(*args, **kwargs)
 
-        # As attributes of classes, jitted functions do not bind to the instance otherwise.
+        # Without `__get__`, jitted functions that are attributes of a class would not bind.
         yield compat.Change(JITFunction, "__get__", bind)
         yield compat.Change(JITFunction, "__call__", call)
 

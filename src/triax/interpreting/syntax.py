@@ -1,7 +1,7 @@
 """Rewrites a jitted function's source for the interpreter.
 
-Conditions and constants go through the functions of `triax.interpreting.inside`. What is assigned
-to a variable becomes a tensor however it is assigned, unless it is annotated as `tl.constexpr`.
+Conditions and constants go through the functions of `triax.interpreting.inside`. Every kind of
+assignment turns its value into a tensor, unless the variable is annotated as `tl.constexpr`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEMANTIC, _BRANCHES = "interpreter_semantic", "interpreter_branches"
 
 
 def code_of(jitted: JITFunction) -> types.CodeType:
-    """The rewritten function, kept for as long as the jitted one lives."""
+    """Returns the rewritten code of a jitted function, kept for as long as the function lives."""
     source = jitted.src
     known = _codes.get(jitted.fn)
     if known is None or known[0] != source:
@@ -38,7 +38,7 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
     # Annotations and defaults were evaluated where the function was defined, and may
-    # name what only exists there.
+    # use names that only exist there.
     definition.decorator_list, definition.returns = [], None
     arguments = definition.args
     rest = [arguments.vararg] if arguments.vararg else []
@@ -48,7 +48,7 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
     arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
     _check(definition, jitted)
     tree = compat.transform(_Rewriting().visit(tree))
-    # Errors show the line as it stands in its file.
+    # Errors show the line number in the kernel's file.
     lines = (i for i, line in enumerate(jitted.raw_src) if line.lstrip().startswith("def "))
     first = next(lines, 0)
     ast.increment_lineno(tree, jitted.starting_line_number + first - 1)
@@ -62,7 +62,7 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
 
 
 def _check(definition: ast.FunctionDef, jitted: JITFunction) -> None:
-    """Refuses what this Triton does not compile and would interpret wrongly."""
+    """Refuses syntax that the installed Triton does not compile and would interpret wrongly."""
     if definition.args.vararg:
         triton_private.check_variadic(jitted.fn.__name__, definition.args.vararg.arg)
     for node in ast.walk(definition):
@@ -160,6 +160,6 @@ def _lazy(value: ast.expr) -> ast.expr:
 
 
 def _call(name: str, *arguments: ast.expr | str, at: ast.AST) -> ast.expr:
-    """The call of one of the functions of `inside.NAMES`, in the place of `at`."""
+    """Returns a call of a function in `inside.NAMES`, with the source position of `at`."""
     nodes = [_name(a) if isinstance(a, str) else a for a in arguments]
     return ast.copy_location(ast.Call(_name(f"interpreter_{name}"), nodes, keywords=[]), at)

@@ -1,1 +1,1 @@
-"""How functions that call kernels are cut over devices: `triax.sharded`, and the MoE ops."""
+"""Cuts functions that call kernels over devices: `triax.sharded`, and the MoE ops."""

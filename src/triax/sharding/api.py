@@ -27,49 +27,47 @@ def sharded(
     cut: str | Sequence[str] = (),
     reduce: str | Sequence[str] = (),
 ) -> Callable[_Parameters, _Result]:
-    """Returns `function`, run by each device on its part of the arrays.
+    """Returns a function like `function` that each device runs on its part of the arrays.
 
-    To XLA a kernel is a black box: under plain `jit` it gathers sharded operands, and every device
-    runs the whole call. `rule` names the dimensions, and `cut` those that may be cut:
+    To XLA a kernel is a black box: under plain `jit` XLA gathers sharded operands, and every device
+    runs the whole call. `rule` names the dimensions, and `cut` lists those that may be cut:
 
         rms_norm = triax.sharded(rms_norm, "t h, h -> t h", cut="t")
 
-    The result does not depend on how arrays are cut: dimensions that may not be are gathered. So
-    are dimensions that do not split into equal parts. It works under plain `jit`, on meshes with
+    The result does not depend on how the arrays are cut: dimensions that may not be cut, or do not
+    split into equal parts, are gathered. The function works under plain `jit`, on meshes with
     explicit axes (results' types say how they are cut; call it under `jit`) and inside
-    `jax.shard_map`, where the arrays are parts already. Under `jax.vmap` a batch may be cut as
-    well. Gradients are those of `function`, which may be or call a `jax.custom_vjp`: parts run it
-    again and then its backward pass, and the gradient of an array without a dimension that is cut,
-    as of a weight, is summed over the parts. Floats are added up in float32 or wider, and rounded
-    once to the dtype of the result or of the array.
+    `jax.shard_map`, where the arrays are parts already. Under `jax.vmap` the batch may be cut too.
+
+    Gradients are those of `function`, which may be or call a `jax.custom_vjp`: each part runs
+    `function` again, then its backward pass. The gradient of an array without a cut dimension, such
+    as a weight, is summed over the parts. Floats are summed in float32 or wider, and rounded once
+    to the dtype of the result or of the array.
 
     Args:
-      function: takes arrays by position and options by keyword; returns arrays. They may be in
-        pytrees, whose leaves each have a place in `rule`. On a part of the arrays it must return
-        that part of the result, so it may not close over arrays, and it must take sizes from its
+      function: takes arrays by position and options by keyword, and returns arrays. Each leaf of a
+        pytree of arrays has a place in `rule`. Given a part of the arrays, `function` must return
+        that part of the result, so it may not close over arrays, and must take sizes from its
         arguments.
-      rule: as in Shardy's sharding rules, the names of the dimensions of each array with blanks
-        between them, arrays apart by commas: arguments, "->", results. Dimensions of the same name
-        have the same size. A scalar has no names: "t h, -> t h".
-      cut: the names of dimensions that may be cut, as "t" or "b t". Each is in an argument and in
-        every result.
-      reduce: names that may be cut and that a result lacks: the result is the sum of what the parts
-        return. For a product with "t k, k n -> t n" that is "k"; a bias is added outside, or every
-        part would add it. A mean is a sum that is divided outside. Return float32 if neither the
-        parts' results nor their sum may be rounded to less.
-
-    Returns:
-      A function like `function`.
+      rule: names the dimensions of each array, as in Shardy's sharding rules: blanks between names,
+        commas between arrays, "->" between arguments and results. Dimensions of the same name have
+        the same size. A scalar has no names: "t h, -> t h".
+      cut: names of dimensions that may be cut, such as "t" or "b t". Each must be in an argument
+        and in every result.
+      reduce: names that may be cut and that a result lacks: that result is the sum over the parts.
+        For a product with "t k, k n -> t n", pass "k". Add a bias, or divide a sum to get a mean,
+        outside of `function`; otherwise every part does it. Return float32 if neither the parts'
+        results nor their sum may be rounded to less.
 
     Raises:
-      ArgumentTypeError, ArgumentValueError: `rule`, `cut` or `reduce` contradict each other, or,
-        when the function is called, the arrays.
+      ArgumentTypeError, ArgumentValueError: `rule`, `cut` and `reduce` contradict each other or, at
+        a call, do not fit the arrays.
     """
     messages.check_callable("function", function)
     parsed = rules.parse(rule)
     both = rules.names("cut", cut), rules.names("reduce", reduce)
     rules.check_cut(rule, parsed, *both)
-    # A letter for each name, as the declarations of ops have.
+    # A `Split` has one letter per dimension.
     known = sorted({name for part in parsed for names in part for name in names})
     if len(known) > len(string.ascii_lowercase):
         raise ArgumentValueError(
@@ -117,7 +115,7 @@ def sharded(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Cut:
-    """A function of flat arrays and its rule, in letters; its derivatives are others of these.
+    """A function of flat arrays and its rule in letters; its derivatives are `_Cut`s as well.
 
     A result that lacks a letter of `cut` is the sum of the parts' results.
     """
@@ -208,7 +206,7 @@ class _Cut:
         return found, moved
 
     def _derivatives(self, moving: list[int], floats: list[int]) -> tuple[_Cut, _Cut]:
-        """Of the results that are floats, in the arguments that move: forward, and backward."""
+        """Returns the JVP and the VJP of results `floats` with respect to arguments `moving`."""
         count = len(self.operands)
 
         def in_moving(primals: Sequence[Any]) -> tuple[Function, list[Any]]:

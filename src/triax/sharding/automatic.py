@@ -1,4 +1,4 @@
-"""Cutting under plain `jit`: through `custom_partitioning`, once XLA has chosen the shardings."""
+"""Cuts ops under plain `jit`: with `custom_partitioning`, once XLA has chosen the shardings."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from triax.sharding.splits import FlatSplit, Function, Shard, mesh_axes, partiti
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Whether a lowering rule is for a program that XLA cuts over several devices."""
+    """Whether the program being lowered is one that XLA cuts over several devices."""
     return jax_private.num_partitions(ctx) > 1 and not jax_private.exported_platforms(ctx)
 
 
 def partitioned(split: FlatSplit, function: Function, board: Any = None) -> Function:
-    """`function` of flat arrays, which XLA runs in parts by `split` where it pays.
+    """Returns `function`, a function of flat arrays that XLA cuts over devices as `split` allows.
 
-    `board` takes the host callbacks of the parts.
+    `board` is the switchboard for host callbacks inside the parts.
     """
 
     def run(*operands: Any) -> Any:
         jaxpr = jax.make_jaxpr(function)(*operands)
-        constants = jaxpr.consts  # JAX refuses them in a function that is cut
+        constants = jaxpr.consts  # custom_partitioning refuses closed-over arrays
         extended = split._replace(
             operands=(*split.operands, *("_" * jnp.ndim(value) for value in constants)),
             local=lambda shard: lambda *both: split.local(shard)(*both[: len(operands)]),
@@ -72,7 +72,7 @@ def _partitioned(split: FlatSplit, function: Function, board: Any) -> Function:
             local = functools.partial(_with_callbacks, local, board)
         return mesh, local, cut_as(mesh, axes, split.results), cut_as(mesh, axes, split.operands)
 
-    # Not decoded by JAX, which fails where XLA cuts over a part of a mesh axis.
+    # JAX fails to decode a sharding where XLA cuts over a part of a mesh axis.
     run.def_partition(
         partition,
         infer_sharding_from_operands=infer,
@@ -88,7 +88,7 @@ def _as_tuple(function: Function, *operands: Any) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Part:
-    """The parameter of the primitive: a device's part, and where its host callbacks are."""
+    """Parameter of `_part_p`: a device's part of an op, and the switchboard for its callbacks."""
 
     function: Function
     types: tuple[Any, ...]
@@ -111,7 +111,7 @@ mlir.register_lowering(
 
 
 def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
-    """The same for Shardy; each dimension that is needed whole has a name of its own."""
+    """Returns the split as a Shardy rule, with a separate factor per dimension that stays whole."""
     whole: list[str] = []
 
     def names(letters: str) -> ArrayMapping:
@@ -126,7 +126,7 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
     operands = tuple(map(names, split.operands))
     results = tuple(map(names, split.results))
     summed = {*split.cut} - {*"".join(split.results)}
-    # Shardy refuses summed dimensions in another order than that in which operands have them.
+    # Shardy wants summed dimensions in the order in which they appear in the operands.
     appearing = dict.fromkeys(letter for letter in "".join(split.operands) if letter in summed)
     return SdyShardingRule(
         operands,
@@ -137,9 +137,9 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
 
 
 def left_whole(function: Function) -> Function:
-    """`function` of arrays, which XLA does not cut over axes that `shard_map` leaves to it.
+    """Returns `function`, with its arrays kept whole on automatic axes inside a `shard_map`.
 
-    Where it cuts plain JAX there, XLA of JAX 0.10 may end the process (at a gather).
+    If XLA cuts plain JAX over these axes, it may abort the process (in JAX 0.10, at a gather).
     """
 
     def run(*operands: Any) -> Any:

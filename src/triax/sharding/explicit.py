@@ -1,4 +1,4 @@
-"""Cutting on meshes with explicit axes: through `shard_map`, while the program is traced."""
+"""Cuts ops on meshes with explicit axes: with `shard_map`, while the program is traced."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from triax.sharding.splits import (
 
 
 def explicit_mesh(arrays: Any) -> Any | None:
-    """The mesh with explicit axes that is in use, or that the arrays' types name; None if none."""
+    """Returns the mesh with explicit axes that is in use or in an array's type, else None."""
     types = map(jax.typeof, jax.tree.leaves(arrays))
     meshes = (jax.sharding.get_abstract_mesh(), *(t.sharding.mesh for t in types))
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def traced(mesh: Any, function: Function, arguments: Any) -> tuple[Any, Any]:
-    """The jaxpr of a whole op, whose arguments are cut over explicit axes; its results' types.
+    """Returns the jaxpr and the result types of an op whose arguments are cut over explicit axes.
 
-    Traced as if these axes were automatic; those that are manual are so still.
+    The op is traced on whole arrays, with explicit axes made automatic; manual axes stay manual.
     """
     kinds = (AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
     mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple(kinds))
@@ -49,7 +49,7 @@ def traced(mesh: Any, function: Function, arguments: Any) -> tuple[Any, Any]:
 
 
 def sharding_of(array: Any) -> NamedSharding | None:
-    """The sharding that is part of an array's type, if its mesh has explicit axes."""
+    """Returns the sharding in an array's type if its mesh has explicit axes, else None."""
     is_type = isinstance(array, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
     sharding = (array if is_type else jax.typeof(array)).sharding
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -58,12 +58,12 @@ def sharding_of(array: Any) -> NamedSharding | None:
 
 
 def type_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype, and the sharding that is part of the type."""
+    """Returns an array's shape, dtype and explicit sharding."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding_of(array))
 
 
 def explicit_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> Any:
-    """The explicit axes that a batch is cut over, which `vmap` wants to be the same for all."""
+    """Returns the explicit axes that cut a batch; `vmap` requires the same ones in all arrays."""
     cuts = [
         sharding.spec[axis]
         for array, axis in zip(arrays, axes, strict=True)
@@ -73,7 +73,7 @@ def explicit_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> Any:
 
 
 def batched_type(kind: jax.ShapeDtypeStruct, size: int, batch: Any = None) -> jax.ShapeDtypeStruct:
-    """The type with a batch in front, which is cut over the explicit axes `batch`."""
+    """Returns a type with a leading batch dimension, cut over the explicit axes `batch`."""
     sharding = kind.sharding
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(batch, *sharding.spec))
@@ -81,7 +81,7 @@ def batched_type(kind: jax.ShapeDtypeStruct, size: int, batch: Any = None) -> ja
 
 
 def cast(array: Any, kind: jax.ShapeDtypeStruct) -> Any:
-    """The array with the sharding of a type."""
+    """Reshards an array as a type says; an array is gathered if the type has no sharding."""
     have, want = sharding_of(array), kind.sharding
     if have == want:
         return array
@@ -90,9 +90,9 @@ def cast(array: Any, kind: jax.ShapeDtypeStruct) -> Any:
 
 
 def gathered(array: Any, *kept: int) -> jax.Array:
-    """The array, which explicit axes cut over no dimensions but those given.
+    """Gathers an array that is cut over explicit axes, along all dimensions but `kept`.
 
-    For plain JAX, which wants operands that are cut alike.
+    Plain JAX wants operands that are cut alike.
     """
     sharding = sharding_of(array)
     if sharding is None:
@@ -102,9 +102,9 @@ def gathered(array: Any, *kept: int) -> jax.Array:
 
 
 def cut_alike(cut: str, letters: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
-    """The arrays (or None), which explicit axes then cut over letters of `cut` alone, and alike.
+    """Reshards arrays (or None) so that explicit axes cut only letters of `cut`, and all alike.
 
-    The first array that is cut decides. For plain JAX, which wants operands that are cut alike.
+    The first array that is cut decides. Plain JAX wants operands that are cut alike.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
@@ -121,7 +121,7 @@ def cut_alike(cut: str, letters: Sequence[str], arrays: Sequence[Any]) -> list[A
 
 
 def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
-    """The op in parts, as the types of its operands are cut."""
+    """Returns the op in parts, cut as the types of its operands are."""
     axes = _explicit_axes(mesh, split.cut, split.operands, operands)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     names = {name for name, kind in kinds if kind is AxisType.Explicit}
@@ -129,8 +129,7 @@ def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> 
 
 
 def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
-    """Runs a function of several ops in parts, over those explicit axes that its arguments are cut
-    over and the split allows."""
+    """Runs a function of several ops in parts: cuts its arguments over explicit axes by `split`."""
     mesh = explicit_mesh(arguments)
     if mesh is None:
         return function(*arguments)
@@ -154,16 +153,16 @@ _COPY = "#"
 
 
 def _copies(mesh: Any, used: MeshAxes, array: jax.Array) -> jax.Array:
-    """A copy of an array for each part: then XLA adds up the parts' gradients, outside of them."""
+    """Copies an array for each part, so that XLA sums the parts' gradients outside the parts."""
     # Workaround: xla all: inside, where some axes of the mesh are not manual, a sum of bfloat16
-    # ends the process on CPUs.
+    # aborts the process on CPUs.
     count = math.prod(mesh.shape[name] for name in used)
     sharding = NamedSharding(mesh, PartitionSpec(used, *(None for _ in array.shape)))
     return jax.lax.broadcast(gathered(array), (count,), out_sharding=sharding)
 
 
 def _of_copies(split: FlatSplit, copied: Sequence[bool]) -> FlatSplit:
-    """The split of a function some of whose operands are an array's copies for each part."""
+    """Returns the split of a function where `copied` operands have one copy for each part."""
 
     def local(shard: Shard) -> Function:
         run = split.local(shard)
@@ -200,7 +199,7 @@ def _in_parts(
         in_specs=tuple(specs),
         out_specs=[partition_spec(letters, axes) for letters in split.results],
         axis_names=names,
-        # JAX takes a kernel's results to vary over all axes that an operand varies over.
+        # JAX assumes that a kernel's results vary over every axis that an operand varies over.
         check_vma=False,
     )
 
@@ -216,8 +215,8 @@ def _in_parts(
 
 
 def _of_no_axis(array: jax.Array) -> jax.Array:
-    """The array, whose type says no more that it varies over axes that were manual before.
+    """Drops the outer manual axes that an array varies over from its type.
 
-    JAX lets operands keep that with `check_vma=False`, and most results lose it.
+    With `check_vma=False` operands keep these axes in their types, but most results lose them.
     """
     return jax.lax.squeeze(jax.lax.expand_dims(array, (0,)), (0,))

@@ -1,9 +1,9 @@
 """Functions that are linear in some arguments, with their transposes, for the derivatives of ops.
 
-A kernel has no derivative. `jax.custom_vjp` would only give it a backward one; `jax.custom_jvp` is
-lost where JAX splits a loop into forward and backward parts and these are differentiated again; and
+A kernel has no derivative. `jax.custom_vjp` would only add reverse mode; `jax.custom_jvp` is lost
+where JAX splits a loop into forward and backward parts and differentiates these again; and
 `jax.custom_derivatives.linear_call` has no `vmap`. So `call` binds a primitive: forward mode runs
-its function, reverse mode transposes it.
+its function, reverse mode its transpose.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def call(
 
     Args:
       function: takes the tangents that are not zero, and returns arrays like `like`.
-      transpose: ``transpose(residuals, cotangents)``, with cotangents like `like`, returns those of
-        `tangents`, by the same names; those of tangents that are zero are ignored.
+      transpose: ``transpose(residuals, cotangents)`` maps cotangents like `like` to cotangents of
+        `tangents`, by name; cotangents of zero tangents are ignored.
       residuals: a pytree of arrays.
-      tangents: None for those that are zero; there must be others.
-      like: a pytree of arrays or their shapes and dtypes.
+      tangents: tangents by name, None if zero; at least one must not be zero.
+      like: the results as a pytree of arrays, or of their shapes and dtypes.
     """
     moving = {name: tangent for name, tangent in tangents.items() if tangent is not None}
     saved, shapes = jax.tree.leaves(residuals), jax.tree.leaves(like)
@@ -62,11 +62,11 @@ def call(
 
 
 def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) -> list[Any]:
-    """What a function returned, cut as `types` say; it must have their shapes and dtypes."""
+    """Reshards the arrays that a function returned as `types` say; checks shapes and dtypes."""
     for array, kind in zip(arrays, types, strict=True):
         if (array.shape, array.dtype) != (kind.shape, kind.dtype):
             raise TypeError(
-                f"{function.__qualname__} returned {array.dtype}{list(array.shape)} for what is "
+                f"{function.__qualname__} returned {array.dtype}{list(array.shape)} instead of "
                 f"{kind.dtype}{list(kind.shape)}"
             )
     return list(map(explicit.cast, arrays, types))
@@ -79,10 +79,10 @@ def call_each(
     tangents: Any,
     like: Any,
 ) -> Any:
-    """`call` for a function that maps each of its arguments to the output of the same name.
+    """Does the same as `call` for a function that maps each tangent to a result of the same name.
 
-    `tangents`, `like` and the result are named tuples of one type. The function returns a tangent
-    for each one that it gets, and its transpose a cotangent.
+    `tangents`, `like` and the result are named tuples of one type. `function` returns a tangent for
+    each tangent that it gets, and `transpose` a cotangent for each cotangent.
     """
     named = tangents._asdict()
     moving = {name: getattr(like, name) for name in named if named[name] is not None}
@@ -90,7 +90,7 @@ def call_each(
 
 
 def jvp(function: Function, primals: Any, tangents: Any) -> Any:
-    """`jax.jvp` in the arguments that have a tangent."""
+    """Runs `jax.jvp` with respect to the arguments that have a tangent."""
     moving = [i for i, tangent in enumerate(tangents) if jax.tree.leaves(tangent)]
     at, values = in_moving(function, primals, moving)
     return jax.jvp(at, values, [tangents[i] for i in moving])
@@ -99,7 +99,7 @@ def jvp(function: Function, primals: Any, tangents: Any) -> Any:
 def in_moving(
     function: Function, primals: Any, moving: Sequence[int]
 ) -> tuple[Function, list[Any]]:
-    """`function` of those of its arguments alone that move, and their values."""
+    """Returns `function` as a function of its `moving` arguments alone, and their values."""
 
     def at(*moved: Any) -> Any:
         args = list(primals)
@@ -111,7 +111,7 @@ def in_moving(
 
 
 def not_zero(tangents: Any) -> tuple[Any, ...]:
-    """JAX's tangents, with None for those that are zero."""
+    """Replaces JAX's symbolic zeros by None."""
     return tuple(None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents)
 
 
@@ -121,7 +121,7 @@ def batch_size(args: Any, axes: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Bound:
-    """The parameter of the primitive: flat functions of `num_residuals` arrays and tangents."""
+    """Parameter of `_linear_p`: flat functions of `num_residuals` residuals, then tangents."""
 
     name: str
     function: Function
@@ -157,7 +157,7 @@ def _batch(args: Any, axes: Any, *, call: _Bound) -> Any:
     count = call.num_residuals
 
     # Put the batch in front of all tangents, so that all cotangents have it there. JAX transposes
-    # that too: a tangent without a batch gets the sum over it.
+    # the broadcast too: a tangent without a batch gets a cotangent summed over the batch.
     def in_front(arg: Any, axis: int | None) -> Any:
         if axis is not None:
             return jnp.moveaxis(arg, axis, 0)

@@ -1,11 +1,11 @@
-"""The primitive of a function that may be cut over devices, with its rules.
+"""Primitives for functions that may be cut over devices, with their rules.
 
 `bind` traces the function whole, and puts it into the program as one step. JAX then asks for
 
 - a *lowering*: the function, or where XLA cuts the program over several devices, each device's part
   (`automatic`); on meshes with explicit axes the parts are traced right away (`explicit`);
-- a *derivative*: the rule that was given, made of such primitives and linear functions (`linear`);
-- a *batch*: the function, its rule and its letters mapped.
+- a *derivative*: the caller's rule, made of such primitives and linear functions (`linear`);
+- *batching*: `jax.vmap` of the function and of its rule, and a `Split` with one more letter.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def bind(
     calls_back: bool = False,
     check: Callable[[Any, Any], None] | None = None,
 ) -> Any:
-    """``run(*arguments)`` as one step of a program.
+    """Runs ``run(*arguments)`` as one step of a program.
 
     Args:
-      primitive: of `primitive`.
-      name: what the step is called in jaxprs and errors.
+      primitive: a primitive made by `primitive`.
+      name: the step's name in jaxprs and errors.
       run: a function of pytrees of arrays.
-      split: how it is cut over devices; None for a function of steps that are cut themselves.
+      split: how `run` is cut over devices; None if its own steps are cut instead.
       rule: ``rule(tree, out_tree, primals, tangents)`` returns flat results and their tangents, for
         flat arguments of the structure `tree`; None stands for a tangent that is zero.
-      calls_back: whether the program may have host callbacks, as kernels on a CPU are.
-      check: called with the jaxpr of the whole, and the types of its results.
+      calls_back: whether `run` may make host callbacks, as kernels do on a CPU.
+      check: called with the jaxpr of the whole `run`, and the types of its results.
     """
     leaves, tree = jax.tree.leaves(arguments), jax.tree.structure(arguments)
     mesh = None if split is None else explicit.explicit_mesh(leaves)
-    # Inside shard_map, what the platforms' code returns must vary over the same mesh axes.
+    # Inside shard_map, all platforms' results must vary over the same mesh axes.
     leaves = jax_private.insert_varying_casts(leaves)
     arguments = jax.tree.unflatten(tree, leaves)
     if mesh is None:
@@ -63,7 +63,7 @@ def bind(
     flat = None if split is None else flatten(_as_here(split), arguments, shapes, name)
     if mesh is not None and flat is not None:
         jaxpr = _in_parts(mesh, flat, leaves)
-    # The thread in which XLA has a part traced may not know of `jax.enable_x64`.
+    # XLA has parts traced in another thread, where `jax.enable_x64` may not be set.
     wide = any(a.dtype.itemsize > 4 for a in (*leaves, *jaxpr.out_avals))
     may_cut = not (wide or split is None or mesh)
     out_tree = jax.tree.structure(shapes)
@@ -72,7 +72,7 @@ def bind(
         *leaves,
         call=_Bound(
             name,
-            # As a function, so that JAX does not treat its jaxpr as a part of the program.
+            # A function, because JAX would treat a jaxpr here as a part of the program.
             function=jaxpr_as_fun(jaxpr),
             rule=functools.partial(rule, tree, out_tree),
             types=tuple(map(explicit.type_of, jaxpr.out_avals)),
@@ -85,7 +85,7 @@ def bind(
 
 
 def _as_here(split: Split) -> Split:
-    """The split, whose parts XLA has traced in a thread of its own, which knows no settings."""
+    """Returns the split with this thread's settings: XLA traces its parts in another thread."""
     restored = settings.captured()
 
     def run(*operands: Any) -> Any:
@@ -97,7 +97,7 @@ def _as_here(split: Split) -> Split:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Bound:
-    """The parameter of the primitive: flat functions, the results' types, how it is cut."""
+    """Parameter of a `primitive`: flat functions, the results' types, and the split."""
 
     name: str
     function: Function
@@ -117,7 +117,7 @@ def _in_parts(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Any:
 
 
 def primitive(name: str) -> Primitive:
-    """A primitive for `bind`."""
+    """Makes a primitive for `bind`."""
 
     def lowered(ctx: Any, call: _Bound) -> Function:
         if call.split is not None and call.mesh is None and automatic.is_partitioned(ctx):
@@ -132,7 +132,7 @@ def primitive(name: str) -> Primitive:
         moved = []
         for output, result in zip(outputs, results, strict=True):
             aval = jax.typeof(output).to_tangent_aval()
-            # A result that is rounded to integers has none, whatever its operands have.
+            # An integer result has no tangent, whatever its operands have.
             without = result is None or aval.dtype == jax.dtypes.float0
             moved.append(ad.Zero(aval) if without else result)
         return outputs, moved
@@ -144,7 +144,7 @@ def primitive(name: str) -> Primitive:
         size = linear.batch_size(args, axes)
         cut = explicit.explicit_batch(args, axes) if call.mesh is None else None
         types = tuple(explicit.batched_type(kind, size, cut) for kind in call.types)
-        if call.mesh is not None and split is not None:  # cut over more axes now: by batches
+        if call.mesh is not None and split is not None:  # explicit axes may cut the batch too
             jaxpr = _in_parts(call.mesh, split, args)
             function, types = jaxpr_as_fun(jaxpr), tuple(map(explicit.type_of, jaxpr.out_avals))
         rule = jax.vmap(call.rule, (axes, axes))

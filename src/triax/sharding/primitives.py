@@ -1,4 +1,4 @@
-"""Primitives that run a function: one step of a program, with whatever rules are added to it."""
+"""Makes primitives that run a function as one step of a program; callers add further rules."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Function = Callable[..., Any]
 def primitive(
     name: str, lowered: Callable[[Any, Any], Function] = lambda _, call: call.function
 ) -> Primitive:
-    """A primitive that runs ``call.function``, which returns arrays of ``call.types``.
+    """Returns a primitive that runs ``call.function``, whose results have ``call.types``.
 
-    ``lowered(ctx, call)`` is what a program has of it.
+    ``lowered(ctx, call)`` chooses the function that a lowered program runs.
     """
     new = Primitive(name)
     new.multiple_results = True

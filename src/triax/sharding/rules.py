@@ -1,4 +1,4 @@
-"""The rule of a function that is cut over devices: what it says, and what it must go with."""
+"""Parses the rule of `triax.sharded`, and checks it against `cut`, `reduce` and the arrays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def names(argument: str, value: Any) -> tuple[str, ...]:
     names: Any = value.split() if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ArgumentTypeError(
-            f"Argument `{argument}` must be names of `rule`, as 't' or 'b t'; got "
+            f"Argument `{argument}` must be names from `rule`, such as 't' or 'b t'; got "
             f"{messages.shown(value)}."
         )
     return tuple(dict.fromkeys(names))
@@ -62,8 +62,8 @@ def check_cut(rule: str, parsed: Rule, cut: tuple[str, ...], reduce: tuple[str, 
     if not cut and not reduce:
         raise ArgumentTypeError(
             "Argument `cut` is missing: the names of the dimensions in `rule` that may be cut. The "
-            "function must treat their elements alike and apart, as a norm over h does with t in "
-            "'t h, h -> t h'."
+            "function must compute each element along them alike and independently, as a norm "
+            "over h computes each t in 't h, h -> t h'."
         )
     for argument, names in (("cut", cut), ("reduce", reduce)):
         for name in names:
@@ -71,7 +71,7 @@ def check_cut(rule: str, parsed: Rule, cut: tuple[str, ...], reduce: tuple[str, 
                 hint = messages.near_misses(name, of_arguments)
                 if within := [n for n in sorted(of_arguments) if len(name) == 1 and name in n]:
                     apart = " ".join(within[0])
-                    hint = f" Names are set apart by blanks: {apart!r}, not {within[0]!r}."
+                    hint = f" Separate names by blanks: {apart!r}, not {within[0]!r}."
                 raise ArgumentValueError(
                     f"Argument `{argument}` must have names of arguments in `rule`, {rule!r}; got "
                     f"{name!r}.{hint}"
@@ -80,15 +80,15 @@ def check_cut(rule: str, parsed: Rule, cut: tuple[str, ...], reduce: tuple[str, 
         if name in reduce:
             which = "`reduce`" if all(name in named for named in parsed[1]) else "`cut`"
             raise ArgumentValueError(
-                f"Argument `reduce` has {name!r}, and so has `cut`. Names in `reduce` are cut as "
-                f"well, also in results that have them: leave it out of {which}."
+                f"Argument `reduce` has {name!r}, and so has `cut`. Names in `reduce` are cut too, "
+                f"even in results that have them: leave the name out of {which}."
             )
         for index, named in enumerate(parsed[1]):
             if name not in named:
                 raise ArgumentValueError(
                     f"Argument `cut` has {name!r}, which result {index} of {rule!r} lacks. If the "
                     f"results of the parts are to be summed, pass reduce={name!r}; if not, leave "
-                    "it out, and it is never cut."
+                    "the name out, and the dimension is never cut."
                 )
     for name in reduce:
         if all(name in names for names in parsed[1]):
@@ -120,7 +120,7 @@ def check_sizes(
     arrays: Sequence[Any],
     sizes: dict[str, int] | None = None,
 ) -> dict[str, int]:
-    """The size of each name, of those in `sizes` and in `arrays`."""
+    """Checks arrays against `rule` and the known `sizes`; returns the size of each name."""
     sizes = {} if sizes is None else sizes
     if len(declared) != len(arrays):
         raise ArgumentValueError(
@@ -150,7 +150,7 @@ def check_sums(
         if summed and result.dtype == bool:
             raise ArgumentValueError(
                 f"{label}: result {index} is summed over parts of {summed[0]!r}, so it must not be "
-                "of booleans. Return a count: the result of `any` is whether it is above 0."
+                "boolean. Return a count instead: `any` is whether the count is above 0."
             )
 
 
@@ -158,14 +158,14 @@ _SMALL = 128
 
 
 def check_constants(label: str, jaxpr: Any, sizes: set[int]) -> None:
-    """Refuses what a device's part would get whole, though it may need a part of it.
+    """Refuses closed-over arrays: every part would get them whole, but may need only a part.
 
-    JAX's own functions have tables too, made with NumPy, which are small: those are let through
-    that have no dimension of a size that is cut.
+    JAX's own functions have small tables made with NumPy; tables without a dimension of a size
+    that is cut are let through.
     """
     for value in _constants(jaxpr):
         shape = jnp.shape(value)
-        # A part would take the first rows of a table that is longer than what is cut.
+        # A part would only read the first rows of a table longer than the cut dimension.
         long = sizes and math.prod(shape) >= _SMALL and max(shape) >= min(sizes)
         own = isinstance(value, jax.Array) or sizes & {*shape} or long
         if isinstance(value, jax.core.Tracer) or (shape and own):
@@ -176,7 +176,7 @@ def check_constants(label: str, jaxpr: Any, sizes: set[int]) -> None:
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The arrays in a jaxpr, and in those inside of it."""
+    """Yields the constants of a jaxpr and of all jaxprs nested in it."""
     yield from jaxpr.consts
     for step in jaxpr.eqns:
         for parameter in step.params.values():

@@ -546,7 +546,7 @@ def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
         ({"scheme": "tokens"}, ArgumentValueError, "`scheme` must be one of"),
         ({"exchange": "all"}, ArgumentValueError, "`exchange` must be one of"),
         ({"scheme": "choice", "exchange": "padded"}, ArgumentValueError, '"ragged" or None'),
-        ({"weights": np.ones((8, 3))}, ArgumentValueError, "as many slots"),
+        ({"weights": np.ones((8, 3))}, ArgumentValueError, "same `top_k`"),
         ({"selected": np.ones((8, 2))}, ArgumentTypeError, "`experts`"),
         ({"capacity": -1}, ArgumentValueError, "`capacity`"),
         ({"align_size": 0}, ArgumentValueError, "`align_size`"),

@@ -1,4 +1,4 @@
-"""Activations that are JAX functions: plain JAX on every platform, which XLA compiles."""
+"""Runs activations that are JAX functions, in plain JAX on every platform."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def apply(
     up: jax.Array | None,
     row_weights: jax.Array | None,
 ) -> jax.Array:
-    """`glu` by a function of gate and up, or of one array, in float32.
+    """Computes `glu` with a function of gate and up, or of one array, in float32.
 
-    It is given each row by itself, [1, width], so that no result depends on which other rows there
-    are. All that is done to its results has this shape, too: XLA makes a kernel of it more easily.
+    The function gets each row by itself, [1, width], so that no result depends on other rows. Later
+    steps keep this shape, because XLA then fuses them more easily.
     """
     both = spec.gated and up is None
     letters = "r_" if both else "rw", "rw", "r"
@@ -49,8 +49,8 @@ def _of_one_row(
     parts = [part.astype(wider) for part in halves(gate_up, up, spec)]
     if row_weights is None:
         return _checked(function, parts).astype(gate_up.dtype)
-    # Rows without a weight have no gradient, be the function's slope at them finite or not.
-    # Pad rows, which are zeros, stay so: their NaN would reach the weights of their group.
+    # Rows with a zero weight have no gradient, even if the function's slope there is not finite.
+    # Pad rows are zeros, and stay zeros: a NaN in one would reach the weights of its group.
     weighted = (row_weights != 0)[:, None]
     some = functools.reduce(jnp.logical_or, (part != 0 for part in parts))
     out = _checked(function, [_moving(part, weighted, np.True_) for part in parts])
@@ -66,8 +66,8 @@ def gradients(
     row_weights: jax.Array | None,
     gradient: jax.Array,
 ) -> tuple[dict[str, Any], jax.Array]:
-    """Of `apply` the operands' gradients, by name; and its result."""
-    # So that XLA makes all of them in one pass: the result alone could be made before.
+    """Returns the gradients of the operands of `apply`, by name, and its result."""
+    # `after` makes XLA compute all of them in one pass: the result alone could come earlier.
     given = {"gate_up": after(gate_up, gradient), "up": up, "row_weights": row_weights}
     if up is not None:
         given["up"] = after(up, gradient)
@@ -103,7 +103,7 @@ def _checked(function: Callable[..., Any], row: Sequence[jax.Array]) -> jax.Arra
 
 @jax.custom_jvp
 def _moving(x: jax.Array, moving: Any, kept: Any) -> jax.Array:
-    """`x` where it is `kept`, else zero; only where `moving` it has a derivative."""
+    """Returns `x` where `kept`, else zero, with a derivative only where `moving`."""
     return jnp.where(kept, x, 0)
 
 

@@ -1,6 +1,6 @@
 """The kernels of glu: an activation, gated or not, times each row's weight; also in 8 bits.
 
-Gate and up lie side by side in one array, in turn, or in two arrays.
+Gate and up are the halves of one array's rows, or interleaved in them, or two arrays.
 """
 
 import triton
@@ -19,7 +19,7 @@ from triax.moe.quantization.kernels import (
 
 @triton.jit
 def _curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
-    """The activation and its derivative."""
+    """Returns the activation of `x` and its derivative."""
     if CURVE == "silu":
         s = tl.sigmoid(ALPHA * x)
         return x * s, s + x * (ALPHA * (s * (1 - s)))
@@ -38,7 +38,7 @@ def _curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def _clipped(gate, up, LIMIT: tl.constexpr):
-    """Both, and where they are not clipped. A NaN is not."""
+    """Clips gate and up; also returns where each is not clipped. A NaN is not clipped."""
     gate_kept = ~(gate > LIMIT)
     up_kept = ~(tl.abs(up) > LIMIT)
     gate = tl.where(gate_kept, gate, LIMIT)
@@ -59,7 +59,7 @@ def _load(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A block of gate and of up in float32, from column `first` on; one without a gate twice."""
+    """Loads float32 blocks of gate and up from column `first` on; both are equal if not GATED."""
     inside = (rows < num_rows)[:, None]
     row = rows.to(tl.int64)[:, None]
     columns = first + tl.arange(0, COLUMNS)[None, :]
@@ -96,7 +96,7 @@ def _glu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A block of the result, from column `first` on, in the dtype of gate and up."""
+    """Computes a block of glu, from column `first` on, in the dtype of gate and up."""
     gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width = operands
     gate, up = _load(
         gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, ROWS, COLUMNS
@@ -114,7 +114,7 @@ def _glu(
 
 @triton.jit
 def _place(rows, num_rows, first, width, COLUMNS: tl.constexpr):
-    """Where a block of the result is, and what of it there is."""
+    """Returns the offsets of a block of the result, and the mask of its elements that exist."""
     columns = first + tl.arange(0, COLUMNS)[None, :]
     mask = (rows < num_rows)[:, None] & (columns < width)
     return rows.to(tl.int64)[:, None] * width + columns, mask
@@ -137,7 +137,7 @@ def _glu_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # One program for some rows and a block of their columns.
+    # One program computes some rows of a block of columns.
     column_blocks = tl.cdiv(width, BLOCK_COLUMNS)
     rows = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first = tl.program_id(0) % column_blocks * BLOCK_COLUMNS
@@ -180,8 +180,8 @@ def _quantized_glu_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # Whole rows, with a scale for each. Their numbers are made twice, from what is then in the
-    # cache: for the largest, and to be rounded.
+    # Programs take whole rows, with a scale for each. They compute the result twice, the second
+    # time from operands in the cache: for the largest value, and to round it.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
     largest = _largest_of_glu(
@@ -251,7 +251,7 @@ def _largest_of_glu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The size of the largest number of rows of the result."""
+    """Returns the largest absolute value in each row of the result."""
     dtype: tl.constexpr = operands[0].dtype.element_ty
     found = tl.zeros([ROWS, COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32)
     for first in range(0, operands[4], COLUMNS):
@@ -294,8 +294,8 @@ def _glu_grad_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # Whole rows, so that the gradient of a row's weight is summed up by one program. Where it makes
-    # the result again, it takes the operands' places: the result's is that of the gradient.
+    # Programs take whole rows, so that one program sums the gradient of a row's weight. With AGAIN
+    # the result is computed too: it overwrites `gradient`, and the gradients their operands.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     row = rows.to(tl.int64)[:, None]

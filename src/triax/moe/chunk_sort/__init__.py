@@ -1,1 +1,1 @@
-"""Chunks of rows into another order."""
+"""Reorders chunks of rows."""

@@ -17,7 +17,7 @@ from triax.moe.shared.implementation import Implementation
 
 
 class Sorted(NamedTuple):
-    """What `sort_chunks_by_index` returns.
+    """The result of `sort_chunks_by_index`.
 
     Attributes:
       rows: [tokens, hidden], the rows of `x` in their new order.
@@ -51,10 +51,10 @@ def sort_chunks_by_index(
     the dtypes of `x` and `probs`. Equal inputs give equal outputs in every run.
 
     Sizes and indices are values on the device and cannot be checked. If they are wrong, rows are
-    misplaced, but memory outside is never touched: a negative size is an empty chunk; chunks end at
-    the last row of `x`; an index outside [0, chunks) is an empty output chunk; output chunks past
-    the last row are cut off. In the gradient, a chunk named by several output chunks gets the
-    gradient of the first, and a chunk named by none gets that of its own rows.
+    misplaced, but no memory outside of the arrays is touched: a negative size is an empty chunk;
+    chunks end at the last row of `x`; an index outside [0, chunks) is an empty output chunk; output
+    chunks past the last row are cut off. In the gradient, a chunk named by several output chunks
+    gets the gradient of the first, and a chunk named by none gets the gradient of its own rows.
 
     Args:
       x: [tokens, hidden], any dtype. At most 2**31 - 1 tokens.
@@ -65,7 +65,7 @@ def sort_chunks_by_index(
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
-      `Sorted`: rows [tokens, hidden] in the dtype of `x`, and probs [tokens] in theirs.
+      `Sorted`: rows [tokens, hidden] and probs [tokens], in the dtypes of `x` and `probs`.
 
     Raises:
       ArgumentTypeError: an argument is not an array, or of the wrong dtype.

@@ -1,4 +1,4 @@
-"""How the chunk sort's kernels are cut into programs."""
+"""Block sizes and warps of the chunk sort's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_PROBES = 1024
 class ChunkMoveConfig:
     """One program moves `block_rows` rows by `block_width` elements, both powers of two.
 
-    To find a row's chunk it compares the row with the ends of `search_ways` chunks at a time.
+    To find a row's chunk, a program compares the row with the ends of `search_ways` chunks at once.
     """
 
     block_rows: int
@@ -24,7 +24,7 @@ class ChunkMoveConfig:
 
     @classmethod
     def heuristic(cls, width: int, itemsize: int) -> ChunkMoveConfig:
-        """The config for rows of `width` elements of `itemsize` bytes.
+        """Returns the config for rows of `width` elements of `itemsize` bytes.
 
         It depends on nothing else, so that a new number of rows or chunks compiles nothing.
         """
@@ -35,7 +35,7 @@ class ChunkMoveConfig:
         return max(2, min(_MAX_WAYS, _MAX_PROBES // self.block_rows))
 
     def search_steps(self, num_chunks: int) -> int:
-        """The steps of a search among so many chunks, at least one."""
+        """Returns the number of steps, at least one, of a search among `num_chunks` chunks."""
         steps = 1
         while (num_chunks := -(-num_chunks // self.search_ways)) > 1:
             steps += 1

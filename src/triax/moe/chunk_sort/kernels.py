@@ -1,4 +1,4 @@
-"""The chunk sort's kernels: where every chunk goes, and the move of the rows.
+"""The chunk sort's kernels: one maps every chunk to its place, one moves the rows.
 
 `_chunk_maps_kernel` reads sizes and indices, a few hundred numbers, and writes one map for
 each direction. `_move_rows_kernel` reads a map and moves the rows; it is the same kernel
@@ -51,9 +51,9 @@ def _chunk_maps_kernel(
         total += tl.sum(size.to(tl.int64), 0)
         tl.store(ends_ptr + chunk, tl.minimum(end, num_rows).to(tl.int32), mask=inside)
         tl.store(shifts_ptr + chunk, source - start, mask=inside)
-        # The least of integers does not depend on the order they arrive in: of several
-        # output chunks that name one input chunk, the first wins in every run. The barriers
-        # order it with the other accesses, so that it may be relaxed, which saves fences.
+        # A minimum of integers does not depend on their order: of several output chunks
+        # that name one input chunk, the first wins in every run. The barriers order the
+        # atomic with the other accesses, so that it may be relaxed, which saves fences.
         tl.atomic_min(inverse_shifts_ptr + index, start, mask=named, sem="relaxed")
     tl.debug_barrier()
 
@@ -70,10 +70,10 @@ def _chunk_maps_kernel(
 def _source_rows(
     row, ends_ptr, shifts_ptr, num_rows, num_chunks, search_steps, SEARCH_WAYS: tl.constexpr
 ):
-    """The row each of `row` is read from, always in [0, num_rows), 64-bit."""
-    # A search for the first chunk that ends past the row. Each step cuts the chunks that are
-    # left into SEARCH_WAYS parts and looks at the ends of all of them at once: loads that wait
-    # for one another cost a small program more than many that do not.
+    """Returns the 64-bit row that each output row is read from, always in [0, num_rows)."""
+    # Searches for the first chunk that ends past the row. Each step cuts the chunks that are
+    # left into SEARCH_WAYS parts and loads the ends of all parts at once: dependent loads
+    # cost a small program more than many independent ones.
     low = tl.zeros_like(row)
     left = num_chunks
     way = tl.arange(0, SEARCH_WAYS)

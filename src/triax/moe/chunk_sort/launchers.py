@@ -1,4 +1,4 @@
-"""The chunk sort's kernel launches: result types, grids and configs."""
+"""Launches the chunk sort's kernels: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chunk_maps(
     num_rows: int,
     implementation: KernelImplementation | None,
 ) -> ChunkMaps:
-    """Both maps, from int32 sizes and indices [chunks], at least one of them."""
+    """Makes both maps from int32 sizes and indices [chunks], at least one chunk."""
     from triax.moe.chunk_sort.kernels import _chunk_maps_kernel
 
     num_chunks = split_sizes.shape[0]
@@ -35,7 +35,7 @@ def chunk_maps(
         num_rows,
         num_chunks,
         out_type=ChunkMaps(ChunkMap(ints, ints), ChunkMap(ints, ints)),
-        # One program walks over all chunks. A second would write the same maps again.
+        # One program walks over all chunks.
         grid=1,
         num_warps=4,
         implementation=implementation,
@@ -50,7 +50,7 @@ def move_chunks(
     *,
     implementation: KernelImplementation | None,
 ) -> Moved:
-    """Rows [rows, width] and probs [rows] as the forward map says."""
+    """Moves rows [rows, width] and probs [rows] as the forward map says."""
     from triax.moe.chunk_sort.kernels import _move_rows_kernel
 
     num_rows, width = rows.shape
@@ -68,8 +68,8 @@ def move_chunks(
         num_chunks,
         config.search_steps(num_chunks),
         out_type=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(words)),
-        # Exactly the blocks that hold elements: one program too few leaves rows unwritten, one too
-        # many only costs time. All on one axis: the others are limited to 65535 programs.
+        # Exactly the blocks that hold elements, all on one axis: the other axes are limited to
+        # 65535 programs.
         grid=row_blocks * width_blocks,
         config=config,
         implementation=implementation,

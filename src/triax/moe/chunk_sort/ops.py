@@ -1,4 +1,4 @@
-"""The ops of the chunk sort: its maps, and the move by them, there and back."""
+"""The ops of the chunk sort: one makes the maps, one moves rows by them, there and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Moved:
     return linear.call_each(move, move_back, primals[2], Moved(*tangents[:2]), like)
 
 
-# Rows and probs moved by ``maps.forward``; their gradients move by ``maps.inverse``.
+# Moves rows and probs by ``maps.forward``; their gradients move by ``maps.inverse``.
 move_chunks = Op(
     "move_chunks",
     arguments=("rh", "r", "c"),  # rows, probs, maps

@@ -1,6 +1,6 @@
 """The chunk sort in plain JAX: the path for every platform without Triton.
 
-The same two steps as the kernels, with the same results on every input, even a wrong one.
+It takes the kernels' two steps, with the same results on every input, even a wrong one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from triax.moe.shared.arrays import running_sum, take_rows
 
 
 class ChunkMap(NamedTuple):
-    """Which row each row of the output is read from, by chunk.
+    """Maps each row of the output, by chunk, to the row it is read from.
 
-    Chunk c of the output is the rows up to `ends[c]`, and its row r is read from
-    row ``r + shifts[c]``. Rows past the last chunk are read from where they are.
-    Both are int32 [chunks].
+    Chunk c of the output has the rows up to `ends[c]`, and its row r is read from
+    row ``r + shifts[c]``. Rows past the last chunk stay where they are.
+    Both arrays are int32 [chunks].
     """
 
     ends: jax.Array
@@ -27,7 +27,7 @@ class ChunkMap(NamedTuple):
 
 
 class ChunkMaps(NamedTuple):
-    """The map of the sort and the map of its inverse, which is that of its gradient."""
+    """The map of the sort and the map of its inverse, by which gradients move."""
 
     forward: ChunkMap
     inverse: ChunkMap
@@ -43,7 +43,7 @@ class Moved(NamedTuple):
 def chunk_maps_reference(
     split_sizes: jax.Array, sorted_indices: jax.Array, *, num_rows: int
 ) -> ChunkMaps:
-    """Both maps, from int32 sizes and indices [chunks], at least one of them."""
+    """Makes both maps from int32 sizes and indices [chunks], at least one chunk."""
     num_chunks = split_sizes.shape[0]
     ends = running_sum(jnp.clip(split_sizes, 0, num_rows), num_rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -60,14 +60,14 @@ def chunk_maps_reference(
 
 
 def move_chunks_reference(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Moved:
-    """Rows [rows, width] and probs [rows] as the forward map says."""
+    """Moves rows [rows, width] and probs [rows] as the forward map says."""
     num_rows, chunk_map = rows.shape[0], maps.forward
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    # The chunks that have ended. Not by `searchsorted`: JAX 0.10 cannot trace it where a part of
-    # the mesh axes is manual.
+    # The number of chunks that end before each row. JAX 0.10 cannot trace `searchsorted` where a
+    # part of the mesh axes is manual.
     chunk = jnp.cumsum(jnp.zeros(num_rows, jnp.int32).at[chunk_map.ends].add(1, mode="drop"))
     shifts = jnp.concatenate([chunk_map.shifts, jnp.zeros_like(chunk_map.shifts[:1])])
-    # Clipped before the sum, which could pass 2**31.
+    # Shifts are clipped before they are added, because the sum could pass 2**31.
     shift = shifts[chunk]
     source = jnp.where(
         shift < 0, row - jnp.minimum(-shift, row), row + jnp.minimum(shift, num_rows - 1 - row)

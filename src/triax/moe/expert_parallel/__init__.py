@@ -1,1 +1,1 @@
-"""Expert parallelism: tokens go to the devices that hold their experts, and come back summed."""
+"""Sends tokens to the devices that hold their experts, and sums the rows that come back."""

@@ -1,9 +1,9 @@
 """Expert parallelism: tokens go to the devices that hold their experts, and come back summed.
 
 `dispatch` and `combine` run inside `jax.shard_map`, over a mesh axis along which the experts are
-split. A token goes once to each device that holds one of its experts, whatever the number of its
-experts there, with its choices and weights. That device copies it to its experts' rows, sums what
-its experts made of it, and returns one row.
+split. A token goes once to each device that holds one of its experts, with its choices and weights,
+no matter how many of its experts are there. That device copies it to its experts' rows, sums its
+experts' outputs for the token, and returns one row.
 
 In: a device's own tokens. Out: the rows of its own experts, sorted by expert, and back.
 """
@@ -75,7 +75,7 @@ def dispatch(
 
     Args:
       x: [tokens, hidden], this device's tokens, any dtype that `permute` takes, or a `ScaledArray`
-        with scales for each token: half the bytes of bfloat16 travel, and rows are one, too.
+        with scales for each token: half the bytes of bfloat16 travel, and `rows` is one too.
       weights: float [tokens, top_k], the router's weights.
       experts: integer [tokens, top_k], of all `num_experts`; ids out of range mean "not routed".
       num_experts: the number of experts on all devices, a multiple of the axis' size.
@@ -147,18 +147,18 @@ def combine(
         y = moe.combine(rows, sent.plan, weights=None)  # `moe.glu` has applied sent.weights already
 
     The inverse of `dispatch`, to be called inside the same `shard_map`. A device sums the rows of
-    its experts for each token that came, in float32 or wider, and rounds that once to the dtype of
-    `rows`; the token's device sums what the devices return in the same way.
+    its experts for each received token, in float32 or wider, and rounds the sum once to the dtype
+    of `rows`; the token's device sums the returned rows in the same way.
 
     Args:
-      rows: float [rows, hidden], what the experts of this device made of `Dispatched.rows`.
+      rows: float [rows, hidden], the outputs of this device's experts for `Dispatched.rows`.
       plan: `Dispatched.plan`.
-      weights: float [rows], what each row is multiplied by: `Dispatched.weights`; None if the rows
-        have been multiplied already, as `glu` does in its own kernel. There is no default.
-      exchange_dtype: float8_e4m3fn or float8_e5m2: what comes back is rounded to it, with a scale
-        for each 128 numbers, and travels in half the bytes of bfloat16. Gradients travel as they
-        are, and those of rows are as if nothing had been rounded. In scheme "choice" weights are
-        applied after the exchange: their gradients are of what came back.
+      weights: float [rows], the factor of each row: `Dispatched.weights`; None if the rows have
+        been multiplied already, as `glu` does in its own kernel. There is no default.
+      exchange_dtype: float8_e4m3fn or float8_e5m2: returned rows are rounded to this dtype, with a
+        scale for each 128 numbers, and travel in half the bytes of bfloat16. Gradients travel
+        unrounded, and gradients of rows ignore the rounding. In scheme "choice" weights are applied
+        after the exchange, so their gradients are computed from rounded rows.
       implementation: as for `dispatch`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What arrives on a device: tokens from all of them, and their plan by the experts here."""
+"""Exchanges tokens, and plans the received tokens' rows by the experts of the device."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class DispatchPlan:
     """How rows come back; made by `dispatch` for `combine`.
 
     Attributes:
-      ways: how this device's rows go and come; the groups of its plan are devices, or all experts.
-        A plan alone for padded exchanges.
-      received: the plan of the tokens that came here, whose groups are the experts here; None
-        where rows came straight to their experts.
+      ways: the exchange in both directions; the groups of its plan are devices, or all experts. A
+        `Plan` alone for padded exchanges.
+      received: the plan of the received tokens, whose groups are this device's experts; None if
+        rows came straight to their experts.
       axis_name: the mesh axis.
       num_rows: the rows made on each device.
     """
@@ -47,14 +47,14 @@ class DispatchPlan:
 
 
 class Dispatched(NamedTuple):
-    """What `dispatch` returns; all of it is about the experts of this device.
+    """The result of `dispatch`, for the experts of this device.
 
     Attributes:
       rows: [rows, hidden], sorted by expert, in the dtype of `x`; zero past the groups.
       weights: [rows], the router's weight of each row, in the dtype of `weights`.
       scales: [rows, scales] in the dtype of `scales`, or None.
       group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
-      group_counts: int32 [local experts], the pairs of token and expert that came here.
+      group_counts: int32 [local experts], the received pairs of token and expert.
       num_dropped: int32 [], dropped pairs: this device's pairs beyond `capacity`, and pairs
         received that did not fit in `num_rows` (in scheme "choice", pairs sent that did not fit
         there). `jax.lax.psum` over the axis gives the total.
@@ -71,7 +71,7 @@ class Dispatched(NamedTuple):
 
 
 def by_expert(sent: Dispatched, implementation: Implementation | None) -> Dispatched:
-    """What `exchanged` returned, sorted by expert, in rows as `dispatch` returns them."""
+    """Sorts the result of `exchanged` by expert, as `dispatch` returns it."""
     if sent.plan.received is None:
         return sent
     moved: Any = permute(
@@ -99,10 +99,10 @@ def exchanged(
     exchange: ExchangeMethod | None = None,
     implementation: Implementation | None = None,
 ) -> Dispatched:
-    """`dispatch` before it sorts by expert: rows, weights and scales are those of what came.
+    """Runs `dispatch` up to the sort by expert: rows, weights and scales are as received.
 
-    In scheme "token" these are tokens, and weights have `top_k` columns; in scheme "choice" they
-    are in the order of experts already.
+    In scheme "token" rows are tokens, and weights have `top_k` columns; in scheme "choice" rows are
+    in the order of experts already.
     """
     x = arguments.array("x", x, ("tokens", "hidden"))
     experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
@@ -117,8 +117,8 @@ def exchanged(
         )
     if not x.shape[0] == weights.shape[0] == experts.shape[0] or weights.shape != experts.shape:
         raise ArgumentValueError(
-            "Arguments `x`, `weights` and `experts` must have as many tokens, and the latter two "
-            f"as many slots; got {x.shape}, {weights.shape} and {experts.shape}."
+            "Arguments `x`, `weights` and `experts` must have the same number of tokens, and the "
+            f"last two the same `top_k`; got {x.shape}, {weights.shape} and {experts.shape}."
         )
     if scales is not None:
         scales = arguments.array("scales", scales, ("tokens", "scales"))
@@ -128,11 +128,11 @@ def exchanged(
     limit = experts.shape[0]
     if capacity is not None:
         limit = min(arguments.integer("capacity", capacity, 0), limit)
-        scheme = scheme or "token"  # a choice's capacity is another
+        scheme = scheme or "token"  # `capacity` means something else in scheme "choice"
     ragged = is_better_ragged(x, num_devices)
     scheme, exchange = choose(scheme, exchange, experts.shape[1], num_devices, ragged)
     if num_rows is None:
-        # A token may name an expert twice: `top_k` bounds its rows here, the experts here do not.
+        # A token may name an expert twice: `top_k` bounds its rows, not the device's experts.
         pairs = limit * experts.shape[1]
         if scheme == "choice" and capacity is not None:
             pairs = min(experts.size, capacity * num_local)
@@ -154,7 +154,7 @@ class _Axis(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What is sent, checked; the sizes of the groups that it is sent to."""
+    """The checked arguments of `exchanged`; `sizes` are the receiving plan's sizes."""
 
     x: jax.Array
     weights: jax.Array
@@ -166,7 +166,7 @@ class _Given(NamedTuple):
 
 
 def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
-    """Once to each device, with a plan of what arrives by the experts here."""
+    """Sends each token once to each device that needs it, and plans rows for received tokens."""
     x, weights, experts, scales, axis, sizes, how = given
     top_k = experts.shape[1]
     routed = experts >= 0
@@ -182,8 +182,8 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
     def to_devices(array: jax.Array, *, fill: bool = False) -> jax.Array:
         return send(array, ways, room, axis.name, fill=fill, **how)
 
-    # Numbers from 1 on: the zeros of rows without a token are nobody's choice. They are exact in
-    # float32, and so travel with the weights.
+    # Experts are numbered from 1, so that zeros in rows without a token mean no expert. The numbers
+    # are exact in float32, and so travel with the weights.
     dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
     numbers = (experts + 1).astype(dtype)
     both = to_devices(jnp.concatenate([weights.astype(dtype), numbers], axis=1), fill=True)
@@ -211,7 +211,7 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
 
 
 def _send_choices(given: _Given, capacity: int | None) -> Dispatched:
-    """Each pair of token and expert as a row, straight to its place among the experts there."""
+    """Sends each pair of token and expert as a row, straight to its place on the other device."""
     x, weights, experts, scales, axis, sizes, how = given
     sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
     moved: Any = permute(x, sent, weights=weights, scales=scales, **how)

@@ -1,4 +1,4 @@
-"""Which scheme and which exchange `dispatch` takes, unless they are given."""
+"""Chooses the scheme and the exchange of `dispatch`, unless they are given."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from triax.sharding.explicit import explicit_mesh
 
 Scheme = Literal["token", "choice"]
 ExchangeMethod = Literal["padded", "ragged"]
-# The GPUs, all of one process, that XLA's kernel for ragged exchanges writes to; with more XLA of
-# JAX 0.11 wants flags, or stops with an error.
+# The most GPUs, all of one process, that XLA's kernel for ragged exchanges supports; with more XLA
+# of JAX 0.11 wants flags, or stops with an error.
 _MOST_GPUS = 8
-# What a device's tokens have at least for a ragged exchange, which needs more messages before: on
+# The fewest bytes of a device's tokens for a ragged exchange, which first needs more messages: on
 # two H200s 15 MB go there and back in 0.38 ms padded and 0.45 ragged, 59 MB in 1.19 and 1.11.
 _MIN_RAGGED_BYTES = 1 << 25
-# Where a token goes to more devices than this share of its choices, rows go straight to experts.
+# If a token goes to more devices than this share of its choices, rows go straight to experts.
 _WORTH_A_TOKEN = 0.9
 
 
 def is_better_ragged(x: jax.Array, num_devices: int) -> bool:
-    """Whether ragged exchanges of these tokens are possible, and faster."""
+    """Whether a ragged exchange of the tokens `x` is possible, and faster."""
     job = jax_private.key_value_client()  # `jax.process_count` would start a backend
     local = 1 < num_devices <= _MOST_GPUS and (job is None or job.num_processes == 1)
-    # Beside explicit axes it has not been tried on GPUs.
+    # Ragged exchanges have not been tried on GPUs beside explicit axes.
     return local and x.size * x.dtype.itemsize >= _MIN_RAGGED_BYTES and explicit_mesh(x) is None
 
 
 def choose(
     scheme: Any, exchange: Any, top_k: int, num_devices: int, ragged: bool
 ) -> tuple[Scheme, ExchangeMethod]:
-    """Checks what was asked for; chooses the rest as the docstring of `dispatch` says."""
+    """Checks the caller's choices, and chooses the rest as `dispatch` documents."""
     arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
     arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)

@@ -1,4 +1,4 @@
-"""Rows from every device of a mesh axis to every other: in slots of one size, or as they come.
+"""Exchanges rows between all devices of a mesh axis, padded or ragged.
 
 `padded` exchanges slots of equal size, full or not. `ragged` exchanges slices whose sizes only the
 devices know; `Slices` says where they lie on both sides. `move` exchanges `Pieces`, which may lie
@@ -19,20 +19,20 @@ from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
 
 # XLA's kernel gives each slice a small part of the GPU: two H100s took 91 ms for 0.47 GB in one
-# slice for each peer, 1.36 in 512 pieces, where `all_to_all` took 0.95. On four H200s 256 to 2,048
-# pieces are as fast as each other.
+# slice for each peer, and 1.36 in 512 pieces; `all_to_all` took 0.95. On four H200s 256 to 2,048
+# pieces are equally fast.
 _PIECES = 512
 
 
 class Slices(NamedTuple):
-    """What one device sends and receives; int32 [devices, slices of each].
+    """The slices that one device sends and receives; int32 [devices, slices of each].
 
     Attributes:
-      offsets: the first row here of each slice for each device.
-      sizes: its rows.
-      targets: the row there that its first row becomes.
-      received_offsets, received_sizes, received_from: the same of the slices from each device:
-        where they begin here, their rows, and where they began there.
+      offsets: the first row of each slice on the sender.
+      sizes: the number of rows of each slice.
+      targets: the first row of each slice on the receiver.
+      received_offsets, received_sizes, received_from: for the slices from each device, the first
+        row on this device, the number of rows, and the first row on the sender.
     """
 
     offsets: jax.Array
@@ -43,18 +43,18 @@ class Slices(NamedTuple):
     received_from: jax.Array
 
     def reversed(self) -> Slices:
-        """The way back."""
+        """Returns the slices of the exchange back."""
         return Slices(*self[3:], *self[:3])
 
 
 class Pieces(NamedTuple):
-    """What `jax.lax.ragged_all_to_all` takes; int32 [devices, pieces of each].
+    """The arguments of `jax.lax.ragged_all_to_all`; int32 [devices, pieces of each].
 
     Attributes:
-      offsets: the first row here of each piece for each device.
-      sizes: its rows.
-      targets: the row there that its first row becomes.
-      received_sizes: the rows of each piece from each device.
+      offsets: the first row of each piece on the sender.
+      sizes: the number of rows of each piece.
+      targets: the first row of each piece on the receiver.
+      received_sizes: the number of rows of each received piece.
     """
 
     offsets: jax.Array
@@ -64,28 +64,28 @@ class Pieces(NamedTuple):
 
 
 def padded(rows: jax.Array, axis_name: Any) -> jax.Array:
-    """[devices * slot, ...]: what each device gets, and then what each device gave."""
+    """Exchanges equal slots, [devices * slot, ...]: rows are by receiver, the result by sender."""
     return jax.lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
 def plan_slices(
     counts: jax.Array, axis_name: Any, *, num_rows: int, align_size: int
 ) -> tuple[Slices, jax.Array, jax.Array]:
-    """Where each device's slices go, if slices of one number lie together, in the devices' order.
+    """Plans slices so that receivers store equal slice numbers together, in the devices' order.
 
     Args:
-      counts: int32 [devices, slices], the rows of each slice here; one after the other.
-      num_rows: how many rows a device takes: slices end there, or fall away.
-      align_size: slices of one number together are padded to a multiple of this.
+      counts: int32 [devices, slices], the rows of each slice that this device sends, in order.
+      num_rows: the rows that a device can receive: slices are cut off there, or dropped.
+      align_size: all slices of one number together are padded to a multiple of this.
 
     Returns:
-      The slices; int32 [slices], the rows of each number here, padded and as far as `num_rows`;
-      int32 [slices], the rows that were to come, before `num_rows`.
+      The slices; int32 [slices], the received rows of each number, padded and cut at `num_rows`;
+      int32 [slices], the rows of each number sent here, before they are cut.
     """
     this = jax.lax.axis_index(axis_name)
     of_all = jax.lax.all_gather(counts, axis_name)  # [from, to, slice]
     totals = jnp.sum(of_all, axis=0)
-    # Sums are clipped to `num_rows`, so that none can pass 2**31 and no offset is outside.
+    # Sums are clipped to `num_rows`, so that no sum passes 2**31 and no offset is out of bounds.
     before = running_sum(jnp.minimum(of_all, num_rows), num_rows)
     held = before[-1]
     aligned = held + jnp.minimum(-held % align_size, num_rows - held)
@@ -107,10 +107,10 @@ def plan_slices(
 def ragged(
     rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any, *, fill: bool
 ) -> jax.Array:
-    """[num_rows, ...], the slices from all devices. The gradient goes back.
+    """Exchanges slices; returns the received rows, [num_rows, ...]. Gradients go the other way.
 
-    Between the slices, here and in the gradient, are zeros; with `fill=False`, which saves a pass
-    over the result, anything.
+    Rows between slices, also in the gradient, are zeros; with `fill=False`, which saves a pass over
+    the result, they are undefined.
     """
     how = {"num_rows": num_rows, "axis_name": axis_name, "fill": fill}
     moved: jax.Array = _exchange(rows, slices, implementation=None, **how)
@@ -140,16 +140,17 @@ _exchange = Op("ragged_exchange", xla=_there, derivative=_derivative)
 def move(
     rows: jax.Array, pieces: Pieces, num_rows: int, axis_name: Any, *, fill: bool
 ) -> jax.Array:
-    """[num_rows, ...], the pieces from all devices. JAX's derivative of it may be wrong."""
+    """Exchanges pieces; returns [num_rows, ...]. JAX's derivative of `move` may be wrong."""
     dtype = rows.dtype
-    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):  # some of them have no zero
+    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):  # some such floats lack a zero
         words = jax.lax.bitcast_convert_type(rows, jnp.uint8)
         words = move(words, pieces, num_rows, axis_name, fill=fill)
         return jax.lax.bitcast_convert_type(words, dtype)
     out = (jnp.zeros if fill else jnp.empty)((num_rows, *rows.shape[1:]), dtype)
-    if rows.size == 0 or out.size == 0:  # on some backends collectives of nothing are an error
+    if rows.size == 0 or out.size == 0:  # some backends refuse collectives of empty arrays
         return jax_private.insert_varying_casts([rows, out, *pieces])[1]
-    # `vmap` of `ragged_all_to_all` fails unless it maps all: zeros of all are added to the pieces.
+    # `vmap` of `ragged_all_to_all` fails unless it maps all operands, so a zero that depends on all
+    # operands is added to the pieces.
     none = sum(jnp.count_nonzero(array[:0]).astype(jnp.int32) for array in (rows, *pieces))
     flat = (array.reshape(-1) + none for array in pieces)
     operands = jax_private.insert_varying_casts([rows, out, *flat])
@@ -161,7 +162,7 @@ def move(
 
 
 def _cut(slices: Slices, count: int) -> Pieces:
-    """Every slice cut into `count` equal pieces."""
+    """Cuts every slice into `count` pieces, equal up to one row."""
     piece = jnp.arange(count, dtype=jnp.int32)[None, None, :]
 
     def cut(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -179,10 +180,10 @@ def _cut(slices: Slices, count: int) -> Pieces:
 
 
 def _emulate(rows: jax.Array, out: jax.Array, *pieces: jax.Array, axis_name: Any) -> jax.Array:
-    """`jax.lax.ragged_all_to_all` where there is none: every device sees all rows."""
+    """Emulates `jax.lax.ragged_all_to_all` where it does not exist; devices gather all rows."""
     this, num_devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_name)
-    # Of all pieces those that come here; their offsets among the rows of all devices.
+    # The pieces that this device receives, with offsets into the gathered rows of all devices.
     offsets, sizes, targets = (
         gather(array.reshape(num_devices, -1))[:, this] for array in pieces[:3]
     )
@@ -191,8 +192,8 @@ def _emulate(rows: jax.Array, out: jax.Array, *pieces: jax.Array, axis_name: Any
     targets = jnp.where(sizes > 0, targets, len(out))
     order = jnp.argsort(targets)
     row = jnp.arange(len(out), dtype=jnp.int32)
-    # The last piece that begins at the row or before it. Not by `searchsorted`: JAX 0.10 cannot
-    # trace it where a part of the mesh axes is manual.
+    # The last piece that begins at or before each row. JAX 0.10 cannot trace `searchsorted` where a
+    # part of the mesh axes is manual.
     begun = jnp.cumsum(jnp.zeros(len(out), jnp.int32).at[targets].add(1, mode="drop"))
     piece = order[jnp.maximum(begun - 1, 0)]
     behind = row - targets[piece]

@@ -1,7 +1,7 @@
-"""Tokens to the devices that hold their experts, and the sums of what these make of them.
+"""Sends tokens to the devices that hold their experts, and sums the rows that come back.
 
 `send` and `collect` are each other's transpose. XLA's kernel for ragged exchanges writes to the
-other GPUs' memory: it takes each token from where it is, and no rows are made for devices first.
+other GPUs' memory: it reads each token in place, so tokens need not be copied by device first.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
 
-# Rows of fewer bytes are copied for the devices first: to start a block of XLA's kernel for each
-# takes longer. On two and four H200s 2,048 bytes go faster from where they are, 64 slower.
+# Rows of fewer bytes are first copied by device, because to start a block of XLA's kernel for each
+# would take longer. On two and four H200s rows of 2,048 bytes go faster in place, of 64 slower.
 _MIN_ROW_BYTES = 1024
-_BLOCK = 128  # numbers of a row that share a scale where rows come back in 8 bits
+_BLOCK = 128  # numbers of a row that share a scale if rows come back in 8 bits
 
 
 class Ways(NamedTuple):
-    """How rows go in a ragged exchange, and how what comes back for them does.
+    """A ragged exchange: where rows go, and where the rows that come back for them go.
 
     Attributes:
-      sent: the plan of what is sent, in the order of the devices that it goes to.
-      slices: what lies together, on both sides.
-      pieces: the same, each token for itself; None where rows are not sent by token.
+      sent: the plan of the sent rows, in the order of the receiving devices.
+      slices: the rows that lie together on both sides.
+      pieces: the same exchange with a piece per token; None if rows are not sent by token.
     """
 
     sent: Plan
@@ -43,7 +43,7 @@ class Ways(NamedTuple):
 
 
 def padded_plan(sent: Plan, capacity: int) -> Plan:
-    """The plan, whose groups are devices, with room for `capacity` rows in every group."""
+    """Returns a plan whose groups are devices, with room for `capacity` rows in every group."""
     starts = jnp.cumsum(sent.group_sizes) - sent.group_sizes
     group = jnp.maximum(sent.expert_of, 0)
     row_of = sent.row_of + (group * capacity - starts[group])
@@ -57,7 +57,7 @@ def padded_plan(sent: Plan, capacity: int) -> Plan:
 
 
 def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
-    """Of a plan whose groups are devices, each of which takes `num_rows`."""
+    """Makes the `Ways` of a plan whose groups are devices, each of which takes `num_rows`."""
     slices, *_ = exchange.plan_slices(
         sent.group_sizes[:, None], axis_name, num_rows=num_rows, align_size=1
     )
@@ -67,8 +67,8 @@ def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
     place = row - slices.offsets
     sizes = ((row >= 0) & (place < slices.sizes)).astype(jnp.int32)
     targets = slices.targets + place
-    # Of an odd number of pieces each gets one block of XLA's kernel, of others 64 share in it: too
-    # many for one row.
+    # XLA's kernel runs one block per piece if the number of pieces is odd, else 64 blocks, which
+    # are too many for one row.
     rest = ((0, 0), (0, 1 - sizes.shape[1] % 2))
     sizes, targets = jnp.pad(sizes, rest), jnp.pad(targets, rest)
     offsets = jnp.broadcast_to(jnp.arange(sizes.shape[1], dtype=jnp.int32), sizes.shape)
@@ -85,10 +85,10 @@ def send(
     fill: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """[tokens, ...] to [num_rows, ...]: a row for each token that comes, by devices and tokens.
+    """Sends [tokens, ...]; returns received tokens, [num_rows, ...], by device and token.
 
-    Between slices are zeros; with `fill=False`, which saves a pass over the result, anything. A
-    plan alone is for padded exchanges, whose `num_rows` follow from it.
+    Rows between slices are zeros; with `fill=False`, which saves a pass over the result, they are
+    undefined. A plan alone as `ways` is for padded exchanges, and determines `num_rows`.
     """
     if isinstance(ways, Plan):
         return exchange.padded(permute(x, ways, implementation=implementation), axis_name)
@@ -104,7 +104,7 @@ def collect(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """[num_rows, ...] to [tokens, ...]: each token's rows from all devices, summed up."""
+    """Returns rows [num_rows, ...] to the tokens' devices, and sums each token's rows."""
     if isinstance(ways, Plan):
         return unpermute(exchange.padded(rows, axis_name), ways, implementation=implementation)
     how = {"num_rows": len(rows), "axis_name": axis_name, "fill": False}
@@ -113,7 +113,7 @@ def collect(
 
 
 def home(rows: jax.Array, ways: Ways | Plan, axis_name: Any, *, fill: bool) -> jax.Array:
-    """Rows from where they were sent, in the order of the plan of what was; `fill` as in `send`."""
+    """Returns rows to the devices that sent them, in the sent plan's order; `fill` as in `send`."""
     if isinstance(ways, Plan):
         return exchange.padded(rows, axis_name)
     return exchange.ragged(rows, ways.slices.reversed(), ways.sent.num_rows, axis_name, fill=fill)
@@ -122,9 +122,9 @@ def home(rows: jax.Array, ways: Ways | Plan, axis_name: Any, *, fill: bool) -> j
 def home_in_8_bits(
     rows: jax.Array, ways: Ways | Plan, axis_name: Any, dtype: str, implementation: Any
 ) -> jax.Array:
-    """`home` of rows that travel in 8 bits, with a scale for each 128 numbers of a row.
+    """Does the same as `home` in 8 bits, with a scale for each 128 numbers of a row.
 
-    Its derivative is that of `home`.
+    The derivative is `home`'s.
     """
     how = {"axis_name": axis_name, "dtype": dtype}
     found: jax.Array = _home_in_8_bits(rows, ways, implementation=implementation, **how)

@@ -1,1 +1,1 @@
-"""Tokens to the rows of their experts, and back."""
+"""Moves tokens to the rows of their experts, and back."""

@@ -80,19 +80,19 @@ def permute(
     "triax_permuted_weights" and "triax_permuted_scales": name them in a policy to keep them.
 
     Args:
-      x: [tokens, hidden], any dtype, or a `ScaledArray` with scales for each token, whose rows are
-        one, too.
+      x: [tokens, hidden], any dtype, or a `ScaledArray` with scales for each token; the rows are
+        then a `ScaledArray` too.
       plan: from `make_plan`. Wrong values in its arrays misplace rows, but never touch memory
-        outside.
-      weights: float [tokens, top_k], moved along: each row gets that of its (token, slot). Their
-        gradient is exactly zero where there is no row.
+        outside of the operands.
+      weights: float [tokens, top_k], moved with the tokens: each row gets the weight of its (token,
+        slot). The gradient of a weight is exactly zero if its slot has no row.
       scales: [tokens, scales], any dtype, moved with the tokens: the scales of quantised rows.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
     Returns:
-      rows [rows, hidden] in the dtype of `x`; with weights or scales `Permuted`: rows,
-      weights [rows] or None, scales [rows, scales] or None, in the dtypes given.
+      rows [rows, hidden] in the dtype of `x`; with weights or scales a `Permuted`: rows,
+      weights [rows] or None, scales [rows, scales] or None, in the dtypes of the arguments.
 
     Raises:
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
@@ -149,7 +149,7 @@ def unpermute(
         out = moe.unpermute(rows, plan, weights=router_weights)  # [tokens, hidden]
 
     ``out[t] = sum over k of weights[t, k] * rows[plan.row_of[t, k]]``, over the slots that have a
-    row, in order. A zero weight still counts: times NaN it gives NaN. A slot without a row adds
+    row, in order. A zero weight still counts: 0 times NaN is NaN. A slot without a row adds
     nothing, whatever its weight, and a token without rows is exactly zero.
 
     Sums are computed in the widest of float32 and the dtypes of `rows` and `weights`, and rounded
@@ -161,7 +161,7 @@ def unpermute(
 
     Args:
       rows: float [plan.num_rows, hidden].
-      plan: the one the rows were permuted by.
+      plan: the plan that the rows were permuted by.
       weights: float [tokens, top_k]; None means ones.
       implementation: as for `permute`.
 
@@ -191,7 +191,7 @@ def unpermute(
 
 
 def sum_rows(rows: jax.Array, routes: Routes, implementation: Implementation | None) -> jax.Array:
-    """`unpermute` without weights, of any dtype that has gradients: the transpose of `permute`."""
+    """Runs `unpermute` without weights, for any dtype with gradients: `permute`'s transpose."""
     implementation = implementations.resolve(implementation, rows=rows)
     if routes.row_of.size == 0 or rows.size == 0:
         implementation = "xla"
@@ -203,7 +203,7 @@ def sum_rows(rows: jax.Array, routes: Routes, implementation: Implementation | N
 def weights_by_slot(
     row_weights: jax.Array, routes: Routes, implementation: Implementation | None
 ) -> jax.Array:
-    """The weight of each slot's row, [tokens, top_k]; zero where there is no row."""
+    """Returns the weight of each slot's row, [tokens, top_k]; zero for a slot without a row."""
     implementation = implementations.resolve(implementation, weights=row_weights)
     if routes.row_of.size == 0 or row_weights.size == 0:
         implementation = "xla"
@@ -214,7 +214,7 @@ def weights_by_slot(
 
 
 def routes_of(plan: Any) -> Routes:
-    """What the ops need of a plan, which is checked."""
+    """Checks a plan and returns the parts of it that the ops use."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"Argument `plan` must be a Plan, from `make_plan`; got {messages.shown(plan)}."

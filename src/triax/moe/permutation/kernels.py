@@ -7,8 +7,8 @@ row does not exist was dropped. Offsets are 64-bit, because rows times width exc
 ordinary programs.
 
 Slots are visited in steps of STEP_SLOTS, each unrolled, so that its loads overlap. A narrow map is
-a single step. A wide one, where most slots have no row, comes with `num_slots_ptr`: how many slots
-each token must visit.
+a single step. A wide map, where most slots have no row, comes with `num_slots_ptr`: the number of
+slots that each token must visit.
 """
 
 import triton
@@ -20,14 +20,14 @@ _SIZES = ["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
 
 @triton.jit
 def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
-    """The rows of slots of several tokens, 64-bit, and which of them exist."""
+    """Loads the 64-bit rows of several tokens' slots, and whether each row exists."""
     row = tl.load(row_of_ptr + token * TOP_K + slot, mask=inside, other=-1)
     return row.to(tl.int64), (row >= 0) & (row < num_rows)
 
 
 @triton.jit
 def _load_num_slots(num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """How many slots each token visits, and the most of them."""
+    """Loads the number of slots that each token visits; also returns the largest."""
     if num_slots_ptr is None:
         num_slots = tl.full([BLOCK_TOKENS], TOP_K, tl.int32)
         most = TOP_K
@@ -41,8 +41,8 @@ def _load_num_slots(num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOK
 def _zero_other_slots(
     weights_ptr, token, num_slots, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr
 ):
-    """Zeros for the slots that tokens do not visit."""
-    # In Triton 3.5 `max` of constants is computed by the program, and is no size of a block.
+    """Writes zeros to the slots that tokens do not visit."""
+    # In Triton 3.5 the program computes `max` of constants, so it cannot be a block's size.
     block: tl.constexpr = 256 // BLOCK_TOKENS if BLOCK_TOKENS < 32 else 8
     zeros = tl.zeros([BLOCK_TOKENS, block], weights_ptr.dtype.element_ty)
     for first in range(0, TOP_K, block):
@@ -53,7 +53,7 @@ def _zero_other_slots(
 
 @triton.jit
 def _group_end(group_sizes_ptr, num_groups, num_rows, BLOCK_EXPERTS: tl.constexpr):
-    """Where the first `num_groups` groups end: always in [0, num_rows]."""
+    """Returns the row at which the first `num_groups` groups end: always in [0, num_rows]."""
     end = tl.zeros([1], tl.int64)
     for first in range(0, num_groups, BLOCK_EXPERTS):
         expert = first + tl.arange(0, BLOCK_EXPERTS)
@@ -74,9 +74,9 @@ def _zero_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Zeros for every `step`-th block of the rows from `first` to `end`.
+    """Writes zeros to every `step`-th block of the rows from `first` to `end`.
 
-    `rows` points to them, to their weights and to their scales; None for what there is not.
+    `rows` has the pointers to rows, row weights and row scales; the latter two may be None.
     """
     rows_ptr, row_weights_ptr, row_scales_ptr = rows
     zeros = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], rows_ptr.dtype.element_ty)
@@ -107,7 +107,7 @@ def _zero_empty_rows(
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    """Zeros for the rows without a token: one program's share of the pad rows and the tail."""
+    """Writes zeros to one program's share of the rows without a token: pad rows and the tail."""
     group_sizes_ptr, group_filled_ptr, num_rows, num_experts, num_padded = groups
     program, num_programs = share
     for expert in range(program, num_padded, num_programs):
@@ -233,7 +233,7 @@ def _unpermute_kernel(
             read = rows_ptr + row[:, None] * WIDTH + column[None, :]
             term = tl.load(read, mask=exists[:, None] & wide, other=0.0).to(wider)
             if weights_ptr is not None:
-                # Zero where nothing was routed, whatever the weight is: NaN times 0 is NaN.
+                # The weight of a slot without a row may be NaN, and 0 times NaN is NaN: load 0.
                 weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
                 term *= weight.to(wider)[:, None]
             total += term
@@ -284,7 +284,7 @@ def _unpermute_grad_kernel(
         token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         inside = token < num_tokens
         read = gradient_ptr + token[:, None] * WIDTH
-        # The gradient stays in registers for all slots where a row is one block.
+        # If a row is one block, the gradient stays in registers for all slots.
         whole = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
         kept_mask = inside[:, None] & (whole < WIDTH)[None, :]
         kept = tl.load(read + whole[None, :], mask=kept_mask, other=0.0).to(wider)
@@ -295,7 +295,7 @@ def _unpermute_grad_kernel(
                 visits = inside & (slot < num_slots)
                 row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
                 d_weight = tl.zeros([BLOCK_TOKENS], d_weights_ptr.dtype.element_ty)
-                # A sum over the width costs as much for a slot without a row.
+                # Skipped without rows, because the sum over the width would cost as much.
                 if tl.max(exists.to(tl.int32), 0) > 0:
                     weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
                     products = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)

@@ -1,4 +1,4 @@
-"""The launches of permute and unpermute: result types, grids and configs."""
+"""Launches the kernels of permute and unpermute: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def permute(
     *,
     implementation: KernelImplementation | None,
 ) -> Permuted:
-    """Each row's token, weight and scales; zeros in the rows without a token."""
+    """Returns each row's token, weight and scales; zeros in the rows without a token."""
     from triax.moe.permutation.kernels import _permute_kernel
 
     num_tokens, width = x.shape
@@ -51,8 +51,8 @@ def permute(
             if scales is None
             else jax.ShapeDtypeStruct((num_rows, num_scales), words[2].dtype),
         ),
-        # First the programs that move the tokens, which write their rows whatever the plan says;
-        # then those that share the rows without a token, whose number only the device knows.
+        # The first programs move the tokens. The last ones share the rows without a token, whose
+        # number only the device knows.
         grid=-(-num_tokens // config.block_tokens) * width_blocks + num_zeroing,
         config=config,
         implementation=implementation,
@@ -77,7 +77,7 @@ def unpermute(
     *,
     implementation: KernelImplementation | None,
 ) -> Gathered:
-    """Each token's sum over its rows, multiplied by `weights` [tokens, top_k] if given."""
+    """Returns each token's sum over its rows, multiplied by `weights` [tokens, top_k] if given."""
     from triax.moe.permutation.kernels import _unpermute_kernel
 
     num_tokens, top_k = routes.row_of.shape
@@ -100,8 +100,8 @@ def unpermute(
             if row_weights is None
             else jax.ShapeDtypeStruct((num_tokens, top_k), row_weights.dtype),
         ),
-        # Exactly the blocks that hold elements; at least one in width, for weights come back
-        # also where rows have no elements.
+        # Exactly the blocks that hold elements, but at least one along the width, because weights
+        # come back even if rows have no elements.
         grid=-(-num_tokens // config.block_tokens) * width_blocks,
         config=config,
         implementation=implementation,
@@ -122,7 +122,7 @@ def unpermute_grad(
     *,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of the weighted sum: those of rows and weights, in their dtypes."""
+    """Returns the weighted sum's gradients with respect to rows and weights, in their dtypes."""
     from triax.moe.permutation.kernels import _unpermute_grad_kernel
 
     num_tokens, top_k = routes.row_of.shape
@@ -139,8 +139,8 @@ def unpermute_grad(
             jax.ShapeDtypeStruct(rows.shape, stored(rows.dtype)),
             jax.ShapeDtypeStruct((num_tokens, top_k), stored(weights.dtype)),
         ),
-        # First programs for whole tokens, which sum over the width in a fixed order; then those
-        # that share the rows without a token.
+        # The first programs take whole tokens, to sum over the width in a fixed order. The last
+        # ones share the rows without a token.
         grid=-(-num_tokens // config.block_tokens) + num_zeroing,
         config=config,
         implementation=implementation,
@@ -154,7 +154,7 @@ def unpermute_grad(
 
 
 def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
-    """The plan's arrays and the sizes, as the kernels that write rows take them."""
+    """Returns the operands for the plan's arrays and sizes of the kernels that write rows."""
     num_experts = routes.group_sizes.shape[0]
     return (
         routes.row_of,
@@ -170,6 +170,6 @@ def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
 
 
 def _num_zeroing(routes: Routes, config: MoveConfig) -> int:
-    """How many programs share the rows without a token."""
+    """Returns the number of programs that share the rows without a token."""
     blocks = -(-routes.num_rows // config.block_tokens)
     return min(blocks, configs.MAX_ZEROING_PROGRAMS)

@@ -1,8 +1,8 @@
-"""The ops of permute and unpermute, whose derivatives are each other.
+"""The ops of permute and unpermute, which are each other's derivatives.
 
-`permute_rows` copies tokens to rows; its transpose, `gather_rows`, sums the rows up again. Both are
-linear. `weigh_rows` sums them up with weights; `spread_gradient` is its gradient, and closes the
-circle: its own derivatives are made of these four.
+`permute_rows` copies tokens to rows; its transpose, `gather_rows`, sums the rows of each token.
+Both are linear. `weigh_rows` sums the rows with weights; `spread_gradient` is its gradient, and its
+own derivatives are made of these four ops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triax.sharding.splits import Shard
 
 
 def _routes(routes: Routes) -> list[str]:
-    """The letters of `Routes`: tokens, slots and experts."""
+    """Returns the letters of the arrays in `Routes`: tokens, slots and experts."""
     return ["tk", *([] if routes.num_slots is None else ["t"]), "e", "e"]
 
 
@@ -109,14 +109,14 @@ def _spread_derivative(
 
 
 def _sum_products(call: Call, shard: Shard, rows: Any, weights: Any, *others: Any) -> Any:
-    """Of a part of the width; the weights' gradients are rounded after parts are added up."""
+    """Runs `spread_gradient` on a part of the width; rounds weights' gradients after the sum."""
     wider = weights.astype(at_least_float32(weights.dtype))
     d_rows, d_weights = call.run(rows, wider, *others)
     return d_rows, shard.sum("h", d_weights).astype(weights.dtype)
 
 
-# Tokens, weights and scales copied to the rows given by routes. A token goes to any row, so the
-# width alone can be cut.
+# Copies tokens, weights and scales to the rows given by routes. A token may go to any row, so only
+# the width can be cut.
 permute_rows = Op(
     "permute_rows",
     arguments=("th", "tk", "ts", _routes),
@@ -128,8 +128,8 @@ permute_rows = Op(
     any_bits=True,
 )
 
-# Each token's sum over its rows, and each slot's weight of the rows' weights. Of rows, None, rows'
-# weights and routes.
+# Sums each token's rows, and gathers each slot's weight from the row weights. The arguments are
+# rows, None, row weights and routes.
 gather_rows = Op(
     "gather_rows",
     arguments=("rh", "tk", "r", _routes),
@@ -140,7 +140,7 @@ gather_rows = Op(
     derivative=_gather_derivative,
 )
 
-# Each token's sum over its rows times their weights.
+# Sums each token's rows, multiplied by their weights.
 weigh_rows = Op(
     "weigh_rows",
     arguments=("rh", "tk", _routes),
@@ -153,8 +153,8 @@ weigh_rows = Op(
     derivative=_weigh_derivative,
 )
 
-# The gradients of `weigh_rows`: weight × gradient by row, <row, gradient> by slot. Of rows,
-# weights, the gradient and routes.
+# The gradients of `weigh_rows`: weight × gradient by row, <row, gradient> by slot. The arguments
+# are rows, weights, the gradient and routes.
 spread_gradient = Op(
     "spread_gradient",
     arguments=("rh", "tk", "th", _routes),

@@ -1,7 +1,7 @@
 """Permute and unpermute in plain JAX: the path for every platform without Triton.
 
-The same results as the kernels' on every input that a plan allows. Rows are gathered by a map
-from row to (token, slot), so nothing is copied `top_k` times on the way.
+The results are the kernels' on every input that a plan allows. Rows are gathered by a map
+from row to (token, slot), so that tokens are not copied `top_k` times first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from triax.moe.shared.arrays import take_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """What the moves need of a plan; `padded` is whether a group can have pad rows.
+    """The parts of a plan that permute and unpermute use.
 
-    `num_slots` is None for narrow maps. For a wide one it is int32 [tokens]: how many slots come
-    up to the last that has a row.
+    `padded` is whether a group can have pad rows. `num_slots` is None for narrow maps. For a wide
+    map it is int32 [tokens]: the number of slots up to the last slot with a row.
     """
 
     row_of: jax.Array
@@ -34,7 +34,7 @@ class Routes:
 
 
 class Permuted(NamedTuple):
-    """What `permute` returns for tokens with weights or scales.
+    """The result of `permute` for tokens with weights or scales.
 
     Attributes:
       rows: [rows, hidden], the tokens grouped by expert.
@@ -48,9 +48,9 @@ class Permuted(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """What comes back of `Permuted`: sums over the rows of each token, and weights by slot.
+    """The inverse of `Permuted`: the sum of each token's rows, and the row weights by slot.
 
-    x [tokens, hidden], weights [tokens, top_k] or None.
+    x is [tokens, hidden], and weights are [tokens, top_k] or None.
     """
 
     x: jax.Array
@@ -60,7 +60,7 @@ class Gathered(NamedTuple):
 def permute_reference(
     x: jax.Array, weights: jax.Array | None, scales: jax.Array | None, routes: Routes
 ) -> Permuted:
-    """Each row's token, weight and scales; zeros in the rows without a token."""
+    """Returns each row's token, weight and scales; zeros in the rows without a token."""
     pair = _pair_of_row(routes)
     token = _token_of_pair(pair, routes)
     return Permuted(
@@ -73,7 +73,7 @@ def permute_reference(
 def unpermute_reference(
     rows: jax.Array, weights: jax.Array | None, row_weights: jax.Array | None, routes: Routes
 ) -> Gathered:
-    """Each token's sum over its rows, multiplied by `weights` [tokens, top_k] if given."""
+    """Returns each token's sum over its rows, multiplied by `weights` [tokens, top_k] if given."""
     wider = sum_dtype(rows, weights)
     row_of = _existing_rows(routes)
     exists = row_of < routes.num_rows
@@ -81,7 +81,7 @@ def unpermute_reference(
     def add(slot: Any, total: jax.Array) -> jax.Array:
         term = _take(rows, row_of[:, slot]).astype(wider)
         if weights is not None:
-            # Zero where nothing was routed, whatever the weight there is: NaN times 0 is NaN.
+            # The weight of a slot without a row may be NaN, and 0 times NaN is NaN.
             weight = jnp.where(exists[:, slot], weights[:, slot].astype(wider), 0)
             term = term * weight[:, None]
         return total + term
@@ -91,8 +91,8 @@ def unpermute_reference(
         for slot in range(row_of.shape[1]):
             total = add(slot, total)
     else:
-        # The first slot, which every wide map has, outside: inside `shard_map` the sum then varies
-        # over the mesh from the start.
+        # The first slot, which every wide map has, is added outside of the loop, so that inside
+        # `shard_map` the loop's carry varies over the mesh from the start.
         most = jnp.max(routes.num_slots, initial=0)
         total = jax.lax.fori_loop(1, most, add, add(0, total))
     gathered = None if row_weights is None else _take(row_weights, row_of)
@@ -102,7 +102,7 @@ def unpermute_reference(
 def unpermute_grad_reference(
     rows: jax.Array, weights: jax.Array, gradient: jax.Array, routes: Routes
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of the weighted sum: those of rows and weights, in their dtypes."""
+    """Returns the weighted sum's gradients with respect to rows and weights, in their dtypes."""
     wider = sum_dtype(rows, weights)
     pair = _pair_of_row(routes)
     token = _token_of_pair(pair, routes)
@@ -115,20 +115,20 @@ def unpermute_grad_reference(
 
 
 def sum_dtype(rows: jax.Array, weights: jax.Array | None) -> jnp.dtype:
-    """What sums are computed in: float32, or wider where an operand is: float64 or complex."""
+    """Returns the dtype for sums: float32, or float64 or complex if an operand is."""
     dtypes = (array.dtype for array in (rows, weights) if array is not None)
     wider = (d for d in dtypes if d == jnp.float64 or jnp.issubdtype(d, jnp.complexfloating))
-    return np.result_type(np.float32, *wider)  # JAX's is an error in its strict mode
+    return np.result_type(np.float32, *wider)  # `jnp.result_type` raises in JAX's strict mode
 
 
 def _existing_rows(routes: Routes) -> jax.Array:
-    """`row_of`, with `num_rows` for rows that do not exist, which JAX drops or fills."""
+    """Returns `row_of`, with `num_rows` for missing rows, an index that JAX drops or fills."""
     exists = (routes.row_of >= 0) & (routes.row_of < routes.num_rows)
     return jnp.where(exists, routes.row_of, routes.num_rows)
 
 
 def _pair_of_row(routes: Routes) -> jax.Array:
-    """The (token, slot) of each row as token * top_k + slot, and one past the last for none."""
+    """Returns each row's (token, slot) as token * top_k + slot; one past the last for none."""
     row_of = _existing_rows(routes).reshape(-1)
     none = jnp.full(routes.num_rows, row_of.size, jnp.int32)
     return none.at[row_of].set(jnp.arange(row_of.size, dtype=jnp.int32), mode="drop")
@@ -140,7 +140,7 @@ def _token_of_pair(pair: jax.Array, routes: Routes) -> jax.Array:
 
 
 def _take(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of an array, bit by bit; zeros where `index` is not below their number."""
+    """Takes rows of an array, bit for bit; zeros where `index` is past the last row."""
     if array.shape[0] == 0:  # JAX refuses to take from nothing
         return jnp.zeros((*index.shape, *array.shape[1:]), array.dtype)
     return take_rows(array, index, mode="fill", fill_value=0)

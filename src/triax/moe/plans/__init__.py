@@ -1,1 +1,1 @@
-"""Which row every token goes to."""
+"""Plans which row every token goes to."""

@@ -37,13 +37,13 @@ def make_plan(
         plan.row_of       # [[1, 0], [3, 2]]
         plan.group_sizes  # [1, 2, 1]
 
-    A stable counting sort: equal inputs give equal plans in every run, on every path.
+    The sort is stable: equal inputs give equal plans in every run, on every path.
 
     An id outside [0, num_experts) means "not routed": it gets no row and is not counted. A token
     that names an expert twice gets two rows. An expert keeps its first `capacity` pairs. Groups
     follow one another, each padded to a multiple of `align_size`, and pairs that do not fit in
     `num_rows` are dropped. `capacity` limits each expert, so that overflow does not starve the last
-    ones; `num_rows` is the backstop.
+    experts; `num_rows` is the backstop.
 
     Args:
       selected_experts: integer [tokens, top_k].
@@ -90,9 +90,9 @@ def make_plan_from_mask(
         plan.row_of     # [[0, 1], [2, 3]]
         plan.expert_of  # [[0, 1], [1, 2]]
 
-    A token's slots are its experts in ascending order. It keeps the first `top_k`; the others are
-    dropped, and counted in `group_counts` and `num_dropped`. Unused slots are not routed. A mask
-    has a column per expert: if you have expert ids, `make_plan` reads far less.
+    A token's slots are its experts in ascending order. It keeps the first `top_k`; further experts
+    are dropped, and counted in `group_counts` and `num_dropped`. Unused slots are not routed. A
+    mask has a column per expert: if you have expert ids, `make_plan` reads far less.
 
     Args:
       routing_map: bool or integer [tokens, experts]; nonzero where a token is routed.
@@ -132,7 +132,7 @@ def make_plan_from_mask(
 
 
 def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> jax.Array:
-    """The first `top_k` experts in each token's mask, int32 [tokens, top_k], -1 past the last."""
+    """Returns the first `top_k` experts in each token's mask, int32 [tokens, top_k], then -1."""
     how = implementation if mask.shape[0] * top_k else "xla"
     selected: jax.Array = ops.select_experts(mask, top_k=top_k, implementation=how)
     return selected
@@ -141,7 +141,7 @@ def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> j
 def _sizes(
     shape: tuple[int, ...], num_experts: int, capacity: Any, num_rows: Any, align_size: Any
 ) -> dict[str, Any]:
-    """The checked sizes of a plan for pairs [tokens, top_k]."""
+    """Checks and returns the sizes of a plan for pairs [tokens, top_k]."""
     num_pairs = math.prod(shape)
     if num_pairs > arguments.MAX_ROWS:
         raise ArgumentValueError(

@@ -1,4 +1,4 @@
-"""How the plan's kernels are cut into programs."""
+"""Block sizes and warps of the plan's kernels."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import ClassVar
 
 from triax.moe.shared.blocks import power_of_two
 
-_MIN_BINS = 32  # what Triton's histogram needs: a bin for each thread of a warp
+_MIN_BINS = 32  # Triton's histogram needs a bin for each thread of a warp
 _MAX_BINS = 512
-# If a mask keeps every expert, up to this many it becomes expert ids, which are sorted. With more
-# experts most of the pairs to sort would not be routed.
+# A mask that keeps every expert becomes expert ids, which are sorted, for up to this many experts.
+# With more experts most of the pairs to sort would not be routed.
 MAX_SORTED_EXPERTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class FewPairsConfig:
-    """One program places `block_pairs` pairs and looks at all, `block_others` at a time.
+    """One program places `block_pairs` pairs and reads all pairs, `block_others` at a time.
 
     The work grows with the square of the pairs: up to `max_pairs` it takes less time than
-    the launches it saves. `block_experts` is the bins of a histogram.
+    the launches it saves. `block_experts` is the number of bins of a histogram.
     """
 
     block_experts: int
@@ -37,8 +37,8 @@ class FewPairsConfig:
 class SortConfig:
     """Pairs are counted and ranked in parts of `part`, and parts in at most `max_blocks` blocks.
 
-    Pairs are ranked by comparing each with each of its part, so parts are small. The scan
-    over blocks is sequential, so there are few: one program counts a block, part by part.
+    Pairs are ranked by comparing all pairs of a part with each other, so parts are small. The scan
+    over blocks is sequential, so blocks are few: one program counts a block, part by part.
     """
 
     block_experts: int
@@ -49,11 +49,11 @@ class SortConfig:
 
     @classmethod
     def heuristic(cls, num_experts: int) -> SortConfig:
-        """Depends on the experts alone, so that a new number of tokens compiles nothing."""
+        """Chooses by the number of experts alone: a new number of tokens compiles nothing."""
         return cls(_bins(num_experts))
 
     def parts_per_block(self, num_pairs: int) -> int:
-        """The parts of a block, so that there are no more than `max_blocks` blocks."""
+        """Returns the number of parts per block that makes at most `max_blocks` blocks."""
         return max(1, -(-num_pairs // (self.part * self.max_blocks)))
 
 
@@ -76,13 +76,13 @@ class MaskConfig:
 
     @classmethod
     def to_select(cls, num_experts: int) -> MaskConfig:
-        """To make expert ids of the mask."""
+        """Returns a config to turn a mask into expert ids."""
         block_experts = min(power_of_two(num_experts), 256)
         return cls(2048 // block_experts, block_experts, 4)
 
     @classmethod
     def to_place(cls, num_experts: int) -> MaskConfig:
-        """To count the tokens of each expert, and to place them."""
+        """Returns a config to count the tokens of each expert in a mask, and to place them."""
         block_experts = min(power_of_two(num_experts), 256)
         return cls(8192 // block_experts, block_experts, 8)
 

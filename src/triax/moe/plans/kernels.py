@@ -1,12 +1,12 @@
 """The plan's kernels: a stable counting sort of (token, slot) pairs by expert.
 
 Pairs are numbered token by token, slot by slot. The row of a pair is the first row of its
-expert, plus the pairs before it that name the same expert. Three kernels find that:
-`_count_pairs_kernel` cuts the pairs into blocks, and these into parts, and writes for each
-part how many pairs of its block stand before it, by expert; `_scan_counts_kernel` does the
-same for the blocks; `_place_pairs_kernel` adds up both and the pairs before in the same part.
-For few pairs `_place_few_pairs_kernel` does all of it: each program looks at every pair.
-`_select_experts_kernel` turns a mask into expert ids before that.
+expert, plus the number of earlier pairs with the same expert. Three kernels find that number:
+`_count_pairs_kernel` cuts the pairs into blocks, and blocks into parts, and writes for each
+part how many earlier pairs of its block name each expert; `_scan_counts_kernel` does the
+same for the blocks; `_place_pairs_kernel` adds both counts and the earlier pairs of the part.
+For few pairs `_place_few_pairs_kernel` does all of it: each program reads every pair.
+`_select_experts_kernel` first turns a mask into expert ids.
 A mask whose every expert is kept needs no ids: `_count_mask_kernel` counts the tokens of each
 expert by blocks, and `_place_mask_kernel` gives the experts of a token their rows.
 """
@@ -74,16 +74,16 @@ def _count_mask_kernel(
 
 @triton.jit
 def _histogram(selected, first_expert, BLOCK_EXPERTS: tl.constexpr):
-    """How many of `selected` name each expert of a block; other ids are in no bin."""
+    """Counts how often `selected` names each expert of a block; other ids are not counted."""
     local = selected - first_expert
     return tl.histogram(local, BLOCK_EXPERTS, mask=(local >= 0) & (local < BLOCK_EXPERTS))
 
 
 @triton.jit
 def _lay_out_groups(count, end_before, num_rows, capacity, align_size):
-    """The first row, size and filled rows of some experts' groups; where the last one ends.
+    """Returns the first row, size and filled rows of some experts' groups, and the last one's end.
 
-    `end_before` is where the group before them ends. Sums are 64-bit and only then clipped to
+    `end_before` is the end of the group before them. Sums are 64-bit and only then clipped to
     `num_rows`, so that no alignment can make them wrap around.
     """
     kept = tl.minimum(count, capacity)
@@ -98,7 +98,7 @@ def _lay_out_groups(count, end_before, num_rows, capacity, align_size):
 def _store_rows(
     row_of_ptr, expert_of_ptr, pair, inside, selected, routed, start, rank, num_rows, capacity
 ):
-    """The row and the expert of each pair, -1 for none."""
+    """Stores the row and the expert of each pair, -1 for none."""
     # Not `start + rank < num_rows`: the sum may pass 2**31.
     placed = routed & (rank < capacity) & (rank < num_rows - start)
     tl.store(row_of_ptr + pair, tl.where(placed, start + rank, -1), mask=inside)
@@ -126,8 +126,8 @@ def _count_pairs_kernel(
         total = tl.zeros([BLOCK_EXPERTS], tl.int32)
         selected = tl.load(selected_ptr + start + lane, mask=start + lane < end, other=-1)
         for first in range(start, end, PART):
-            # The next part's ids are loaded before this one's counts are stored. The compiler
-            # cannot reorder them, because it does not know that the arrays are different.
+            # The next part's ids are loaded before this part's counts are stored. The compiler
+            # cannot reorder the two, because it does not know that the arrays are different.
             pair = first + PART + lane
             following = tl.load(selected_ptr + pair, mask=pair < end, other=-1)
             tl.store(part_counts_ptr + first // PART * num_experts + expert, total, mask=known)
@@ -145,7 +145,7 @@ def _scan_counts_kernel(
     BLOCK_BLOCKS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    # In place: each count becomes the sum of those of the same expert in earlier blocks.
+    # In place, each count becomes the sum of the same expert's counts in earlier blocks.
     expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     known = expert < num_experts
     total = tl.zeros([BLOCK_EXPERTS], tl.int32)
@@ -161,13 +161,13 @@ def _scan_counts_kernel(
 
 @triton.jit
 def _rank_in_part(local, PART: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
-    """How many earlier lanes hold the same number, which is less than `BLOCK_EXPERTS`."""
+    """Counts the earlier lanes with the same number; numbers are less than `BLOCK_EXPERTS`."""
     # One comparison instead of two: keys of equal numbers are less than PART apart, keys of
-    # others at least PART + 1; in unsigned arithmetic, gaps below zero are large.
+    # unequal ones at least PART + 1; in unsigned arithmetic, gaps below zero are large.
     tl.static_assert(2 * PART * BLOCK_EXPERTS < 2**31)
     key = local * (2 * PART) + tl.arange(0, PART)
     gap = (key[None, :] - key[:, None] - 1).to(tl.uint32, bitcast=True)
-    # Summed along the first axis, so that a thread adds up what it has compared itself.
+    # Summed along the first axis, so that a thread adds up its own comparisons.
     return tl.sum((gap < PART - 1).to(tl.int32), 0)
 
 

@@ -1,4 +1,4 @@
-"""The plan's kernel launches: result types, grids and configs."""
+"""Launches the plan's kernels: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triax.moe.shared.launching import launch
 def select_experts(
     routing_map: jax.Array, *, top_k: int, implementation: KernelImplementation | None
 ) -> jax.Array:
-    """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
+    """Returns the first `top_k` experts in each token's mask, int32 [tokens, top_k], then -1."""
     from triax.moe.plans.kernels import _select_experts_kernel
 
     num_tokens, num_experts = routing_map.shape
@@ -31,7 +31,7 @@ def select_experts(
         num_experts,
         top_k,
         out_type=_ints(num_tokens, top_k),
-        # Every token once: a program walks over all experts, because slots are counted along them.
+        # One program takes all experts of its tokens, because slots are counted along the experts.
         grid=-(-num_tokens // config.block_tokens),
         config=config,
         implementation=implementation,
@@ -47,13 +47,13 @@ def place_mask(
     align_size: int,
     implementation: KernelImplementation | None,
 ) -> Plan:
-    """The rows of a mask's tokens, by slots; `top_k` is at least the number of experts."""
+    """Plans the rows of a mask's tokens; `top_k` must be at least the number of experts."""
     from triax.moe.plans.kernels import _count_mask_kernel, _place_mask_kernel
 
     num_tokens, num_experts = routing_map.shape
     config = MaskConfig.to_place(num_experts)
     num_blocks = -(-num_tokens // config.block_tokens)
-    # The tokens of each block that go to each expert.
+    # The number of tokens of each block that go to each expert.
     block_counts = launch(
         _count_mask_kernel,
         routing_map,
@@ -77,7 +77,7 @@ def place_mask(
         top_k,
         *bounds,
         out_type=_plan_type((num_tokens, top_k), num_experts, bounds),
-        # The blocks that were counted, no others; the first program writes the groups.
+        # A program for each block that was counted; the first program writes the groups.
         grid=num_blocks,
         config=config,
         implementation=implementation,
@@ -94,7 +94,7 @@ def place_pairs(
     align_size: int,
     implementation: KernelImplementation | None,
 ) -> Plan:
-    """The rows of all pairs, from int32 expert ids [tokens, top_k], at least one of them."""
+    """Plans the rows of all pairs, from int32 expert ids [tokens, top_k], at least one pair."""
     from triax.moe.plans.kernels import _count_pairs_kernel, _place_pairs_kernel
 
     num_pairs, bounds = selected.size, (num_rows, capacity, align_size)
@@ -104,8 +104,7 @@ def place_pairs(
     num_parts = -(-num_pairs // config.part)
     parts_per_block = config.parts_per_block(num_pairs)
     num_blocks = -(-num_parts // parts_per_block)
-    # By expert, the pairs before each part in its block, and those of each block. The first is the
-    # counting sort's workspace.
+    # By expert, the number of pairs before each part in its block, and of pairs in each block.
     part_counts, block_counts = launch(
         _count_pairs_kernel,
         selected,
@@ -131,7 +130,7 @@ def place_pairs(
         parts_per_block,
         *bounds,
         out_type=_plan_type(selected.shape, num_experts, bounds),
-        # The parts that were counted, no others; the first program writes the groups.
+        # A program for each part that was counted; the first program writes the groups.
         grid=num_parts,
         num_warps=config.place_warps,
         config=config,
@@ -156,7 +155,7 @@ def _place_few_pairs(
         num_experts,
         *bounds,
         out_type=_plan_type(selected.shape, num_experts, bounds, counts=_ints(num_experts)),
-        # Every program looks at all pairs and places its own; the first writes the groups.
+        # Every program reads all pairs and places its own; the first writes the groups.
         grid=-(-selected.size // config.block_pairs),
         config=config,
         implementation=implementation,
@@ -166,7 +165,7 @@ def _place_few_pairs(
 def _scan_counts(
     counts: jax.Array, implementation: KernelImplementation | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The pairs of earlier blocks, in place of `counts`, and those of all blocks [experts]."""
+    """Returns the sums of `counts` over earlier blocks (in place) and over all blocks [experts]."""
     from triax.moe.plans.kernels import _scan_counts_kernel
 
     config = ScanConfig()
@@ -188,7 +187,7 @@ def _scan_counts(
 def _plan_type(
     shape: tuple[int, ...], num_experts: int, bounds: tuple[int, int, int], counts: Any = None
 ) -> Any:
-    """The type of a plan for pairs of this shape; without `group_counts`, which others count."""
+    """Returns the type of a plan for pairs of a shape; `counts` is None if counted separately."""
     ids, groups = _ints(*shape), _ints(num_experts)
     num_rows, _, align_size = bounds
     return Plan(ids, ids, groups, counts, groups, _ints(), num_rows, num_experts, align_size)

@@ -7,7 +7,7 @@ from triax.moe.shared.ops import Op
 
 _PLAN = ("tk", "tk", "e", "e", "e", "")
 
-# The rows of expert ids [tokens, top_k].
+# Plans the rows of expert ids [tokens, top_k].
 place_pairs = Op(
     "place_pairs",
     arguments=("tk",),
@@ -16,7 +16,7 @@ place_pairs = Op(
     xla=reference.place_pairs_reference,
 )
 
-# The rows of a mask [tokens, experts], which keeps every expert.
+# Plans the rows of a mask [tokens, experts] whose every expert is kept.
 place_mask = Op(
     "place_mask",
     arguments=("te",),
@@ -25,7 +25,6 @@ place_mask = Op(
     xla=reference.place_mask_reference,
 )
 
-# The first experts of each token in a mask.
 select_experts = Op(
     "select_experts",
     arguments=("te",),

@@ -1,6 +1,6 @@
 """The plan in plain JAX: the path for every platform without Triton.
 
-The same results as the kernels' on every input, by a stable sort of the pairs' experts.
+It gives the kernels' results on every input, by a stable sort of the pairs' experts.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Plan:
 
 
 def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:
-    """The first `top_k` experts of each token's mask, int32 [tokens, top_k], -1 past the last."""
+    """Returns the first `top_k` experts in each token's mask, int32 [tokens, top_k], then -1."""
     num_tokens, num_experts = routing_map.shape
     chosen = is_nonzero(routing_map)
     slot = jnp.cumsum(chosen, axis=1, dtype=jnp.int32) - 1
-    # A column more than is kept takes the others: indices that are out of bounds in one of two
-    # dimensions end in the next row under XLA's deterministic scatter.
+    # An extra column takes the experts that are not kept: under XLA's deterministic scatter an
+    # index out of bounds in one of two dimensions would write to the next row.
     slot = jnp.minimum(jnp.where(chosen, slot, top_k), top_k)
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     expert = jnp.arange(num_experts, dtype=jnp.int32)[None, :]
@@ -67,7 +67,7 @@ def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:
 
 
 def place_mask_reference(routing_map: jax.Array, top_k: int, **sizes: int) -> Plan:
-    """The rows of all tokens of a mask, by slots."""
+    """Plans the rows of a mask's tokens."""
     num_experts = routing_map.shape[1]
     return place_pairs_reference(
         select_experts_reference(routing_map, top_k), num_experts=num_experts, **sizes
@@ -77,13 +77,13 @@ def place_mask_reference(routing_map: jax.Array, top_k: int, **sizes: int) -> Pl
 def place_pairs_reference(
     selected: jax.Array, num_experts: int, num_rows: int, capacity: int, align_size: int
 ) -> Plan:
-    """The rows of all pairs, from int32 expert ids [tokens, top_k]."""
+    """Plans the rows of all pairs, from int32 expert ids [tokens, top_k]."""
     flat = selected.reshape(-1)
     routed = (flat >= 0) & (flat < num_experts)
     expert = jnp.where(routed, flat, num_experts)
     counts = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
     kept = jnp.minimum(counts, capacity)
-    # Each sum is clipped to `num_rows`, so that none can pass 2**31.
+    # Every sum is clipped to `num_rows`, so that it cannot pass 2**31.
     held = jnp.minimum(kept, num_rows)
     aligned = held + jnp.minimum(-kept % align_size, num_rows - held)
     ends = running_sum(aligned, num_rows)

@@ -1,1 +1,1 @@
-"""Which experts every token goes to, and by what weights."""
+"""Chooses the experts of every token, and their weights."""

@@ -41,8 +41,8 @@ def route(
     does not make two scores equal.
 
     Everything is computed in float32. The weights have a gradient to the logits, the same bits in
-    every run; the choice has none, and that of `bias` is zero. A NaN counts as the greatest logit
-    (one with the sign bit as the least, as in `jax.lax.top_k`); weights that depend on it are NaN,
+    every run; the choice has none, and the gradient of `bias` is zero. A NaN is the greatest logit
+    (with the sign bit the least, as in `jax.lax.top_k`); weights that depend on a NaN are NaN,
     and other tokens are not affected. A token whose logits are all -inf has weights of zero, and no
     gradient.
 
@@ -99,7 +99,7 @@ def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routing:
     """The weights of experts that are given; zero for those that there are not."""
     logits, experts = explicit.gathered(logits), explicit.gathered(experts)
     known = (experts >= 0) & (experts < logits.shape[1])
-    # Not chosen: a score of zero, which no sum or gradient sees.
+    # An id outside the experts gets a score of zero, which affects no sum and no gradient.
     rows = jnp.arange(experts.shape[0])[:, None]
     taken = logits.astype(jnp.float32)[rows, jnp.where(known, experts, 0)]
     nothing = 0 if spec.score == "none" else -jnp.inf
@@ -109,7 +109,7 @@ def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routing:
 
 
 def _scaled(weights: jax.Array, expert_scale: jax.Array, experts: jax.Array) -> jax.Array:
-    """Weights times their experts' scales, whose gradient is summed up in a fixed order."""
+    """Multiplies weights by their experts' scales, whose gradient is summed in a fixed order."""
     expert_scale = explicit.gathered(expert_scale)
     every = jnp.arange(expert_scale.shape[0], dtype=jnp.int32)[None, None, :]
     of_all = expert_scale.astype(jnp.float32)[None, None, :]

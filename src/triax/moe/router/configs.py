@@ -1,4 +1,4 @@
-"""What a router computes, and how its kernels are cut into programs."""
+"""The router's options, and block sizes of its kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_EXPERTS = 1024
 class RouterSpec:
     """The static arguments of `route`, checked.
 
-    `num_groups` is 1 where the choice is not limited to groups. A group's score is the sum of its
+    `num_groups` is 1 if the choice is not limited to groups. A group's score is the sum of its
     `group_best` best scores, or of its best logits with `group_by_logits`.
     """
 
@@ -31,8 +31,8 @@ class RouterSpec:
 class RouteConfig:
     """One program routes `block_tokens` tokens, whose rows of logits it holds in registers.
 
-    One warp, so that a row is not spread over several and maxima need no shared memory. The block
-    size was measured on an H200. Nothing depends on the number of tokens, so a new one compiles
+    A program has one warp, so that maxima of a row need no shared memory. The block size was
+    measured on an H200. Configs do not depend on the number of tokens, so a new number compiles
     nothing.
     """
 
@@ -46,7 +46,7 @@ class RouteConfig:
     def for_choice(
         cls, num_experts: int, top_k: int, num_groups: int, exact: bool, by_score: bool
     ) -> RouteConfig:
-        """For `route`: few tokens, except where short keys are exact and little else is kept."""
+        """Returns the config of `route`, with more tokens per program if keys are exact."""
         groups, size = power_of_two(num_groups), power_of_two(num_experts // num_groups)
         tokens = _tokens(groups * size, top_k, 1024 if exact else 256)
         if groups * size == 256 and not by_score:
@@ -55,18 +55,18 @@ class RouteConfig:
 
     @classmethod
     def for_gradient(cls, num_experts: int, top_k: int, reads_rows: bool) -> RouteConfig:
-        """For its gradient, which holds less, and reads whole rows or only writes them."""
+        """Returns the config of the gradient; programs that read whole rows take fewer tokens."""
         size = power_of_two(num_experts)
         tokens = _tokens(size, top_k, 512 if reads_rows else 1024)
         return cls(tokens, 1, size, power_of_two(top_k))
 
 
 def place_bits(num_experts: int, num_groups: int) -> int:
-    """The bits of a place in a row, in which groups begin at multiples of a power of two."""
+    """Returns the bits of a place in a row whose groups begin at multiples of a power of two."""
     places = power_of_two(num_groups) * power_of_two(num_experts // num_groups)
     return places.bit_length() - 1
 
 
 def _tokens(block: int, top_k: int, elements: int) -> int:
-    """How many rows of `block` logits, and of `top_k` choices, are about `elements`."""
+    """Returns the number of tokens, up to 32, whose logits or choices fill about `elements`."""
     return min(max(1, elements // max(block, 2 * power_of_two(top_k))), 32)

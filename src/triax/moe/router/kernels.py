@@ -1,10 +1,10 @@
 """The router's kernels: scores, choice and weights of some tokens in one program, and the gradient.
 
-A row of logits becomes a row of integer keys, each of which holds the order of a float in its
-upper bits and its place in the row in its lower ones: the earlier, the larger. So keys are
-unique, the largest is the first of the best, and the next is the largest below it. Where the
-order does not fit into 32 bits beside the place, its lowest bits are left out; only where two
-of the chosen are equal but for these, the choice is made again from all bits.
+A row of logits becomes a row of integer keys. A key holds the order of a float in its upper
+bits and the place in the row in its lower bits: the earlier, the larger. So keys are unique,
+the largest key is the first of the best logits, and the next is the largest key below it. If
+order and place do not fit into 32 bits, the order's lowest bits are left out; if two chosen
+logits differ only in these bits, the choice is made again from all bits.
 """
 
 import triton
@@ -24,30 +24,30 @@ def _check_score(SCORE: tl.constexpr):
 
 @triton.jit
 def _order(values):
-    """float32 as int32 of the same order, that of `jax.lax.top_k`: NaN above infinity."""
+    """Maps float32 to int32 that compare as in `jax.lax.top_k`: NaN above infinity."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value(order):
-    """The float32 of an order; the way back of `_order`."""
+    """Returns the float32 of an order: the inverse of `_order`."""
     bits = order ^ ((order >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _choosable(values):
-    """Computed scores, with all NaNs made positive, so that they rank as the greatest."""
+    """Makes all NaNs in computed scores positive, so that they rank as the greatest."""
     return tl.where(values == values, values, float("nan"))
 
 
 @triton.jit
 def _largest_below(keys, last):
-    """The largest key of each row below `last`; `last` where there is none. At most 31 bits.
+    """Returns the largest key of each row below `last`, or `last` if there is none.
 
-    Less `last` - 2**31, keys from `last` on wrap around to below zero. One add and one maximum,
-    which Hopper has as one instruction.
+    Keys have at most 31 bits. Minus `last` plus 2**31, keys from `last` on wrap around to below
+    zero. That is one add and one maximum, for which Hopper has one instruction.
     """
     shift = tl.add(tl.full(last.shape, -(2**31), tl.int32), -last, sanitize_overflow=False)
     wrapped = tl.max(tl.add(keys, shift[:, None], sanitize_overflow=False), 1)
@@ -56,7 +56,7 @@ def _largest_below(keys, last):
 
 @triton.jit
 def _follow(keys, best, BITS: tl.constexpr):
-    """The next best keys, and 1 where all but their lowest BITS are those of the best."""
+    """Returns the next best keys, and 1 where all but their lowest BITS equal the best key's."""
     following = _largest_below(keys, best)
     return following, (((best ^ following) >> BITS) == 0).to(tl.int32)
 
@@ -71,14 +71,14 @@ def _choose(
     BITS: tl.constexpr,
     MORE: tl.constexpr,
 ):
-    """The places of the `TOP_K` greatest of each row, [rows, BLOCK_SLOTS], best first.
+    """Returns the places of each row's `TOP_K` greatest, [rows, BLOCK_SLOTS], best first.
 
-    And whether the lowest BITS + 1 bits of an order, which are left out, could change that. MORE
-    is whether there are more than TOP_K to choose from.
+    Also returns whether the lowest BITS + 1 bits of an order, which are left out, could change
+    the choice. MORE is whether there are more than TOP_K experts.
     """
     LAST: tl.constexpr = 2**BITS - 1
     slot = tl.arange(0, BLOCK_SLOTS)[None, :]
-    # Below all keys, but so near that the difference to any of them fits in 32 bits.
+    # The filler is below all keys, but so near that its difference to any key fits in 32 bits.
     keys = tl.where(eligible, ((order >> (BITS + 1)) << BITS) | (LAST - place), -(2**30) - 1)
     best = tl.max(keys, 1)
     chosen = tl.zeros([order.shape[0], BLOCK_SLOTS], tl.int32)
@@ -98,7 +98,7 @@ def _choose(
 
 @triton.jit
 def _choose_by_all_bits(order, place, eligible, TOP_K: tl.constexpr, BLOCK_SLOTS: tl.constexpr):
-    """As `_choose`, in two steps: the greatest order, and the first place that has it."""
+    """Chooses like `_choose`, in two steps: the greatest order, and the first place with it."""
     BLOCK: tl.constexpr = order.shape[1]
     slot = tl.arange(0, BLOCK_SLOTS)[None, :]
     chosen = tl.zeros([order.shape[0], BLOCK_SLOTS], tl.int32)
@@ -113,7 +113,7 @@ def _choose_by_all_bits(order, place, eligible, TOP_K: tl.constexpr, BLOCK_SLOTS
 
 @triton.jit
 def _two_best(first, second, other_first, other_second):
-    """The two greatest of two pairs, each in descending order."""
+    """Returns the two greatest values of two pairs; pairs are in descending order."""
     second = tl.maximum(second, other_second)
     return tl.maximum(first, other_first), tl.maximum(tl.minimum(first, other_first), second)
 
@@ -128,7 +128,7 @@ def _kept_groups(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Whether each place is in a group that counts: its GROUP_BEST greatest have a large sum."""
+    """Whether each place is in a chosen group; a group's score sums its GROUP_BEST best."""
     BLOCK_TOKENS: tl.constexpr = order.shape[0]
     left = tl.where(known, order, _SMALLEST)
     left = tl.reshape(left, [BLOCK_TOKENS, BLOCK_GROUPS, BLOCK_SIZE])
@@ -160,13 +160,13 @@ def _kept_groups(
 
 @triton.jit
 def _shift(most):
-    """What is subtracted from a row's logits before exp: 0 where all of them are -inf."""
+    """Returns the shift to subtract from a row's logits before exp; 0 if all logits are -inf."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 
 @triton.jit
 def _softmax_parts(logits, shift):
-    """exp(logits - shift), and its sum over each row; 1 instead of 0, which is divided by."""
+    """Returns exp(logits - shift), and each row's sum as a divisor: 1 instead of 0."""
     parts = libdevice.fast_expf(logits - shift[:, None])
     total = tl.sum(parts, 1)
     return parts, tl.where(total == 0.0, 1.0, total)
@@ -174,9 +174,9 @@ def _softmax_parts(logits, shift):
 
 @triton.jit
 def _normalized(taken, known, SCORE: tl.constexpr):
-    """The scores of the chosen divided by their sum; and that sum, but for a factor.
+    """Returns the chosen scores divided by their sum, and a multiple of that sum.
 
-    The softmax of their logarithms, so that none is lost where all are small.
+    They are the softmax of the scores' logarithms, so that small scores do not underflow.
     """
     if SCORE == "none":
         taken = tl.where(known, _score(taken, SCORE), 0.0)
@@ -193,7 +193,7 @@ def _normalized(taken, known, SCORE: tl.constexpr):
 
 @triton.jit
 def _score(logits, SCORE: tl.constexpr):
-    """Each logit's score, where that does not depend on others."""
+    """Returns each logit's score, for scores that do not depend on other logits."""
     if SCORE == "sigmoid":
         return _sigmoid(logits)
     elif SCORE == "sqrtsoftplus":
@@ -204,7 +204,7 @@ def _score(logits, SCORE: tl.constexpr):
 
 @triton.jit
 def _log_slope(logits, SCORE: tl.constexpr):
-    """The derivative of the logarithm of each logit's score."""
+    """Returns the derivative of the logarithm of each logit's score."""
     if SCORE == "sigmoid":
         return _sigmoid(-logits)
     else:
@@ -214,7 +214,7 @@ def _log_slope(logits, SCORE: tl.constexpr):
 
 @triton.jit
 def _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE: tl.constexpr):
-    """The order of each logit's score, plus its expert's bias where there is one."""
+    """Returns the order of each logit's score, plus its expert's bias if there is one."""
     if SCORE == "softmax":
         scores = libdevice.fast_dividef(_softmax_parts(logits, shift)[0], total[:, None])
     elif SCORE == "sigmoid":
@@ -239,7 +239,7 @@ def _log_sigmoid(logits):
 
 @triton.jit
 def _log_softplus(logits):
-    """log(log(1 + exp(logits))), which far below zero is the logit."""
+    """Returns log(log(1 + exp(logits))), which far below zero is the logit."""
     softplus = tl.maximum(logits, 0.0) + libdevice.log1p(tl.exp(-tl.abs(logits)))
     return tl.where(logits < _FLAT, logits, tl.log(softplus))
 
@@ -305,12 +305,12 @@ def _route_kernel(
     chosen, alike = _choose(order, place, eligible, TOP_K, BLOCK_SLOTS, BITS, MORE)
     if not EXACT:
         if alike:
-            # Read and computed again: kept, they would take the registers of half the programs.
+            # Loaded and computed again, because keeping them would take too many registers.
             logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
             order = _order(logits)
             if bias_ptr is not None:
                 order = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE)
-            # As the float's own bits, which are empty where logits were computed in bfloat16.
+            # These are the float's own low bits, which are zero for logits rounded to bfloat16.
             left_out = (order ^ (order >> 31)) & ((2 << BITS) - 1)
             if tl.max(tl.max(left_out, 1), 0) != 0:
                 chosen = _choose_by_all_bits(order, place, eligible, TOP_K, BLOCK_SLOTS)
@@ -366,7 +366,7 @@ def _route_grad_kernel(
     rest = tl.zeros([BLOCK_TOKENS, BLOCK], tl.float32)
     if NORMALIZE:
         scores, total = _normalized(taken, routed, SCORE)
-        # The chosen's own, and zero in slots that there are not: their logits are -inf.
+        # A mean over the chosen; empty slots add nothing, because their logits are -inf.
         mean = tl.sum(tl.where(routed, gradient * scores, 0.0), 1)
         if SCORE == "none":
             mean = tl.where(total == 0.0, 0.0, mean)
@@ -391,5 +391,5 @@ def _route_grad_kernel(
         d_taken = tl.where(taken == float("-inf"), 0.0, d_taken)
     dtype = d_logits_ptr.dtype.element_ty
     tl.store(d_logits_ptr + everywhere, rest.to(dtype), mask=mask)
-    tl.debug_barrier()  # the gradients of the chosen overwrite some of these
+    tl.debug_barrier()  # the gradients of the chosen logits overwrite some of `rest`
     tl.store(d_logits_ptr + at, d_taken.to(dtype), mask=routed)

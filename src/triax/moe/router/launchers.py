@@ -1,4 +1,4 @@
-"""The router's launches: result types, grids and configs."""
+"""Launches the router's kernels: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def route(
     spec: RouterSpec,
     implementation: KernelImplementation | None,
 ) -> Routing:
-    """The weights and experts of each token, best first."""
+    """Returns the weights and experts of each token, best first."""
     from triax.moe.router.kernels import _route_kernel
 
     num_tokens, num_experts = logits.shape
     bits = place_bits(num_experts, spec.num_groups)
-    # The order of a small float, as float32, leaves the lowest bits empty.
+    # A small float that is widened to float32 has zeros in its order's lowest bits.
     order_bits = {"bfloat16": 16, "float16": 19}.get(logits.dtype.name, 32)
     exact = bias is None and order_bits + bits <= _KEY_BITS
     by_score = bias is not None or spec.num_groups > 1
@@ -40,7 +40,7 @@ def route(
         num_tokens,
         spec.scale,
         out_type=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)),
-        # Whole rows, so that each program sees all the experts it chooses from.
+        # Programs take whole rows, because they choose from all experts.
         grid=-(-num_tokens // config.block_tokens),
         config=(spec, config),
         implementation=implementation,
@@ -59,7 +59,7 @@ def route_grad(
     spec: RouterSpec,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """The gradient of the logits, from that of the weights, float32 [tokens, top_k]."""
+    """Returns the gradient of the logits from the weights' gradient, float32 [tokens, top_k]."""
     from triax.moe.router.kernels import _route_grad_kernel
 
     num_tokens, num_experts = logits.shape
@@ -73,7 +73,7 @@ def route_grad(
         num_tokens,
         spec.scale,
         out_type=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-        # Whole rows, because a program writes first the rest of a row and then the chosen experts.
+        # Programs take whole rows, because they overwrite the chosen experts after the whole row.
         grid=-(-num_tokens // config.block_tokens),
         config=(spec, config),
         implementation=implementation,

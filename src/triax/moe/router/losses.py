@@ -17,14 +17,14 @@ from triax.sharding import explicit
 def load_balancing_loss(
     logits: Array, group_counts: Array, *, score: Score = "softmax"
 ) -> jax.Array:
-    """How unevenly experts are used: 1 if all get the same share, more if they do not.
+    """Measures how unevenly experts are used: 1 if all get the same share, more if they do not.
 
         plan = moe.make_plan(experts, num_experts)
         loss = task_loss + 0.01 * moe.load_balancing_loss(logits, plan.group_counts)
 
     ``experts * sum over e of share[e] * mean[e]``: the share of all (token, choice) pairs that went
     to expert e, and its mean score over the tokens. A token's scores sum to 1: the softmax, or
-    other scores divided by their sum; if its logits are all -inf, they are zeros. Only the scores
+    other scores divided by their sum; or they are zeros if all logits are -inf. Only the scores
     have a gradient.
 
     Equations 4 to 6 of "Switch Transformers" (arXiv:2101.03961), for any number of choices; with
@@ -37,12 +37,12 @@ def load_balancing_loss(
 
     Args:
       logits: float [tokens, experts].
-      group_counts: integer [experts], the pairs routed to each: `Plan.group_counts`.
-      score: as in `Router`: "softmax", "sigmoid", "sqrtsoftplus", or "none" for scores that were
+      group_counts: integer [experts], the pairs routed to each expert: `Plan.group_counts`.
+      score: as in `route`: "softmax", "sigmoid", "sqrtsoftplus", or "none" for scores that were
         computed before. All but the softmax are divided by a token's sum.
 
     Returns:
-      float32 [], or float64 for such logits; 0 without tokens.
+      float32 [], or float64 for float64 logits; 0 without tokens.
 
     Raises:
       ArgumentTypeError: an argument is not an array, or of the wrong dtype.
@@ -61,25 +61,25 @@ def load_balancing_loss(
 
 
 def router_z_loss(logits: Array) -> jax.Array:
-    """How large the logits have grown: the mean over tokens of ``logsumexp(logits) ** 2``.
+    """Measures how large the logits are: the mean over tokens of ``logsumexp(logits) ** 2``.
 
         loss = task_loss + 1e-3 * moe.router_z_loss(logits)
 
-    Equation 5 of "ST-MoE" (arXiv:2202.08906), where its coefficient is 1e-3. A token whose logits
-    are all -inf counts as one with a logsumexp of zero.
+    Equation 5 of "ST-MoE" (arXiv:2202.08906), which uses the coefficient 1e-3. A token whose logits
+    are all -inf counts as a token with a logsumexp of zero.
 
     Args:
       logits: float [tokens, experts].
 
     Returns:
-      float32 [], or float64 for such logits; 0 without tokens.
+      float32 [], or float64 for float64 logits; 0 without tokens.
 
     Raises:
       ArgumentTypeError: `logits` is not an array, or of the wrong dtype.
       ArgumentValueError: `logits` has the wrong shape.
     """
     logits = _wider(explicit.gathered(check_logits(logits), 0))
-    # -inf alone would be an infinite loss with a gradient of NaN.
+    # A row of -inf would give an infinite loss with a gradient of NaN.
     padding = jnp.all(logits == -jnp.inf, axis=1, keepdims=True)
     size = jax.scipy.special.logsumexp(jnp.where(padding, 0, logits), axis=1)
     size = jnp.where(padding[:, 0], 0, size)

@@ -1,4 +1,4 @@
-"""The op of route, with the derivative of the weights alone: the choice has none."""
+"""The op of route. Only the weights have a derivative; the choice has none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, routed: Routing) -> Any
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         return {"logits": call.like(route_grad)(*residuals, gradient)}
 
-    # Under the result's name, so that a policy that keeps it also avoids choosing again.
+    # Named like the result, so that a policy that keeps the result avoids choosing again.
     residuals = primals[0], checkpoint_name(routed.experts, "triax_routing")
     moved = linear.call(along, back, residuals, {"logits": tangents[0]}, routed.weights)
     return Routing(moved, None)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The router in plain JAX: the path for every platform without Triton.
 
-The choice is that of the kernels if the scores are the same. Scores computed for a bias or for
-groups may differ in their last bit, and so may the choice between two that are this close.
+It chooses as the kernels do if the scores are the same. Scores computed for a bias or for groups
+may differ in their last bit, and so may the choice between two scores that are this close.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def route_reference(logits: jax.Array, bias: jax.Array | None, *, spec: RouterSp
 
 
 def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec) -> jax.Array:
-    """The experts of each token, int32 [tokens, top_k], best first."""
+    """Returns the experts of each token, int32 [tokens, top_k], best first."""
     logits = logits.astype(jnp.float32)
     by_score = choice = logits
     if bias is not None or not spec.group_by_logits:
@@ -46,20 +46,20 @@ def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec
     if bias is not None:
         by_score = choice = _choosable(by_score + bias.astype(jnp.float32)[None, :])
     if spec.num_groups > 1:
-        # As integers of the same order, so that excluded experts rank below all others.
+        # Integers of the same order let excluded experts rank below all others, even -inf.
         kept = _kept_groups(by_score, spec)
         choice = jnp.where(kept, _order(choice), jnp.iinfo(jnp.int32).min)
     return jax.lax.top_k(choice, spec.top_k)[1].astype(jnp.int32)
 
 
 def weigh_reference(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> jax.Array:
-    """The weights float32 [tokens, top_k] of experts; differentiable in the logits."""
+    """Returns the float32 weights [tokens, top_k] of experts; differentiable in the logits."""
     logits = logits.astype(jnp.float32)
     return weigh_taken(jnp.take_along_axis(logits, experts, axis=1), logits, spec)
 
 
 def weigh_taken(taken: jax.Array, logits: jax.Array, spec: RouterSpec) -> jax.Array:
-    """The weights of the chosen logits among all of their tokens', float32."""
+    """Returns the float32 weights of the chosen logits `taken` among all `logits`."""
     logits = logits.astype(jnp.float32)
     if spec.normalize:
         weights = normalized_scores(taken, spec.score)
@@ -69,12 +69,12 @@ def weigh_taken(taken: jax.Array, logits: jax.Array, spec: RouterSpec) -> jax.Ar
 
 
 def scores_reference(logits: jax.Array, score: str) -> jax.Array:
-    """The scores of all logits, in their dtype."""
+    """Returns the scores of all logits, in their dtype."""
     return _SCORES[score](logits, logits)
 
 
 def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
-    """The scores of logits divided by each token's sum: the softmax of their logarithms."""
+    """Returns scores divided by each token's sum: the softmax of the scores' logarithms."""
     if score == "none":
         logits = _given(logits)
         total = jnp.sum(logits, axis=1, keepdims=True)
@@ -84,44 +84,44 @@ def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
 
 
 def of_norm_one(weights: jax.Array, order: float) -> jax.Array:
-    """Weights that are not negative, divided by each token's p-norm; zeros where all are zero."""
-    # The greatest is a factor that cancels: powers are then of numbers from 0 to 1.
+    """Divides nonnegative weights by each token's p-norm; zeros where all weights are zero."""
+    # The greatest weight is divided out first, so that powers are of numbers from 0 to 1.
     most = jax.lax.stop_gradient(jnp.max(weights, axis=1, keepdims=True))
     weights = weights / jnp.where(most == 0, 1, most)
-    nothing = weights == 0  # where a second derivative of the power may be infinite
+    nothing = weights == 0  # the power may have an infinite second derivative there
     powers = jnp.where(nothing, 0, jnp.where(nothing, 1, weights) ** order)
     total = jnp.sum(powers, axis=1, keepdims=True)
     return weights / jnp.where(most == 0, 1, total) ** (1 / order)
 
 
 def _sigmoid(logits: jax.Array) -> jax.Array:
-    """The sigmoid; near 1, where `jax.nn.sigmoid` has a gradient of zero, it has the right one."""
+    """Computes the sigmoid with a right gradient near 1, where `jax.nn.sigmoid` has zero."""
     above = logits >= 0
     small = jnp.exp(jnp.where(above, -logits, logits))
     return jnp.where(above, 1, small) / (1 + small)
 
 
 def _log_sqrtsoftplus(logits: jax.Array) -> jax.Array:
-    """log(sqrt(log(1 + exp(logits)))), which far below zero is half the logit."""
+    """Returns log(sqrt(log(1 + exp(logits)))), which far below zero is half the logit."""
     flat = logits < _FLAT
     return jnp.where(flat, logits, jnp.log(jax.nn.softplus(jnp.where(flat, 0, logits)))) / 2
 
 
 def _given(scores: jax.Array) -> jax.Array:
-    """Scores that are given; zeros for padding, which is -inf."""
+    """Returns logits as the scores, with zeros for padding, which is -inf."""
     return jnp.where(scores == -jnp.inf, 0, scores)
 
 
 def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """exp(part), divided by each token's sum of exp(whole); zeros where all of that is -inf."""
+    """Returns exp(part) divided by each token's sum of exp(whole); zeros if `whole` is all -inf."""
     most = jax.lax.stop_gradient(jnp.max(whole, axis=1, keepdims=True))
     most = jnp.where(most == -jnp.inf, 0, most)
     total = jnp.sum(jnp.exp(whole - most), axis=1, keepdims=True)
     return jnp.exp(part - most) / jnp.where(total == 0, 1, total)
 
 
-# The scores of some of a token's logits, given all of them; and the logarithms of scores, but for a
-# summand that a token's logits share.
+# Functions of some of a token's logits and all of them that return scores; and functions that
+# return the logarithms of scores, up to a summand that a token's logits share.
 _SCORES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _shares,
     "sigmoid": lambda logits, _: _sigmoid(logits),
@@ -138,7 +138,7 @@ _LOGARITHMS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def route_grad_reference(
     logits: jax.Array, experts: jax.Array, gradient: jax.Array, *, spec: RouterSpec
 ) -> jax.Array:
-    """The gradient of the logits, from that of the weights."""
+    """Returns the gradient of the logits from the weights' gradient."""
     (d_logits,) = jax.vjp(lambda logits: weigh_reference(logits, experts, spec), logits)[1](
         gradient
     )
@@ -158,12 +158,12 @@ def _kept_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
 
 
 def _order(values: jax.Array) -> jax.Array:
-    """float32 as int32 of the order that `jax.lax.top_k` has for floats, above the smallest."""
+    """Maps float32 to int32 that compare as in `jax.lax.top_k`, all above the smallest int32."""
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
     order = jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
     return jnp.maximum(order, jnp.iinfo(jnp.int32).min + 1)
 
 
 def _choosable(values: jax.Array) -> jax.Array:
-    """Computed scores, with all NaNs made positive, so that they rank as the greatest."""
+    """Makes all NaNs in computed scores positive, so that they rank as the greatest."""
     return jnp.where(jnp.isnan(values), jnp.nan, values)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 
 def take_rows(array: jax.Array, index: jax.Array, **mode: Any) -> jax.Array:
-    """Rows of an array, bit for bit; `mode` handles indices out of range, as in `jnp.take`."""
-    # Workaround: xla all, openxla/xla #34260: on CPUs, under vmap, it mixes up rows of constants
-    # that are taken by constants.
+    """Takes rows of an array, bit for bit; `mode` is for indices out of range, as in `jnp.take`."""
+    # Workaround: xla all, openxla/xla #34260: on CPUs, under vmap, it mixes up rows if both array
+    # and index are constants.
     index = jax.lax.optimization_barrier(index)
-    # Floats move as integers: on platforms without small floats XLA converts them to larger ones
-    # even to gather, and converting there and back changes NaNs.
+    # Floats move as integers: on platforms without small floats XLA widens them even to gather, and
+    # widening and narrowing changes NaNs.
     bits = jnp.finfo(array.dtype).bits if jnp.issubdtype(array.dtype, jnp.floating) else 0
     if bits not in (8, 16, 32, 64):
         return jnp.take(array, index, axis=0, **mode)
@@ -23,44 +23,46 @@ def take_rows(array: jax.Array, index: jax.Array, **mode: Any) -> jax.Array:
 
 
 def at_least_float32(dtype: Any) -> Any:
-    """What floats are summed in: float32, or float64 for those. Not by JAX's promotion, which is an
-    error in its strict mode and for 8 bits."""
+    """Returns the dtype in which floats are summed: float32, or float64 for float64.
+
+    JAX's promotion would raise an error in its strict mode and for 8-bit floats.
+    """
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
 def is_nonzero(mask: jax.Array) -> jax.Array:
-    """A mask of bools or integers as bools. (JAX's strict mode compares no bool with 0.)"""
+    """Returns a bool or integer mask as bools; JAX's strict mode does not compare bools with 0."""
     return mask if mask.dtype == jnp.bool_ else mask != 0
 
 
 def stored(dtype: Any) -> Any:
-    """The dtype in which a kernel stores sums.
+    """Returns the dtype in which a kernel stores sums.
 
-    Not an 8-bit float: GPUs saturate in casts to these, and JAX, which casts afterwards, does not.
+    For 8-bit floats it is float32, and JAX casts: GPUs saturate in such casts, and JAX does not.
     """
     return jnp.dtype(jnp.float32) if dtype.itemsize == 1 else dtype
 
 
 def as_words(array: jax.Array | None) -> Any:
-    """Floats as integers of their size: a move keeps every bit, and dtypes share kernels."""
+    """Reinterprets floats as integers: moves keep every bit, and dtypes share kernels."""
     if array is None or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
 
 
 def from_words(moved: jax.Array | None, original: jax.Array | None) -> Any:
-    """The way back of `as_words`, to the dtype of what was moved."""
+    """Undoes `as_words`: returns a moved array in the dtype of the original."""
     if moved is None or original is None or moved.dtype == original.dtype:
         return moved
     return jax.lax.bitcast_convert_type(moved, original.dtype)
 
 
 def absent(**outputs: jax.Array | None) -> dict[str, Any]:
-    """None for each output parameter of a kernel whose input is None."""
+    """Maps each output parameter of a kernel whose input is None to None."""
     return {name: None for name, source in outputs.items() if source is None}
 
 
 def running_sum(sizes: jax.Array, limit: int) -> jax.Array:
-    """Inclusive sums of sizes in [0, limit], clamped to `limit` so that they cannot wrap around."""
+    """Returns running sums of sizes in [0, limit], clamped to `limit` so that none wraps around."""
     add = lambda a, b: a + jnp.minimum(b, limit - a)
     return jax.lax.associative_scan(add, sizes)

@@ -1,4 +1,4 @@
-"""How rows are cut into blocks: what the configs of all ops that move rows have in common."""
+"""Cuts rows into blocks, for the configs of all ops that move rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_WASTE = 1 / 8
 
 
 class Block(NamedTuple):
-    """Rows and elements of each that one program handles, powers of two; and its warps."""
+    """The rows, and elements of each row, of one program, both powers of two; and its warps."""
 
     rows: int
     width: int
@@ -20,11 +20,11 @@ class Block(NamedTuple):
 
 
 def part(width: int, itemsize: int, max_rows: int, accesses: int = 1) -> Block:
-    """A part of a row of `width` elements of `itemsize` bytes, or several narrow rows.
+    """Returns a block for a part of a row of `width` elements, or for several narrow rows.
 
-    2 KiB a program is one access of 16 bytes for each of 128 threads, or `accesses` for each of
-    fewer: programs this small move as fast as a copy. A row that leaves more than an eighth of its
-    last block idle is cut into narrower blocks, down to one access for each thread of a warp.
+    A program moves 2 KiB: one 16-byte access for each of 128 threads, or `accesses` for each of
+    fewer threads. Programs this small are as fast as a copy. If a row would leave more than an
+    eighth of its last block idle, blocks are narrower, down to one access per thread of a warp.
     """
     elements = BYTES_PER_PROGRAM // itemsize
     block_width = min(power_of_two(width), elements)
@@ -37,12 +37,12 @@ def part(width: int, itemsize: int, max_rows: int, accesses: int = 1) -> Block:
 def filled(
     block_width: int, elements: int, itemsize: int, max_rows: int, accesses: int = 1
 ) -> Block:
-    """As many rows as `elements` hold, and warps whose threads have `accesses` each."""
+    """Returns a block of rows with up to `elements` in all, and `accesses` for each thread."""
     rows = min(elements // block_width, max_rows)
     threads = rows * block_width * itemsize // (_BYTES_PER_ACCESS * accesses)
     return Block(rows, block_width, max(1, min(_MAX_WARPS, threads // _THREADS_PER_WARP)))
 
 
 def power_of_two(value: int) -> int:
-    """The least power of two that is at least `value` and 1."""
+    """Returns the least power of two that is at least `value` and 1."""
     return 1 << max(value - 1, 0).bit_length()

@@ -1,7 +1,7 @@
 """Chooses the code an op runs: compiled kernels, interpreted kernels, or plain JAX.
 
-By default the platform decides. It is known only when a program is lowered, so an op puts both into
-the program, and lowering keeps one.
+By default the platform decides. It is known only when a program is lowered, so an op puts kernels
+and plain JAX into the program, and lowering keeps one of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def resolve(implementation: Any, **arrays: jax.Array | None) -> Implementation |
     """Returns a valid `implementation`, or "xla" by default if no kernel can be launched.
 
     Raises:
-      ArgumentValueError: it is none of `IMPLEMENTATIONS`.
+      ArgumentValueError: `implementation` is not in `IMPLEMENTATIONS`.
       ArgumentTypeError: a kernel was requested, but Triton has no element type for one of `arrays`,
-        which have the names of the op's arguments.
+        which are named like the op's arguments.
       MissingDependencyError: a kernel was requested, but Triton is not installed.
       UnsupportedError: one of `arrays` has a symbolic size, and "xla" was not requested.
     """
@@ -86,7 +86,7 @@ def _if_gpu_has_dtypes(
     xla: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """`kernels`, unless the GPU that the program is lowered for lacks an operand's 8-bit float."""
+    """Runs `kernels`, or `xla` if the program's GPU lacks an operand's 8-bit float type."""
     found = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(operands)} & dtypes.FLOAT8.keys()
     if not found:
         return kernels(*operands)
@@ -116,8 +116,8 @@ def _with_small_floats(
     if implementation is not None:
         raise UnsupportedError(
             f"Argument `implementation` is {implementation!r}, and kernels for compute capability "
-            f"{target.compute_capability} have no {', '.join(lacking)}. Let it be None, which then "
-            "takes plain JAX, or cast the operands to bfloat16."
+            f"{target.compute_capability} have no {', '.join(lacking)}. Let it be None, to run "
+            "plain JAX on this GPU, or cast the operands to bfloat16."
         )
     return xla(*operands)
 
@@ -130,16 +130,16 @@ def choose(
     any_bits: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Returns `kernels` or `xla`, which give the same, as a function of arrays alone.
+    """Returns `kernels` or `xla`, which give the same results, as a function of arrays alone.
 
-    With `any_bits` the kernels only move numbers, and need not know their dtypes.
+    With `any_bits` the kernels only move bits, so the GPU need not support the dtypes.
     """
     xla = functools.partial(xla, **options)
     if implementation == "xla":
-        # Outside of `jit` a plan is then one program, not one for each step.
+        # With `jit`, an op called outside of `jit` is one program, not one for each step.
         return jax.jit(xla, inline=True)
-    # By default None, not "triton": a program exported for several platforms lowers every branch
-    # for each of them, even dead ones.
+    # The default stays None, because a program exported for several platforms lowers every branch
+    # for each platform, even dead ones.
     kernels = functools.partial(kernels, implementation=implementation, **options)
     if implementation != "interpret" and not any_bits:
         kernels = functools.partial(_if_gpu_has_dtypes, implementation, kernels, xla)

@@ -1,6 +1,6 @@
-"""The order in which XLA computes two things, neither of which needs the other.
+"""Orders two computations that do not depend on each other.
 
-Left to itself, it may have the operands of both in memory at the same time.
+Otherwise XLA may hold the operands of both in memory at the same time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from triax.sharding import automatic, explicit
 
 
 def after(x: jax.Array, other: jax.Array) -> jax.Array:
-    """`x`, for what is to be computed once `other` is there.
+    """Returns `x`, scheduled after `other`.
 
-    In programs that XLA cuts over several devices the order is left to it: `other` may be a sum
-    over devices, which it should not wait for.
+    Programs that are cut over several devices outside of `shard_map` keep XLA's own order: `other`
+    may be a sum over devices, for which they should not wait.
     """
     if explicit.sharding_of(x) is not None:
         return x

@@ -1,7 +1,7 @@
-"""Code that depends on the GPU it is compiled for, which is known only when a program is lowered.
+"""Runs code that depends on the GPU, which is known only when a program is lowered.
 
 `for_target` puts a placeholder into the program. Lowering calls the caller's function with the
-`Target`, and traces and lowers the result in its place. That way a kernel's blocks, its grid, and
+`Target`, and replaces the placeholder by the result. That way a kernel's blocks, its grid, and
 whether it loads through TMA can depend on the GPU.
 """
 
@@ -28,7 +28,7 @@ class Target:
 
     Attributes:
       compute_capability: 90 for an H100 or H200.
-      multiprocessors: how many it has.
+      multiprocessors: their number.
       tensor_maps: whether kernels can take a `TensorDescriptor`: the GPU has TMA, and jaxlib
         encodes descriptors for it.
     """
@@ -43,7 +43,7 @@ class Target:
 
 
 INTERPRETER = Target(compute_capability=90, multiprocessors=3, tensor_maps=True)
-"""The target that interpreted kernels see: few programs, so that each one loops."""
+"""A tiny GPU for interpreted kernels, so that the few programs of persistent kernels loop."""
 
 
 def for_target(
@@ -57,7 +57,7 @@ def for_target(
 
     Args:
       write: ``write(target, *operands, implementation=…, **options)`` returns arrays of `out_type`.
-        Calls of one function with equal options share programs.
+        Calls with the same `write` and equal options share programs.
       *operands: pytrees of arrays.
       out_type: a pytree of anything with `shape` and `dtype`.
       implementation: with "interpret" the target is `INTERPRETER`.

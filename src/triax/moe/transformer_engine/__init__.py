@@ -1,4 +1,4 @@
-"""TransformerEngine's MoE functions, by its names, made of Triax's ops.
+"""TransformerEngine's MoE functions, under its names, made of Triax's ops.
 
 The functions take TransformerEngine's arguments and return its results, in its order, so in
 
@@ -8,43 +8,44 @@ The functions take TransformerEngine's arguments and return its results, in its 
 
 replace `transformer_engine.jax.dense`, `.permutation` and `.router` by
 `triax.moe.transformer_engine`. New programs should use `triax.moe.route`, `make_plan`, `permute`,
-`ragged_dot` and `unpermute`: apart from the logits, these read nothing that is as wide as the
-experts.
+`ragged_dot` and `unpermute`: apart from the logits, these read no array with a column per expert.
 
 Two keywords are new and optional. `top_k` is the most experts that a token is routed to. Without it
-a token may go to every expert, and the map between dispatch and combine is twice as wide as there
-are experts; the moves skip what is unused, but the map must be written and read. `implementation`
-is that of Triax's ops.
+a token may go to every expert, and the map between dispatch and combine has two columns per expert;
+dispatch and combine skip unused slots, but the map must be written and read. `implementation` means
+the same as in Triax's ops.
 
 All functions raise `ArgumentTypeError` for an argument of the wrong type or dtype, and
 `ArgumentValueError` for a wrong shape or a value out of range.
 
 These differences from TransformerEngine are intended:
 
-- A row with a probability of zero is still the token. There it becomes zero.
-- NaNs stay. There the gradient of a padded combine replaces all NaNs by zeros, even those that come
-  from the backward pass.
+- A row with a probability of zero still holds the token. In TransformerEngine it becomes zero.
+- NaNs stay NaNs. In TransformerEngine the gradient of a padded combine replaces all NaNs by zeros,
+  even NaNs that come from the backward pass.
 - Nothing is written out of bounds. Pairs that do not fit into `num_out_tokens` are dropped, get no
   gradient, and are not counted in `tokens_per_expert`, which can therefore go into
-  `jax.lax.ragged_dot`. There they are written past the end of the buffer.
-- Rows without a token are exactly zero, in results and in gradients. There they are undefined.
-- `tokens_per_expert` is always [experts]. There a three-dimensional map is summed over the batch
-  only.
-- Row maps hold a token's experts in ascending order, then -1. There the order descends and the rest
-  is undefined. `token_combine` reads both.
+  `jax.lax.ragged_dot`. TransformerEngine writes them past the end of the buffer.
+- Rows without a token are exactly zero, in results and in gradients. In TransformerEngine they are
+  undefined.
+- `tokens_per_expert` is always [experts]. TransformerEngine sums a three-dimensional map over the
+  batch only.
+- Row maps hold a token's experts in ascending order, then -1. In TransformerEngine the order
+  descends and the rest is undefined. `token_combine` reads both.
 - The gradient of unrouted probabilities is exactly zero, whatever the rows contain.
-- In a float map everything that is not zero is routed.
+- In a float map every nonzero entry is routed.
 - `pure_jax_token_dispatch` rounds the rows down to a multiple of `align_size`, as `token_dispatch`
   does. `group_sizes` are always in the order of the rows. An id outside [0, num_experts) is not
   routed. The state it returns holds a plan.
 - `pure_jax_token_combine` sums in float32 or wider and rounds once.
-- `routing_map_to_selected_experts` takes the first `topk` experts of a token. If there are fewer it
-  fills up with -1 and weight zero, which is not routed. There it fills up with other experts.
+- `routing_map_to_selected_experts` takes the first `topk` experts of a token. A token with fewer
+  experts gets ids of -1 with weight zero, which are not routed. TransformerEngine fills up with
+  other experts.
 - `grouped_dense` takes the arguments after `bias` by name only, honours `precision`, and also takes
   a kernel that is contracted over its last dimension. Rows past the groups are zero. Quantisers,
   `kernel_fsdp_info` and `kernel_amax` are refused.
 - Of equal scores the lowest expert is chosen first, as in `jax.lax.top_k`. Scores are always
-  computed in float32, and those for the auxiliary loss are returned in float32.
+  computed in float32, and scores for the auxiliary loss are returned in float32.
 """
 
 from triax.moe.transformer_engine.all_to_all import (

@@ -1,5 +1,5 @@
-"""What `jax.lax.ragged_all_to_all` takes, and the sorts before and after it, by the names of
-TransformerEngine's `MoEBlock`."""
+"""The arguments of `jax.lax.ragged_all_to_all`, and the sorts before and after it, under the names
+of TransformerEngine's `MoEBlock`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Parameters = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> _Parameters:
-    """Where a shard's rows, sorted by expert, go when each shard gets those of its own experts.
+    """Computes where a shard's rows go, sorted by expert, if each shard gets its experts' rows.
 
     Args:
       all_shards_tokens_per_expert: integer [shards, experts], the rows of each shard for each
@@ -31,9 +31,9 @@ def compute_ragged_all_to_all_params(
       num_expert_shards: the number of shards, which divides the experts evenly.
 
     Returns:
-      input_offsets, send_sizes, output_offsets, recv_sizes: integer [shards] each, as
-      `jax.lax.ragged_all_to_all` takes them. The receiving array must have room for the sum of
-      recv_sizes: nothing is clipped.
+      input_offsets, send_sizes, output_offsets, recv_sizes: integer [shards] each, for
+      `jax.lax.ragged_all_to_all`. The receiving array must have room for the sum of recv_sizes:
+      nothing is clipped.
     """
     counts = _counts(all_shards_tokens_per_expert, num_expert_shards)
     return _parameters(jnp.sum(counts, axis=2), shard_id)
@@ -42,7 +42,7 @@ def compute_ragged_all_to_all_params(
 def compute_reverse_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> _Parameters:
-    """The same for the way back; see `compute_ragged_all_to_all_params`."""
+    """Computes the arguments of the exchange back; see `compute_ragged_all_to_all_params`."""
     counts = _counts(all_shards_tokens_per_expert, num_expert_shards)
     return _parameters(jnp.sum(counts, axis=2).T, shard_id)
 
@@ -55,15 +55,15 @@ def local_permute_after_a2a(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Sorts the rows that came, by shard and then by expert, by expert alone.
+    """Sorts received rows, which arrive by shard and then by expert, by expert alone.
 
     Args:
-      x_recv: [rows, hidden], as `jax.lax.ragged_all_to_all` leaves them.
+      x_recv: [rows, hidden], the result of `jax.lax.ragged_all_to_all`.
       all_shards_tokens_per_expert, shard_id, num_expert_shards: as for
         `compute_ragged_all_to_all_params`.
 
     Returns:
-      sorted_x: [rows, hidden]; rows past the last that came stay where they are.
+      sorted_x: [rows, hidden]; rows past the last received one stay where they are.
       local_group_sizes: integer [local experts], the rows of each expert.
       state: for `local_unpermute_before_a2a`.
     """
@@ -85,20 +85,20 @@ def local_unpermute_before_a2a(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Sorts rows back, by shard and then by expert: the inverse of `local_permute_after_a2a`."""
+    """Sorts rows back by shard and then by expert: the inverse of `local_permute_after_a2a`."""
     sizes, chunks = state["sorted_split_sizes"], state["inverse_chunk_indices"]
     return sort_chunks_by_index(expert_outputs, sizes, chunks, implementation=implementation)[0]
 
 
 def _counts(counts: Any, num_shards: int) -> jax.Array:
-    """[from, to, local experts]."""
+    """Checks the counts and returns them as [from, to, local experts]."""
     name = "all_shards_tokens_per_expert"
     counts = arguments.array(name, counts, ("shards", "experts"), jnp.integer)
     num_shards = arguments.integer("num_expert_shards", num_shards, 1)
     if counts.shape[0] != num_shards or counts.shape[1] % num_shards:
         raise ArgumentValueError(
-            f"Argument `{name}` must have a row for each of the {num_shards} shards, and as many "
-            f"experts for each; got shape {counts.shape}."
+            f"Argument `{name}` must have a row for each of the {num_shards} shards, and a number "
+            f"of experts that the shards divide evenly; got shape {counts.shape}."
         )
     return explicit.gathered(counts).reshape(num_shards, num_shards, -1)
 
@@ -110,7 +110,7 @@ def _index(shard_id: Any) -> Any:
 
 
 def _parameters(rows: jax.Array, shard_id: Any) -> _Parameters:
-    """From the rows that each shard sends to each, [from, to]."""
+    """Computes the arguments from the numbers of rows that shards send to shards, [from, to]."""
     shard = _index(shard_id)
     sent, before = rows[shard], jnp.cumsum(rows, axis=0) - rows
     return jnp.cumsum(sent) - sent, sent, before[shard], rows[:, shard]

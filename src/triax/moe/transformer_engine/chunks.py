@@ -20,7 +20,7 @@ def sort_chunks_by_index(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`triax.moe.sort_chunks_by_index`, also for `inp` of shape [batch, sequence, hidden].
+    """Does `triax.moe.sort_chunks_by_index`, also for `inp` of shape [batch, sequence, hidden].
 
     Returns:
       output: [tokens, hidden] in the dtype of `inp`.
@@ -30,7 +30,7 @@ def sort_chunks_by_index(
     x = tables.as_table("inp", inp, "hidden")
     sort = chunks.sort_chunks_by_index
     output = sort(x, split_sizes, sorted_indices, implementation=implementation).rows
-    # Row numbers, sorted back, tell each row of `inp` where it went.
+    # Sorting the output's row numbers back gives each row of `inp` the number of its output row.
     split_sizes, sorted_indices = (
         explicit.gathered(arguments.as_jax(array)) for array in (split_sizes, sorted_indices)
     )

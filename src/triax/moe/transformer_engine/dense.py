@@ -36,9 +36,9 @@ def grouped_dense(
 
         y = grouped_dense(rows, kernel, tokens_per_expert, bias=bias)  # [rows, columns]
 
-    `triax.moe.ragged_dot` does the same; what its documentation says of dtypes, rows past the
-    groups and gradients holds here too. Arguments after `bias` must be named, because their order
-    differs between versions of TransformerEngine.
+    `triax.moe.ragged_dot` does the same, and documents dtypes, rows past the groups and gradients.
+    Arguments after `bias` must be named, because their order differs between versions of
+    TransformerEngine.
 
     Args:
       x: float [rows, depth].
@@ -46,11 +46,11 @@ def grouped_dense(
       group_sizes: integer [groups].
       contracting_dims: ((1,), (1,)); or ((1,), (2,)) for a kernel [groups, columns, depth].
       bias: float [groups, columns], added in float32 before results are rounded.
-      precision: as for `ragged_dot`. The default multiplies float32 in TF32, which is what
-        TransformerEngine does for every value of it.
-      preferred_element_type: the dtype of the result; by default that of `x`.
+      precision: as for `ragged_dot`. The default multiplies float32 in TF32, which
+        TransformerEngine does for every `precision`.
+      preferred_element_type: the dtype of the result; by default the dtype of `x`.
       group_offset: None; TransformerEngine refuses it too.
-      quantizer_set: None, or one without quantizers, such as `noop_quantizer_set`.
+      quantizer_set: None, or a set without quantizers, such as `noop_quantizer_set`.
       kernel_fsdp_info: (None, -1); the kernel is whole on each device.
       kernel_amax: None, an argument that TransformerEngine had until 2.14.
 
@@ -60,7 +60,7 @@ def grouped_dense(
     Raises:
       ArgumentTypeError: an argument has the wrong type.
       ArgumentValueError: an argument has the wrong shape.
-      UnsupportedError: an argument asks for what Triax does not do.
+      UnsupportedError: an argument asks for a feature that Triax lacks.
     """
     _check_unsupported(group_offset, quantizer_set, kernel_fsdp_info, kernel_amax)
     x = arguments.array("x", x, ("rows", "depth"), jnp.floating)
@@ -97,7 +97,7 @@ def _check_unsupported(
         "group_offset": "Call `triax.moe.ragged_dot`, which takes one.",
         "quantizer_set": "For 8 bits call `triax.moe.ragged_dot` with `ScaledArray`s.",
         "kernel_fsdp_info": "Gather the kernel before, with `jax.lax.all_gather`.",
-        "kernel_amax": "It is for quantizers, which `triax.moe.quantize` is instead.",
+        "kernel_amax": "It is for quantizers; call `triax.moe.quantize` instead.",
     }
     quantizers = ("x", "kernel", "dgrad")
     given = {

@@ -1,4 +1,4 @@
-"""TransformerEngine's functions for routing by expert ids, and the one that makes ids of a map."""
+"""TransformerEngine's functions for routing by expert ids, and for turning a map into ids."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from triax.moe.transformer_engine import tables
 
 
 class PureJaxPermState(NamedTuple):
-    """What `pure_jax_token_dispatch` keeps for `pure_jax_token_combine`.
+    """The state that `pure_jax_token_dispatch` makes for `pure_jax_token_combine`.
 
     Attributes:
-      plan: which row each (token, slot) went to.
+      plan: the row of each (token, slot).
     """
 
     plan: Plan
@@ -46,7 +46,7 @@ def routing_map_to_selected_experts(
 
     Returns:
       selected_experts: int32 [..., topk], a token's experts in ascending order, then -1.
-      weights: [..., topk] in the dtype of `sparse_probs`, their probs, then zeros.
+      weights: [..., topk] in the dtype of `sparse_probs`, these experts' probs, then zeros.
     """
     mask = tables.as_mask(routing_map)
     probs = tables.as_table("sparse_probs", sparse_probs, "experts", jnp.floating)
@@ -84,11 +84,11 @@ def pure_jax_token_dispatch(
       num_experts: all experts.
       num_experts_per_tok: the last dimension of `selected_experts`.
       align_size: each expert's rows are padded to a multiple of this; 0 for no padding.
-      roll_to_expert_id: the expert whose rows come first. Those after it follow, then those before
-        it. None for the order of the ids.
+      roll_to_expert_id: the expert whose rows come first, then rows of later experts, then rows of
+        earlier ones. None for the order of the ids.
 
     Returns:
-      sorted_inputs: [rows, hidden], the tokens grouped by expert, zeros where there is none.
+      sorted_inputs: [rows, hidden], the tokens grouped by expert, zeros in rows without a token.
       perm_state: for `pure_jax_token_combine`.
       group_sizes: int32 [num_experts], the rows of each group, pad rows included.
     """

@@ -20,10 +20,10 @@ from triax.sharding import explicit
 
 
 class TokenDispatch(NamedTuple):
-    """What `token_dispatch` returns: a tuple of five, in TransformerEngine's order.
+    """The result of `token_dispatch`: a tuple of five, in TransformerEngine's order.
 
     Attributes:
-      output: [rows, hidden], the tokens grouped by expert, zeros where there is none.
+      output: [rows, hidden], the tokens grouped by expert, zeros in rows without a token.
       permuted_probs: [rows], the prob of each row's (token, expert); None if none were given.
       row_id_map: int32 [tokens, 2 * top_k + 1], for `token_combine`: the row of each slot, not
         counting pad rows; the expert of each slot; and how many slots have a row. The other slots
@@ -64,8 +64,8 @@ def token_dispatch(
       align_size: each expert's rows are padded to a multiple of this, and there are
         ``(num_out_tokens + experts * (align_size - 1)) // align_size * align_size`` rows, enough
         for the worst case. None for no padding.
-      top_k: the most experts that a token is routed to; further ones are dropped. None for all
-        experts, which makes the row map that wide.
+      top_k: the most experts that a token is routed to; further experts are dropped. None for all
+        experts, which makes the row map two columns per expert wide.
 
     Returns:
       `TokenDispatch`: output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert.
@@ -101,8 +101,8 @@ def token_dispatch(
 
     pads = plan.group_sizes - plan.group_filled
     pad_offsets = jnp.cumsum(pads, dtype=jnp.int32) - pads
-    # Experts ascend from slot to slot, and what is dropped has the last rows: the slots with a
-    # row come first.
+    # Experts ascend from slot to slot, and dropped pairs would have had the last rows, so slots
+    # with a row come first.
     exists = plan.row_of >= 0
     row = jnp.where(exists, plan.row_of - pad_offsets[plan.expert_of], -1)
     expert = jnp.where(exists, plan.expert_of, -1)
@@ -133,7 +133,7 @@ def token_combine(
       pad_offsets: integer [experts], from `token_dispatch` if it was given an `align_size`.
 
     Returns:
-      [tokens, hidden] in the dtype of `inp`, also where the dispatch was given three dimensions.
+      [tokens, hidden] in the dtype of `inp`, even if the dispatched array had three dimensions.
     """
     rows = arguments.array("inp", inp, ("rows", "hidden"), jnp.floating)
     axes = ("tokens", "2 * top_k + 1")
@@ -150,7 +150,7 @@ def token_combine(
     row = jnp.where(exists, row_id_map[:, :top_k], -1)
     expert = jnp.where(exists, row_id_map[:, top_k:-1], -1)
     if pad_offsets is None:
-        # Without alignment nothing lies between the experts' rows: they are one group.
+        # Without alignment no pad rows lie between the experts' rows: they are one group.
         filled = jnp.sum(exists, dtype=jnp.int32)[None]
         sizes = filled
     else:
@@ -159,7 +159,7 @@ def token_combine(
         num_experts = offsets.shape[0]
         filled = jnp.zeros(num_experts, jnp.int32)
         filled = filled.at[tables.or_none(expert, num_experts)].add(1, mode="drop")
-        # The last expert's pad rows are, with all that follows, rows past the groups.
+        # The last expert's pad rows count as rows past the groups.
         sizes = filled + jnp.diff(offsets, append=offsets[-1:])
         padding = jnp.take(offsets, expert, mode="fill", fill_value=0)
         row = jnp.where(exists, row + padding, -1)
@@ -172,7 +172,7 @@ def token_combine(
         num_dropped=jnp.zeros((), jnp.int32),
         num_rows=rows.shape[0],
         num_experts=sizes.shape[0],
-        # All that matters is whether there can be pad rows.
+        # `unpermute` only distinguishes 1 from more: whether there can be pad rows.
         align_size=1 if pad_offsets is None else 2,
     )
     weights = None

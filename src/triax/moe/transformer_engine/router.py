@@ -1,4 +1,4 @@
-"""TransformerEngine's router by its names: dense probabilities and masks, made of `route`."""
+"""TransformerEngine's router under its names: dense probabilities and masks, made of `route`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triax.sharding import explicit
 
 
 class ScoreFunction(enum.IntEnum):
-    """How logits become scores."""
+    """The function that turns logits into scores."""
 
     SIGMOID = 0
     SOFTMAX = 1
@@ -29,7 +29,7 @@ class ScoreFunction(enum.IntEnum):
 
 
 class RoutingMapFormat(enum.IntEnum):
-    """What a routing map is: BYTEMAP, bool [tokens, experts]; BITMAP_U8, eight experts a byte."""
+    """A routing map's type: BYTEMAP, bool [tokens, experts]; BITMAP_U8, eight experts per byte."""
 
     BYTEMAP = 0
     BITMAP_U8 = 1
@@ -53,9 +53,9 @@ def fused_topk_with_score_function(
 
         probs, routing_map = fused_topk_with_score_function(logits, topk=8)
 
-    `triax.moe.route` returns the same as [tokens, top_k], which is all that `make_plan` and
-    `unpermute` need. Softmax weights sum to `scaling_factor` unless `use_pre_softmax`; sigmoids do
-    if `topk` is more than 1.
+    `triax.moe.route` returns the choice as [tokens, top_k], which `make_plan` and `unpermute` take.
+    Softmax weights sum to `scaling_factor` unless `use_pre_softmax`; other weights do if `topk` is
+    more than 1.
 
     With groups, each token chooses from its `group_topk` best. A group's score is the sum of its
     ``topk // group_topk`` best scores, or best logits if the softmax comes after the choice.
@@ -66,11 +66,11 @@ def fused_topk_with_score_function(
       use_pre_softmax: whether the softmax is over all experts, or only over the chosen ones.
       num_groups, group_topk: how many groups there are, and how many a token chooses from; no
         groups unless both are positive.
-      scaling_factor: what probabilities are multiplied by.
+      scaling_factor: the factor of all probabilities.
       score_function: "softmax", "sigmoid", "sqrtsoftplus", or a `ScoreFunction`.
       expert_bias: float [experts], affects only the choice; only with "sigmoid".
-      compute_aux_scores: returns instead what the auxiliary loss needs: the scores of all experts,
-        float32, which sum to 1 for each token, and the mask of the `topk` best.
+      compute_aux_scores: whether to return the inputs of the auxiliary loss instead: the float32
+        scores of all experts, which sum to 1 for each token, and the mask of the `topk` best.
       routing_map_format: "bytemap", "bitmap_u8", or a `RoutingMapFormat`.
 
     Returns:
@@ -92,7 +92,7 @@ def fused_topk_with_score_function(
         if function is ScoreFunction.SOFTMAX:
             raise ArgumentValueError(
                 "Argument `expert_bias` needs score_function='sigmoid' or 'sqrtsoftplus'; got "
-                f"{score!r}. `triax.moe.route` takes a bias with all."
+                f"{score!r}. `triax.moe.route` takes a bias with every score function."
             )
         expert_bias = api.check_bias("expert_bias", expert_bias, num_experts)
     grouped = num_groups > 0 and group_topk > 0
@@ -108,7 +108,7 @@ def fused_topk_with_score_function(
     if num_groups > 1 and not group_best:
         raise ArgumentValueError(
             f"Argument `topk` must be at least `group_topk`, {group_topk}, because a group's score "
-            f"is the sum of its topk // group_topk best; got {topk}."
+            f"is the sum of its topk // group_topk best scores; got {topk}."
         )
     softmax = function is ScoreFunction.SOFTMAX
     spec = RouterSpec(
@@ -134,7 +134,7 @@ def fused_topk_with_score_function(
 def fused_moe_aux_loss(
     probs: Array, tokens_per_expert: Array, topk: int, coeff: float
 ) -> jax.Array:
-    """The load-balancing loss, from scores and the number of tokens of each expert.
+    """Computes the load-balancing loss from scores and the number of tokens of each expert.
 
     ``experts * coeff / (topk * tokens**2) * sum(sum(probs, axis=0) * tokens_per_expert)``: `coeff`
     times `triax.moe.load_balancing_loss`.
@@ -143,7 +143,7 @@ def fused_moe_aux_loss(
       probs: float [tokens, experts], from `compute_aux_scores`.
       tokens_per_expert: integer [experts].
       topk: experts per token.
-      coeff: what the loss is multiplied by.
+      coeff: the factor of the loss.
 
     Returns:
       [] in the dtype of `probs`; 0 without tokens.
@@ -172,7 +172,7 @@ def _routing_map(experts: jax.Array, num_experts: int, map_format: RoutingMapFor
 
 
 def _as_enum(name: str, value: Any, kind: type[Any]) -> Any:
-    """A member of `kind`, from itself, its name in any case, or its number."""
+    """Returns a member of `kind` from the member itself, its name in any case, or its number."""
     try:
         return kind[value.upper()] if isinstance(value, str) else kind(value)
     except (KeyError, ValueError):

@@ -14,9 +14,9 @@ from triax.sharding import explicit
 
 
 def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
-    """Returns an array of two or three dimensions as one of two, [tokens, `last`].
+    """Returns an array of two or three dimensions as [tokens, `last`].
 
-    Over explicit axes of a mesh it is not cut any more, but for "hidden".
+    Explicit axes of a mesh that cut it are gathered, except along a `last` of "hidden".
     """
     ndim = getattr(value, "ndim", 2)
     if ndim not in (2, 3):
@@ -32,7 +32,7 @@ def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
 
 
 def as_mask(routing_map: Any) -> jax.Array:
-    """Returns a map of two or three dimensions as one of two, floats as booleans."""
+    """Returns a map of two or three dimensions as [tokens, experts], floats as booleans."""
     mask = as_table("routing_map", routing_map, "experts")
     return mask != 0 if jnp.issubdtype(mask.dtype, jnp.floating) else mask
 
@@ -46,11 +46,11 @@ def check_tokens(name: str, array: jax.Array, num_tokens: int, other: str) -> No
 
 
 def or_none(expert: jax.Array, num_experts: int) -> jax.Array:
-    """Experts, with `num_experts` in place of -1, which JAX would count from the end."""
+    """Replaces -1, which JAX would count from the end, by `num_experts`."""
     return jnp.where(expert < 0, num_experts, expert)
 
 
 def of_slots(probs: jax.Array, expert_of: jax.Array) -> jax.Array:
-    """The prob [tokens, top_k] of each slot's expert, 0 where the slot has none."""
+    """Returns the prob [tokens, top_k] of each slot's expert, 0 for a slot without an expert."""
     index = or_none(expert_of, probs.shape[1])
     return jnp.take_along_axis(probs, index, axis=1, mode="fill", fill_value=0)
