@@ -114,7 +114,11 @@ def test_precision_is_the_default_unless_one_is_given():
         ({"kernel": jnp.ones((24, 10))}, ArgumentValueError, "`kernel` must have shape [groups, "),
         ({"kernel": jnp.ones((4, 24, 10), int)}, ArgumentTypeError, "`kernel` must have a float"),
         ({"bias": jnp.ones((4, 9))}, ArgumentValueError, "`bias` must have shape (4, 10)"),
-        ({"group_sizes": jnp.ones(3, int)}, ArgumentValueError, "`group_sizes` must have one size"),
+        (
+            {"group_sizes": jnp.ones(3, int)},
+            ArgumentValueError,
+            "`group_sizes` must have shape",
+        ),
     ],
 )
 def test_what_is_refused_is_named(change, error, text):

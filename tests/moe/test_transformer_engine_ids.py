@@ -128,7 +128,7 @@ state = functools.cache(jax.jit(lambda: te.pure_jax_token_dispatch(X, IDS, 3, 2)
         (
             lambda: te.pure_jax_token_dispatch(X, IDS[:3], 3, 2),
             ArgumentValueError,
-            "`inputs`.*3 tokens of `selected_experts`",
+            r"`inputs`.*\(3, hidden\) to go with `selected_experts`",
         ),
         (
             lambda: te.pure_jax_token_dispatch(X, IDS, 3, 2, -1),

@@ -360,7 +360,7 @@ def test_float64_takes_plain_jax():
         (
             {"row_weights": jnp.ones(4)},
             ArgumentValueError,
-            r"`row_weights` must have one weight for each of the 3 rows .*; got shape \(4,\)",
+            r"`row_weights` must have shape \(3,\) to go with `gate_up`; got \(4,\)",
         ),
         (
             {"row_weights": jnp.ones(3, jnp.float8_e5m2)},

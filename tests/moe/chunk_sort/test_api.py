@@ -46,13 +46,12 @@ REFUSED = {
     "lengths": (
         {"sorted_indices": IDS[:1]},
         ArgumentValueError,
-        "`sorted_indices` must have one index for each of the 2 chunks of `split_sizes`; "
-        "got shape (1,)",
+        "`sorted_indices` must have shape (2,) to go with `split_sizes`; got (1,)",
     ),
     "length of probs": (
         {"probs": jnp.zeros(3)},
         ArgumentValueError,
-        "`probs` must have one value for each of the 4 rows of `x`; got shape (3,)",
+        "`probs` must have shape (4,) to go with `x`; got (3,)",
     ),
     "integer probs": (
         {"probs": jnp.zeros(4, int)},

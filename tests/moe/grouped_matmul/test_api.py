@@ -18,7 +18,11 @@ MISTAKES = {
     "rank": ((X, W[0], SIZES), {}, r"`weights` must have shape \[groups, depth, columns\]"),
     "depth": ((X, W[:, :3], SIZES), {}, r"`weights` must have the depth of `rows`, 4.*3, 3\)\.$"),
     "torch's layout": ((X, jnp.ones((2, 3, 4)), SIZES), {}, "that is `transpose_weights`"),
-    "groups": ((X, W, jnp.array([1, 2, 3])), {}, "one size for each of the 2 groups"),
+    "groups": (
+        (X, W, jnp.array([1, 2, 3])),
+        {},
+        r"`group_sizes` must have shape \(2,\) to go",
+    ),
     "sizes": ((X, W, jnp.array([1.0, 2.0])), {}, "`group_sizes` must have an integer dtype"),
     "weights of no bias": ((X, W, SIZES), {"bias_weights": jnp.ones(6)}, "without `bias`"),
     "implementation": ((X, W, SIZES), {"implementation": "cuda"}, "`implementation` must be one"),

@@ -35,7 +35,7 @@ REFUSED = {
         moe.permute,
         {"x": X[:3]},
         ArgumentValueError,
-        "`x` must have the 4 tokens of the plan; got shape (3, 5)",
+        "`x` must have shape (4, hidden) to go with the plan; got (3, 5)",
     ),
     "no plan": (
         moe.permute,
@@ -59,13 +59,13 @@ REFUSED = {
         moe.permute,
         {"weights": X},
         ArgumentValueError,
-        "`weights` must have the shape of the plan's `row_of`, (4, 2); got (4, 5)",
+        "`weights` must have shape (4, 2) to go with the plan; got (4, 5)",
     ),
     "scales": (
         moe.permute,
         {"scales": X[:2]},
         ArgumentValueError,
-        "`scales` must have the 4 tokens of the plan; got shape (2, 5)",
+        "`scales` must have shape (4, scales) to go with the plan; got (2, 5)",
     ),
     "a dtype kernels lack": (
         moe.permute,
@@ -77,7 +77,7 @@ REFUSED = {
         moe.unpermute,
         {"rows": ROWS[:7]},
         ArgumentValueError,
-        "`rows` must have the 8 rows of the plan; got shape (7, 5)",
+        "`rows` must have shape (8, hidden) to go with the plan; got (7, 5)",
     ),
     "integer rows": (
         moe.unpermute,
@@ -89,7 +89,7 @@ REFUSED = {
         moe.unpermute,
         {"weights": ROWS},
         ArgumentValueError,
-        "`weights` must have the shape of the plan's `row_of`, (4, 2); got (8, 5)",
+        "`weights` must have shape (4, 2) to go with the plan; got (8, 5)",
     ),
     "implementation": (
         moe.unpermute,

@@ -20,7 +20,11 @@ WRONG = [
     ({"logits": jnp.zeros((4, 12), int)}, of_type, "must have a floating-point dtype"),
     ({"logits": jnp.zeros((4, 0))}, of_value, "at least one expert; got shape (4, 0)"),
     ({"top_k": 13}, of_value, "`router.top_k` must be at most the 12 experts of `logits`; got 13"),
-    ({"bias": jnp.zeros(11)}, of_value, "one value for each of the 12 experts"),
+    (
+        {"bias": jnp.zeros(11)},
+        of_value,
+        "`bias` must have shape (12,) to go with `logits`",
+    ),
     ({"bias": jnp.zeros(12, int)}, of_type, "`bias` must have a floating-point dtype"),
     ({"num_groups": 5, "top_groups": 1}, of_value, "`router.num_groups` must divide"),
     ({"num_groups": 12, "top_groups": 3}, of_value, "must leave each group at least two"),
@@ -61,7 +65,7 @@ def test_more_experts_than_the_kernel_takes():
         (
             functools.partial(moe.load_balancing_loss, LOGITS, jnp.zeros(11, int)),
             ArgumentValueError,
-            "one count for each of the 12 experts of `logits`; got shape (11,)",
+            "`group_counts` must have shape (12,) to go with `logits`; got (11,)",
         ),
         (
             functools.partial(moe.load_balancing_loss, LOGITS, jnp.zeros(12)),

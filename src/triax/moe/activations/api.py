@@ -149,10 +149,11 @@ def _checked(
             f"shape {gate_up.shape}.{remedy_by_gate(spec)}"
         )
     if row_weights is not None:
-        row_weights = arguments.array("row_weights", row_weights, ("rows",), jnp.floating)
+        of_rows: dict[str, Any] = {"sizes": {"rows": gate_up.shape[0]}, "of": "`gate_up`"}
+        row_weights = arguments.array(
+            "row_weights", row_weights, ("rows",), jnp.floating, **of_rows
+        )
         arguments.check_wide("row_weights", row_weights, "Cast it.")
-        of = "rows of `gate_up`"
-        arguments.check_length("row_weights", row_weights, gate_up.shape[0], "weight", of)
     implementation = implementations.resolve_for_floats(
         implementation, gate_up=gate_up, row_weights=row_weights
     )

@@ -73,18 +73,23 @@ def sort_chunks_by_index(
     """
     x = arguments.array("x", x, ("tokens", "hidden"))
     split_sizes = arguments.array("split_sizes", split_sizes, ("chunks",), jnp.integer)
-    sorted_indices = arguments.array("sorted_indices", sorted_indices, ("chunks",), jnp.integer)
     messages.check_sizes_known("x", x.shape)
     num_rows, num_chunks = x.shape[0], split_sizes.shape[0]
     if num_rows > arguments.MAX_ROWS:
         raise ArgumentValueError(
             f"Argument `x` must have at most 2**31 - 1 rows; got {num_rows}. Sort it in parts."
         )
-    of = "chunks of `split_sizes`"
-    arguments.check_length("sorted_indices", sorted_indices, num_chunks, "index", of)
+    sorted_indices = arguments.array(
+        "sorted_indices",
+        sorted_indices,
+        ("chunks",),
+        jnp.integer,
+        sizes={"chunks": num_chunks},
+        of="`split_sizes`",
+    )
     if probs is not None:
-        probs = arguments.array("probs", probs, ("tokens",), jnp.floating)
-        arguments.check_length("probs", probs, num_rows, "value", "rows of `x`")
+        sizes = {"tokens": num_rows}
+        probs = arguments.array("probs", probs, ("tokens",), jnp.floating, sizes=sizes, of="`x`")
     implementation = implementations.resolve(implementation, x=x, probs=probs)
     if num_chunks == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
         return Sorted(x, probs)

@@ -172,20 +172,15 @@ def combine(
         raise ArgumentTypeError(
             f"Argument `plan` must be the plan of `dispatch`; got {type(plan).__name__}."
         )
-    rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating)
-    if rows.shape[0] != plan.num_rows:
-        raise ArgumentValueError(
-            f"Argument `rows` must have the {plan.num_rows} rows that `dispatch` made; got shape "
-            f"{rows.shape}."
-        )
+    of_plan: dict[str, Any] = {"sizes": {"rows": plan.num_rows}, "of": "the plan"}
+    rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating, **of_plan)
     if weights is not None:
         if getattr(weights, "ndim", 1) != 1:
             raise ArgumentValueError(
                 "Argument `weights` must have shape [rows], like the `weights` that `dispatch` "
                 f"returns; got {weights.shape}."
             )
-        weights = arguments.array("weights", weights, ("rows",), jnp.floating)
-        arguments.check_length("weights", weights, plan.num_rows, "weight", "rows of the plan")
+        weights = arguments.array("weights", weights, ("rows",), jnp.floating, **of_plan)
     how: dict[str, Any] = {"implementation": implementation}
     ways = plan.ways
     sent = ways if isinstance(ways, Plan) else ways.sent

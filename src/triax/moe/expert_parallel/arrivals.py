@@ -121,8 +121,8 @@ def exchanged(
             f"last two the same `top_k`; got {x.shape}, {weights.shape} and {experts.shape}."
         )
     if scales is not None:
-        scales = arguments.array("scales", scales, ("tokens", "scales"))
-        arguments.check_length("scales", scales, x.shape[0], "row", "tokens of `x`")
+        sizes = {"tokens": x.shape[0]}
+        scales = arguments.array("scales", scales, ("tokens", "scales"), sizes=sizes, of="`x`")
     num_local = num_experts // num_devices
     align_size = arguments.integer("align_size", align_size, 1)
     limit = experts.shape[0]

@@ -110,7 +110,6 @@ def ragged_dot(
     swap, axes = bool(transpose_weights), ("groups", "depth", "columns")
     x = scaled.operand("rows", rows, axes=("rows", "depth"))
     w = scaled.operand("weights", weights, axes, swap=swap)
-    group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer)
     messages.check_sizes_known("rows", x.shape)
     messages.check_sizes_known("weights", w.shape)
     num_rows, depth = x.shape
@@ -122,10 +121,10 @@ def ragged_dot(
             f"{'third' if swap else 'second'} size; got shape {weights.shape}."
             + (arguments.transpose_remedy() if columns == depth else "")
         )
-    of = "groups of `weights`"
-    if group_offset is None:
-        arguments.check_length("group_sizes", group_sizes, num_groups, "size", of)
-    else:
+    known = {"groups": num_groups} if group_offset is None else {}
+    of: dict[str, Any] = {"sizes": known, "of": "`weights`"}
+    group_sizes = arguments.array("group_sizes", group_sizes, ("groups",), jnp.integer, **of)
+    if group_offset is not None:
         group_offset = _check_offset(group_offset, group_sizes.shape[0], num_groups)
     bias, bias_weights = _check_bias(bias, bias_weights, (num_groups, columns), num_rows)
     are_scaled = [isinstance(of, ScaledArray) for of in (x, w)]
@@ -300,14 +299,11 @@ def _check_bias(
                 "Argument `bias_weights` is given without `bias`. Give both, or scale the rows."
             )
         return None, None
-    bias = arguments.array("bias", bias, ("groups", "columns"), jnp.floating)
+    axes = "groups", "columns"
+    of: dict[str, Any] = {"sizes": dict(zip(axes, shape, strict=True)), "of": "`weights`"}
+    bias = arguments.array("bias", bias, axes, jnp.floating, **of)
     arguments.check_wide("bias", bias, "Cast it.")
-    if bias.shape != shape:
-        raise ArgumentValueError(
-            f"Argument `bias` must have shape {shape}, a value for each group and column; got "
-            f"{bias.shape}."
-        )
     if bias_weights is not None:
-        bias_weights = arguments.array("bias_weights", bias_weights, ("rows",), jnp.floating)
-        arguments.check_length("bias_weights", bias_weights, num_rows, "value", "rows")
+        of = {"sizes": {"rows": num_rows}, "of": "`rows`"}
+        bias_weights = arguments.array("bias_weights", bias_weights, ("rows",), jnp.floating, **of)
     return bias, bias_weights

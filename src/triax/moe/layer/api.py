@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.compat import jax_private
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError
 from triax.moe.layer import parts, recipes
-from triax.moe.layer.experts import Experts, check_floats, check_shape, check_sizes, checked
+from triax.moe.layer.experts import Experts, check_floats, check_sizes, checked
 from triax.moe.layer.parts import FeedForward, Options, WeightsOn
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import Recipe, Scaling
@@ -129,7 +129,7 @@ def feed_forward(
                 f" and `experts`, which has {num_experts} on each of {num_devices} devices (each "
                 "gets its own experts' weights, and the logits of all experts)"
             )
-        check_shape("logits", choice.shape, (num_tokens, of_all), beside)
+        arguments.check_shape("logits", choice.shape, (num_tokens, of_all), beside)
     check_sizes(experts, num_experts, hidden, "`x`" if router is None else "`x` and the logits")
     arguments.check_choice("weights_on", weights_on, ("output", "input"))
     products = Products(recipe, experts.transposed, implementation)
@@ -181,12 +181,12 @@ def _checked_routing(routing: Routing, num_tokens: int, of_logits: dict[str, Any
             f"A Routing is given, and so are arguments for logits, `{'`, `'.join(unused)}`. Pass "
             "them to `route`."
         )
-    axes = "tokens", "top_k"
-    weights = arguments.array("routing.weights", routing.weights, axes, jnp.floating)
-    experts = arguments.array("routing.experts", routing.experts, axes, jnp.integer)
-    if weights.shape != experts.shape or len(weights) != num_tokens:
-        raise ArgumentValueError(
-            f"The routing must have weights and experts for each of the {num_tokens} tokens of "
-            f"`x`; got {weights.shape} and {experts.shape}."
-        )
+    axes, sizes = ("tokens", "top_k"), {"tokens": num_tokens}
+    weights = arguments.array(
+        "routing.weights", routing.weights, axes, jnp.floating, sizes=sizes, of="`x`"
+    )
+    of: dict[str, Any] = {"sizes": dict(zip(axes, weights.shape, strict=True))}
+    experts = arguments.array(
+        "routing.experts", routing.experts, axes, jnp.integer, **of, of="`routing.weights`"
+    )
     return Routing(weights, arguments.as_int32(experts))

@@ -221,17 +221,8 @@ def check_sizes(experts: Experts, num_experts: int, hidden: int, of: str) -> Non
     elif found == hidden and 0 < of_experts < num_experts and num_experts % of_experts == 0:
         remedy = " If each device has a part of the experts, pass `axis_name`."
     wanted = (hidden, width) if experts.transposed else (width, hidden)
-    check_shape("experts.w_down", experts.w_down.shape, (num_experts, *wanted), of, remedy)
-
-
-def check_shape(
-    name: str, shape: tuple[int, ...], wanted: tuple[int, ...], of: str, remedy: str = ""
-) -> None:
-    """Raises if an argument has another shape than it should."""
-    if shape != wanted:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have shape {wanted} to go with {of}; got {shape}.{remedy}"
-        )
+    name, found = "experts.w_down", experts.w_down.shape
+    arguments.check_shape(name, found, (num_experts, *wanted), of, remedy)
 
 
 def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
@@ -275,7 +266,7 @@ def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any =
             beside = f"`w_down` of shape {down}"
             beside += "" if spec.gated else " and an `activation` of one array, without a gate"
             remedy = _remedy(experts, _shape(weights), halves, spec)
-            check_shape(f"{of}{name}", _shape(weights), wanted, beside, remedy)
+            arguments.check_shape(f"{of}{name}", _shape(weights), wanted, beside, remedy)
 
 
 def _check_matrix(
@@ -293,7 +284,7 @@ def _check_matrix(
     of_bias = name.replace("w_", "b_")
     if shape and _shape(bias):
         wanted = (*shape[:-2], shape[-2 if transposed else -1])
-        check_shape(of_bias, _shape(bias), wanted, f"`{name}`")
+        arguments.check_shape(of_bias, _shape(bias), wanted, f"`{name}`")
     if not strict:
         return
     if bias is not None:

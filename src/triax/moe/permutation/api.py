@@ -107,14 +107,14 @@ def permute(
         return rows if weights is None else Permuted(rows, moved.weights, None)
     routes = routes_of(plan)
     num_tokens, top_k = routes.row_of.shape
-    x = arguments.array("x", x, ("tokens", "hidden"))
-    _check_tokens("x", x, num_tokens)
+    of_plan: dict[str, Any] = {"sizes": {"tokens": num_tokens, "top_k": top_k}, "of": "the plan"}
+    x = arguments.array("x", x, ("tokens", "hidden"), **of_plan)
     if weights is not None:
-        weights = _check_weights(weights, routes)
+        axes = "tokens", "top_k"
+        weights = arguments.array("weights", weights, axes, jnp.floating, **of_plan)
     scale_dtype: Any = None
     if scales is not None:
-        scales = arguments.array("scales", scales, ("tokens", "scales"))
-        _check_tokens("scales", scales, num_tokens)
+        scales = arguments.array("scales", scales, ("tokens", "scales"), **of_plan)
         scale_dtype = scales.dtype
         scales = as_known_words(scales)
     implementation = implementations.resolve(implementation, x=x, weights=weights, scales=scales)
@@ -173,14 +173,13 @@ def unpermute(
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
     routes = routes_of(plan)
-    rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating)
-    if rows.shape[0] != routes.num_rows:
-        raise ArgumentValueError(
-            f"Argument `rows` must have the {routes.num_rows} rows of the plan; got shape "
-            f"{rows.shape}."
-        )
+    num_tokens, top_k = routes.row_of.shape
+    sizes = {"rows": routes.num_rows, "tokens": num_tokens, "top_k": top_k}
+    of_plan: dict[str, Any] = {"sizes": sizes, "of": "the plan"}
+    rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating, **of_plan)
     if weights is not None:
-        weights = _check_weights(weights, routes)
+        axes = "tokens", "top_k"
+        weights = arguments.array("weights", weights, axes, jnp.floating, **of_plan)
     if weights is None or weights.size == 0:
         tokens = sum_rows(rows, routes, implementation)
     else:
@@ -240,24 +239,6 @@ def routes_of(plan: Any) -> Routes:
         num_rows=plan.num_rows,
         padded=plan.align_size > 1,
     )
-
-
-def _check_tokens(name: str, array: jax.Array, num_tokens: int) -> None:
-    if array.shape[0] != num_tokens:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have the {num_tokens} tokens of the plan; got shape "
-            f"{array.shape}."
-        )
-
-
-def _check_weights(weights: Any, routes: Routes) -> jax.Array:
-    weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
-    if weights.shape != routes.row_of.shape:
-        raise ArgumentValueError(
-            f"Argument `weights` must have the shape of the plan's `row_of`, "
-            f"{routes.row_of.shape}; got {weights.shape}."
-        )
-    return weights
 
 
 def as_known_words(scales: jax.Array) -> jax.Array:

@@ -147,6 +147,5 @@ def check_logits(logits: Any) -> jax.Array:
 
 def check_bias(name: str, bias: Any, num_experts: int) -> jax.Array:
     """Returns a float bias [experts]."""
-    bias = arguments.array(name, bias, ("experts",), jnp.floating)
-    arguments.check_length(name, bias, num_experts, "value", "experts of `logits`")
-    return bias
+    sizes = {"experts": num_experts}
+    return arguments.array(name, bias, ("experts",), jnp.floating, sizes=sizes, of="`logits`")

@@ -50,8 +50,10 @@ def load_balancing_loss(
     """
     logits = check_logits(logits)
     num_tokens, num_experts = logits.shape
-    counts = arguments.array("group_counts", group_counts, ("experts",), jnp.integer)
-    arguments.check_length("group_counts", counts, num_experts, "count", "experts of `logits`")
+    axes, sizes = ("experts",), {"experts": num_experts}
+    counts = arguments.array(
+        "group_counts", group_counts, axes, jnp.integer, sizes=sizes, of="`logits`"
+    )
     arguments.check_choice("score", score, SCORES)
     logits, counts = explicit.gathered(logits, 0), explicit.gathered(counts)
     scores = normalized_scores(_wider(logits), score)

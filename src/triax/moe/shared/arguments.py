@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -21,11 +22,19 @@ AxisName: TypeAlias = str | tuple[str, ...]  # of a mesh
 
 
 def array(
-    name: str, value: Any, axes: tuple[str, ...], kind: Any = None, remedy: str = ""
+    name: str,
+    value: Any,
+    axes: tuple[str, ...],
+    kind: Any = None,
+    remedy: str = "",
+    *,
+    sizes: Mapping[str, int] | None = None,
+    of: str = "",
 ) -> jax.Array:
     """Returns `value` as a JAX array if its rank is that of `axes` and its dtype is of `kind`.
 
-    `remedy` is for a dtype that is not, instead of a cast.
+    `remedy` is for a dtype that is not, instead of a cast. `sizes` are those of some axes, which
+    `value` must share with `of`.
     """
     if not jax_private.is_array(value):
         instead = "Use jnp.asarray."
@@ -53,7 +62,21 @@ def array(
             f"Argument `{name}` must have {wanted} dtype; got {value.dtype}. "
             f"{remedy or f'Cast it with {cast}.'}"
         )
+    if sizes is not None:
+        check_shape(name, value.shape, [sizes.get(axis, axis) for axis in axes], of)
     return as_jax(value)
+
+
+def check_shape(
+    name: str, shape: tuple[int, ...], wanted: Sequence[int | str], of: str, remedy: str = ""
+) -> None:
+    """Raises unless an argument has the sizes in `wanted`, where a name stands for any size."""
+    pairs = itertools.zip_longest(shape, wanted)
+    if any(size != want and not isinstance(want, str) for size, want in pairs):
+        text = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
+        raise ArgumentValueError(
+            f"Argument `{name}` must have shape ({text}) to go with {of}; got {shape}.{remedy}"
+        )
 
 
 def as_jax(value: Array) -> jax.Array:
@@ -67,15 +90,6 @@ def as_jax(value: Array) -> jax.Array:
             limits = np.iinfo(held)
             return jnp.asarray(np.asarray(value).clip(limits.min, limits.max).astype(held))
     return jnp.asarray(value)
-
-
-def check_length(name: str, array: jax.Array, length: int, one: str, of: str) -> None:
-    """Raises unless `array` has `one` for each of the `length` things `of` another argument."""
-    if array.shape[0] != length:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have one {one} for each of the {length} {of}; got shape "
-            f"{array.shape}."
-        )
 
 
 def transpose_remedy() -> str:

@@ -92,10 +92,9 @@ def pure_jax_token_dispatch(
       perm_state: for `pure_jax_token_combine`.
       group_sizes: int32 [num_experts], the rows of each group, pad rows included.
     """
-    x = tables.as_table("inputs", inputs, "hidden")
     name = "num_experts_per_tok"
     ids = tables.as_table("selected_experts", selected_experts, name, jnp.integer)
-    tables.check_tokens("inputs", x, ids.shape[0], "selected_experts")
+    x = tables.as_table("inputs", inputs, "hidden", None, ids.shape[0], "`selected_experts`")
     num_experts = arguments.integer("num_experts", num_experts, 1)
     _check_slots("selected_experts", ids.shape, num_experts_per_tok)
     if roll_to_expert_id is not None:

@@ -70,10 +70,9 @@ def token_dispatch(
     Returns:
       `TokenDispatch`: output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert.
     """
-    x = tables.as_table("inp", inp, "hidden")
     mask = tables.as_mask(routing_map)
     num_tokens, num_experts = mask.shape
-    tables.check_tokens("inp", x, num_tokens, "routing_map")
+    x = tables.as_table("inp", inp, "hidden", None, num_tokens, "`routing_map`")
     num_rows = arguments.integer("num_out_tokens", num_out_tokens, 0)
     align = 1
     if align_size is not None:
@@ -177,7 +176,7 @@ def token_combine(
     )
     weights = None
     if merging_probs is not None:
-        probs = tables.as_table("merging_probs", merging_probs, "experts", jnp.floating)
-        tables.check_tokens("merging_probs", probs, num_tokens, "row_id_map")
+        of = "experts", jnp.floating, num_tokens, "`row_id_map`"
+        probs = tables.as_table("merging_probs", merging_probs, *of)
         weights = tables.of_slots(probs, expert)
     return moves.unpermute(rows, plan, weights, implementation=implementation)

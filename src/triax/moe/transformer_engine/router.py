@@ -150,10 +150,9 @@ def fused_moe_aux_loss(
     """
     probs = arguments.array("probs", probs, ("tokens", "experts"), jnp.floating)
     num_tokens, num_experts = probs.shape
-    kind = jnp.integer
-    counts = arguments.array("tokens_per_expert", tokens_per_expert, ("experts",), kind)
-    of = "experts of `probs`"
-    arguments.check_length("tokens_per_expert", counts, num_experts, "count", of)
+    sizes: dict[str, Any] = {"sizes": {"experts": num_experts}, "of": "`probs`"}
+    name, kind = "tokens_per_expert", jnp.integer
+    counts = arguments.array(name, tokens_per_expert, ("experts",), kind, **sizes)
     probs, counts = explicit.gathered(probs, 0), explicit.gathered(counts)
     topk = arguments.integer("topk", topk, 1)
     coeff = router.check_scale("coeff", coeff)

@@ -13,10 +13,13 @@ from triax.moe.shared import arguments
 from triax.sharding import explicit
 
 
-def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
+def as_table(
+    name: str, value: Any, last: str, kind: Any = None, num_tokens: int | None = None, of: str = ""
+) -> jax.Array:
     """Returns an array of two or three dimensions as [tokens, `last`].
 
     Explicit axes of a mesh that cut it are gathered, except along a `last` of "hidden".
+    There must be `num_tokens`, if given: those of another argument, `of`.
     """
     ndim = getattr(value, "ndim", 2)
     if ndim not in (2, 3):
@@ -28,21 +31,14 @@ def as_table(name: str, value: Any, last: str, kind: Any = None) -> jax.Array:
         value = explicit.gathered(value, *([ndim - 1] if last == "hidden" else []))
     if ndim == 3:
         value = value.reshape(value.shape[0] * value.shape[1], value.shape[2])
-    return arguments.array(name, value, ("tokens", last), kind)
+    sizes = {} if num_tokens is None else {"tokens": num_tokens}
+    return arguments.array(name, value, ("tokens", last), kind, sizes=sizes, of=of)
 
 
 def as_mask(routing_map: Any) -> jax.Array:
     """Returns a map of two or three dimensions as [tokens, experts], floats as booleans."""
     mask = as_table("routing_map", routing_map, "experts")
     return mask != 0 if jnp.issubdtype(mask.dtype, jnp.floating) else mask
-
-
-def check_tokens(name: str, array: jax.Array, num_tokens: int, other: str) -> None:
-    if array.shape[0] != num_tokens:
-        raise ArgumentValueError(
-            f"Argument `{name}` must have the {num_tokens} tokens of `{other}`; got "
-            f"{array.shape[0]} tokens. Pass both with the same leading dimensions."
-        )
 
 
 def or_none(expert: jax.Array, num_experts: int) -> jax.Array:
