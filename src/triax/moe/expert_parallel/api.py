@@ -188,7 +188,7 @@ def combine(
 
     def back(rows: jax.Array) -> jax.Array:
         if dtype is None:
-            return home(rows, ways, plan.axis_name, fill=True)
+            return home(rows, ways, plan.axis_name)
         return home_in_8_bits(rows, ways, plan.axis_name, dtype, implementation)
 
     if plan.received is not None:
@@ -197,7 +197,7 @@ def combine(
             return collect(rows, ways, plan.axis_name, **how)
         return unpermute(back(rows), sent, **how)
     if weights is not None:
-        weights = home(weights[:, None], ways, plan.axis_name, fill=True)[:, 0]
+        weights = home(weights[:, None], ways, plan.axis_name)[:, 0]
     # The rows of the gradient are the caller's, and zero past the groups.
     return _weighted_sum(back(rows), sent, weights, **how)
 

@@ -179,14 +179,14 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
         padded_plan(sent, capacity) if padded else ragged_ways(sent, room, axis.name)
     )
 
-    def to_devices(array: jax.Array, *, fill: bool = False) -> jax.Array:
-        return send(array, ways, room, axis.name, fill=fill, **how)
+    def to_devices(array: jax.Array) -> jax.Array:
+        return send(array, ways, room, axis.name, **how)
 
     # Experts are numbered from 1, so that zeros in rows without a token mean no expert. The numbers
     # are exact in float32, and so travel with the weights.
     dtype = weights.dtype if weights.dtype.itemsize >= 4 else jnp.float32
     numbers = (experts + 1).astype(dtype)
-    both = to_devices(jnp.concatenate([weights.astype(dtype), numbers], axis=1), fill=True)
+    both = to_devices(jnp.concatenate([weights.astype(dtype), numbers], axis=1))
     here_weights = both[:, :top_k].astype(weights.dtype)
     here_experts = both[:, top_k:].astype(jnp.int32) - 1
     received = make_plan(
@@ -220,7 +220,7 @@ def _send_choices(given: _Given, capacity: int | None) -> Dispatched:
     num_rows = sizes["num_rows"]
 
     def to_devices(array: Any) -> jax.Array:
-        return exchanges.ragged(array, slices, num_rows, axis.name, fill=True)
+        return exchanges.ragged(array, slices, num_rows, axis.name)
 
     return Dispatched(
         to_devices(moved.rows),

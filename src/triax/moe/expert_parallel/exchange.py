@@ -104,15 +104,12 @@ def plan_slices(
     return slices, jnp.diff(ends[this], prepend=0), totals[this]
 
 
-def ragged(
-    rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any, *, fill: bool
-) -> jax.Array:
+def ragged(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any) -> jax.Array:
     """Exchanges slices; returns the received rows, [num_rows, ...]. Gradients go the other way.
 
-    Rows between slices, also in the gradient, are zeros; with `fill=False`, which saves a pass over
-    the result, they are undefined.
+    Rows between slices are zeros, also in the gradient.
     """
-    how = {"num_rows": num_rows, "axis_name": axis_name, "fill": fill}
+    how = {"num_rows": num_rows, "axis_name": axis_name}
     moved: jax.Array = _exchange(rows, slices, implementation=None, **how)
     return moved
 
@@ -137,16 +134,14 @@ def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) ->
 _exchange = Op("ragged_exchange", xla=_there, derivative=_derivative)
 
 
-def move(
-    rows: jax.Array, pieces: Pieces, num_rows: int, axis_name: Any, *, fill: bool
-) -> jax.Array:
+def move(rows: jax.Array, pieces: Pieces, num_rows: int, axis_name: Any) -> jax.Array:
     """Exchanges pieces; returns [num_rows, ...]. JAX's derivative of `move` may be wrong."""
     dtype = rows.dtype
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):  # some such floats lack a zero
         words = jax.lax.bitcast_convert_type(rows, jnp.uint8)
-        words = move(words, pieces, num_rows, axis_name, fill=fill)
+        words = move(words, pieces, num_rows, axis_name)
         return jax.lax.bitcast_convert_type(words, dtype)
-    out = (jnp.zeros if fill else jnp.empty)((num_rows, *rows.shape[1:]), dtype)
+    out = jnp.zeros((num_rows, *rows.shape[1:]), dtype)
     if rows.size == 0 or out.size == 0:  # some backends refuse collectives of empty arrays
         return jax_private.insert_varying_casts([rows, out, *pieces])[1]
     # `vmap` of `ragged_all_to_all` fails unless it maps all operands, so a zero that depends on all

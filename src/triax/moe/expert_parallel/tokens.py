@@ -82,17 +82,16 @@ def send(
     num_rows: int,
     axis_name: Any,
     *,
-    fill: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Sends [tokens, ...]; returns received tokens, [num_rows, ...], by device and token.
 
-    Rows between slices are zeros; with `fill=False`, which saves a pass over the result, they are
-    undefined. A plan alone as `ways` is for padded exchanges, and determines `num_rows`.
+    Rows between slices are zeros. A plan alone as `ways` is for padded exchanges, and determines
+    `num_rows`.
     """
     if isinstance(ways, Plan):
         return exchange.padded(permute(x, ways, implementation=implementation), axis_name)
-    how = {"num_rows": num_rows, "axis_name": axis_name, "fill": fill}
+    how = {"num_rows": num_rows, "axis_name": axis_name}
     rows: jax.Array = _send(x, ways, implementation=implementation, **how)
     return rows
 
@@ -107,16 +106,16 @@ def collect(
     """Returns rows [num_rows, ...] to the tokens' devices, and sums each token's rows."""
     if isinstance(ways, Plan):
         return unpermute(exchange.padded(rows, axis_name), ways, implementation=implementation)
-    how = {"num_rows": len(rows), "axis_name": axis_name, "fill": False}
+    how = {"num_rows": len(rows), "axis_name": axis_name}
     x = _collect(rows, ways, implementation=implementation, **how)
     return checkpoint_name(x, "triax_unpermuted_tokens")
 
 
-def home(rows: jax.Array, ways: Ways | Plan, axis_name: Any, *, fill: bool) -> jax.Array:
-    """Returns rows to the devices that sent them, in the sent plan's order; `fill` as in `send`."""
+def home(rows: jax.Array, ways: Ways | Plan, axis_name: Any) -> jax.Array:
+    """Returns rows to the devices that sent them, in the sent plan's order."""
     if isinstance(ways, Plan):
         return exchange.padded(rows, axis_name)
-    return exchange.ragged(rows, ways.slices.reversed(), ways.sent.num_rows, axis_name, fill=fill)
+    return exchange.ragged(rows, ways.slices.reversed(), ways.sent.num_rows, axis_name)
 
 
 def home_in_8_bits(
@@ -135,7 +134,7 @@ def _rounded(
     rows: jax.Array, ways: Ways | Plan, *, axis_name: Any, dtype: str, implementation: Any
 ) -> jax.Array:
     rounded = quantize(rows, dtype, block=(1, _BLOCK), implementation=implementation)
-    here = jax.tree.map(lambda part: home(part, ways, axis_name, fill=True), rounded)
+    here = jax.tree.map(lambda part: home(part, ways, axis_name), rounded)
     return here.dequantize(rows.dtype)
 
 
@@ -143,12 +142,12 @@ def _rounded_derivative(call: Call, arguments: Any, tangents: Any, result: jax.A
     axis_name, num_rows = call.options["axis_name"], len(arguments[0])
 
     def along(ways: Any, moving: dict[str, jax.Array]) -> jax.Array:
-        return home(moving["rows"], ways, axis_name, fill=True)
+        return home(moving["rows"], ways, axis_name)
 
     def back(ways: Any, cotangent: jax.Array) -> dict[str, jax.Array]:
         if isinstance(ways, Plan):
             return {"rows": exchange.padded(cotangent, axis_name)}
-        return {"rows": exchange.ragged(cotangent, ways.slices, num_rows, axis_name, fill=True)}
+        return {"rows": exchange.ragged(cotangent, ways.slices, num_rows, axis_name)}
 
     return linear.call(along, back, arguments[1], {"rows": tangents[0]}, result)
 
@@ -157,18 +156,18 @@ _home_in_8_bits = Op("home_in_8_bits", xla=_rounded, derivative=_rounded_derivat
 
 
 def _to_devices(
-    x: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, fill: bool, implementation: Any
+    x: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, implementation: Any
 ) -> jax.Array:
     if ways.pieces is not None and x.shape[1] * x.dtype.itemsize >= _MIN_ROW_BYTES:
-        return exchange.move(x, ways.pieces, num_rows, axis_name, fill=fill)
+        return exchange.move(x, ways.pieces, num_rows, axis_name)
     rows = permute(x, ways.sent, implementation=implementation)
-    return exchange.ragged(rows, ways.slices, num_rows, axis_name, fill=fill)
+    return exchange.ragged(rows, ways.slices, num_rows, axis_name)
 
 
 def _to_tokens(
-    rows: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, fill: bool, implementation: Any
+    rows: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, implementation: Any
 ) -> jax.Array:
-    return sum_rows(home(rows, ways, axis_name, fill=False), routes_of(ways.sent), implementation)
+    return sum_rows(home(rows, ways, axis_name), routes_of(ways.sent), implementation)
 
 
 def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
