@@ -310,7 +310,7 @@ def test_scratch_bound_is_respected(monkeypatch, caplog):
     index = jnp.arange(4096, dtype=jnp.int32)
     out = jax.jit(lambda x, i: gather(x, i))(x, index)
     assert bool(jnp.all(out == 1))
-    assert "may take 1000000" in caplog.text
+    assert "may use 1000000" in caplog.text
     assert "triax tune FILE:FUNCTION" in caplog.text
     assert store.user_store().paths() == []
 

@@ -154,8 +154,9 @@ def products(place, sizes, rows, weights, group_sizes, **options):
 
 def scaled_products(place, sizes, rows, weights, group_sizes):
     """Of rows and weights in 8 bits."""
-    rows, weights = jax.lax.stop_gradient((rows, weights))
-    rows, weights = moe.quantize(rows, block=(1, None)), moe.quantize(weights, block=(1, None, 1))
+    narrow = lambda array: jax.lax.stop_gradient(array).astype("float32")
+    rows = moe.quantize(narrow(rows), block=(1, None))
+    weights = moe.quantize(narrow(weights), block=(1, None, 1), transposed=True)
     return {"rows": moe.ragged_dot(rows, weights, group_sizes, preferred_element_type="float32")}
 
 
