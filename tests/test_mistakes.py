@@ -472,7 +472,7 @@ MISTAKES = [
         "no router",
         lambda: layer(top_k=None),
         of_type,
-        r"`router` is missing: how experts are chosen by the logits\. Pass a `moe\.Router\(top_",
+        r"`router` is missing: it says how logits choose experts\. Pass a `moe\.Router\(top_k\)",
     ),
     Mistake(
         "gate and up in a list",
@@ -554,13 +554,13 @@ MISTAKES = [
         "a class for an activation",
         lambda: layer(activation=moe.Swiglu),
         of_type,
-        r"`activation` is the class Swiglu; pass one: `Swiglu\(\)`",
+        r"`activation` is the class Swiglu\. Pass one: `Swiglu\(\)`",
     ),
     Mistake(
         "a router beside a routing",
         lambda: layer(logits=moe.Routing(weights, experts)),
         of_type,
-        r"A Routing is given, and so are arguments for logits, `router`\. Pass them to `route`",
+        r"Arguments for logits, `router`, are given with a Routing\. Pass them to `route`",
     ),
     Mistake(
         "a recipe by a dtype's name",

@@ -1,8 +1,8 @@
 """Makes tensor cores finish reading registers before a loop writes to them again.
 
 Hopper's `wgmma` may take its left operand from registers, and reads them while the program goes on.
-In a loop that makes such an operand (rows times weights that are widened in registers, say) Triton
-lets a product run on into the next iteration, and ptxas (of CUDA 12.8 to 13.4, at least) reuses the
+In a loop that computes such an operand (weights that are widened in registers, for example) Triton
+lets a product run on into the next iteration, and ptxas (CUDA 12.8 to 13.4, at least) reuses the
 registers that the product still reads: results are silently wrong, now and then or always.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# The left operand stands behind the results: registers in braces, or a descriptor.
+# The left operand follows the results: registers in braces, or a descriptor.
 _OF_REGISTERS = re.compile(r"wgmma\.mma_async[^{;]*\{[^}]*\}\s*,\s*\{")
 _EVENT = re.compile(
     r"""//[^\n]*
@@ -23,7 +23,7 @@ _EVENT = re.compile(
     | (?P<data>\b(?:ld\.(?!param)|ldmatrix|prmt\.|cvt\.(?![us]64\.[us]32)))""",
     re.VERBOSE,
 )
-_PRAGMA = re.compile(r"\s*\.pragma[^;]*;")  # of a loop, whose first statement it must be
+_PRAGMA = re.compile(r"\s*\.pragma[^;]*;")  # of a loop; it must stay the first statement
 _MOST_GROUPS = 8
 _State = tuple[int, int]
 
@@ -31,10 +31,10 @@ _State = tuple[int, int]
 # Workaround: triton all, triton-lang/triton #9433: a product with an operand in registers runs on
 # into the loop's next iteration, and ptxas does not keep the registers for it.
 def drain_at_loops(ptx: str) -> str:
-    """PTX that waits for products of registers where a loop begins again, if they may still run.
+    """Returns PTX in which loops begin by waiting for products of registers that may still run.
 
-    Only if the loop gets data into registers, or multiplies them, before a wait of its own. Loads
-    to shared memory go on, and so do the products of one pass beside each other.
+    A loop gets a wait only if it writes data to registers, or multiplies from them, before a wait
+    of its own. Loads to shared memory and products of one iteration still overlap.
     """
     if _OF_REGISTERS.search(ptx) is None:
         return ptx
@@ -52,10 +52,9 @@ def drain_at_loops(ptx: str) -> str:
 
 
 class _Code:
-    """The statements of a kernel that products in flight depend on, and the ways through them.
+    """The statements of a kernel that matter to products in flight, and its control flow.
 
-    `heads` are the statements where loops begin: a way through the kernel comes back to them. At
-    those in `drained` all products are waited for.
+    `heads` are the statements where loops begin. The heads in `drained` wait for all products.
     """
 
     def __init__(self, ptx: str):
@@ -70,13 +69,13 @@ class _Code:
 
     def _ways_on(self, at: int) -> Iterator[int]:
         event = self.events[at]
-        if event["target"] in self._labels:  # inline assembly has labels of its own, in braces
+        if event["target"] in self._labels:  # the nearest: inline assembly has labels of its own
             yield min(self._labels[event["target"]], key=lambda label: abs(label - at))
         if event["condition"] or not (event["target"] or event["end"]):
             yield from range(at + 1, min(at + 2, len(self.events)))
 
     def _find_heads(self) -> set[int]:
-        """Where a search of the whole kernel comes to a statement on its own path."""
+        """Returns the statements that a depth-first search finds again on its current path."""
         heads, seen = set(), set[int]()
         for start in range(len(self.events)):
             path, todo = set[int](), [] if start in seen else [(start, iter(self._next[start]))]
@@ -96,20 +95,20 @@ class _Code:
         return heads
 
     def at_heads(self) -> set[_State]:
-        """The heads that a product of registers may still run at, and how many groups since it."""
+        """Returns heads where a product of registers may still run, and the groups since it."""
         products = [at for at, event in enumerate(self.events) if _is_of_registers(event)]
         states = self._in_flight([(to, -1) for at in products for to in self._next[at]])
         return {(at, younger) for at, younger in states if at in self.heads}
 
     def writes(self, head: int, younger: int) -> bool:
-        """Whether data gets into registers, or is multiplied there, before a wait."""
+        """Whether data is written to registers, or multiplied from them, before a wait."""
         states = self._in_flight([(head, younger)])
         return any(self.events[at]["data"] or _is_of_registers(self.events[at]) for at, _ in states)
 
     def _in_flight(self, todo: list[_State]) -> set[_State]:
-        """All statements before the wait for a product, from those in `todo` on.
+        """Returns the statements reached from `todo` before a wait for the product.
 
-        Each with the number of groups that have begun after the product's; -1 in its own.
+        Each has the number of groups that began after the product's group; -1 within that group.
         """
         seen = set[_State]()
         while todo:

@@ -1,4 +1,4 @@
-"""MoE layers: routing, moving tokens to their experts and back, grouped matmuls, with gradients."""
+"""MoE layers with gradients: routing, moving tokens to experts and back, grouped matmuls."""
 
 from triax.moe.activations.api import glu as glu
 from triax.moe.activations.reference import Swiglu as Swiglu

@@ -1,10 +1,10 @@
-"""How an op is cut over several devices.
+"""Describes how an op is cut over several devices.
 
-To XLA a kernel is a black box: operands that are sharded are gathered, and every device runs the
-whole call. It treats parts of the plain JAX of other platforms like that too. A `Split` says which
-dimensions may be cut, so that each device runs the op on its part: under plain `jit` (`automatic`)
-and on meshes with explicit axes (`explicit`). Inside `shard_map` all code is local anyway, and for
-one device there is nothing to do.
+To XLA a kernel is a black box: XLA gathers sharded operands, and every device runs the whole call.
+XLA also does this to parts of the plain JAX of other platforms. A `Split` says which dimensions may
+be cut, so that each device runs the op on its part: under plain `jit` (`automatic`) and on meshes
+with explicit axes (`explicit`). Inside `shard_map` all code is local anyway, and on one device
+there is nothing to do.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MeshAxes = tuple[str, ...]
 Letters = str | list[str] | Callable[[Any], list[str]] | None
 """A letter for each dimension of an array, or of every array of a pytree.
 
-For arrays of several ranks a list with the letters of each, or a function that returns it; None for
-those that every device needs whole.
+A list has the letters of each array, if ranks differ, or a function returns this list; None is for
+arrays that every device needs whole.
 """
 _UNNAMED = "_"
 
@@ -37,10 +37,10 @@ class Shard:
     mesh_axes: Mapping[str, MeshAxes]
 
     def sum(self, letters: str, value: jax.Array) -> jax.Array:
-        """The sum of `value` over the parts that `letters` are cut into.
+        """Returns the sum of `value` over the parts that `letters` are cut into.
 
-        Small floats are added up in float32, and rounded once. On CPUs a sum of bfloat16 over some
-        axes of a mesh would also end the process, in XLA.
+        Small floats are summed in float32, and rounded once. On CPUs XLA would even abort the
+        process in a sum of bfloat16 over some axes of a mesh.
         """
         axes = sum((self.mesh_axes.get(letter, ()) for letter in letters), ())
         if not axes:
@@ -50,12 +50,12 @@ class Shard:
         return jax.lax.psum(wide, axes).astype(value.dtype)
 
     def index(self, letter: str) -> Any:
-        """The number of this device's part."""
+        """Returns the index of this device's part."""
         axes = self.mesh_axes.get(letter)
         return jax.lax.axis_index(axes) if axes else 0
 
     def count(self, letter: str) -> int:
-        """The number of parts."""
+        """Returns the number of parts."""
         axes = self.mesh_axes.get(letter)
         return int(jax.lax.psum(1, axes)) if axes else 1
 
@@ -64,8 +64,8 @@ class Split(NamedTuple):
     """Which dimensions of an op's arrays may be cut.
 
     Attributes:
-      arguments: the `Letters` of each; None, or one that is missing at the end, is needed whole.
-      results: likewise, for one array or for each of several.
+      arguments: the `Letters` of each argument; those with None, or past the end, are needed whole.
+      results: the `Letters` of the result, or of each of several results.
       cut: the letters that may be cut; equal letters are cut alike.
       run: ``run(shard, *arguments)`` runs the op on a part. It sums over letters that no result
         has.
@@ -78,7 +78,7 @@ class Split(NamedTuple):
 
 
 class FlatSplit(NamedTuple):
-    """A `Split` of an op on flat arrays: a string for each; ``local(shard)`` runs a part."""
+    """A `Split` of an op on flat arrays, a string for each; ``local(shard)`` runs it on a part."""
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
@@ -87,10 +87,10 @@ class FlatSplit(NamedTuple):
 
 
 def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
-    """The split of a function that maps `arguments` to `results` (arrays, or their types).
+    """Returns the flat split of a function from `arguments` to `results` (arrays, or types).
 
     Raises:
-      TypeError: `name`, an op, was declared with other letters than these arrays have.
+      TypeError: the declared letters of the op `name` do not fit the arrays.
     """
     tree = jax.tree.structure(arguments)
 
@@ -133,7 +133,7 @@ def _check(name: str, strings: Sequence[str], arrays: Sequence[Any]) -> None:
 
 
 def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
-    """The split of the function under `jax.vmap` over `axes`, with the batch first in results."""
+    """Returns the split under `jax.vmap` over `axes`, with the batch first in results."""
     used = {letter for letters in split.operands + split.results for letter in letters}
     batch = next(letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in used)
     operands = tuple(
@@ -148,11 +148,10 @@ def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
 def mesh_axes(
     mesh: Any, letters_cut: str, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
 ) -> dict[str, MeshAxes]:
-    """The mesh axes each letter is cut over, from arrays' letters, shapes and specs in turn.
+    """Returns the mesh axes of each letter, from arrays' letters, shapes and specs in turn.
 
-    No axis is used twice.
-    A letter is left whole if its size is no multiple of the number of parts, because XLA would
-    fill the last part up.
+    No axis is used twice. A letter stays whole if its size is no multiple of the number of parts,
+    because XLA would pad the last part.
     """
     axes: dict[str, MeshAxes] = {}
     used: set[str] = set()

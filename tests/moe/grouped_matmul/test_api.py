@@ -39,7 +39,7 @@ MISTAKES = {
     "quantised weights": (
         (X.astype("bfloat16"), W.astype("int8"), SIZES),
         {},
-        "got bfloat16 and int8. Integers are multiplied as they are: cast them",
+        "got bfloat16 and int8. Integers are not converted: cast them",
     ),
     "integer rows": ((X.astype("int32"), W, SIZES), {}, "got int32 and float32. Integers are"),
     "bool": ((X.astype(bool), W.astype(bool), SIZES), {}, "`rows` must be floats or integers; got"),

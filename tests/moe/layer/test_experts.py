@@ -122,7 +122,7 @@ def test_mistakes_that_only_the_layer_can_see():
     for experts, match in (
         (swapped, r"\(4, 12, 8\) .*got \(4, 8, 12\).*`transposed=True`"),
         (moe.Experts(None, W["w_down"]), r"`experts\.w_gate_up` must be an array"),
-        (jax.tree.map(lambda w: w[None], moe.Experts(**W)), "Of stacked layers pass one"),
+        (jax.tree.map(lambda w: w[None], moe.Experts(**W)), "Pass stacked layers one at a"),
     ):
         with pytest.raises(TriaxError, match=match):
             moe.feed_forward(jnp.ones((6, 8)), jnp.ones((6, 4)), experts, ROUTER)
@@ -224,7 +224,7 @@ def test_experts_cut_over_devices():
     ("weights", "recipe", "match"),
     [
         (jnp.ones((8, 96)), "rows", "must have shape"),
-        (jnp.ones((2, 8, 96, 96)), "rows", "must have shape.*Of stacked layers"),
+        (jnp.ones((2, 8, 96, 96)), "rows", "must have shape.*Pass stacked layers"),
         (jnp.ones((8, 96, 96), "float8_e4m3fn"), "rows", "`experts.w_gate_up` .*float8_e4m3fn"),
         (moe.quantize(jnp.ones((8, 96, 96)), block=(1, None, 1)), "rows", "is a ScaledArray, and"),
         (jnp.ones((8, 96, 96)), "columns", "`recipe` must be"),

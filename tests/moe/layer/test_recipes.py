@@ -367,7 +367,7 @@ def test_mistakes(recipe, match):
 def test_a_recipe_for_64_bits():
     with jax.enable_x64():
         given = [array.astype("float64") for array in layer()]
-        with pytest.raises(TypeError, match="`recipe` is given, and `x` is of float64"):
+        with pytest.raises(TypeError, match="`recipe` does not support float64, the dtype of `x`"):
             value_and_gradients(given, "rows")
 
 

@@ -35,7 +35,7 @@ X = np.ones((4, 300), np.float32)
         (
             {"array": X[0], "block": (300,), "transposed": True},
             ArgumentValueError,
-            "`transposed` is True, which takes an array of two dimensions",
+            "`transposed` must be False for an array of fewer than two dimensions",
         ),
     ],
 )
@@ -51,7 +51,7 @@ def test_errors(change, error, match):
     [((1, 100), False), ((1, 8), False), ((2, None), False), ((1, None), True), ((64, 64), False)],
 )
 def test_blocks_that_no_kernel_does(implementation, block, transposed):
-    with pytest.raises(ArgumentValueError, match=r"`block` must be one that kernels do: .* got \("):
+    with pytest.raises(ArgumentValueError, match=r"`block` must suit the kernels: .* got \("):
         moe.quantize(X, block=block, transposed=transposed, implementation=implementation)
     assert moe.quantize(X, block=block, transposed=transposed).shape == X.shape
 

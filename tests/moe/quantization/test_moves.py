@@ -81,8 +81,8 @@ def test_between_devices(scheme, scale_dtype, implementation):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"block": (2, None)}, "`x` must be \\[tokens, hidden\\] with scales of its own for each"),
-        ({"block": (1, None), "transposed": True}, "with scales of its own for each token"),
+        ({"block": (2, None)}, "`x` must be \\[tokens, hidden\\] with separate scales for each"),
+        ({"block": (1, None), "transposed": True}, "with separate scales for each token"),
     ],
 )
 def test_tokens_that_share_scales(change, match):

@@ -103,7 +103,7 @@ def test_it_is_no_array_by_itself(turn):
 @pytest.mark.parametrize("other", [scaled(), np.ones(7), jnp.ones(7), None])
 def test_comparisons_are_refused(compare, other):
     for pair in ((scaled(), other), (other, scaled())):
-        with pytest.raises(ArgumentTypeError, match=r"(what|array by) `dequantize"):
+        with pytest.raises(ArgumentTypeError, match=r"(results of|Call) `dequantize"):
             compare(*pair)
 
 
@@ -142,7 +142,5 @@ def test_checks_of_arguments():
         check("w", 3)
     with pytest.raises(ArgumentTypeError, match="`w` must have an array as its `values`; got None"):
         check("w", jax.tree.map(lambda _: None, scaled()))
-    with pytest.raises(
-        ArgumentValueError, match=r"`transposed` is True, which takes .* two dimens"
-    ):
+    with pytest.raises(ArgumentValueError, match=r"`transposed` must be False for .* two dimens"):
         moe.ScaledArray(jnp.ones(4, "int8"), jnp.ones(1), (4,), True)

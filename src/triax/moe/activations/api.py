@@ -54,12 +54,11 @@ def glu(
       row_weights: float [rows], or None for ones.
       activation: gated: "swiglu" (SiLU), "geglu" (GELU in its tanh form), "geglu_exact" (Shazeer,
         https://arxiv.org/abs/2002.05202), or a `Swiglu`; not gated: "silu", "gelu" (tanh),
-        "gelu_exact", "relu2" (max(x, 0) squared); or a JAX function of arrays in float32, of gate
-        and up if it takes two arguments, which XLA compiles on every platform. As by `jax.vmap`,
-        it is given each row by itself, [1, width], and returns [1, width]: no row depends on
-        others, and random numbers that it draws are the same in every row. In the backward pass
-        it is computed again. Rows whose weight is 0 have no derivative by gate and up, in second
-        derivatives by the weight neither.
+        "gelu_exact", "relu2" (max(x, 0) squared); or a JAX function of float32 arrays, gate and
+        up if it takes two arguments, which XLA compiles on every platform. As under `jax.vmap`, it
+        gets each row by itself, [1, width], and returns [1, width]: no row depends on others, and
+        random numbers that it draws are the same in every row. The backward pass computes it again.
+        A row of weight 0 has no derivative by gate and up, and no second one by the weight.
       interleaved: whether gate and up are the even and the odd columns of `gate_up`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
@@ -92,7 +91,7 @@ def quantized_glu(
     interleaved: bool,
     implementation: Any,
 ) -> ScaledArray:
-    """What `quantize` makes of `glu`'s result, with a scale for each row."""
+    """Returns the result of `glu`, quantized with a scale for each row."""
     spec, function = resolve(activation, interleaved)
     gate, up, weights, resolved = _checked(gate_up, row_weights, spec, implementation)
     if function is not None or not gate.size:
@@ -114,9 +113,9 @@ def glu_gradients(
     again: bool,
     implementation: Any,
 ) -> tuple[dict[str, Any], Any]:
-    """The gradients of `glu`'s `gate_up`, `up` and `row_weights`; and, `again`, its result.
+    """Returns the gradients of `glu`'s operands by name, and with `again` the result of `glu`.
 
-    One pass over the operands makes all of them. A function must not close over traced arrays.
+    One pass over the operands computes all of them. A function must not close over traced arrays.
     """
     spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
@@ -129,7 +128,7 @@ def glu_gradients(
 def closes_over_traced(
     activation: Activation, interleaved: bool, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether an activation is a function of more arrays of the program than its arguments."""
+    """Whether an activation is a function that closes over traced arrays."""
     spec, function = resolve(activation, interleaved)
     return function is not None and functions.closes_over_traced(function, spec, gate_up, up)
 
@@ -137,7 +136,7 @@ def closes_over_traced(
 def _checked(
     gate_up: Any, row_weights: Any, spec: GluSpec, implementation: Implementation | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Implementation | None]:
-    """Gate and up, or an array of both and None; the rows' weights; the implementation."""
+    """Returns gate and up, or one array and None; the row weights; and the implementation."""
     up = None
     if isinstance(gate_up, tuple):
         gate_up, up = _two(gate_up, spec)
@@ -163,11 +162,11 @@ def _checked(
 def resolve(
     activation: Any, interleaved: bool = False
 ) -> tuple[GluSpec, Callable[..., Any] | None]:
-    """What an activation is; for a JAX function only whether it is gated, and the function."""
+    """Returns the spec of an activation, and the activation itself if it is a JAX function."""
     if isinstance(activation, Swiglu):
         spec = GluSpec("silu", gated=True, **dataclasses.asdict(activation))
     elif activation is Swiglu:
-        raise ArgumentTypeError("Argument `activation` is the class Swiglu; pass one: `Swiglu()`.")
+        raise ArgumentTypeError("Argument `activation` is the class Swiglu. Pass one: `Swiglu()`.")
     elif callable(activation):
         spec = GluSpec("", gated=_num_arguments(activation) == 2)
     else:
@@ -187,7 +186,7 @@ def resolve(
 def _num_arguments(function: Callable[..., Any]) -> int:
     try:
         parameters = [*inspect.signature(function).parameters.values()]
-    except ValueError:  # built in, as jax.nn's are not
+    except ValueError:  # a built-in function
         parameters = []
     positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
     count = sum(p.default is p.empty for p in positional)
@@ -200,7 +199,7 @@ def _num_arguments(function: Callable[..., Any]) -> int:
 
 
 def remedy_by_gate(spec: GluSpec) -> str:
-    """What to pass if there is a gate, and the activation has none; or the other way round."""
+    """Returns a hint which activation to pass with a gate, or without one."""
     other = dataclasses.replace(spec, gated=not spec.gated, interleaved=False)
     remedy = f"a JAX function of {'gate and up' if other.gated else 'one array'}"
     remedy = next((repr(name) for name, known in SPECS.items() if known == other), remedy)
@@ -208,7 +207,7 @@ def remedy_by_gate(spec: GluSpec) -> str:
 
 
 def check_two(name: str, pair: tuple[Any, ...], spec: GluSpec) -> None:
-    """Raises unless a tuple is gate and up, and the activation takes these."""
+    """Raises unless `pair` is gate and up, and the activation takes two arrays."""
     if len(pair) != 2 or not spec.gated or spec.interleaved:
         raise ArgumentValueError(
             f"Argument `{name}` must be one array, or two (gate and up) for a gated activation "

@@ -1,4 +1,4 @@
-"""The launches of glu: result types, grids and configs."""
+"""Launches glu and its gradients: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from triax.moe.shared.target import Target, for_target
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-_MAX_ROWS = 64  # of one program
+_MAX_ROWS = 64  # rows of a program
 
 
 def glu(
@@ -31,7 +31,7 @@ def glu(
     spec: GluSpec,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """``row_weights * activation(gate, up)``."""
+    """Returns ``row_weights * activation(gate, up)``."""
     from triax.moe.activations.kernels import _glu_kernel
 
     num_rows, width = _shape(gate_up, up, spec)
@@ -62,7 +62,7 @@ def quantized_glu(
     dtype: np.dtype,
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `quantize` makes of glu's result, with a scale for each row: values and scales."""
+    """Returns glu's result, quantized with a scale for each row: values and scales."""
     num_rows, width = _shape(gate_up, up, spec)
     values = jax.ShapeDtypeStruct((num_rows, width), dtype)
     how |= {"out_type": (values, jax.ShapeDtypeStruct((num_rows, 1), jnp.float32))}
@@ -107,7 +107,7 @@ def _quantized_glu(
 
 
 def _shape(gate_up: jax.Array, up: jax.Array | None, spec: GluSpec) -> tuple[int, int]:
-    """That of the result."""
+    """Returns the shape of glu's result."""
     num_rows, width = gate_up.shape
     return num_rows, width // 2 if spec.gated and up is None else width
 
@@ -122,11 +122,11 @@ def glu_grad(
     again: bool,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The gradients of `gate_up`, `up` and, in float32, of `row_weights`; `again`, glu's result."""
+    """Returns glu's gradients, of `row_weights` in float32; with `again`, its result."""
     from triax.moe.activations.kernels import _glu_grad_kernel
 
     num_rows, width = gradient.shape
-    # Interleaved, a program holds both halves twice: half the block is faster, measured on an H200.
+    # Programs hold interleaved halves twice: half the block is faster, as measured on an H200.
     itemsize = gate_up.dtype.itemsize * (2 if spec.interleaved else 1)
     block = blocks.part(width, itemsize, _MAX_ROWS)
     results = (

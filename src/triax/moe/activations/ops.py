@@ -1,4 +1,4 @@
-"""The ops of glu, and their gradients'."""
+"""The ops of glu and of its gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> jax.
 def gradients(
     call: Call, gate_up: Any, up: Any, row_weights: Any, *, gradient: Any, again: bool
 ) -> tuple[dict[str, Any], Any]:
-    """The operands' gradients, by name; and, `again`, the result of glu."""
+    """Returns the operands' gradients by name, and with `again` the result of glu."""
     of = call.like(glu_grad, again=again)
     d_gate_up, d_up, d_row_weights, out = of(gate_up, up, row_weights, gradient)
     if d_row_weights is not None:
@@ -50,14 +50,14 @@ def _sum_over_width(call: Call, shard: Shard, *arguments: Any) -> Any:
 
 
 def _no_derivative(*_: Any) -> NoReturn:
-    raise DifferentiationError("glu in 8 bits has no derivative: quantize has no derivative.")
+    raise DifferentiationError("glu in 8 bits has no derivative: quantize is not differentiable.")
 
 
 def _letters(results: tuple[str | None, ...], cut: str) -> Any:
-    """`results` are those of the letters; None are those of gate and up."""
+    """Makes an op's `letters`; in `results`, None stands for the letters of gate and up."""
 
     def of(gate_up: Any, up: Any, *_: Any, spec: GluSpec, **__: Any) -> Any:
-        in_one = spec.gated and up is None  # their width, u, is needed whole
+        in_one = spec.gated and up is None  # the joint width, u, is needed whole
         both = "ru" if in_one else "rw"
         letters = tuple(each or both for each in results)
         return (both, both, "r", "rw"), letters, "r" if in_one else cut
@@ -65,7 +65,7 @@ def _letters(results: tuple[str | None, ...], cut: str) -> Any:
     return of
 
 
-# Of gate and up, or of one array and nothing, and the rows' weights.
+# Operands: gate and up, or one array and None; the row weights or None.
 glu = Op(
     "glu",
     letters=_letters(("rw",), "rw"),
@@ -74,7 +74,7 @@ glu = Op(
     derivative=_derivative,
 )
 
-# What `quantize` makes of its result, with a scale for each row: values and scales.
+# Quantizes the result of glu with a scale for each row. Results: values, scales.
 quantized_glu = Op(
     "quantized_glu",
     letters=_letters(("rw", "r_"), "r"),
@@ -83,7 +83,7 @@ quantized_glu = Op(
     derivative=_no_derivative,
 )
 
-# Its gradients are differentiated in plain JAX, because second derivatives are rare.
+# Computes glu's gradients, which are differentiated in plain JAX: second derivatives are rare.
 glu_grad = Op(
     "glu_grad",
     letters=_letters((None, None, "r", "rw"), "rw"),

@@ -24,10 +24,10 @@ Name = Literal["swiglu", "geglu", "geglu_exact", "silu", "gelu", "gelu_exact", "
 class Swiglu:
     """SwiGLU with a steeper sigmoid, limits and an offset: an activation for `glu`.
 
-    ``gate * sigmoid(alpha * gate) * (up + up_offset)``, with `gate` clipped to at most `limit`
-    and `up` to [-limit, limit] before. What is clipped has a gradient of zero, as in torch.
+    ``gate * sigmoid(alpha * gate) * (up + up_offset)``; before, `gate` is clipped to at most
+    `limit`, and `up` to [-limit, limit]. Clipped values have a gradient of zero, as in torch.
 
-    gpt-oss's is ``Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)``, DeepSeek-V4's
+    gpt-oss uses ``Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)``, DeepSeek-V4
     ``Swiglu(limit=10.0)``.
     """
 
@@ -42,7 +42,7 @@ class Swiglu:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ArgumentTypeError(
                     f"Argument `{name}` of Swiglu must be a Python number; got "
-                    f"{messages.shown(value)}. For one that is learnt, pass a JAX function."
+                    f"{messages.shown(value)}. To learn it, pass a JAX function as activation."
                 )
             if not math.isfinite(value) or (name == "limit" and value <= 0):
                 kind = "positive and finite" if name == "limit" else "finite"
@@ -56,9 +56,9 @@ Activation = Name | Swiglu | Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class GluSpec:
-    """What the kernels compute: a curve of the gate, times `up` if it is gated.
+    """An activation as the kernels compute it: a curve of the gate, times `up` if it is gated.
 
-    `interleaved` is how gate and up lie in one array: in turn, or the gate's columns first.
+    If `interleaved`, gate and up alternate in one array; otherwise the gate's columns come first.
     """
 
     curve: str
@@ -90,7 +90,7 @@ _erf.defjvps(lambda tangent, _, x: tangent * (1.1283791670955126 * jnp.exp(-x * 
 
 _CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    # Its tanh form, from a sigmoid, which keeps what 1 + tanh loses far below zero.
+    # The tanh form as a sigmoid, because 1 + tanh loses all digits far below zero.
     "gelu": lambda x: x * jax.nn.sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x * x)),
     "gelu_exact": lambda x: 0.5 * x * (1 + _erf(x * 0.7071067811865476)),
     "relu2": lambda x: jnp.where(x < 0, 0, x) ** 2,
@@ -98,7 +98,7 @@ _CURVES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def halves(gate_up: jax.Array, up: jax.Array | None, spec: GluSpec) -> tuple[jax.Array, ...]:
-    """Gate and up, or all of an array that is not gated."""
+    """Returns gate and up, or the whole array of an activation without a gate."""
     if not spec.gated:
         return (gate_up,)
     if up is not None:
@@ -110,7 +110,7 @@ def halves(gate_up: jax.Array, up: jax.Array | None, spec: GluSpec) -> tuple[jax
 
 
 def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The even and the odd columns."""
+    """Returns the even and the odd columns."""
     columns = both[:, ::2], both[:, 1::2]
     if both.dtype.itemsize != 2:
         return columns
@@ -125,7 +125,7 @@ def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """The inverse, by bits: XLA stores a pair at once, and columns in turn much slower."""
+    """Interleaves columns by their bits: XLA stores pairs much faster than alternate columns."""
     shape = even.shape[0], 2 * even.shape[1]
 
     def pairs(_: Any, columns: dict[str, jax.Array]) -> jax.Array:
@@ -149,7 +149,7 @@ def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
 def glu_reference(
     gate_up: jax.Array, up: jax.Array | None, row_weights: jax.Array | None, *, spec: GluSpec
 ) -> jax.Array:
-    """``row_weights * activation(gate, up)``, computed in float32 or wider."""
+    """Returns ``row_weights * activation(gate, up)``, computed in float32 or wider."""
     wider = at_least_float32(gate_up.dtype)
     gate, *rest = (half.astype(wider) for half in halves(gate_up, up, spec))
     if spec.limit is not None:
@@ -171,7 +171,7 @@ def quantized_glu_reference(
     spec: GluSpec,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `quantize` makes of glu's result, with a scale for each row: values and scales."""
+    """Returns glu's result, quantized with a scale for each row: values and scales."""
     out = glu_reference(gate_up, up, row_weights, spec=spec)
     return quantize_reference(out, block=(1, max(out.shape[1], 1)), dtype=dtype, transposed=False)
 
@@ -185,8 +185,7 @@ def glu_grad_reference(
     spec: GluSpec,
     again: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The gradients of `gate_up`, `up` and, in float32 or wider, of `row_weights`; and, `again`,
-    glu's result."""
+    """Returns glu's gradients, of `row_weights` in float32 or wider; with `again`, its result."""
     wider = at_least_float32(gate_up.dtype)
     given = [None if a is None else a.astype(wider) for a in (gate_up, up, row_weights)]
     out, pull = jax.vjp(functools.partial(glu_reference, spec=spec), *given)

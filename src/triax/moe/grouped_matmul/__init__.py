@@ -1,1 +1,1 @@
-"""Rows times the weights of their group."""
+"""Multiplies rows by the weights of their groups."""

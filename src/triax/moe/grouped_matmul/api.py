@@ -47,52 +47,49 @@ def ragged_dot(
     the next ``group_sizes[1]`` by ``weights[1]``, and so on. Rows past the groups are exactly zero,
     and so are their gradients.
 
-    Sums are in float32 and rounded once. float32 is multiplied exactly, unless `precision` or JAX's
-    default for matmuls allows TF32, which holds for the gradients too. Gradients have the dtypes of
-    `rows` and `weights`, and the incoming gradient is rounded to them before it is multiplied.
-    Results are the same bits in every run.
+    Sums are in float32 and rounded once. float32 operands are multiplied exactly, unless
+    `precision` or JAX's default for matmuls allows TF32, which holds for the gradients too.
+    Gradients have the dtypes of `rows` and `weights`; the incoming gradient is rounded to the dtype
+    of `rows` before it is multiplied. Results are the same in every run, bit for bit.
 
-    Group sizes are values on the device. A negative size is an empty group, and groups end at the
-    last row; memory outside is never touched. NaNs and infinities in one group's rows or weights do
-    not reach another group's results or gradients. An infinity in a row may become NaN where
-    `weights` are a `ScaledArray` of float8_e4m3fn.
+    Group sizes are values on the device. A negative size is an empty group, and groups are cut off
+    at the last row; memory outside is never touched. NaNs and infinities in one group's rows or
+    weights do not reach another group's results or gradients. An infinity in a row may become NaN
+    if `weights` are a `ScaledArray` of float8_e4m3fn.
 
     Under `jax.checkpoint` the result carries the name "triax_ragged_dot".
 
-    `ScaledArray` operands, as `quantize` makes them, are multiplied in 8 bits. Tensor cores read
-    8-bit weights at full speed only where their depth is innermost (`transposed=True`). They keep
-    about 14 bits of a sum; by default each 128 products are added in float32. With
-    `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores add up the whole depth, which is faster,
-    unless scales are of blocks along the depth. Where only `weights` is a `ScaledArray`, its values
-    are converted to the dtype of `rows` on their way to the tensor cores; for the gradient of the
-    rows they are dequantized in that dtype. Weights of 4 bits are unpacked on their way, too, to
-    few rows of bfloat16, and else dequantized before, all groups' at once. There is no gradient by
-    a `ScaledArray`.
+    Two `ScaledArray` operands, from `quantize`, are multiplied in 8 bits. Tensor cores read 8-bit
+    weights at full speed only if their depth is innermost (`transposed=True`). They accumulate with
+    about 14 bits; by default sums are promoted to float32 every 128 products. With
+    `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores accumulate the whole depth, which is
+    faster, unless scales are of blocks along the depth. If only `weights` is a `ScaledArray`, the
+    kernel converts its values to the dtype of `rows`; for the gradient of the rows the weights are
+    dequantized in that dtype. 4-bit weights are unpacked in the kernel for few bfloat16 rows, and
+    otherwise dequantized up front. A `ScaledArray` has no gradient.
 
     Args:
-      rows: [rows, depth]: float32, bfloat16, float16, an 8-bit float; by plain JAX also float64
-        and integers, of which sums are exact in 32 bits. Or a `ScaledArray` with blocks (1, None)
+      rows: [rows, depth]: float32, bfloat16, float16 or an 8-bit float; in plain JAX also float64
+        and integers, which are summed in 32 bits or more. Or a `ScaledArray` with blocks (1, None)
         or (1, b), b a power of two from 32 on.
-      weights: [groups, depth, columns], of the same dtype, or any 8-bit float if `rows` is one, or
-        a `ScaledArray` with blocks (1, None, any) or (1, b, any); in 4 bits, which need `rows` of
-        16 bits or more, (1, any, any).
-        Other floats or other integers are cast to a dtype that holds both, with a warning if that
-        makes the matmul slower.
+      weights: [groups, depth, columns], in the dtype of `rows`; any 8-bit float if `rows` is one;
+        or a `ScaledArray` with blocks (1, None, any) or (1, b, any), or (1, any, any) in 4 bits,
+        which need `rows` of 16 bits or more. Different floats or different integers are cast to a
+        common dtype, with a warning if that makes the matmul slower.
       group_sizes: integer [groups].
-      group_offset: the number of the group that `weights` begin with, an int or an integer [], if
-        they are those of some of the groups: `group_sizes` then names all groups, and a bias has
-        the groups of `weights`. Rows of other groups are zero, and so are their gradients; they
-        cost as much as writing zeros. Groups past the last are empty.
+      group_offset: an int or integer [], the first group of `weights`, if `weights` has only some
+        groups: `group_sizes` then lists all, and `bias` has the groups of `weights`. Rows of other
+        groups are zero, and so are their gradients; they only cost the writing of zeros. Groups
+        past the last are empty.
       bias: float [groups, columns], added to the rows of each group before they are rounded.
-      bias_weights: float [rows], what the bias is multiplied by in each row: the router's weights
-        where `glu` has multiplied the rows by them.
+      bias_weights: float [rows], the factor of the bias in each row: the router's weights if `glu`
+        has multiplied the rows by them.
       transpose_weights: whether `weights` is [groups, columns, depth], as in torch. Nothing is
         transposed in memory.
       precision: how float32 is multiplied: a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`,
-        or the name of one. None is the default that is in force
-        (`jax.default_matmul_precision`), and without one exact.
-      preferred_element_type: the dtype of the result; by default that of `rows`, and bfloat16 if
-        these are a `ScaledArray`.
+        or the name of one. None is JAX's default (`jax.default_matmul_precision`), or else exact.
+      preferred_element_type: the dtype of the result; by default that of `rows`, or bfloat16 if
+        `rows` is a `ScaledArray`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
@@ -103,7 +100,7 @@ def ragged_dot(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `rows` and `weights`
         are not both floats or both integers.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
-      DifferentiationError: numbers of 8 or 4 bits, or their scales, were differentiated.
+      DifferentiationError: an 8- or 4-bit operand, or its scales, were differentiated.
     """
     messages.check_bool(transpose_weights=transpose_weights)
     check_no_bytes("weights", weights, range(4, 6))
@@ -139,13 +136,12 @@ def ragged_dot(
     result = _result_dtype(preferred_element_type, x.dtype, floats)
     if bias is not None and not jnp.issubdtype(x.dtype, jnp.floating):
         raise ArgumentTypeError(
-            f"Argument `bias` must be added to a product of floats; got {x.dtype}. Add it to the "
-            "result."
+            f"Argument `bias` must come with float operands; got {x.dtype}. Add it to the result."
         )
     implementation = implementations.resolve_for_floats(
         implementation,
         rows=x,
-        weights=None if only_weights else w,  # which kernels convert, also from integers
+        weights=None if only_weights else w,  # kernels convert `w`, also integers
         preferred_element_type=jax.ShapeDtypeStruct((), result),
         bias=bias,
         bias_weights=bias_weights,
@@ -154,7 +150,7 @@ def ragged_dot(
     if group_offset is not None:
         groups = _some_groups(groups, group_offset, num_groups, num_rows)
     if not (num_rows and depth and num_groups and columns):
-        # Sums of nothing: zero, but still a function of the operands, so that they have gradients.
+        # Empty sums are zero, but depend on the operands, so that these have gradients.
         empty = jnp.zeros((num_rows, columns), result)
         for values in (getattr(of, "values", of) for of in (x, w)):
             empty += jnp.sum(values[:0]).astype(result)
@@ -197,7 +193,7 @@ def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> jax.Arr
 
 
 def _some_groups(groups: Groups, offset: jax.Array, count: int, num_rows: int) -> Groups:
-    """The groups from `offset` on, and where they begin."""
+    """Returns the `count` groups from `offset` on, with their first row."""
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), group_ends(groups, num_rows)])
     # Groups that do not exist are empty.
     num_sizes = groups.sizes.shape[0]
@@ -207,15 +203,15 @@ def _some_groups(groups: Groups, offset: jax.Array, count: int, num_rows: int) -
 
 
 def _alike(rows: Any, weights: Any) -> tuple[Any, Any]:
-    """Both in one dtype. 8-bit floats stay as they are: kernels multiply any two of them."""
+    """Returns both in one dtype; 8-bit floats may differ, because kernels multiply any two."""
     kinds = [_kind("rows", rows), _kind("weights", weights)]
     if rows.dtype == weights.dtype or kinds == ["8-bit floats"] * 2:
         return rows, weights
-    remedy = "Cast one; of a `ScaledArray` pass `dequantize(dtype)`, or quantize the other, too."
+    remedy = "Cast one; call a `ScaledArray`'s `dequantize(dtype)`, or quantize the other operand."
     if kinds[0] != kinds[1] and "integers" in kinds:
         remedy = (
-            "Integers are multiplied as they are: cast them to the floats' dtype, and multiply by "
-            "their scales, if they have some."
+            "Integers are not converted: cast them to the floats' dtype, and multiply by "
+            "their scales, if any."
         )
     may_cast = kinds[0] == kinds[1] and not any(isinstance(a, ScaledArray) for a in (rows, weights))
     try:
@@ -223,7 +219,7 @@ def _alike(rows: Any, weights: Any) -> tuple[Any, Any]:
     except TypeError:  # JAX's strict mode, or a dtype that it does not promote
         dtype = None
     if dtype is not None and not all(np.can_cast(a.dtype, dtype) for a in (rows, weights)):
-        dtype, remedy = None, "No dtype holds both. Cast one."  # without 64 bits
+        dtype, remedy = None, "No dtype holds both. Cast one."  # JAX without 64-bit types
     if dtype is None:
         raise ArgumentTypeError(
             "Arguments `rows` and `weights` must both be floats, both 8-bit floats or both "
@@ -245,14 +241,14 @@ def _kind(name: str, array: jax.Array) -> str:
         return "integers"
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ArgumentTypeError(
-            f"Argument `{name}` must be floats or integers; got {array.dtype}. Cast it; of complex "
-            "numbers multiply the real and the imaginary parts."
+            f"Argument `{name}` must be floats or integers; got {array.dtype}. Cast it; "
+            "multiply the real and the imaginary parts of complex numbers."
         )
     return "8-bit floats" if array.dtype.itemsize == 1 else "floats"
 
 
 def _result_dtype(preferred: Any, dtype: Any, floats: bool) -> Any:
-    """The dtype of the result, of operands of a dtype; `floats` is whether it must be a float."""
+    """Returns the result's dtype for operands of `dtype`; with `floats` it must be a float."""
     if preferred is None:
         return dtype
     try:
@@ -272,7 +268,7 @@ def _result_dtype(preferred: Any, dtype: Any, floats: bool) -> Any:
 
 
 def _precision_name(precision: Any) -> str | None:
-    """JAX's name of a precision for `jax.default_matmul_precision`; by default the one in force."""
+    """Returns the name of a precision for `jax.default_matmul_precision`, or JAX's default."""
     if precision is None:
         default: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
         return default

@@ -1,4 +1,4 @@
-"""How the kernels of ragged_dot are cut into programs, for the card that they run on."""
+"""Chooses how the kernels of ragged_dot are cut into programs, for the GPU they run on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from triax.architectures import Architecture
 from triax.moe.shared import blocks
 from triax.moe.shared.target import Target
 
-_LEAST = 16  # what tensor cores take of rows, columns or depth
+_LEAST = 16  # rows, columns or depth that tensor cores need
 _LEAST_DEPTH = {1: 32, 2: _LEAST, 4: _LEAST}  # by itemsize
 _LINE_BYTES = 128  # a swizzled line of shared memory
 _LEAST_STAGES = 2
-# Rows that tensor cores need to read blocks from shared memory.
+# Rows that tensor cores need to read operands from shared memory.
 _LEAST_FROM_SHARED = 64
 _BARRIERS_AND_SCALES = 2048
 
@@ -28,10 +28,10 @@ class Itemsizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DotConfig:
-    """One program computes `block_rows` × `block_columns`, `block_depth` of the sum at a time.
+    """A program computes `block_rows` × `block_columns`, in steps of `block_depth`.
 
-    `row_tiles` neighbouring row tiles of a group share the columns of its weights in L2.
-    `persistent` is whether there are only as many programs as the GPU runs at once, which loop.
+    `row_tiles` neighbouring row tiles of a group share weight columns in L2. `persistent` launches
+    only as many programs as the GPU runs at once, and each loops over tiles.
     """
 
     block_rows: int
@@ -56,15 +56,15 @@ class DotConfig:
         float32_sums: bool = False,
         blocked: bool = False,
     ) -> DotConfig:
-        """The config for groups of so many rows on average.
+        """Returns the config for groups of `rows_per_group` rows on average.
 
         `exact` is whether products are in float32, without tensor cores; `tma` whether blocks are
-        loaded and stored by descriptors; `float32_sums` whether the sums of tensor cores are added
-        up outside of them, `blocked` whether they are scaled before. Row counts are rounded to
-        powers of two up to 128, so that few configs are needed.
+        loaded and stored by descriptors; `float32_sums` whether tensor cores' sums are promoted to
+        float32, and `blocked` whether they are scaled first. Row counts are rounded up to powers of
+        two, at most 128, so that few configs are needed.
         """
         rows, itemsize = fit(rows_per_group, 128), itemsizes.left
-        # Few rows: weights are read for each tile of a group, and few groups are twice the average.
+        # Few rows: each row tile reads the weights, and few groups exceed twice the average.
         few = fit(2 * rows_per_group, 128) if itemsize > 1 else rows
         deep = fit(max(depth, _LEAST_DEPTH[itemsize]), _LINE_BYTES // itemsize)
         widest = fit(columns, 256 if itemsize <= 2 else 128)
@@ -72,7 +72,7 @@ class DotConfig:
         if exact:
             config = cls(min(rows, 64), fit(columns, 64), fit(depth, 32), 4, 3, False)
         elif not target.architecture.multiplies_from_shared:
-            # Float32 in three products of tensor cores takes twice the registers.
+            # Float32 as three TF32 products takes twice the registers.
             wide = fit(columns, 64 if itemsize == 4 and few == 128 else 128)
             row_tiles = 8 if rows == 128 else 1
             config = cls(few, wide, deep, 8 if few == 128 else 4, 4, tma, row_tiles)
@@ -90,13 +90,13 @@ class DotConfig:
             config = cls(128, widest, deep, 8, 3, True, 1)
         elif few == 64:
             config = cls(64, widest, deep, 4, 4, True, 1)
-        else:  # what matters is how much of the weights is in flight
+        else:  # weight loads in flight limit the speed
             deeper = fit(depth, 2 * _LINE_BYTES // itemsize) if itemsize <= 2 else deep
             config = cls(few, wide, max(deep, deeper), 8, 4, True, 1)
         return config.fitted(target.architecture, itemsizes, tma)
 
     def fitted(self, architecture: Architecture, itemsizes: Itemsizes, tma: bool) -> DotConfig:
-        """With as many stages as fit into shared memory, and a shallower block if two do not."""
+        """Returns the config with the stages that fit shared memory, shallower if two do not."""
         block = self.block_rows, self.block_columns, self.block_depth
         stages, depth = _that_fit(block, self.num_stages, architecture, itemsizes, tma)
         return dataclasses.replace(self, num_stages=stages, block_depth=depth)
@@ -104,10 +104,10 @@ class DotConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
-    """One program computes `block_left` × `block_right`, `block_rows` of the sum at a time.
+    """A program computes `block_left` × `block_right`, in steps of `block_rows`.
 
-    `row_tiles` neighbouring tiles of the left side share those of the right one in L2. `persistent`
-    is as in `DotConfig`.
+    `row_tiles` neighbouring tiles of the left side share a tile of the right side in L2.
+    `persistent` is as in `DotConfig`.
     """
 
     block_left: int
@@ -129,7 +129,7 @@ class OuterConfig:
         exact: bool,
         tma: bool,
     ) -> OuterConfig:
-        """The config for so many columns on both sides."""
+        """Returns the config for `left` × `right` columns."""
         itemsize, from_shared = itemsizes.left, target.architecture.multiplies_from_shared
         deep = _LINE_BYTES // itemsize
         if exact:
@@ -142,7 +142,7 @@ class OuterConfig:
         return config.fitted(target.architecture, itemsizes, tma)
 
     def fitted(self, architecture: Architecture, itemsizes: Itemsizes, tma: bool) -> OuterConfig:
-        """With as many stages as fit into shared memory, and fewer rows if two do not."""
+        """Returns the config with the stages that fit shared memory, fewer rows if two do not."""
         block = self.block_left, self.block_right, self.block_rows
         stages, depth = _that_fit(block, self.num_stages, architecture, itemsizes, tma)
         return dataclasses.replace(self, num_stages=stages, block_rows=depth)
@@ -155,7 +155,7 @@ def _that_fit(
     itemsizes: Itemsizes,
     tma: bool,
 ) -> tuple[int, int]:
-    """The most stages of a block, and the most of its depth, that shared memory has room for."""
+    """Returns the most stages, and then the deepest block, that fit shared memory."""
     rows, columns, depth = block
     limit = architecture.shared_bytes
     while shared_bytes((rows, columns, depth), num_stages, architecture, itemsizes, tma) > limit:
@@ -173,20 +173,19 @@ def shared_bytes(
     itemsizes: Itemsizes,
     tma: bool,
 ) -> int:
-    """The most shared memory that Triton takes for a block of rows × columns, and depth.
+    """Returns an upper bound of Triton's shared memory for a block of (rows, columns, depth).
 
-    Tensor cores that multiply what is in registers have loaded it from there before, so a buffer
-    less is enough.
+    Tensor cores that read registers need one buffer less: that stage has left shared memory.
     """
     rows, columns, depth = block
     left, right, result = itemsizes
     from_shared = architecture.multiplies_from_shared and rows >= _LEAST_FROM_SHARED
     loaded = depth * (rows * left + columns * right)
     buffers = num_stages if from_shared else num_stages - 1
-    stored = rows * columns // 2 * result  # a half of the block, on its way to memory
-    # By descriptors, a tile is stored while the next one is loaded.
+    stored = rows * columns // 2 * result  # half the block at a time
+    # With descriptors a tile is stored while the next one is loaded.
     needed = buffers * loaded + stored if tma else max(buffers * loaded, stored)
-    if from_shared and left > right:  # weights are widened on their way
+    if from_shared and left > right:  # weights are widened first
         needed += depth * columns * left
     elif left == 4 and (from_shared or not tma):  # float32 may have to be transposed
         needed += loaded
@@ -194,5 +193,5 @@ def shared_bytes(
 
 
 def fit(size: int, largest: int) -> int:
-    """The least power of two that holds `size`, from 16 to `largest`."""
+    """Returns the least power of two that holds `size`, from 16 to `largest`."""
     return max(_LEAST, min(largest, blocks.power_of_two(size)))

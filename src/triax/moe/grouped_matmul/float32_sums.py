@@ -1,4 +1,4 @@
-"""The launch of ragged_dot of 8-bit floats that are added up in float32, on Hopper."""
+"""Launches ragged_dot of 8-bit floats with float32 accumulators, on Hopper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 
 _COLUMNS, _BLOCK, _STAGES = 256, 128, 3
-# As many as all threads get, and those that multiply: what is scaled and added up is in registers.
+# Registers per thread, and per multiplying thread, which holds products and accumulators.
 _REGISTERS, _REGISTERS_OF_PRODUCTS = 152, 216
 _HOPPER = 90
 _MOST = 2**31
@@ -31,10 +31,10 @@ def suit(
     options: Options,
     implementation: KernelImplementation | None,
 ) -> bool:
-    """Whether the kernel multiplies rows and transposed weights, which descriptors can address.
+    """Whether the kernel supports rows and transposed weights that descriptors can address.
 
-    They are added up in float32, and their scales are DeepSeek-V3's blocks, or those of rows and
-    columns. Gluon is not interpreted.
+    It promotes sums to float32. Scales are DeepSeek-V3's blocks, or one per row and column. Gluon
+    is not interpreted.
     """
     groups, columns, depth = w.values.shape
     deep = cdiv(depth, _BLOCK)
@@ -64,7 +64,7 @@ def ragged_dot(
     options: Options,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """Each row times the transposed weights of its group; zeros elsewhere."""
+    """Multiplies each row by the transposed weights of its group; other rows are zero."""
     from triton.experimental.gluon import language as gl
 
     from triax.moe.grouped_matmul.float32_sums_kernels import _ragged_dot_float32_sums_kernel

@@ -1,9 +1,9 @@
-"""ragged_dot of 8-bit floats that are added up in float32, for Hopper, in Gluon.
+"""ragged_dot of 8-bit floats with float32 accumulators, for Hopper, in Gluon.
 
-Tensor cores multiply 128 of the depth, which are scaled if blocks are, and added up. In Triton's
-own language all warps wait for such a product before they add it, and tensor cores wait for them.
-Here two warp groups have half of a tile's rows each and wait for themselves alone, so one
-multiplies while the other adds. A third loads. `_ragged_dot_kernel` computes the same bits.
+Tensor cores multiply 128 of the depth; products get scales of blocks, if any, and are accumulated.
+In Triton's own language all warps wait for a product before they add it, and tensor cores idle.
+Here two warp groups take half of a tile's rows each and wait only for their own products, so one
+multiplies while the other adds. One more warp loads. `_ragged_dot_kernel` computes the same bits.
 """
 
 from triton.experimental import gluon
@@ -26,7 +26,7 @@ _tile = gluon.jit(_tile_of_triton.fn)
 
 @gluon.jit
 def _load(descriptors, buffers, barriers, pointers, sizes):
-    """Loads blocks of rows and of columns, as buffers become empty."""
+    """Loads blocks of rows and of columns into buffers as they become empty."""
     STAGES: gl.constexpr = buffers[0].type.shape[0]
     ROWS: gl.constexpr = buffers[0].type.shape[1]
     COLUMNS: gl.constexpr = buffers[1].type.shape[1]
@@ -53,16 +53,16 @@ def _load(descriptors, buffers, barriers, pointers, sizes):
 
 @gluon.jit
 def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: gl.constexpr):
-    """Multiplies one half of each tile's rows, PART, and stores it."""
+    """Multiplies and stores one half, PART, of each tile's rows."""
     STAGES: gl.constexpr = buffers[0].type.shape[0]
     ROWS: gl.constexpr = buffers[0].type.shape[1]
     COLUMNS: gl.constexpr = buffers[1].type.shape[1]
-    DEPTH: gl.constexpr = buffers[1].type.shape[2]  # a block's
+    DEPTH: gl.constexpr = buffers[1].type.shape[2]  # of a block
     full, empty = barriers
     tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr = pointers
     num_rows, depth, num_columns = sizes
     OWN: gl.constexpr = ROWS // 2
-    HALF: gl.constexpr = COLUMNS // 2  # has one scale, as wide as a block is
+    HALF: gl.constexpr = COLUMNS // 2  # columns that share a scale
     ACROSS: gl.constexpr = HALF // 8
     DOWN: gl.constexpr = 32 // ACROSS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
@@ -78,7 +78,7 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
         row += PART * OWN
-        # Rows past the group's end are another's. They have any scale, and are not stored.
+        # Rows past the group's end take its last row's scale: they are not stored.
         which = gl.minimum(row + gl.arange(0, OWN, gl.SliceLayout(1, layout)), end - 1)
         left = zeros
         right = zeros
@@ -122,7 +122,7 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
         _store(out_ptr, left, row, end, column_tile * COLUMNS, num_columns, stored)
         _store(out_ptr, right, row, end, column_tile * COLUMNS + HALF, num_columns, stored)
 
-    # The rows before and past the groups.
+    # Zeros for rows before and past the groups.
     before = gl.cdiv(first_row, ROWS)
     num_empty = (before + gl.cdiv(num_rows - last_row, ROWS)) * blocks
     for tile in range(gl.program_id(0), num_empty, gl.num_programs(0)):
@@ -135,7 +135,7 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
 
 @gluon.jit
 def _store(out_ptr, block, row, end, column, num_columns, layout: gl.constexpr):
-    """Stores a block of rows, as far as row `end` and the last column."""
+    """Stores a block of rows, up to row `end` and the last column."""
     rows = row + gl.arange(0, block.shape[0], gl.SliceLayout(1, layout))
     columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, layout))
     mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
@@ -162,8 +162,8 @@ def _ragged_dot_float32_sums_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    # As many programs as the GPU runs at once. Weights [groups, columns, depth] are shown as rows:
-    # columns past a group's last are the next one's, and are not stored.
+    # There are as many programs as the GPU runs at once. Weights are viewed as rows of all groups:
+    # columns past a group's last belong to the next group, and are not stored.
     x = gl.allocate_shared_memory(rows.dtype, [STAGES, BLOCK_ROWS, BLOCK_DEPTH], rows.layout)
     w = gl.allocate_shared_memory(
         weights.dtype, [STAGES, BLOCK_COLUMNS, BLOCK_DEPTH], weights.layout

@@ -1,4 +1,4 @@
-"""The kernels of the gradients of ragged_dot's weights and bias: sums over the rows of a group."""
+"""The kernels for the gradients of ragged_dot's weights and bias: sums over a group's rows."""
 
 import triton
 import triton.language as tl
@@ -16,8 +16,8 @@ from triax.moe.grouped_matmul.kernels import (
 def _num_steps(
     bounds_ptr, per_group, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr
 ):
-    """The steps of all tiles of this program. A group has `per_group` tiles, of STEPS steps for
-    each ROWS of its rows, and of one at least."""
+    """Returns the steps of all tiles of this program. A group has `per_group` tiles, each with
+    STEPS steps for each ROWS of the group's rows, and at least one."""
     found = tl.zeros([256], tl.int32)
     for first in range(0, NUM_GROUPS, 256):
         groups = first + tl.arange(0, 256)
@@ -74,11 +74,11 @@ def _group_outer_kernel(
     BLOCK_ROWS: tl.constexpr,
     ROW_TILES: tl.constexpr,
 ):
-    # As many programs as the GPU runs at once, or one for each group and tile of its left × right
-    # columns. One loop runs over all steps of all tiles of a program, so that a tile's first loads
-    # are under way while the last one is stored. Triton's own flattening wants tiles of equally
-    # many steps. What loads depend on changes only before them: Triton could not run them ahead of
-    # the products otherwise. A tile's rows are summed up in their order.
+    # There are as many programs as the GPU runs at once, or one per tile of a group's left × right
+    # columns. One loop runs over the steps of all tiles of a program, so that a tile is stored
+    # while the next one loads; Triton's own flattening needs tiles with equally many steps. Load
+    # addresses change only right before the loads: otherwise Triton could not run loads ahead of
+    # products. A tile's rows are summed in order.
     left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
     right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
     per_group = left_tiles * right_tiles
@@ -127,8 +127,8 @@ def _group_sum_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # One program for a part of a group's rows and some columns. It sums up the rows, each times its
-    # weight; and, in the same read, each row's products with the group's bias in these columns.
+    # A program takes a part of a group's rows and some columns. It sums the rows, each times its
+    # weight; and, in the same read, it multiplies each row by the group's bias in these columns.
     column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     part = (tl.program_id(0) // column_blocks).to(tl.int64)
     block_of_columns = tl.program_id(0) % column_blocks

@@ -1,23 +1,23 @@
 """The kernels of ragged_dot: rows times the weights of their group.
 
-`_ragged_dot_schedule_kernel` cuts the groups into row tiles, and puts those of a group into sets.
-`_ragged_dot_kernel` takes tiles of rows × columns from it. Group sizes are clipped as they are
-read, so that no sizes, however wrong, lead outside. Rows before the first group, if it does not
-begin at row 0, are zero in results, as are those past the last.
+`_ragged_dot_schedule_kernel` cuts groups into row tiles, and combines these into sets.
+`_ragged_dot_kernel` takes tiles of rows × columns from this schedule. Group sizes are clipped as
+they are read, so that no sizes, however wrong, lead out of bounds. Result rows before the first
+group, which need not begin at row 0, are zero, and so are rows past the last group.
 
-Where TMA is set, operands are descriptors, else pointers. Rows of one group lie between rows of
-others, and a descriptor's bounds are those of the whole array. `_GROUP_END` gets the hardware to
-stop at the end of a group: the array is shown with its rows counted twice, in two dimensions of the
-same stride. One is counted from the group's end on; the other runs to its bound, which is
-`_GROUP_END`, exactly where the group ends; a third dimension, at index `_GROUP_END`, takes away
-what the second adds, by wrapping the address around. Loads past the end give zeros, stores nothing.
+With TMA operands are descriptors, otherwise pointers. A descriptor's bounds are those of the whole
+array, but a group's rows end between other rows. `_GROUP_END` makes the hardware stop there: the
+descriptor has two row dimensions of the same stride. The first is indexed by the group's end; the
+second index reaches its bound, `_GROUP_END`, exactly at the group's end. A further dimension,
+indexed by `_GROUP_END`, subtracts the excess by wrapping the address around. Loads past the end
+give zeros, and stores do nothing.
 """
 
 import triton
 import triton.language as tl
 
 _GROUP_END = tl.constexpr(1 << 30)
-_MOST_OF_SET = tl.constexpr(64)  # row tiles, and one more than there may be
+_MOST_OF_SET = tl.constexpr(64)  # exceeds the row tiles of a set
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -33,8 +33,8 @@ def _ragged_dot_schedule_kernel(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    # A program for each group. It sums the groups before it, and writes its own tiles, in sets of
-    # ROW_TILES. The last may have fewer: tiles of other groups have no weights in common.
+    # One program per group. It sums the groups before its own, and writes its tiles, in sets of
+    # ROW_TILES. A group's last set may have fewer: tiles of other groups do not share its weights.
     group = tl.program_id(0)
     first_row = 0
     if first_row_ptr is not None:
@@ -80,11 +80,11 @@ def _ragged_dot_schedule_kernel(
 
 @triton.jit
 def _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS: tl.constexpr):
-    """The group, first row, group's end and column tile of a tile of rows × columns.
+    """Returns the group, first row, group's end and column tile of a tile of rows × columns.
 
-    Tiles go through the rows of a set before the next columns, so that weights stay in L2.
+    Tiles cover all rows of a set before the next columns, so that weights stay in L2.
     """
-    # A set has a record for each of its row tiles, all alike but for the place in it.
+    # A set has a record for each of its row tiles; only `place` differs.
     row_tile = tile // num_column_tiles
     record = tiles_ptr + 4 * (1 + row_tile)
     group = tl.load(record)
@@ -98,7 +98,7 @@ def _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES: tl.constexpr):
-    """Row and column tile: neighbours share ROW_TILES row tiles, so that columns stay in L2."""
+    """Returns a row and a column tile; ROW_TILES neighbours share columns, to keep them in L2."""
     per_set = ROW_TILES * num_column_tiles
     first = tile // per_set * ROW_TILES
     row_tiles = tl.minimum(num_row_tiles - first, ROW_TILES)
@@ -107,7 +107,7 @@ def _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES: tl.constexpr):
 
 @triton.jit
 def _load_block(pointer, row, end, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A block of a row-major array; zeros from row `end` and from the last column on."""
+    """Loads a block of a row-major array, with zeros from row `end` and past the last column."""
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
@@ -127,7 +127,7 @@ def _store_rows(
     COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Stores a block of rows, as far as row `end` and the last column."""
+    """Stores a block of rows, up to row `end` and the last column."""
     if TMA:
         bounded = _GROUP_END - (end - row)
         out.store([_GROUP_END, end, bounded, column], block.reshape(1, 1, ROWS, COLUMNS))
@@ -141,13 +141,13 @@ def _store_rows(
 
 @triton.jit
 def _halves(block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a block."""
+    """Returns the left and the right half of a block."""
     return block.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
 def _row_scales(pointer, row, end, depth, start, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The scales of a block of rows: of whole rows, or of BLOCK of their depth around `start`."""
+    """Loads the scales of a block of rows: of whole rows, or of the BLOCK of depth at `start`."""
     which = row + tl.arange(0, ROWS)
     at = pointer + which
     if BLOCK is not None:
@@ -168,8 +168,8 @@ def _column_scales(
     BLOCK_DEPTH: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """The scales of a block of a group's columns, [COLUMNS] or [1]: of all of their depth, or of
-    BLOCK_DEPTH of it around `start`. BLOCK_COLUMNS have one scale; all of a group's, if None."""
+    """Loads the scales of a block of a group's columns, [COLUMNS] or [1]: of the whole depth, or of
+    the BLOCK_DEPTH at `start`. BLOCK_COLUMNS share a scale, or all of a group's columns if None."""
     if BLOCK_COLUMNS is None:
         at = pointer + group + tl.zeros([1], tl.int32)
         mask = tl.full([1], True, tl.int1)
@@ -203,10 +203,10 @@ def _bias(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """The left and right half of a block of a group's bias, and its rows' weights or a one.
+    """Loads the left and right half of a block of a group's bias, and its rows' weights or a one.
 
-    Of arrays with fewer elements than a block has threads, each thread loads what it will add. Of
-    larger ones other threads do, which all wait for before the next product begins.
+    If an array has fewer elements than a program has threads, each thread loads its own elements.
+    Elements of larger arrays pass between threads, and all wait before the next product begins.
     """
     which = column + tl.arange(0, HALF)
     at = pointer + group.to(tl.int64) * num_columns + which
@@ -244,8 +244,8 @@ def _ragged_dot_kernel(
     WEIGHT_COLUMNS: tl.constexpr,
     WEIGHT_DEPTH: tl.constexpr,
 ):
-    # As many programs as the GPU runs at once, or one for each tile. Flattened, the loops over
-    # tiles and depth are one, and a tile's first loads are under way while the last one is stored.
+    # There are as many programs as the GPU runs at once, or one per tile. The loops over tiles and
+    # depth are flattened, so that a tile is stored while the next one loads.
     num_row_tiles = tl.load(tiles_ptr)
     last_row = tl.load(tiles_ptr + 1)
     first_row = tl.load(tiles_ptr + 2)
@@ -275,14 +275,14 @@ def _ragged_dot_kernel(
                         matrix, start, depth, column, num_columns, BLOCK_DEPTH, BLOCK_COLUMNS
                     )
             if w.dtype.primitive_bitwidth < x.dtype.primitive_bitwidth:
-                if w.dtype == tl.float8e5:  # Triton makes numbers of its infinities and its NaN
+                if w.dtype == tl.float8e5:  # a direct cast makes inf and NaN finite
                     w = w.to(tl.float16)
                 w = w.to(x.dtype)
             if ROW_BLOCK is None and WEIGHT_DEPTH is None:
                 total = tl.dot(
                     x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
                 )
-            else:  # scales of blocks of the depth, which are loaded while tensor cores multiply
+            else:  # scales of blocks along the depth, loaded while tensor cores multiply
                 scale = tl.full([1, 1], 1.0, tl.float32)
                 if ROW_BLOCK is not None:
                     scale = _row_scales(
@@ -302,7 +302,7 @@ def _ragged_dot_kernel(
                         TRANSPOSED,
                     )[None, :]
                 total += tl.dot(x, w, input_precision=PRECISION) * scale
-        if bias_ptr is not None:  # loaded before the last product is waited for
+        if bias_ptr is not None:  # loaded before the wait for the last product
             near, far, bias_weight = _bias(
                 bias_ptr,
                 bias_weights_ptr,
@@ -329,7 +329,7 @@ def _ragged_dot_kernel(
                 None,
                 TRANSPOSED,
             )[None, :]
-        # By halves, which need half the shared memory on their way to the output.
+        # Stored by halves, which need half the shared memory.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)
         if bias_ptr is not None:
             weight = bias_weight.to(tl.float32)[:, None]
@@ -340,7 +340,7 @@ def _ragged_dot_kernel(
             out, right.to(DTYPE), row, end, column + half, num_columns, BLOCK_ROWS, half, TMA
         )
 
-    # The rows before and past the groups.
+    # Zeros for rows before and past the groups.
     before = tl.cdiv(first_row, BLOCK_ROWS)
     num_halves = tl.cdiv(num_columns, half)
     num_empty = (before + tl.cdiv(num_rows - last_row, BLOCK_ROWS)) * num_halves

@@ -1,4 +1,4 @@
-"""The launches of ragged_dot: result types, grids and configs."""
+"""Launches ragged_dot and its gradients: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from triax.moe.weight_only.launchers import few_rows, suit_few_rows
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-# What one program of a bias's gradients reads, as measured on an H200: blocks of so many rows, and
-# about so many in all.
+# Rows that a program of a bias's gradients reads at a time, and about how many in all, as measured
+# on an H200.
 _SUM_ROWS, _ROWS_OF_PART = 32, 1024
 
 
 def ragged_dot(
     rows: Any, weights: Any, *others: Any, transposed: bool, options: Options, **how: Any
 ) -> jax.Array:
-    """Each row times the weights of its group, or times them transposed; zeros elsewhere."""
+    """Multiplies each row by the weights of its group, maybe transposed; other rows are zero."""
     axis = 1 if transposed and not isinstance(weights, ScaledArray) else 2
     out_type = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[axis]), stored(options.dtype))
     how |= {"options": dataclasses.replace(options, dtype=out_type.dtype), "transposed": transposed}
@@ -52,14 +52,14 @@ def ragged_dot(
 def group_outer(
     left: jax.Array, right: jax.Array, groups: Groups, *, options: Options, **how: Any
 ) -> jax.Array:
-    """For each group the sum over its rows of left × right: [groups, left, right]."""
+    """Sums left × right over the rows of each group: [groups, left, right]."""
     shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
     out_type = jax.ShapeDtypeStruct(shape, options.dtype)
     return for_target(_group_outer, left, right, groups, out_type=out_type, options=options, **how)
 
 
 def group_sum(rows: jax.Array, groups: Groups, weights: jax.Array | None, **how: Any) -> jax.Array:
-    """For each group the sum of its rows, times their weights: [groups, columns]."""
+    """Sums the rows of each group, times their weights: [groups, columns]."""
     return _group_sums(rows, groups, weights, None, **how)[0]
 
 
@@ -72,7 +72,7 @@ def bias_gradients(
     dtypes: tuple[Any, Any],
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`group_sum`, and each row's product with its bias, in one read of the rows."""
+    """Returns `group_sum`, and each row's dot product with its bias, from one read of the rows."""
     sums, products, bounds = _group_sums(rows, groups, weights, bias, dtype=dtypes[0], **how)
     row = jnp.arange(how["num_rows"], dtype=jnp.int32)
     inside = (bounds[0, 0] <= row) & (row < bounds[0, -1])
@@ -89,7 +89,7 @@ def _group_sums(
     num_rows: int,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums of rows; products with the bias, of blocks of columns; the bounds of groups."""
+    """Returns sums of rows, their products with the bias per block of columns, and group bounds."""
     from triax.moe.grouped_matmul.gradient_kernels import _group_sum_kernel
 
     columns, num_groups = rows.shape[1], groups.sizes.shape[0]
@@ -151,7 +151,7 @@ def _ragged_dot(
     tma = target.tensor_maps and suit_tma(x.values, w.values, out_type)
     itemsize = rows.dtype.itemsize
     if itemsize == 2 and rows_per_group > MOST_ROWS:
-        w = w._replace(values=w.values.astype(rows.dtype))  # which is exact
+        w = w._replace(values=w.values.astype(rows.dtype))  # exact
     if tma and transposed and float32_sums.suit(target, x, w, bias, rows_per_group, **how):
         return float32_sums.ragged_dot(target, x, w, groups, **how)
     config = DotConfig.heuristic(

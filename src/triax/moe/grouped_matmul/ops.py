@@ -1,8 +1,8 @@
 """The ops of ragged_dot, a product that is linear in its rows and in its weights.
 
-The gradient of the rows is the same product with the weights transposed; that of the weights is
-`group_outer`, whose own gradients are products of the first kind again. So derivatives of any
-order are made of these three. The ops take `Groups` where `moe.ragged_dot` takes group sizes.
+The gradient of the rows is the same product with transposed weights. The gradient of the weights is
+`group_outer`, whose own gradients are again products of rows and weights. So derivatives of any
+order consist of these products. The ops take `Groups` instead of group sizes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from triax.sharding.splits import Shard
 
 _NAMES = "left", "right", "groups", "bias", "bias_weights"
 
-# For each product (is it of transposed weights; None is `group_outer`) the gradients of its left
-# and its right operand, in the order in which they are computed: the operand that is needed, the
-# product, its operands.
+# The gradients of each product's left and right operand, in the order in which they are computed:
+# the residual, the product, its operands. Keys are `transposed`, or None for `group_outer`.
 _GRADIENTS: dict[bool | None, dict[str, tuple[str, bool | None, tuple[str, str]]]] = {
     False: {
         "right": ("left", None, ("left", "gradient")),
@@ -46,9 +45,9 @@ _GRADIENTS: dict[bool | None, dict[str, tuple[str, bool | None, tuple[str, str]]
 
 
 def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
-    """The tangent of a product, which is linear in left and in right.
+    """Returns the tangent of a product, which is linear in left and in right.
 
-    Each of the two is needed, and kept for the gradient, only where the other one has a tangent.
+    An operand is kept as a residual only if the other operand has a tangent.
     """
     given, moving = (dict(zip(_NAMES, of, strict=False)) for of in (primals, tangents))
     _check_differentiable(given, moving)
@@ -82,7 +81,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
         for name, (other, transposed, order) in _GRADIENTS[call.options.get("transposed")].items():
             if operands[other] is None:
                 continue
-            if "right" in cotangents:  # which takes the rows: they need not be kept any longer
+            if "right" in cotangents:  # first, to free the rows
                 operands["gradient"] = after(gradient, cotangents["right"])
             product: Any = group_outer.of(call.implementation, options=options)
             if transposed is not None:
@@ -94,10 +93,10 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
 
 
 def _in(dtype: Any, weights: Any) -> Any:
-    """Weights as an array, for the gradient of the rows; `ScaledArray`s in the rows' dtype."""
+    """Returns weights for the gradient of the rows, with a `ScaledArray` in the rows' dtype."""
     if not isinstance(weights, ScaledArray):
         return weights
-    # Explicit axes may cut values and scales in ways that do not go together.
+    # Explicit axes may cut values and scales differently.
     parts: Any = {"scales": explicit.gathered(weights.scales)}
     if weights.zeros is not None:
         parts["zeros"] = explicit.gathered(weights.zeros)
@@ -107,7 +106,7 @@ def _in(dtype: Any, weights: Any) -> Any:
 def _of_bias(
     call: Call, gradient: jax.Array, given: dict[str, Any], kinds: dict[str, Any]
 ) -> dict[str, jax.Array]:
-    """The gradients, of dtypes `kinds`, of "bias" and "bias_weights", or of one of them."""
+    """Returns the gradients of "bias" and "bias_weights" that `kinds` names, in its dtypes."""
     groups, bias, weights = given["groups"], given["bias"], given["bias_weights"]
     how: dict[str, Any] = {"implementation": call.implementation, "num_rows": gradient.shape[0]}
     if len(kinds) == 2:
@@ -126,14 +125,14 @@ def _check_differentiable(given: dict[str, Any], moving: dict[str, Any]) -> None
         dtype = given[name].dtype
         if dtype.itemsize == 1 and (name == "left" or jax.tree.leaves(moving[name])):
             raise DifferentiationError(
-                f"moe.ragged_dot has no derivative by numbers of {dtype}, by their scales, or, if "
-                "the rows are such numbers, by anything else: differentiate by rows of 16 bits or "
-                "more, or multiply what `dequantize` returns where you differentiate."
+                f"moe.ragged_dot has no derivative by numbers of {dtype} or their scales, and none "
+                "at all if the rows have 8 bits. Use rows of 16 bits or more, or multiply the "
+                "result of `dequantize`."
             )
 
 
 def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *biases: Any) -> Any:
-    """Of a part of the rows or of the sum, which is rounded after parts are added up."""
+    """Multiplies a device's part; partial sums are added up before they are rounded."""
     groups = groups_of_part(shard, groups, left.shape[0])
     summed = "r" if call.op is group_outer else "k"
     if shard.count(summed) == 1:
@@ -141,14 +140,14 @@ def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *bias
     options = call.options["options"]
     wide = call.like(options=options.for_partial_sums())
     sums = shard.sum(summed, wide.run(left, right, groups))
-    if any(array is not None for array in biases):  # once, not in every part
+    if any(array is not None for array in biases):  # added once, not to every part
         how = {"dtype": sums.dtype, "num_rows": left.shape[0]}
         sums += reference.spread_bias_reference(biases[0], groups, biases[1], **how)
     return sums.astype(options.dtype)
 
 
 def groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
-    """The groups among the `num_rows` rows of a part."""
+    """Returns the groups among the `num_rows` rows of a part."""
     part, count = shard.index("r"), shard.count("r")
     if count == 1:
         return groups
@@ -161,19 +160,19 @@ def groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
 
 
 def letters_of_groups(groups: Groups) -> list[str]:
-    """The letters of `Groups`."""
+    """Returns the letters of `Groups`."""
     return ["g", ""][: len(jax.tree.leaves(groups))]
 
 
 def _letters(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
-    """Where scales differ along the depth, or two numbers share a byte, only the rows are cut."""
+    """Allows cuts of rows alone if scales vary along the depth, or two numbers share a byte."""
     of_weights = scaled.letters(weights, "gnk" if transposed else "gkn")
     operands = scaled.letters(rows, "rk"), of_weights, letters_of_groups, "gn", "r"
     return operands, "rn", "r" if any(map(scaled.is_blocked, (rows, weights))) else "rkn"
 
 
-# Each row times the weights of its group, which may be `transposed`. Of rows, weights, groups, and
-# optionally a bias of each group, and the rows' weights of that.
+# Multiplies each row by the weights of its group, which may be `transposed`. Operands: rows,
+# weights, groups, and optionally a bias of each group, and its weight in each row.
 ragged_dot = Op(
     "ragged_dot",
     letters=_letters,
@@ -183,7 +182,7 @@ ragged_dot = Op(
     xla=reference.ragged_dot_reference,
 )
 
-# For each group the sum over its rows of left × right. Of left, right and groups.
+# Sums left × right over the rows of each group. Operands: left, right, groups.
 group_outer = Op(
     "group_outer",
     arguments=("rk", "rn", letters_of_groups),
@@ -197,8 +196,8 @@ group_outer = Op(
 
 
 # --- the bias ------------------------------------------------------------------------------------
-# With the sum over rows and columns of rows × bias × weights, each of these is its derivative by
-# the third operand, from the two others.
+# Each op is the derivative of the sum over rows and columns of rows × bias × weights by one factor,
+# from the two others.
 
 
 def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
@@ -231,7 +230,7 @@ def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) ->
 
 
 def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
-    """Of a part of the rows or columns; sums are rounded after parts are added up."""
+    """Runs an op on a device's part; partial sums are added up before they are rounded."""
     num_rows = call.options["num_rows"] // shard.count("r")
     groups = groups_of_part(shard, groups, num_rows)
     summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name)
@@ -244,7 +243,7 @@ def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any
 
 _bias_op = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias)
 
-# Each row's bias, of biases, groups and weights or None.
+# Returns each row's bias, times its weight. Operands: biases, groups, weights or None.
 spread_bias = _bias_op(
     "spread_bias",
     arguments=("gn", letters_of_groups, "r"),
@@ -253,7 +252,7 @@ spread_bias = _bias_op(
     xla=reference.spread_bias_reference,
 )
 
-# Each group's sum of its rows, of rows, groups and weights or None.
+# Sums the rows of each group, times their weights. Operands: rows, groups, weights or None.
 group_sum = _bias_op(
     "group_sum",
     arguments=("rn", letters_of_groups, "r"),
@@ -263,7 +262,7 @@ group_sum = _bias_op(
     xla=reference.group_sum_reference,
 )
 
-# Each row's product with its bias, of rows, groups and biases.
+# Returns each row's dot product with its bias. Operands: rows, groups, biases.
 bias_products = _bias_op(
     "bias_products",
     arguments=("rn", letters_of_groups, "gn"),
@@ -287,7 +286,7 @@ def _part_of_bias_gradients(
     return d_bias.astype(dtypes[0]), d_weights.astype(dtypes[1])
 
 
-# group_sum and bias_products in one read, of rows, groups, weights and biases.
+# Runs group_sum and bias_products in one read. Operands: rows, groups, weights, biases.
 bias_gradients = Op(
     "bias_gradients",
     arguments=("rn", letters_of_groups, "r", "gn"),
@@ -299,7 +298,7 @@ bias_gradients = Op(
     part=_part_of_bias_gradients,
 )
 
-# The operands of each, and its result.
+# The operands of each bias op, and its result.
 _BIAS = {
     "spread_bias": ("bias", "weights", "rows"),
     "group_sum": ("rows", "weights", "bias"),

@@ -1,4 +1,4 @@
-"""What a grouped product is asked for beside its operands: where groups lie, and its options."""
+"""The row groups and the options of a grouped product."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 _TF32 = {"default", "tensorfloat32", "TF32_TF32_F32"}
 _TF32X3 = {"high", "TF32_TF32_F32_X3"}
 
-# JAX's name for sums of products of 8-bit floats by the tensor cores alone.
+# JAX's name for accumulating products of 8-bit floats entirely in tensor cores.
 FAST_SUMS = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 
 
@@ -30,10 +30,9 @@ class Groups(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of a product: the result's dtype, and JAX's default for matmuls where it is called.
+    """The options of a product: the result's dtype, and the matmul precision, also of gradients.
 
-    Gradients have that precision too, wherever they are traced. `share` is the part of all groups
-    that there are weights for: by it the rows of a group are estimated.
+    `share` is the fraction of all groups that have weights, to estimate the rows per group.
     """
 
     dtype: Any
@@ -42,22 +41,22 @@ class Options:
 
     @property
     def plain_precision(self) -> str | None:
-        """For plain JAX, which multiplies 8-bit floats in bfloat16 or float32."""
+        """The precision in plain JAX, which multiplies 8-bit floats in bfloat16 or float32."""
         return None if self.fast_sums else self.precision
 
     @property
     def fast_sums(self) -> bool:
-        """Whether tensor cores add up all products of 8-bit floats."""
+        """Whether products of 8-bit floats accumulate entirely in tensor cores."""
         return self.precision == FAST_SUMS
 
     @property
     def input_precision(self) -> str:
-        """Triton's name for how to multiply float32."""
+        """Triton's name of the precision of float32 products."""
         if self.precision in _TF32:
             return "tf32"
         return "tf32x3" if self.precision in _TF32X3 else "ieee"
 
     def for_partial_sums(self) -> Options:
-        """The same with results that can be summed up: at least float32, if floats."""
+        """Returns options for results that are summed up: floats are at least float32."""
         small = jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize < 4
         return dataclasses.replace(self, dtype=jnp.dtype(jnp.float32)) if small else self

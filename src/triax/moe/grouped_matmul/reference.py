@@ -22,13 +22,13 @@ from triax.moe.grouped_matmul.scaled import Parts
 from triax.moe.quantization.scaled import widened
 from triax.moe.shared.arrays import at_least_float32, running_sum
 
-_MOST_ROWS = 128  # of a tile
+_MOST_ROWS = 128  # rows of a tile
 
 
 def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> jax.Array:
-    """Each row times the weights of its group, or times them transposed; zeros elsewhere."""
+    """Multiplies each row by the weights of its group, maybe transposed; other rows are zero."""
     multiply = functools.partial(_ragged_dot, transposed=transposed, options=options)
-    # One after the other under vmap: group sizes differ, and so does the number of tiles.
+    # Sequential under vmap, because group sizes and so the numbers of tiles differ.
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
 
@@ -80,13 +80,13 @@ def _ragged_dot(
         sums *= jnp.take(scales, group, axis=0, mode="clip")
     if bias is not None:
         sums += _rows_of(bias, group, bias_weights, sums.dtype)
-    # Rows outside of the groups are zero for all scales.
+    # Rows outside of the groups are zero, even if scales are not finite.
     found = jnp.where((group < groups.sizes.shape[0])[:, None], sums, 0)
     return found.astype(options.dtype)
 
 
 def group_outer_reference(*operands: Any, options: Options) -> jax.Array:
-    """For each group the sum over its rows of left × right: [groups, left, right]."""
+    """Sums left × right over the rows of each group: [groups, left, right]."""
     multiply = functools.partial(_group_outer, options=options)
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
@@ -99,7 +99,7 @@ def _group_outer(
     shape = (groups.sizes.shape[0], left.shape[1], right.shape[1])
 
     def add(tile: _Tile, sums: jax.Array) -> jax.Array:
-        # Both sides are zero outside of the tile: zero times another group's NaN is NaN.
+        # Both operands are zero outside of the tile: zero times another group's NaN is NaN.
         x, y = (jnp.where(tile.inside, tile.of(side), 0) for side in (left, right))
         product = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=wider)
         return sums.at[tile.group].add(product)
@@ -117,7 +117,7 @@ def spread_bias_reference(
     num_rows: int,
     implementation: Any = None,
 ) -> jax.Array:
-    """For each row its group's bias, times its weight: [rows, columns]; zeros elsewhere."""
+    """Returns each row's bias, times its weight: [rows, columns]; zeros outside groups."""
     wider = _sum_dtype(bias.dtype, dtype)
     group = group_of_rows(groups, num_rows)
     rows = _rows_of(bias, group, weights, wider)
@@ -127,7 +127,7 @@ def spread_bias_reference(
 def group_sum_reference(
     rows: jax.Array, groups: Groups, weights: jax.Array | None, *, dtype: Any, num_rows: int
 ) -> jax.Array:
-    """For each group the sum of its rows, times their weights: [groups, columns]."""
+    """Sums the rows of each group, times their weights: [groups, columns]."""
     wider = _sum_dtype(rows.dtype, dtype)
     rows = rows.astype(wider)
     if weights is not None:
@@ -146,7 +146,7 @@ def bias_products_reference(
     num_rows: int,
     implementation: Any = None,
 ) -> jax.Array:
-    """For each row its product with its group's bias: [rows]; zeros elsewhere."""
+    """Returns each row's dot product with its group's bias: [rows]; zeros outside groups."""
     wider = _sum_dtype(rows.dtype, dtype)
     group = group_of_rows(groups, num_rows)
     products = jnp.sum(rows.astype(wider) * _rows_of(bias, group, None, wider), axis=1)
@@ -162,7 +162,7 @@ def bias_gradients_reference(
     dtypes: tuple[Any, Any],
     num_rows: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both of the above."""
+    """Returns the results of `group_sum_reference` and `bias_products_reference`."""
     how = {"num_rows": num_rows}
     return (
         group_sum_reference(rows, groups, weights, dtype=dtypes[0], **how),
@@ -176,14 +176,14 @@ def _rows_of(bias: jax.Array, group: jax.Array, weights: jax.Array | None, dtype
 
 
 class _Tile(NamedTuple):
-    """A group, and rows from `start` on, of which those `inside` [rows, 1] are the tile's."""
+    """A tile of one group: the rows from `start` on where `inside` [rows, 1] is True."""
 
     group: jax.Array
     start: jax.Array
     inside: jax.Array
 
     def of(self, rows: jax.Array) -> jax.Array:
-        """This tile's of all rows."""
+        """Returns the slice of `rows` from `start` on."""
         return jax.lax.dynamic_slice_in_dim(rows, self.start, self.inside.shape[0])
 
 
@@ -195,7 +195,7 @@ def _over_tiles(
     groups: Groups,
     *rows: jax.Array,
 ) -> jax.Array:
-    """Zeros of a shape, after a step for every tile of every group of `rows`."""
+    """Applies `step` to zeros of a shape, for every tile of every group of `rows`."""
     num_rows = rows[0].shape[0]
     block = min(num_rows, _MOST_ROWS)
     ends = group_ends(groups, num_rows)
@@ -217,12 +217,12 @@ def _over_tiles(
 
 
 def first_row(groups: Groups, num_rows: int) -> jax.Array | int:
-    """Where the first group begins."""
+    """Returns the first row of the first group."""
     return 0 if groups.first_row is None else jnp.clip(groups.first_row, 0, num_rows)
 
 
 def group_ends(groups: Groups, num_rows: int) -> jax.Array:
-    """Where groups end: negative sizes are empty, and no group ends after the last row."""
+    """Returns where groups end; negative sizes are empty, and no group passes the last row."""
     sizes = jnp.clip(groups.sizes, 0, num_rows)
     if groups.first_row is None:
         return running_sum(sizes, num_rows)
@@ -231,7 +231,7 @@ def group_ends(groups: Groups, num_rows: int) -> jax.Array:
 
 
 def group_of_rows(groups: Groups, num_rows: int) -> jax.Array:
-    """The group of each row; their number for rows outside of all."""
+    """Returns the group of each row; the number of groups for rows outside of all."""
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     group = _group_of(rows, group_ends(groups, num_rows))
     if groups.first_row is None:
@@ -240,20 +240,20 @@ def group_of_rows(groups: Groups, num_rows: int) -> jax.Array:
 
 
 def _group_of(index: jax.Array, ends: jax.Array) -> jax.Array:
-    """Which group each index is in."""
-    # Not by `searchsorted`, which JAX 0.10 cannot trace where a part of the mesh axes is manual.
+    """Returns the group that each index falls into."""
+    # JAX 0.10 cannot trace `searchsorted` where a part of the mesh axes is manual.
     return jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
 
 
 def _sum_dtype(operand: Any, result: Any) -> jnp.dtype:
-    """What products of operands are summed in."""
+    """Returns the dtype in which products are accumulated."""
     if not jnp.issubdtype(operand, jnp.floating):
         return operand if operand.itemsize >= 4 else jnp.dtype(jnp.int32)
     return at_least_float32(result)
 
 
 def _widened(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Small operands in a type that every platform multiplies, and that holds them all."""
+    """Casts small operands to a dtype that holds them, and that every platform multiplies."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array.astype(dtype)
     return array.astype(jnp.bfloat16) if array.dtype.itemsize == 1 else array

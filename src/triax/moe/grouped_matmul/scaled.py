@@ -1,4 +1,4 @@
-"""The operands of ragged_dot, arrays or `ScaledArray`s: which it takes, and their kernels' parts.
+"""Checks ragged_dot's operands, arrays or `ScaledArray`s, and takes them apart for the kernels.
 
 A `ScaledArray` of weights is [groups, depth, columns], whichever way its values are stored.
 """
@@ -16,7 +16,7 @@ from triax.moe.quantization.scaled import ScaledArray, check, stored_block
 from triax.moe.shared import arguments
 from triax.moe.shared.blocks import power_of_two
 
-# Blocks of the depth must be multiples of what tensor cores take at a time.
+# Tensor cores multiply 32 of the depth at a time, which must share a scale.
 _LEAST = 32
 
 
@@ -24,10 +24,10 @@ class Parts(NamedTuple):
     """The parts of an operand, as kernels take them.
 
     Attributes:
-      values: the array, or the numbers of a `ScaledArray` as they are stored.
-      scales: None, or [rows], [groups] or [groups, columns], or those of blocks as they are stored.
-      deep: how much of the depth a scale is for; None for all of it.
-      wide: how many columns of weights a scale is for; None for all of them.
+      values: the array, or the stored values of a `ScaledArray`.
+      scales: None, [rows], [groups] or [groups, columns]; scales of blocks as they are stored.
+      deep: how much of the depth shares a scale; None for all of it.
+      wide: how many columns of weights share a scale; None for all of them.
       zeros, packed: as in `ScaledArray`.
     """
 
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
 
 def parts(operand: Any) -> Parts:
-    """The parts of rows or weights."""
+    """Returns the parts of rows or weights."""
     if not isinstance(operand, ScaledArray):
         return Parts(operand)
     deep, wide = _sizes(operand)
@@ -53,12 +53,12 @@ def parts(operand: Any) -> Parts:
 
 
 def is_blocked(operand: Any) -> bool:
-    """Whether the scales of an operand differ along the depth, or two numbers share a byte."""
+    """Whether an operand's scales vary along the depth, or two of its numbers share a byte."""
     return isinstance(operand, ScaledArray) and bool(operand.packed or _sizes(operand)[0])
 
 
 def letters(operand: Any, of_values: str) -> list[str]:
-    """The letters of an operand's parts; those that share a scale or a byte have none."""
+    """Returns the letters of an operand's parts, `_` for dimensions that share scales or bytes."""
     if not isinstance(operand, ScaledArray):
         return [of_values]
     block = zip(of_values, stored_block(operand), strict=True)
@@ -68,21 +68,21 @@ def letters(operand: Any, of_values: str) -> list[str]:
 
 
 def _sizes(operand: ScaledArray) -> tuple[int | None, int | None]:
-    """How much of the depth and how many of the columns have one scale, as in `Parts`."""
+    """Returns `deep` and `wide`, as in `Parts`."""
     _, depth, *columns = operand.shape
     sizes = zip(operand.block[1:], operand.shape[1:], strict=True)
     deep, wide = (*(None if of is None or of >= n else of for of, n in sizes), None)[:2]
     if deep is None and wide is not None and wide > 1 and not operand.packed:
-        deep = max(_LEAST, power_of_two(depth))  # kernels find such columns' scales by blocks
+        deep = max(_LEAST, power_of_two(depth))  # kernels find scales of column blocks by depth
     if columns and (deep or operand.packed):
         wide = wide or columns[0]
     return deep, wide
 
 
 def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False) -> Any:
-    """The argument `name`, checked: an array, or a `ScaledArray` of JAX's arrays.
+    """Returns the argument `name`, checked, as a JAX array or a `ScaledArray` of JAX arrays.
 
-    `axes` are its dimensions. With `swap`, the last two of a `ScaledArray` are swapped first.
+    `axes` are its dimensions. With `swap` the last two of a `ScaledArray` are swapped first.
     """
     if not isinstance(value, ScaledArray):
         return arguments.array(name, value, axes)
@@ -115,7 +115,7 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
 
 
 def check_rows(rows: Any, weights: ScaledArray) -> None:
-    """Raises unless rows can be multiplied by such weights."""
+    """Raises unless `rows` can be multiplied by scaled `weights`."""
     scaled = isinstance(rows, ScaledArray)
     is_float = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize > 1
     if weights.packed if scaled else not is_float:

@@ -1,4 +1,4 @@
-"""What launches of ragged_dot share: the tiles of groups, and descriptors that end with them."""
+"""Schedules the tiles of groups, and makes descriptors that end with a group."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from triax.moe.grouped_matmul.options import Groups
 from triax.moe.shared.launching import launch
 
 IMPRECISE = 128
-"""Tensor cores add products of 8-bit floats with fewer bits than float32; after this many products
-the sum is added to a float32 one."""
+"""Tensor cores accumulate products of 8-bit floats with fewer bits than float32; after this many
+products the sum is promoted to float32."""
 
 ROWS, ROW_TILES = 128, 8
-"""Of a row tile where groups have many rows, and of a set of these: see `DotConfig`."""
+"""The rows of a tile, and the row tiles of a set, if groups have many rows: see `DotConfig`."""
 
-# The bound and the index of the kernels' `_GROUP_END`, and a dimension that is never the limit.
+# The kernels' `_GROUP_END`, a bound that is never reached, and the number of addresses.
 _GROUP_END = 1 << 30
 _UNBOUNDED = 2**31 - 1
 _ADDRESSES = 1 << 64
@@ -34,11 +34,10 @@ def schedule(
     implementation: KernelImplementation | None,
     row_tiles: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Row tiles, four numbers each after the first four, and the bounds of groups [2, groups + 1].
+    """Returns row tiles, and the bounds of groups [2, groups + 1], in rows and in tiles.
 
-    The first four begin with how many tiles there are, where the groups end and where they begin. A
-    tile's say of its set, of up to `row_tiles` of a group: the group, the first row, the group's
-    end, and the tile's place in it. Bounds are in rows and in tiles.
+    Header [num_tiles, end, start, unused], then per tile (group, first row of set, group end,
+    packed position). A set has up to `row_tiles` tiles of a group.
     """
     from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
 
@@ -67,15 +66,15 @@ def schedule(
 def group_bounds(
     groups: Groups, num_rows: int, implementation: KernelImplementation | None
 ) -> jax.Array:
-    """The bounds of groups [2, groups + 1], in rows and in tiles of `ROWS`.
+    """Returns the bounds of groups [2, groups + 1], in rows and in tiles of `ROWS`.
 
-    From the schedule that products of many rows have, which is then launched once in a program.
+    They come from the schedule of products with many rows, so that a program launches it once.
     """
     return schedule(groups, num_rows, ROWS, implementation, ROW_TILES)[1]
 
 
 def bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Rows and columns shown so that the hardware stops at the end of a group (see the kernels)."""
+    """Returns a descriptor that makes the hardware stop at the end of a group (see the kernels)."""
     columns = array.shape[1]
     wrap = _ADDRESSES // _GROUP_END - columns
     return TensorDescriptor(
@@ -87,13 +86,13 @@ def bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> T
 
 
 def written(out_type: jax.ShapeDtypeStruct, show: Callable[[jax.Array], Any]) -> dict[str, Any]:
-    """What `launch` takes for an output that the kernel writes through a descriptor of it."""
+    """Returns arguments of `launch` for an output that the kernel writes through a descriptor."""
     empty = jax.lax.empty(out_type.shape, out_type.dtype)
     return {"out": show(empty), "input_output_aliases": {"out": 0}}
 
 
 def suit_tma(*arrays: Any) -> bool:
-    """Whether descriptors can address these: rows begin at multiples of 16 bytes."""
+    """Whether descriptors can address arrays: rows must begin at multiples of 16 bytes."""
     return all(a.shape[-1] * a.dtype.itemsize % 16 == 0 for a in arrays) and all(
         a.shape[0] <= _GROUP_END for a in arrays
     )

@@ -1,1 +1,1 @@
-"""The whole layer as one function, composed of the package's ops without kernels of its own."""
+"""The whole MoE layer as one function, composed of the package's ops, without own kernels."""

@@ -60,33 +60,33 @@ def feed_forward(
     and rounded once, and so is the sum over a token's experts. Each gradient has the dtype of its
     argument.
 
-    Kept for the gradient are the arguments, the routing and the first matmul's result. The rows of
-    tokens and the activation's results are made again; with `axis_name` tokens are kept as they
-    came. All have their ops' names for `jax.checkpoint`.
+    Residuals are the arguments, the routing and the first matmul's result, and with `axis_name`
+    the received tokens. The backward pass recomputes permuted rows and activations. All of them
+    carry their ops' names for `jax.checkpoint`.
 
     Args:
-      x: float [tokens, hidden], 16 bits or more; or with more dimensions in front, which logits,
-        routing and the results then have too.
+      x: float [tokens, hidden], 16 bits or more. It may have more leading dimensions; routing and
+        results then have them too, and so may logits.
       logits_or_routing: the router's logits, float [tokens, experts], usually from a matmul in
-        float32; or a `Routing`, what `route` returns or another choice, without `router`, `bias`
-        and `expert_scale`.
+        float32; or a `Routing`, from `route` or of your own, without `router`, `bias` and
+        `expert_scale`.
       experts: the weights, in the dtype of `x`, their biases and activation.
-      router: how experts are chosen and weighted, by logits.
+      router: how logits choose and weigh experts.
       bias, expert_scale: floats [experts], as in `route`.
       weights_on: "output", or "input": the router's weights multiply the tokens before the experts
         (Llama 4).
-      capacity: the most pairs an expert takes, first come first served; None for no limit. A pair
-        that is dropped contributes nothing to its token. A capacity also bounds the rows made.
-        With `axis_name` it is that of `dispatch`: the most tokens from one device to another.
+      capacity: the most pairs of token and expert that an expert takes, first come first served;
+        None for no limit. A dropped pair adds nothing to its token. A capacity also bounds rows.
+        With `axis_name` it is the capacity of `dispatch`: the most tokens between two devices.
       align_size: each group of rows is padded to a multiple of this; `ragged_dot` needs no padding.
       axis_name: for calls inside `jax.shard_map`: the mesh axis, or axes, over which the arrays of
         `experts` are cut. Tokens go to their experts and back by `dispatch` and `combine`; logits,
-        `bias` and `expert_scale` name all experts.
-      recipe: which products are in 8 bits, in training: a `Recipe`, or "rows" or "blocks" for
+        `bias` and `expert_scale` cover all experts.
+      recipe: which products have 8-bit operands, for training: a `Recipe`; or "rows" or "blocks",
         `Recipe("rows", "rows")` and `Recipe("blocks", "blocks")`. Such a layer has gradients, but
-        no forward mode and no second derivatives. `Experts.quantized` makes weights in 8 bits once.
-      keep: what else to keep for the gradient: "triax_permuted_rows", "triax_glu" or both. With a
-        recipe tokens are kept instead of rows, unless `weights_on` is "input".
+        no forward mode and no second derivatives. `Experts.quantized` quantizes weights only once.
+      keep: results to keep for the backward pass too: "triax_permuted_rows", "triax_glu" or both.
+        With a recipe it keeps tokens instead of rows, unless `weights_on` is "input".
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
@@ -111,17 +111,17 @@ def feed_forward(
     elif not jax_private.is_array(choice):
         raise ArgumentTypeError(
             "Argument `logits_or_routing` must be an array of logits, or a Routing; got "
-            f"{messages.shown(choice)}. A choice of your own is `moe.Routing(weights, experts)`."
+            f"{messages.shown(choice)}. Wrap your own choice: `moe.Routing(weights, experts)`."
         )
     elif router is None:
         raise ArgumentTypeError(
-            "Argument `router` is missing: how experts are chosen by the logits. Pass a "
+            "Argument `router` is missing: it says how logits choose experts. Pass a "
             "`moe.Router(top_k)`."
         )
     else:
         choice = arguments.array("logits", choice, ("tokens", "experts"), jnp.floating)
         beside, of_all = "the tokens of `x`", choice.shape[1]
-        if axis_name is None:  # what is wrong is more often the weights
+        if axis_name is None:  # on a mismatch `check_sizes` reports the weights
             num_experts = of_all
         else:
             of_all = num_experts * num_devices
@@ -146,7 +146,7 @@ def feed_forward(
 
 
 def _flattened(x: Any, choice: Any) -> tuple[tuple[int, ...], jax.Array, Any]:
-    """The dimensions in front of the last of `x`; and both with one dimension in front."""
+    """Returns the leading dimensions of `x`; and `x` and `choice` with these flattened to one."""
     lead = x.shape[:-1] if jax_private.is_array(x) else ()
     if len(lead) > 1:
         if {getattr(array, "shape", ())[:-1] for array in jax.tree.leaves(choice)} == {lead}:
@@ -156,13 +156,13 @@ def _flattened(x: Any, choice: Any) -> tuple[tuple[int, ...], jax.Array, Any]:
 
 
 def _flat(array: Any) -> jax.Array:
-    # JAX reshapes what explicit axes cut only where these cut the first or the last dimension.
+    # JAX reshapes arrays with explicit axes only if these cut the first or the last dimension.
     array = explicit.gathered(arguments.as_jax(array), 0, array.ndim - 1)
     return jnp.reshape(array, (math.prod(array.shape[:-1]), array.shape[-1]))
 
 
 def _check_keep(keep: Any) -> tuple[str, ...]:
-    """Names of what is kept for the gradient, in one order."""
+    """Returns the names in `keep`, checked, in the order of `KEPT`."""
     if isinstance(keep, str) or not isinstance(keep, Sequence):
         known = " and ".join(f'"{name}"' for name in parts.KEPT)
         raise ArgumentTypeError(
@@ -174,11 +174,11 @@ def _check_keep(keep: Any) -> tuple[str, ...]:
 
 
 def _checked_routing(routing: Routing, num_tokens: int, of_logits: dict[str, Any]) -> Routing:
-    """The routing, of JAX arrays, if no argument is given that is for logits."""
+    """Returns the routing as JAX arrays; raises if an argument for logits is given too."""
     unused = [name for name, value in of_logits.items() if value is not None]
     if unused:
         raise ArgumentTypeError(
-            f"A Routing is given, and so are arguments for logits, `{'`, `'.join(unused)}`. Pass "
+            f"Arguments for logits, `{'`, `'.join(unused)}`, are given with a Routing. Pass "
             "them to `route`."
         )
     axes, sizes = ("tokens", "top_k"), {"tokens": num_tokens}

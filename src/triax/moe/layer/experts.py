@@ -26,7 +26,7 @@ from triax.moe.shared.implementation import Implementation
 Weights: TypeAlias = Array | ScaledArray
 
 PRODUCTS = "forward", "rows_gradient"
-"""Those of a recipe that weights are an operand of."""
+"""The products of a `Recipe` that have the weights as an operand."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -46,25 +46,25 @@ class Experts:
     tree's structure. So `jax.jit` takes experts as an argument, their gradient is an `Experts`,
     and `jax.tree.map`, optimizers, checkpoints, donation and `jax.eval_shape` work on them. So do
     `vmap` and `scan` over stacked layers, whose arrays have more dimensions in front. Leaves may be
-    anything: `jax.tree.map(lambda _: PartitionSpec("ep"), experts)` is what `shard_map` takes, and
-    so is one `PartitionSpec("ep")` for all.
+    anything: `shard_map` takes `jax.tree.map(lambda _: PartitionSpec("ep"), experts)` as specs, or
+    one `PartitionSpec("ep")` for all.
 
     Attributes:
       w_gate_up: [experts, hidden, 2 * width] in the dtype of the tokens, with the gate's columns
         first; or two arrays [experts, hidden, width], gate and up, as a tuple; [experts, hidden,
         width] for activations without a gate.
       w_down: [experts, width, hidden] in the dtype of the tokens. Weights may be `ScaledArray`s, as
-        `ragged_dot` takes them; they have no gradient.
-      b_gate_up, b_down: floats [experts, columns of their weights], biases; two for two arrays.
-      activation: as in `glu`: a name, a `Swiglu`, or a JAX function of gate and up, which is given
-        each row by itself, [1, width]. Functions are equal if they are the same object.
+        `ragged_dot` takes them, without gradients.
+      b_gate_up, b_down: biases, float [experts, columns of the weights]; a tuple for two arrays.
+      activation: as in `glu`: a name, a `Swiglu`, or a JAX function of gate and up, which gets each
+        row by itself, [1, width]. Functions are equal if they are the same object.
       interleaved: whether gate and up are the even and the odd columns of `w_gate_up` (gpt-oss).
       transposed: whether weights are [experts, out, in], as in torch.
-      in_8_bits, recipe: what `quantized` made; None elsewhere.
+      in_8_bits, recipe: the 8-bit copies of the weights and their recipe, set by `quantized`.
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
-      ArgumentValueError: the arrays do not go together; or `interleaved`, or two arrays, and an
+      ArgumentValueError: shapes do not match; or `interleaved` or two arrays are given with an
         activation without a gate.
     """
 
@@ -83,7 +83,7 @@ class Experts:
         _check(self)
 
     def __repr__(self) -> str:
-        """Shapes and dtypes, and what is not as by default."""
+        """Shows shapes and dtypes, and the options that differ from their defaults."""
         given = [(f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self)]
         shown = (
             f"{name}={messages.short(value)}"
@@ -95,19 +95,18 @@ class Experts:
     def quantized(
         self, recipe: Recipe | Scaling | None, *, implementation: Implementation | None = None
     ) -> Experts:
-        """The same experts, which also hold what a recipe multiplies in 8 bits.
+        """Returns the same experts with 8-bit copies of the weights, for a recipe.
 
-        `feed_forward` with a recipe quantizes the weights for the result and again for the gradient
-        of the tokens, in each call. Where weights stay the same for some calls, do it once:
+        With a recipe each `feed_forward` quantizes the weights for the result, and again for the
+        gradient of the tokens. If weights stay the same for several calls, quantize them once:
 
             in_8_bits = experts.quantized("rows")
             for x, logits in microbatches:
                 out = moe.feed_forward(x, logits, in_8_bits, router, recipe="rows")
 
-        The results and gradients are the same bits. It takes as many bytes as weights of 16 bits,
-        and must be made again when the weights change, which is not noticed. Gradients by such
-        experts are those of the weights, and zeros for what is in 8 bits; ``quantized(None)`` is
-        without it.
+        Results and gradients are the same, bit for bit. The copies take as much memory as 16-bit
+        weights. Quantize again when the weights change: nothing detects stale copies. Gradients by
+        such experts have zeros for the copies; ``quantized(None)`` drops the copies.
 
         Args:
           recipe: as for `feed_forward`, or None.
@@ -117,9 +116,9 @@ class Experts:
           `Experts`.
 
         Raises:
-          ArgumentTypeError: an argument has the wrong type, or the weights are no floats of 16 or
-            32 bits.
-          ArgumentValueError: the weights have another rank than 3, or `recipe` is none of those.
+          ArgumentTypeError: an argument has the wrong type, `recipe` is unknown, or the weights are
+            not floats of 16 or 32 bits.
+          ArgumentValueError: the weights are not of rank 3.
         """
         found = dataclasses.replace(self)
         if recipe is None:
@@ -148,7 +147,7 @@ def _flatten(experts: Experts) -> tuple[list[tuple[GetAttrKey, Any]], tuple[Any,
 
 
 def _unflatten(layout: tuple[Any, ...], arrays: Any) -> Experts:
-    """Not by the constructor, which checks: leaves may be anything."""
+    """Rebuilds experts without the constructor's checks: leaves may be anything."""
     experts = object.__new__(Experts)
     vars(experts).update(zip(_ARRAYS + _LAYOUT, (*arrays, *layout), strict=True))
     return experts
@@ -158,7 +157,7 @@ jax.tree_util.register_pytree_with_keys(Experts, _flatten, _unflatten)
 
 
 class Matrix(NamedTuple):
-    """The weights of one matmul, their bias, and the weights in 8 bits by the recipe's product."""
+    """The weights of one matmul, their bias, and their 8-bit copies by product."""
 
     weights: Any
     bias: Any = None
@@ -166,7 +165,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(experts: Experts) -> list[Matrix]:
-    """One or two of the first matmul, and that of the second."""
+    """Returns the one or two matrices of the first matmul, then that of the second."""
     both, bias = experts.w_gate_up, experts.b_gate_up
     made, made_last = experts.in_8_bits or (None, None)
     last = Matrix(experts.w_down, experts.b_down, made_last)
@@ -179,7 +178,7 @@ def matrices(experts: Experts) -> list[Matrix]:
 def in_8_bits(
     scaling: Scaling, weights: jax.Array, product: str, transposed: bool, implementation: Any
 ) -> ScaledArray:
-    """Weights for one of the products, with what is summed up innermost."""
+    """Quantizes weights for a product in `PRODUCTS`, with the contracted dimension innermost."""
     depth = 2 if (product == "forward") == transposed else 1
     block: list[int | None] = [1, 1, 1] if scaling == "rows" else [1, BLOCK, BLOCK]
     if scaling == "rows":
@@ -191,11 +190,11 @@ def in_8_bits(
 
 
 def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
-    """The experts, of JAX arrays, if they can be a layer's of tokens with the dtype of `x`.
+    """Returns the experts as JAX arrays, checked for a layer of tokens with the dtype of `x`.
 
     Raises:
-      ArgumentTypeError: `experts` are no `Experts`, or an array has the wrong type.
-      ArgumentValueError: the arrays do not go together, or were quantized for another recipe.
+      ArgumentTypeError: `experts` is not an `Experts`, or an array has the wrong type.
+      ArgumentValueError: shapes do not match, or the weights were quantized for another recipe.
     """
     if not isinstance(experts, Experts):
         raise ArgumentTypeError(
@@ -206,13 +205,13 @@ def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
     if experts.recipe not in (None, recipe):
         raise ArgumentValueError(
             f"Argument `experts` is quantized for {experts.recipe}, and `recipe` is {recipe}. "
-            "Quantize for the same, or leave it out: `experts.quantized(None)`."
+            "Quantize for that recipe, or drop the 8-bit copies: `experts.quantized(None)`."
         )
     return jax.tree.map(arguments.as_jax, experts)
 
 
 def check_sizes(experts: Experts, num_experts: int, hidden: int, of: str) -> None:
-    """Raises unless there are so many experts, for tokens of this size."""
+    """Raises unless `experts` has `num_experts` experts, for tokens of size `hidden`."""
     of_experts, *sizes = experts.w_down.shape
     width, found = sizes[::-1] if experts.transposed else sizes
     remedy = ""
@@ -233,10 +232,10 @@ def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any = None) -> None:
-    """Raises unless layout and shapes go together.
+    """Raises unless layout and shapes match.
 
-    With `of`, what stands before names, all must be arrays of one layer, and weights of `dtype`.
-    Without it they may be of stacked layers, or anything, as specs are.
+    `of` is a prefix of argument names. With it, all leaves must be arrays of one layer, and weights
+    of `dtype`. Without it, layers may be stacked, and leaves may be anything, such as specs.
     """
     spec, _ = activations.resolve(experts.activation, experts.interleaved)
     messages.check_bool(transposed=experts.transposed)
@@ -276,7 +275,7 @@ def _check_matrix(
     scaled.check_no_bytes(name, weights, range(6))
     axes, shape = ("experts", "depth", "columns"), _shape(weights)
     if 0 < len(shape) < 3 or (strict and len(shape) > 3):
-        stacked = " Of stacked layers pass one at a time, by `jax.lax.scan` or `jax.vmap`."
+        stacked = " Pass stacked layers one at a time, by `jax.lax.scan` or `jax.vmap`."
         raise ArgumentValueError(
             f"Argument `{name}` must have shape [{', '.join(axes)}]; got {shape}."
             f"{stacked if len(shape) > 3 else ''}"
@@ -294,18 +293,18 @@ def _check_matrix(
         if quantizes:
             raise ArgumentTypeError(
                 f"Argument `{name}` is a ScaledArray, and `recipe` is given, which quantizes the "
-                "weights itself. Leave one of them out."
+                "weights itself. Dequantize the weights, or leave `recipe` out."
             )
     elif (found := check_floats(name, weights, axes).dtype) != (dtype or found):
         raise ArgumentTypeError(
             f"Argument `{name}` must have the dtype of `x`, {dtype}; got {found}. Cast it, "
-            "`jax.tree.map(lambda w: w.astype(x.dtype), experts)`, and its gradient still has its "
-            "own dtype; or cast `x`, which makes the matmuls many times slower if that is float32."
+            "`jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its gradient keeps its "
+            "own dtype; or cast `x`, but float32 makes the matmuls many times slower."
         )
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of an array; () if it is none."""
+    """Returns the shape of an array, or () for anything else."""
     array = value.values if isinstance(value, ScaledArray) else value
     if not jax_private.is_array(array):
         return ()
@@ -313,7 +312,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _first_shape(down: tuple[int, ...], transposed: bool, halves: int) -> tuple[int, ...]:
-    """That of the first matmul's weights, for the second's."""
+    """Returns the shape of the first matmul's weights that matches `down`, the second's."""
     *lead, width, hidden = down if not transposed else _swapped(down)
     found = (*lead, hidden, halves * width)
     return _swapped(found) if transposed else found
@@ -331,7 +330,7 @@ def _other_layout(experts: Experts) -> str:
 
 
 def _remedy(experts: Experts, first: tuple[int, ...], halves: int, spec: GluSpec) -> str:
-    """What to do about weights that would be right in another layout, or of another activation."""
+    """Returns a hint if the weights would fit another layout, or another activation."""
     down, transposed = _shape(experts.w_down), experts.transposed
     to = functools.partial(_first_shape, transposed=transposed, halves=halves)
     ways = (

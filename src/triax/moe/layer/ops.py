@@ -1,8 +1,7 @@
-"""The layer's two products as ops, for their gradients.
+"""The layer's two products as ops with gradients of their own.
 
-The second one is of the activation's result, which its gradient makes again while it reads the
-operands of the activation. It has the weights' gradient before those of the first product, so that
-its operands are freed first.
+The second op recomputes the activation in the backward pass, and orders w_down's gradient before
+the first product's gradients, to lower peak memory.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from triax.sharding import linear
 
 
 class _Fixed(NamedTuple):
-    """The operands without a gradient. Of plans, `source` makes rows, and `target` tokens."""
+    """The operands without a gradient; `source` and `target` are plans, as in `multiply`."""
 
     sizes: jax.Array
     in_8_bits: Any
@@ -45,11 +44,10 @@ def multiply(
     source: Plan | None = None,
     target: Plan | None = None,
 ) -> jax.Array:
-    """`ragged_dot` of arrays that are quantized as the recipe says.
+    """Multiplies rows by weights with `ragged_dot`, both quantized as the recipe says.
 
-    `quantized` are the rows as `Products.quantized_tokens` has them, if they are there already.
-    With `source`, a plan, `rows` are the tokens that it sends to rows; with `target` the result's
-    rows are summed up to tokens.
+    `quantized` is the result of `Products.quantized_tokens`, if it exists. With the plan `source`,
+    `rows` are tokens, still to be permuted; with the plan `target`, the result is summed to tokens.
     """
     bias_weights = None if matrix.bias is None else bias_weights
     if how.recipe is None:
@@ -69,15 +67,15 @@ def glu_multiply(
     target: Plan | None = None,
     **kind: Any,
 ) -> jax.Array:
-    """`multiply` of what `glu` makes of gate and up, in their dtype.
+    """Applies `glu` to gate and up, and multiplies its result as `multiply` does.
 
-    `kind` are glu's options. An activation must not close over traced arrays.
+    `kind` holds the options of `glu`. The activation must not close over traced arrays.
     """
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     fixed = _Fixed(sizes, matrix.in_8_bits, target=target)
     operands = gate, up, row_weights, matrix.weights, matrix.bias, fixed
     options = {"how": how, **kind}
-    if callable(kind["activation"]):  # do not cache: it may hold tracers
+    if callable(kind["activation"]):  # do not cache: may hold tracers
         out = Call(_glu_dot, how.implementation, options)(*operands)
     else:
         out = _glu_dot(*operands, implementation=how.implementation, **options)
@@ -120,7 +118,7 @@ def _multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array
         d_rows = how.rows_gradient(gradient, matrix, fixed.sizes, rows.dtype, fixed.target)
         return found | {"rows": how.summed(d_rows, fixed.source)}
 
-    # Rows that are quantized already have no gradient: that of `rows` is all of it.
+    # `quantized` gets no gradient: the gradient of `rows` is complete.
     primals = *primals[:-1], primals[-1]._replace(quantized=None)
     names = "rows", "weights", "bias", "bias_weights"
     return _linear(call, back, names, primals, tangents, out)
@@ -166,7 +164,7 @@ def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.A
             again="weights" in moving,
             implementation=call.implementation,
         )
-        inner = d_inner if inner is None else inner  # unused by the gradients of biases
+        inner = d_inner if inner is None else inner  # bias gradients do not read it
         wanted = moving | ({"bias_weights"} if "row_weights" in moving else set())
         others = how.other_gradients(
             wanted,
@@ -196,10 +194,10 @@ def _linear(
     tangents: Any,
     out: jax.Array,
 ) -> Any:
-    """The result's tangent. ``back(moving, primals, gradient)`` returns gradients by name."""
+    """Returns the result's tangent; ``back(moving, primals, gradient)`` returns gradients."""
     named = zip(names, tangents, strict=False)
     moving = {name: tangent for name, tangent in named if tangent is not None}
-    if not moving:  # weights in 8 bits alone
+    if not moving:  # only operands without a gradient have tangents
         return None
     back = functools.partial(back, {*moving})
 
@@ -223,7 +221,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 @jax.custom_jvp
 def _first_order(primals: Any, gradient: jax.Array) -> Any:
-    """The operands of a gradient, which has no derivative."""
+    """Returns its arguments; differentiating through it raises."""
     return primals, gradient
 
 

@@ -1,9 +1,8 @@
-"""The layer's ops in turn, on one device or with its experts spread over several.
+"""Runs the layer's ops in turn, on one device or with its experts spread over several.
 
 Without a capacity no token depends on another, so each device can take its own tokens through the
-layer. Op by op that cannot be seen: the rows of all tokens are sorted by expert. On a mesh with
-explicit axes the types say how tokens are cut when the layer is traced, and each device runs the
-layer on its part.
+layer. XLA cannot infer this op by op, because rows are sorted globally. On a mesh with explicit
+axes, types show how tokens are cut while the layer is traced.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from triax.sharding.splits import Shard, Split
 WeightsOn = Literal["output", "input"]
 
 KEPT = "triax_permuted_rows", "triax_glu"
-"""What may be kept for the gradient, or made again: names for `jax.checkpoint`."""
+"""The results that are recomputed unless they are kept: names for `jax.checkpoint`."""
 
 
 class FeedForward(NamedTuple):
-    """What `feed_forward` returns.
+    """The result of `feed_forward`.
 
     Attributes:
       tokens: [tokens, hidden], in the dtype of `x`.
-      group_counts: int32 [experts], the pairs routed to each expert, including those dropped, as
-        `load_balancing_loss` expects; with `axis_name` of all devices' tokens.
+      group_counts: int32 [experts], the pairs routed to each expert, dropped pairs included, as
+        `load_balancing_loss` expects; with `axis_name` for the tokens of all devices.
       num_dropped: int32 [], the pairs dropped because their expert was full.
       routing: the weights and experts of each token, as `route` returns them.
     """
@@ -55,7 +54,7 @@ class FeedForward(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The arguments of `feed_forward` that are no arrays, checked; `products` has the rest."""
+    """The static arguments of `feed_forward`, checked; `products` holds the others."""
 
     weights_on: WeightsOn
     capacity: int | None
@@ -66,11 +65,11 @@ class Options(NamedTuple):
 
 
 def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
-    """The layer, of tokens that are routed."""
+    """Runs the layer on routed tokens."""
     if options.axis_name is not None:
         return _spread(options, x, routing, experts)
     run = functools.partial(_run, options)
-    # What a function closes over may not be cut, and its tokens are then gathered.
+    # A capacity couples tokens, and a function may close over arrays that cannot be cut.
     if options.capacity is not None or callable(experts.activation):
         return run(x, routing, experts)
 
@@ -79,7 +78,7 @@ def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -
         counts, dropped = (shard.sum("t", a) for a in (out.group_counts, out.num_dropped))
         return out._replace(group_counts=counts, num_dropped=dropped)
 
-    # Each device runs the layer on its tokens, and all sum up what they counted.
+    # Each device runs the layer on its tokens, and counts are summed over devices.
     by_tokens = Split(("th", "tk"), ("th", "e", "", "tk"), "t", part)
     return explicit.cut_only(run, by_tokens, x, routing, experts)
 
@@ -112,7 +111,7 @@ def _run(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedFo
 
 
 def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
-    """The same inside `shard_map`, where each device holds some of the experts."""
+    """Runs the layer inside `shard_map`, where each device holds some of the experts."""
     axis = options.axis_name
     how: dict[str, Any] = {"implementation": options.products.implementation}
     num_experts = experts.w_down.shape[0] * jax.lax.axis_size(axis)
@@ -131,10 +130,10 @@ def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> Fee
 
 
 class Arrived(NamedTuple):
-    """The experts' rows, what the router weighs each by, and the rows in 8 bits if they are.
+    """The experts' rows, their router weights, and the rows in 8 bits if quantized.
 
-    In each group as many rows as `filled` says hold a token, or all if these are fewer. With
-    `source`, a plan, `rows` are the tokens that it sends to rows.
+    The first `filled` rows of each group hold a token, at most all of its rows. With the plan
+    `source`, `rows` are tokens, still to be permuted.
     """
 
     rows: jax.Array
@@ -151,10 +150,10 @@ def _experts(
     group_sizes: Any,
     target: Plan | None = None,
 ) -> jax.Array:
-    """What the experts make of their rows, times the rows' weights; with `target` of tokens.
+    """Returns the experts' weighted outputs; with the plan `target`, summed to tokens.
 
-    Between the two halves is the first matmul's result, which is kept for the gradient. What else
-    the halves need for theirs, but for `Options.keep`, they make again.
+    The first matmul's result, between the two halves, is a residual. The backward pass recomputes
+    all other intermediates, except for `Options.keep`.
     """
     how: dict[str, Any] = {"implementation": options.products.implementation}
     kind: dict[str, Any] = {"activation": experts.activation, "interleaved": experts.interleaved}
@@ -196,8 +195,8 @@ def _weighted(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
 
 
 def _hold_tokens(group_sizes: jax.Array, filled: jax.Array, num_rows: int) -> jax.Array:
-    """Which rows hold a token. In the others the activation must be zero: a function need not be
-    finite there, and what a bias makes of them has no part in an expert's scales."""
+    """Returns which rows hold a token, to zero padding rows: the activation may be non-finite
+    there, and biased padding must not affect scales."""
     starts = jnp.cumsum(group_sizes) - group_sizes
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     behind = row - starts[None]
@@ -206,7 +205,7 @@ def _hold_tokens(group_sizes: jax.Array, filled: jax.Array, num_rows: int) -> ja
 
 
 def _num_rows(num_pairs: int, num_experts: int, options: Options) -> int | None:
-    """The rows of full experts, if those are fewer than `make_plan` would make by default."""
+    """Returns the rows of full experts, at most `make_plan`'s default; None without a capacity."""
     if options.capacity is None:
         return None
     align_size = arguments.integer("align_size", options.align_size, 1)

@@ -1,11 +1,11 @@
-"""How a layer's products are computed: in the dtype of the tokens, or in 8 bits as a recipe says.
+"""Computes a layer's products, in the dtype of the tokens or in 8 bits as a recipe says.
 
-A product of rows and weights becomes one of `quantize`d ones, and so does that of the incoming
-gradient and the weights. The weights' gradient is computed from the rows and the gradient in their
-own dtype, unless the recipe says otherwise; the weights that are trained keep all their bits.
+`quantize` rounds the operands of rows times weights, and of the incoming gradient times weights.
+The weights' gradient is computed from rows and gradient in their own dtype, unless the recipe says
+otherwise; the trained weights keep all their bits.
 
-The rows of the first product are tokens, and those of the second become tokens. A token is
-quantized before it is copied, and so is its gradient: tokens are fewer than rows.
+The first product's rows are copies of tokens, and the second's are summed to tokens. Tokens are
+quantized before they are copied, and so are their gradients: tokens are fewer than rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from triax.sharding import explicit
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """How a layer's products are computed: as a recipe says, of weights in a layout.
+    """A layer's products, by a recipe and the layout of the weights.
 
-    `precision` is JAX's of matmuls, in force where the layer is called.
+    `precision` is JAX's default matmul precision where the layer is called.
     """
 
     recipe: Any  # a Recipe, or None
@@ -44,13 +44,13 @@ class Products:
     )
 
     def forward(self, rows: Any, matrix: Matrix, sizes: Any, dtype: Any, **bias: Any) -> jax.Array:
-        """Rows, quantized if the recipe says so, times weights, plus the bias."""
+        """Returns rows, quantized already if the recipe says so, times weights, plus the bias."""
         return self._product("forward", rows, matrix, sizes, dtype, **bias)
 
     def rows_gradient(
         self, gradient: Any, matrix: Matrix, sizes: Any, dtype: Any, target: Plan | None
     ) -> jax.Array:
-        """The gradient by the rows; with `target`, `gradient` is that by the tokens of the plan."""
+        """Returns the gradient of the rows; with the plan `target`, from a gradient of tokens."""
         if self.recipe is not None:
             kind = self.recipe.rows_gradient, gradient, self.recipe.gradient_dtype
             gradient = self.quantized(*kind)
@@ -82,7 +82,7 @@ class Products:
         source: Plan | None,
         target: Plan | None,
     ) -> dict[str, Any]:
-        """Those of `wanted` gradients that are by "weights", "bias" and "bias_weights"."""
+        """Returns the gradients in `wanted` of "weights", "bias" and "bias_weights", by name."""
         moving = {"weights": matrix.weights, "bias": matrix.bias, "bias_weights": bias_weights}
         moving = {n: array for n, array in moving.items() if n in wanted and array is not None}
         found: dict[str, Any] = {}
@@ -114,20 +114,20 @@ class Products:
                     given.setdefault("bias_weights", bias_weights)
                 return self.dot(rows, sizes=sizes, transpose_weights=self.transposed, **given)
 
-            # Products in 8 bits may be cut over other explicit axes than those of arrays.
+            # 8-bit products may be cut over other explicit axes than this product.
             out, pull = jax.vjp(plain, moving)
             found |= pull(explicit.cast(gradient, explicit.type_of(out)))[0]
         return found
 
     def quantized(self, scaling: Scaling | None, rows: jax.Array, dtype: str = DTYPES[0]) -> Any:
-        """The rows in 8 bits; unchanged without a scaling."""
+        """Returns the rows in 8 bits, or unchanged without a scaling."""
         if scaling is None:
             return rows
         block = (1, None if scaling == "rows" else BLOCK)
         return quantize(rows, dtype, block=block, implementation=self.implementation)
 
     def quantized_tokens(self, x: jax.Array, plan: Plan) -> ScaledArray | None:
-        """The tokens' rows in 8 bits: tokens are fewer, and so are the bytes that then move."""
+        """Returns rows of quantized tokens, which are cheap to copy; None without a scaling."""
         scaling = self.recipe.forward
         if scaling is None:
             return None
@@ -135,20 +135,20 @@ class Products:
         return found
 
     def dot(self, rows: Any, weights: Any, sizes: Any, **options: Any) -> jax.Array:
-        # Not by name: None is the precision in force, which may be another where JAX traces this.
+        # As a context: `precision=None` means JAX's default, which may differ where this is traced.
         with jax.default_matmul_precision(self.precision):
             return ragged_dot(rows, weights, sizes, implementation=self.implementation, **options)
 
     def moved(self, tokens: Any, plan: Plan | None) -> Any:
-        """The rows of tokens; with no plan they are rows."""
+        """Permutes tokens to rows; without a plan returns them unchanged."""
         return tokens if plan is None else permute(tokens, plan, implementation=self.implementation)
 
     def summed(self, rows: jax.Array, plan: Plan | None) -> jax.Array:
-        """The tokens of rows; with no plan, rows."""
+        """Sums rows to tokens; without a plan returns them unchanged."""
         return rows if plan is None else unpermute(rows, plan, implementation=self.implementation)
 
     def named(self, plan: Plan | None) -> jax.Array | None:
-        """Which token each row is; with no plan, nothing."""
+        """Returns the token of each row, -1 for rows without one; None without a plan."""
         if plan is None:
             return None
         number = jnp.arange(1, plan.row_of.shape[0] + 1, dtype=jnp.int32)

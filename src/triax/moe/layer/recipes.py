@@ -1,4 +1,4 @@
-"""Training in 8 bits: which of the layer's products are of quantized operands."""
+"""Chooses which of the layer's products have 8-bit operands in training."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from triax.errors import ArgumentTypeError
 Scaling = Literal["rows", "blocks"]
 _SCALINGS = ("rows", "blocks")
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
-"""What is quantized becomes; rows and weights the first."""
+"""The dtypes of quantized gradients; rows and weights have the first."""
 BLOCK = 128
-"""Of the numbers of a row, and of the depth and the columns of weights, in "blocks"."""
+"""The numbers of a row, and the depth and the columns of weights, per scale of "blocks"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Which products of `feed_forward` are in 8 bits.
+    """Chooses which products of `feed_forward` have 8-bit operands.
 
-    "rows" is a scale for each row of the left operand and each column of the weights; "blocks" one
-    for each 128 numbers of a row and each 128 × 128 weights (DeepSeek-V3). None leaves a product in
-    the dtype of `x`. Scales are those of the current values, as in `quantize`. Gradients by biases
-    are computed in the dtype of `x`.
+    "rows": a scale for each row of the left operand and each column of the weights. "blocks": a
+    scale for each 128 numbers of a row and each 128 × 128 weights (DeepSeek-V3). None leaves a
+    product in the dtype of `x`. Scales are computed from the current values, as in `quantize`. Bias
+    gradients are computed in the dtype of `x`.
 
     Attributes:
-      forward: for rows times weights.
-      rows_gradient: for the incoming gradient times weights.
-      gradient_dtype: of the incoming gradient; rows and weights are float8_e4m3fn.
-      fast_sums: whether tensor cores add up the whole depth, or all of an expert's rows, with about
-        14 bits, where scales allow it; if not, each 128 products are added in float32.
-      weight_gradient: for rows times the incoming gradient, summed over each expert's rows. "rows"
-        is a scale for each expert's numbers in one column of the rows, and of the gradient; where
-        rows are cut over devices, for those on one device.
+      forward: the scaling of rows times weights.
+      rows_gradient: the scaling of the incoming gradient times weights.
+      gradient_dtype: the dtype of the quantized gradient; rows and weights are float8_e4m3fn.
+      fast_sums: accumulate entirely in tensor cores (about 14 bits), if no scale is of blocks;
+        otherwise promote to float32 every 128 products.
+      weight_gradient: the scaling of rows times the incoming gradient, summed over each expert's
+        rows. "rows" has a scale for each expert and column, of the rows and of the gradient; if
+        rows are cut over devices, for each device too.
 
     Raises:
-      ArgumentValueError: an argument is none of those.
+      ArgumentValueError: an argument is not one of its choices.
     """
 
     forward: Scaling | None = "rows"
@@ -54,7 +54,7 @@ class Recipe:
 
 
 def resolve(recipe: Any, x: Any, of: str = "x") -> Recipe | None:
-    """The `Recipe` that the argument `recipe` is, or names, for what has the dtype of `x`."""
+    """Returns the argument `recipe` as a `Recipe` or None, if it supports the dtype of `x`."""
     if recipe is None or isinstance(recipe, Recipe):
         found = recipe
     elif isinstance(recipe, str) and recipe in _SCALINGS:
@@ -66,7 +66,7 @@ def resolve(recipe: Any, x: Any, of: str = "x") -> Recipe | None:
         )
     if found is not None and x.dtype.itemsize > 4:
         raise ArgumentTypeError(
-            f"Argument `recipe` is given, and `{of}` is of {x.dtype}, which is not quantized. "
-            "Cast tokens and weights to float32 or less."
+            f"Argument `recipe` does not support {x.dtype}, the dtype of `{of}`. Cast tokens and "
+            "weights to float32 or less."
         )
     return found

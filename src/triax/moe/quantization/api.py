@@ -32,7 +32,7 @@ def quantize(
     scale_dtype: DTypeLike = "float32",
     implementation: Implementation | None = None,
 ) -> ScaledArray:
-    """Rounds an array to 8 or 4 bits, with a scale for each block of it.
+    """Rounds an array to 8 or 4 bits, with a scale for each block.
 
         x8 = moe.quantize(x, block=(1, None))  # a scale for each row
         x8 = moe.quantize(x, block=(1, 128))  # for each 128 numbers of a row
@@ -44,18 +44,18 @@ def quantize(
 
     ``scale = max(largest / top, 2**-126)``, where `largest` is the largest magnitude of the block's
     finite numbers and `top` the largest number of `dtype`. ``value = round(number * (1 / scale))``,
-    to the nearest or to an even one of two. All steps are float32's, correctly rounded, on every
-    platform: values and scales are the same everywhere, bit for bit.
+    to nearest, ties to even. All steps are in float32, correctly rounded on every platform: values
+    and scales are the same everywhere, bit for bit.
 
-    Scales of float8_e8m0fnu are those of OCP's MX formats: ``scale = 2**max(floor(log2(largest)) -
-    floor(log2(top)), -127)``, and 2**-127 for zeros. Numbers beyond ``top * scale`` become that:
-    the largest of a block may lose up to a quarter in float4_e2m1fn, and up to an eighth in floats
-    of 8 bits.
+    Scales of float8_e8m0fnu follow OCP's MX formats: ``scale = 2**max(floor(log2(largest)) -
+    floor(log2(top)), -127)``, and 2**-127 for zeros. Numbers beyond ``top * scale`` saturate: the
+    largest of a block may lose up to a quarter in float4_e2m1fn, and up to an eighth in 8-bit
+    floats.
 
-    NaN stays NaN. float8_e5m2 has infinities, float8_e4m3fn makes them NaN. Integers and
-    float4_e2m1fn have neither: the scale of a block with one of them is NaN, and its values are 0.
+    NaN stays NaN. float8_e5m2 keeps infinities, float8_e4m3fn makes them NaN. Integers and
+    float4_e2m1fn have neither: a block with a NaN or an infinity has a NaN scale and values of 0.
 
-    It has no derivative, and differentiating it is an error. To pass gradients straight through::
+    quantize is not differentiable; wrap its input in stop_gradient. To pass gradients straight on::
 
         y = moe.quantize(jax.lax.stop_gradient(x), block=(1, 128)).dequantize(x.dtype)
         y = x + jax.lax.stop_gradient(y - x)
@@ -63,7 +63,7 @@ def quantize(
     Args:
       array: float32, bfloat16 or float16, of any rank.
       dtype: float8_e4m3fn, float8_e5m2, int8, float4_e2m1fn or int4 (from -7 to 7). The last two
-        are stored two to a byte: the dimension that is stored last must be even.
+        are stored two to a byte: the size of the last stored dimension must be even.
       block: the size of a block along each dimension of `array`, None for a whole dimension. A last
         block may be partial.
       transposed: whether the values are stored with the last two dimensions swapped. Weights
@@ -72,19 +72,19 @@ def quantize(
       scale_dtype: float32, or float8_e8m0fnu for floats.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist. The
-        kernels do blocks (…, 1, None), (…, 1, b) with b a power of two from 16 to 256,
-        (…, 128, 128), and, transposed, (…, None, 1) and (…, 128, 128), to 8 bits with scales of
-        float32; plain JAX does all.
+        kernels support blocks (…, 1, None), (…, 1, b) with b a power of two from 16 to 256,
+        (…, 128, 128), and, transposed, (…, None, 1) and (…, 128, 128), to 8 bits with float32
+        scales; plain JAX supports all.
 
     Returns:
       A `ScaledArray` of shape `array.shape`.
 
     Raises:
-      ArgumentTypeError: `array` is not an array, or of another dtype; a block's size is no int.
+      ArgumentTypeError: `array` is not an array of a supported dtype; a block size is not an int.
       ArgumentValueError: `block` has the wrong length or a size below one; `dtype`, `scale_dtype`
-        or `implementation` is unknown; the kernels, which were requested, do not do these blocks
-        or dtypes; a size that must be even is odd.
-      DifferentiationError: it is differentiated.
+        or `implementation` is unknown; the requested kernels do not support these blocks or dtypes;
+        a size that must be even is odd.
+      DifferentiationError: `quantize` is differentiated.
     """
     array = _array(array)
     dtype = arguments.dtype("dtype", dtype, (*DTYPES, *PACKED))
@@ -98,7 +98,7 @@ def quantize(
             "Argument `scale_dtype` is float8_e8m0fnu, which is for floats; got `dtype` "
             f"{dtype.name}. Let it be float32."
         )
-    # Of an empty dimension the size is one.
+    # An empty dimension has blocks of one.
     sizes = tuple(max(n, 1) if of is None else of for of, n in zip(block, array.shape, strict=True))
     implementation = implementations.resolve(implementation, array=array)
     kernel = configs.kernel_of(array.shape, sizes, transposed)
@@ -112,7 +112,7 @@ def quantize(
     elif kernel is None and implementation in ("triton", "interpret"):
         how = " transposed" if transposed else ""
         raise ArgumentValueError(
-            f"Argument `block` must be one that kernels do: {configs.KERNELS}; got {sizes}{how} "
+            f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}{how} "
             f"for shape {array.shape}. Let `implementation` be None or 'xla'."
         )
     options: dict[str, Any] = {"block": sizes, "dtype": dtype, "transposed": transposed}
@@ -142,6 +142,6 @@ def _check_pairs(shape: tuple[int, ...], dtype: np.dtype, transposed: bool) -> N
     last = -2 if transposed else -1
     if not shape or shape[last] % 2:
         raise ArgumentValueError(
-            f"Argument `array` must have an even size along dimension {last}, as it is stored with "
-            f"two numbers of {dtype.name} to a byte; got shape {shape}. Pad it with zeros."
+            f"Argument `array` must have an even size along dimension {last}, because two "
+            f"numbers of {dtype.name} share a byte; got shape {shape}. Pad it with zeros."
         )

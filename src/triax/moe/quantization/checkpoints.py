@@ -1,4 +1,4 @@
-"""Scaled arrays from the parts that checkpoints hold."""
+"""Makes scaled arrays from the arrays of quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BYTES = 16  # of the 32 numbers that share a scale
 
 
 def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
-    """The weights of an MXFP4 checkpoint, as gpt-oss has them; the bytes stay as they are.
+    """Returns the weights of an MXFP4 checkpoint such as gpt-oss's; bytes stay unchanged.
 
         w = moe.from_mxfp4(blocks, scales)
         w.shape  # (experts, in, out)
 
-    Each byte holds two numbers of float4_e2m1fn, the first in its lower half, and each scale is a
-    power of two, float8_e8m0fnu, of 32 numbers along `in`.
+    Each byte holds two numbers of float4_e2m1fn, the first in its lower half. Each scale is a
+    power of two, float8_e8m0fnu, for 32 numbers along `in`.
 
     Args:
       blocks: uint8 [..., out, in / 32, 16], such as `mlp.experts.gate_up_proj_blocks`.
@@ -33,7 +33,7 @@ def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
 
     Raises:
       ArgumentTypeError: an argument is not an array of uint8.
-      ArgumentValueError: the shapes do not go together.
+      ArgumentValueError: the shapes do not match.
     """
     for name, array in (("blocks", blocks), ("scales", scales)):
         if not jax_private.is_array(array) or array.dtype != jnp.uint8:

@@ -1,4 +1,4 @@
-"""Which blocks the kernels of quantize do, and how they are cut into programs."""
+"""Chooses the kernel of quantize for an array's blocks, and how it is cut into programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KERNELS = (
     "(…, 1, None), (…, 1, b) with b a power of two from 16 to 256, (…, 128, 128), and, transposed, "
     "(…, None, 1) and (…, 128, 128)"
 )
-"""What they do, in words."""
+"""The blocks that the kernels support, in words."""
 _PARTS = (16, 32, 64, 128, 256)
 TILE = 128
 """The rows and the columns of a tile."""
@@ -24,7 +24,7 @@ _MAX_BLOCKS = 2**31 - _MAX_ROWS
 
 
 def kernel_of(shape: tuple[int, ...], block: tuple[int, ...], transposed: bool) -> Kernel | None:
-    """The kernel for an array's blocks, or None."""
+    """Returns the kernel for an array's blocks, or None."""
     if not shape or any(of != 1 for of in block[:-2]):
         return None
     if math.prod(num_blocks(shape, block)) >= _MAX_BLOCKS:
@@ -41,7 +41,7 @@ def kernel_of(shape: tuple[int, ...], block: tuple[int, ...], transposed: bool) 
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
-    """One program handles `block_rows` blocks of `block_columns` numbers, or of more in steps."""
+    """A program takes `block_rows` blocks, whole if `at_once`, else `block_columns` at a time."""
 
     block_rows: int
     block_columns: int
@@ -50,10 +50,7 @@ class RowsConfig:
 
     @classmethod
     def for_depth(cls, depth: int) -> RowsConfig:
-        """Short blocks are kept in registers, several by a program; longer ones are read twice.
-
-        As measured on an H200.
-        """
+        """Returns the fastest config on an H200: short blocks stay in registers, others do not."""
         columns = blocks.power_of_two(depth)
         if columns >= 4096:
             num_warps = max(4, min(columns // 2048, 16))
@@ -66,10 +63,7 @@ class RowsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TilesConfig:
-    """One program handles a tile, `block_depth` rows at a time.
-
-    As measured on an H200.
-    """
+    """A program takes a tile, `block_depth` rows at a time, as measured on an H200."""
 
     block_depth: int = 64
     num_warps: int = 4
@@ -77,10 +71,7 @@ class TilesConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnsConfig:
-    """One program handles `block_columns` columns, `block_depth` rows at a time.
-
-    As measured on an H200.
-    """
+    """A program takes some columns, `block_depth` rows at a time, as measured on an H200."""
 
     block_depth: int = 256
     block_columns: int = 64

@@ -1,17 +1,17 @@
-"""The kernels of quantize: one for blocks along rows, one for blocks whose values are transposed.
+"""The kernels of quantize: for blocks along rows, for tiles, and for transposed columns.
 
-A number is multiplied by the inverse of its block's scale in float32, and then rounded to 8 bits.
+Numbers are multiplied by the inverse of their block's scale in float32, and rounded to 8 bits.
 """
 
 import triton
 import triton.language as tl
 
-_INFINITY = tl.constexpr(0x7F800000)  # the bits of float32's
+_INFINITY = tl.constexpr(0x7F800000)  # the bits of float32 infinity
 
 
 @triton.jit
 def _sizes(x):
-    """The bits of floats without their signs, which are in the order of the numbers."""
+    """Returns the bits of floats without signs, which are ordered like magnitudes: their sizes."""
     if x.dtype.primitive_bitwidth == 16:
         return x.to(tl.int16, bitcast=True) & 0x7FFF
     else:
@@ -20,7 +20,7 @@ def _sizes(x):
 
 @triton.jit
 def _finite(sizes, dtype: tl.constexpr):
-    """Sizes of numbers of `dtype`, and zero for what is none."""
+    """Replaces the sizes of infinities and NaN of `dtype` by zero."""
     if dtype == tl.bfloat16:
         infinity = 0x7F80
     elif dtype == tl.float16:
@@ -32,7 +32,7 @@ def _finite(sizes, dtype: tl.constexpr):
 
 @triton.jit
 def _float32(sizes, dtype: tl.constexpr):
-    """Sizes of floats of `dtype` as those of float32."""
+    """Converts sizes of `dtype` to sizes of float32."""
     if dtype.primitive_bitwidth == 16:
         sizes = sizes.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     return sizes.to(tl.int32, bitcast=True)
@@ -40,7 +40,7 @@ def _float32(sizes, dtype: tl.constexpr):
 
 @triton.jit
 def _scale(largest, LARGEST: tl.constexpr):
-    """The scale of blocks; NaN where something that is not finite was left among `largest`."""
+    """Returns the scales of blocks by their largest sizes; NaN where these are not finite."""
     size = largest.to(tl.float32, bitcast=True)
     scale = tl.div_rn(size, tl.full(size.shape, LARGEST, tl.float32))
     scale = tl.where(scale > 1.1754943508222875e-38, scale, 1.1754943508222875e-38)  # 2**-126
@@ -56,15 +56,15 @@ def _inverse(scale):
 def _quantized(
     x, inverse, out_ptr, SPECIAL: tl.constexpr, NAN: tl.constexpr, INFINITY: tl.constexpr
 ):
-    """Numbers in the dtype of `out_ptr`; SPECIAL says that some may not be finite.
+    """Quantizes numbers to the dtype of `out_ptr`; with SPECIAL some may not be finite.
 
-    Those who call it have two loops and branch before: it takes twice the instructions.
+    Callers branch once between two loops, because SPECIAL takes twice the instructions.
     """
     x = x.to(tl.float32)
     q = x * inverse
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if NAN is None:
-        # Adding 1.5 * 2**23 rounds to an integer, which is then the lowest bits.
+        # Adding 1.5 * 2**23 rounds to an integer, and puts it into the lowest bits.
         whole = (q + 12582912.0).to(tl.int32, bitcast=True)
         return tl.where(inverse == inverse, whole, 0).to(tl.int8)
     else:
@@ -95,8 +95,8 @@ def _quantize_rows_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    # One program for BLOCK_ROWS blocks: parts of BLOCK numbers of rows, or whole rows if it is
-    # None. They are read twice, the second time from the cache, if they are too large for AT_ONCE.
+    # A program takes BLOCK_ROWS blocks: parts of rows, with BLOCK numbers, or whole rows if it is
+    # None. Without AT_ONCE it reads them twice, the second time from the cache.
     index = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = (index < num_blocks)[:, None]
     columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
@@ -169,7 +169,7 @@ def _round_rows(
     NAN: tl.constexpr,
     INFINITY: tl.constexpr,
 ):
-    """Rows, quantized STEP columns at a time."""
+    """Quantizes and stores rows, STEP columns at a time."""
     for first in range(0, depth, STEP):
         mask = inside & (first + columns < depth)
         x = tl.load(row_ptr + first + columns, mask=mask, other=0.0)
@@ -179,7 +179,7 @@ def _round_rows(
 
 @triton.jit
 def _largest_of_rows(row_ptr, inside, columns, depth, STEP: tl.constexpr, FINITE: tl.constexpr):
-    """The size of the largest number of rows, which are read STEP columns at a time."""
+    """Returns the size of each row's largest number, reading STEP columns at a time."""
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     found = tl.zeros(
         [inside.shape[0], STEP], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
@@ -205,7 +205,7 @@ def _quantize_tiles_kernel(
     TILE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    # One program for a tile of a group [depth, width], which has one scale. It reads it twice,
+    # A program takes a tile of a group [depth, width], with one scale. It reads the tile twice,
     # BLOCK_DEPTH rows at a time; the second time from the cache.
     column_tiles = tl.cdiv(width, TILE)
     row_tiles = tl.cdiv(depth, TILE)
@@ -266,8 +266,8 @@ def _quantize_columns_kernel(
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # One program for some columns of a group [depth, width]. It reads them twice, for their largest
-    # numbers and to round them, and writes them as rows.
+    # A program takes some columns of a group [depth, width]. It reads them twice, to find their
+    # largest numbers and to round them, and writes them as rows.
     column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
     group = tl.program_id(0).to(tl.int64) // column_tiles
     columns = tl.program_id(0) % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -307,9 +307,9 @@ def _quantize_columns_kernel(
 
 @triton.jit
 def _read_back(at, mask):
-    """The scales of columns that this program has stored.
+    """Reloads the scales of columns that this program has stored.
 
-    If they came from the largest numbers, the compiler would give the columns their layout, and
+    If scales stayed in registers, the compiler would give the columns the scales' layout, and
     transpose them after rounding, byte by byte.
     """
     tl.debug_barrier()
@@ -329,7 +329,7 @@ def _largest_of_columns(
     STEP: tl.constexpr,
     FINITE: tl.constexpr,
 ):
-    """The size of the largest number of columns, from row `start` to `stop`, STEP at a time."""
+    """Returns the size of each column's largest number, from row `start` to `stop`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     integer: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
     found = tl.zeros([STEP, columns.shape[0]], integer)
@@ -342,7 +342,7 @@ def _largest_of_columns(
 
 @triton.jit
 def _load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width):
-    """Rows as far as `end`: of `x_ptr`, or those of its `num_source` that `source_ptr` names."""
+    """Loads rows before `end`, or with `source_ptr` the rows of `num_source` that it names."""
     inside = rows < end
     if source_ptr is not None:
         rows = tl.load(source_ptr + rows, mask=inside, other=-1)
@@ -372,10 +372,10 @@ def _round_columns(
     INFINITY: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Columns from row `start` to `stop`, quantized, from row `to` on, as far as `to_end`.
+    """Quantizes columns from row `start` to `stop`, and stores rows from `to` up to `to_end`.
 
-    If they are TRANSPOSED they become rows of `to_depth` numbers. The last rows come first: they
-    are the ones that are still in the cache.
+    TRANSPOSED columns become rows of `to_depth` numbers. The last rows are rounded first, because
+    they are still in the cache.
     """
     last = (tl.cdiv(stop - start, STEP) - 1) * STEP
     if special:
@@ -431,7 +431,7 @@ def _store_tile(
     NAN: tl.constexpr,
     INFINITY: tl.constexpr,
 ):
-    if TRANSPOSED:  # before rounding: numbers of 16 bits are transposed by an instruction
+    if TRANSPOSED:  # before rounding: an instruction transposes 16-bit numbers
         x = tl.trans(x)
         inverse = inverse[:, None]
         at = columns.to(tl.int64)[:, None] * depth + rows[None, :]

@@ -1,4 +1,4 @@
-"""The launches of quantize: result types, grids and configs."""
+"""Launches quantize: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triax.moe.shared.target import Target, for_target
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-_CASTS_TO_FLOAT8 = 89  # older GPUs have no instruction for it, and Triton would round twice
+_CASTS_TO_FLOAT8 = 89  # older GPUs lack the instruction, and Triton would round twice
 
 
 def quantize(
@@ -30,7 +30,7 @@ def quantize(
     transposed: bool,
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The values and the scales of an array; `block` is along its dimensions."""
+    """Returns the values and scales of an array; `block` has a size for each dimension."""
     swap = swapped if transposed else tuple
     return for_target(
         _quantize,
@@ -47,7 +47,7 @@ def quantize(
 
 
 def rounds_to(dtype: np.dtype, target: Target, implementation: str | None) -> bool:
-    """Whether the GPU rounds to `dtype`; an error if it does not, and kernels were requested."""
+    """Whether the GPU rounds to `dtype`; raises if it does not, and kernels were requested."""
     capability = target.compute_capability
     if dtype.kind == "i" or capability >= _CASTS_TO_FLOAT8:
         return True
@@ -55,7 +55,7 @@ def rounds_to(dtype: np.dtype, target: Target, implementation: str | None) -> bo
         return False
     raise UnsupportedError(
         f"Argument `implementation` is {implementation!r}, and GPUs of compute capability "
-        f"{capability} do not round to {dtype.name}. Let it be None, which then takes plain JAX, "
+        f"{capability} do not round to {dtype.name}. Let it be None, to run plain JAX on this GPU, "
         "or use int8."
     )
 
@@ -82,7 +82,7 @@ def _quantize(
             jax.ShapeDtypeStruct((math.prod(scales),), jnp.float32),
         ),
         "implementation": implementation,
-        # A multiplication and the rounding after it are two steps.
+        # A multiplication must not be fused with the rounding after it.
         "backend_options": {"enable_fp_fusion": False},
         "LARGEST": kind.largest,
         "NAN": kind.nan,
@@ -93,7 +93,7 @@ def _quantize(
         count, parts, part = math.prod(scales), scales[-1], None
         if parts > 1 and depth % block[-1]:
             part = block[-1]
-        elif parts > 1:  # all parts are whole: they are the rows of a narrower array
+        elif parts > 1:  # parts are whole: they become rows of a narrower array
             depth, parts = block[-1], 1
         rows = RowsConfig.for_depth(min(depth, block[-1]))
         found = launch(

@@ -17,20 +17,20 @@ from triax.moe.shared.ops import Op
 
 def _derivative(*_: Any) -> NoReturn:
     raise DifferentiationError(
-        "quantize has no derivative: its result is a staircase. Stop the gradient of its argument, "
-        "quantize(jax.lax.stop_gradient(x), …), also where that of its result is stopped. Or pass "
-        "gradients straight through: with y = quantize(jax.lax.stop_gradient(x), …).dequantize(), "
-        "take x + jax.lax.stop_gradient(y - x)."
+        "quantize is not differentiable; wrap its input in stop_gradient: "
+        "quantize(jax.lax.stop_gradient(x), …), even if you stop the gradient of its result. To "
+        "pass gradients straight through, let y = quantize(jax.lax.stop_gradient(x), …)"
+        ".dequantize(), and use x + jax.lax.stop_gradient(y - x)."
     )
 
 
 def _letters(
     array: jax.Array, *, block: tuple[int, ...], transposed: bool, dtype: np.dtype, **_: Any
 ) -> Any:
-    """An array may be cut along the dimensions where its blocks are one."""
-    # `_` stands for a dimension of any size, which is needed whole.
+    """Allows cuts along the dimensions where blocks have size one."""
+    # `_` stands for a dimension that every device needs whole.
     one = [of == 1 for of in block]
-    if dtype in PACKED:  # two of the dimension that is stored last share a byte
+    if dtype in PACKED:  # pairs along the last stored dimension share a byte
         one[-2 if transposed else -1] = False
     letters = "".join(n if o else "_" for n, o in zip(string.ascii_lowercase, one, strict=False))
     results = "".join(swapped(letters)) if transposed else letters

@@ -1,7 +1,7 @@
-"""Numbers of 4 bits, two to a byte, and scales that are powers of two.
+"""Packs 4-bit numbers, two to a byte, and decodes scales that are powers of two.
 
-The lower half of a byte is the first of its two numbers along the last dimension, as in gpt-oss's
-checkpoint and in the int32 words of GPTQ.
+The lower half of a byte holds the first of its two numbers along the last dimension, as in
+gpt-oss's checkpoint and in the int32 words of GPTQ.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import ml_dtypes
 import numpy as np
 
 PACKED = tuple(map(np.dtype, (ml_dtypes.float4_e2m1fn, ml_dtypes.int4)))
-"""The dtypes of numbers that are stored two to a byte."""
+"""The 4-bit dtypes, whose numbers are stored two to a byte."""
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 """A scale of 8 bits: 2**(code - 127), and NaN for the code 255."""
 
 
 def pack(codes: jax.Array) -> jax.Array:
-    """Bytes [..., n / 2] of integers [..., n], of which the lowest four bits count."""
+    """Packs the lowest four bits of integers [..., n] into bytes [..., n / 2]."""
     codes = codes & 15
     return (codes[..., 0::2] | codes[..., 1::2] << 4).astype(jnp.uint8)
 
 
 def unpack(values: jax.Array, packed: str, dtype: Any) -> jax.Array:
-    """The numbers [..., n] in bytes [..., n / 2], exactly, as a float."""
+    """Unpacks bytes [..., n / 2] to floats [..., n], exactly."""
     both = jnp.repeat(values.astype(jnp.int32), 2, axis=-1)
     odd = jax.lax.broadcasted_iota(jnp.int32, both.shape, both.ndim - 1) & 1
     code = both >> 4 * odd & 15
@@ -41,9 +41,9 @@ def unpack(values: jax.Array, packed: str, dtype: Any) -> jax.Array:
 
 
 def powers_of_two(codes: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Two factors of the powers that codes of E8M0 stand for, neither of which is subnormal.
+    """Returns two factors of the powers that E8M0 codes stand for, neither of them subnormal.
 
-    XLA takes subnormals for zeros on CPUs, and 2**-127 is one in float32.
+    XLA flushes subnormals to zero on CPUs, and 2**-127 is subnormal in float32.
     """
     codes = codes.astype(jnp.int32)
     bits = jnp.where(codes == 255, 0x7FC00000, jnp.maximum(codes, 1) << 23)

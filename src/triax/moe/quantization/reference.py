@@ -1,7 +1,7 @@
 """Quantization in plain JAX: the path for every block, and for platforms without Triton.
 
-It computes on the bits of numbers, as integers. Floats would not do: XLA takes subnormals for zeros
-on CPUs, and on GPUs its division, and its casts to 8 bits in some versions, do not round correctly.
+It computes on the bits of numbers, as integers: XLA flushes subnormal floats to zero on CPUs, and
+on GPUs its division, and its casts to 8 bits in some versions, do not round correctly.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from triax.moe.quantization import packing
 from triax.moe.quantization.packing import E8M0, PACKED
 from triax.moe.quantization.scaled import num_blocks, spread
 
-INFINITY = 0x7F800000  # the bits of float32's
-_BITS = 23  # of its mantissa
+INFINITY = 0x7F800000  # the bits of float32 infinity
+_BITS = 23  # of a float32 mantissa
 _NAN = INFINITY | 1 << (_BITS - 1)
 _FLOAT32 = np.dtype(np.float32)
 _LEAST_SCALE = 1 << _BITS  # the bits of 2**-126
@@ -29,16 +29,15 @@ _LEAST_SCALE = 1 << _BITS  # the bits of 2**-126
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format of 8 or 4 bits: integers are those of its bits without the sign.
+    """A number format of 8 or 4 bits; a code is a number's bits without the sign.
 
     Attributes:
       largest: the largest finite number.
-      mantissa: how many bits it has.
-      least_exponent: of the numbers that are not subnormal.
-      top: the largest finite number as an integer.
-      sign: the bit of numbers below zero. None for integers, which are two's complements.
-      nan, infinity: what stands for them. None where there is nothing, and they make their block's
-        scale a NaN.
+      mantissa: the number of mantissa bits.
+      least_exponent: the exponent of the least normal number.
+      top: the code of the largest finite number.
+      sign: the sign bit; None for integers, which are two's complements.
+      nan, infinity: their codes. None if the format has none: they make their block's scale NaN.
     """
 
     largest: float
@@ -54,7 +53,7 @@ FORMATS = {
     np.dtype(ml_dtypes.float8_e4m3fn): Format(448.0, 3, -6, 0x7E, 0x80, 0x7F, 0x7F),
     np.dtype(ml_dtypes.float8_e5m2): Format(57344.0, 2, -14, 0x7B, 0x80, 0x7E, 0x7C),
     np.dtype(ml_dtypes.float4_e2m1fn): Format(6.0, 1, 0, 7, 8),
-    # All of their numbers are as far apart as the subnormals of these formats.
+    # Integers are evenly spaced, like the subnormals of these formats.
     np.dtype(np.int8): Format(127.0, 7, 7, 127),
     np.dtype(ml_dtypes.int4): Format(7.0, 3, 3, 7),
 }
@@ -72,15 +71,15 @@ def quantize_reference(
     scale_dtype: np.dtype = _FLOAT32,
     kernel: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The values and the scales of an array; `block` is along its dimensions.
+    """Returns the values and scales of an array; `block` has a size for each dimension.
 
-    One program also outside `jit`. `kernel` is for kernels.
+    It is one program even outside `jit`. `kernel` is unused.
     """
     kind = FORMATS[dtype]
     bits = _float32_bits(array)
     sign, size = bits < 0, bits & 0x7FFFFFFF
     largest = _largest(jnp.where(size < INFINITY, size, 0), block)
-    if scale_dtype == E8M0:  # OCP's rule: 2**(floor(log2(largest)) - that of the format's largest)
+    if scale_dtype == E8M0:  # OCP: 2**(floor(log2(largest)) - floor(log2(kind.largest)))
         power = jnp.maximum((largest >> _BITS) - int(math.log2(kind.largest)), 0)
         scale, nan_scale, inverse = power, jnp.int32(255), 254 - power << _BITS
     else:
@@ -95,7 +94,7 @@ def quantize_reference(
         code = jnp.where(spread(passed, array.shape, block), signed, 0)
     else:
         code = _of_float(code, sign, size, kind)
-    if dtype not in PACKED:  # packed numbers are, once their last dimension is the last
+    if dtype not in PACKED:  # packed numbers are cast once they are transposed
         code = code.astype(jnp.int8 if kind.sign is None else jnp.uint8)
     if transposed:
         code, scale = (jnp.swapaxes(a, -1, -2) for a in (code, scale))
@@ -110,9 +109,9 @@ def quantize_reference(
 def quantize_groups_reference(
     rows: jax.Array, group: jax.Array, *, num_groups: int, dtype: np.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """Values [rows, columns], floats of 8 bits, with scales [groups, columns].
+    """Returns 8-bit floats [rows, columns], with scales [groups, columns].
 
-    `group` is each row's; rows of a group that does not exist are zero.
+    `group` is the group of each row; rows of a group that does not exist are zero.
     """
     kind = FORMATS[dtype]
     bits = _float32_bits(rows)
@@ -130,16 +129,16 @@ def quantize_groups_reference(
 
 
 def _code(size: jax.Array, inverse: jax.Array, kind: Format) -> jax.Array:
-    """Magnitudes times the inverse of their scale, rounded, as integers of the format."""
+    """Returns the codes of magnitudes times the inverse of their scale, rounded."""
     product, exponent = _multiply(size, inverse)
     drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
-    code = _rounded(product, jnp.minimum(drop, 26))  # 26 leaves nothing of any product
+    code = _rounded(product, jnp.minimum(drop, 26))  # 26 rounds any product to zero
     code += jnp.maximum(exponent - kind.least_exponent, 0) << kind.mantissa
     return jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
 
 
 def _of_float(code: jax.Array, sign: jax.Array, size: jax.Array, kind: Format) -> jax.Array:
-    """The bits of floats, from the `_code` of their magnitudes and these magnitudes."""
+    """Returns the bits of floats, from the codes and the float32 bits of their magnitudes."""
     nan, infinity = (jnp.int32(special) for special in (kind.nan, kind.infinity))
     finite = size < INFINITY
     is_infinity = (size == INFINITY) & (infinity != nan)
@@ -155,7 +154,7 @@ def _float32_bits(array: jax.Array) -> jax.Array:
 
 
 def _largest(sizes: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """The largest of each block, of integers that are at least 0."""
+    """Returns the largest of each block of integers that are at least 0."""
     for axis, (count, of) in enumerate(zip(num_blocks(sizes.shape, block), block, strict=True)):
         size = sizes.shape[axis]
         if of == 1 or not size:
@@ -170,7 +169,7 @@ def _largest(sizes: jax.Array, block: tuple[int, ...]) -> jax.Array:
 
 
 def _scale(largest: jax.Array, of: float) -> jax.Array:
-    """The bits of ``max(largest / of, 2**-126)``, from the bits of `largest`."""
+    """Returns the bits of ``max(largest / of, 2**-126)``, from the bits of `largest`."""
     quotient, exponent = _divide(largest, jnp.int32(np.float32(of).view(np.int32)))
     normal = (largest > 0) & (exponent >= -126)
     # The leading bit of the quotient adds one to the exponent.
@@ -178,13 +177,13 @@ def _scale(largest: jax.Array, of: float) -> jax.Array:
 
 
 def _inverse(scale: jax.Array) -> jax.Array:
-    """The bits of ``1 / scale``, from those of `scale`."""
+    """Returns the bits of ``1 / scale``, from the bits of `scale`."""
     quotient, exponent = _divide(jnp.full_like(scale, 0x3F800000), scale)
     return (exponent + 126 << _BITS) + quotient
 
 
 def _multiply(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The product of two floats as float32 has it, as `_divide` returns it."""
+    """Returns the product of two floats, rounded to float32, in the form of `_divide`."""
     a, a_exponent = _parts(a)
     b, b_exponent = _parts(b)
     low = (1 << 12) - 1
@@ -201,7 +200,7 @@ def _multiply(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mantissa from 2**23 to 2**24 and biased exponent of floats, which may be subnormal."""
+    """Returns the mantissa, 2**23 to 2**24, and biased exponent of floats, maybe subnormal."""
     leading = 1 << _BITS
     below = jax.lax.clz(jnp.maximum(bits, 1)) - 8  # how far a subnormal is from being normal
     subnormal = bits < leading
@@ -212,9 +211,9 @@ def _parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The quotient of two floats as float32 has it: ``q * 2**(e - 23)``, q from 2**23 to 2**24.
+    """Returns q from 2**23 to 2**24 and e: the quotient, rounded to float32, is q * 2**(e - 23).
 
-    Both are given by their bits, without signs; b is neither subnormal nor zero.
+    Operands are bits of floats without signs; b is neither subnormal nor zero.
     """
     leading = 1 << _BITS
     a, a_exponent = _parts(a)
@@ -223,7 +222,7 @@ def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, exponent = a << less, a_exponent - b_exponent - less
     q = jnp.divide(a.astype(jnp.float32), b.astype(jnp.float32))
     q = (q * leading).astype(jnp.int32)
-    rest = (a << _BITS) - q * b  # it is small, and so right although both of these wrap
+    rest = (a << _BITS) - q * b  # exact although both terms wrap, because it is small
     for _ in range(4):  # a division may be off by a few units, on GPUs by two
         step = (2 * rest > b).astype(jnp.int32) - (2 * rest < -b).astype(jnp.int32)
         q, rest = q + step, rest - step * b
@@ -231,6 +230,6 @@ def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _rounded(number: jax.Array, drop: jax.Array) -> jax.Array:
-    """``number / 2**drop``, rounded to the nearest, or to an even one of two."""
+    """Returns ``number / 2**drop``, rounded to nearest, ties to even."""
     half = jnp.left_shift(1, drop - 1)
     return (number + half - 1 + ((number >> drop) & 1)) >> drop

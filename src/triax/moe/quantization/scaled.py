@@ -1,4 +1,4 @@
-"""`ScaledArray`: numbers of 8 or 4 bits with a scale for each block of them."""
+"""`ScaledArray`: numbers of 8 or 4 bits with a scale for each block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triax.moe.shared import arguments
 from triax.sharding import explicit
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)))
-"""The dtypes of values of 8 bits."""
+"""The dtypes of 8-bit values."""
 Block = tuple[int | None, ...]
 _PARTS = "values", "scales", "zeros"
 _STATIC = "block", "transposed", "packed"
@@ -36,30 +36,29 @@ class ScaledArray:
         w[3].shape, len(w), w.nbytes  # of one expert; experts; bytes of all parts
         w.dequantize(jnp.bfloat16)  # or w.astype(jnp.bfloat16)
 
-    `quantize` makes it, or you do, of the parts of a quantized checkpoint. It is a pytree of
+    `quantize` returns it, or make one from the arrays of a quantized checkpoint. It is a pytree of
     `values`, `scales` and `zeros`, so it goes through `jit`, `vmap`, `scan` and checkpoints like an
     array.
 
-    `shape`, `block` and indices count the dimensions of the array. `values`, `scales` and `zeros`
-    are in the order in which they are stored: with `transposed` their last two dimensions are
-    swapped.
+    `shape`, `block` and indices refer to the dimensions of the array. `values`, `scales` and
+    `zeros` have the stored layout: with `transposed` their last two dimensions are swapped.
 
     Attributes:
       values: float8_e4m3fn, float8_e5m2 or int8, of any rank. With `packed`, uint8: two numbers in
-        each byte, of which the lower half is the first along the last dimension.
-      scales: float32, or float8_e8m0fnu (powers of two, as in MX formats), of as many dimensions; a
-        size is that of the numbers, divided by that of a block and rounded up.
+        each byte, the lower half first along the last dimension.
+      scales: float32, or float8_e8m0fnu (powers of two, as in MX formats), of the same rank; each
+        size is the number of blocks along that dimension.
       block: the size of a block along each dimension of the array, as in `quantize`: None for a
         whole dimension. A last block may be partial.
       transposed: whether the values are stored with the array's last two dimensions swapped, as
         weights [experts, depth, columns] whose values are [experts, columns, depth].
-      packed: "float4_e2m1fn" or "int4" (two's complement), if that is what the bytes hold.
-      zeros: int8 or float32, of the shape of `scales`: the number of each block that stands for
-        zero. For "int4" alone; None is zero.
+      packed: the dtype of numbers in bytes: "float4_e2m1fn" or "int4" (two's complement), or None.
+      zeros: int8 or float32, in the shape of `scales`: the zero point of each block. For "int4"
+        alone; None is zero.
 
     Raises:
-      ArgumentTypeError: an array has another dtype, or a size of `block` is no int.
-      ArgumentValueError: the parts do not go together.
+      ArgumentTypeError: an array has an unsupported dtype, or a size of `block` is not an int.
+      ArgumentValueError: the shapes do not match.
     """
 
     values: jax.Array
@@ -79,7 +78,7 @@ class ScaledArray:
 
     @classmethod
     def tree_unflatten(cls, static: Any, parts: Any) -> ScaledArray:
-        """Parts as they are: JAX, and specs of shardings, put anything in an array's place."""
+        """Skips the checks: JAX, and sharding specs, put anything in an array's place."""
         new = object.__new__(cls)
         vars(new).update(zip((*_PARTS, *_STATIC), (*parts, *static), strict=True))
         return new
@@ -89,7 +88,7 @@ class ScaledArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that this stands for."""
+        """The shape of the array, dequantized."""
         shape = tuple(self.values.shape)
         shape = (*shape[:-1], 2 * shape[-1]) if self.packed else shape
         return swapped(shape) if self.transposed else shape
@@ -101,7 +100,7 @@ class ScaledArray:
 
     @property
     def size(self) -> int:
-        """How many numbers the array has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -111,19 +110,19 @@ class ScaledArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all parts."""
+        """The bytes of values, scales and zeros."""
         return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(self))
 
     @property
     def mT(self) -> ScaledArray:
-        """The array with its last two dimensions swapped. No number moves."""
+        """The array with its last two dimensions swapped. No data moves."""
         block = swapped(self.block)
         return dataclasses.replace(self, block=block, transposed=not self.transposed)
 
     def dequantize(self, dtype: Any = "float32") -> jax.Array:
-        """The array in another float: each value times its scale in float32, rounded once.
+        """Returns the array in a float dtype: each value times its scale in float32, rounded once.
 
-        ``values - zeros`` is rounded before, if `zeros` are floats.
+        If `zeros` are floats, ``values - zeros`` is rounded first.
 
         Args:
           dtype: any float.
@@ -132,21 +131,21 @@ class ScaledArray:
           An array of shape `shape`.
 
         Raises:
-          ArgumentTypeError: `dtype` is no float.
+          ArgumentTypeError: `dtype` is not a float.
         """
         check("self", self)
         array = widened(self, _float(dtype))
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
 
     def astype(self, dtype: Any) -> jax.Array:
-        """`dequantize`, by the name that arrays have for it."""
+        """Calls `dequantize`; arrays have this method too."""
         return self.dequantize(dtype)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> ScaledArray:
-        """A part along the first dimension: ``w[3]`` of one expert, ``w[2:5]`` of some."""
+        """Returns a part along the first dimension: ``w[3]`` is one expert, ``w[2:5]`` several."""
         check("self", self)
         one, shared = not isinstance(index, slice), len(self.scales) <= 1
         is_integer = isinstance(index, int) or (
@@ -154,14 +153,14 @@ class ScaledArray:
         )
         if self.ndim < 2 + self.transposed or not (shared or self.block[0] == 1):
             raise ArgumentValueError(
-                "A ScaledArray is indexed along a first dimension that is stored first, and whose "
-                f"parts have scales of their own, or one in common; got {self}. Index what "
-                "`dequantize` returns."
+                "A ScaledArray is indexed along a first dimension that is stored first, if its "
+                f"entries share no scales, or share all; got {self}. Index the result of "
+                "`dequantize`."
             )
         if one and not is_integer:
             raise ArgumentTypeError(
                 "A ScaledArray is indexed by an int or a slice of its first dimension; got "
-                f"{messages.shown(index)}. Index what `dequantize` returns."
+                f"{messages.shown(index)}. Index the result of `dequantize`."
             )
         if isinstance(index, int | np.integer) and not -len(self) <= index < len(self):
             raise IndexError(f"Index {index} is out of range for a ScaledArray of {len(self)}.")
@@ -180,8 +179,8 @@ class ScaledArray:
 
     def __eq__(self, other: object) -> NoReturn:
         raise ArgumentTypeError(
-            "A ScaledArray has no ==: unequal values and scales may stand for one number. Compare "
-            "what `dequantize` returns, or `values` and `scales` one by one."
+            "A ScaledArray has no ==: different values and scales may mean one number. Compare "
+            "results of `dequantize`, or `values` and `scales` one by one."
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -189,31 +188,31 @@ class ScaledArray:
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise ArgumentTypeError(
-            "A ScaledArray becomes an array by `dequantize(dtype)`. Its numbers without their "
-            "scales are in `values`."
+            "A ScaledArray is not converted implicitly. Call `dequantize(dtype)`. Its numbers "
+            "without scales are in `values`."
         )
 
     __jax_array__ = __array__
 
 
 def swapped(sizes: Sequence[Any]) -> tuple[Any, ...]:
-    """With the last two swapped."""
+    """Returns sizes with the last two swapped."""
     return (*sizes[:-2], *sizes[:-3:-1])
 
 
 def stored_block(array: ScaledArray) -> Block:
-    """The block along the dimensions of the values."""
+    """Returns the block along the dimensions of the values."""
     return swapped(array.block) if array.transposed else array.block
 
 
 def num_blocks(shape: Sequence[int], block: Block) -> tuple[int, ...]:
-    """The shape of the scales."""
+    """Returns the number of blocks along each dimension: the shape of the scales."""
     sizes = zip(shape, block, strict=True)
     return tuple(int(size != 0) if of is None else -(-size // of) for size, of in sizes)
 
 
 def widened(array: ScaledArray, dtype: Any) -> jax.Array:
-    """What a scaled array stands for, in a float, in the order in which its values are stored."""
+    """Dequantizes a scaled array to a float dtype, in the stored layout."""
     values, scales, packed, block = array.values, array.scales, array.packed, stored_block(array)
     wide = jnp.dtype("float64" if dtype == "float64" else "float32")
     if packed is None:
@@ -230,7 +229,7 @@ def widened(array: ScaledArray, dtype: Any) -> jax.Array:
 
 
 def spread(scales: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
-    """Scales, repeated for each number of their blocks where they do not broadcast."""
+    """Repeats scales for each number of their blocks, where they do not broadcast."""
     repeats = [
         of if of != 1 and count > 1 else None for of, count in zip(block, scales.shape, strict=True)
     ]
@@ -243,11 +242,11 @@ def spread(scales: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array
 
 
 def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array]:
-    """The values [tokens, hidden] and scales [tokens, …] of the argument `name`, to be moved.
+    """Returns the values [tokens, hidden] and scales [tokens, …] of the argument `name`.
 
     Raises:
       ArgumentTypeError: `scales` is given too.
-      ArgumentValueError: tokens share scales, or the array is not one of tokens.
+      ArgumentValueError: tokens share scales or have `zeros`, or `x` is not [tokens, hidden].
     """
     check(name, x)
     if scales is not None:
@@ -257,19 +256,19 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
         )
     if x.ndim != 2 or x.transposed or len(x.scales) != len(x):
         raise ArgumentValueError(
-            f"Argument `{name}` must be [tokens, hidden] with scales of its own for each token: "
+            f"Argument `{name}` must be [tokens, hidden] with separate scales for each token: "
             f"`block=(1, …)`; got shape {x.shape}, block {x.block} and transposed={x.transposed}."
         )
     if x.zeros is not None:
         raise ArgumentValueError(
-            f"Argument `{name}` has `zeros`, which do not move with their tokens. Quantize them "
-            "without, as `moe.quantize` does."
+            f"Argument `{name}` has `zeros`, which do not move with their tokens. Quantize "
+            "without zeros, as `moe.quantize` does."
         )
     return x.values, x.scales
 
 
 def of_rows(x: ScaledArray, values: Any, scales: Any) -> ScaledArray:
-    """The rows that tokens became, of which each has the scales of its token."""
+    """Returns moved tokens as a `ScaledArray` of rows, with their tokens' scales."""
     return dataclasses.replace(x, values=values, scales=scales, block=(1, *x.block[1:]))
 
 
@@ -277,13 +276,13 @@ def of_rows(x: ScaledArray, values: Any, scales: Any) -> ScaledArray:
 
 
 def check(name: str, scaled: Any) -> None:
-    """Raises unless `scaled`, the argument `name`, is a `ScaledArray` of arrays that go together.
+    """Raises unless `scaled`, the argument `name`, is a `ScaledArray` of arrays that match.
 
-    Its parts may have been replaced one by one since it was made, as by `jax.tree.map`.
+    Parts may have been replaced since it was made, as by `jax.tree.map`.
 
     Raises:
-      ArgumentTypeError: it is something else, or a part of it is of the wrong type.
-      ArgumentValueError: its parts do not go together.
+      ArgumentTypeError: `scaled` is no `ScaledArray`, or a part has the wrong type.
+      ArgumentValueError: the parts' shapes do not match.
     """
     if not isinstance(scaled, ScaledArray):
         raise ArgumentTypeError(
@@ -303,11 +302,11 @@ def check(name: str, scaled: Any) -> None:
 
 
 def checked_block(block: Any, shape: tuple[int, ...], transposed: Any) -> Block:
-    """The argument `block` as a tuple that suits an array of a shape, stored transposed or not."""
+    """Returns the argument `block` as a tuple, checked for an array's shape and storage order."""
     messages.check_bool(transposed=transposed)
     if transposed and len(shape) < 2:
         raise ArgumentValueError(
-            "Argument `transposed` is True, which takes an array of two dimensions or more; got "
+            "Argument `transposed` must be False for an array of fewer than two dimensions; got "
             f"shape {shape}. Leave it out."
         )
     if not isinstance(block, tuple | list):
@@ -327,36 +326,36 @@ def checked_block(block: Any, shape: tuple[int, ...], transposed: Any) -> Block:
 
 
 def check_no_bytes(name: str, array: Any, ranks: range) -> None:
-    """Raises if weights, the argument `name`, are the bytes of a checkpoint with numbers of 4 bits.
+    """Raises if weights, the argument `name`, look like a checkpoint's bytes of 4-bit numbers.
 
-    Those of other ranks than `ranks` may be integers.
+    Arrays of other ranks than `ranks` may be integer weights.
 
     Raises:
-      ArgumentTypeError: they are.
+      ArgumentTypeError: `array` is uint8 of a rank in `ranks`.
     """
     if getattr(array, "dtype", None) == jnp.uint8 and getattr(array, "ndim", -1) in ranks:
         raise ArgumentTypeError(
             f"Argument `{name}` must be weights, or a ScaledArray; got uint8 of shape "
-            f"{array.shape}. Of MXFP4's blocks make one with `moe.from_mxfp4(blocks, scales)`, of "
-            "other numbers of 4 bits with `moe.ScaledArray(…, packed=…)`."
+            f"{array.shape}. Convert MXFP4 blocks with `moe.from_mxfp4(blocks, scales)`, and "
+            "other 4-bit numbers with `moe.ScaledArray(…, packed=…)`."
         )
 
 
 def _checked(array: ScaledArray) -> Block:
-    """The block of an array, whose parts, which may also be types of arrays, are checked."""
+    """Returns the block of an array, and checks its parts, which may be types of arrays."""
     values, packed = array.values, array.packed
     names = [dtype.name for dtype in PACKED]
     messages.check_choice("packed", packed, (None, *names))
     remedy = ""
     if not packed and getattr(values, "dtype", None) in (*PACKED, jnp.uint8):
         remedy = (
-            " Numbers of 4 bits are stored in uint8, two to a byte, with "
+            " 4-bit numbers are stored in uint8, two to a byte, with "
             f"`packed={names[0]!r}` or `packed={names[1]!r}`."
         )
     _check_part("values", values, (np.dtype("uint8"),) if packed else DTYPES, remedy)
     remedy = " Cast them."
     if getattr(array.scales, "dtype", None) == jnp.uint8:
-        remedy = " Those of MX formats are `scales.view(jnp.float8_e8m0fnu)`."
+        remedy = " For MX formats use `scales.view(jnp.float8_e8m0fnu)`."
     _check_part("scales", array.scales, (np.dtype("float32"), E8M0), remedy)
     if packed and not values.ndim:
         raise ArgumentValueError("Argument `values` must have a dimension or more to be packed.")
@@ -372,7 +371,7 @@ def _checked(array: ScaledArray) -> Block:
         return block
     if packed != "int4":
         raise ArgumentValueError(
-            "Argument `zeros` is for values that are packed as int4; got values of "
+            "Argument `zeros` must be None unless values are packed as int4; got values of "
             f"{array.dtype}. Leave it out."
         )
     _check_part("zeros", array.zeros, (np.dtype("int8"), np.dtype("float32")), " Cast them.")

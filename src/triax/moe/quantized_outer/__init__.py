@@ -1,1 +1,1 @@
-"""The gradient of weights from rows and gradients in 8 bits."""
+"""Computes the gradient of weights from 8-bit rows and gradients."""

@@ -1,4 +1,4 @@
-"""`quantized_outer`: the gradient of weights in 8 bits, for recipes."""
+"""`quantized_outer`: the gradient of weights from 8-bit operands, for recipes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def quantized_outer(
     fast_sums: bool,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """For each group the sum over its rows of left × right, both rounded to 8 bits.
+    """Sums left × right over the rows of each group, both rounded to 8 bits.
 
-    The numbers of a group in one column have one scale, as `quantize` computes it. Sums are those
-    of `ragged_dot` of scaled arrays. Where rows are cut over devices, each part of a group has
-    scales of its own, and the parts' products are summed.
+    The numbers of a group in one column share a scale, computed as in `quantize`. Sums are computed
+    as in `ragged_dot` of scaled arrays. If rows are cut over devices, each part of a group has its
+    own scales, and the parts' products are summed.
 
     Args:
       left: float [rows, left].
       right: float [rows, right].
       group_sizes: integer [groups], as `ragged_dot` takes them.
-      sources: for each side None, or int32 [rows]: which of its rows each of the groups' rows is.
-        Those that it does not have are zeros.
-      dtypes: of both sides in 8 bits: float8_e4m3fn or float8_e5m2.
+      sources: for each side None, or int32 [rows]: the row of this side for each of the groups'
+        rows; zeros for indices out of range.
+      dtypes: the 8-bit dtypes of both sides: float8_e4m3fn or float8_e5m2.
       result_dtype: a float.
-      fast_sums: whether tensor cores add up all products.
+      fast_sums: whether products accumulate entirely in tensor cores.
       implementation: as in `ragged_dot`.
 
     Returns:
@@ -50,7 +50,7 @@ def quantized_outer(
     shape = group_sizes.shape[0], left.shape[1], right.shape[1]
     if not (count and len(left) and len(right) and all(shape)):
         empty = jnp.zeros(shape, result_dtype)
-        # Of the type that it has inside shard_map: varying over the operands' axes.
+        # Inside shard_map the result must vary over the operands' axes.
         return empty + sum(jnp.sum(side[:0]).astype(result_dtype) for side in (left, right))
     options = Options(jnp.dtype(result_dtype), FAST_SUMS if fast_sums else None)
     return ops.quantized_outer(

@@ -1,4 +1,4 @@
-"""How the kernels of quantized_outer are cut into programs."""
+"""Chooses how the kernels of quantized_outer are cut into programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from triax.moe.grouped_matmul.tiles import ROWS
 from triax.moe.shared.target import Target
 
 TILE = ROWS
-"""What a group's rows are padded to a multiple of, and the most that is summed at a time."""
+"""A group's rows are padded to a multiple of this, which is also the most that a step sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupsConfig:
-    """One program quantizes `block_columns` of a group, `block_rows` at a time."""
+    """A program quantizes `block_columns` columns of a group, `block_rows` rows at a time."""
 
     block_rows: int = TILE
     block_columns: int = 64
@@ -24,10 +24,9 @@ class GroupsConfig:
 def outer_config(
     target: Target, left: int, right: int, result: int, *, tma: bool, float32_sums: bool
 ) -> OuterConfig:
-    """The config of the product for so many columns on both sides.
+    """Returns the product's config for `left` × `right` columns.
 
-    `result` are the bytes of an element of the result; `float32_sums` is whether sums of tensor
-    cores are added up outside of them.
+    `result` is the result's itemsize; with `float32_sums` sums are promoted to float32.
     """
     if not (tma and target.architecture.multiplies_from_shared):
         config = OuterConfig(fit(left, 128), fit(right, 128), TILE if tma else TILE // 2, 8, 3, tma)

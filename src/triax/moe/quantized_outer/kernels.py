@@ -1,12 +1,12 @@
-"""The kernels of quantized_outer: groups of rows in 8 bits, transposed, and their product.
+"""The kernels of quantized_outer: they quantize and transpose groups of rows, and multiply them.
 
-Tensor cores of 8 bits read both operands with what is summed innermost: here the rows.
-`_quantize_groups_kernel` writes rows as columns, [columns, padded], in 8 bits. Each group begins at
-a multiple of TILE there, and zeros fill its last tile up; what lies past the last group's tiles is
-not written and not read. `_quantized_outer_kernel` multiplies two such arrays, group by group.
+Tensor cores need both 8-bit operands with the contracted dimension innermost: here the rows.
+`_quantize_groups_kernel` writes rows as 8-bit columns, [columns, padded], where groups begin at
+a multiple of TILE, and zeros fill their last tiles; numbers past the last group's tiles are neither
+written nor read. `_quantized_outer_kernel` multiplies two such arrays, group by group.
 
-The schedule of ragged_dot, for tiles of TILE rows, says where groups lie: `bounds_ptr` has their
-bounds in rows, and after these their bounds in tiles.
+The schedule of ragged_dot, for tiles of TILE rows, says where groups lie: `bounds_ptr` has the
+groups' bounds in rows, followed by their bounds in tiles.
 """
 
 import triton
@@ -42,8 +42,8 @@ def _quantize_groups_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # One program for some columns of a group, which it reads twice: for their largest numbers, and
-    # to round them. Rows are those of an array, or those that `source_ptr` names.
+    # A program takes some columns of a group, and reads them twice: to find their largest numbers,
+    # and to round them. Rows are those of `rows_ptr`, or those of it that `source_ptr` names.
     column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     group = tl.program_id(0) // column_blocks
     columns = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -87,7 +87,7 @@ def _quantize_groups_kernel(
 
 @triton.jit
 def _of_columns(scales_ptr, group, column, num_columns, COLUMNS: tl.constexpr):
-    """The scales of some columns of a group."""
+    """Loads the scales of some columns of a group."""
     columns = column + tl.arange(0, COLUMNS)
     at = scales_ptr + group.to(tl.int64) * num_columns + columns
     return tl.load(at, mask=columns < num_columns, other=0.0)
@@ -134,7 +134,7 @@ def _quantized_outer_kernel(
             second = right_tile * BLOCK_RIGHT
             step = tl.load(steps_ptr + group) * (TILE // BLOCK_ROWS)
             stop = tl.load(steps_ptr + group + 1) * (TILE // BLOCK_ROWS)
-            if step == stop:  # no rows: past the end there are zeros
+            if step == stop:  # no rows: loads past the end give zeros
                 step = padded // BLOCK_ROWS
                 stop = step + 1
         row = step * BLOCK_ROWS

@@ -1,4 +1,4 @@
-"""The launches of quantized_outer: result types, grids and configs."""
+"""Launches quantized_outer: result types, grids and configs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantized_outer(
     options: Options,
     **how: Any,
 ) -> jax.Array:
-    """For each group the sum over its rows of left × right, both in 8 bits."""
+    """Sums left × right over the rows of each group, both in 8 bits."""
     shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
     how |= {"out_type": jax.ShapeDtypeStruct(shape, options.dtype), "options": options}
     return for_target(_quantized_outer, left, right, left_source, right_source, groups, **how)
@@ -71,10 +71,10 @@ def quantize_groups(
     dtype: np.dtype,
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows as columns, in 8 bits, and their scales: [columns, padded] and [groups, columns].
+    """Returns rows as 8-bit columns, [columns, padded], and their scales, [groups, columns].
 
-    Each group begins at a multiple of `TILE`, and is padded with zeros to the next one. With
-    `source` the groups' rows are those of `rows` that it names, and zeros where it names none.
+    Each group begins at a multiple of `TILE`, and is padded with zeros to the next one. `source`
+    names the row of `rows` for each of the groups' rows; indices out of range give zeros.
     """
     from triax.moe.quantized_outer.kernels import _quantize_groups_kernel
 
@@ -97,7 +97,7 @@ def quantize_groups(
         grid=num_groups * -(-columns // config.block_columns),
         config=config,
         implementation=implementation,
-        # A multiplication and the rounding after it are two steps.
+        # A multiplication must not be fused with the rounding after it.
         backend_options={"enable_fp_fusion": False},
         NUM_GROUPS=num_groups,
         TILE=TILE,
@@ -116,7 +116,7 @@ def multiply(
     options: Options,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """For each group the sum over its rows of left × right, as `quantize_groups` returns them."""
+    """Sums left × right over the rows of each group, both as `quantize_groups` returns them."""
     from triax.moe.quantized_outer.kernels import _quantized_outer_kernel
 
     (x, left_scales), (y, right_scales) = left, right

@@ -15,8 +15,8 @@ from triax.sharding.splits import Shard
 
 def _derivative(*_: Any) -> NoReturn:
     raise DifferentiationError(
-        "A gradient of weights in 8 bits has no derivative: quantize has no derivative. For second "
-        "derivatives leave `recipe.weight_gradient` None."
+        "A gradient of weights from 8-bit operands has no derivative. For second derivatives leave "
+        "`recipe.weight_gradient` None."
     )
 
 
@@ -29,7 +29,7 @@ def _part(
     right_source: Any,
     groups: Any,
 ) -> jax.Array:
-    """Each part of the rows has scales of its own, and the parts' products are summed."""
+    """Multiplies a part of the rows, with its own scales, and sums the parts' products."""
     groups = groups_of_part(shard, groups, reference.num_rows(left, left_source))
     options = call.options["options"]
     if shard.count("r") == 1:
@@ -40,15 +40,14 @@ def _part(
 
 
 def _letters(left: Any, right: Any, left_source: Any, right_source: Any, *_: Any, **__: Any) -> Any:
-    """A side whose rows are named by a source has rows of another number, which each device
-    needs."""
+    """Gives the rows of a side with a source their own letter: every device needs all of them."""
     of_left = "tk" if left_source is not None else "rk"
     of_right = "un" if right_source is not None else "rn"
     return (of_left, of_right, "r", "r", letters_of_groups), "gkn", "rkn"
 
 
-# For each group the sum over its rows of left × right, both in 8 bits with a scale for each group
-# and column. Of left, right, the sources of their rows, and groups.
+# Sums left × right over the rows of each group, both in 8 bits with a scale for each group and
+# column. Operands: left, right, the sources of their rows, groups.
 quantized_outer = Op(
     "quantized_outer",
     letters=_letters,

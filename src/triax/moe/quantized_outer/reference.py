@@ -24,7 +24,7 @@ def quantized_outer_reference(
     options: Options,
     dtypes: tuple[np.dtype, np.dtype],
 ) -> jax.Array:
-    """For each group the sum over its rows of left × right, both in 8 bits."""
+    """Sums left × right over the rows of each group, both in 8 bits."""
     left, right = rows_of(left, left_source), rows_of(right, right_source)
     num_groups = groups.sizes.shape[0]
     group = group_of_rows(groups, left.shape[0])
@@ -38,12 +38,12 @@ def quantized_outer_reference(
 
 
 def num_rows(side: jax.Array, source: jax.Array | None) -> int:
-    """How many rows a side has: its own, or those that `source` names."""
+    """Returns the number of rows of a side: its own, or those that `source` names."""
     return (side if source is None else source).shape[0]
 
 
 def rows_of(side: jax.Array, source: jax.Array | None) -> jax.Array:
-    """The rows of a side: its own, or those that `source` names, and zeros where it names none."""
+    """Returns a side's rows, or those that `source` names; indices out of range give zeros."""
     if source is None:
         return side
     known = (source >= 0) & (source < side.shape[0])

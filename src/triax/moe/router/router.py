@@ -1,4 +1,4 @@
-"""`Router`: how a model chooses experts, as one constant, and the checks of what it says."""
+"""`Router`: how a model chooses experts, as a constant; and the checks of its attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "none"]
 GroupScore = Literal["top2", "max"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
-_LARGEST_NORM = 1e30  # whose inverse float32 holds, too
+_LARGEST_NORM = 1e30  # float32 also holds its inverse
 _GROUPS = "num_groups", "top_groups"
 
 
@@ -32,26 +32,27 @@ class Router:
         )
 
     A router holds no arrays, can be hashed, and is static under `jax.jit`, as an argument or closed
-    over. What it must have in common with the logits, `route` checks.
+    over. `route` checks that it fits the logits.
 
     Attributes:
       top_k: experts per token, from 1 to all: those with the best scores, bias included.
-      score: what logits become: "softmax" of all; or of each "sigmoid", "sqrtsoftplus", the square
-        root of the softplus (DeepSeek-V4), or "none", for scores that have been computed already.
+      score: how logits become scores: "softmax" over all experts; or for each logit
+        "sigmoid", "sqrtsoftplus", the square root of the softplus (DeepSeek-V4), or "none" for
+        logits that are scores already.
       num_groups, top_groups: both or neither. The experts are split into `num_groups` equal groups
         of at least two, and a token chooses only from its `top_groups` best.
       group_score: a group's score: "top2", the sum of its two best scores, bias included
         (DeepSeek-V3), or "max", the best (DeepSeek-V2).
-      normalize: whether the weights, which are the scores of those chosen, are divided by their
-        sum. They sum to `scale` however small the scores are: the weights are the softmax of the
-        scores' logarithms. The softmax of only the chosen logits (top-k first, then softmax) is the
-        same. Or a Python number p of at least 1: weights are divided by their p-norm,
-        ``sum(score**p)**(1/p)``, instead (DBRX); 1 is True.
+      normalize: whether the weights, the scores of the chosen experts, are divided by their sum.
+        They sum to `scale` however small the scores are: the weights are the softmax of the scores'
+        logarithms. With "softmax" that is the softmax of only the chosen logits (top-k first, then
+        softmax). Or a Python number p of at least 1: weights are divided by their p-norm instead,
+        ``sum(score**p)**(1/p)`` (DBRX); 1 is True.
       scale: a Python number that the weights are multiplied by.
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
-      ArgumentValueError: an argument is out of range, or one of the two for groups is missing.
+      ArgumentValueError: an argument is out of range, or `num_groups` or `top_groups` is missing.
     """
 
     top_k: int
@@ -83,13 +84,13 @@ class Router:
 
 
 def spec_of(router: Any, num_experts: int) -> RouterSpec:
-    """What a router computes of logits of so many experts.
+    """Returns the spec of a router for logits of `num_experts` experts.
 
-    A scale that comes after a p-norm is not part of it.
+    A scale that is applied after a p-norm is not part of the spec.
 
     Raises:
       ArgumentTypeError: `router` is no `Router`.
-      ArgumentValueError: it chooses more experts than there are, or they make no equal groups.
+      ArgumentValueError: the router chooses more experts than there are, or groups are not equal.
     """
     if not isinstance(router, Router):
         number = isinstance(router, (int, np.integer)) and not isinstance(router, bool)
@@ -116,7 +117,7 @@ def spec_of(router: Any, num_experts: int) -> RouterSpec:
 
 
 def _norm_order(normalize: Any, score: Score) -> bool | float:
-    """The p of the norm that scores are divided by; True is 1, their sum, and False is none."""
+    """Returns the p of the norm that divides scores; 1, their sum, for True; False for none."""
     if isinstance(normalize, (bool, np.bool_)):
         return bool(normalize)
     if not isinstance(normalize, (int, float, np.integer, np.floating)):
@@ -143,9 +144,9 @@ def check_groups(
     num_experts: int | None = None,
     names: tuple[str, str] = _GROUPS,
 ) -> tuple[int, int]:
-    """Returns how many groups there are and how many are chosen from.
+    """Returns the number of groups, and how many of them are chosen.
 
-    Of the experts of logits, where their number is given; then 1, 1 if all groups are chosen from.
+    If `num_experts` is given, both must fit it, and are 1, 1 if all groups are chosen.
     """
     num_groups = arguments.integer(names[0], num_groups, 1)
     top_groups = arguments.integer(names[1], top_groups, 1)
@@ -171,7 +172,7 @@ def check_groups(
 
 
 def check_top_k(name: str, top_k: Any, most: int, grouped: bool = False) -> int:
-    """Returns a number of choices from 1 to `most`."""
+    """Returns `top_k` if it is from 1 to `most`, or raises."""
     top_k = arguments.integer(name, top_k, 1)
     if top_k > most:
         there_are = f"{most} experts of the chosen groups" if grouped else f"{most} experts"
@@ -182,7 +183,7 @@ def check_top_k(name: str, top_k: Any, most: int, grouped: bool = False) -> int:
 
 
 def check_scale(name: str, scale: Any) -> float:
-    """Returns a finite Python number."""
+    """Returns `scale` if it is a finite Python number, or raises."""
     number = isinstance(scale, (int, float, np.integer, np.floating))
     if not number or isinstance(scale, (bool, np.bool_)):
         raise ArgumentTypeError(

@@ -17,8 +17,8 @@ from triax.messages import check_choice as check_choice
 
 MAX_ROWS = 2**31 - 1
 
-Array: TypeAlias = jax.Array | np.ndarray  # what ops take
-AxisName: TypeAlias = str | tuple[str, ...]  # of a mesh
+Array: TypeAlias = jax.Array | np.ndarray  # the arrays that ops accept
+AxisName: TypeAlias = str | tuple[str, ...]  # mesh axes
 
 
 def array(
@@ -31,10 +31,10 @@ def array(
     sizes: Mapping[str, int] | None = None,
     of: str = "",
 ) -> jax.Array:
-    """Returns `value` as a JAX array if its rank is that of `axes` and its dtype is of `kind`.
+    """Returns `value` as a JAX array, or raises if its rank or its dtype's kind is wrong.
 
-    `remedy` is for a dtype that is not, instead of a cast. `sizes` are those of some axes, which
-    `value` must share with `of`.
+    `remedy` replaces the advice to cast a wrong dtype. `sizes` are those of some axes, which `value`
+    must share with `of`.
     """
     if not jax_private.is_array(value):
         instead = "Use jnp.asarray."
@@ -80,7 +80,7 @@ def check_shape(
 
 
 def as_jax(value: Array) -> jax.Array:
-    """A JAX array. Integers that are too wide for the dtype that JAX has become the nearest of it.
+    """Returns a JAX array, with integers clamped to the range of the dtype that JAX gives them.
 
     Without 64-bit types JAX itself keeps the low half: an id of 2**32 + 1 would be expert 1.
     """
@@ -93,7 +93,7 @@ def as_jax(value: Array) -> jax.Array:
 
 
 def transpose_remedy() -> str:
-    """What to do about weights that are right but for the order of their last two axes."""
+    """Returns the hint for weights whose last two axes are swapped."""
     return (
         " It would be right with its last two axes swapped: that is `transpose_weights`, True for "
         "[experts, out, in], as in torch."
@@ -158,7 +158,7 @@ def mesh_axis(axis_name: Any, caller: str) -> tuple[Any, int]:
 
 
 def most_rows(num_pairs: int, num_groups: int, align_size: int) -> int:
-    """The rows of so many pairs, however they are spread over groups padded to `align_size`."""
+    """Returns the most rows that pairs take, spread over groups padded to `align_size`."""
     return (num_pairs + num_groups * (align_size - 1)) // align_size * align_size
 
 
@@ -174,7 +174,7 @@ def rows_of_groups(num_rows: Any, align_size: int) -> int:
 
 
 def as_int32(values: jax.Array) -> jax.Array:
-    """Integers as int32; those that it cannot hold become the nearest, out of range as well."""
+    """Returns integers as int32, clamped, so that numbers out of range stay out of range."""
     if values.dtype.itemsize < 4 or values.dtype == jnp.int32:
         return values.astype(jnp.int32)
     limits = jnp.iinfo(jnp.int32)

@@ -1,4 +1,4 @@
-"""How every kernel of the package is called."""
+"""Launches the package's kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from triax.call import triton_call
 
 
 def launch(kernel: Any, *operands: Any, config: Any = (), **arguments: Any) -> Any:
-    """`triton_call`, under the kernel's name without `_` and `_kernel`.
+    """Calls `triton_call`, under the kernel's name without `_` and `_kernel`.
 
-    `config` is an object, or a tuple of some, whose attributes are the kernel's constexprs, in
-    lower case, and its `num_warps` and `num_stages`. `arguments` take precedence.
+    Attributes of `config`, an object or a tuple of objects, are the kernel's constexprs, in lower
+    case, and its `num_warps` and `num_stages`. `arguments` take precedence.
     """
     names = {name: name.lower() for name in kernel.arg_names if name.isupper()}
     names |= {"num_warps": "num_warps", "num_stages": "num_stages"}

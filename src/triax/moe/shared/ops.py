@@ -1,17 +1,17 @@
-"""Ops: what JAX knows of each, declared once.
+"""Declares ops: JAX's rules for an op follow from one declaration.
 
-The life of a call, from left to right; no station knows those before it:
+The life of a call, from left to right; no layer knows the layers before it:
 
     api ──────────► op ──────────────► launcher ──────► triton_call
     checks and      one primitive,     result types,    the bridge: a kernel
     names           named after it     grid, config     in a program
 
-An `Op` is declared in its folder's `ops.py`: its name, the letters of its shapes, its two ways to
-run (kernels on CUDA, plain JAX elsewhere), its derivative, and which letters may be cut over
-devices. A call binds the op's primitive, whose rules follow from the declaration
-(`triax.sharding.ops`). Lowering keeps one of the two ways, by platform (`implementation`). The op's
-derivative is made of ops and linear functions again, so that derivatives of any order exist,
-forward and reverse.
+An `Op` is declared in its folder's `ops.py`: its name, the letters of its shapes, its two
+implementations (kernels on CUDA, plain JAX elsewhere), its derivative, and which letters may be cut
+over devices. A call binds the op's primitive, whose rules follow from the declaration
+(`triax.sharding.ops`). Lowering keeps one implementation, by platform (`implementation`). An op's
+derivative consists of ops and linear functions, so that derivatives of any order exist, forward and
+reverse.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ Function = Callable[..., Any]
 
 
 class Op:
-    """An op of the package: a function of arrays, and of options that are hashable.
+    """An op of the package: a function of arrays, and of hashable options.
 
     Args:
-      name: in jaxprs, programs and profiles, after "triax_".
-      arguments, results: their `Letters`; arrays whose letters are equal have equal sizes.
+      name: its name in jaxprs, programs and profiles, after "triax_".
+      arguments, results: their `Letters`; equal letters mean equal sizes.
       xla: ``xla(*arguments, **options)`` in plain JAX.
       kernels: ``kernels(*arguments, implementation=…, **options)``, the same by `triton_call`. None
-        for an op composed of others: then `xla` takes `implementation` too.
+        for an op composed of other ops: then `xla` takes `implementation` too.
       derivative: ``derivative(call, arguments, tangents, results)`` returns the results' tangents;
         `call` is the op with its options. Tangents have the structure of the arguments or of the
         results, with None for those that are zero. "xla" differentiates `xla`, for results whose
-        derivatives need no kernel. None is for integers, which have no derivative.
+        derivatives need no kernel. None is for integer results, without derivatives.
       cut: the letters that may be cut over devices. Batches under `jax.vmap` always may.
       part: ``part(call, shard, *arguments)`` runs the op on one device's part: by default
         ``call.run(*arguments)``. It sums over cut letters that no result has.
-      any_bits: whether the kernels only move numbers, and need not know their dtypes.
-      inline: whether it is made of ops that are cut over devices each for itself. Then letters and
-        `cut` are not needed, and its derivative is what it is there for.
-      letters: ``letters(*arguments, **options)`` returns `arguments`, `results` and `cut`, where
-        these depend on a call.
+      any_bits: whether the kernels only move bits, so that the GPU need not support the dtypes.
+      inline: whether the op only adds a derivative to other ops, which are cut over devices one by
+        one. Then letters and `cut` are not needed.
+      letters: ``letters(*arguments, **options)`` returns `arguments`, `results` and `cut`, if
+        these depend on the call.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Op:
         self.derivative, self.inline = derivative, inline
         self.letters = letters or (lambda *_, **__: (self.arguments, results, cut))
         self.primitive = ops.primitive(f"triax_{name}")
-        self._calls = functools.lru_cache(maxsize=1024)(self._call)  # options may be sizes
+        self._calls = functools.lru_cache(maxsize=1024)(self._call)  # bounded: options may be sizes
 
     def __call__(self, *arguments: Any, implementation: str | None, **options: Any) -> Any:
         return self.of(implementation, **options)(*arguments)
 
     def of(self, implementation: str | None, **options: Any) -> Call:
-        """The op with its options: one object for equal ones, so JAX knows what it has compiled."""
+        """Returns the op with options, one object for equal options, so that JAX's caches hit."""
         return self._calls(implementation, **options)
 
     def _call(self, implementation: str | None, **options: Any) -> Call:
@@ -89,7 +89,7 @@ class Call:
     """An op with its options: a function of pytrees of arrays.
 
     Attributes:
-      run: the function without its rules, for a part of the arrays.
+      run: the implementation without JAX's rules, for one device's part.
     """
 
     def __init__(self, op: Op, implementation: str | None, options: dict[str, Any]):
@@ -102,7 +102,7 @@ class Call:
             )
 
     def like(self, op: Op | None = None, **options: Any) -> Call:
-        """This op, or another one, with the same implementation and options but for those given."""
+        """Returns the call of this op, or another one, with some options replaced."""
         return (op or self.op).of(self.implementation, **{**self.options, **options})
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class Call:
         mesh = None if inline else explicit.explicit_mesh(leaves)
         traced = mesh is not None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         if (inline or self.op.derivative is None) and not traced:
-            return self.run(*arguments)  # one program, where the primitive is one for each step
+            return self.run(*arguments)  # one program; binding would run one per step
         return ops.bind(
             self.op.primitive,
             repr(self),
@@ -133,7 +133,7 @@ class Call:
     def _rule(
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Flat results and their tangents."""
+        """Returns flat results and their tangents."""
         arguments, moving = tree.unflatten(primals), tree.unflatten(tangents)
         derivative = self.op.derivative
         if derivative == "xla":

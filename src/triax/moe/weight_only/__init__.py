@@ -1,1 +1,1 @@
-"""Few 16-bit rows times weights of 8 or 4 bits, where reading the weights is what takes time."""
+"""Multiplies few 16-bit rows by 8- or 4-bit weights, where reading the weights dominates."""

@@ -1,4 +1,4 @@
-"""How the kernel for few rows is cut into programs; of 8 bits as measured on an H200."""
+"""Chooses how the kernel for few rows is cut into programs; for 8 bits as measured on an H200."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from triax.architectures import Architecture
 from triax.moe.shared import blocks
 
 MOST_ROWS = 256
-"""Of a group on average. With more, weights are widened before, and then read by every row tile."""
+"""Mean rows per group above which weights are widened first, and reread by every row tile."""
 _MOST_OF_NARROW = 8
 _BARRIERS_AND_SCALES = 4096
 LEAST_SCALED = 64
-"""Of the depth, which are renumbered together, and have one scale."""
+"""The depth that is reordered together, and must share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsConfig:
-    """One program computes `block_rows` × `block_columns`, `block_depth` of the sum at a time.
+    """A program computes `block_rows` × `block_columns`, in steps of `block_depth`.
 
-    `permuted` is whether the weights are the left operand of Hopper's tensor cores, which take 64
-    of its rows or more; of the others' right operands, 8. A multiprocessor runs `programs` at once.
+    With `permuted` the weights are the left operand of Hopper's tensor cores, which needs 64 rows;
+    the right operand needs 8. A multiprocessor runs `programs` programs at once.
     """
 
     block_rows: int
@@ -33,7 +33,7 @@ class FewRowsConfig:
 
     @property
     def flatten(self) -> bool:
-        """Whether the loops over tiles and depth are one; Hopper's need sums that begin at zero."""
+        """Whether to flatten the loops over tiles and depth; on Hopper sums must begin at zero."""
         return not self.permuted
 
     @classmethod
@@ -45,8 +45,7 @@ class FewRowsConfig:
         depth: int,
         scaled: int | None,
     ) -> FewRowsConfig:
-        """The config for groups of so many rows on average; `scaled` is of how much of the depth a
-        scale is, if not of all."""
+        """Returns the config for 8-bit weights; `scaled` is the depth of a scale, if not all."""
         width = blocks.power_of_two(columns)
         if not architecture.multiplies_from_shared:
             deep = max(32, min(128, blocks.power_of_two(depth), scaled or 128))
@@ -56,7 +55,7 @@ class FewRowsConfig:
             deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
             return cls(16, max(16, min(128, width)), deep, 3, False)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
-        if scaled is not None:  # a block's sum is kept beside that of all
+        if scaled is not None:  # a block's sum is kept beside the total
             return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
         return cls(rows, max(64, min(256, width)), LEAST_SCALED, 4, True, num_warps)
 
@@ -69,9 +68,9 @@ class FewRowsConfig:
         depth: int,
         scaled: int | None,
     ) -> FewRowsConfig:
-        """The same for weights of 4 bits; `scaled` is None where scales are powers of two, too.
+        """Returns the config for 4-bit weights; `scaled` is also None if scales are powers of two.
 
-        As the registers of programs and their sums allow.
+        Blocks are limited by the registers of programs and their accumulators.
         """
         width = max(64, min(128, blocks.power_of_two(columns)))
         deep = 64 if depth <= 64 or (scaled is not None and scaled % 128) else 128
@@ -89,10 +88,10 @@ class FewRowsConfig:
     def _that_fits(
         cls, architecture: Architecture, rows: int, columns: int, depth: int, *, packed: bool
     ) -> FewRowsConfig:
-        """For tensor cores that multiply what is in registers, with as many stages as fit.
+        """Returns a config for tensor cores that read registers, with as many stages as fit.
 
-        A stage has a block of rows in 16 bits and one of weights. Those of 4 bits pass through
-        shared memory once more, widened.
+        A stage has a block of 16-bit rows and a block of weights. 4-bit weights pass through shared
+        memory once more after they are widened.
         """
         widened = 2 * columns * depth if packed else 0
         loaded = depth * (2 * rows + (columns // 2 if packed else columns))
@@ -101,5 +100,5 @@ class FewRowsConfig:
 
 
 def _rows(rows_per_group: int) -> int:
-    """Rows of a tile where weights are widened in registers: few groups are twice the average."""
+    """Returns a tile's rows, for weights widened in registers: few groups exceed twice the mean."""
     return max(16, min(64, blocks.power_of_two(2 * rows_per_group)))

@@ -1,18 +1,18 @@
-"""The kernel for few rows of bfloat16 times 8- or 4-bit weights, which go through registers once.
+"""The kernel for few bfloat16 rows times 8- or 4-bit weights, which go through registers once.
 
-They are [groups, columns, depth], of which a byte may hold two. Rows and tiles are as in the
-kernels of ragged_dot, and so is `_GROUP_END`, by which the hardware reads no rows past a group's
-end.
+Weights are [groups, columns, depth]; a byte may hold two of them. Rows and tiles are as in the
+kernels of ragged_dot, and so is `_GROUP_END`, with which the hardware reads no rows past the end
+of a group.
 
-A sum may be taken in any order; the depth is taken in one in which each thread has what it needs.
-With WORDS, the first and the third of four weights are widened by the same instructions, and so are
-the others. For PERMUTED the weights are the left operand of Hopper's tensor cores, from
-registers, where a thread holds other numbers than the 16 in a row that it loads from shared memory.
-So each 4 or 64 of the depth are renumbered, in the weights here and in the rows before. Columns
-of packed weights are in `_order`, by which each thread has loaded what it multiplies.
+Sums may be taken in any order, so the depth is reordered until each thread has what it multiplies.
+With WORDS the same instructions widen the first and the third of four weights, and then the second
+and the fourth. With PERMUTED the weights are the left operand of Hopper's tensor cores, from
+registers; that operand's threads hold other numbers than the 16 in a row that each thread loads
+from shared memory. So each 4 or 64 of the depth are reordered, in the weights here and in the rows
+before. Columns of packed weights are in `_order`: each thread multiplies the columns it has loaded.
 
-Of 4 bits a word has 8, of which S and S + 4 are widened by the same instructions. Scales that are
-powers of two, and zeros, are applied to the widened weights, which is exact.
+A 32-bit word packs eight 4-bit weights; lanes S and S + 4 convert together. Scales that are powers
+of two, and zeros, are applied to the widened weights, which is exact.
 """
 
 import triton
@@ -20,20 +20,20 @@ import triton.language as tl
 
 from triax.moe.grouped_matmul.kernels import _GROUP_END, _tile
 
-# The bits of e4m3, put where bfloat16 has them, are 2**-120 times the number; those of NaN would be
-# 480. Of 4 bits times 9 / 8, all numbers but this fit between 2**119 and 2**128.
+# The bits of e4m3, in the places of bfloat16's, are 2**-120 times the number; those of NaN are 480.
+# Times 9 / 8, which is exact, and 2**119, only 480 exceeds 2**128 and becomes infinite.
 _FIRST = tl.constexpr(9 / 8 * 2.0**120)
 _UP = tl.constexpr(2.0**119)
 _DOWN = tl.constexpr(2.0**-119)
-# The bits of e2m1, put where bfloat16 has them, are 2**-126 times the number.
+# The bits of e2m1, in the places of bfloat16's, are 2**-126 times the number.
 _UP_E2M1 = tl.constexpr(2.0**126)
 _ALL = tl.constexpr(1 << 30)  # a block that is as deep as the weights
-_POWER_DEPTH = tl.constexpr(32)  # blocks with scales that are powers of two are multiples of it
+_POWER_DEPTH = tl.constexpr(32)  # divides the depth of blocks with power-of-two scales
 
 
 @triton.jit
 def _pair(words):
-    """The lower and the upper halves of words, as bfloat16."""
+    """Returns the lower and the upper halves of words, as bfloat16."""
     low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, high
@@ -41,14 +41,14 @@ def _pair(words):
 
 @triton.jit
 def _constant(value: tl.constexpr):
-    # By float32, because Triton makes zeros of small ones in bfloat16.
+    # By float32, because Triton turns small bfloat16 constants into zeros.
     return tl.cast(value, tl.float32).to(tl.bfloat16)
 
 
 @triton.jit
 def _every_other(words, base, E4M3: tl.constexpr):
-    """The bytes 0 and 2 of words, as bfloat16. Those of E4M3 are 9 / 8 times as large, and infinite
-    where they are not a number. `base` is twice the bits of 128."""
+    """Returns bytes 0 and 2 of words, as bfloat16. E4M3 numbers become 9 / 8 times as large, and
+    infinite if they are NaN. `base` holds the bits of 128 twice."""
     if E4M3:
         low, high = _pair(((words << 4) & 0x07F007F0) | ((words << 8) & -0x7FFF8000))
         low *= _constant(_FIRST)
@@ -56,7 +56,7 @@ def _every_other(words, base, E4M3: tl.constexpr):
         low *= _constant(_UP)
         high *= _constant(_UP)
         return low * _constant(_DOWN), high * _constant(_DOWN)
-    else:  # 128 and the lowest 7 bits, less 128 or, for what is negative, 256
+    else:  # 128 plus the lowest 7 bits, minus 128, or 256 for negative numbers
         low, high = _pair((words & 0x007F007F) | base)
         less_low, less_high = _pair((words & 0x00800080) | base)
         return low - less_low, high - less_high
@@ -64,9 +64,9 @@ def _every_other(words, base, E4M3: tl.constexpr):
 
 @triton.jit
 def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """Weights in bfloat16, in the order 0, 2, 1, 3 of each four."""
+    """Widens weights to bfloat16, in the order 0, 2, 1, 3 of each four."""
     E4M3: tl.constexpr = w.dtype == tl.float8e4nv
-    # Compilers find that a word of four bytes was there from the beginning.
+    # Compilers find that the four bytes were a word from the beginning.
     even, odd = w.to(tl.uint8, bitcast=True).reshape(ROWS, DEPTH // 4, 2, 2).split()
     zero, two = even.to(tl.int32).split()
     one, three = odd.to(tl.int32).split()
@@ -78,7 +78,7 @@ def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr):
-    """The numbers S and S + 4 in words, as bfloat16, less `zeros` and times `powers`."""
+    """Returns lanes S and S + 4 of words as bfloat16, minus `zeros` and times `powers`."""
     if E2M1:
         size = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
         low, high = _pair((size & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000))
@@ -88,7 +88,7 @@ def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexp
         low, high = _pair(((words >> (4 * S)) & 0x000F000F) ^ base)
         low -= 136.0
         high -= 136.0
-    # After a constant, by which compilers find that two are one register.
+    # Applied after a constant, so that compilers find that a pair is one register.
     if zeros is not None:
         low -= zeros
         high -= zeros
@@ -100,9 +100,9 @@ def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexp
 
 @triton.jit
 def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """Numbers of 4 bits in bfloat16, in the order of the left operand of tensor cores."""
+    """Unpacks 4-bit numbers to bfloat16, in the order of tensor cores' left operand."""
     WORDS: tl.constexpr = DEPTH // 8
-    LOADED: tl.constexpr = min(WORDS // 4, 4)  # by a thread at once
+    LOADED: tl.constexpr = min(WORDS // 4, 4)  # words per thread and load
     even, odd = w.reshape(ROWS, WORDS, 2, 2).split()
     zero, two = even.to(tl.int32).split()
     one, three = odd.to(tl.int32).split()
@@ -118,10 +118,10 @@ def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DE
 
 @triton.jit
 def _order(COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """Which column of a block each row of a permuted left operand is.
+    """Returns the column of a block for each row of a permuted left operand.
 
-    Warps load 8 columns each, in turn, and multiply 16: the 8 that follow, and those of a second
-    turn.
+    Each warp loads 8 columns, in turn, and then 8 more in a second turn. It multiplies these 16
+    columns together.
     """
     n = tl.arange(0, COLUMNS)
     turn, warp = n // 8 % 2, n // 16 % WARPS
@@ -130,14 +130,14 @@ def _order(COLUMNS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _ordered(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr):
-    """Weights [COLUMNS, DEPTH] in the order of `_order`."""
+    """Permutes weights [COLUMNS, DEPTH] to the order of `_order`."""
     w = w.reshape(COLUMNS // (16 * WARPS), 2, WARPS, 8, DEPTH)
     return w.permute(0, 2, 1, 3, 4).reshape(COLUMNS, DEPTH)
 
 
 @triton.jit
 def _powers_of_two(codes):
-    """Powers whose exponents are codes less 127, in bfloat16; NaN for 255."""
+    """Returns 2**(codes - 127) in bfloat16; NaN for 255."""
     bits = codes.to(tl.int16) << 7
     # 2**-127 is subnormal.
     bits = tl.where((codes == 0) | (codes == 255), bits | 64, bits)
@@ -146,7 +146,7 @@ def _powers_of_two(codes):
 
 @triton.jit
 def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
-    """What each part of the depth has one of, for each word of it."""
+    """Repeats the value of each part of the depth for each word of the part."""
     shape: tl.constexpr = (COLUMNS, parts.shape[1], WORDS // parts.shape[1])
     return tl.broadcast_to(parts[:, :, None], shape).reshape(COLUMNS, WORDS)
 
@@ -155,7 +155,7 @@ def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
 def _of_parts(
     at, known, start, depth, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What blocks of BLOCK of the depth have one of, for PARTS parts of PART each."""
+    """Loads the values of blocks, BLOCK deep, for PARTS parts of the depth, PART each."""
     starts = start + PART * tl.arange(0, PARTS)
     return tl.load(
         at[:, None] + starts[None, :] // BLOCK,
@@ -177,7 +177,7 @@ def _scales(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
 ):
-    """The scales of a block of columns, [COLUMNS] or [1]; None is for all of a dimension."""
+    """Loads the scales of a block of columns, [COLUMNS] or [1]; None is a whole dimension."""
     if SCALE_COLUMNS is None:
         return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
     else:
@@ -222,7 +222,7 @@ def _few_rows_kernel(
     num_tiles = num_row_tiles * num_column_tiles
     E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
     IN_A_BYTE: tl.constexpr = 1 if PACKED is None else 2
-    # Whether sums of blocks are scaled; and parts of the depth that have one power or one zero.
+    # IN_SUM: sums of blocks are scaled. PART: the depth that shares a power and a zero.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
     PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
@@ -231,7 +231,7 @@ def _few_rows_kernel(
         order = _order(BLOCK_COLUMNS, WARPS)
     else:
         order = tl.arange(0, BLOCK_COLUMNS)
-    # An instruction takes one constant, so compilers must not know that this is another.
+    # An instruction takes one constant, so compilers must not know that `base` is one too.
     base = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
     base = tl.where(base < 0, 0, 0x43004300 if PACKED is None else 0x43084308)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -245,7 +245,7 @@ def _few_rows_kernel(
             known = columns < num_columns
             at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
             at *= tl.cdiv(depth, BLOCK)
-            # Each is loaded while the weights before are multiplied.
+            # Loaded while the previous weights are multiplied.
             if POWERS:
                 codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
             if zeros_ptr is not None:
@@ -330,7 +330,7 @@ def _few_rows_kernel(
         at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(at, total.to(DTYPE), mask=inside[:, None] & known[None, :])
 
-    # The rows before and past the groups.
+    # Zeros for rows before and past the groups.
     before = tl.cdiv(first_row, BLOCK_ROWS)
     num_empty = (before + tl.cdiv(num_rows - last_row, BLOCK_ROWS)) * num_column_tiles
     for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):

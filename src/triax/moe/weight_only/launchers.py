@@ -1,4 +1,4 @@
-"""The launch of the kernel for few rows."""
+"""Launches the kernel for few rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _POWER_DEPTH = 32  # as in the kernels
 def suit_few_rows(
     target: Target, rows_per_group: int, x: Parts, w: Parts, options: Options
 ) -> bool:
-    """Whether the kernel is for rows and for weights whose depth lies innermost."""
+    """Whether the kernel supports rows `x` and weights `w`, whose depth is innermost."""
     out = jax.ShapeDtypeStruct((len(x.values), w.values.shape[1]), options.dtype)
     addressed = (x.values, w.values) if w.packed else (x.values, w.values, out)
     if (
@@ -42,13 +42,13 @@ def suit_few_rows(
     if not w.packed:
         is_widened = w.values.dtype in (jnp.float8_e4m3fn, jnp.int8)
         return is_widened and (w.deep is None or w.deep >= LEAST_SCALED)
-    if w.zeros is not None and w.zeros.dtype != jnp.int8:  # bfloat16 may not hold them
+    if w.zeros is not None and w.zeros.dtype != jnp.int8:  # may not fit bfloat16
         return False
     return w.deep is None or w.deep % (_POWER_DEPTH if _powers(w) else LEAST_SCALED) == 0
 
 
 def _powers(w: Parts) -> bool:
-    """Whether scales are powers of two, which multiply packed numbers while they are unpacked."""
+    """Whether scales are powers of two, which multiply packed numbers during unpacking."""
     return w.packed is not None and w.scales is not None and w.scales.dtype == E8M0
 
 
@@ -64,7 +64,7 @@ def few_rows(
     options: Options,
     implementation: KernelImplementation | None,
 ) -> jax.Array:
-    """Each row of bfloat16 times its group's weights [groups, columns, depth]; zeros elsewhere."""
+    """Multiplies bfloat16 rows by weights [groups, columns, depth]; zeros outside groups."""
     from triax.moe.weight_only.kernels import _few_rows_kernel
 
     rows, weights, powers = x.values, w.values, _powers(w)
@@ -80,7 +80,7 @@ def few_rows(
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
     block_depth = config.block_depth * stored_depth // depth
-    # Triton widens int8 as fast, but not into the left operand.
+    # Triton widens int8 equally fast, but not into the left operand.
     words = config.permuted or weights.dtype != jnp.int8
     if w.packed:
         rows = _renumbered_packed(rows, config.block_depth)
@@ -113,7 +113,7 @@ def few_rows(
 
 
 def _renumbered(rows: jax.Array, permuted: bool) -> jax.Array:
-    """Rows [rows, depth], their depth in the order of the kernel; zeros fill the last block."""
+    """Reorders the depth of rows as the kernel does; zeros fill the last block."""
     num_rows, depth = rows.shape
     if not permuted:
         return rows.reshape(num_rows, -1, 2, 2).swapaxes(2, 3).reshape(num_rows, -1)
@@ -122,7 +122,7 @@ def _renumbered(rows: jax.Array, permuted: bool) -> jax.Array:
 
 
 def _renumbered_packed(rows: jax.Array, block_depth: int) -> jax.Array:
-    """The same for packed weights, of which a thread loads 32 or 16 at once."""
+    """Reorders the depth of rows for packed weights, of which a thread loads 32 or 16 at once."""
     num_rows, depth = rows.shape
     rows = jnp.pad(rows, ((0, 0), (0, -depth % block_depth)))
     rows = rows.reshape(num_rows, -1, 4, min(block_depth // 32, 4), 2, 4)
