@@ -357,6 +357,7 @@ def test_what_has_no_derivative(recipe):
         ({"rows_gradient": "cols"}, "`rows_gradient` must be"),
         ({"weight_gradient": "blocks"}, "`weight_gradient` must be one of 'rows', None.* span exp"),
         ({"gradient_dtype": "int8"}, "`gradient_dtype` must be"),
+        ({"fast_sums": "no"}, "`fast_sums` must be"),
     ],
 )
 def test_mistakes(recipe, match):

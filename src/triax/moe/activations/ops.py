@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from triax.errors import DifferentiationError
 from triax.moe.activations import launchers, reference
 from triax.moe.activations.reference import GluSpec
-from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.sharding import linear
 from triax.sharding.splits import Shard
 
@@ -49,8 +48,9 @@ def _sum_over_width(call: Call, shard: Shard, *arguments: Any) -> Any:
     return d_gate, d_up, d_row_weights, out
 
 
-def _no_derivative(*_: Any) -> NoReturn:
-    raise DifferentiationError("glu in 8 bits has no derivative: quantize is not differentiable.")
+_no_derivative = not_differentiable(
+    "glu in 8 bits has no derivative: quantize is not differentiable."
+)
 
 
 def _letters(results: tuple[str | None, ...], cut: str) -> Any:

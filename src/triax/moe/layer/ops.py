@@ -7,19 +7,18 @@ the first product's gradients, to lower peak memory.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.errors import DifferentiationError
 from triax.moe.activations.api import glu, glu_gradients, quantized_glu
 from triax.moe.layer.experts import Matrix
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import DTYPES
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
-from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.moe.shared.order import after
 from triax.sharding import linear
 
@@ -212,11 +211,10 @@ def _linear(
     return linear.call(_refuse, once, primals, moving, out)
 
 
-def _refuse(*_: Any) -> NoReturn:
-    raise DifferentiationError(
-        "With `recipe` a layer has gradients, but no forward mode and no second derivatives: "
-        "rounding to 8 bits has none. Leave `recipe` out where you need them."
-    )
+_refuse = not_differentiable(
+    "With `recipe` a layer has gradients, but no forward mode and no second derivatives: rounding "
+    "to 8 bits has none. Leave `recipe` out where you need them."
+)
 
 
 @jax.custom_jvp

@@ -36,6 +36,7 @@ class Recipe:
         rows are cut over devices, for each device too.
 
     Raises:
+      ArgumentTypeError: `fast_sums` is not a bool.
       ArgumentValueError: an argument is not one of its choices.
     """
 
@@ -51,6 +52,7 @@ class Recipe:
         remedy = " Blocks of 128 rows would span experts."
         messages.check_choice("weight_gradient", self.weight_gradient, ("rows", None), remedy)
         messages.check_choice("gradient_dtype", self.gradient_dtype, DTYPES)
+        messages.check_bool(fast_sums=self.fast_sums)
 
 
 def resolve(recipe: Any, x: Any, of: str = "x") -> Recipe | None:

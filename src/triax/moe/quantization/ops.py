@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import string
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
-from triax.errors import DifferentiationError
 from triax.moe.quantization import launchers, reference
 from triax.moe.quantization.packing import PACKED
 from triax.moe.quantization.scaled import swapped
-from triax.moe.shared.ops import Op
+from triax.moe.shared.ops import Op, not_differentiable
 
-
-def _derivative(*_: Any) -> NoReturn:
-    raise DifferentiationError(
-        "quantize is not differentiable; wrap its input in stop_gradient: "
-        "quantize(jax.lax.stop_gradient(x), …), even if you stop the gradient of its result. To "
-        "pass gradients straight through, let y = quantize(jax.lax.stop_gradient(x), …)"
-        ".dequantize(), and use x + jax.lax.stop_gradient(y - x)."
-    )
+_derivative = not_differentiable(
+    "quantize is not differentiable; wrap its input in stop_gradient: "
+    "quantize(jax.lax.stop_gradient(x), …), even if you stop the gradient of its result. To "
+    "pass gradients straight through, let y = quantize(jax.lax.stop_gradient(x), …)"
+    ".dequantize(), and use x + jax.lax.stop_gradient(y - x)."
+)
 
 
 def _letters(

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
-from triax.errors import DifferentiationError
 from triax.moe.grouped_matmul.ops import groups_of_part, letters_of_groups
 from triax.moe.quantized_outer import launchers, reference
-from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.sharding.splits import Shard
 
-
-def _derivative(*_: Any) -> NoReturn:
-    raise DifferentiationError(
-        "A gradient of weights from 8-bit operands has no derivative. For second derivatives leave "
-        "`recipe.weight_gradient` None."
-    )
+_derivative = not_differentiable(
+    "A gradient of weights from 8-bit operands has no derivative. For second derivatives leave "
+    "`recipe` out."
+)
 
 
 def _part(

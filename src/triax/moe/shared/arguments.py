@@ -33,8 +33,8 @@ def array(
 ) -> jax.Array:
     """Returns `value` as a JAX array, or raises if its rank or its dtype's kind is wrong.
 
-    `remedy` replaces the advice to cast a wrong dtype. `sizes` are those of some axes, which `value`
-    must share with `of`.
+    `remedy` replaces the advice to cast a wrong dtype. `sizes` are the sizes of some axes, which
+    `value` must share with another argument, `of`.
     """
     if not jax_private.is_array(value):
         instead = "Use jnp.asarray."

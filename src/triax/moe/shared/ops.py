@@ -18,15 +18,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 
+from triax.errors import DifferentiationError
 from triax.moe.shared import implementation as implementations
 from triax.sharding import explicit, linear, ops
 from triax.sharding.splits import Letters, Split
 
 Function = Callable[..., Any]
+
+
+def not_differentiable(why: str) -> Function:
+    """Returns the `derivative` of an op that has none: it raises an error that says why."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise DifferentiationError(why)
+
+    return refuse
 
 
 class Op:
