@@ -125,6 +125,8 @@ class Spec:
             total = np.where(total == 0, 1, total)
         weights = taken / total * self.scale
         lost = TINY * (1 + abs(self.scale)) * (taken != 0)
+        if order > 1:  # scores are first divided by their sum, which is up to top_k of their norms
+            lost *= self.top_k
         result = Near(weights, off * U32 * abs(weights) + lost)
         # The derivative of each score's logarithm, but for the sum that softmax divides by.
         small = 1 / (1 + np.exp(x))
