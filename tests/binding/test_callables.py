@@ -94,8 +94,8 @@ def test_a_value_that_is_set_further_in(inside):
     outer = triton.heuristics({"EVEN": lambda args: args["n"] % args["BLOCK"] == 0})(inner)
     with pytest.raises(
         KeyError,
-        match=r"^The heuristic for `EVEN` of kernel 'kernel' reads `BLOCK`, which a decorator "
-        r"further in sets, after it\. Put `@triton\.heuristics` next to `@triton\.jit`, below that "
+        match=r"^The heuristic for `EVEN` of kernel 'kernel' reads `BLOCK`, which an inner "
+        r"decorator sets only later\. Put `@triton\.heuristics` next to `@triton\.jit`, below that "
         r"decorator\. It may read n, out_ptr, x_ptr\.$",
     ):
         call(outer)

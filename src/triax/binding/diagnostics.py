@@ -23,7 +23,7 @@ def hint(launch: Launch, error: BaseException | None) -> str:
             "can be written."
         )
     text = ""
-    while error is not None:  # without the source in Triton's errors, where any word may occur
+    while error is not None:  # not the source that Triton's errors quote: it has any word
         text += f"{type(error).__name__}: {getattr(error, 'error_message', error)}\n"
         error = error.__cause__
     leaves = [(f"`{name}`", leaf) for name, leaf in launch.named_leaves]
@@ -82,7 +82,7 @@ def failure(launch: Launch, error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> list[str]:
-    """A line for each cause of an error whose text the errors before it do not contain."""
+    """A line for each cause of an error, unless its text is in an error before."""
     said, lines = str(error), []
     while (cause := error.__cause__) is not None:
         if (text := str(cause).strip()) not in said:

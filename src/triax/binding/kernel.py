@@ -155,7 +155,7 @@ class Kernel:
         return tuple(p for p in self.parameters if p.number)
 
     def values_set_by_stages(self, begin: int = 0) -> frozenset[str]:
-        """The names that configs and heuristics set, from stage `begin` on."""
+        """The names that configs and heuristics set in stage `begin` and the stages inside it."""
         found: set[str] = set()
         for stage in self.stages[begin:]:
             found.update(getattr(stage, "values", ()))
@@ -234,7 +234,7 @@ _MOST_VIEWS = 1024
 
 @dataclasses.dataclass
 class _Branch:
-    """One path through the decorators: `values` are set by stages, `keywords` are all so far."""
+    """One path through the decorators. Stages set `values`; `keywords` adds the caller's own."""
 
     keywords: dict[str, Any]
     values: dict[str, Any]
@@ -254,7 +254,7 @@ class _Branch:
             target[name] = given.get(name, value)
         keywords = {**self.keywords, **values}
         hook = None
-        if config.pre_hook is not None:  # it does not see values that heuristics add later
+        if config.pre_hook is not None:  # a hook does not see values that heuristics add later
             hook = Hook(config.pre_hook, {**keywords, **options})
         return _Branch(keywords, values, options, hook)
 
@@ -301,7 +301,7 @@ class MetaParameters(dict[str, Any]):
     """The dictionary that a grid, heuristic or hook receives: the arguments of a call by name.
 
     Keys that are read are added to `read`; iterating reads all keys. The names in `set_later` are
-    missing because a decorator further in sets them.
+    missing because an inner decorator sets them later.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class MetaParameters(dict[str, Any]):
         why = "the call does not have." + ("" if meant.startswith(" Known: ") else meant)
         if key in self._set_later:
             why = (
-                "a decorator further in sets, after it. Put `@triton.heuristics` next to "
+                "an inner decorator sets only later. Put `@triton.heuristics` next to "
                 "`@triton.jit`, below that decorator."
             )
         where = self._reader[:1].upper() + self._reader[1:]
@@ -348,7 +348,7 @@ def _set_by(config: Any) -> str:
 
 
 def _refuse_hooks(name: str, tuner: Any) -> None:
-    """Refuses hooks of `@triton.autotune` itself: they run around timing that Triax replaces."""
+    """Refuses hooks of `@triton.autotune` itself: they wrap timing that Triax replaces."""
     names = [n for n in ("pre_hook", "post_hook") if getattr(tuner, f"user_defined_{n}", False)]
     if names:
         given = ", ".join(f"@triton.autotune({name}=…)" for name in names)
@@ -370,8 +370,8 @@ def _prune(
     """Applies `prune_configs_by` to a list of configs, as `@triton.autotune` documents it."""
     configs = list(configs)
     if tuner.early_config_prune is not None:
-        # Triton passes positional arguments as a dictionary and keywords as keywords; which of the
-        # two a runtime argument was is not known here, so it is passed as both.
+        # Triton passes positional arguments in a dictionary, and keyword arguments by name. How the
+        # caller passed a runtime argument is not known here, so it is passed in both ways.
         named = {**arguments, **keywords}
         where = f"the `early_config_prune` of kernel {kernel!r}"
         how = "the configs, the arguments in a dictionary, and the same by name (**kwargs)"

@@ -1,6 +1,6 @@
 """Guesses from a kernel's source which parameters are numbers, for error messages.
 
-A parameter without a value is an output, so a message can name the number that a call forgot.
+If a call forgets a number, its parameter becomes an output; then a message can name the number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TAKE_ADDRESSES = re.compile(r"load|store|atomic_\w+|advance|\w*make_(block_ptr|
 def numbers(function: Any, names: Sequence[str]) -> list[str]:
     """The parameters among `names` that a jitted function uses as numbers, not as addresses.
 
-    A parameter that the source does not settle, such as one that only a helper uses, is left out.
+    A parameter is left out if the source does not show its use, as when only a helper uses it.
     """
     try:
         nodes = [*ast.walk(parse(function.src))]
@@ -41,7 +41,7 @@ def numbers(function: Any, names: Sequence[str]) -> list[str]:
             case ast.Call(called, args, keywords):
                 given = [*args, *(keyword.value for keyword in keywords)]
                 if _TAKE_ADDRESSES.fullmatch(ast.unparse(called).rpartition(".")[2]):
-                    # In tl.load the first argument; `load` of a descriptor is its method.
+                    # The address is the first argument, or the descriptor whose method this is.
                     given = [*given[:1], *([called.value] if hasattr(called, "value") else ())]
                 elif _is_of_the_language(called, function.fn):
                     given = [value for value in given if isinstance(value, ast.Tuple | ast.List)]
@@ -59,7 +59,7 @@ def numbers(function: Any, names: Sequence[str]) -> list[str]:
 
 
 def _terms(*nodes: ast.AST | None) -> set[str]:
-    """The names that may be pointers if the nodes are, leaving out factors and comparisons."""
+    """The names through which an expression may be a pointer: none in products or comparisons."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.Name):

@@ -104,9 +104,9 @@ def result_aval(
 
 
 def no_vmapped_axes() -> AbstractContextManager[Any]:
-    """A context in which all explicit mesh axes may be used, also those that `vmap` took.
+    """A context in which all explicit mesh axes may be used, also the axes that `vmap` hides.
 
-    `vmap` takes the axes that cut a batch, and JAX hides them from the mapped function.
+    Under `vmap` JAX hides the axes over which the batch is cut from the mapped function.
     """
     taken = getattr(_core.get_axis_env(), "explicit_mesh_axis_names", None)
     if not taken:
@@ -139,7 +139,7 @@ def ffi_batching_rule(primitive: Any, args: Any, dims: Any, **params: Any) -> An
 
 
 def lowering_platforms(ctx: Any) -> tuple[str, ...]:
-    """Returns the platforms that a rule is lowered for; several only while exporting."""
+    """Returns the platforms that a primitive is lowered for; several only while exporting."""
     return tuple(ctx.platforms or ctx.module_context.platforms)
 
 
@@ -159,11 +159,11 @@ def _count(platform: str | None) -> int:
 
 
 def require_devices(primitive: Any, platform: str | None = "cuda") -> None:
-    """Makes JAX lower programs with this primitive for known devices, if `platform` has several.
+    """Makes JAX name its devices to the lowering of this primitive, if `platform` has several.
 
-    Otherwise JAX lowers a program of one device once for all devices, and names none. This is
-    requested when the primitive is bound, and only where it matters, because JAX does not lower
-    such programs for an `AbstractMesh`.
+    Otherwise JAX lowers a program for one device only once for all devices, and names none. Callers
+    ask for it when they bind the primitive, and only with several devices, because JAX does not
+    lower such programs for an `AbstractMesh`.
     """
     # Counting devices must not start a backend.
     if _xla_bridge.backends_are_initialized() and _count(platform) > 1:

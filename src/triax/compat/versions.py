@@ -26,10 +26,10 @@ __version__ = "0.2.0"
 class Gate:
     """A feature and the first versions that have it.
 
-    `stable` is the first release, None if no release has the feature. `nightly` is the
-    first nightly, if that differs: a nightly is named after the next release and ranks
-    below it (0.9.2.dev20260317 < 0.9.2), although it may have changes that the release,
-    cut from an older commit, does not have.
+    `stable` is the first release with the feature, None if no release has it. `nightly` is
+    the first nightly with it, if versions do not tell: a nightly ranks below the release it
+    is named after (0.9.2.dev20260317 < 0.9.2), but may have changes that this release, cut
+    from an older commit, lacks.
     """
 
     feature: str
@@ -180,7 +180,7 @@ def choose_target(version: str, *, autotuned_at_run_time: bool) -> Target:
     return Target(LEGACY_TARGET, api_version=2)
 
 
-# The first PTX ISA that knows an architecture, where 8.6 does not. Triton writes the newest
+# For architectures that PTX ISA 8.6 lacks, the first ISA that has them. Triton writes the newest
 # PTX that its own ptxas knows (9.4 for Triton 3.9), but the ptxas that jaxlib calls may stop at
 # 9.0 and refuse it. Every ptxas since CUDA 12.7 and every Triton since 3.5 reads 8.6.
 _PTX_ISA = {103: 88, 110: 90, 120: 87, 121: 88}

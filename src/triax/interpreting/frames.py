@@ -43,7 +43,7 @@ def raise_as_text(error: Exception) -> NoReturn:
     code = _raise.__code__
     if trace is not None:
         last = traceback.extract_tb(trace)[-1]
-        line = (last.lineno or 5) - 4  # the `def` is four lines above the last line that runs
+        line = (last.lineno or 5) - 4  # `_raise` ends four lines below its `def`
         code = code.replace(co_filename=last.filename, co_name=last.name, co_firstlineno=line)
     raised = queue.SimpleQueue[Exception]()
     _thread.start_new_thread(types.FunctionType(code, {}), (said, raised.put))

@@ -42,7 +42,7 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """Returns ``x * y + z``, rounded once, in the type of the arguments."""
     if x.dtype.itemsize > 4:
         return _fma64(x, y, z).astype(x.dtype)
-    # float64 holds the product exactly; a sum rounded to odd then rounds to the right neighbour.
+    # float64 holds the product exactly. The sum is rounded to odd: rounding it again is correct.
     product, z64 = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
     total = product + z64
     part = total - product

@@ -19,9 +19,9 @@ class Explanation:
     """One Triton call of a program.
 
     `config` and `grid` hold one entry per config handed to XLA: one, unless tuning mode is
-    "runtime". `source` says where the choice came from; `timings` has every candidate's
-    median in milliseconds, if measured, on a call that moved `measured_bytes`. `key`
-    names the choice's record in the store, and ends in the bytes that this call moves.
+    "runtime". `source` says where the choice came from. `timings` has every candidate's
+    median in milliseconds, if known: measured on a call that moved `measured_bytes` bytes. `key`
+    names the choice's record in the store; it ends in the number of bytes that this call moves.
     `aliases` pairs operands and results of the custom call named `target`; `entry` is the
     kernel's name in profiles, and `ptx` its code, for each config.
     """

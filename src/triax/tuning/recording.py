@@ -112,8 +112,8 @@ def record() -> Iterator[Records]:
         records.save("tuned")
 
     A call gets its config when its program is lowered: programs compiled before the block are not
-    lowered again. Calls of all threads count. Configs without timings (only configs, first
-    configs, configs that another process of a job chose) are left out.
+    lowered again. Calls of all threads count. Configs without timings are left out: a call's only
+    config, a first config taken unmeasured, and the choice of another process of a job.
 
     Returns:
       A context manager that gives `Records`.

@@ -1,6 +1,6 @@
 """The kernels of glu: an activation, gated or not, times each row's weight; also in 8 bits.
 
-Gate and up are the halves of one array's rows, or interleaved in them, or two arrays.
+Gate and up are the halves of each row of one array, or alternate in its rows, or are two arrays.
 """
 
 import triton
@@ -38,7 +38,7 @@ def _curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def _clipped(gate, up, LIMIT: tl.constexpr):
-    """Clips gate and up; also returns where each is not clipped. A NaN is not clipped."""
+    """Clips gate and up; also returns where each of the two is kept. A NaN is kept."""
     gate_kept = ~(gate > LIMIT)
     up_kept = ~(tl.abs(up) > LIMIT)
     gate = tl.where(gate_kept, gate, LIMIT)
@@ -59,7 +59,7 @@ def _load(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Loads float32 blocks of gate and up from column `first` on; both are equal if not GATED."""
+    """Loads float32 blocks of gate and up from column `first` on; if not GATED, up is gate."""
     inside = (rows < num_rows)[:, None]
     row = rows.to(tl.int64)[:, None]
     columns = first + tl.arange(0, COLUMNS)[None, :]
@@ -114,7 +114,7 @@ def _glu(
 
 @triton.jit
 def _place(rows, num_rows, first, width, COLUMNS: tl.constexpr):
-    """Returns the offsets of a block of the result, and the mask of its elements that exist."""
+    """Returns the offsets of a block of the result, and where its elements exist."""
     columns = first + tl.arange(0, COLUMNS)[None, :]
     mask = (rows < num_rows)[:, None] & (columns < width)
     return rows.to(tl.int64)[:, None] * width + columns, mask
@@ -180,8 +180,8 @@ def _quantized_glu_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # Programs take whole rows, with a scale for each. They compute the result twice, the second
-    # time from operands in the cache: for the largest value, and to round it.
+    # A program takes whole rows, each with a scale. It computes the result twice: first to find the
+    # largest values, and then, from operands in the cache, to round the result.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
     largest = _largest_of_glu(
@@ -251,7 +251,7 @@ def _largest_of_glu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Returns the largest absolute value in each row of the result."""
+    """Returns the size of the largest number in each row of the result."""
     dtype: tl.constexpr = operands[0].dtype.element_ty
     found = tl.zeros([ROWS, COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32)
     for first in range(0, operands[4], COLUMNS):
@@ -295,7 +295,7 @@ def _glu_grad_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     # Programs take whole rows, so that one program sums the gradient of a row's weight. With AGAIN
-    # the result is computed too: it overwrites `gradient`, and the gradients their operands.
+    # the result is computed too: it overwrites `gradient`, and gradients overwrite gate and up.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     row = rows.to(tl.int64)[:, None]
@@ -335,7 +335,7 @@ def _glu_grad_kernel(
             gradient *= weight
             out *= weight
         if AGAIN:
-            tl.debug_barrier()  # threads that share an element have read it
+            tl.debug_barrier()  # until all threads have read the element
             tl.store(gradient_ptr + row * width + columns, out.to(dtype), mask=mask)
         d_gate = gradient * slope
         if GATED:

@@ -47,17 +47,17 @@ def dispatch(
 
         @jax.shard_map(mesh=mesh, in_specs=(P("x"), P("x"), P("x"), P("x")), out_specs=P("x"))
         def layer(x, logits, w_up, w_down):
-            weights, experts = moe.route(logits, top_k=8)
+            weights, experts = moe.route(logits, moe.Router(8))
             sent = moe.dispatch(x, weights, experts, num_experts=256, axis_name="x")
             h = jax.nn.silu(moe.ragged_dot(sent.rows, w_up, sent.group_sizes))
             y = moe.ragged_dot(h, w_down, sent.group_sizes)
             return moe.combine(y, sent.plan, weights=sent.weights)
 
-    To be called inside `jax.shard_map` over `axis_name`. Device d of the axis' D holds the experts
+    Call it inside `jax.shard_map` over `axis_name`. Of the axis' D devices, device d holds experts
     from ``d * num_experts // D`` on. Rows of one expert keep the order of devices, tokens and
     slots: the result is that of one device with all tokens, if nothing is dropped.
 
-    No count leaves the devices, and no shape depends on one. Gradients go the same way back.
+    The host reads no counts, and no shape depends on one. Gradients travel the same way back.
 
     There are two schemes. "token": a token goes once to each device that holds one of its experts,
     is copied there, and comes back as one row. "choice": each pair of token and expert is a
@@ -75,19 +75,19 @@ def dispatch(
 
     Args:
       x: [tokens, hidden], this device's tokens, any dtype that `permute` takes, or a `ScaledArray`
-        with scales for each token: half the bytes of bfloat16 travel, and `rows` is one too.
+        with scales for each token: half of bfloat16's bytes travel; `rows` is a `ScaledArray` too.
       weights: float [tokens, top_k], the router's weights.
       experts: integer [tokens, top_k], of all `num_experts`; ids out of range mean "not routed".
       num_experts: the number of experts on all devices, a multiple of the axis' size.
-      axis_name: the mesh axis, or a tuple of them.
-      capacity: the most tokens that a device sends to any one device; None for all of them. The
-        others are dropped for that device, last tokens first. In "padded" it bounds what is
-        exchanged. In scheme "choice" it counts pairs of token and expert, for each expert and
-        sending device.
+      axis_name: the mesh axis, or a tuple of axes.
+      capacity: the most tokens that a device sends to any one device; None for no limit. Tokens
+        past it, the device's last ones, are not sent to that device. Exchange "padded" moves room
+        for `capacity` tokens. In scheme "choice" it counts pairs of token and expert, for each
+        expert and sending device.
       num_rows: the rows made on each device; pairs that do not fit are dropped. None for enough
-        for the worst case, in which all tokens choose experts of one device:
+        rows in the worst case, in which all tokens choose experts of one device:
         ``D * capacity * top_k`` (in scheme "choice" ``D * capacity * num_experts // D``, if that is
-        less), and room to align. Times of matmuls do not depend on it.
+        less), and rows to align groups. The time of matmuls does not depend on it.
       align_size: each group of rows is padded to a multiple of this.
       scales: [tokens, scales], sent along: the scales of quantised tokens.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
@@ -146,7 +146,7 @@ def combine(
         y = moe.combine(rows, sent.plan, weights=sent.weights)  # [tokens, hidden]
         y = moe.combine(rows, sent.plan, weights=None)  # `moe.glu` has applied sent.weights already
 
-    The inverse of `dispatch`, to be called inside the same `shard_map`. A device sums the rows of
+    The inverse of `dispatch`: call it inside the same `shard_map`. A device sums the rows of
     its experts for each received token, in float32 or wider, and rounds the sum once to the dtype
     of `rows`; the token's device sums the returned rows in the same way.
 
@@ -198,12 +198,12 @@ def combine(
         return unpermute(back(rows), sent, **how)
     if weights is not None:
         weights = home(weights[:, None], ways, plan.axis_name)[:, 0]
-    # The rows of the gradient are the caller's, and zero past the groups.
+    # The gradient has the caller's rows, with zeros past the groups.
     return _weighted_sum(back(rows), sent, weights, **how)
 
 
 def _exchange_dtype(dtype: Any, rows: jax.Array) -> str:
-    """The name of an 8-bit float, for rows that can be rounded to it."""
+    """Returns the name of an 8-bit float dtype; raises if `rows` cannot be rounded to it."""
     name = arguments.dtype("exchange_dtype", dtype, DTYPES[:2], ", or None for that of `rows`").name
     if rows.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ArgumentTypeError(

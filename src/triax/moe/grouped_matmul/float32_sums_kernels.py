@@ -1,9 +1,9 @@
 """ragged_dot of 8-bit floats with float32 accumulators, for Hopper, in Gluon.
 
-Tensor cores multiply 128 of the depth; products get scales of blocks, if any, and are accumulated.
+Tensor cores multiply 128 of the depth; products are scaled, if their block has scales, and added.
 In Triton's own language all warps wait for a product before they add it, and tensor cores idle.
-Here two warp groups take half of a tile's rows each and wait only for their own products, so one
-multiplies while the other adds. One more warp loads. `_ragged_dot_kernel` computes the same bits.
+Here each of two warp groups takes half of a tile's rows and waits only for its own products, so one
+multiplies while the other adds. Another warp loads. `_ragged_dot_kernel` computes the same bits.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from triax.moe.grouped_matmul.kernels import _tile as _tile_of_triton
 
-# Renamed in Triton 3.9.
+# Triton 3.9 renamed the function.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 _tile = gluon.jit(_tile_of_triton.fn)
@@ -57,7 +57,7 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
     STAGES: gl.constexpr = buffers[0].type.shape[0]
     ROWS: gl.constexpr = buffers[0].type.shape[1]
     COLUMNS: gl.constexpr = buffers[1].type.shape[1]
-    DEPTH: gl.constexpr = buffers[1].type.shape[2]  # of a block
+    DEPTH: gl.constexpr = buffers[1].type.shape[2]  # the depth of a block
     full, empty = barriers
     tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr = pointers
     num_rows, depth, num_columns = sizes
@@ -78,7 +78,7 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
         row += PART * OWN
-        # Rows past the group's end take its last row's scale: they are not stored.
+        # Rows past the group's end take the scale of its last row; they are not stored.
         which = gl.minimum(row + gl.arange(0, OWN, gl.SliceLayout(1, layout)), end - 1)
         left = zeros
         right = zeros
@@ -162,8 +162,8 @@ def _ragged_dot_float32_sums_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    # There are as many programs as the GPU runs at once. Weights are viewed as rows of all groups:
-    # columns past a group's last belong to the next group, and are not stored.
+    # There are as many programs as the GPU runs at once. `weights` has all groups' columns in one
+    # dimension: past a group's last column the next group's follow, whose results are not stored.
     x = gl.allocate_shared_memory(rows.dtype, [STAGES, BLOCK_ROWS, BLOCK_DEPTH], rows.layout)
     w = gl.allocate_shared_memory(
         weights.dtype, [STAGES, BLOCK_COLUMNS, BLOCK_DEPTH], weights.layout

@@ -16,8 +16,8 @@ from triax.moe.grouped_matmul.kernels import (
 def _num_steps(
     bounds_ptr, per_group, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr
 ):
-    """Returns the steps of all tiles of this program. A group has `per_group` tiles, each with
-    STEPS steps for each ROWS of the group's rows, and at least one."""
+    """Returns the number of steps of this program's tiles. A group has `per_group` tiles; a tile
+    takes STEPS steps for each ROWS of the group's rows, and at least one step."""
     found = tl.zeros([256], tl.int32)
     for first in range(0, NUM_GROUPS, 256):
         groups = first + tl.arange(0, 256)
@@ -45,7 +45,7 @@ def _store_outer(
     RIGHT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Stores a block of a group's left × right by halves, which need half the shared memory."""
+    """Stores a block of a group's left × right in two halves: half the shared memory is enough."""
     HALF: tl.constexpr = RIGHT // 2
     near, far = _halves(block, LEFT, RIGHT)
     if TMA:
@@ -76,7 +76,7 @@ def _group_outer_kernel(
 ):
     # There are as many programs as the GPU runs at once, or one per tile of a group's left × right
     # columns. One loop runs over the steps of all tiles of a program, so that a tile is stored
-    # while the next one loads; Triton's own flattening needs tiles with equally many steps. Load
+    # while the next tile loads; Triton's own flattening needs tiles with equally many steps. Load
     # addresses change only right before the loads: otherwise Triton could not run loads ahead of
     # products. A tile's rows are summed in order.
     left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
@@ -128,7 +128,7 @@ def _group_sum_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     # A program takes a part of a group's rows and some columns. It sums the rows, each times its
-    # weight; and, in the same read, it multiplies each row by the group's bias in these columns.
+    # weight. With a bias it also computes each row's product with the bias, from the same read.
     column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     part = (tl.program_id(0) // column_blocks).to(tl.int64)
     block_of_columns = tl.program_id(0) % column_blocks

@@ -1,23 +1,23 @@
 """The kernels of ragged_dot: rows times the weights of their group.
 
-`_ragged_dot_schedule_kernel` cuts groups into row tiles, and combines these into sets.
-`_ragged_dot_kernel` takes tiles of rows × columns from this schedule. Group sizes are clipped as
-they are read, so that no sizes, however wrong, lead out of bounds. Result rows before the first
-group, which need not begin at row 0, are zero, and so are rows past the last group.
+`_ragged_dot_schedule_kernel` cuts groups into row tiles, and combines row tiles into sets.
+`_ragged_dot_kernel` takes tiles of rows × columns from this schedule. Group sizes are clipped when
+they are read, so that no sizes, however wrong, lead out of bounds. The first group need not begin
+at row 0. Result rows before the first group and past the last group are zero.
 
-With TMA operands are descriptors, otherwise pointers. A descriptor's bounds are those of the whole
-array, but a group's rows end between other rows. `_GROUP_END` makes the hardware stop there: the
-descriptor has two row dimensions of the same stride. The first is indexed by the group's end; the
-second index reaches its bound, `_GROUP_END`, exactly at the group's end. A further dimension,
-indexed by `_GROUP_END`, subtracts the excess by wrapping the address around. Loads past the end
-give zeros, and stores do nothing.
+With TMA, operands are descriptors, otherwise pointers. The hardware stops at the end of the array,
+but must stop at the end of a group. So descriptors by `bounded_by_group` have three dimensions for
+rows. With G = `_GROUP_END`, row r of a group that ends at E has the indices [G, E, G - (E - r)].
+The last of them has the bound G, which it reaches at r = E: from there on loads give zeros, and
+stores do nothing. The last two indices, with the stride of a row, lead to row G + r; the first
+leads back by G rows, as its large stride makes the address wrap around.
 """
 
 import triton
 import triton.language as tl
 
 _GROUP_END = tl.constexpr(1 << 30)
-_MOST_OF_SET = tl.constexpr(64)  # exceeds the row tiles of a set
+_MOST_OF_SET = tl.constexpr(64)  # more than the row tiles of any set
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -33,8 +33,8 @@ def _ragged_dot_schedule_kernel(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    # One program per group. It sums the groups before its own, and writes its tiles, in sets of
-    # ROW_TILES. A group's last set may have fewer: tiles of other groups do not share its weights.
+    # One program per group. It sums rows and tiles of the groups before it, and writes its tiles in
+    # sets of ROW_TILES. The tiles of a set share weights, so a group's last set may be smaller.
     group = tl.program_id(0)
     first_row = 0
     if first_row_ptr is not None:
@@ -82,9 +82,9 @@ def _ragged_dot_schedule_kernel(
 def _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS: tl.constexpr):
     """Returns the group, first row, group's end and column tile of a tile of rows × columns.
 
-    Tiles cover all rows of a set before the next columns, so that weights stay in L2.
+    All row tiles of a set come before the next column tile, so that weights stay in L2.
     """
-    # A set has a record for each of its row tiles; only `place` differs.
+    # The records of a set's row tiles differ only in `place`: the index in the set, and its size.
     row_tile = tile // num_column_tiles
     record = tiles_ptr + 4 * (1 + row_tile)
     group = tl.load(record)
@@ -98,7 +98,7 @@ def _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES: tl.constexpr):
-    """Returns a row and a column tile; ROW_TILES neighbours share columns, to keep them in L2."""
+    """Returns a tile's row and column tile; ROW_TILES tiles in a row share columns, kept in L2."""
     per_set = ROW_TILES * num_column_tiles
     first = tile // per_set * ROW_TILES
     row_tiles = tl.minimum(num_row_tiles - first, ROW_TILES)
@@ -107,7 +107,7 @@ def _ordered(tile, num_row_tiles, num_column_tiles, ROW_TILES: tl.constexpr):
 
 @triton.jit
 def _load_block(pointer, row, end, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Loads a block of a row-major array, with zeros from row `end` and past the last column."""
+    """Loads a block of a row-major array, zeros from row `end` on and past the last column."""
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
     mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
@@ -147,7 +147,7 @@ def _halves(block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _row_scales(pointer, row, end, depth, start, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads the scales of a block of rows: of whole rows, or of the BLOCK of depth at `start`."""
+    """Loads the scales of some rows: of whole rows, or of the BLOCK of depth at `start`."""
     which = row + tl.arange(0, ROWS)
     at = pointer + which
     if BLOCK is not None:
@@ -169,7 +169,7 @@ def _column_scales(
     TRANSPOSED: tl.constexpr,
 ):
     """Loads the scales of a block of a group's columns, [COLUMNS] or [1]: of the whole depth, or of
-    the BLOCK_DEPTH at `start`. BLOCK_COLUMNS share a scale, or all of a group's columns if None."""
+    the BLOCK_DEPTH at `start`. BLOCK_COLUMNS columns share a scale; None: all of a group's do."""
     if BLOCK_COLUMNS is None:
         at = pointer + group + tl.zeros([1], tl.int32)
         mask = tl.full([1], True, tl.int1)
@@ -203,10 +203,10 @@ def _bias(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Loads the left and right half of a block of a group's bias, and its rows' weights or a one.
+    """Loads both halves of a block of a group's bias, and the weights of the block's rows, or [1].
 
-    If an array has fewer elements than a program has threads, each thread loads its own elements.
-    Elements of larger arrays pass between threads, and all wait before the next product begins.
+    If elements do not outnumber a program's threads, each thread loads the elements that it needs.
+    Otherwise elements pass between threads, and all wait for that before the next product begins.
     """
     which = column + tl.arange(0, HALF)
     at = pointer + group.to(tl.int64) * num_columns + which
@@ -244,8 +244,8 @@ def _ragged_dot_kernel(
     WEIGHT_COLUMNS: tl.constexpr,
     WEIGHT_DEPTH: tl.constexpr,
 ):
-    # There are as many programs as the GPU runs at once, or one per tile. The loops over tiles and
-    # depth are flattened, so that a tile is stored while the next one loads.
+    # There are as many programs as the GPU runs at once, or one per tile. With TMA the loops over
+    # tiles and depth are flattened into one, so that a tile is stored while the next tile loads.
     num_row_tiles = tl.load(tiles_ptr)
     last_row = tl.load(tiles_ptr + 1)
     first_row = tl.load(tiles_ptr + 2)
@@ -282,7 +282,7 @@ def _ragged_dot_kernel(
                 total = tl.dot(
                     x, w, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
                 )
-            else:  # scales of blocks along the depth, loaded while tensor cores multiply
+            else:  # blocks of the depth have scales, which load while tensor cores multiply
                 scale = tl.full([1, 1], 1.0, tl.float32)
                 if ROW_BLOCK is not None:
                     scale = _row_scales(
@@ -329,7 +329,7 @@ def _ragged_dot_kernel(
                 None,
                 TRANSPOSED,
             )[None, :]
-        # Stored by halves, which need half the shared memory.
+        # Stored in two halves, one after the other, for which half the shared memory is enough.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)
         if bias_ptr is not None:
             weight = bias_weight.to(tl.float32)[:, None]

@@ -33,15 +33,15 @@ from triax.moe.weight_only.launchers import few_rows, suit_few_rows
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
-# Rows that a program of a bias's gradients reads at a time, and about how many in all, as measured
-# on an H200.
+# The rows that a program reads at once for the gradients of a bias, and about how many it reads in
+# all, as measured on an H200.
 _SUM_ROWS, _ROWS_OF_PART = 32, 1024
 
 
 def ragged_dot(
     rows: Any, weights: Any, *others: Any, transposed: bool, options: Options, **how: Any
 ) -> jax.Array:
-    """Multiplies each row by the weights of its group, maybe transposed; other rows are zero."""
+    """Multiplies each row by its group's weights, maybe transposed; zeros outside groups."""
     axis = 1 if transposed and not isinstance(weights, ScaledArray) else 2
     out_type = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[axis]), stored(options.dtype))
     how |= {"options": dataclasses.replace(options, dtype=out_type.dtype), "transposed": transposed}

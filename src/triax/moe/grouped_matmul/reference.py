@@ -26,9 +26,9 @@ _MOST_ROWS = 128  # rows of a tile
 
 
 def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> jax.Array:
-    """Multiplies each row by the weights of its group, maybe transposed; other rows are zero."""
+    """Multiplies each row by its group's weights, maybe transposed; zeros outside groups."""
     multiply = functools.partial(_ragged_dot, transposed=transposed, options=options)
-    # Sequential under vmap, because group sizes and so the numbers of tiles differ.
+    # Sequential under vmap, because group sizes, and so the numbers of tiles, differ.
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
 
 
@@ -46,7 +46,7 @@ def _ragged_dot(
     x, w = map(scaled.parts, (rows, weights))
     if w.packed:
         w = Parts(widened(weights, rows.dtype))
-    elif x.deep or w.deep:  # scaled values are floats
+    elif x.deep or w.deep:  # blocks of the depth are scaled before the product, as floats
         wider = at_least_float32(options.dtype)
         x, w = (
             Parts(widened(of, wider))
@@ -117,7 +117,7 @@ def spread_bias_reference(
     num_rows: int,
     implementation: Any = None,
 ) -> jax.Array:
-    """Returns each row's bias, times its weight: [rows, columns]; zeros outside groups."""
+    """Returns each row's bias times the row's weight: [rows, columns]; zeros outside groups."""
     wider = _sum_dtype(bias.dtype, dtype)
     group = group_of_rows(groups, num_rows)
     rows = _rows_of(bias, group, weights, wider)
@@ -222,7 +222,7 @@ def first_row(groups: Groups, num_rows: int) -> jax.Array | int:
 
 
 def group_ends(groups: Groups, num_rows: int) -> jax.Array:
-    """Returns where groups end; negative sizes are empty, and no group passes the last row."""
+    """Returns where groups end, at most `num_rows`; groups of negative size are empty."""
     sizes = jnp.clip(groups.sizes, 0, num_rows)
     if groups.first_row is None:
         return running_sum(sizes, num_rows)
@@ -231,7 +231,7 @@ def group_ends(groups: Groups, num_rows: int) -> jax.Array:
 
 
 def group_of_rows(groups: Groups, num_rows: int) -> jax.Array:
-    """Returns the group of each row; the number of groups for rows outside of all."""
+    """Returns the group of each row; for rows outside of all groups, the number of groups."""
     rows = jnp.arange(num_rows, dtype=jnp.int32)
     group = _group_of(rows, group_ends(groups, num_rows))
     if groups.first_row is None:
@@ -253,7 +253,7 @@ def _sum_dtype(operand: Any, result: Any) -> jnp.dtype:
 
 
 def _widened(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Casts small operands to a dtype that holds them, and that every platform multiplies."""
+    """Casts integers to `dtype`, and 8-bit floats to bfloat16, which every platform multiplies."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array.astype(dtype)
     return array.astype(jnp.bfloat16) if array.dtype.itemsize == 1 else array

@@ -19,7 +19,7 @@ IMPRECISE = 128
 products the sum is promoted to float32."""
 
 ROWS, ROW_TILES = 128, 8
-"""The rows of a tile, and the row tiles of a set, if groups have many rows: see `DotConfig`."""
+"""The rows of a tile and the row tiles of a set, where groups have many rows: see `DotConfig`."""
 
 # The kernels' `_GROUP_END`, a bound that is never reached, and the number of addresses.
 _GROUP_END = 1 << 30
@@ -36,8 +36,8 @@ def schedule(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns row tiles, and the bounds of groups [2, groups + 1], in rows and in tiles.
 
-    Header [num_tiles, end, start, unused], then per tile (group, first row of set, group end,
-    packed position). A set has up to `row_tiles` tiles of a group.
+    Row tiles begin with [num_tiles, last group's end, first group's start, unused]. A tile has
+    [group, set's first row, group's end, place in its set]; a set has up to `row_tiles` tiles.
     """
     from triax.moe.grouped_matmul.kernels import _ragged_dot_schedule_kernel
 
@@ -68,7 +68,7 @@ def group_bounds(
 ) -> jax.Array:
     """Returns the bounds of groups [2, groups + 1], in rows and in tiles of `ROWS`.
 
-    They come from the schedule of products with many rows, so that a program launches it once.
+    They come from the schedule for groups with many rows, so that a program launches it once.
     """
     return schedule(groups, num_rows, ROWS, implementation, ROW_TILES)[1]
 

@@ -44,9 +44,9 @@ def feed_forward(
 ) -> FeedForward:
     """Runs each token through its best experts, and sums their outputs.
 
-        router = moe.Router(8, normalize=True)
+        logits, router = x @ w_router, moe.Router(8, normalize=True)
         experts = moe.Experts(w_gate_up, w_down)
-        out = moe.feed_forward(x, x @ w_router, experts, router)
+        out = moe.feed_forward(x, logits, experts, router)
         out.tokens  # [tokens, hidden]
         loss = task_loss + 0.01 * moe.load_balancing_loss(logits, out.group_counts)
 
@@ -60,15 +60,15 @@ def feed_forward(
     and rounded once, and so is the sum over a token's experts. Each gradient has the dtype of its
     argument.
 
-    Residuals are the arguments, the routing and the first matmul's result, and with `axis_name`
-    the received tokens. The backward pass recomputes permuted rows and activations. All of them
+    The backward pass keeps the arguments, the routing and the first matmul's result, and with
+    `axis_name` the received tokens too. It recomputes permuted rows and activations. All of these
     carry their ops' names for `jax.checkpoint`.
 
     Args:
       x: float [tokens, hidden], 16 bits or more. It may have more leading dimensions; routing and
-        results then have them too, and so may logits.
+        results then have them too, and so may the logits.
       logits_or_routing: the router's logits, float [tokens, experts], usually from a matmul in
-        float32; or a `Routing`, from `route` or of your own, without `router`, `bias` and
+        float32; or a `Routing`, from `route` or your own, which takes no `router`, `bias` or
         `expert_scale`.
       experts: the weights, in the dtype of `x`, their biases and activation.
       router: how logits choose and weigh experts.
@@ -146,7 +146,7 @@ def feed_forward(
 
 
 def _flattened(x: Any, choice: Any) -> tuple[tuple[int, ...], jax.Array, Any]:
-    """Returns the leading dimensions of `x`; and `x` and `choice` with these flattened to one."""
+    """Returns the leading dimensions of `x`, and `x` and `choice` with one leading dimension."""
     lead = x.shape[:-1] if jax_private.is_array(x) else ()
     if len(lead) > 1:
         if {getattr(array, "shape", ())[:-1] for array in jax.tree.leaves(choice)} == {lead}:
@@ -162,7 +162,7 @@ def _flat(array: Any) -> jax.Array:
 
 
 def _check_keep(keep: Any) -> tuple[str, ...]:
-    """Returns the names in `keep`, checked, in the order of `KEPT`."""
+    """Checks the names in `keep`, and returns them in the order of `KEPT`."""
     if isinstance(keep, str) or not isinstance(keep, Sequence):
         known = " and ".join(f'"{name}"' for name in parts.KEPT)
         raise ArgumentTypeError(

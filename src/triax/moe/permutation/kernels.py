@@ -1,6 +1,6 @@
 """The kernels of permute and unpermute.
 
-`_permute_kernel` reads each token once and writes it to its rows. `_unpermute_kernel` sums
+`_permute_kernel` reads each token once, and writes it to all its rows. `_unpermute_kernel` sums
 the rows of each token. `_unpermute_grad_kernel` is the gradient of the weighted sum.
 Every index from a plan is checked against the bounds of its array before it is used: a slot whose
 row does not exist was dropped. Offsets are 64-bit, because rows times width exceeds 2**31 in
@@ -14,20 +14,20 @@ slots that each token must visit.
 import triton
 import triton.language as tl
 
-# Triton does not specialise on these, so that a new size compiles nothing.
+# Triton does not specialise on these arguments, so that a new size compiles nothing.
 _SIZES = ["num_tokens", "num_rows", "num_experts", "num_padded", "num_zeroing"]
 
 
 @triton.jit
 def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
-    """Loads the 64-bit rows of several tokens' slots, and whether each row exists."""
+    """Loads the rows of several tokens' slots, in 64 bits, and whether each row exists."""
     row = tl.load(row_of_ptr + token * TOP_K + slot, mask=inside, other=-1)
     return row.to(tl.int64), (row >= 0) & (row < num_rows)
 
 
 @triton.jit
 def _load_num_slots(num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Loads the number of slots that each token visits; also returns the largest."""
+    """Loads the number of slots that each token visits; also returns the largest number."""
     if num_slots_ptr is None:
         num_slots = tl.full([BLOCK_TOKENS], TOP_K, tl.int32)
         most = TOP_K
@@ -42,7 +42,7 @@ def _zero_other_slots(
     weights_ptr, token, num_slots, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr
 ):
     """Writes zeros to the slots that tokens do not visit."""
-    # In Triton 3.5 the program computes `max` of constants, so it cannot be a block's size.
+    # Not by `max`, which Triton 3.5 computes at run time: its result cannot be a block's size.
     block: tl.constexpr = 256 // BLOCK_TOKENS if BLOCK_TOKENS < 32 else 8
     zeros = tl.zeros([BLOCK_TOKENS, block], weights_ptr.dtype.element_ty)
     for first in range(0, TOP_K, block):
@@ -295,7 +295,7 @@ def _unpermute_grad_kernel(
                 visits = inside & (slot < num_slots)
                 row, exists = _load_rows(row_of_ptr, token, slot, visits, num_rows, TOP_K)
                 d_weight = tl.zeros([BLOCK_TOKENS], d_weights_ptr.dtype.element_ty)
-                # Skipped without rows, because the sum over the width would cost as much.
+                # Skipped if no token has a row: the sum over the width costs as much without rows.
                 if tl.max(exists.to(tl.int32), 0) > 0:
                     weight = tl.load(weights_ptr + token * TOP_K + slot, mask=exists, other=0.0)
                     products = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
@@ -309,7 +309,7 @@ def _unpermute_grad_kernel(
                             gradient = gradient.to(wider)
                         at = row[:, None] * WIDTH + column[None, :]
                         values = tl.load(rows_ptr + at, mask=mask, other=0.0).to(wider)
-                        # Unused gradients may be NaN, and 0 times NaN is not 0.
+                        # Where the mask is False, gradients may be NaN, and 0 times NaN is NaN.
                         products += tl.where(mask, values * gradient, 0.0)
                         d_row = weight.to(wider)[:, None] * gradient
                         tl.store(d_rows_ptr + at, d_row.to(d_rows_ptr.dtype.element_ty), mask=mask)

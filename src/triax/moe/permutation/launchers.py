@@ -51,7 +51,7 @@ def permute(
             if scales is None
             else jax.ShapeDtypeStruct((num_rows, num_scales), words[2].dtype),
         ),
-        # The first programs move the tokens. The last ones share the rows without a token, whose
+        # The first programs move the tokens. The last programs zero the rows without a token, whose
         # number only the device knows.
         grid=-(-num_tokens // config.block_tokens) * width_blocks + num_zeroing,
         config=config,
@@ -100,8 +100,8 @@ def unpermute(
             if row_weights is None
             else jax.ShapeDtypeStruct((num_tokens, top_k), row_weights.dtype),
         ),
-        # Exactly the blocks that hold elements, but at least one along the width, because weights
-        # come back even if rows have no elements.
+        # One program per block of elements. Along the width there is at least one, because weights
+        # are returned even if the width is 0.
         grid=-(-num_tokens // config.block_tokens) * width_blocks,
         config=config,
         implementation=implementation,
@@ -140,7 +140,7 @@ def unpermute_grad(
             jax.ShapeDtypeStruct((num_tokens, top_k), stored(weights.dtype)),
         ),
         # The first programs take whole tokens, to sum over the width in a fixed order. The last
-        # ones share the rows without a token.
+        # programs zero the rows without a token.
         grid=-(-num_tokens // config.block_tokens) + num_zeroing,
         config=config,
         implementation=implementation,
@@ -154,7 +154,7 @@ def unpermute_grad(
 
 
 def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
-    """Returns the operands for the plan's arrays and sizes of the kernels that write rows."""
+    """Returns the plan's arrays and sizes, as operands of the kernels that write rows."""
     num_experts = routes.group_sizes.shape[0]
     return (
         routes.row_of,
@@ -170,6 +170,6 @@ def _plan_operands(routes: Routes, num_zeroing: int) -> tuple[Any, ...]:
 
 
 def _num_zeroing(routes: Routes, config: MoveConfig) -> int:
-    """Returns the number of programs that share the rows without a token."""
+    """Returns the number of programs that zero the rows without a token."""
     blocks = -(-routes.num_rows // config.block_tokens)
     return min(blocks, configs.MAX_ZEROING_PROGRAMS)

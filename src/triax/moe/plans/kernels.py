@@ -5,16 +5,16 @@ expert, plus the number of earlier pairs with the same expert. Three kernels fin
 `_count_pairs_kernel` cuts the pairs into blocks, and blocks into parts, and writes for each
 part how many earlier pairs of its block name each expert; `_scan_counts_kernel` does the
 same for the blocks; `_place_pairs_kernel` adds both counts and the earlier pairs of the part.
-For few pairs `_place_few_pairs_kernel` does all of it: each program reads every pair.
+For few pairs `_place_few_pairs_kernel` does all three steps: each program reads every pair.
 `_select_experts_kernel` first turns a mask into expert ids.
-A mask whose every expert is kept needs no ids: `_count_mask_kernel` counts the tokens of each
+A mask that keeps all of its experts needs no ids: `_count_mask_kernel` counts the tokens of each
 expert by blocks, and `_place_mask_kernel` gives the experts of a token their rows.
 """
 
 import triton
 import triton.language as tl
 
-# Triton does not specialise on these, so that a new size compiles nothing.
+# Triton does not specialise on these arguments, so that a new size compiles nothing.
 _SIZES = (
     "num_tokens num_experts num_pairs num_blocks num_rows top_k capacity align_size "
     "pairs_per_block parts_per_block"
@@ -98,7 +98,7 @@ def _lay_out_groups(count, end_before, num_rows, capacity, align_size):
 def _store_rows(
     row_of_ptr, expert_of_ptr, pair, inside, selected, routed, start, rank, num_rows, capacity
 ):
-    """Stores the row and the expert of each pair, -1 for none."""
+    """Stores the row and the expert of each pair, -1 if the pair has none."""
     # Not `start + rank < num_rows`: the sum may pass 2**31.
     placed = routed & (rank < capacity) & (rank < num_rows - start)
     tl.store(row_of_ptr + pair, tl.where(placed, start + rank, -1), mask=inside)
@@ -145,7 +145,7 @@ def _scan_counts_kernel(
     BLOCK_BLOCKS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
 ):
-    # In place, each count becomes the sum of the same expert's counts in earlier blocks.
+    # Each count is replaced by the sum of the same expert's counts in earlier blocks.
     expert = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     known = expert < num_experts
     total = tl.zeros([BLOCK_EXPERTS], tl.int32)
@@ -161,13 +161,13 @@ def _scan_counts_kernel(
 
 @triton.jit
 def _rank_in_part(local, PART: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
-    """Counts the earlier lanes with the same number; numbers are less than `BLOCK_EXPERTS`."""
-    # One comparison instead of two: keys of equal numbers are less than PART apart, keys of
-    # unequal ones at least PART + 1; in unsigned arithmetic, gaps below zero are large.
+    """Counts, for each lane, earlier lanes with the same number, less than `BLOCK_EXPERTS`."""
+    # One comparison instead of two: the keys of equal numbers are less than PART apart, and the
+    # keys of unequal numbers at least PART + 1. Unsigned, a negative gap is a large number.
     tl.static_assert(2 * PART * BLOCK_EXPERTS < 2**31)
     key = local * (2 * PART) + tl.arange(0, PART)
     gap = (key[None, :] - key[:, None] - 1).to(tl.uint32, bitcast=True)
-    # Summed along the first axis, so that a thread adds up its own comparisons.
+    # Summed along the first axis, so that each thread adds up only its own comparisons.
     return tl.sum((gap < PART - 1).to(tl.int32), 0)
 
 

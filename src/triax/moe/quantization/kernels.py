@@ -11,7 +11,7 @@ _INFINITY = tl.constexpr(0x7F800000)  # the bits of float32 infinity
 
 @triton.jit
 def _sizes(x):
-    """Returns the bits of floats without signs, which are ordered like magnitudes: their sizes."""
+    """Returns the sizes of floats: their bits without the sign, ordered like magnitudes."""
     if x.dtype.primitive_bitwidth == 16:
         return x.to(tl.int16, bitcast=True) & 0x7FFF
     else:
@@ -40,7 +40,7 @@ def _float32(sizes, dtype: tl.constexpr):
 
 @triton.jit
 def _scale(largest, LARGEST: tl.constexpr):
-    """Returns the scales of blocks by their largest sizes; NaN where these are not finite."""
+    """Returns the scales of blocks from their largest sizes; NaN where a size is not finite."""
     size = largest.to(tl.float32, bitcast=True)
     scale = tl.div_rn(size, tl.full(size.shape, LARGEST, tl.float32))
     scale = tl.where(scale > 1.1754943508222875e-38, scale, 1.1754943508222875e-38)  # 2**-126
@@ -56,7 +56,7 @@ def _inverse(scale):
 def _quantized(
     x, inverse, out_ptr, SPECIAL: tl.constexpr, NAN: tl.constexpr, INFINITY: tl.constexpr
 ):
-    """Quantizes numbers to the dtype of `out_ptr`; with SPECIAL some may not be finite.
+    """Quantizes numbers to the dtype of `out_ptr`; with SPECIAL some numbers may not be finite.
 
     Callers branch once between two loops, because SPECIAL takes twice the instructions.
     """
@@ -95,8 +95,8 @@ def _quantize_rows_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    # A program takes BLOCK_ROWS blocks: parts of rows, with BLOCK numbers, or whole rows if it is
-    # None. Without AT_ONCE it reads them twice, the second time from the cache.
+    # A program takes BLOCK_ROWS blocks: each BLOCK numbers of a row, or a whole row if BLOCK is
+    # None. Without AT_ONCE it reads the blocks twice, the second time from the cache.
     index = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = (index < num_blocks)[:, None]
     columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
@@ -266,8 +266,8 @@ def _quantize_columns_kernel(
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # A program takes some columns of a group [depth, width]. It reads them twice, to find their
-    # largest numbers and to round them, and writes them as rows.
+    # A program takes some columns of a group [depth, width]. It reads the columns twice, to find
+    # their largest numbers and to round all numbers, and writes the columns as rows.
     column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
     group = tl.program_id(0).to(tl.int64) // column_tiles
     columns = tl.program_id(0) % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -342,7 +342,7 @@ def _largest_of_columns(
 
 @triton.jit
 def _load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width):
-    """Loads rows before `end`, or with `source_ptr` the rows of `num_source` that it names."""
+    """Loads rows before `end`, by `source_ptr` if given: the index of each among `num_source`."""
     inside = rows < end
     if source_ptr is not None:
         rows = tl.load(source_ptr + rows, mask=inside, other=-1)
@@ -431,7 +431,7 @@ def _store_tile(
     NAN: tl.constexpr,
     INFINITY: tl.constexpr,
 ):
-    if TRANSPOSED:  # before rounding: an instruction transposes 16-bit numbers
+    if TRANSPOSED:  # before rounding: one instruction transposes 16-bit numbers
         x = tl.trans(x)
         inverse = inverse[:, None]
         at = columns.to(tl.int64)[:, None] * depth + rows[None, :]

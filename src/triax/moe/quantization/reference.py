@@ -21,7 +21,7 @@ from triax.moe.quantization.packing import E8M0, PACKED
 from triax.moe.quantization.scaled import num_blocks, spread
 
 INFINITY = 0x7F800000  # the bits of float32 infinity
-_BITS = 23  # of a float32 mantissa
+_BITS = 23  # the mantissa bits of float32
 _NAN = INFINITY | 1 << (_BITS - 1)
 _FLOAT32 = np.dtype(np.float32)
 _LEAST_SCALE = 1 << _BITS  # the bits of 2**-126
@@ -37,7 +37,7 @@ class Format:
       least_exponent: the exponent of the least normal number.
       top: the code of the largest finite number.
       sign: the sign bit; None for integers, which are two's complements.
-      nan, infinity: their codes. None if the format has none: they make their block's scale NaN.
+      nan, infinity: their codes; None if either makes its block's scale NaN instead.
     """
 
     largest: float
@@ -53,7 +53,7 @@ FORMATS = {
     np.dtype(ml_dtypes.float8_e4m3fn): Format(448.0, 3, -6, 0x7E, 0x80, 0x7F, 0x7F),
     np.dtype(ml_dtypes.float8_e5m2): Format(57344.0, 2, -14, 0x7B, 0x80, 0x7E, 0x7C),
     np.dtype(ml_dtypes.float4_e2m1fn): Format(6.0, 1, 0, 7, 8),
-    # Integers are evenly spaced, like the subnormals of these formats.
+    # The integers are all subnormal numbers of these two formats, because they are evenly spaced.
     np.dtype(np.int8): Format(127.0, 7, 7, 127),
     np.dtype(ml_dtypes.int4): Format(7.0, 3, 3, 7),
 }
@@ -73,7 +73,7 @@ def quantize_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the values and scales of an array; `block` has a size for each dimension.
 
-    It is one program even outside `jit`. `kernel` is unused.
+    Outside `jit` it is one program too. `kernel` is unused: it names the kernel on the GPU path.
     """
     kind = FORMATS[dtype]
     bits = _float32_bits(array)
@@ -94,7 +94,7 @@ def quantize_reference(
         code = jnp.where(spread(passed, array.shape, block), signed, 0)
     else:
         code = _of_float(code, sign, size, kind)
-    if dtype not in PACKED:  # packed numbers are cast once they are transposed
+    if dtype not in PACKED:  # 4-bit numbers are packed below, once transposed
         code = code.astype(jnp.int8 if kind.sign is None else jnp.uint8)
     if transposed:
         code, scale = (jnp.swapaxes(a, -1, -2) for a in (code, scale))
@@ -129,10 +129,10 @@ def quantize_groups_reference(
 
 
 def _code(size: jax.Array, inverse: jax.Array, kind: Format) -> jax.Array:
-    """Returns the codes of magnitudes times the inverse of their scale, rounded."""
+    """Returns magnitudes times their scale's inverse, rounded to codes."""
     product, exponent = _multiply(size, inverse)
     drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
-    code = _rounded(product, jnp.minimum(drop, 26))  # 26 rounds any product to zero
+    code = _rounded(product, jnp.minimum(drop, 26))  # dropping 26 bits leaves zero
     code += jnp.maximum(exponent - kind.least_exponent, 0) << kind.mantissa
     return jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
 
@@ -154,7 +154,7 @@ def _float32_bits(array: jax.Array) -> jax.Array:
 
 
 def _largest(sizes: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """Returns the largest of each block of integers that are at least 0."""
+    """Returns the largest integer of each block; all integers are at least 0."""
     for axis, (count, of) in enumerate(zip(num_blocks(sizes.shape, block), block, strict=True)):
         size = sizes.shape[axis]
         if of == 1 or not size:
@@ -183,7 +183,7 @@ def _inverse(scale: jax.Array) -> jax.Array:
 
 
 def _multiply(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the product of two floats, rounded to float32, in the form of `_divide`."""
+    """Returns the product of two floats, rounded to float32, as `_divide` returns a quotient."""
     a, a_exponent = _parts(a)
     b, b_exponent = _parts(b)
     low = (1 << 12) - 1
@@ -200,7 +200,7 @@ def _multiply(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the mantissa, 2**23 to 2**24, and biased exponent of floats, maybe subnormal."""
+    """Returns the mantissa, 2**23 to 2**24, and biased exponent of normal or subnormal floats."""
     leading = 1 << _BITS
     below = jax.lax.clz(jnp.maximum(bits, 1)) - 8  # how far a subnormal is from being normal
     subnormal = bits < leading
@@ -211,9 +211,9 @@ def _parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns q from 2**23 to 2**24 and e: the quotient, rounded to float32, is q * 2**(e - 23).
+    """Returns q from 2**23 to 2**24, and e: a / b, rounded to float32, is q * 2**(e - 23).
 
-    Operands are bits of floats without signs; b is neither subnormal nor zero.
+    Both a and b are the bits of floats without signs; b is neither subnormal nor zero.
     """
     leading = 1 << _BITS
     a, a_exponent = _parts(a)
@@ -222,8 +222,8 @@ def _divide(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     a, exponent = a << less, a_exponent - b_exponent - less
     q = jnp.divide(a.astype(jnp.float32), b.astype(jnp.float32))
     q = (q * leading).astype(jnp.int32)
-    rest = (a << _BITS) - q * b  # exact although both terms wrap, because it is small
-    for _ in range(4):  # a division may be off by a few units, on GPUs by two
+    rest = (a << _BITS) - q * b  # both terms may wrap, but not their small difference
+    for _ in range(4):  # `divide` may be off by a few units, on GPUs by two
         step = (2 * rest > b).astype(jnp.int32) - (2 * rest < -b).astype(jnp.int32)
         q, rest = q + step, rest - step * b
     return q, exponent

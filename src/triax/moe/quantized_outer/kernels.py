@@ -1,8 +1,8 @@
 """The kernels of quantized_outer: they quantize and transpose groups of rows, and multiply them.
 
 Tensor cores need both 8-bit operands with the contracted dimension innermost: here the rows.
-`_quantize_groups_kernel` writes rows as 8-bit columns, [columns, padded], where groups begin at
-a multiple of TILE, and zeros fill their last tiles; numbers past the last group's tiles are neither
+`_quantize_groups_kernel` writes rows as 8-bit columns, [columns, padded]. There a group begins at
+a multiple of TILE, and zeros fill its last tile; past the last group's tiles, numbers are neither
 written nor read. `_quantized_outer_kernel` multiplies two such arrays, group by group.
 
 The schedule of ragged_dot, for tiles of TILE rows, says where groups lie: `bounds_ptr` has the
@@ -43,7 +43,7 @@ def _quantize_groups_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     # A program takes some columns of a group, and reads them twice: to find their largest numbers,
-    # and to round them. Rows are those of `rows_ptr`, or those of it that `source_ptr` names.
+    # and to round them. Row i is row i of `rows_ptr`, or the row that `source_ptr` names for it.
     column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     group = tl.program_id(0) // column_blocks
     columns = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

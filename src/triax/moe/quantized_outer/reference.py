@@ -38,12 +38,12 @@ def quantized_outer_reference(
 
 
 def num_rows(side: jax.Array, source: jax.Array | None) -> int:
-    """Returns the number of rows of a side: its own, or those that `source` names."""
+    """Returns the number of rows of a side: its own rows, or the rows that `source` names."""
     return (side if source is None else source).shape[0]
 
 
 def rows_of(side: jax.Array, source: jax.Array | None) -> jax.Array:
-    """Returns a side's rows, or those that `source` names; indices out of range give zeros."""
+    """Returns a side's rows, or the rows that `source` names; a row out of range is zero."""
     if source is None:
         return side
     known = (source >= 0) & (source < side.shape[0])

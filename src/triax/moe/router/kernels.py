@@ -1,7 +1,7 @@
 """The router's kernels: scores, choice and weights of some tokens in one program, and the gradient.
 
 A row of logits becomes a row of integer keys. A key holds the order of a float in its upper
-bits and the place in the row in its lower bits: the earlier, the larger. So keys are unique,
+bits and the place in the row in its lower bits; earlier places are larger. So keys are unique,
 the largest key is the first of the best logits, and the next is the largest key below it. If
 order and place do not fit into 32 bits, the order's lowest bits are left out; if two chosen
 logits differ only in these bits, the choice is made again from all bits.
@@ -44,10 +44,10 @@ def _choosable(values):
 
 @triton.jit
 def _largest_below(keys, last):
-    """Returns the largest key of each row below `last`, or `last` if there is none.
+    """Returns the largest key of each row below `last`, or the largest of all if none is below.
 
-    Keys have at most 31 bits. Minus `last` plus 2**31, keys from `last` on wrap around to below
-    zero. That is one add and one maximum, for which Hopper has one instruction.
+    Keys have at most 31 bits. Adding 2**31 - `last` makes keys below `last` positive, and others
+    negative. That is one add and one maximum, for which Hopper has one instruction.
     """
     shift = tl.add(tl.full(last.shape, -(2**31), tl.int32), -last, sanitize_overflow=False)
     wrapped = tl.max(tl.add(keys, shift[:, None], sanitize_overflow=False), 1)
@@ -56,7 +56,7 @@ def _largest_below(keys, last):
 
 @triton.jit
 def _follow(keys, best, BITS: tl.constexpr):
-    """Returns the next best keys, and 1 where all but their lowest BITS equal the best key's."""
+    """Returns the next best keys, and 1 where they differ from `best` only in the lowest BITS."""
     following = _largest_below(keys, best)
     return following, (((best ^ following) >> BITS) == 0).to(tl.int32)
 
@@ -71,10 +71,10 @@ def _choose(
     BITS: tl.constexpr,
     MORE: tl.constexpr,
 ):
-    """Returns the places of each row's `TOP_K` greatest, [rows, BLOCK_SLOTS], best first.
+    """Returns the places of each row's TOP_K greatest orders, [rows, BLOCK_SLOTS], best first.
 
-    Also returns whether the lowest BITS + 1 bits of an order, which are left out, could change
-    the choice. MORE is whether there are more than TOP_K experts.
+    Also returns whether two successive best keys differ only in place: then the BITS + 1 lowest
+    bits of orders, which keys lack, could change the choice. MORE: more than TOP_K experts exist.
     """
     LAST: tl.constexpr = 2**BITS - 1
     slot = tl.arange(0, BLOCK_SLOTS)[None, :]
@@ -113,7 +113,7 @@ def _choose_by_all_bits(order, place, eligible, TOP_K: tl.constexpr, BLOCK_SLOTS
 
 @triton.jit
 def _two_best(first, second, other_first, other_second):
-    """Returns the two greatest values of two pairs; pairs are in descending order."""
+    """Returns the two greatest values of two pairs; each pair is in descending order."""
     second = tl.maximum(second, other_second)
     return tl.maximum(first, other_first), tl.maximum(tl.minimum(first, other_first), second)
 
@@ -128,7 +128,7 @@ def _kept_groups(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Whether each place is in a chosen group; a group's score sums its GROUP_BEST best."""
+    """Whether each place is in a chosen group; a group's score sums its GROUP_BEST best scores."""
     BLOCK_TOKENS: tl.constexpr = order.shape[0]
     left = tl.where(known, order, _SMALLEST)
     left = tl.reshape(left, [BLOCK_TOKENS, BLOCK_GROUPS, BLOCK_SIZE])
@@ -166,7 +166,7 @@ def _shift(most):
 
 @triton.jit
 def _softmax_parts(logits, shift):
-    """Returns exp(logits - shift), and each row's sum as a divisor: 1 instead of 0."""
+    """Returns exp(logits - shift), and the sum of each row, to divide by: 1 if the sum is 0."""
     parts = libdevice.fast_expf(logits - shift[:, None])
     total = tl.sum(parts, 1)
     return parts, tl.where(total == 0.0, 1.0, total)
@@ -174,10 +174,8 @@ def _softmax_parts(logits, shift):
 
 @triton.jit
 def _normalized(taken, known, SCORE: tl.constexpr):
-    """Returns the chosen scores divided by their sum, and a multiple of that sum.
-
-    They are the softmax of the scores' logarithms, so that small scores do not underflow.
-    """
+    """Returns the chosen scores divided by their sum, and a multiple of it (for "none" the sum).
+    Other scores take a softmax of their logarithms, so that small scores do not underflow."""
     if SCORE == "none":
         taken = tl.where(known, _score(taken, SCORE), 0.0)
         total = tl.sum(taken, 1)
@@ -198,8 +196,9 @@ def _score(logits, SCORE: tl.constexpr):
         return _sigmoid(logits)
     elif SCORE == "sqrtsoftplus":
         return tl.exp(0.5 * _log_softplus(logits))
-    else:  # padding is -inf
-        return tl.where(logits == float("-inf"), 0.0, logits)
+    else:
+        tl.static_assert(SCORE == "none", "unknown score")
+        return tl.where(logits == float("-inf"), 0.0, logits)  # padding is -inf
 
 
 @triton.jit
@@ -208,6 +207,7 @@ def _log_slope(logits, SCORE: tl.constexpr):
     if SCORE == "sigmoid":
         return _sigmoid(-logits)
     else:
+        tl.static_assert(SCORE == "sqrtsoftplus", "unknown score")
         softplus = tl.maximum(logits, 0.0) + libdevice.log1p(tl.exp(-tl.abs(logits)))
         return tl.where(logits < _FLAT, 0.5, 0.5 * _sigmoid(logits) / softplus)
 
@@ -305,12 +305,12 @@ def _route_kernel(
     chosen, alike = _choose(order, place, eligible, TOP_K, BLOCK_SLOTS, BITS, MORE)
     if not EXACT:
         if alike:
-            # Loaded and computed again, because keeping them would take too many registers.
+            # Logits and orders are computed again: keeping them would take too many registers.
             logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
             order = _order(logits)
             if bias_ptr is not None:
                 order = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE)
-            # These are the float's own low bits, which are zero for logits rounded to bfloat16.
+            # The floats' low bits, flipped back if negative: zero for logits rounded to bfloat16.
             left_out = (order ^ (order >> 31)) & ((2 << BITS) - 1)
             if tl.max(tl.max(left_out, 1), 0) != 0:
                 chosen = _choose_by_all_bits(order, place, eligible, TOP_K, BLOCK_SLOTS)
@@ -366,7 +366,7 @@ def _route_grad_kernel(
     rest = tl.zeros([BLOCK_TOKENS, BLOCK], tl.float32)
     if NORMALIZE:
         scores, total = _normalized(taken, routed, SCORE)
-        # A mean over the chosen; empty slots add nothing, because their logits are -inf.
+        # The mean gradient, weighted by scores. Empty slots have the logit -inf: they add nothing.
         mean = tl.sum(tl.where(routed, gradient * scores, 0.0), 1)
         if SCORE == "none":
             mean = tl.where(total == 0.0, 0.0, mean)

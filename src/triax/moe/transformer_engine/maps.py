@@ -100,8 +100,8 @@ def token_dispatch(
 
     pads = plan.group_sizes - plan.group_filled
     pad_offsets = jnp.cumsum(pads, dtype=jnp.int32) - pads
-    # Experts ascend from slot to slot, and dropped pairs would have had the last rows, so slots
-    # with a row come first.
+    # Only pairs past the last row are dropped, those of the last experts. Experts ascend from slot
+    # to slot, so a token's slots with a row come first.
     exists = plan.row_of >= 0
     row = jnp.where(exists, plan.row_of - pad_offsets[plan.expert_of], -1)
     expert = jnp.where(exists, plan.expert_of, -1)
@@ -149,7 +149,7 @@ def token_combine(
     row = jnp.where(exists, row_id_map[:, :top_k], -1)
     expert = jnp.where(exists, row_id_map[:, top_k:-1], -1)
     if pad_offsets is None:
-        # Without alignment no pad rows lie between the experts' rows: they are one group.
+        # Without alignment no pad rows lie between the experts' rows: all rows are one group.
         filled = jnp.sum(exists, dtype=jnp.int32)[None]
         sizes = filled
     else:
@@ -171,7 +171,7 @@ def token_combine(
         num_dropped=jnp.zeros((), jnp.int32),
         num_rows=rows.shape[0],
         num_experts=sizes.shape[0],
-        # `unpermute` only distinguishes 1 from more: whether there can be pad rows.
+        # To `unpermute`, 1 means that there are no pad rows, and any larger number the same.
         align_size=1 if pad_offsets is None else 2,
     )
     weights = None

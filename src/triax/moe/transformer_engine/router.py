@@ -57,8 +57,8 @@ def fused_topk_with_score_function(
     Softmax weights sum to `scaling_factor` unless `use_pre_softmax`; other weights do if `topk` is
     more than 1.
 
-    With groups, each token chooses from its `group_topk` best. A group's score is the sum of its
-    ``topk // group_topk`` best scores, or best logits if the softmax comes after the choice.
+    With groups, each token chooses from its `group_topk` best groups. A group's score is the sum of
+    its ``topk // group_topk`` best scores, or best logits if the softmax comes after the choice.
 
     Args:
       logits: float [tokens, experts].
@@ -68,7 +68,7 @@ def fused_topk_with_score_function(
         groups unless both are positive.
       scaling_factor: the factor of all probabilities.
       score_function: "softmax", "sigmoid", "sqrtsoftplus", or a `ScoreFunction`.
-      expert_bias: float [experts], affects only the choice; only with "sigmoid".
+      expert_bias: float [experts], affects only the choice; with "sigmoid" or "sqrtsoftplus".
       compute_aux_scores: whether to return the inputs of the auxiliary loss instead: the float32
         scores of all experts, which sum to 1 for each token, and the mask of the `topk` best.
       routing_map_format: "bytemap", "bitmap_u8", or a `RoutingMapFormat`.

@@ -1,18 +1,18 @@
-"""The kernel for few bfloat16 rows times 8- or 4-bit weights, which go through registers once.
+"""The kernel for few bfloat16 rows times 8- or 4-bit weights, which are widened in registers.
 
-Weights are [groups, columns, depth]; a byte may hold two of them. Rows and tiles are as in the
-kernels of ragged_dot, and so is `_GROUP_END`, with which the hardware reads no rows past the end
-of a group.
+Weights have the shape [groups, columns, depth]; a byte holds two 4-bit weights. Rows and tiles are
+as in the kernels of ragged_dot. So is `_GROUP_END`, with which the hardware reads no rows past the
+end of a group.
 
-Sums may be taken in any order, so the depth is reordered until each thread has what it multiplies.
-With WORDS the same instructions widen the first and the third of four weights, and then the second
-and the fourth. With PERMUTED the weights are the left operand of Hopper's tensor cores, from
-registers; that operand's threads hold other numbers than the 16 in a row that each thread loads
-from shared memory. So each 4 or 64 of the depth are reordered, in the weights here and in the rows
-before. Columns of packed weights are in `_order`: each thread multiplies the columns it has loaded.
+A sum over the depth may take any order, so the depth is reordered such that each thread multiplies
+the weights that it has loaded: in the weights here, and in the rows before the launch. With WORDS
+each 4 weights are reordered, because one set of instructions widens the first and the third of
+them. With PERMUTED the weights are the left operand of Hopper's tensor cores, in registers. There a
+thread holds other weights than the 16 neighbours that it loads from shared memory, so each 64 are
+reordered. Each block of packed weights is reordered, with PERMUTED also its columns, by `_order`.
 
-A 32-bit word packs eight 4-bit weights; lanes S and S + 4 convert together. Scales that are powers
-of two, and zeros, are applied to the widened weights, which is exact.
+A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. Zeros, and
+scales that are powers of two, are applied to the widened weights, which is exact.
 """
 
 import triton
@@ -20,20 +20,20 @@ import triton.language as tl
 
 from triax.moe.grouped_matmul.kernels import _GROUP_END, _tile
 
-# The bits of e4m3, in the places of bfloat16's, are 2**-120 times the number; those of NaN are 480.
-# Times 9 / 8, which is exact, and 2**119, only 480 exceeds 2**128 and becomes infinite.
+# An e4m3 number's bits, moved to their places in bfloat16, are 2**-120 times the number; NaN is 480
+# there. Times 9 / 8, which is exact, and 2**119, only this 480 exceeds 2**128: it becomes infinite.
 _FIRST = tl.constexpr(9 / 8 * 2.0**120)
 _UP = tl.constexpr(2.0**119)
 _DOWN = tl.constexpr(2.0**-119)
-# The bits of e2m1, in the places of bfloat16's, are 2**-126 times the number.
+# An e2m1 number's bits, moved to their places in bfloat16, are 2**-126 times the number.
 _UP_E2M1 = tl.constexpr(2.0**126)
-_ALL = tl.constexpr(1 << 30)  # a block that is as deep as the weights
-_POWER_DEPTH = tl.constexpr(32)  # divides the depth of blocks with power-of-two scales
+_ALL = tl.constexpr(1 << 30)  # exceeds any depth: one block covers the whole depth
+_POWER_DEPTH = tl.constexpr(32)  # divides the depth of every block with a power-of-two scale
 
 
 @triton.jit
 def _pair(words):
-    """Returns the lower and the upper halves of words, as bfloat16."""
+    """Returns the lower and the upper half of each word, as bfloat16."""
     low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, high
@@ -41,14 +41,14 @@ def _pair(words):
 
 @triton.jit
 def _constant(value: tl.constexpr):
-    # By float32, because Triton turns small bfloat16 constants into zeros.
+    # Cast from float32, because Triton turns small bfloat16 constants into zeros.
     return tl.cast(value, tl.float32).to(tl.bfloat16)
 
 
 @triton.jit
 def _every_other(words, base, E4M3: tl.constexpr):
-    """Returns bytes 0 and 2 of words, as bfloat16. E4M3 numbers become 9 / 8 times as large, and
-    infinite if they are NaN. `base` holds the bits of 128 twice."""
+    """Returns bytes 0 and 2 of each word as bfloat16. E4M3 numbers become 9 / 8 times as large, and
+    NaN infinite. `base` has the bfloat16 bits of 128 in both halves of a word."""
     if E4M3:
         low, high = _pair(((words << 4) & 0x07F007F0) | ((words << 8) & -0x7FFF8000))
         low *= _constant(_FIRST)
@@ -56,7 +56,7 @@ def _every_other(words, base, E4M3: tl.constexpr):
         low *= _constant(_UP)
         high *= _constant(_UP)
         return low * _constant(_DOWN), high * _constant(_DOWN)
-    else:  # 128 plus the lowest 7 bits, minus 128, or 256 for negative numbers
+    else:  # 128 plus the lowest 7 bits, minus 128, or minus 256 if negative
         low, high = _pair((words & 0x007F007F) | base)
         less_low, less_high = _pair((words & 0x00800080) | base)
         return low - less_low, high - less_high
@@ -66,7 +66,7 @@ def _every_other(words, base, E4M3: tl.constexpr):
 def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """Widens weights to bfloat16, in the order 0, 2, 1, 3 of each four."""
     E4M3: tl.constexpr = w.dtype == tl.float8e4nv
-    # Compilers find that the four bytes were a word from the beginning.
+    # Compilers find that the four bytes already are one word.
     even, odd = w.to(tl.uint8, bitcast=True).reshape(ROWS, DEPTH // 4, 2, 2).split()
     zero, two = even.to(tl.int32).split()
     one, three = odd.to(tl.int32).split()
@@ -78,7 +78,7 @@ def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr):
-    """Returns lanes S and S + 4 of words as bfloat16, minus `zeros` and times `powers`."""
+    """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`."""
     if E2M1:
         size = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
         low, high = _pair((size & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000))
@@ -88,7 +88,7 @@ def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexp
         low, high = _pair(((words >> (4 * S)) & 0x000F000F) ^ base)
         low -= 136.0
         high -= 136.0
-    # Applied after a constant, so that compilers find that a pair is one register.
+    # After the step with a constant, by which compilers find that a pair is in one register.
     if zeros is not None:
         low -= zeros
         high -= zeros
@@ -120,8 +120,8 @@ def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DE
 def _order(COLUMNS: tl.constexpr, WARPS: tl.constexpr):
     """Returns the column of a block for each row of a permuted left operand.
 
-    Each warp loads 8 columns, in turn, and then 8 more in a second turn. It multiplies these 16
-    columns together.
+    Warps load columns in two turns; in each turn the first warp loads the first 8 columns, and the
+    next warp the next 8. A warp multiplies the 16 columns that it has loaded in both turns.
     """
     n = tl.arange(0, COLUMNS)
     turn, warp = n // 8 % 2, n // 16 % WARPS
@@ -146,7 +146,7 @@ def _powers_of_two(codes):
 
 @triton.jit
 def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
-    """Repeats the value of each part of the depth for each word of the part."""
+    """Repeats the value of each part of the depth for each word in that part."""
     shape: tl.constexpr = (COLUMNS, parts.shape[1], WORDS // parts.shape[1])
     return tl.broadcast_to(parts[:, :, None], shape).reshape(COLUMNS, WORDS)
 
@@ -155,7 +155,7 @@ def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
 def _of_parts(
     at, known, start, depth, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Loads the values of blocks, BLOCK deep, for PARTS parts of the depth, PART each."""
+    """Loads the block's scale or zero for each of PARTS parts, PART deep; blocks are BLOCK deep."""
     starts = start + PART * tl.arange(0, PARTS)
     return tl.load(
         at[:, None] + starts[None, :] // BLOCK,
@@ -177,7 +177,7 @@ def _scales(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
 ):
-    """Loads the scales of a block of columns, [COLUMNS] or [1]; None is a whole dimension."""
+    """Loads column scales: [COLUMNS], or [1] if shared. SCALE_* None is the whole dimension."""
     if SCALE_COLUMNS is None:
         return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
     else:
@@ -222,7 +222,7 @@ def _few_rows_kernel(
     num_tiles = num_row_tiles * num_column_tiles
     E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
     IN_A_BYTE: tl.constexpr = 1 if PACKED is None else 2
-    # IN_SUM: sums of blocks are scaled. PART: the depth that shares a power and a zero.
+    # IN_SUM: products are scaled before they are added. PART: a depth with one power and one zero.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
     PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
@@ -231,7 +231,7 @@ def _few_rows_kernel(
         order = _order(BLOCK_COLUMNS, WARPS)
     else:
         order = tl.arange(0, BLOCK_COLUMNS)
-    # An instruction takes one constant, so compilers must not know that `base` is one too.
+    # Hidden from compilers: an instruction takes one constant, the mask, and `base` in a register.
     base = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
     base = tl.where(base < 0, 0, 0x43004300 if PACKED is None else 0x43084308)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -245,7 +245,7 @@ def _few_rows_kernel(
             known = columns < num_columns
             at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
             at *= tl.cdiv(depth, BLOCK)
-            # Loaded while the previous weights are multiplied.
+            # Scales and zeros are loaded a step ahead, while the weights before are multiplied.
             if POWERS:
                 codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
             if zeros_ptr is not None:
@@ -304,7 +304,7 @@ def _few_rows_kernel(
         known = columns < num_columns
         if WORDS and weights.dtype == tl.float8e4nv:
             total *= 8 / 9
-            total += total - total  # NaN where it is infinite
+            total += total - total  # infinite sums become NaN
         if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
             total *= _scales(
                 group_scales_ptr,

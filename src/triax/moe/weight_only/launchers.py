@@ -42,7 +42,7 @@ def suit_few_rows(
     if not w.packed:
         is_widened = w.values.dtype in (jnp.float8_e4m3fn, jnp.int8)
         return is_widened and (w.deep is None or w.deep >= LEAST_SCALED)
-    if w.zeros is not None and w.zeros.dtype != jnp.int8:  # may not fit bfloat16
+    if w.zeros is not None and w.zeros.dtype != jnp.int8:  # other zeros may not fit bfloat16
         return False
     return w.deep is None or w.deep % (_POWER_DEPTH if _powers(w) else LEAST_SCALED) == 0
 
@@ -122,7 +122,7 @@ def _renumbered(rows: jax.Array, permuted: bool) -> jax.Array:
 
 
 def _renumbered_packed(rows: jax.Array, block_depth: int) -> jax.Array:
-    """Reorders the depth of rows for packed weights, of which a thread loads 32 or 16 at once."""
+    """Reorders the depth of rows for packed weights; a thread loads 32 or 16 weights at once."""
     num_rows, depth = rows.shape
     rows = jnp.pad(rows, ((0, 0), (0, -depth % block_depth)))
     rows = rows.reshape(num_rows, -1, 4, min(block_depth // 32, 4), 2, 4)
