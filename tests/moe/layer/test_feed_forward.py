@@ -572,7 +572,11 @@ def routing(shape, of_experts=None):
             of_value,
             r"`logits` must have shape \(24, 5\) .*; got \(3, 5\)",
         ),
-        ({"logits": routing((T, 2), (T, 3))}, of_value, "The routing .* for each of the 24 tokens"),
+        (
+            {"logits": routing((T, 2), (T, 3))},
+            of_value,
+            r"`routing.experts` must have shape \(24, 2\)",
+        ),
         ({"logits": routing((T, 2)), "bias": ones(E)}, of_type, "Arguments for logits, `bias`"),
         ({"logits": routing((12, 2, 2))}, of_value, r"`routing.weights` must have shape \[tok"),
         ({"b_down": ones((E, W))}, of_value, r"`b_down` must have shape \(5, 16\) .* `w_down`"),
