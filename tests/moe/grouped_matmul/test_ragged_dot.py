@@ -313,6 +313,22 @@ def test_nothing_to_multiply(implementation, rows, weights):
     assert not np.any(d_weights)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(0, 4, 8), (5, 0, 8), (5, 4, 0)])
+def test_gradients_by_biases_of_empty_products(implementation, rows, depth, columns):
+    x, w, sizes = jnp.ones((rows, depth)), jnp.ones((3, depth, columns)), np.array([2, 0, 1])
+
+    def total(bias, by):
+        how = {"bias": bias, "bias_weights": by, "implementation": implementation}
+        return jnp.sum(moe.ragged_dot(x, w, sizes, **how))
+
+    d_bias, d_by = jax.grad(total, (0, 1))(jnp.ones((3, columns)), jnp.full(rows, 2.0))
+    wanted = 2.0 * min(rows, 1) * sizes[:, None]
+    np.testing.assert_array_equal(d_bias, np.broadcast_to(wanted, (3, columns)))
+    inside = np.arange(rows) < (3 if rows else 0)
+    np.testing.assert_array_equal(d_by, columns * inside)
+
+
 @pytest.mark.parametrize("num_rows", [0, 5])
 def test_biases_of_no_groups(num_rows):
     arrays = jnp.ones((num_rows, 0)), jnp.ones((0, 0, 3)), np.zeros(0, np.int32)

@@ -109,6 +109,14 @@ W = {n: jnp.ones(shape) for n, shape in (("w_gate_up", (4, 8, 24)), ("w_down", (
         ({"w_gate_up": W["w_gate_up"][:3]}, r"`w_gate_up` must have shape \(4, 8, 24\) to go"),
         ({"w_down": jnp.ones((12, 8))}, r"`w_down` must have shape \[experts, depth, columns\]"),
         ({"b_gate_up": jnp.ones((4, 8))}, r"`b_gate_up` must have shape \(4, 24\) to go with `w_g"),
+        (
+            {"b_gate_up": (jnp.ones((4, 12)),) * 2},
+            "must be one array, as `w_gate_up` is",
+        ),
+        (
+            {"w_gate_up": (jnp.ones((4, 8, 12)),) * 2, "interleaved": True},
+            "Leave `interleaved`",
+        ),
     ],
 )
 def test_mistakes_are_named_where_it_is_made(changes, match):
@@ -126,6 +134,17 @@ def test_mistakes_that_only_the_layer_can_see():
     ):
         with pytest.raises(TriaxError, match=match):
             moe.feed_forward(jnp.ones((6, 8)), jnp.ones((6, 4)), experts, ROUTER)
+
+
+def test_weights_in_8_bits_that_were_cast_with_the_others():
+    x, wide = jnp.ones((6, 8), jnp.bfloat16), moe.Experts(**W).quantized("rows")
+    cast = jax.tree.map(lambda w: w.astype(x.dtype), wide)
+    for experts, match in (
+        (wide, "Cast it before `quantized`"),
+        (cast, "in 8 bits for `forwar"),
+    ):
+        with pytest.raises(TriaxError, match=match):
+            moe.feed_forward(x, jnp.ones((6, 4)), experts, ROUTER, recipe="rows")
 
 
 # --- in 8 bits --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from triax import moe
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError, TriaxError
 from triax.moe.quantization.scaled import check
 from triax.testing import assert_same_bits
 
@@ -91,6 +91,31 @@ def test_parts_that_cannot_be_indexed():
             ArgumentValueError, match="along a first dimension that is stored first"
         ):
             one[0]
+    for index in (True, np.True_, None, ...):
+        with pytest.raises(ArgumentTypeError, match="indexed by an int or a slice"):
+            scaled()[index]
+
+
+def test_sizes_that_are_not_numbers():
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = moe.quantize(jnp.ones((4, 32)), block=(1, None))
+    types = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), x)
+    sizes, w = np.array([4]), moe.quantize(jnp.ones((1, 32, 8)), block=(1, None, 1))
+    plan = moe.make_plan(jnp.zeros((4, 1), int), 1)
+    for function, match in (
+        (lambda x: moe.ragged_dot(x, w, sizes), "`rows` must have concrete sizes"),
+        (lambda x: x[:2], "must have concrete sizes"),
+        (lambda x: moe.permute(x, plan), "to go with the plan"),
+    ):
+        with pytest.raises(TriaxError, match=match):
+            jax.export.export(jax.jit(function))(types)
+
+
+def test_without_dimensions():
+    one = moe.quantize(jnp.float32(3), block=())
+    assert one.dequantize() == 3
+    with pytest.raises(TypeError, match=r"no len\(\)"):
+        len(one)
 
 
 @pytest.mark.parametrize("turn", [np.asarray, jnp.asarray, jnp.sum, lambda a: jnp.ones(7) + a])
@@ -110,6 +135,8 @@ def test_comparisons_are_refused(compare, other):
 def test_its_text():
     text = "ScaledArray(int8[2,7,9], block=(1, None, 4), transposed=True,\n"
     assert repr(scaled(True)) == text + "            values=int8[2,9,7], scales=float32[2,3,1])"
+    sums = jax.tree.map(jnp.sum, dataclasses.replace(scaled(), values=jnp.zeros((2, 9, 7), "int8")))
+    assert repr(sums).startswith("ScaledArray(block=(1, 4, 7), transposed=False,")
 
 
 @pytest.mark.parametrize(
@@ -142,5 +169,14 @@ def test_checks_of_arguments():
         check("w", 3)
     with pytest.raises(ArgumentTypeError, match="`w` must have an array as its `values`; got None"):
         check("w", jax.tree.map(lambda _: None, scaled()))
+    packed = moe.ScaledArray(
+        jnp.zeros((1, 2), "uint8"),
+        jnp.ones((1, 1)),
+        (1, None),
+        packed="int4",
+        zeros=jax.ShapeDtypeStruct((1, 1), "int8"),
+    )
+    with pytest.raises(ArgumentTypeError, match="`w` must have an array as its `zeros`"):
+        check("w", packed)
     with pytest.raises(ArgumentValueError, match=r"`transposed` must be False for .* two dimens"):
         moe.ScaledArray(jnp.ones(4, "int8"), jnp.ones(1), (4,), True)

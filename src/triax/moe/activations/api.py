@@ -213,6 +213,7 @@ def check_two(name: str, pair: tuple[Any, ...], spec: GluSpec) -> None:
             f"Argument `{name}` must be one array, or two (gate and up) for a gated activation "
             f"without `interleaved`; got {len(pair)}."
             f"{remedy_by_gate(spec) if len(pair) == 2 and not spec.gated else ''}"
+            f"{' Leave `interleaved` out.' if len(pair) == 2 and spec.interleaved else ''}"
         )
 
 

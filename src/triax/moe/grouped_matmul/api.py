@@ -154,7 +154,7 @@ def ragged_dot(
         empty = jnp.zeros((num_rows, columns), result)
         for values in (getattr(of, "values", of) for of in (x, w)):
             empty += jnp.sum(values[:0]).astype(result)
-        if bias is None or not num_groups:
+        if bias is None or not (num_groups and empty.size):
             return empty
         how = {"dtype": result, "num_rows": num_rows, "implementation": implementation}
         return empty + ops.spread_bias(bias, groups, bias_weights, **how)
@@ -208,12 +208,15 @@ def _alike(rows: Any, weights: Any) -> tuple[Any, Any]:
     if rows.dtype == weights.dtype or kinds == ["8-bit floats"] * 2:
         return rows, weights
     remedy = "Cast one; call a `ScaledArray`'s `dequantize(dtype)`, or quantize the other operand."
+    one_is_scaled = any(isinstance(of, ScaledArray) for of in (rows, weights))
+    if one_is_scaled:
+        remedy = f"Numbers with scales are not cast: {remedy[0].lower()}{remedy[1:]}"
     if kinds[0] != kinds[1] and "integers" in kinds:
         remedy = (
             "Integers are not converted: cast them to the floats' dtype, and multiply by "
             "their scales, if any."
         )
-    may_cast = kinds[0] == kinds[1] and not any(isinstance(a, ScaledArray) for a in (rows, weights))
+    may_cast = kinds[0] == kinds[1] and not one_is_scaled
     try:
         dtype = jnp.promote_types(rows.dtype, weights.dtype) if may_cast else None
     except TypeError:  # JAX's strict mode, or a dtype that it does not promote
@@ -223,7 +226,8 @@ def _alike(rows: Any, weights: Any) -> tuple[Any, Any]:
     if dtype is None:
         raise ArgumentTypeError(
             "Arguments `rows` and `weights` must both be floats, both 8-bit floats or both "
-            f"integers; got {rows.dtype} and {weights.dtype}. {remedy}"
+            f"integers{', of one dtype' * one_is_scaled}; got {rows.dtype} and {weights.dtype}. "
+            f"{remedy}"
         )
     if kinds[0] == "floats":
         warnings.warn(

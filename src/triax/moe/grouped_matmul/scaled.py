@@ -92,6 +92,7 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
             f"Argument `{name}` must have shape [{', '.join(axes)}]; got a ScaledArray of "
             f"{value.shape}."
         )
+    messages.check_sizes_known(name, value.shape)
     are_rows = value.ndim == 2
     if value.packed and are_rows:
         raise ArgumentTypeError(
@@ -101,7 +102,8 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
     value = value.mT if swap else value
     deep, _ = _sizes(value)
     fits = value.packed or deep is None or (deep >= _LEAST and deep & (deep - 1) == 0)
-    fits = fits and len(value.scales) == len(value.values) and not (are_rows and value.transposed)
+    fits = fits and value.scales.shape[0] == value.values.shape[0]
+    fits = fits and not (are_rows and value.transposed)
     if value.size and not fits:
         wanted = "(1, b)" if are_rows else "(1, any, any)" if value.packed else "(1, b, any)"
         where = "" if value.packed else ", where b is None or a power of two from 32 on"

@@ -254,6 +254,11 @@ def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any =
                 f"Argument `{of}b_gate_up` must be two arrays, as `w_gate_up` is; got "
                 f"{messages.shown(bias)}."
             )
+    elif type(bias) is tuple:
+        raise ArgumentValueError(
+            f"Argument `{of}b_gate_up` must be one array, as `w_gate_up` is; got "
+            f"{messages.shown(bias)}. Concatenate the two."
+        )
     found = matrices(experts)
     for name, matrix in zip(names, found, strict=True):
         _check_matrix(f"{of}{name}", matrix, experts.transposed, bool(of), quantizes, dtype)
@@ -296,11 +301,15 @@ def _check_matrix(
                 "weights itself. Dequantize the weights, or leave `recipe` out."
             )
     elif (found := check_floats(name, weights, axes).dtype) != (dtype or found):
+        before = " before `quantized`" if matrix.in_8_bits is not None else ""
         raise ArgumentTypeError(
-            f"Argument `{name}` must have the dtype of `x`, {dtype}; got {found}. Cast it, "
+            f"Argument `{name}` must have the dtype of `x`, {dtype}; got {found}. Cast it{before}, "
             "`jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its gradient keeps its "
             "own dtype; or cast `x`, but float32 makes the matmuls many times slower."
         )
+    for product, copy in (matrix.in_8_bits or {}).items():
+        if copy is not None:
+            scaled.check(f"{name}` in 8 bits for `{product}", copy)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

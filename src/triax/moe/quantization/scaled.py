@@ -142,15 +142,19 @@ class ScaledArray:
         return self.dequantize(dtype)
 
     def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("A ScaledArray without dimensions has no len().")
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> ScaledArray:
         """Returns a part along the first dimension: ``w[3]`` is one expert, ``w[2:5]`` several."""
         check("self", self)
-        one, shared = not isinstance(index, slice), len(self.scales) <= 1
+        messages.check_sizes_known("self", self.shape)
         is_integer = isinstance(index, int) or (
             getattr(index, "ndim", None) == 0 and jnp.issubdtype(index.dtype, jnp.integer)
         )
+        is_integer = is_integer and not isinstance(index, bool)
+        one, shared = not isinstance(index, slice), self.ndim == 0 or self.scales.shape[0] <= 1
         if self.ndim < 2 + self.transposed or not (shared or self.block[0] == 1):
             raise ArgumentValueError(
                 "A ScaledArray is indexed along a first dimension that is stored first, if its "
@@ -172,7 +176,8 @@ class ScaledArray:
         return dataclasses.replace(self, **parts, block=self.block[one:])
 
     def __repr__(self) -> str:
-        array = f"{messages.short(self)}, " if hasattr(self, "shape") else ""
+        known = getattr(self.values, "ndim", 0) >= len(self.block)
+        array = f"{messages.short(self)}, " if known else ""
         parts = ", ".join(f"{n}={messages.short(of)}" for n, of in self._parts() if of is not None)
         how = f"block={self.block}, transposed={self.transposed}"
         return f"ScaledArray({array}{how},\n            {parts})"
@@ -254,7 +259,7 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
             f"Argument `scales` is given, and `{name}` is a ScaledArray, which has scales. Leave "
             "`scales` out."
         )
-    if x.ndim != 2 or x.transposed or len(x.scales) != len(x):
+    if x.ndim != 2 or x.transposed or x.scales.shape[0] != x.shape[0]:
         raise ArgumentValueError(
             f"Argument `{name}` must be [tokens, hidden] with separate scales for each token: "
             f"`block=(1, …)`; got shape {x.shape}, block {x.block} and transposed={x.transposed}."
@@ -289,8 +294,9 @@ def check(name: str, scaled: Any) -> None:
             f"Argument `{name}` must be a ScaledArray; got {messages.shown(scaled)}. Make one with "
             "`moe.quantize`."
         )
-    for part in _PARTS[:2]:
-        if not jax_private.is_array(value := getattr(scaled, part)):
+    for part in _PARTS:
+        value = getattr(scaled, part)
+        if not jax_private.is_array(value) and (part != "zeros" or value is not None):
             raise ArgumentTypeError(
                 f"Argument `{name}` must have an array as its `{part}`; got "
                 f"{messages.shown(value)}. Make one with `moe.quantize`."

@@ -77,12 +77,11 @@ def route(
         routed = route_by_spec(logits, bias, spec, implementation)
     else:
         implementations.resolve(implementation, logits=logits)
-        experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
-        if experts.shape != (logits.shape[0], spec.top_k):
-            raise ArgumentValueError(
-                f"Argument `experts` must have shape {(logits.shape[0], spec.top_k)}, [tokens, "
-                f"top_k]; got {experts.shape}."
-            )
+        sizes = {"tokens": logits.shape[0], "top_k": spec.top_k}
+        of = "`logits` and `router.top_k`"
+        experts = arguments.array(
+            "experts", experts, ("tokens", "top_k"), jnp.integer, sizes=sizes, of=of
+        )
         routed = _weigh(logits, arguments.as_int32(experts), spec)
     if router.normalize > 1:
         # Of scores that are normalised already, none of which can be too small for a power.

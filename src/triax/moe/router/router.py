@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -19,6 +18,7 @@ GroupScore = Literal["top2", "max"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
 _LARGEST_NORM = 1e30  # float32 also holds its inverse
+_LARGEST = float(np.finfo(np.float32).max)
 _GROUPS = "num_groups", "top_groups"
 
 
@@ -190,6 +190,7 @@ def check_scale(name: str, scale: Any) -> float:
             f"Argument `{name}` must be a Python number; got "
             f"{messages.shown(scale)}. Multiply the weights by an array yourself."
         )
-    if not math.isfinite(scale):
-        raise ArgumentValueError(f"Argument `{name}` must be finite; got {scale!r}.")
+    text = messages.short(scale)
+    if not abs(scale) <= _LARGEST:
+        raise ArgumentValueError(f"Argument `{name}` must be finite in float32; got {text}.")
     return float(scale)
