@@ -100,12 +100,13 @@ class Case:
 
     def __init__(self, seed: int, index: int):
         self.rng = rng = np.random.default_rng([seed, index])
-        order = np.random.default_rng(seed).permutation(len(OPS))
-        name = list(OPS)[order[index % len(OPS)]]
+        variants = [(name, number) for name, of in OPS.items() for number in range(len(of))]
+        order = np.random.default_rng(seed).permutation(len(variants))
+        name, variant = variants[order[index % len(variants)]]
         exchanged = name.startswith("exchange")
         sizes = self.one_of(EXCHANGED if exchanged else SIZES)
         self.dtype = self.one_of([np.float32, np.float32, jnp.bfloat16])
-        self.uncut = Uncut(name, int(rng.integers(len(OPS[name]))), sizes)
+        self.uncut = Uncut(name, variant, sizes)
         self.name, self.sizes, self.op = name, sizes, self.uncut.op
 
         shape, types = self.one_of(MESHES), self.one_of(TYPES)
