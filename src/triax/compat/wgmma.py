@@ -78,9 +78,10 @@ class _Code:
         """Returns the statements that a depth-first search finds again on its current path."""
         heads, seen = set(), set[int]()
         for start in range(len(self.events)):
-            path, todo = set[int](), [] if start in seen else [(start, iter(self._next[start]))]
-            path |= {start} - seen
+            if start in seen:
+                continue
             seen.add(start)
+            path, todo = {start}, [(start, iter(self._next[start]))]
             while todo:
                 at, ways = todo[-1]
                 if (to := next(ways, None)) is None:

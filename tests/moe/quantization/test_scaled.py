@@ -109,6 +109,12 @@ def test_sizes_that_are_not_numbers():
     ):
         with pytest.raises(TriaxError, match=match):
             jax.export.export(jax.jit(function))(types)
+    values = jax.ShapeDtypeStruct((1, 16 * rows, 8), "int8")
+    scales = jax.ShapeDtypeStruct((1, rows, 8), "float32")
+    deep = moe.ScaledArray(values, scales, (1, 16, 1))
+    product = jax.jit(lambda w: moe.ragged_dot(jnp.ones((4, 32)), w, sizes))
+    with pytest.raises(TriaxError, match="`weights` must have concrete sizes"):
+        jax.export.export(product)(deep)
 
 
 def test_without_dimensions():

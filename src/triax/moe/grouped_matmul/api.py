@@ -107,8 +107,6 @@ def ragged_dot(
     swap, axes = bool(transpose_weights), ("groups", "depth", "columns")
     x = scaled.operand("rows", rows, axes=("rows", "depth"))
     w = scaled.operand("weights", weights, axes, swap=swap)
-    messages.check_sizes_known("rows", x.shape)
-    messages.check_sizes_known("weights", w.shape)
     num_rows, depth = x.shape
     num_groups, *sizes = weights.shape
     contracted, columns = sizes[:: -1 if swap else 1]

@@ -85,7 +85,9 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
     `axes` are its dimensions. With `swap` the last two of a `ScaledArray` are swapped first.
     """
     if not isinstance(value, ScaledArray):
-        return arguments.array(name, value, axes)
+        value = arguments.array(name, value, axes)
+        messages.check_sizes_known(name, value.shape)
+        return value
     check(name, value)
     if value.ndim != len(axes):
         raise ArgumentValueError(

@@ -220,8 +220,9 @@ def check_sizes(experts: Experts, num_experts: int, hidden: int, of: str) -> Non
     elif found == hidden and 0 < of_experts < num_experts and num_experts % of_experts == 0:
         remedy = " If each device has a part of the experts, pass `axis_name`."
     wanted = (hidden, width) if experts.transposed else (width, hidden)
-    name, found = "experts.w_down", experts.w_down.shape
-    arguments.check_shape(name, found, (num_experts, *wanted), of, remedy)
+    arguments.check_shape(
+        "experts.w_down", experts.w_down.shape, (num_experts, *wanted), of, remedy
+    )
 
 
 def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
@@ -322,13 +323,9 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _first_shape(down: tuple[int, ...], transposed: bool, halves: int) -> tuple[int, ...]:
     """Returns the shape of the first matmul's weights that matches `down`, the second's."""
-    *lead, width, hidden = down if not transposed else _swapped(down)
+    *lead, width, hidden = down if not transposed else scaled.swapped(down)
     found = (*lead, hidden, halves * width)
-    return _swapped(found) if transposed else found
-
-
-def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2])
+    return scaled.swapped(found) if transposed else found
 
 
 def _other_layout(experts: Experts) -> str:
@@ -344,9 +341,9 @@ def _remedy(experts: Experts, first: tuple[int, ...], halves: int, spec: GluSpec
     to = functools.partial(_first_shape, transposed=transposed, halves=halves)
     ways = (
         (first == to(down, transposed=not transposed), _other_layout(experts)),
-        (_swapped(first) == to(down), " It would be right with its last two axes swapped."),
+        (scaled.swapped(first) == to(down), " It would be right with its last two axes swapped."),
         (
-            first == to(_swapped(down)),
+            first == to(scaled.swapped(down)),
             " It would be right if `w_down` had its last two axes swapped.",
         ),
         (down == to(first), " They would be right in the other order."),

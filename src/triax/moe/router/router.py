@@ -190,7 +190,8 @@ def check_scale(name: str, scale: Any) -> float:
             f"Argument `{name}` must be a Python number; got "
             f"{messages.shown(scale)}. Multiply the weights by an array yourself."
         )
-    text = messages.short(scale)
     if not abs(scale) <= _LARGEST:
-        raise ArgumentValueError(f"Argument `{name}` must be finite in float32; got {text}.")
+        raise ArgumentValueError(
+            f"Argument `{name}` must be finite in float32; got {messages.short(scale)}."
+        )
     return float(scale)
