@@ -145,6 +145,8 @@ def test_weights_in_8_bits_that_were_cast_with_the_others():
     ):
         with pytest.raises(TriaxError, match=match):
             moe.feed_forward(x, jnp.ones((6, 4)), experts, ROUTER, recipe="rows")
+    again = cast.quantized("rows")  # in place of copies that are of no use
+    moe.feed_forward(x, jnp.ones((6, 4)), again, ROUTER, recipe="rows")
 
 
 # --- in 8 bits --------------------------------------------------------------------------------

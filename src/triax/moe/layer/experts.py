@@ -123,7 +123,7 @@ class Experts:
         found = dataclasses.replace(self)
         if recipe is None:
             return found
-        _check(self, "experts.", quantizes=True)
+        _check(found, "experts.", quantizes=True)
         used = resolve(recipe, self.w_down, "experts.w_down")
         scalings = {product: getattr(used, product) for product in PRODUCTS}
 
