@@ -115,12 +115,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of a test marked `sampled`, all but some are slow, whatever is run with it."""
     cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, of_test in cases.items():
-        (count,) = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
-        of_test.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in of_test[count:]:
+        left = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        most = next(iter(of_test[0].get_closest_marker("sampled").args), None)  # type: ignore[union-attr]
+        shows = {  # a value of a parameter is one object in all cases
+            item: {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+            for item in left
+        }
+        seen: set[tuple[str, int]] = set()
+        for count in itertools.count():
+            new = [len(shows[item] - seen) for item in left]
+            if not any(new) or count == most:
+                break
+            seen |= shows[left.pop(new.index(max(new)))]
+        for item in left:
             item.add_marker(pytest.mark.slow(f"{count} cases of {name} are run"))
 
 

@@ -2,9 +2,12 @@
 
 import textwrap
 
+import pytest
+
 from tools import flags
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_counts_and_failures(tmp_path):
     tests, logs = tmp_path / "tests", tmp_path / "logs"
     tests.mkdir(), logs.mkdir()
@@ -19,7 +22,7 @@ def test_counts_and_failures(tmp_path):
     (tests / "test_broken.py").write_text("import nothing_of_this_name")
     (tests / "test_endless.py").write_text("import time; time.sleep(1000)")
 
-    found = flags.run({"A_SETTING": "1"}, 20, logs, tests)
+    found = flags.run({"A_SETTING": "1"}, 8, logs, tests)
 
     assert (found["passed"], found["skipped"]) == (1, 1)
     broken, endless, wrong = sorted(found["failed"])

@@ -26,6 +26,7 @@ def first_of(op):
     return [of.__name__ for of in programs.OPS].index(op)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("path", "each"), [("xla", 16), ("interpret", 1)])
 def test_random_cases_are_right(path, each):
     for number in range(NUM_OPS):
@@ -34,6 +35,7 @@ def test_random_cases_are_right(path, each):
         assert done.cases == each
 
 
+@pytest.mark.slow("a tool's")
 def test_known_bugs_are_not_here():
     for name, text in known.run_all("xla", cases=2):
         assert text == "right" or (name == "latency_hiding" and text.startswith("skipped")), text
@@ -87,6 +89,7 @@ def last_weight_unscaled(original, *args, **options):
     return out._replace(weights=out.weights.at[:, -1].multiply(1 + 1e-4))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("op", "name", "fault", "where"),
     [

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PLUGIN = """
 import warnings
 
@@ -22,6 +24,7 @@ def test_another():
 """
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_plugins_may_warn_and_we_may_not(tmp_path):
     """As pytest-benchmark does beside pytest-xdist, and pytest-asyncio, if they are installed."""
     (tmp_path / "pytest_other.py").write_text(PLUGIN)

@@ -199,6 +199,7 @@ print("held")
 """
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_interrupts_at_any_instruction_leave_nothing_taken():
     """The main thread and two others take turns, and the main thread is hit again and again."""
     done = run_program(INTERRUPTED)

@@ -279,6 +279,7 @@ class TestLeftOut:
         assert [dict(w.constants)["BLOCK"] for w in ahead._waiting] == list(BLOCKS[1:])
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_the_end_of_a_process_waits_for_what_has_begun_and_no_more(tmp_path):
     program = (
         "import os, threading\n"

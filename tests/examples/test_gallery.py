@@ -28,6 +28,7 @@ def test_example_agrees_with_plain_jax(name, capsys):
         assert_is_in_the_gallery(name, capsys.readouterr().out)
 
 
+@pytest.mark.slow("compiled for a GPU, to look at its code")
 @pytest.mark.cuda_plugin
 def test_matmul_shows_what_was_compiled(capsys):
     assert load("matmul").main() < 1e-2  # bfloat16
@@ -40,6 +41,7 @@ def test_matmul_by_descriptors_agrees(capsys):
         assert_is_in_the_gallery("tma_matmul", capsys.readouterr().out)
 
 
+@pytest.mark.slow("compiled for a GPU, to look at its code")
 @pytest.mark.cuda_plugin
 def test_gluon_reads_and_writes_sixteen_bytes_at_a_time():
     # A process of its own: once Triton 3.9 has inferred a layout, it reports leaks when it ends.

@@ -90,6 +90,7 @@ def test_an_installed_wheel_brings_its_configs(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow("compiled for a GPU, to look at its code")
 @pytest.mark.cuda_plugin
 def test_its_records_are_of_its_kernels(monkeypatch):
     """As the template's own test says, which needs the Triton that they were measured with."""

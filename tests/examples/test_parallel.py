@@ -21,6 +21,7 @@ def test_program_checks_itself(tmp_path, capsys):
     assert "the same bits" in capsys.readouterr().out
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_checkpoint_over_another_mesh(tmp_path):
     """Every array comes back whole; missing parts, and those of two meshes, are refused."""
     axes = ("data", "expert", "tensor")

@@ -88,6 +88,7 @@ def lowered_for_cuda(function, exported):
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow("compiled for a GPU, to look at its code")
 def test_its_kernels_are_those_that_are_compiled_without_exporting(example, exported):
     found = triton_calls(lowered_for_cuda(exported.call, exported))
     expected = triton_calls(lowered_for_cuda(example.decode_step, exported))

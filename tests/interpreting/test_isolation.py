@@ -321,6 +321,7 @@ def compile_by_triax(launch):
     assert compiled.name.startswith("fill_"), compiled
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_an_interrupted_kernel_leaves_triton_as_it_was(tmp_path):
     """At once after one interrupt; where more tear the clean-up too, for whoever is next."""
     done = run_program(INTERRUPTED, TRITON_CACHE_DIR=str(tmp_path))

@@ -16,6 +16,7 @@ PROGRAMS = (
 COMPILED = cards.Compiled("ragged_dot", "", 1, 100, 0, "mma.sync", "cp.async", False, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("card", [80, 89, 120])
 def test_programs_lower(card):

@@ -156,7 +156,7 @@ def spec_of(array):
     return P(*spec)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow("many programs for one rule")
 @of_each_op
 def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
     function = OPS[name]
@@ -170,6 +170,7 @@ def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
     assert_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["permutation", "chunk sort"])
 def test_a_cut_width_moves_nothing_between_devices(kind, name):
     function = OPS[name]
@@ -181,6 +182,7 @@ def test_a_cut_width_moves_nothing_between_devices(kind, name):
     jax.tree.map(testing.assert_same_bits, results, jax.jit(function)(*args))
 
 
+@pytest.mark.sampled(1)
 @of_each_op
 def test_cut_batches_move_nothing_between_devices(kind, name):
     function = OPS[name]
@@ -200,6 +202,7 @@ def test_cut_batches_move_nothing_between_devices(kind, name):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("specs", "collective", "result"),
     [
@@ -247,6 +250,7 @@ def test_gradients_of_small_weights_are_summed_in_float32(kind):
     testing.assert_same_bits(out, args[1])
 
 
+@pytest.mark.slow("the ops' sharding has tests of its own")
 def test_the_layers_tokens_stay_on_their_device():
     """On explicit axes each device routes its own; counts and gradients of weights are summed."""
     args = arguments(layer)
@@ -269,6 +273,7 @@ def swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", [None, "rows"])
 @pytest.mark.parametrize(
     "specs",
@@ -326,7 +331,7 @@ def test_the_gradient_of_glus_weights_where_the_width_is_cut(kind):
     assert_all_close(actual, jax.jit(both)(*args), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("the ops' sharding has tests of its own")
 @pytest.mark.parametrize("specs", [("a", "b"), ("a", "ab"), ("ab", "b")], ids=str)
 def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):
     """What is kept for the backward means the same, however XLA cuts either."""
@@ -343,6 +348,7 @@ def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):
     assert_all_close(actual, jax.jit(both)(*args), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["permutation", "feed_forward"])
 def test_types_alone_name_the_mesh(name):
     """Arrays on a mesh with explicit axes, which is not set."""
@@ -357,6 +363,7 @@ def test_types_alone_name_the_mesh(name):
     assert_all_close(jax.jit(both)(*placed), jax.jit(both)(*args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("over", ["vmap of the gradient", "gradient of the vmap"])
 def test_gradients_of_cut_batches_on_explicit_axes(over):
     """Of an array that all share, and that is cut over another axis, too."""
@@ -410,6 +417,7 @@ def test_types_of_what_is_not_cut_name_the_mesh_too():
     assert tokens.sharding.mesh == whole.mesh.abstract_mesh
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_dimensions_cut_over_a_part_of_a_mesh_axis():
     """Four groups over eight devices: XLA has a name for that, and JAX has none."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

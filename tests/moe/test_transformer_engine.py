@@ -120,6 +120,7 @@ def check_map(row_id_map, expected, width):
         assert (row_id_map[token, count:width] == -1).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("align_size", "top_k", "with_probs", "three_d", "map_dtype"),
     [
@@ -165,6 +166,7 @@ def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, thr
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
 
 
+@pytest.mark.slow("many programs for one rule")
 @given(seed=st.integers(0, 2**32 - 1), top_k=st.integers(1, 5), align_size=st.sampled_from([1, 8]))
 def test_top_k_changes_the_width_of_the_map_alone(seed, top_k, align_size):
     """Where tokens have few of many experts, results and gradients are those without it."""
@@ -260,6 +262,7 @@ def test_a_descending_map_is_read_too():
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("align_size", "top_k"), [(None, None), (4, 2)])
 def test_gradients(implementation, align_size, top_k):
     """Of inp and probs, through dispatch and through combine, against their definitions."""
@@ -316,6 +319,7 @@ def test_gradients(implementation, align_size, top_k):
         assert_same_bits(d_rows[row], wanted)
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_a_layer_is_differentiated_as_its_dense_form():
     """Dispatch, something that depends on the expert, combine: float64, against autodiff."""
     x, mask, probs = make_case(3)
@@ -356,6 +360,7 @@ def test_a_zero_prob_keeps_the_row(implementation):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("align_size", [None, 4])
 def test_nans_stay_with_their_tokens(implementation, align_size):
     x, mask, probs = make_case()
@@ -383,6 +388,7 @@ def test_nans_stay_with_their_tokens(implementation, align_size):
         np.testing.assert_array_equal(np.isnan(d_rows).any(1), wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_out_tokens", "align_size"), [(0, None), (20, None), (0, 4), (7, 4)])
 def test_what_does_not_fit_is_dropped(implementation, num_out_tokens, align_size):
     """The interpreter checks every access; all sizes are of rows that there are."""
@@ -481,6 +487,7 @@ def test_errors_name_the_argument(call, error, match):
         call()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", [None, "interpret"])
 def test_maps_wider_than_what_is_unrolled_inside_shard_map(implementation):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

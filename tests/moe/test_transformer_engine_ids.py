@@ -30,6 +30,7 @@ def make_case(seed=0, routing="distinct"):
     return x, oracle.draw_ids(rng, TOKENS, TOP_K, EXPERTS, routing), weights
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("three_d", "align_size", "roll", "routing"),
     [

@@ -238,6 +238,7 @@ of_each_op = pytest.mark.parametrize("name", OPS)
 # --- the laws --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @each("axes")
 def test_vmap_is_the_loop(name, entry, implementation):
     """The results, and the gradients."""
@@ -302,6 +303,7 @@ STRICT = OPS | {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("implementation", ["interpret", None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", STRICT)
@@ -316,6 +318,7 @@ def test_jaxs_strict_modes(name, dtype, implementation):
         jax.jit(both).lower(*args)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @each("replicated")
 def test_shard_map_is_local(name, entry, implementation):
@@ -342,6 +345,7 @@ def test_shard_map_is_local(name, entry, implementation):
     close(list(gradients), join(each_gradients, np.add))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", PATHS)
 @of_each_op
 def test_forward_mode_is_the_transpose_of_the_gradient(name, implementation):
@@ -363,6 +367,7 @@ def test_forward_mode_is_the_transpose_of_the_gradient(name, implementation):
     np.testing.assert_allclose(*forward_and_backward(*floats), rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_remat_scan_and_second_derivatives(name, implementation):
@@ -403,6 +408,7 @@ def test_cpu_gets_plain_jax_alone(name):
     assert "callback" not in text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("name", "arch"),
@@ -426,6 +432,7 @@ def test_cuda_gets_kernels_alone(name, arch, monkeypatch):
         assert f"stablehlo.{other}" not in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_export_for_both_platforms_runs_on_the_cpu(name):

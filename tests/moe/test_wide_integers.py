@@ -116,19 +116,22 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, Any]]] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("arrays", ["NumPy", "JAX, 64 bits"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_nearest_that_int32_holds(name, arrays):
     function, (right, place) = CASES[name]
     limits = np.iinfo(np.int32)
+    expected = {}
     with jax.enable_x64(arrays != "NumPy"):
         for number in BEYOND:
             given = right.astype(np.int64)
             given[place] = number
-            nearest = np.asarray(np.clip(given, limits.min, limits.max), np.int32)
             found = function(jnp.asarray(given) if arrays.startswith("JAX") else given)
-            expected = function(nearest)
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            nearest = np.asarray(np.clip(given, limits.min, limits.max), np.int32)
+            if (number > 0) not in expected:
+                expected[number > 0] = function(nearest)
+            for a, b in zip(*map(jax.tree.leaves, (found, expected[number > 0])), strict=True):
                 assert_same_bits(np.asarray(a), np.asarray(b))
 
 

@@ -106,6 +106,7 @@ PLACEMENTS = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
 @pytest.mark.parametrize("of_weight", [P(), P("model")], ids=str)
 @pytest.mark.parametrize(("spec", "rows"), PLACEMENTS, ids=str)
@@ -147,6 +148,7 @@ def test_types_on_explicit_axes_and_what_does_not_split():
     assert_close(padded, plain(*args))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
 @pytest.mark.parametrize(
     "specs",
@@ -165,6 +167,7 @@ def test_reduce_sums_over_the_parts(kind, specs):
     assert_close(got, with_gradients(product)(*args))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_sums_over_dimensions_in_any_order(count):
     """The order in which an array has them decides, not that of their names or of `reduce`."""
@@ -186,6 +189,7 @@ def test_small_floats_are_rounded_once_after_the_sum(kind):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
 @pytest.mark.parametrize("names", ["".join(names) for names in itertools.permutations("bht")])
 def test_gradient_by_a_weight_alone_sums_over_all_other_dimensions(kind, names):
@@ -225,6 +229,7 @@ def test_without_shardy():
     assert_close(got, with_gradients(plain)(*args))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
 def test_vmap_cuts_batches(kind):
     x, weight = drawn((4, ROWS, WIDTH), (WIDTH,))

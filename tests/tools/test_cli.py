@@ -79,6 +79,7 @@ def test_tune_takes_a_file_of_any_name(tmp_path, capsys):
     assert "nothing to tune" in capsys.readouterr().out
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_verbose_shows_where_a_program_raised(tmp_path):
     file = program(tmp_path, "def main():\n    raise ValueError('no')\n")
     loud = run(f"triax -v tune {file}:main")

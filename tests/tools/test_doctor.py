@@ -237,6 +237,7 @@ def run(program="", **changes):
     )
 
 
+@pytest.mark.slow("its processes take seconds")
 @pytest.mark.cuda_plugin
 def test_this_machine():
     done = run()

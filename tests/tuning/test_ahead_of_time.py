@@ -715,6 +715,7 @@ def test_where_nothing_is_measured_slow_configs_come_last(measurer, monkeypatch)
     assert (call.source, call.grid) == ("first config (mode auto)", ((4, 1, 1),))
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
     """A candidate that takes too long to compile is dropped; the others are measured."""
     original, release = compiler._compile, threading.Event()

@@ -58,6 +58,7 @@ def test_waiting_is_bounded_and_logged(elsewhere, caplog):
     assert "another process that measures on this GPU" in caplog.text
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_a_process_that_dies_lets_go(elsewhere):
     elsewhere.kill()
     elsewhere.wait()

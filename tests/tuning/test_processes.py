@@ -73,6 +73,7 @@ def run_job(count, seed, tmp_path, *, dies=-1, shared=()):
     return [json.loads(line) for index, line in enumerate(lines) if index != dies]
 
 
+@pytest.mark.slow("its processes take seconds")
 @pytest.mark.cuda_plugin
 def test_a_job_agrees_on_every_config(tmp_path):
     results = run_job(3, 3, tmp_path)

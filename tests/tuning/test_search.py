@@ -35,6 +35,7 @@ def explain(size=1003, **options):
     return call
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("best", GRIDS)
 def test_the_fastest_wins(gpu, best):
     gpu(ms={str(best): 2, **{str(g): 9 for g in GRIDS if g != best}})
@@ -44,6 +45,7 @@ def test_the_fastest_wins(gpu, best):
     assert 2 <= min(t.median_ms for t in call.timings) < 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "says",
     [
@@ -69,6 +71,7 @@ def test_all_fault(gpu):
     assert str(caught.value).count("CUDA_ERROR_ILLEGAL_ADDRESS") == 3
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_kernels_that_only_take_long_still_run(gpu, monkeypatch, caplog):
     """Two of twelve seconds where a run may take ten: the fallback, with a log line."""
     monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.3")
@@ -87,6 +90,7 @@ def test_the_fallback_is_none_that_is_known_to_fault(gpu, monkeypatch):
     assert explain().grid == ((4, 1, 1),)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("says", "chosen"),
     [
@@ -140,6 +144,7 @@ def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, mon
     assert call.source == "measured now"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fault", "error"),
     [

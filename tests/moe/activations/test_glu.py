@@ -84,6 +84,7 @@ def expected(gate_up, weights, gradient, activation):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_result_and_gradients(implementation, activation, dtype, num_rows, width
     assert_rounded_once(d_gate_up, wanted[1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ["geglu", CLAMPED], ids=str)
 @pytest.mark.parametrize("layout", ["interleaved", "two"])
@@ -132,6 +134,7 @@ def test_layouts_are_the_same_bit_by_bit(implementation, activation, layout):
     jax.tree.map(same, run(in_layout(layout, **how)), run(functools.partial(moe.glu, **how)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ["swiglu", CLAMPED, "relu2"], ids=str)
 @pytest.mark.parametrize("layout", ["one", "interleaved", "two"])
@@ -212,6 +215,7 @@ def test_functions_of_jax_and_what_they_close_over():
     assert_rounded_once(out, np.cos(gate_up[:, :20].astype(jnp.bfloat16).astype(np.float64)))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_functions_of_interleaved_columns_have_all_derivatives():
     """Pairs of 16 bits are stored by their bits, of which JAX takes the derivative for zero."""
     gate_up, weights, gradient = map(jnp.asarray, draw(6, 10, "bfloat16"))
@@ -236,6 +240,7 @@ def test_functions_of_interleaved_columns_have_all_derivatives():
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(None, "a"), P()], ids=str)
 def test_functions_of_rows_and_weights_that_explicit_axes_cut_otherwise(spec):
     gate_up, weights, _ = map(jnp.asarray, draw(8, 16, "float32"))

@@ -31,6 +31,7 @@ def assert_same(found, wanted):
     jax.tree.map(assert_same_bits, found, wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("activation", "layout", "shape", "dtype", "to"),

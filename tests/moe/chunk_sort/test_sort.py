@@ -56,6 +56,7 @@ def test_example(implementation):
     assert out.rows[:, 0].tolist() == [2, 0, 1, 3, 4, 5]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(seed=st.integers(0, 2**32 - 1), fill=st.sampled_from([0.0, 0.5, 1.0]))
 def test_equals_definition(oracle, shape, seed, fill):
@@ -86,6 +87,7 @@ def test_wrong_values_misplace_rows_as_told(oracle, sizes, indices):
         check(oracle, case, implementation)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
 def test_floats_move_bit_by_bit(oracle, dtype, implementation):
     with jax.enable_x64(dtype == "float64"):
@@ -148,12 +150,14 @@ def test_dtypes_triton_lacks_go_through_plain_jax(oracle, dtype):
     np.testing.assert_array_equal(np.asarray(rows), expected)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("width", [1, 64, 4097, 5000])
 def test_widths(oracle, width, implementation):
     """Narrow rows, and rows of several blocks, the last of them partly filled."""
     check(oracle, oracle.make_case(6, 9, width, 3), implementation)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_rows", "num_chunks"), [(5, 1023), (300, 1024), (5, 1025), (300, 3000)]
 )
@@ -162,6 +166,7 @@ def test_many_chunks(oracle, num_rows, num_chunks, implementation):
     check(oracle, oracle.make_case(7, num_rows, 2, num_chunks, fill=0.9), implementation)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("num_rows", "num_chunks"), [(40, 127), (40, 129), (20, 20000)])
 def test_many_chunks_of_wide_rows(oracle, num_rows, num_chunks, implementation):
     """A program for each row, which looks at many chunks at a time."""

@@ -64,6 +64,7 @@ def expected(x, weights, experts, by_token, dtype):
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", whole.WAYS.values(), ids=whole.WAYS.keys())
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_sums_of_rounded_rows(way, dtype):
@@ -78,6 +79,7 @@ def test_sums_of_rounded_rows(way, dtype):
     assert 0.01 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.08
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", whole.WAYS.values(), ids=whole.WAYS.keys())
 @pytest.mark.parametrize("weighted", [True, False])
 def test_gradients_are_those_of_exact_rows(way, weighted):
@@ -100,6 +102,7 @@ def test_gradients_are_those_of_exact_rows(way, weighted):
         assert error <= 0.05 * np.linalg.norm(wanted_weights)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_forward_mode():
     x, weights, experts = drawn()
     how = {"experts": experts, "way": whole.WAYS["slots"]}

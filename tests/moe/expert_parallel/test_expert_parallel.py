@@ -158,6 +158,7 @@ def make_mesh(name):
     return Mesh(devices, tuple(sizes)), axis
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("mesh_name", "kind"),
@@ -197,7 +198,7 @@ def dispatched(mesh, *arguments, experts=EXPERTS, scales=None, **options):
     return jax.tree.map(np.asarray, run(*arguments, scales))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @every_way
 def test_rows_are_sorted_by_expert_then_device_then_token(options):
     mesh = local_mesh()
@@ -231,7 +232,7 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
     assert not out.num_dropped.any()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @every_way
 @pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
 def test_what_does_not_fit_is_dropped_and_counted(options, limits):
@@ -323,6 +324,7 @@ def test_scales_of_rows_without_a_token_are_zero(options):
     assert words.ravel().tolist() == [127, 127, 0, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_transformations(options):
     mesh, count = local_mesh(), 4 * TOKENS
     experts = draw_experts("uniform", count)
@@ -352,6 +354,7 @@ def test_transformations(options):
     jax.tree.map(close, *(jax.jit(lambda f=f: all_of(f))() for f in (layer, plain)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", [(None, None, 0), (None, 0, None)])
 def test_batches_of_some_operands(options, axes):
     count = 2 * TOKENS
@@ -385,6 +388,7 @@ def test_gradients_of_complex_tokens(options):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
     tokens_each = TOKENS - 1  # an even number, for which a piece is added
     count = 4 * tokens_each
@@ -406,6 +410,7 @@ def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
     jax.tree.map(assert_same_bits, jax.jit(lambda: run())(), straight)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_a_mesh_of_which_one_axis_is_manual(options):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("d", "automatic"))
     count = 4 * TOKENS
@@ -426,6 +431,7 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
     jax.tree.map(close, found, expected)
 
 
+@pytest.mark.slow("many programs for one rule")
 @COMPILES
 def test_a_mesh_whose_other_axis_is_explicit(options):
     """What `shard_map` leaves may cut everything, each array otherwise."""
@@ -465,6 +471,7 @@ def test_tokens_that_all_devices_share(options):
     np.testing.assert_allclose(found, 4 * TOP_K * np.cos(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @every_way
 def test_kernels_in_the_interpreter(options):
     mesh = local_mesh(2)
@@ -615,7 +622,7 @@ def test_combine_wants_its_plan():
         moe.combine(np.ones((8, 4)), plan, weights=None)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("many programs for one rule")
 @every_way
 def test_weights_are_those_that_are_passed(options):
     """Other ones than `dispatch` returned, or none; and their gradient."""

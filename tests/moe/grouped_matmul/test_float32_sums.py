@@ -59,6 +59,7 @@ def test_it_compiles(monkeypatch, dtype, out, blocks):
     assert takes_turns(ptx_of(dtype=dtype, out=out, blocks=blocks)) == 1
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("arch", "how"),

@@ -53,7 +53,7 @@ def some(arrays, offset):
     return (rows, weights[local], bias[local], bias_weights, gradient), of_others
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("offset", "widths", "dtype"),
@@ -81,6 +81,7 @@ def test_as_if_all_groups_were_multiplied(implementation, offset, widths, dtype)
         assert_close(found[name], wanted[name][offset : offset + COUNT], terms=64)
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("implementation", PATHS)
 def test_an_offset_on_the_device(implementation):
     """The same bits as an int; groups that do not exist are empty, wherever it points."""
@@ -101,6 +102,7 @@ def test_an_offset_on_the_device(implementation):
     assert not np.any(last["weights"][1])
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("implementation", PATHS)
 def test_offsets_of_a_batch(implementation):
     part = tuple(np.nan_to_num(array) for array in some(draw(), 2)[0])
@@ -111,6 +113,7 @@ def test_offsets_of_a_batch(implementation):
             assert_close(found[name][i], array, terms=64)
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize(
     ("offset", "promotion"), [(-1, "strict"), (-(2**40), "standard"), (2**40, "standard")]
 )
@@ -127,6 +130,7 @@ def test_an_offset_of_64_bits(offset, promotion):
         assert_same_bits(out, wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", [("a", None), (None, "a")])
 def test_over_devices(kind, cut):

@@ -52,6 +52,7 @@ def drawn(dtype="bfloat16"):
     return rows, gradient
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("way", WAYS)
@@ -83,6 +84,7 @@ def test_equals_float64(implementation, dtype, way):
     assert_close(d_bias, np.stack(sums), terms=ROWS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 def test_rows_and_weights_of_mxfp8(implementation):
     weights = WAYS["mxfp8"]
@@ -93,7 +95,7 @@ def test_rows_and_weights_of_mxfp8(implementation):
     assert_close(out, oracle.ragged_dot(exactly(rows), exactly(weights), SIZES), terms=DEPTH)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("way", ["mxfp4", "int4, columns innermost"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_as_an_array_of_the_rows_dtype(way, transposed):
@@ -112,7 +114,7 @@ def test_as_an_array_of_the_rows_dtype(way, transposed):
     jax.tree.map(assert_same_bits, both(weights), both(weights.dequantize("bfloat16")))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a"), "apart", None])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 128"])
@@ -178,6 +180,7 @@ def test_nothing_to_multiply(sizes):
     np.testing.assert_array_equal(out, np.zeros((num_rows, columns)))
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_a_layer():
     """And the tokens' gradient: as of the arrays that the weights stand for."""
     rng = np.random.default_rng(0)
@@ -248,6 +251,7 @@ def test_a_checkpoints_blocks_in_a_layer():
         moe.Experts(down, np.zeros((4, 96, 6), np.uint8))
 
 
+@pytest.mark.slow("the ops' sharding has tests of its own")
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_a_layer_with_its_experts_on_several_devices():
     rng = np.random.default_rng(0)

@@ -35,6 +35,7 @@ def run(case, sizes, implementation):
     return map(np.asarray, _run(case.rows, case.weights, sizes, case.gradient, implementation))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("sizes", "widths", "dtype"),
@@ -54,6 +55,7 @@ def test_product_and_gradients(implementation, dtype, widths, sizes):
         assert_close(actual, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_rows", "num_groups", "depth", "columns"),
     [(1, 1, 16, 16), (500, 2, 80, 300), (9, 260, 16, 24), (40, 5, 1, 1), (150, 1, 130, 264)],
@@ -109,6 +111,7 @@ def test_bias(implementation, depth):
     np.testing.assert_array_equal(d_weights, [6, 15, 15, 0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("sizes", [[900, 1700], [0, 2590], [2100, 0]])
 def test_gradients_of_biases_of_many_rows(implementation, sizes):
@@ -137,6 +140,7 @@ def test_gradients_of_biases_of_many_rows(implementation, sizes):
     assert_close(alone[1](bias, weights)[:inside], products, terms=columns)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_second_derivatives_with_a_bias():
     rng = np.random.default_rng(3)
     operands = [rng.standard_normal(n, np.float32) for n in ((5, 4), (2, 4, 3), (2, 3), (5,))]

@@ -59,6 +59,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("way", "implementation", "precision"),
     [
@@ -91,6 +92,7 @@ def test_the_result_is_bfloat16_and_takes_a_bias():
     assert_close(out, wanted, terms=DEPTH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", ["rows", "columns"])
@@ -117,7 +119,7 @@ def test_a_batch():
         np.testing.assert_array_equal(found[i], moe.ragged_dot(one, weights, SIZES))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_no_derivative(way):
         jax.grad(of_weights)(weights.scales)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     "block", [(1, 1, None), (1, None, None), (1, 32, 64), (1, 64, 32), (1, 16, 128)]
@@ -206,6 +208,7 @@ def test_scales_of_columns_are_not_those_of_the_depth(block):
         moe.ragged_dot(jnp.ones((8, 64)), weights, SIZES, transpose_weights=block[1] is None)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [(5, 0, 4, 8), (0, 0, 4, 8), (5, 3, 4, 0), (5, 0, 0, 8)])
 def test_nothing_to_multiply(sizes):
     num_rows, depth, groups, columns = sizes
@@ -217,6 +220,7 @@ def test_nothing_to_multiply(sizes):
             np.testing.assert_array_equal(out, np.zeros((num_rows, columns)))
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("block", [(1, None, 1), (1, 32, 32), (1, None, None)])
 def test_float64_rows(block):
     with jax.enable_x64():
@@ -231,6 +235,7 @@ def test_float64_rows(block):
         assert_close(pull(rows)[0], back, terms=64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [(1, None, 1), (1, 32, 32), (1, None, None)])
 def test_weights_cut_by_group_on_explicit_axes(block):
     """The rows' gradient, and the array itself."""
@@ -291,6 +296,7 @@ def test_mistakes(rows, weights, how, match):
         moe.ragged_dot(rows, weights, SIZES, **how)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 @pytest.mark.parametrize("precision", [None, FAST])

@@ -119,7 +119,7 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     return out
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
 )
@@ -131,6 +131,7 @@ def test_layer_is_its_dense_form(case, dtype):
     assert empty == {"empty experts": 3, "one has all": 4}.get(case, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["softmax", "capacity and alignment"])
 def test_layer_through_the_kernels(case):
     offsets, options = CASES[case]
@@ -138,6 +139,7 @@ def test_layer_through_the_kernels(case):
         check_against_dense(draw(1, offsets=offsets), implementation="interpret", **options)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_paths_agree_in_bfloat16():
     args = draw(2, "bfloat16")
     actual = value_and_gradients(layer, args, implementation="interpret")
@@ -183,6 +185,7 @@ def test_capacity_makes_no_more_rows_than_experts_take():
         assert f"f32[{rows},{2 * WIDTH}]" in program
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", [None, "interpret"])
 def test_what_is_no_number_stays_with_its_expert_and_its_token(implementation):
     x, logits, w_gate_up, w_down = (np.array(a) for a in draw(8))
@@ -232,7 +235,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_what_is_kept_for_the_backward_pass(way, implementation):
@@ -252,6 +255,7 @@ def test_what_is_kept_for_the_backward_pass(way, implementation):
         jax.tree.map(same, found, results[0])
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("keep", [(), ("triax_glu",)])
 def test_functions_that_close_over_arrays_of_the_program(keep):
     """They have gradients, too: of a scale of the whole activation, those that scale the loss."""
@@ -302,7 +306,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_given_each_row_by_itself(name):
     """So no token's result depends on which others there are, or on its number among them."""
@@ -329,6 +333,7 @@ def test_functions_are_given_each_row_by_itself(name):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_a_token_of_zeros_with_a_weight_of_zero_is_a_token():
     """Where weights multiply tokens, experts make of it what they make of their biases."""
     x, experts = jnp.zeros((3, 4)).at[1].set(1), jnp.array([[0, 1], [1, -1], [1, 1]])
@@ -401,6 +406,7 @@ def test_bytes_a_token_that_are_kept():
         assert tokens * top_k * 4 * width < num_bytes(held) - num_bytes(args) <= tokens * most
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_policy_that_permutes_again():
     """A policy of `jax.checkpoint` around the layer finds its names, what it keeps or not."""
     args = draw(7)
@@ -415,7 +421,7 @@ def test_policy_that_permutes_again():
     jax.tree.map(assert_nearly, again, expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("transpose", [False, True])
 def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     """Forward mode, second derivatives and vmap are those of the layer that keeps all."""

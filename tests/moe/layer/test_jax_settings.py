@@ -50,7 +50,7 @@ def layer(args, implementation, **options):
     return jnp.sum(found.tokens.astype("float32")), found
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("options", LAYERS)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])

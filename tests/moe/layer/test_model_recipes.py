@@ -165,7 +165,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_is_the_models(name, implementation):

@@ -252,7 +252,7 @@ def gradients(function, arrays, upstream):
     return jax.jit(jax.value_and_grad(loss))(arrays)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layer_is_the_models(name, implementation):
@@ -277,6 +277,7 @@ def test_the_layer_is_the_models(name, implementation):
             assert_close(found[n], array, terms=64, err_msg=n)
 
 
+@pytest.mark.slow("the ops' sharding has tests of its own")
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize(
     "name",
@@ -315,6 +316,7 @@ def test_experts_spread_over_devices(name):
     np.testing.assert_array_equal(out.routing.experts, expected.routing.experts)
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize(
     "weights_on", ["output", pytest.param("input", marks=pytest.mark.slow("nearly the same"))]
 )
@@ -342,6 +344,7 @@ def test_functions_that_are_not_finite_at_zero(weights_on):
         )
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_on_explicit_axes():
     """A sequence that is cut, scales that are cut as tokens are, and a function of a tracer."""
@@ -384,6 +387,7 @@ def test_routing_has_the_dimensions_of_tokens():
     assert moe.feed_forward(x, routing(2, 3, 2), experts).routing.experts.dtype == np.int32
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_more_dimensions_in_front():
     _, _, options = MODELS["Mixtral"]
     arrays = draw(options)

@@ -89,7 +89,7 @@ def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
         assert_same_bits(found, plain)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("transposed", "implementation", "dtype"),
     [
@@ -171,7 +171,7 @@ def value_and_gradients(given, recipe, **how):
     return tokens, *gradients
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow("its parts have tests of their own")
 @pytest.mark.parametrize(
     ("recipe", "implementation"),
     [
@@ -196,7 +196,7 @@ def test_the_layer(recipe, implementation):
         assert 0.005 < error < 0.1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -235,6 +235,7 @@ def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
             assert_close(a, np.asarray(b, np.float64), terms=64)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_rows_without_a_token_have_no_part_in_scales():
     """What the activation makes of a bias alone is larger here than what it makes of tokens."""
     x, logits, w_gate_up, w_down = layer(dtype="float32")
@@ -263,7 +264,7 @@ def test_tokens_cut_over_devices(recipe):
             assert_close(a, b, terms=64)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize(
     ("recipe", "of_x"),
     [
@@ -289,7 +290,7 @@ def test_gradients_with_width_or_hidden_cut_on_explicit_axes(recipe, of_x):
         assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow("the ops' sharding has tests of its own")
 @pytest.mark.parametrize("weight_gradient", [None, "rows"])
 def test_gradients_inside_shard_map_with_the_width_cut(weight_gradient):
     """Tokens are the same on all devices, and each has a part of the experts' width."""
@@ -316,6 +317,7 @@ def test_gradients_inside_shard_map_with_the_width_cut(weight_gradient):
         assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_weights_that_are_quantized():
     """In place of arrays, for inference and for the gradient of the tokens."""
     x, logits, *weights = layer()

@@ -43,6 +43,7 @@ def draw(*shapes, dtype=np.float64):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
+@pytest.mark.sampled(1)
 def test_finite_differences(plan, implementation):
     """By x, weights, scales and rows; forward, backward, and one of the other."""
     with jax.enable_x64(True):
@@ -61,6 +62,7 @@ def test_finite_differences(plan, implementation):
         check_grads(jax.jit(function), (x, weights, scales, rows), order, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.sampled(1)
 def test_forward_mode_of_one_argument_alone(plan, implementation):
     """What is not differentiated has no tangent, and integers none at all."""
     x, weights, rows = draw((TOKENS, WIDTH), (TOKENS, TOP_K), (16, WIDTH), dtype=np.float32)
@@ -85,6 +87,7 @@ def test_forward_mode_of_one_argument_alone(plan, implementation):
         np.testing.assert_allclose(actual, 2 * unpermute(rows, plan, weights), rtol=1e-5)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_hessians_agree(plan, implementation):
     """Forward over reverse, as in `jax.hessian`; in plain JAX, which takes less time, also the
     other three orders and a batch of products."""
@@ -195,6 +198,7 @@ def test_gradient_of_everything_at_once_is_the_sum(plan, implementation):
     )
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_a_batch_of_constants_under_jit():
     """Of which XLA computes the results while it compiles, some of them wrongly."""
     ids = jnp.asarray([[1, 0], [0, 1], [2, -1], [2, 0], [1, 2], [0, 2]])

@@ -109,6 +109,7 @@ def test_refuses_more_pairs_than_it_counts():
         jax.eval_shape(lambda ids: moe.make_plan(ids, 3, num_rows=8), ids)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_default_rows_hold_the_worst_case():
     """Every expert ends with all but one of a block's rows empty."""
     plan = moe.make_plan(jnp.arange(5)[:, None], 5, align_size=8)

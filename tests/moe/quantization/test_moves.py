@@ -45,6 +45,7 @@ def test_rows_are_quantized_as_if_after_the_move(block, implementation):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("scheme", "scale_dtype", "implementation"),
     [

@@ -35,7 +35,7 @@ BLOCKS = [
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
 @pytest.mark.parametrize(("dtype", "special"), [("bfloat16", True), ("float32", False)])
 @pytest.mark.parametrize(("shape", "block", "transposed"), BLOCKS)
@@ -76,6 +76,7 @@ def test_every_number_of_e2m1_and_halves_to_even():
     np.testing.assert_array_equal(found[0], [6, 0, 1, 1, 2, 2, 4, 4, -0.0, -4, 6, -6])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("to", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_every_power_of_two(to, dtype):
@@ -130,6 +131,7 @@ def test_a_value_is_within_half_a_step(seed, formats, block):
     assert (np.abs(back)[cut] == (top * spread)[cut]).all()
 
 
+@pytest.mark.slow("many programs for one rule")
 @given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.sampled_from([1, 7, 40]))
 @settings(max_examples=40, deadline=None)
 def test_twice_is_once(seed, formats, block):
@@ -144,7 +146,7 @@ def test_twice_is_once(seed, formats, block):
         assert_same_bits(twice.scales, once.scales)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
 def test_through_transformations(to, scale_dtype):
     array = draw((3, 2, 34, 6), jnp.bfloat16, special=False)
@@ -165,7 +167,7 @@ def test_through_transformations(to, scale_dtype):
         jax.grad(lambda a: jnp.sum(one(a).dequantize()))(array[0].astype("float32"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize(
     ("block", "transposed", "spec", "gathered"),
@@ -283,6 +285,7 @@ def test_zeros_of_8_bits_are_refused():
         dataclasses.replace(scaled, zeros=jnp.ones((3, 1)))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_mxfp4():
     """Against the definition: 32 numbers in 16 bytes, the lower halves first."""
     rng = np.random.default_rng(0)

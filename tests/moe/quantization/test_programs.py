@@ -23,6 +23,7 @@ def kernels(shape, dtype, **how):
     return [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("shape", "block", "transposed"),

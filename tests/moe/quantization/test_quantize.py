@@ -47,6 +47,7 @@ def assert_expected(found, array, dtype, block, transposed):
     assert (found.block, found.shape) == (block, array.shape)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("dtype", "special"), [("bfloat16", True), ("float32", False)])
@@ -61,6 +62,7 @@ def test_bits(implementation, to, dtype, special, shape, block, transposed):
     assert_expected(found, array, to, block, transposed)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("to", DTYPES)
 def test_bits_of_float16_and_of_special_float32(implementation, to):
@@ -74,6 +76,7 @@ def test_bits_of_float16_and_of_special_float32(implementation, to):
         assert_expected(found, array, to, (1, None), False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("shape", "block", "transposed"), OTHERS)
 def test_other_blocks(to, shape, block, transposed):
@@ -114,6 +117,7 @@ def test_quotients_next_to_the_middle_of_two_values(implementation, to):
     assert_expected(found, array, to, (1, None), False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("units", [-3, 3])
 def test_plain_jax_does_not_trust_a_division(monkeypatch, units):
     """GPUs' is off by two units: here by more."""
@@ -148,6 +152,7 @@ def test_a_value_is_within_half_a_step(seed, to, block):
     assert (np.abs(array - back) <= step / 2 * scales * (1 + 2**-20)).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("shape", "block", "transposed"), [*KERNELS[:4], KERNELS[6]])
 def test_twice_is_once(to, shape, block, transposed):

@@ -66,6 +66,7 @@ def test_a_pytree_of_anything():
         stacked.dequantize()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [1, None, 8])
 @pytest.mark.parametrize(("dtype", "transposed"), [("int4", True), ("float8_e5m2", False)])
 def test_indices(first, dtype, transposed):

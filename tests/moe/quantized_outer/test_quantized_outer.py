@@ -78,6 +78,7 @@ def run(
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "dtype", "to"),
     [
@@ -115,7 +116,7 @@ def test_bits(sizes, dtype, to):
     assert start <= values.shape[1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_equals_float64(implementation, sizes):
@@ -130,6 +131,7 @@ def test_equals_float64(implementation, sizes):
         assert_close(out, wanted, terms=ROWS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (40, 9, 300, 257), (9, 260, 16, 24)])
 def test_shapes(shape):
     """Tiles of every size, and more groups than the schedule reads at once."""
@@ -154,6 +156,7 @@ def test_through_pointers(monkeypatch):
     assert_close(out, np.asarray(by_descriptors, np.float64), terms=ROWS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_no_number_stays_in_its_group(implementation, value):
@@ -169,6 +172,7 @@ def test_what_is_no_number_stays_in_its_group(implementation, value):
         assert_same_bits(np.delete(found, at, axis), np.delete(plain, at, axis))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("named", [(True, False), (False, True), (True, True)])
 def test_rows_that_are_named(implementation, named):
@@ -187,6 +191,7 @@ def test_rows_that_are_named(implementation, named):
     assert_same_bits(found, run(*rows, SIZES["uneven"], implementation))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_named_rows_that_are_cut_over_devices():
     left, right = both_sides()
     source = jnp.asarray(np.random.default_rng(3).integers(0, 40, ROWS), jnp.int32)
@@ -200,6 +205,7 @@ def test_named_rows_that_are_cut_over_devices():
     assert_close(out, np.asarray(wanted, np.float64), terms=ROWS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 def test_over_devices(kind, cut):
@@ -222,6 +228,7 @@ def test_over_devices(kind, cut):
     assert_close(np.asarray(out), wanted, terms=ROWS)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_a_batch():
     pairs = [both_sides(seed, "bfloat16") for seed in (0, 1)]
     left, right = (jnp.stack(side) for side in zip(*pairs, strict=True))

@@ -73,6 +73,7 @@ def combinations():
             yield shape, grouped, biased, normalize, score
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("shape", "grouped", "biased", "normalize", "score"), list(combinations()), ids=str
@@ -99,6 +100,7 @@ def test_options(shape, grouped, biased, normalize, score, implementation):
         assert_close(d_logits, expected, terms=4 * top_k)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("score", ["sqrtsoftplus", "none"])
 @pytest.mark.parametrize("options", [{}, {"normalize": True}, {"bias": True}, {"groups": True}])
@@ -125,6 +127,7 @@ def test_scores_and_groups_by_their_best(options, score, implementation):
     np.testing.assert_allclose(d_logits / size, expected / size, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("order", [1, 1.5, 2, 200.0])
@@ -141,6 +144,7 @@ def test_weights_of_norm_one(order, score, implementation):
     np.testing.assert_allclose(d_logits, expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_norms_of_what_is_nothing_or_not_chosen():
     """Zeros, and no gradient, for padding; and what is not an expert counts in no norm."""
     logits = np.float32([[-np.inf] * 5, [0, 1, 2, -np.inf, 1], [200, 1, 2, 3, 4]])
@@ -161,6 +165,7 @@ def test_norms_of_what_is_nothing_or_not_chosen():
     np.testing.assert_allclose(scaled.weights, plain.weights * (1 + plain.experts), rtol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus", "none"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_weights_of_experts_that_are_given(score, normalize):
@@ -216,6 +221,7 @@ def test_scales_of_experts():
     assert_close(pull(d_weights)[0], expected, terms=21)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "normalize": True}], ids=str)
@@ -238,6 +244,7 @@ HOSTILE = np.array(
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_ties_and_what_is_no_number_as_top_k_has_them(dtype, implementation):
@@ -248,6 +255,7 @@ def test_ties_and_what_is_no_number_as_top_k_has_them(dtype, implementation):
         assert_same_bits(routed.experts, jax.lax.top_k(logits, top_k)[1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("top_k", [4, 20])  # many are not unrolled
 @pytest.mark.parametrize("close", ["first", "last", "all", "all below zero"])
@@ -364,6 +372,7 @@ FAR_AWAY = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("case", FAR_AWAY)
@@ -468,6 +477,7 @@ def test_every_run_gives_the_same_bits():
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 24), st.integers(0, 2**31 - 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @given(sizes=sizes, score=st.sampled_from(["softmax", "sigmoid"]), data=st.data())
 def test_laws(implementation, sizes, score, data):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 OPS = {
     "sort_chunks_by_index": "(jnp.ones((3, 1)), jnp.array([1, 2]), jnp.array([1, 0])",
     "make_plan": "(jnp.array([[1], [0]]), 2",
@@ -18,6 +20,7 @@ OPS = {
 }
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_all_ops_work_without_triton():
     """As on systems that have none: plain JAX, and an error where a kernel is insisted on."""
     program = """

@@ -32,7 +32,7 @@ DEPTH, COLUMNS = 208, 176  # no multiples of 64
 FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
 @pytest.mark.parametrize("scaled_by", [(DEPTH, COLUMNS), (DEPTH, 1), (128, 128), (64, 1)])
 @pytest.mark.parametrize("sizes", SIZES)
@@ -88,6 +88,7 @@ def test_nan_among_weights_is_its_column(rows):
     assert is_nan.sum() == rows // 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("rows", [64, 1024])
 def test_weights_are_widened_in_registers(monkeypatch, rows):

@@ -52,7 +52,7 @@ def is_taken(run, *args):
     return "few_rows" in run.lower(*args).as_text(debug_info=True)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("card", [90, 120])
@@ -79,6 +79,7 @@ def test_equals_float64(monkeypatch, card, sizes, way):
     assert not np.any(np.asarray(out)[past:])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("columns", [16, 48, 64])
 @pytest.mark.parametrize("per_group", [5, 40, 100])
 def test_few_columns(per_group, columns):
@@ -93,7 +94,7 @@ def test_few_columns(per_group, columns):
     assert_close(out, oracle.ragged_dot(rows, exactly(weights), sizes), terms=96)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [E2M1, "int4"])
 @pytest.mark.parametrize("num_rows", [256, 2048])
 def test_all_numbers_times_all_powers_of_two(num_rows, dtype):
@@ -143,6 +144,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [*OTHERS, "rows", "columns innermost", "many rows", "depth"])
 def test_what_takes_a_temporary(way):
     num_rows = 600 if way == "many rows" else 40
@@ -160,6 +162,7 @@ def test_what_takes_a_temporary(way):
         assert_close(run(rows, weights, sizes), oracle.ragged_dot(rows, exact, sizes), terms=depth)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 64"])
 @pytest.mark.parametrize("rows", [64, 1024, 4096])

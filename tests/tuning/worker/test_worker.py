@@ -93,6 +93,7 @@ def test_more_configs_than_there_is_time_for(driver, caplog):
     assert "tuning kernel: " in caplog.text  # the progress
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "grids", "reason"),
     [
@@ -225,6 +226,7 @@ os._exit(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow("its processes take seconds")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_measures_and_ends(driver):
     driver()
@@ -246,6 +248,7 @@ def test_all_bad(driver):
     assert sorted(reasons) == [1, 2, 3]
 
 
+@pytest.mark.slow("its processes take seconds")
 def test_configs_longer_than_one_run_may_take_are_late_not_bad(driver):
     driver(ms={"1": 60_000, "2": 60_000})
     found = run(make_job(1, 2, timeout_s=0.5))
