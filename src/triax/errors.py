@@ -24,12 +24,6 @@ class CheckpointError(TriaxError, ValueError):
     """A file or a tensor of a checkpoint is missing, damaged, or not in a known format."""
 
 
-class MissingTensor(CheckpointError, KeyError):
-    """A checkpoint has no tensor of a name."""
-
-    __str__ = Exception.__str__  # KeyError's puts the message in quotes
-
-
 class SettingError(TriaxError, ValueError):
     """An environment variable or setting has a value that is not allowed."""
 

@@ -1,8 +1,8 @@
 """`Checkpoint`: the tensors of a folder of safetensors files, each read when it is used.
 
-A safetensors file has 8 bytes with the length of its header, the header in JSON, which gives each
-tensor's dtype, shape and place, and the tensors' bytes. The library of that name does not return
-float8 to NumPy or JAX.
+A safetensors file has eight bytes with the length of its header; the header, JSON with each
+tensor's dtype, shape and place; and the tensors. The library of that name cannot return float8 to
+NumPy or JAX.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import ml_dtypes
 import numpy as np
 
 from triax import messages
-from triax.errors import ArgumentTypeError, CheckpointError, MissingTensor
-
-INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+from triax.errors import ArgumentTypeError, CheckpointError
 
 _DTYPES = {
-    "BOOL": np.bool_,
-    **{f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)},
+    "BOOL": "bool",
+    **{f"{kind.upper()}{8 * size}": f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)},
     **{f"F{8 * size}": f"f{size}" for size in (2, 4, 8)},
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
@@ -40,22 +38,18 @@ class Checkpoint(Mapping[str, np.ndarray]):
         checkpoint["model.norm.weight"]
         checkpoint.config["num_experts_per_tok"]
 
-    The folder is as Hugging Face writes it: `model.safetensors.index.json` and the files that it
-    names, or one `model.safetensors`; and `config.json`. Arrays are maps of the files, read-only:
-    their bytes are read when they are used. Bytes of bfloat16, float8_e4m3fn, float8_e5m2 and
-    float8_e8m0fnu have these dtypes.
-
-    Args:
-      folder: a path.
+    The folder has `model.safetensors.index.json` and the files that it names, or one
+    `model.safetensors`. Arrays are read-only maps of the files: their bytes are read when they are
+    used. Their dtypes include bfloat16, float8_e4m3fn, float8_e5m2 and float8_e8m0fnu.
 
     Attributes:
-      folder: the path.
-      config: what `config.json` holds, a dict; empty if there is no such file.
+      folder: its path.
+      config: what `config.json` holds; empty if there is none.
 
     Raises:
       ArgumentTypeError: `folder` is not a path.
       CheckpointError: a file is missing or damaged; the message names it.
-      MissingTensor: of a lookup: no tensor has this name. It is a KeyError.
+      KeyError: a name that is looked up is not among the tensors.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -64,103 +58,75 @@ class Checkpoint(Mapping[str, np.ndarray]):
                 f"Argument `folder` must be a path; got {messages.shown(folder)}."
             )
         self.folder = Path(folder)
-        self.config = _json(self.folder / CONFIG) if (self.folder / CONFIG).exists() else {}
-        self._files: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
-        index = self.folder / INDEX
+        index, config = (self.folder / n for n in ("model.safetensors.index.json", "config.json"))
+        self.config = _parsed(config, config.read_bytes()) if config.exists() else {}
+        self._opened: dict[Path, tuple[np.ndarray, dict[str, Any]]] = {}
         if index.exists():
-            self._listed_in = index
-            self._file_of: dict[str, str] = _json(index).get("weight_map", {})
-            if not isinstance(self._file_of, dict):
-                raise CheckpointError(f"{index} has no `weight_map` of names to files.")
+            names = _parsed(index, index.read_bytes()).get("weight_map")
+            if not isinstance(names, dict):
+                raise CheckpointError(f"{index} has no `weight_map`. Download it again.")
+            self._paths = {name: self.folder / str(file) for name, file in names.items()}
         else:
-            self._listed_in = self.folder / SINGLE
-            if not self._listed_in.exists():
-                raise CheckpointError(
-                    f"{self.folder} has neither {INDEX} nor {SINGLE}. Pass the folder of a "
-                    "downloaded checkpoint."
-                )
-            self._file_of = dict.fromkeys(self._open(SINGLE)[1], SINGLE)
-        for name in set(self._file_of.values()):
-            if Path(str(name)).name != name or not (self.folder / name).exists():
-                raise CheckpointError(
-                    f"{index} names a file {name!r} that is not in {self.folder}. Download the "
-                    "checkpoint again."
-                )
+            file = self.folder / "model.safetensors"
+            self._paths = dict.fromkeys(self._open(file)[1], file)
+        for path in set(self._paths.values()):
+            if path.parent != self.folder or not path.exists():
+                raise CheckpointError(f"{index} names {path}, which is not in the folder.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._file_of)
-
-    def __repr__(self) -> str:
-        return f"Checkpoint({str(self.folder)!r}, {messages.counted(len(self), 'tensor')})"
-
-    def path(self, name: str) -> Path:
-        """Returns the file that has the tensor `name`."""
-        if name not in self._file_of:
-            hint = messages.near_misses(name, (), self._file_of) if isinstance(name, str) else ""
-            raise MissingTensor(f"No tensor is named {name!r} in {self._listed_in}.{hint}")
-        return self.folder / self._file_of[name]
+        return len(self._paths)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+        return name in self._paths
 
     def __getitem__(self, name: str) -> np.ndarray:
         path = self.path(name)
-        data, tensors = self._open(path.name)
-        if name not in tensors:
-            raise CheckpointError(f"Tensor `{name}` is not in {path}, where {INDEX} has it.")
+        data, tensors = self._open(path)
         try:
-            entry = tensors[name]
-            kind, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            sizes = all(type(size) is int and size >= 0 for size in (*shape, start, end))
-        except (TypeError, KeyError, ValueError):
-            sizes = False
-        if not sizes or not isinstance(kind, str):
-            raise CheckpointError(f"The header of {path} is damaged at tensor `{name}`.")
-        if kind not in _DTYPES:
+            kind, shape, (start, end) = map(tensors[name].get, ("dtype", "shape", "data_offsets"))
+            dtype = np.dtype(_DTYPES[kind])
+            if end - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= end <= len(
+                data
+            ):
+                raise ValueError(f"the file has {len(data)} bytes of tensors")
+            return data[start:end].view(dtype).reshape(shape)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"Tensor `{name}` in {path} has the dtype {kind}; known are {', '.join(_DTYPES)}."
-            )
-        dtype = np.dtype(_DTYPES[kind])
-        if not end - start == math.prod(shape) * dtype.itemsize or end > data.size:
-            raise CheckpointError(
-                f"Tensor `{name}` in {path}, {kind} of shape {shape}, takes bytes {start} to {end} "
-                f"of {data.size}. The file is truncated or damaged: download it again."
-            )
-        return data[start:end].view(dtype).reshape(shape)
+                f"Tensor `{name}` is not in {path}, or the file is truncated or has an unknown "
+                f"dtype: its header has {tensors.get(name)} for it ({error})."
+            ) from error
 
-    def _open(self, name: str) -> tuple[np.ndarray, dict[str, Any]]:
+    def path(self, name: str) -> Path:
+        """Returns the file that has a tensor."""
+        if name not in self._paths:
+            raise KeyError(f"{name} is not in {self.folder}")
+        return self._paths[name]
+
+    def _open(self, path: Path) -> tuple[np.ndarray, dict[str, Any]]:
         """Returns the bytes of a file's tensors, and its header."""
-        if name not in self._files:
-            path = self.folder / name
-            size = path.stat().st_size
-            data = np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
-            start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-            if size < 8 or start > size:
-                raise CheckpointError(
-                    f"{path} is no safetensors file, or truncated: it has {size} bytes. Download "
-                    "it again."
-                )
+        if path not in self._opened:
+            if not path.exists():
+                raise CheckpointError(f"{path} does not exist, nor an index of several files.")
+            data = np.fromfile(path, np.uint8, 8)
+            start = 8 + int.from_bytes(data.tobytes(), "little")
+            if len(data) < 8 or start > path.stat().st_size:
+                raise CheckpointError(f"{path} is truncated, or no safetensors file.")
+            data = np.asarray(np.memmap(path, np.uint8, "r"))
             header = _parsed(path, data[8:start].tobytes())
             header.pop("__metadata__", None)
-            self._files[name] = data[start:], header
-        return self._files[name]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return _parsed(path, path.read_bytes())
+            self._opened[path] = data[start:], header
+        return self._opened[path]
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    """Returns the JSON object in a file, or raises."""
+    """Returns the JSON object that is the text of a file, or its header."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return {**found}
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is truncated or damaged: its JSON ends with {error}. Download it again."
+            f"{path} is truncated or damaged: no JSON object, {error}."
         ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must have a JSON object; got {messages.shown(found)}.")
-    return found
