@@ -102,9 +102,11 @@ def _chosen(experts: range | None, count: int) -> range:
 
 
 def _floats(weight: np.ndarray) -> np.ndarray:
-    if not jnp.issubdtype(weight.dtype, jnp.floating) or weight.dtype.itemsize < 2:
+    wide = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize >= 2
+    if not wide or weight.ndim != 3:
         raise ArgumentTypeError(
-            f"weights without scales must be floats of 16 bits or more; got {weight.dtype}."
+            "weights without scales must be matrices of floats of 16 bits or more; got "
+            f"{messages.short(weight)}."
         )
     return weight
 
@@ -137,35 +139,34 @@ def _stacked(source: Source, experts: range | None) -> dict[str, Any]:
 def _one_by_one(source: Source, experts: range | None, progress: Any) -> dict[str, Any]:
     """Copies the tensors of each expert into stacks of all, gate and up into one."""
     named = re.compile(rf"{re.escape(source.prefix)}(\d+)\.(w1\.)?")
-    matches = [match for match in map(named.match, source.tensors) if match]
-    if not matches:
+    found = {match.groups() for match in map(named.match, source.tensors) if match}
+    if not found:
         layers = {
             name.partition("experts.")[0][:-1] for name in source.tensors if ".experts." in name
         }
         known = messages.short(sorted(layers))
         raise source.error(f"there are none. Argument `prefix` must be one of {known}.", "…")
-    most = max(int(match[1]) for match in matches) + 1
     counts = [source.config[key] for key in _COUNTS if source.config.get(key)]
-    chosen = _chosen(experts, (counts or [most])[0])
-    linears = ("w1", "w3", "w2") if any(match[2] for match in matches) else _LINEARS
-    found: list[Any] = []
+    chosen = _chosen(experts, (counts or [max(int(expert) for expert, _ in found) + 1])[0])
+    linears = ("w1", "w3", "w2") if any(w1 for _, w1 in found) else _LINEARS
+    stacks: list[Any] = []
     for at, expert in enumerate(progress(chosen)):
         names = [f"{expert}.{linear}" for linear in linears]
         gate, up, down = (_linear(source, name) for name in names)
         pieces, like = ((gate, up), (down,)), [_like(of) for of in (gate, up, down)]
-        if not found:
+        if not stacks:
             first = [like[0], like[0], like[2]]
         if like != first:
             differ = "shapes, dtypes or formats differ between gate and up, or from other experts"
             raise source.error(differ, *(f"{name}.weight" for name in names))
-        found = found or [_room(len(chosen), *of) for of in pieces]
-        for room, of in zip(found, pieces, strict=True):
+        stacks = stacks or [_room(len(chosen), *of) for of in pieces]
+        for room, of in zip(stacks, pieces, strict=True):
             part = jax.tree.map(operator.itemgetter(slice(at, at + 1)), room)
             jax.tree.map(_join, part, *of)
-    transposed = not all(isinstance(of, ScaledArray) for of in found)
+    transposed = not all(isinstance(of, ScaledArray) for of in stacks)
     if transposed:  # floats are [experts, out, in], and scaled arrays [experts, in, out]
-        found = [of.mT if isinstance(of, ScaledArray) else of for of in found]
-    return {"w_gate_up": found[0], "w_down": found[1], "transposed": transposed}
+        stacks = [of.mT if isinstance(of, ScaledArray) else of for of in stacks]
+    return {"w_gate_up": stacks[0], "w_down": stacks[1], "transposed": transposed}
 
 
 def _like(weights: Any) -> Any:

@@ -292,9 +292,10 @@ def _octets(words: Any) -> Any:
 def _nibbles(words: Any) -> Any:
     """Returns the eight numbers in each int32, from the lowest bits on: uint8 [..., 8 * n]."""
     found = _octets(words)[..., None] >> np.array([0, 4], np.uint8) & np.uint8(15)
-    return found.reshape(*words.shape[:-1], -1)
+    return found.reshape(*words.shape[:-1], 8 * words.shape[-1])
 
 
 def _in_order(numbers: Any) -> Any:
     """Returns columns that are in AWQ's order in theirs."""
-    return numbers.reshape(*numbers.shape[:-1], -1, 8)[..., _AWQ_ORDER].reshape(numbers.shape)
+    words = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // 8, 8)
+    return words[..., _AWQ_ORDER].reshape(numbers.shape)
