@@ -11,7 +11,7 @@ import pytest
 
 from tests.moe.checkpoint.files import NAMES, write, write_file
 from triax import moe
-from triax.errors import ArgumentTypeError, CheckpointError
+from triax.errors import CheckpointError
 
 rng = np.random.default_rng(0)
 INDEX = "model.safetensors.index.json"
@@ -69,11 +69,6 @@ def test_a_name_that_is_not_there(tmp_path):
     assert found.get("b") is None
     with pytest.raises(KeyError, match=f"b is not in {tmp_path}"):
         found["b"]
-
-
-def test_a_folder_that_is_no_path():
-    with pytest.raises(ArgumentTypeError, match="`folder` must be a path; got 3 of type int"):
-        moe.Checkpoint(3)
 
 
 def damaged(folder, what):

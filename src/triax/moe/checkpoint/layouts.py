@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from triax.moe.quantization.scaled import ScaledArray
 _COUNTS = "num_local_experts", "num_experts", "n_routed_experts"
 _ACTIVATIONS: dict[Any, Activation] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _FORMATS = "qweight", "weight_packed", "weight_scale_inv", "weight_scale", "weight"
-_LINEARS = "gate_proj", "up_proj", "down_proj"
 
 
 class Source:
@@ -41,31 +39,26 @@ class Source:
     def has(self, name: str) -> bool:
         return self.prefix + name in self.tensors
 
-    def error(self, error: object, *names: str) -> CheckpointError:
-        """Returns an error that names tensors, and the files that they are in."""
+    def error(self, what: object, *names: str) -> CheckpointError:
+        """Returns an error that names tensors and their files."""
         path: Any = getattr(self.tensors, "path", lambda name: "the tensors")
         files = {str(path(self.prefix + name)) for name in names if self.has(name)}
         where = ", ".join(sorted(files)) or getattr(self.tensors, "folder", "the tensors")
         shown = ", ".join(f"`{self.prefix}{name}`" for name in names)
-        return CheckpointError(f"Cannot read {shown} of {where}: {error}")
+        return CheckpointError(f"Cannot read {shown} of {where}: {what}")
 
     def make(self, function: Callable[..., Any], *names: str) -> Any:
         """Calls a function of tensors; what it raises names them."""
+        if missing := [name for name in names if not self.has(name)]:
+            raise self.error(f"`{self.prefix}{missing[0]}` is missing.", *names)
         try:
-            if missing := [name for name in names if not self.has(name)]:
-                raise ArgumentValueError(f"`{self.prefix}{missing[0]}` is missing.")
             return function(*(np.asarray(self.tensors[self.prefix + name]) for name in names))
         except (ArgumentTypeError, ArgumentValueError) as error:
             raise self.error(error, *names) from error
 
 
 def read(
-    tensors: Mapping[str, Any],
-    prefix: str,
-    config: Mapping[str, Any] | None,
-    experts: range | None,
-    activation: Activation | None,
-    progress: Callable[[range], Iterable[int]] | None,
+    tensors: Any, prefix: str, config: Any, experts: Any, activation: Any, progress: Any
 ) -> dict[str, Any]:
     """Returns the arguments of `Experts`; those here are `Experts.from_checkpoint`'s."""
     if not isinstance(experts, range | None):
@@ -73,10 +66,8 @@ def read(
             f"Argument `experts` must be a range; got {messages.shown(experts)}."
         )
     source = Source(tensors, prefix, getattr(tensors, "config", {}) if config is None else config)
-    if source.has("gate_up_proj") or source.has("gate_up_proj_blocks"):
-        found = _stacked(source, experts)
-    else:
-        found = _one_by_one(source, experts, progress or (lambda chosen: chosen))
+    stacked = source.has("gate_up_proj") or source.has("gate_up_proj_blocks")
+    found = _stacked(source, experts) if stacked else _one_by_one(source, experts, progress)
     return {**found, "activation": activation or _activation(source)}
 
 
@@ -137,82 +128,64 @@ def _stacked(source: Source, experts: range | None) -> dict[str, Any]:
 
 
 def _one_by_one(source: Source, experts: range | None, progress: Any) -> dict[str, Any]:
-    """Copies the tensors of each expert into stacks of all, gate and up into one."""
+    """Copies the tensors of each expert into stacks of all, gate and up next to each other."""
     named = re.compile(rf"{re.escape(source.prefix)}(\d+)\.(w1\.)?")
     found = {match.groups() for match in map(named.match, source.tensors) if match}
     if not found:
-        layers = {
-            name.partition("experts.")[0][:-1] for name in source.tensors if ".experts." in name
-        }
+        layers = {name.partition(".experts.")[0] for name in source.tensors if ".experts." in name}
         known = messages.short(sorted(layers))
         raise source.error(f"there are none. Argument `prefix` must be one of {known}.", "…")
     counts = [source.config[key] for key in _COUNTS if source.config.get(key)]
     chosen = _chosen(experts, (counts or [max(int(expert) for expert, _ in found) + 1])[0])
-    linears = ("w1", "w3", "w2") if any(w1 for _, w1 in found) else _LINEARS
-    stacks: list[Any] = []
-    for at, expert in enumerate(progress(chosen)):
+    mixtral = any(w1 for _, w1 in found)
+    linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    stacks: list[np.ndarray] = []
+    for at, expert in enumerate(progress(chosen) if progress else chosen):
         names = [f"{expert}.{linear}" for linear in linears]
-        gate, up, down = (_linear(source, name) for name in names)
-        pieces, like = ((gate, up), (down,)), [_like(of) for of in (gate, up, down)]
-        if not stacks:
-            first = [like[0], like[0], like[2]]
+        parts, kinds = zip(
+            *(jax.tree.flatten(_linear(source, name)) for name in names), strict=True
+        )
+        like = kinds, [[(leaf.shape, leaf.dtype) for leaf in part] for part in parts]
+        if at == 0:
+            first = (kinds[0], *kinds[::2]), [like[1][0], *like[1][::2]]
         if like != first:
+            tensors = [f"{name}.{of}" for name in names for of in _FORMATS]
             differ = "shapes, dtypes or formats differ between gate and up, or from other experts"
-            raise source.error(differ, *(f"{name}.weight" for name in names))
-        stacks = stacks or [_room(len(chosen), *of) for of in pieces]
-        for room, of in zip(stacks, pieces, strict=True):
-            part = jax.tree.map(operator.itemgetter(slice(at, at + 1)), room)
-            jax.tree.map(_join, part, *of)
-    transposed = not all(isinstance(of, ScaledArray) for of in stacks)
+            raise source.error(differ, *filter(source.has, tensors))
+        pieces = [*zip(*parts[:2], strict=True), *zip(parts[2], strict=True)]
+        for piece in pieces[len(stacks) :]:
+            shape = len(chosen), len(piece) * piece[0].shape[1], *piece[0].shape[2:]
+            stacks.append(np.empty(shape, piece[0].dtype))
+        for stack, piece in zip(stacks, pieces, strict=True):
+            np.concatenate(piece, axis=1, out=stack[at : at + 1])
+    made = [(kinds[0], stacks[: len(parts[0])]), (kinds[2], stacks[len(parts[0]) :])]
+    weights = [jax.tree.unflatten(*of) for of in made]
+    transposed = not all(isinstance(of, ScaledArray) for of in weights)
     if transposed:  # floats are [experts, out, in], and scaled arrays [experts, in, out]
-        stacks = [of.mT if isinstance(of, ScaledArray) else of for of in stacks]
-    return {"w_gate_up": stacks[0], "w_down": stacks[1], "transposed": transposed}
-
-
-def _like(weights: Any) -> Any:
-    leaves, structure = jax.tree.flatten(weights)
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def _room(count: int, *weights: Any) -> Any:
-    """Returns arrays for experts with such weights, [1, out, …], next to each other along out."""
-
-    def empty(*of: np.ndarray) -> np.ndarray:
-        return np.empty((count, len(of) * of[0].shape[1], *of[0].shape[2:]), of[0].dtype)
-
-    return jax.tree.map(empty, *weights)
-
-
-def _join(to: np.ndarray, *parts: np.ndarray) -> None:
-    np.concatenate(parts, axis=1, out=to)
+        weights = [of.mT if isinstance(of, ScaledArray) else of for of in weights]
+    return {"w_gate_up": weights[0], "w_down": weights[1], "transposed": transposed}
 
 
 def _linear(source: Source, name: str) -> Any:
-    """Returns a linear layer's weights: floats [1, out, in], or a scaled array [1, in, out].
-
-    Parameters of the functions by position have the names of tensors.
-    """
+    """Returns a linear layer's weights: floats [1, out, in], or a scaled array [1, in, out]."""
     kind = next((of for of in _FORMATS if source.has(f"{name}.{of}")), "weight")
     function, how = _format(source, kind)
-    suffix = "_inv" if kind == "weight_scale_inv" else ""
-    takes = {}
-    for parameter in inspect.signature(function).parameters.values():
-        tensor = f"{name}.{parameter.name}{suffix if parameter.name == 'weight_scale' else ''}"
-        needed = parameter.default is parameter.empty
-        if parameter.kind != parameter.KEYWORD_ONLY and (needed or source.has(tensor)):
-            takes[parameter.name] = tensor
-    for of in {"bias", "g_idx", "weight_zero_point"} - set(takes):
-        if source.has(f"{name}.{of}"):
-            raise source.error("experts of this format have no such tensor", f"{name}.{of}")
+    takes = {}  # parameters have the names of tensors
+    for key, of in inspect.signature(function).parameters.items():
+        tensor = f"{name}.{kind if kind == key + '_inv' else key}"
+        if of.kind != of.KEYWORD_ONLY and (of.default is of.empty or source.has(tensor)):
+            takes[key] = tensor
+    for other in {"bias", "g_idx", "weight_zero_point"} - set(takes):
+        if source.has(f"{name}.{other}"):
+            raise source.error("experts of this format have no such tensor", f"{name}.{other}")
 
     def make(*arrays: np.ndarray) -> Any:
-        given = zip(takes, (array[None] for array in arrays), strict=True)
-        made: Any = function(**dict(given), **how)
-        out = made.shape[2]
-        if not isinstance(made, ScaledArray) or (made.block[2] and out % made.block[2] == 0):
+        made: Any = function(**dict(zip(takes, (a[None] for a in arrays), strict=True)), **how)
+        rows, out = isinstance(made, ScaledArray) and made.block[2], made.shape[2]
+        if rows is False or (rows and out % rows == 0):
             return made
         # Blocks of the gate must not reach into `up`, which lies next to it.
-        scales: Any = np.repeat(made.scales, made.block[2] or out, 1)[:, :out]
+        scales: Any = np.repeat(made.scales, rows or out, 1)[:, :out]
         return dataclasses.replace(made, scales=scales, block=(*made.block[:2], 1))
 
     return source.make(make, *takes.values())
@@ -223,23 +196,23 @@ def _format(source: Source, kind: str) -> tuple[Callable[..., Any], dict[str, An
     config = source.quantization
     if groups := config.get("config_groups"):
         config = {**config, **(next(iter(groups.values())).get("weights") or {})}
-    size = {"group_size": config.get("group_size")}
-    match kind:
-        case "weight":
-            return _floats, {}
-        case "weight_packed":
-            return checkpoints.from_compressed_tensors, size
-        case "weight_scale" | "weight_scale_inv":
-            block = config.get("weight_block_size") or config.get("block_structure")
-            return checkpoints.from_8_bits, {"block": block or (128, 128)}
+    size, block = (config.get(key) for key in ("group_size", "weight_block_size"))
+    if kind == "weight":
+        return _floats, {}
+    if kind == "weight_packed":
+        return checkpoints.from_compressed_tensors, {"group_size": size}
+    if kind != "qweight":
+        block = block or config.get("block_structure") or (128, 128)
+        return checkpoints.from_8_bits, {"block": block}
     keys = "quant_method", "checkpoint_format", "version"
-    match method := [str(config.get(key)).lower() for key in keys]:
+    match [str(config.get(key)).lower() for key in keys]:
         case ["gptq", "gptq" | "gptq_v2" | "none" as stored, _]:
-            return checkpoints.from_gptq, {**size, "v2": stored == "gptq_v2"}
+            return checkpoints.from_gptq, {"group_size": size, "v2": stored == "gptq_v2"}
         case ["awq", _, "gemm" | "none"]:
-            return checkpoints.from_awq, size
-    raise CheckpointError(
-        f"`{source.prefix}…` is GPTQ or AWQ, and `quantization_config` must have the `quant_method`"
-        ' "gptq", with `checkpoint_format` "gptq" or "gptq_v2", or "awq", with `version` "gemm"; '
-        f"got {method}."
-    )
+            return checkpoints.from_awq, {"group_size": size}
+        case values:
+            raise CheckpointError(
+                f"`{source.prefix}…` is GPTQ or AWQ: `quantization_config` must have the "
+                '`quant_method` "gptq", with `checkpoint_format` "gptq" or "gptq_v2", or "awq", '
+                f'with `version` "gemm"; got {values}.'
+            )

@@ -101,22 +101,20 @@ class Experts:
             experts = moe.Experts.from_checkpoint(checkpoint, "model.layers.3.mlp")
             experts = jax.device_put(experts)
 
-        The layouts are those of gpt-oss (MXFP4 or bfloat16), of Mixtral, and of Qwen3-MoE and
-        DeepSeek-V3, with experts in 16 or 32 bits or in any format that a `moe.from_…` function
-        takes. Experts that have their own tensors are copied into one stack, one after another;
-        the arrays of gpt-oss are maps of the files.
+        The layouts are those of gpt-oss, Mixtral, Qwen3-MoE and DeepSeek-V3, with floats of 16 bits
+        or more, or any format that a `moe.from_…` function takes. Tensors of single experts are
+        copied into one stack, one after another; those of gpt-oss stay maps of the files.
 
         Args:
           tensors: arrays by name, such as a `moe.Checkpoint`.
           prefix: what is before `.experts.` in their names.
-          config: what the model's `config.json` holds; None is `tensors.config`, if there is one.
-          experts: the experts to read, such as a device's part of them; None is all.
-          activation: as in `Experts`; None is what the checkpoint's layout and `config` say.
-          progress: called with the range of experts; returns what is iterated over, as tqdm does.
+          config: what `config.json` holds; None is `tensors.config`, if there is one.
+          experts: those to read, such as a device's part; None is all.
+          activation: as in `Experts`; None is the one that layout and `config` say.
+          progress: such as tqdm: called with the range of experts, returns it or an iterator.
 
         Raises:
-          ArgumentTypeError: an argument has the wrong type.
-          ArgumentValueError: the layer does not have all of `experts`.
+          ArgumentTypeError, ArgumentValueError: `experts` is no range, or not of the layer.
           CheckpointError: a tensor is missing, or its shape, dtype or format is wrong.
         """
         found = layouts.read(tensors, prefix, config, experts, activation, progress)

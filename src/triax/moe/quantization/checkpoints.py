@@ -205,12 +205,12 @@ def from_8_bits(
         )
     rows, columns = (arguments.integer(f"block[{i}]", of, 1) for i, of in enumerate(block))
     *lead, out, depth = weight.shape
-    whole, channels = (None, None), (None, 1)
+    sizes = (*weight_scale.shape[len(lead) :], 1, 1)[:2]
     blocks = -(-out // rows), -(-depth // columns)
-    ways: dict[tuple[int, ...], tuple[int | None, int | None]] = {blocks: (columns, rows)}
-    ways |= {(out, 1): channels, (out,): channels, (1,): whole, (): whole}
-    sizes = weight_scale.shape[len(lead) :]
-    if weight_scale.shape != (*lead, *sizes) or sizes not in ways:
+    ways: dict[tuple[int, ...], Any] = {blocks: (columns, rows), (out, 1): (None, 1)}
+    ways |= {(1, 1): (None, None)}
+    wide = weight_scale.ndim > weight.ndim or weight_scale.shape[: len(lead)] != tuple(lead)
+    if wide or sizes not in ways:
         raise ArgumentValueError(
             "Argument `weight_scale` must have one of the shapes "
             f"{', '.join(str((*lead, *sizes)) for sizes in ways)} to go with `weight` of shape "
@@ -218,8 +218,9 @@ def from_8_bits(
         )
     values: Any = weight
     scales: Any = weight_scale if weight_scale.dtype == E8M0 else weight_scale.astype(np.float32)
-    scales = scales.reshape(*lead, *(*sizes, 1, 1)[:2])
-    return ScaledArray(values, scales, (*(1 for _ in lead), *ways[sizes]), True)
+    return ScaledArray(
+        values, scales.reshape(*lead, *sizes), (*(1 for _ in lead), *ways[sizes]), True
+    )
 
 
 def _check(name: str, array: Any, dtypes: tuple[np.dtype, ...], least: int = 0) -> None:
