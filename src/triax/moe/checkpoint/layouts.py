@@ -61,10 +61,6 @@ def read(
     tensors: Any, prefix: str, config: Any, experts: Any, activation: Any, progress: Any
 ) -> dict[str, Any]:
     """Returns the arguments of `Experts`; those here are `Experts.from_checkpoint`'s."""
-    if not isinstance(experts, range | None):
-        raise ArgumentTypeError(
-            f"Argument `experts` must be a range; got {messages.shown(experts)}."
-        )
     source = Source(tensors, prefix, getattr(tensors, "config", {}) if config is None else config)
     stacked = source.has("gate_up_proj") or source.has("gate_up_proj_blocks")
     found = _stacked(source, experts) if stacked else _one_by_one(source, experts, progress)
@@ -85,7 +81,7 @@ def _activation(source: Source) -> Activation:
 
 def _chosen(experts: range | None, count: int) -> range:
     found = range(count) if experts is None else experts
-    if not found or found.step < 1 or found[0] < 0 or found[-1] >= count:
+    if not isinstance(found, range) or not found or not 0 <= found[0] <= found[-1] < count:
         raise ArgumentValueError(
             f"Argument `experts` must be a part of range({count}), the layer's; got {found}."
         )

@@ -99,7 +99,7 @@ def from_gptq(
       ArgumentValueError: shapes do not match, or `group_size` or `g_idx` is refused.
     """
     messages.check_bool(v2=v2)
-    _check("qweight", qweight, _INT32, 2)
+    _check("qweight", qweight, _INT32)
     *lead, words, out = qweight.shape
     zeros = _transposed(_zeros(qzeros, scales, lead, out)[..., :out]) + np.uint8(not v2)
     group = _group(8 * words, scales.shape[-2], group_size, lead, "g_idx", g_idx)
@@ -117,7 +117,7 @@ def from_awq(
       qzeros: int32 [..., groups, out / 8]; each holds eight zeros in that order.
       scales, group_size: as in `from_gptq`, which lists result and errors.
     """
-    _check("qweight", qweight, _INT32, 2)
+    _check("qweight", qweight, _INT32)
     *lead, depth, words = qweight.shape
     zeros = _transposed(_in_order(_zeros(qzeros, scales, lead, 8 * words)))
     group = _group(depth, scales.shape[-2], group_size, lead)
@@ -146,28 +146,23 @@ def from_compressed_tensors(
       weight_g_idx: as `g_idx` in `from_gptq`; or all -1.
       group_size: as in `from_gptq`, which lists result and errors.
     """
-    _check("weight_packed", weight_packed, _INT32, 2)
-    _check("weight_scale", weight_scale, _FLOATS, 2)
+    _check("weight_packed", weight_packed, _INT32)
     *lead, out, words = weight_packed.shape
-    groups, depth = weight_scale.shape[-1], 8 * words
-    wanted = (*lead, out, groups)
-    arguments.check_shape("weight_scale", weight_scale.shape, wanted, "`weight_packed`")
+    _check("weight_scale", weight_scale, _FLOATS, (*lead, out, "groups"), "`weight_packed`")
+    groups, depth, zeros = weight_scale.shape[-1], 8 * words, None
     if weight_shape is not None:
-        _check("weight_shape", weight_shape, _INTEGERS, 1)
+        wanted = (*lead, 2)[-weight_shape.ndim :]
+        _check("weight_shape", weight_shape, _INTEGERS, wanted, "`weight_packed`")
         sizes = np.asarray(weight_shape)
-        depth = int(sizes.flat[-1]) if sizes.size else 0
-        known = sizes.shape in ((2,), (*lead, 2)) and (sizes == (out, depth)).all()
-        if not known or -(-depth // 8) != words:
+        depth = int(sizes[..., 1].max(initial=0))
+        if (sizes != (out, depth)).any() or -(-depth // 8) != words:
             raise ArgumentValueError(
                 f"Argument `weight_shape` must be ({out}, in), where `in` numbers take {words} "
                 f"words of eight, as in `weight_packed`; got {sizes.tolist()}.{_BITS}"
             )
-    zeros = None
     if weight_zero_point is not None:
-        _check("weight_zero_point", weight_zero_point, _INT32, 2)
         wanted = (*lead, -(-out // 8), groups)
-        of = weight_zero_point.shape
-        arguments.check_shape("weight_zero_point", of, wanted, "`weight_scale`", _BITS)
+        _check("weight_zero_point", weight_zero_point, _INT32, wanted, "`weight_scale`", _BITS)
         zeros = _nibbles(_transposed(weight_zero_point))[..., :out].swapaxes(-1, -2)
     if weight_g_idx is not None and (np.asarray(weight_g_idx) == -1).all():
         weight_g_idx = None
@@ -197,23 +192,22 @@ def from_8_bits(
       ArgumentTypeError: an argument has the wrong type.
       ArgumentValueError: the shapes do not match.
     """
-    _check("weight", weight, DTYPES, 2)
-    _check("weight_scale", weight_scale, (*_FLOATS, E8M0))
+    _check("weight", weight, DTYPES)
     if not isinstance(block, Sequence) or len(block) != 2:
         raise ArgumentTypeError(
             f"Argument `block` must be two ints, along out and in; got {messages.shown(block)}."
         )
     rows, columns = (arguments.integer(f"block[{i}]", of, 1) for i, of in enumerate(block))
     *lead, out, depth = weight.shape
-    sizes = (*weight_scale.shape[len(lead) :], 1, 1)[:2]
     blocks = -(-out // rows), -(-depth // columns)
-    ways: dict[tuple[int, ...], Any] = {blocks: (columns, rows), (out, 1): (None, 1)}
-    ways |= {(1, 1): (None, None)}
-    wide = weight_scale.ndim > weight.ndim or weight_scale.shape[: len(lead)] != tuple(lead)
-    if wide or sizes not in ways:
+    ways: dict[Any, Any] = {blocks: (columns, rows), (out, 1): (None, 1), (1, 1): (None, None)}
+    _check("weight_scale", weight_scale, (*_FLOATS, E8M0), np.shape(weight_scale), "`weight`")
+    sizes = (*weight_scale.shape[len(lead) :], 1, 1)[:2]
+    fits = weight_scale.shape == (*lead, *sizes)[: max(weight_scale.ndim, len(lead))]
+    if not fits or sizes not in ways:
         raise ArgumentValueError(
             "Argument `weight_scale` must have one of the shapes "
-            f"{', '.join(str((*lead, *sizes)) for sizes in ways)} to go with `weight` of shape "
+            f"{', '.join(str((*lead, *way)) for way in ways)} to go with `weight` of shape "
             f"{weight.shape}, in blocks of {rows} × {columns}; got {weight_scale.shape}."
         )
     values: Any = weight
@@ -223,23 +217,25 @@ def from_8_bits(
     )
 
 
-def _check(name: str, array: Any, dtypes: tuple[np.dtype, ...], least: int = 0) -> None:
-    """Raises unless an argument is an array of one of the dtypes with `least` dimensions."""
-    if not jax_private.is_array(array) or array.dtype not in dtypes or array.ndim < least:
-        dimensions = f" of {least} dimensions or more" if least else ""
+def _check(
+    name: str, array: Any, dtypes: tuple[np.dtype, ...], shape: Any = None, *of: str
+) -> None:
+    """Raises unless an argument is an array of a dtype, and of a shape or of two dimensions."""
+    few = shape is None and getattr(array, "ndim", 0) < 2
+    if not jax_private.is_array(array) or array.dtype not in dtypes or few:
         raise ArgumentTypeError(
             f"Argument `{name}` must be an array of {' or '.join(of.name for of in dtypes)}"
-            f"{dimensions}; got {messages.shown(array)}."
+            f"{', of two dimensions or more' * few}; got {messages.shown(array)}."
         )
+    if shape is not None:
+        arguments.check_shape(name, array.shape, shape, *of)
 
 
 def _zeros(qzeros: Any, scales: Any, lead: list[int], out: int) -> Any:
     """Returns the numbers in `qzeros`, a row for each row of `scales`."""
-    _check("qzeros", qzeros, _INT32, 2)
-    _check("scales", scales, _FLOATS, 2)
-    arguments.check_shape("scales", scales.shape, (*lead, "groups", out), "`qweight`", _LAYOUTS)
+    _check("scales", scales, _FLOATS, (*lead, "groups", out), "`qweight`", _LAYOUTS)
     wanted = (*lead, scales.shape[-2], -(-out // 8))
-    arguments.check_shape("qzeros", qzeros.shape, wanted, "`scales`", _BITS)
+    _check("qzeros", qzeros, _INT32, wanted, "`scales`", _BITS)
     return _nibbles(qzeros)
 
 
@@ -249,8 +245,7 @@ def _group(
     """Returns how many numbers along the depth share a scale, None for all, or raises."""
     found: Any = None if size is None else arguments.integer("group_size", size, -1)
     if g_idx is not None:
-        _check(name, g_idx, _INTEGERS, 1)
-        arguments.check_shape(name, g_idx.shape, (*lead, depth), "the weights")
+        _check(name, g_idx, _INTEGERS, (*lead, depth), "the weights")
         index = np.asarray(g_idx).reshape(-1, depth)
         found = max(np.count_nonzero(index[:1] == 0), 1)
         if (index != np.arange(depth) // found).any():
