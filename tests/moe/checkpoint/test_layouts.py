@@ -98,6 +98,12 @@ FORMATS = {
         lambda *of: moe.from_8_bits(*of, block=(16, 32)),
         {"config_groups": {"group_0": {"weights": {"block_structure": [16, 32]}}}},
     ),
+    # The last block of the gate is partial, and up is next to it.
+    "partial_blocks": (
+        in_8_bits("weight_scale_inv", 24, 32),
+        lambda *of: moe.from_8_bits(*of, block=(24, 32)),
+        {"weight_block_size": [24, 32]},
+    ),
     # 128 × 128: both gate and up are in a part of a block.
     "wide_blocks": (in_8_bits("weight_scale_inv", 128, 128), moe.from_8_bits, {}),
     "channels": (in_8_bits("weight_scale", 1, 1000, dtype=np.int8), moe.from_8_bits, {}),

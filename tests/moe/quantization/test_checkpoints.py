@@ -243,7 +243,9 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
             r"`weight_shape` must be \(24, in\).*16 words.*got \[24, 64\]. Only 4 bits",
         ),
         (
-            lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, np.array([OUT, 63])),
+            lambda: moe.from_compressed_tensors(
+                words(OUT, 8), A_SCALE.T, np.array([OUT, 63]), group_size=32
+            ),
             "which is 63, and must be even",
         ),
         (
@@ -258,7 +260,7 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
             lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, None, words(24, 2)),
             r"`weight_zero_point` must have shape \(3, 2\)",
         ),
-        (lambda: moe.from_awq(words(63, 3), *gptq()[1:]), "which is 63"),
+        (lambda: moe.from_awq(words(63, 3), *gptq()[1:], group_size=32), "which is 63"),
         (
             lambda: moe.from_8_bits(INT8, np.ones((1, 2), np.float32)),
             r"shapes \(1, 1\), \(24, 1\) .*128 × 128; got \(1, 2\)",

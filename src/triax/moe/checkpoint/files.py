@@ -78,9 +78,8 @@ class Checkpoint(Mapping[str, np.ndarray]):
         try:
             kind, shape, (start, end) = map(tensors[name].get, ("dtype", "shape", "data_offsets"))
             dtype = np.dtype(_DTYPES[kind])
-            if end - start != math.prod(shape) * dtype.itemsize or not 0 <= start <= end <= len(
-                data
-            ):
+            size = math.prod(shape) * dtype.itemsize
+            if end - start != size or not 0 <= start <= end <= len(data):
                 raise ValueError(f"the file has {len(data)} bytes of tensors")
             return data[start:end].view(dtype).reshape(shape)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -103,7 +102,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
             size = path.stat().st_size
             data = np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
             start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-            if not 8 < start <= size:
+            if start > size:
                 raise CheckpointError(f"{path} is truncated, or no safetensors file.")
             header = _parsed(path, data[8:start].tobytes())
             header.pop("__metadata__", None)
