@@ -79,7 +79,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
             kind, shape, (start, end) = map(tensors[name].get, ("dtype", "shape", "data_offsets"))
             dtype = np.dtype(_DTYPES[kind])
             size = math.prod(shape) * dtype.itemsize
-            if end - start != size or not 0 <= start <= end <= len(data):
+            if end - start != size or end > len(data):
                 raise ValueError(f"the file has {len(data)} bytes of tensors")
             return data[start:end].view(dtype).reshape(shape)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

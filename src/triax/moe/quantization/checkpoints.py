@@ -50,7 +50,7 @@ def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
       ArgumentValueError: the shapes do not match.
     """
     _check("blocks", blocks, _UINT8)
-    _check("scales", scales, _UINT8)
+    _check("scales", scales, _UINT8, np.shape(scales), "`blocks`")
     if blocks.ndim < 3 or blocks.shape[-1] != _BYTES:
         raise ArgumentValueError(
             f"Argument `blocks` must have shape [..., out, in / 32, {_BYTES}]; got {blocks.shape}."
