@@ -92,6 +92,7 @@ matrix: $(STAMP)
 
 models: $(MODELS_STAMP)
 	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.models $(ARGS)
+	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.checkpoints
 
 sanitize: $(STAMP)
 	JAX_PLATFORMS=cpu TRIAX_CUDA_ARCH=90 $(PY) -m tools.sanitize all $(ARGS)

@@ -47,6 +47,7 @@ PUBLIC = {
         "poison",
     ],
     "triax.moe": [
+        "Checkpoint",
         "DispatchPlan",
         "Dispatched",
         "Experts",
@@ -62,6 +63,10 @@ PUBLIC = {
         "combine",
         "dispatch",
         "feed_forward",
+        "from_8_bits",
+        "from_awq",
+        "from_compressed_tensors",
+        "from_gptq",
         "from_mxfp4",
         "glu",
         "load_balancing_loss",

@@ -33,6 +33,7 @@ WORDS = {
     "fp8": "eight-bits",
     "int8": "eight-bits",
     "mxfp4": "quantized-checkpoints",
+    "safetensors": "from-a-checkpoint",
     "autotune": "tuning",
     "TRIAX_AUTOTUNE": "tuning",
     "export": "serving",

@@ -20,6 +20,10 @@ class ArgumentValueError(TriaxError, ValueError):
     """An argument has the right type but a value that is not allowed."""
 
 
+class CheckpointError(TriaxError, ValueError):
+    """A file or a tensor of a checkpoint is missing, damaged, or not in a known format."""
+
+
 class SettingError(TriaxError, ValueError):
     """An environment variable or setting has a value that is not allowed."""
 

@@ -2,6 +2,7 @@
 
 from triax.moe.activations.api import glu as glu
 from triax.moe.activations.reference import Swiglu as Swiglu
+from triax.moe.checkpoint.files import Checkpoint as Checkpoint
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
 from triax.moe.expert_parallel.api import combine as combine
@@ -20,6 +21,10 @@ from triax.moe.plans.api import make_plan as make_plan
 from triax.moe.plans.api import make_plan_from_mask as make_plan_from_mask
 from triax.moe.plans.reference import Plan as Plan
 from triax.moe.quantization.api import quantize as quantize
+from triax.moe.quantization.checkpoints import from_8_bits as from_8_bits
+from triax.moe.quantization.checkpoints import from_awq as from_awq
+from triax.moe.quantization.checkpoints import from_compressed_tensors as from_compressed_tensors
+from triax.moe.quantization.checkpoints import from_gptq as from_gptq
 from triax.moe.quantization.checkpoints import from_mxfp4 as from_mxfp4
 from triax.moe.quantization.scaled import ScaledArray as ScaledArray
 from triax.moe.router.api import route as route
@@ -29,6 +34,7 @@ from triax.moe.router.reference import Routing as Routing
 from triax.moe.router.router import Router as Router
 
 __all__ = [
+    "Checkpoint",
     "DispatchPlan",
     "Dispatched",
     "Experts",
@@ -44,6 +50,10 @@ __all__ = [
     "combine",
     "dispatch",
     "feed_forward",
+    "from_8_bits",
+    "from_awq",
+    "from_compressed_tensors",
+    "from_gptq",
     "from_mxfp4",
     "glu",
     "load_balancing_loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,9 +13,10 @@ from jax.tree_util import GetAttrKey
 
 from triax import messages
 from triax.compat import jax_private
-from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from triax.moe.activations import api as activations
 from triax.moe.activations.reference import Activation, GluSpec
+from triax.moe.checkpoint import layouts
 from triax.moe.layer.recipes import BLOCK, Recipe, Scaling, resolve
 from triax.moe.quantization import scaled
 from triax.moe.quantization.api import quantize
@@ -81,6 +83,46 @@ class Experts:
 
     def __post_init__(self) -> None:
         _check(self)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        tensors: Mapping[str, Array],
+        prefix: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        experts: range | None = None,
+        activation: Activation | None = None,
+        progress: Callable[[range], Iterable[int]] | None = None,
+    ) -> Experts:
+        """Returns the experts of a layer of a Hugging Face checkpoint, as NumPy arrays.
+
+            checkpoint = moe.Checkpoint("models/gpt-oss-20b")
+            experts = moe.Experts.from_checkpoint(checkpoint, "model.layers.3.mlp")
+            experts = jax.device_put(experts)
+
+        The layouts are those of gpt-oss, Mixtral, Qwen3-MoE and DeepSeek-V3, with floats of 16 bits
+        or more, or any format that a `moe.from_…` function takes. Tensors of single experts are
+        copied into one stack, one after another; those of gpt-oss stay maps of the files.
+
+        Args:
+          tensors: arrays by name, such as a `moe.Checkpoint`.
+          prefix: what is before `.experts.` in their names.
+          config: what `config.json` holds; None is `tensors.config`, if there is one.
+          experts: those to read, such as a device's part; None is all.
+          activation: as in `Experts`; None is the one that layout and `config` say.
+          progress: such as tqdm: called with the range of experts, returns it or an iterator.
+
+        Raises:
+          ArgumentTypeError, ArgumentValueError: `experts` is no range, or not of the layer.
+          CheckpointError: a tensor is missing, or its shape, dtype or format is wrong.
+        """
+        found = layouts.read(tensors, prefix, config, experts, activation, progress)
+        try:
+            return cls(**found)
+        except (ArgumentTypeError, ArgumentValueError) as error:
+            where = getattr(tensors, "folder", "the tensors")
+            raise CheckpointError(f"`{prefix}.experts` in {where}: {error}") from error
 
     def __repr__(self) -> str:
         """Shows shapes and dtypes, and the options that differ from their defaults."""

@@ -1,0 +1,111 @@
+"""Compares checkpoints as Triax reads them with transformers' and compressed-tensors' own code.
+
+transformers makes a small model of each kind with random weights, and saves it; its experts, and
+those that `Experts.from_checkpoint` reads, are given the same tokens. The other lines are weights
+that the packages unpack. An error is as in `benchmarks/models.py`; exits with 1 above the limits.
+
+    python -m benchmarks.checkpoints
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+
+import jax
+import numpy as np
+
+from benchmarks.models import EXPERTS, HIDDEN, LIMIT, TOP_K, WIDTH, error
+from triax import moe
+
+MODELS = {  # the folder under `transformers/models`, the model's class and its config's
+    "Mixtral": "mixtral MixtralModel MixtralConfig",
+    "Qwen3-MoE": "qwen3_moe Qwen3MoeModel Qwen3MoeConfig",
+    "Qwen3-Next": "qwen3_next Qwen3NextModel Qwen3NextConfig",
+    "DeepSeek-V3": "deepseek_v3 DeepseekV3Model DeepseekV3Config",
+    "GLM-4.5": "glm4_moe Glm4MoeModel Glm4MoeConfig",
+    "MiniMax-M2": "minimax_m2 MiniMaxM2Model MiniMaxM2Config",
+    "gpt-oss": "gpt_oss GptOssModel GptOssConfig",
+}
+
+
+def saved(names: str) -> float:
+    """The error of the experts of a model that transformers saves."""
+    import torch
+
+    folder, model, config = names.split()
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), WIDTH)
+    sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS)
+    sizes |= {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": 50, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"first_k_dense_replace": 0, "bos_token_id": 0, "eos_token_id": 0}
+    made = getattr(module, model)(getattr(module, config)(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.3)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((20, HIDDEN), np.float32)
+    chosen = rng.permuted(np.tile(np.arange(EXPERTS), (20, 1)), axis=1)[:, :TOP_K]
+    weights = rng.random((20, TOP_K), np.float32)
+    block = next(b for name, b in made.named_modules() if name.endswith(".experts"))
+    wanted = block(*map(torch.from_numpy, (x, chosen, weights))).detach()
+    with tempfile.TemporaryDirectory() as path:
+        made.save_pretrained(path)
+        checkpoint = moe.Checkpoint(path)
+        prefix = next(name.partition(".experts.")[0] for name in checkpoint if ".experts." in name)
+        experts = jax.device_put(moe.Experts.from_checkpoint(checkpoint, prefix))
+        return error(moe.feed_forward(x, moe.Routing(weights, chosen), experts).tokens, wanted)
+
+
+def mxfp4() -> float:
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (EXPERTS, WIDTH, HIDDEN // 32, 16), np.uint8)
+    scales = rng.integers(120, 135, blocks.shape[:-1], np.uint8)
+    both = torch.from_numpy(blocks), torch.from_numpy(scales)
+    wanted = convert_moe_packed_tensors(*both, dtype=torch.float32)
+    return error(moe.from_mxfp4(blocks, scales).dequantize(), wanted)
+
+
+def pack_quantized(symmetric: bool, group: int | None) -> float:
+    import torch
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    rng = np.random.default_rng(0)
+    depth = 2 * group if group else 60  # which is not a multiple of 8
+    weight = torch.from_numpy(rng.standard_normal((24, depth), np.float32))
+    strategy = "group" if group else "channel"
+    how = {"num_bits": 4, "symmetric": symmetric, "strategy": strategy, "group_size": group}
+    args = QuantizationArgs(**how)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    groups = weight.reshape(24, -1, group or depth)
+    scale, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    state = {"weight": weight, "weight_scale": scale}
+    state |= {} if symmetric else {"weight_zero_point": zeros.to(torch.int8)}
+    packed = PackedQuantizationCompressor.compress(state, scheme)
+    wanted = PackedQuantizationCompressor.decompress(dict(packed), scheme)["weight"]
+    arrays = {name: tensor.numpy() for name, tensor in packed.items()}
+    return error(moe.from_compressed_tensors(**arrays).dequantize().T, wanted)
+
+
+def main():
+    errors = {name: saved(names) for name, names in MODELS.items()}
+    errors["MXFP4"] = mxfp4()
+    for symmetric in (True, False):
+        for group in (32, None):
+            name = f"compressed-tensors, {symmetric=}, {group=}"
+            errors[name] = pack_quantized(symmetric, group)
+    for name, found in errors.items():
+        print(f"{name:50} {found:.1e}")
+    if wrong := [name for name, found in errors.items() if not found <= LIMIT]:
+        sys.exit(f"above {LIMIT:g}: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Reads the experts of a model's layer from a folder of safetensors files."""

@@ -1,0 +1,171 @@
+"""`Checkpoint`: what it reads, and what it says about damaged files."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.moe.checkpoint.files import NAMES, write, write_file
+from triax import moe
+from triax.errors import CheckpointError
+
+rng = np.random.default_rng(0)
+INDEX = "model.safetensors.index.json"
+
+
+def of_dtype(name):
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    return rng.integers(0, 2, (3, 5 * dtype.itemsize), np.uint8).view(dtype)
+
+
+@pytest.fixture
+def tensors():
+    found = {f"a.{name}": of_dtype(name) for name in NAMES}
+    return found | {"scalar": np.array(3, np.float32), "empty": np.zeros((0, 4), np.int32)}
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_every_dtype(tmp_path, tensors, files):
+    found = moe.Checkpoint(write(tmp_path, tensors, {"model_type": "small"}, files))
+    assert sorted(found) == sorted(tensors)
+    assert len(found) == len(tensors)
+    assert found.config == {"model_type": "small"}
+    for name, array in tensors.items():
+        assert name in found
+        assert found[name].dtype == array.dtype
+        assert found[name].shape == array.shape
+        assert found[name].tobytes() == array.tobytes()
+        assert type(found[name]) is np.ndarray
+        assert not found[name].flags.writeable
+        assert jnp.asarray(found[name]).shape == array.shape
+
+
+def test_files_of_the_library(tmp_path, tensors):
+    pytest.importorskip("safetensors.numpy").save_file(tensors, tmp_path / "model.safetensors")
+    found = moe.Checkpoint(str(tmp_path))
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: array.tobytes() for name, array in tensors.items()
+    }
+
+
+def test_arrays_are_maps_of_the_file(tmp_path):
+    """An array read before the file changes shows the change."""
+    path = write(tmp_path, {"a": np.zeros(4, np.uint8)}) / "model.safetensors"
+    found = moe.Checkpoint(tmp_path)["a"]
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x07")
+    assert found.tolist() == [0, 0, 0, 7]
+
+
+def test_a_name_that_is_not_there(tmp_path):
+    found = moe.Checkpoint(write(tmp_path, {"a": np.zeros(1)[:0].astype(np.int8)}))
+    assert found.config == {}
+    assert "b" not in found
+    assert found.get("b") is None
+    with pytest.raises(KeyError, match=f"b is not in {tmp_path}"):
+        found["b"]
+
+
+def damaged(folder, what):
+    path = folder / "model.safetensors"
+    write(folder, {"a.b": np.arange(6, dtype=np.int32), "c": np.zeros(3, np.int8)}, {})
+    data = path.read_bytes()
+    match what:
+        case "no file":
+            path.unlink()
+        case "empty":
+            path.write_bytes(b"")
+        case "short":
+            path.write_bytes(data[:20])
+        case "a pointer":
+            path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0")
+        case "no json":
+            path.write_bytes(data[:8] + b"?" + data[9:])
+        case "a list":
+            path.write_bytes((2).to_bytes(8, "little") + b"[]")
+        case "config":
+            (folder / "config.json").write_text('{"model_type": ')
+        case "index":
+            (folder / INDEX).write_text('{"weight_map": {"a.b"')
+        case "no map":
+            (folder / INDEX).write_text("{}")
+        case "map":
+            (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": "gone.safetensors"}}))
+        case "outside":
+            write_file(folder.parent / "other.safetensors", {})
+            names = {"a.b": "../other.safetensors"}
+            (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "message"),
+    [
+        ("no file", "model.safetensors", "does not exist, nor an index"),
+        ("empty", "model.safetensors", "is truncated, or no safetensors file"),
+        ("short", "model.safetensors", "is truncated, or no safetensors file"),
+        ("a pointer", "model.safetensors", "is truncated, or no safetensors file"),
+        ("no json", "model.safetensors", "is truncated or damaged: no JSON object"),
+        ("a list", "model.safetensors", "is truncated or damaged: no JSON object"),
+        ("config", "config.json", "is truncated or damaged: no JSON object"),
+        ("index", INDEX, "is truncated or damaged: no JSON object"),
+        ("no map", INDEX, "has no `weight_map`"),
+        ("map", INDEX, "names .*gone.safetensors, which is not in the folder"),
+        ("outside", INDEX, "names .*other.safetensors, which is not in the folder"),
+    ],
+)
+def test_damaged_files(tmp_path, what, name, message):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    damaged(folder, what)
+    with pytest.raises(CheckpointError, match=f"{folder / name} {message}"):
+        moe.Checkpoint(folder)
+
+
+ENTRY = {"dtype": "I32", "shape": [6], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ENTRY | {"dtype": "F4"},
+        ENTRY | {"dtype": ["I32"]},
+        ENTRY | {"shape": [5]},
+        ENTRY | {"shape": [-2, -3]},
+        ENTRY | {"shape": None},
+        ENTRY | {"shape": [6.0]},
+        ENTRY | {"data_offsets": [-8, 16]},
+        ENTRY | {"data_offsets": [8, 32]},
+        ENTRY | {"data_offsets": [0]},
+        {"dtype": "I32"},
+        7,
+    ],
+)
+def test_damaged_tensors(tmp_path, entry):
+    path = tmp_path / "model.safetensors"
+    write_file(path, {"a.b": np.arange(6, dtype=np.int32)}, {"a.b": entry})
+    with pytest.raises(CheckpointError, match=f"`a.b` is not in {path}, or"):
+        moe.Checkpoint(tmp_path)["a.b"]
+
+
+def test_truncated_tensors(tmp_path):
+    path = damaged(tmp_path, "nothing")
+    path.write_bytes(path.read_bytes()[:-1])
+    found = moe.Checkpoint(tmp_path)
+    assert found["a.b"].tolist() == [*range(6)]
+    with pytest.raises(CheckpointError, match=rf"`c` .* {path}.*has 26 bytes of tensors"):
+        found["c"]
+
+
+def test_an_index_that_names_another_file(tmp_path):
+    write(tmp_path, {"a": np.zeros(3, np.int8), "b": np.zeros(3, np.int8)}, files=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["a"] = index["weight_map"]["b"]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"`a` is not in .*00002-of-00002"):
+        moe.Checkpoint(tmp_path)["a"]

@@ -1,0 +1,429 @@
+"""`Experts.from_checkpoint`: every layout and format against each expert's own tensors."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.moe.checkpoint.files import write
+from tests.moe.quantization.oracle import exactly
+from triax import moe
+from triax.errors import ArgumentValueError, CheckpointError
+
+EXPERTS, HIDDEN, WIDTH, GROUP = 3, 64, 32, 32
+MLP = "model.layers.3.mlp"
+USUAL, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+SHAPES = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+
+rng = np.random.default_rng(0)
+
+
+def words(*shape):
+    return rng.integers(-(2**31), 2**31, shape, np.int32)
+
+
+def floats(*shape, dtype=ml_dtypes.bfloat16):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def plain(out, depth):
+    return {"weight": floats(out, depth)}
+
+
+def gptq(out, depth):
+    groups = depth // GROUP
+    return {
+        "qweight": words(depth // 8, out),
+        "qzeros": words(groups, out // 8),
+        "scales": floats(groups, out, dtype=np.float16),
+        "g_idx": np.arange(depth, dtype=np.int32) // GROUP,
+    }
+
+
+def awq(out, depth):
+    rest = {name: array for name, array in gptq(out, depth).items() if name != "g_idx"}
+    return rest | {"qweight": words(depth, out // 8)}
+
+
+def packed(out, depth):
+    return {
+        "weight_packed": words(out, depth // 8),
+        "weight_scale": floats(out, depth // GROUP),
+        "weight_shape": np.array([out, depth]),
+    }
+
+
+def packed_with_zeros(out, depth):
+    return packed(out, depth) | {"weight_zero_point": words(out // 8, depth // GROUP)}
+
+
+def in_8_bits(scale, *sizes, dtype=ml_dtypes.float8_e4m3fn):
+    """Weights with scales of the sizes, where a number is that of a block."""
+
+    def make(out, depth):
+        found = [-(-of // size) for of, size in zip((out, depth), sizes, strict=False)]
+        weight = rng.integers(-100, 100, (out, depth)).astype(dtype)
+        return {"weight": weight, scale: np.array(2.0 ** rng.integers(-3, 3, found), np.float32)}
+
+    return make
+
+
+FORMATS = {
+    "plain": (plain, moe.Experts, {}),
+    "gptq": (gptq, moe.from_gptq, {"quant_method": "gptq", "group_size": GROUP}),
+    "gptq_v2": (
+        gptq,
+        lambda *of: moe.from_gptq(*of, v2=True),
+        {"quant_method": "gptq", "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (awq, moe.from_awq, {"quant_method": "awq", "group_size": GROUP, "version": "GEMM"}),
+    "packed": (
+        packed,
+        moe.from_compressed_tensors,
+        {"config_groups": {"group_0": {"weights": {"group_size": GROUP}}}},
+    ),
+    "packed_with_zeros": (packed_with_zeros, moe.from_compressed_tensors, {}),
+    "blocks": (
+        in_8_bits("weight_scale_inv", 16, 32),
+        lambda *of: moe.from_8_bits(*of, block=(16, 32)),
+        {"weight_block_size": [16, 32]},
+    ),
+    "compressed_blocks": (
+        in_8_bits("weight_scale", 16, 32),
+        lambda *of: moe.from_8_bits(*of, block=(16, 32)),
+        {"config_groups": {"group_0": {"weights": {"block_structure": [16, 32]}}}},
+    ),
+    # The last block of the gate is partial, and up is next to it.
+    "partial_blocks": (
+        in_8_bits("weight_scale_inv", 24, 32),
+        lambda *of: moe.from_8_bits(*of, block=(24, 32)),
+        {"weight_block_size": [24, 32]},
+    ),
+    # 128 × 128: both gate and up are in a part of a block.
+    "wide_blocks": (in_8_bits("weight_scale_inv", 128, 128), moe.from_8_bits, {}),
+    "channels": (in_8_bits("weight_scale", 1, 1000, dtype=np.int8), moe.from_8_bits, {}),
+    "tensors": (in_8_bits("weight_scale"), moe.from_8_bits, {}),
+}
+
+
+def layer(make, linears=USUAL, prefix=MLP, experts=EXPERTS):
+    return {
+        f"{prefix}.experts.{e}.{name}.{of}": array
+        for e in range(experts)
+        for name, shape in zip(linears, SHAPES, strict=True)
+        for of, array in make(*shape).items()
+    }
+
+
+def exact(weights, transposed):
+    """Weights [experts, in, out] in float64."""
+    if isinstance(weights, moe.ScaledArray):
+        return exactly(weights)
+    return np.asarray(weights, np.float64).swapaxes(-1, -2 if transposed else -1)
+
+
+def wanted(tensors, name, linears, expert, prefix=MLP):
+    """One expert's [gate | up] and down, by the function for one matrix."""
+    found = []
+    for linear in linears:
+        stem = f"{prefix}.experts.{expert}.{linear}."
+        arrays = [array for of, array in tensors.items() if of.startswith(stem)]
+        one = FORMATS[name][1]
+        found.append(exact(arrays[0] if one is moe.Experts else one(*arrays), True))
+    return np.concatenate(found[:2], axis=-1), found[2]
+
+
+@pytest.mark.parametrize("linears", [USUAL, MIXTRAL], ids=["usual", "mixtral"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name, linears, tmp_path):
+    make, _, quantization = FORMATS[name]
+    tensors = layer(make, linears)
+    config = {"num_local_experts": EXPERTS, "quantization_config": quantization}
+    write(tmp_path, tensors, config, files=2)
+    checkpoint = moe.Checkpoint(tmp_path)
+    for given, how in ((checkpoint, {}), (tensors, {"config": config})):
+        found = moe.Experts.from_checkpoint(given, MLP, **how)
+        assert all(type(array) is np.ndarray for array in jax.tree.leaves(found))
+        for expert in range(EXPERTS):
+            gate_up, down = wanted(tensors, name, linears, expert)
+            w_gate_up, w_down = (
+                exact(w, found.transposed)[expert] for w in (found.w_gate_up, found.w_down)
+            )
+            np.testing.assert_array_equal(w_gate_up, gate_up)
+            np.testing.assert_array_equal(w_down, down)
+    assert found.activation == "swiglu"
+    assert not found.interleaved
+
+
+def test_a_part_of_the_experts():
+    tensors = layer(plain)
+    whole = moe.Experts.from_checkpoint(tensors, MLP)
+    for part in (range(1, 3), range(0, 3, 2)):
+        found = moe.Experts.from_checkpoint(tensors, MLP, experts=part)
+        np.testing.assert_array_equal(found.w_gate_up, whole.w_gate_up[list(part)])
+        np.testing.assert_array_equal(found.w_down, whole.w_down[list(part)])
+
+
+def test_experts_of_other_devices_may_be_missing():
+    tensors = {name: of for name, of in layer(plain).items() if ".0." not in name}
+    config = {"num_experts": EXPERTS}
+    found = moe.Experts.from_checkpoint(tensors, MLP, experts=range(1, 3), config=config)
+    assert found.w_down.shape == (2, HIDDEN, WIDTH)
+
+
+def test_one_format_for_gate_and_up_and_another_for_down():
+    tensors, others = layer(plain), layer(in_8_bits("weight_scale_inv", 128, 128))
+    down = {name: of for name, of in tensors.items() if "down_proj" in name}
+    mixed = {name: of for name, of in others.items() if "down_proj" not in name} | down
+    found = moe.Experts.from_checkpoint(mixed, MLP)
+    plain_down = moe.Experts.from_checkpoint(tensors, MLP).w_down
+    scaled = moe.Experts.from_checkpoint(others, MLP).w_gate_up
+    assert found.transposed
+    np.testing.assert_array_equal(found.w_down, plain_down)
+    np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(scaled).swapaxes(1, 2))
+
+
+def test_progress():
+    seen = []
+
+    def progress(experts):
+        for expert in experts:
+            seen.append(expert)
+            yield expert
+
+    how = {"experts": range(1, 3), "progress": progress}
+    moe.Experts.from_checkpoint(layer(plain), MLP, **how)
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["plain", "gptq", "awq", "packed", "wide_blocks"])
+def test_memory_is_one_stack_and_few_tensors(name, tmp_path):
+    make, _, quantization = FORMATS[name]
+    tensors = layer(make, experts=100)
+    checkpoint = moe.Checkpoint(write(tmp_path, tensors))
+    list(checkpoint.values())
+    tracemalloc.start()
+    config = {"quantization_config": quantization}
+    found = moe.Experts.from_checkpoint(checkpoint, MLP, config=config)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    stacks = sum(array.nbytes for array in jax.tree.leaves(found))
+    assert peak < stacks + 10 * stacks / 100 + 100_000
+
+
+# --- stacked in the checkpoint -------------------------------------------------------------------
+
+
+def gpt_oss(quantized):
+    stem, tensors = f"{MLP}.experts", {}
+    for name, depth, out in (("gate_up_proj", HIDDEN, 2 * WIDTH), ("down_proj", WIDTH, HIDDEN)):
+        tensors[f"{stem}.{name}_bias"] = floats(EXPERTS, out)
+        if not quantized:
+            tensors[f"{stem}.{name}"] = floats(EXPERTS, depth, out)
+            continue
+        blocks = rng.integers(0, 256, (EXPERTS, out, depth // 32, 16), np.uint8)
+        scales = rng.integers(118, 130, (EXPERTS, out, depth // 32), np.uint8)
+        tensors |= {f"{stem}.{name}_blocks": blocks, f"{stem}.{name}_scales": scales}
+    return tensors
+
+
+@pytest.mark.parametrize("part", [None, range(1, 3), range(0, 3, 2)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gpt_oss(quantized, part, tmp_path):
+    tensors = gpt_oss(quantized)
+    config = {"hidden_act": "silu", "swiglu_limit": 5.0}
+    checkpoint = moe.Checkpoint(write(tmp_path, tensors, config))
+    found = moe.Experts.from_checkpoint(checkpoint, MLP, experts=part)
+    assert found.activation == moe.Swiglu(alpha=1.702, limit=5.0, up_offset=1.0)
+    assert found.interleaved
+    assert not found.transposed
+    chosen = list(part or range(EXPERTS))
+    for name, weights, bias in (
+        ("gate_up_proj", found.w_gate_up, found.b_gate_up),
+        ("down_proj", found.w_down, found.b_down),
+    ):
+        stem = f"{MLP}.experts.{name}"
+        np.testing.assert_array_equal(bias, tensors[f"{stem}_bias"][chosen])
+        if quantized:
+            whole = exactly(moe.from_mxfp4(tensors[f"{stem}_blocks"], tensors[f"{stem}_scales"]))
+            np.testing.assert_array_equal(exactly(weights), whole[chosen])
+        else:
+            np.testing.assert_array_equal(weights, tensors[stem][chosen])
+            assert weights.base is not None  # no copy of the file
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_without_biases(transposed):
+    order = (0, 2, 1) if transposed else (0, 1, 2)
+    shapes = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * WIDTH), "down_proj": (EXPERTS, WIDTH, HIDDEN)}
+    tensors = {
+        f"{MLP}.experts.{name}": floats(*shape).transpose(order) for name, shape in shapes.items()
+    }
+    found = moe.Experts.from_checkpoint(tensors, MLP)
+    assert (found.transposed, found.interleaved) == (transposed, False)
+    assert found.activation == "swiglu"
+
+
+# --- what config.json says -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [
+        ({}, "swiglu"),
+        ({"hidden_act": "silu"}, "swiglu"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "geglu"),
+        ({"text_config": {"hidden_act": "gelu_pytorch_tanh", "num_experts": EXPERTS}}, "geglu"),
+    ],
+)
+def test_activation(config, activation):
+    assert moe.Experts.from_checkpoint(layer(plain), MLP, config=config).activation == activation
+
+
+@pytest.mark.parametrize("config", [{"hidden_act": "relu6"}, {"swiglu_limit": 7.0}])
+def test_an_activation_that_is_not_known(config):
+    with pytest.raises(CheckpointError, match="formula is not known"):
+        moe.Experts.from_checkpoint(layer(plain), MLP, config=config)
+    limited = moe.Swiglu(limit=7.0)
+    how = {"config": config, "activation": limited}
+    assert moe.Experts.from_checkpoint(layer(plain), MLP, **how).activation is limited
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {},
+        {"quant_method": "auto-round"},
+        {"quant_method": "gptq", "checkpoint_format": "marlin"},
+        {"quant_method": "awq", "version": "gemv"},
+    ],
+)
+def test_words_of_an_unknown_format(quantization):
+    with pytest.raises(CheckpointError, match="must have the `quant_method`"):
+        moe.Experts.from_checkpoint(layer(awq), MLP, config={"quantization_config": quantization})
+
+
+# --- what is wrong with the tensors --------------------------------------------------------------
+
+FIRST = f"{MLP}.experts.1.up_proj"
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, array):
+    return lambda tensors: tensors.update({name: array})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("plain", without(f"{FIRST}.weight"), "up_proj.weight` is missing"),
+        ("gptq", without(f"{FIRST}.scales"), "up_proj.scales` is missing"),
+        (
+            "blocks",
+            without(f"{FIRST}.weight_scale_inv"),
+            "must be matrices of floats of 16 bits.*float8_e4m3",
+        ),
+        ("packed", without(f"{FIRST}.weight_scale"), "up_proj.weight_scale` is missing"),
+        (
+            "gptq",
+            put(f"{FIRST}.g_idx", rng.permutation(np.arange(HIDDEN, dtype=np.int32) // GROUP)),
+            "up_proj.qweight.*`g_idx` must be in order",
+        ),
+        ("awq", put(f"{FIRST}.g_idx", np.zeros(HIDDEN, np.int32)), "g_idx.* no such tensor"),
+        ("plain", put(f"{FIRST}.bias", floats(WIDTH)), "up_proj.bias.* no such tensor"),
+        ("channels", put(f"{FIRST}.weight_zero_point", floats(1)), "zero_point.* no such tensor"),
+        ("plain", put(f"{FIRST}.weight", np.zeros((WIDTH, HIDDEN), np.uint8)), "got uint8"),
+        ("plain", put(f"{FIRST}.weight", floats(WIDTH, 8)), "shapes, dtypes or formats differ"),
+        ("plain", put(f"{FIRST}.weight", floats(HIDDEN)), "must be matrices of floats"),
+        (
+            "plain",
+            put(f"{FIRST}.weight", floats(WIDTH, HIDDEN, dtype=np.float32)),
+            "shapes, dtypes or formats differ",
+        ),
+        ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 4)), "`group_size`"),
+        ("awq", put(f"{FIRST}.qweight", words(HIDDEN // 8, WIDTH)), "`scales` must have shape"),
+    ],
+)
+def test_damaged_experts(name, change, message, tmp_path):
+    make, _, quantization = FORMATS[name]
+    tensors = layer(make)
+    change(tensors)
+    write(tmp_path, tensors, {"quantization_config": quantization}, files=1)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        moe.Experts.from_checkpoint(moe.Checkpoint(tmp_path), MLP)
+    assert FIRST in str(caught.value)
+    assert str(tmp_path / "model.safetensors") in str(caught.value) or "missing" in message
+
+
+def test_a_missing_expert():
+    tensors = {name: of for name, of in layer(plain).items() if ".1." not in name}
+    with pytest.raises(CheckpointError, match=r"experts.1.gate_proj.weight` is missing"):
+        moe.Experts.from_checkpoint(tensors, MLP)
+    first = {name: of for name, of in layer(plain).items() if ".2." not in name}
+    with pytest.raises(CheckpointError, match=r"experts.2.gate_proj.weight` is missing"):
+        moe.Experts.from_checkpoint(first, MLP, config={"num_experts": EXPERTS})
+
+
+def test_a_matrix_that_does_not_fit_the_others():
+    tensors = layer(plain)
+    for name in tensors:
+        if "down_proj" in name:
+            tensors[name] = floats(HIDDEN, WIDTH + 2)
+    with pytest.raises(CheckpointError, match=f"`{MLP}.experts` in the tensors: Argument `w_gate"):
+        moe.Experts.from_checkpoint(tensors, MLP)
+
+
+def test_damaged_stacks():
+    tensors = gpt_oss(True)
+    scales = tensors.pop(f"{MLP}.experts.gate_up_proj_scales")
+    with pytest.raises(CheckpointError, match="gate_up_proj_scales` is missing"):
+        moe.Experts.from_checkpoint(tensors, MLP)
+    tensors[f"{MLP}.experts.gate_up_proj_scales"] = scales[:2]
+    with pytest.raises(CheckpointError, match="there must be 3 experts; got 2"):
+        moe.Experts.from_checkpoint(tensors, MLP)
+    in_8_bits = {name: of.astype(ml_dtypes.float8_e5m2) for name, of in gpt_oss(False).items()}
+    with pytest.raises(
+        CheckpointError, match="must be matrices of floats of 16 bits or more; got float8_e5m2"
+    ):
+        moe.Experts.from_checkpoint(in_8_bits, MLP)
+
+
+def test_a_prefix_without_experts():
+    with pytest.raises(CheckpointError, match=re.escape(f"must be one of ['{MLP}']")):
+        moe.Experts.from_checkpoint(layer(plain), "model.layers.2.mlp")
+
+
+def test_arguments():
+    tensors = layer(plain)
+    for part in (range(4), range(-1, 2), range(2, 2), range(2, 0, -1), 2, [1]):
+        with pytest.raises(ArgumentValueError, match=r"`experts` must be a part of range\(3\)"):
+            moe.Experts.from_checkpoint(tensors, MLP, experts=part)
+        with pytest.raises(ArgumentValueError, match=r"`experts` must be a part of range\(3\)"):
+            moe.Experts.from_checkpoint(gpt_oss(True), MLP, experts=part)
+
+
+# --- the layer -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow("compiles a layer; its arrays are compared above")
+def test_feed_forward(tmp_path):
+    """Qwen3-MoE in float8 by blocks: all experts of each token, in float64."""
+    tensors = layer(in_8_bits("weight_scale_inv", 128, 128))
+    experts = moe.Experts.from_checkpoint(moe.Checkpoint(write(tmp_path, tensors)), MLP)
+    x, logits = floats(5, HIDDEN, dtype=np.float32) / 100, floats(5, EXPERTS, dtype=np.float32)
+    found = moe.feed_forward(x, logits, jax.device_put(experts), moe.Router(EXPERTS))
+    total = np.zeros((5, HIDDEN))
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    for expert in range(EXPERTS):
+        gate_up, down = wanted(tensors, "wide_blocks", USUAL, expert)
+        gate, up = np.split(x.astype(np.float64) @ gate_up, 2, axis=1)
+        total += shares[:, [expert]] * ((gate / (1 + np.exp(-gate)) * up) @ down)
+    np.testing.assert_allclose(found.tokens, total, rtol=2e-5, atol=1e-5 * np.abs(total).max())
