@@ -1,11 +1,14 @@
-"""A hook of MkDocs: pages that are files of the repository's root, and words to search by."""
+"""A hook of MkDocs: what a page of the repository needs to be a page of the site.
+
+Pages that are files of the repository's root, links to files outside of `docs/`, the entries of the
+reference, and words to search by.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
-
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
@@ -45,15 +48,51 @@ WORDS = {
 }
 
 
+# A link out of `docs/`, and a directive of mkdocstrings, which is a comment in the repository.
+OUTSIDE = re.compile(r"\[([^][]*)\]\(((?:\.\./)+)([\w./-]+)\)")
+ENTRY = re.compile(r"<!-- (::: (\S+).*?)\s*-->", re.DOTALL)
+HEADING = re.compile(r"^<!-- ::: (\S+)\n.*\n +heading: (\S+)", re.MULTILINE)
+NOTEBOOK = "examples/quickstart.ipynb"
+
+
 def on_files(files: Any, *, config: Any, **_: Any) -> None:
-    notebook = ROOT / "examples" / "quickstart.ipynb"
+    from mkdocs.structure.files import File
+
+    notebook = ROOT / NOTEBOOK
     files.append(File.generated(config, notebook.name, abs_src_path=str(notebook)))
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    if words := WORDS.get(page.file.src_uri.removesuffix(".md")):
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    uri = page.file.src_uri
+    if words := WORDS.get(uri.removesuffix(".md")):
         page.meta["tags"] = words.split(", ")
-    if (name := PAGES.get(page.file.src_uri)) is None:
-        return markdown
-    page.meta["search"] = {"boost": 0.1}
-    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+    if name := PAGES.get(uri):
+        page.meta["search"] = {"boost": 0.1}
+        markdown = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+    return linked(entered(markdown), uri, config.repo_url)
+
+
+def entered(markdown: str) -> str:
+    """A page of the reference with its entries, and links to them from the table of names."""
+    if found := ENTRY.search(markdown):
+        module = found[2]
+        hidden = {heading: name for name, heading in HEADING.findall(markdown)}  # by the heading
+        whole = lambda name: name if name.startswith("triax.") else f"{module}.{name}"
+        link = lambda name: hidden.get(name, whole(name))
+        row = re.compile(r"^\| `([\w.]+)`(?= \|.*src/triax/)", re.MULTILINE)
+        markdown = row.sub(lambda of: f"| [`{of[1]}`](#{link(of[1])})", markdown)
+    return ENTRY.sub(r"\1", markdown)
+
+
+def linked(markdown: str, uri: str, repository: str | None) -> str:
+    """A page whose links out of `docs/` lead to the repository, or are text without one."""
+
+    def link(found: re.Match[str]) -> str:
+        text, up, path = found.groups()
+        if up.count("/") <= uri.count("/"):
+            return found[0]
+        if path == NOTEBOOK:
+            return f"[{text}]({'../' * uri.count('/')}{Path(path).name})"
+        return f"[{text}]({repository.rstrip('/')}/blob/HEAD/{path})" if repository else text
+
+    return OUTSIDE.sub(link, markdown)
