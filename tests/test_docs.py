@@ -57,6 +57,11 @@ def test_links_lead_to_files():
     assert not lost
 
 
+def test_each_page_has_a_description():
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    assert set(site_pages.ABOUT) == pages, "each page has an entry in tools/site_pages.toml"
+
+
 @pytest.mark.parametrize(
     ("repository", "expected"),
     [

@@ -1,52 +1,20 @@
 """A hook of MkDocs: what a page of the repository needs to be a page of the site.
 
 Pages that are files of the repository's root, links to files outside of `docs/`, the entries of the
-reference, and words to search by.
+reference, and each page's description and words to search by (`site_pages.toml`).
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
-# Words that people look for, which bring the page to the top; `tools/check_site.py` tries some.
-WORDS = {
-    "coming-from/argsort": "argsort, jax.lax.ragged_dot, megablox, megablocks",
-    "coming-from/jax-triton": "jax_triton, jt",
-    "coming-from/pallas": "pallas, plgpu",
-    "coming-from/torch-triton": "torch, pytorch, heuristics, strides, views",
-    "eight-bits": "fp8, float8, e4m3, e5m2, int8, quantization",
-    "expert-parallel": "all_to_all, ep, expert parallel, all-to-all, nccl",
-    "gallery": "examples, notebook, flash attention, softmax, layer norm, matmul",
-    "guides/debugging": "pdb, breakpoint, print, out of bounds, illegal address, nan",
-    "faq": "tpu, amd, deterministic",
-    "guides/flax-and-equinox": "flax, nnx, equinox",
-    "guides/grids": "grid, program_id, launch",
-    "guides/in-place": "donate, inplace, alias, Ref",
-    "guides/packaging-kernels": "publish, package, rmsnorm, entry point",
-    "guides/profiling": "nsight, xprof, cost_estimate, CUDA graphs, command buffers",
-    "guides/testing": "pytest, hypothesis, unit tests, races",
-    "guides/tma-and-gluon": "tma, gluon, descriptor",
-    "guides/transformations": "custom_vjp, gradient, backward, vmap, shard_map, primitive",
-    "models": "mixtral, deepseek, qwen, llama, gpt-oss, transformers",
-    "moe": "moe, mixture of experts, capacity, dropping, dropless, memory, oom, remat, swiglu",
-    "parallel": "fsdp, tensor parallel, data parallel, multi-host, shared expert, optimizer",
-    "performance-notes": "performance, speed, roofline, bandwidth",
-    "quantized-checkpoints": "mxfp4, fp4, nvfp4, GPTQ, AWQ, int4",
-    "reference/command-line": "cli, doctor",
-    "router": "top_k, gating, load balancing, sigmoid",
-    "serving": "inference, decode, deploy, docker, aot, jax.export",
-    "sharding": "sharding, sharded, NamedSharding, explicit axes",
-    "start/first-kernel": "getting started, tutorial, quickstart, hello world",
-    "start/install": "offline, pip, wheel, cuda, rocm, windows, macos",
-    "tuning": "autotune, do_bench, key",
-    "versions": "support, deprecation, upgrade, pytorch, ptx",
-}
-
+ABOUT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 # A link out of `docs/`, and a directive of mkdocstrings, which is a comment in the repository.
 OUTSIDE = re.compile(r"\[([^][]*)\]\(((?:\.\./)+)([\w./-]+)\)")
@@ -64,8 +32,10 @@ def on_files(files: Any, *, config: Any, **_: Any) -> None:
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     uri = page.file.src_uri
-    if words := WORDS.get(uri.removesuffix(".md")):
-        page.meta["tags"] = words.split(", ")
+    about = ABOUT.get(uri.removesuffix(".md"), {})
+    if "words" in about:
+        page.meta["tags"] = about["words"].split(", ")
+    page.meta["description"] = about.get("description")
     if name := PAGES.get(uri):
         page.meta["search"] = {"boost": 0.1}
         markdown = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
