@@ -91,10 +91,10 @@ def test_entries_of_the_reference():
 -->
 """
     shown = site_pages.entered(text).splitlines()
-    assert [line.split(" | ")[0] for line in shown[:3]] == [
-        "| [`t.f`](#t.t.f)",
-        "| [`triax.g`](#triax.g.g)",
-        "| `f`",
+    assert shown[:3] == [
+        "| [`t.f`](#t.t.f) | F. |",
+        "| [`triax.g`](#triax.g.g) | G. |",
+        "| `f` | no entry |",
     ]
     assert shown[4:] == ["::: t", "", "::: triax.g.g", "    options:", "      heading: triax.g"]
 

@@ -43,14 +43,17 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def entered(markdown: str) -> str:
-    """A page of the reference with its entries, and links to them from the table of names."""
+    """A page of the reference with its entries; the table of names has links to them, no files."""
     if found := ENTRY.search(markdown):
         module = found[2]
         hidden = {heading: name for name, heading in HEADING.findall(markdown)}  # by the heading
         whole = lambda name: name if name.startswith("triax.") else f"{module}.{name}"
         link = lambda name: hidden.get(name, whole(name))
-        row = re.compile(r"^\| `([\w.]+)`(?= \|.*src/triax/)", re.MULTILINE)
-        markdown = row.sub(lambda of: f"| [`{of[1]}`](#{link(of[1])})", markdown)
+        row = re.compile(r"^\| `([\w.]+)` \| (.*) \| \[.*src/triax/.* \|$", re.MULTILINE)
+        markdown = row.sub(lambda of: f"| [`{of[1]}`](#{link(of[1])}) | {of[2]} |", markdown)
+        markdown = markdown.replace(
+            "| Name | Is | Source |\n| --- | --- | --- |", "| Name | Is |\n| --- | --- |"
+        )
     return ENTRY.sub(r"\1", markdown)
 
 
