@@ -15,15 +15,18 @@ _spec.loader.exec_module(check_site)
 
 COLORS = ["--md-hue: 232", "--md-default-bg-color: #fff", "--md-code-bg-color: var(--paper)"]
 
+DESCRIBED = f"<meta name=description content='{'what it says ' * 6}'>"
+PAGE = "<h1>A</h1><h2>B</h2><img src=a.svg alt=A>"
 
-def write(site, *, page="<h1>A</h1><h2>B</h2><img src=a.svg alt=A>", grey="#767676", paper="#fff"):
+
+def write(site, *, page=PAGE, grey="#767676", paper="#fff"):
     colors = [name for pair in check_site.READ for name in pair]
     colors = [f"{name}: {grey}" for name in dict.fromkeys(colors) if "bg-color" not in name]
     colors += ["--md-primary-bg-color: hsla(var(--md-hue), 15%, 100%, 1)", *COLORS]
     text = "; ".join(colors).replace("var(--paper)", paper)
     (site / "styles").mkdir()
     (site / "styles" / "extra.css").write_text(f"/* all */ :root, .x {{ {text} }}")
-    (site / "index.html").write_text(page)
+    (site / "index.html").write_text(DESCRIBED + page)
 
 
 def wrong(site):
@@ -48,6 +51,22 @@ def test_nothing_is_wrong(tmp_path):
 def test_pages(tmp_path, page, expected):
     write(tmp_path, page=page)
     assert expected in wrong(tmp_path)[0]
+
+
+@pytest.mark.parametrize("content", ["", "short", "long " * 33])
+def test_descriptions(tmp_path, content):
+    write(tmp_path)
+    (tmp_path / "index.html").write_text(f"<meta name=description content='{content}'>{PAGE}")
+    (found,) = wrong(tmp_path)
+    assert "its description must have 50 to 160 characters" in found
+
+
+def test_every_description_is_another(tmp_path):
+    write(tmp_path)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "index.html").write_text(DESCRIBED + PAGE)
+    (found,) = wrong(tmp_path)
+    assert "its description is that of" in found
 
 
 @pytest.mark.parametrize("colors", [{"grey": "#777777"}, {"paper": "#f5f5f5"}])

@@ -10,9 +10,17 @@ import jax
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
+_spec = importlib.util.spec_from_file_location(
+    "site_pages", DOCS.parent / "tools" / "site_pages.py"
+)
+site_pages = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(site_pages)
+
 BLOCK = re.compile(r"^```.*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"^<!-- file: .*?^<!-- end of file -->", re.DOTALL | re.MULTILINE)
 SHOWN = re.compile(r"^print\(.*\)\s+# ([\[(\d][^a-z:\n]*)", re.MULTILINE)  # `print(x)  # its value`
+LINK = re.compile(r"\]\(([\w./-]+)(?:#[^)\s]*)?\)")
 LOWERS = {"start/first-kernel", "tuning", "serving"}  # what is compiled for a GPU
 
 
@@ -30,11 +38,65 @@ def test_no_block_is_wider_than_the_site_shows():
     wide = [
         f"{path.relative_to(DOCS)}: {line}"
         for path in sorted(DOCS.rglob("*.md"))
-        for block in BLOCK.findall(path.read_text(encoding="utf-8"))
+        for block in BLOCK.findall(FILE.sub("", path.read_text(encoding="utf-8")))
         for line in block.splitlines()
         if len(line) > 88
     ]
     assert not wide
+
+
+def test_links_lead_to_files():
+    """In the repository; where the site has them elsewhere, its hook changes them."""
+    texts = [*DOCS.parent.glob("*.md"), *sorted(DOCS.rglob("*.md"))]
+    lost = [
+        f"{path.relative_to(DOCS.parent)}: {link}"
+        for path in texts
+        for link in LINK.findall(BLOCK.sub("", path.read_text(encoding="utf-8")))
+        if not (path.parent / link).exists()
+    ]
+    assert not lost
+
+
+def test_each_page_has_a_description():
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    assert set(site_pages.ABOUT) == pages, "each page has an entry in tools/site_pages.toml"
+
+
+@pytest.mark.parametrize(
+    ("repository", "expected"),
+    [
+        (None, "[a](b.md#c), x.py, [nb](../../quickstart.ipynb)"),
+        (
+            "https://h/t/",
+            "[a](b.md#c), [x.py](https://h/t/blob/HEAD/x.py), [nb](../../quickstart.ipynb)",
+        ),
+    ],
+)
+def test_links_out_of_the_docs(repository, expected):
+    text = "[a](b.md#c), [x.py](../../../x.py), [nb](../../../examples/quickstart.ipynb)"
+    assert site_pages.linked(text, "guides/deep/page.md", repository) == expected
+    assert site_pages.linked("[a](../b.md)", "guides/page.md", repository) == "[a](../b.md)"
+
+
+def test_entries_of_the_reference():
+    text = """| `t.f` | F. | [f.py](../../src/triax/f.py) |
+| `triax.g` | G. | [f.py](../../src/triax/f.py) |
+| `f` | no entry |
+
+<!-- ::: t -->
+
+<!-- ::: triax.g.g
+    options:
+      heading: triax.g
+-->
+"""
+    shown = site_pages.entered(text).splitlines()
+    assert shown[:3] == [
+        "| [`t.f`](#t.t.f) | F. |",
+        "| [`triax.g`](#triax.g.g) | G. |",
+        "| `f` | no entry |",
+    ]
+    assert shown[4:] == ["::: t", "", "::: triax.g.g", "    options:", "      heading: triax.g"]
 
 
 @pytest.mark.slow("what pages call has tests of its own")

@@ -33,7 +33,6 @@ WORDS = {
     "fp8": "eight-bits",
     "int8": "eight-bits",
     "mxfp4": "quantized-checkpoints",
-    "safetensors": "from-a-checkpoint",
     "autotune": "tuning",
     "TRIAX_AUTOTUNE": "tuning",
     "export": "serving",
@@ -70,6 +69,14 @@ WORDS = {
     "decode": "serving",
     "tpu": "faq",
     "deterministic": "faq",
+    "safetensors": "from-a-checkpoint quantized-checkpoints",
+    "kv cache": "serving",
+    "checkpoint": "from-a-checkpoint quantized-checkpoints",
+    "5090": "cards",
+    "A100": "cards",
+    "Blackwell": "cards",
+    "z_loss": "reference/moe router",
+    "fuzz": "checking",
 }
 
 
@@ -87,11 +94,12 @@ def search(site: Path) -> Iterator[str]:
 
 
 class Page(HTMLParser):
-    """The levels of a page's headings, and pictures without a text."""
+    """The levels of a page's headings, its description, and pictures without a text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.levels: list[int] = []
+        self.description = ""
         self.without_text: list[str] = []
         self.feed(text)
 
@@ -99,12 +107,15 @@ class Page(HTMLParser):
         found = dict(attrs)
         if re.fullmatch("h[1-6]", tag):
             self.levels.append(int(tag[1]))
+        elif tag == "meta" and found.get("name") == "description":
+            self.description = found.get("content") or ""
         elif tag == "img" and not found.get("alt"):
             self.without_text.append(str(found.get("src")))
 
 
 def pages(site: Path) -> Iterator[str]:
-    """Pages whose headings skip a level, a picture has no text, or a list is none."""
+    """Pages with no description of their own, or a wrong heading, picture or list."""
+    described: dict[str, Path] = {}
     for path in sorted(site.rglob("index.html")):
         text, name = path.read_text(encoding="utf-8"), path.parent.relative_to(site)
         page = Page(text)
@@ -115,6 +126,10 @@ def pages(site: Path) -> Iterator[str]:
         for above, below in zip(page.levels, page.levels[1:], strict=False):
             if below > above + 1:
                 yield f"{name}: a heading of level {below} follows one of level {above}"
+        if not 50 <= len(page.description) <= 160:
+            yield f"{name}: its description must have 50 to 160 characters: {page.description!r}"
+        elif (other := described.setdefault(page.description, name)) != name:
+            yield f"{name}: its description is that of {other}"
         for source in page.without_text:
             if "logo" not in source:  # beside the site's name
                 yield f"{name}: the picture {source} has no text"

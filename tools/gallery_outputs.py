@@ -1,6 +1,7 @@
 """Writes what the gallery's examples print on a CPU to `docs/outputs/`, by running them.
 
     python tools/gallery_outputs.py [NAME …]
+    python tools/pages.py                        # writes them into the page
 
 `tests/examples` compares what they print with these files, digits aside, which differ by version.
 """

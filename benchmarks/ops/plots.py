@@ -68,7 +68,8 @@ def layers(results: list[Result], origin: str) -> Any:
         return None
     names = [*dict.fromkeys(name for of_model in found.values() for name in of_model)]
     height = 0.8 / len(names)
-    figure = Figure(figsize=(7.5, 1.7 + 0.55 * len(found)), layout="constrained")
+    inches = 0.25 + 0.15 * len(names)  # of a model
+    figure = Figure(figsize=(7.5, 1.7 + inches * len(found)), layout="constrained")
     dtypes = " and ".join({r["dtype"]: None for r in results if r["op"] == "layer"})
     title = f"TFLOP/s of the whole MoE layer, forward and backward, in {dtypes}"
     figure.suptitle(f"{title}\n{origin}", x=0.01, ha="left", fontsize=10)
@@ -83,7 +84,7 @@ def layers(results: list[Result], origin: str) -> Any:
     axes.set_yticks(range(len(found)), [*found])
     axes.set(ylim=(len(found) - 0.5, -0.5))
     axes.grid(axis="x")
-    figure.legend(loc="outside lower center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=min(len(names), 3))
     return figure
 
 

@@ -30,8 +30,6 @@ __all__ = [
     "poison",
 ]
 
-# Unit roundoff of the output's dtype times a small constant, which allows for one rounding of a
-# float32 accumulator and a few operations of the kernel. The one table for all tests.
 TOLERANCES: dict[str, float] = {
     "float64": 1e-14,
     "float32": 2e-6,
@@ -40,6 +38,11 @@ TOLERANCES: dict[str, float] = {
     "float8_e4m3fn": 8e-2,
     "float8_e5m2": 1.6e-1,
 }
+"""The tolerance of each dtype of floats, by its name.
+
+It is the unit roundoff times a small constant, which allows for one rounding of a float32
+accumulator and a few operations of the kernel.
+"""
 
 
 def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "") -> None:

@@ -51,3 +51,12 @@ def test_bars_of_layers_begin_at_zero():
     assert {bar.get_x() for bar in axes.patches} == {0}
     assert axes.get_xlim()[0] == 0
     assert plots.layers([result()], "origin") is None
+
+
+def test_a_wrong_layer_has_no_bar(tmp_path, monkeypatch):
+    shape = {"op": "layer", "preset": "mixtral-8x7b", "teraflops_per_second": 600.0}
+    wrong = result("wrong", error="wrong: 3 elements", **shape)
+    drawn = []
+    monkeypatch.setattr(plots, "layers", lambda results, _: drawn.extend(results))
+    draw(record(right := result("right", **shape), wrong), tmp_path)
+    assert drawn == [right]

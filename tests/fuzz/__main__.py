@@ -1,7 +1,7 @@
 """Fuzzes the MoE ops: `make fuzz ARGS="--cases 10000 --seed 7"`, or python -m tests.fuzz.
 
 A second run with the same --state goes on where the first stopped. Files of other processes or
-machines, which ran other seeds or numbers (--first), are merged by --merge. See docs/trust.md.
+machines, which ran other seeds or numbers (--first), are merged by --merge. See docs/checking.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Triax under load: many threads, kernels and processes, interrupts, little memory, full disks.
 
-`make stress`, or ``python -m tests.stress``; docs/trust.md says what each scenario does.
+`make stress`, or ``python -m tests.stress``; docs/checking.md says what each scenario does.
 """

@@ -39,17 +39,46 @@ class Explanation:
     ptx: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel}: {' | '.join(self.config)}  ({self.source})"]
-        grids = " | ".join("×".join(map(str, grid)) for grid in self.grid)
-        lines.append(f"  {self.target}, grid {grids}, aliases {list(self.aliases)}")
-        if self.measured_bytes is not None and not self.key.endswith(f"-{self.measured_bytes}"):
-            lines.append(f"  key {self.key}, measured on {self.measured_bytes} bytes")
-        elif self.key:
-            lines.append(f"  key {self.key}")
-        for timing in self.timings:
-            time = timing.error if timing.median_ms is None else f"{timing.median_ms:.4f} ms"
-            lines.append(f"  {time or 'not timed':>12}  {timing.config}")
+        _, config, source, target, grid, aliases, key = self._cells()
+        lines = [f"{self.kernel}: {config}  ({source})"]
+        lines.append(f"  {target}, grid {grid}, aliases {aliases}")
+        if key:
+            lines.append(f"  key {key}")
+        lines += [f"  {time:>12}  {config}" for config, time in self._times()]
         return "\n".join(lines)
+
+    def _cells(self) -> tuple[str, ...]:
+        grids = " | ".join("×".join(map(str, grid)) for grid in self.grid)
+        key = self.key
+        if self.measured_bytes is not None and not key.endswith(f"-{self.measured_bytes}"):
+            key += f", measured on {self.measured_bytes} bytes"
+        aliases = str([*self.aliases])
+        return self.kernel, " | ".join(self.config), self.source, self.target, grids, aliases, key
+
+    def _times(self) -> list[tuple[str, str]]:
+        """Each candidate, with its time or why it has none."""
+        return [
+            (t.config, (t.error or "not timed") if t.median_ms is None else f"{t.median_ms:.4f} ms")
+            for t in self.timings
+        ]
+
+    def _repr_html_(self) -> str:
+        return Explanations([self])._repr_html_()
+
+
+class Explanations(list[Explanation]):
+    """A list that shows as text, and in a notebook as a table of calls and one of candidates."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self)) or "no Triton calls"
+
+    def _repr_html_(self) -> str:
+        head = "kernel", "config", "source", "target", "grid", "aliases", "key"
+        tables = [messages.html_table(head, (call._cells() for call in self))]
+        timed = [(call.kernel, *times) for call in self for times in call._times()]
+        if timed:
+            tables.append(messages.html_table(("kernel", "candidate", "median"), timed))
+        return "".join(tables)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
@@ -66,7 +95,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      One `Explanation` per call, in program order. A call in a loop's body is listed once.
+      One `Explanation` per call, in program order. A call in a loop's body is listed once. The
+      list shows as text, and in a notebook as a table.
 
     Raises:
       TriaxError: the function cannot be lowered.
@@ -76,7 +106,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     fresh = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     jitted = function if hasattr(function, "trace") else fresh
     lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
-    return [_explanation(call) for call in reading.triton_calls(lowered)]
+    return Explanations(map(_explanation, reading.triton_calls(lowered)))
 
 
 def _explanation(call: reading.TritonCall) -> Explanation:

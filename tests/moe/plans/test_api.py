@@ -118,6 +118,22 @@ def test_default_rows_hold_the_worst_case():
     assert moe.make_plan(IDS, 3).num_rows == 8
 
 
+def test_a_plan_shows_its_shapes():
+    plan = jax.eval_shape(lambda: moe.make_plan(IDS, num_experts=256))
+    traced = []
+    jax.eval_shape(lambda plan: traced.append(repr(plan)), plan)
+    assert traced == [repr(plan)]
+    assert repr(plan) == (
+        "Plan(row_of=int32[4,2], expert_of=int32[4,2], group_sizes=int32[256], "
+        "group_counts=int32[256], group_filled=int32[256], num_dropped=int32[], num_rows=8, "
+        "num_experts=256, align_size=1)"
+    )
+    spec = jax.sharding.PartitionSpec("a")
+    assert f"row_of={spec}, " in repr(jax.tree.map(lambda _: spec, plan))
+    sent = moe.DispatchPlan(plan, None, "ep", 8)
+    assert repr(sent) == "DispatchPlan(ways=Plan(...), received=None, axis_name='ep', num_rows=8)"
+
+
 def test_a_plan_is_a_pytree():
     plan = jax.jit(lambda ids: moe.make_plan(ids, 3, align_size=8))(IDS)
     assert isinstance(plan, moe.Plan)

@@ -45,6 +45,9 @@ class DispatchPlan:
     axis_name: Any
     num_rows: int
 
+    def __repr__(self) -> str:
+        return messages.fields(self)
+
 
 class Dispatched(NamedTuple):
     """The result of `dispatch`, for the experts of this device.

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.moe.shared.arrays import is_nonzero, running_sum
 
 
@@ -50,6 +51,9 @@ class Plan:
     num_rows: int = dataclasses.field(metadata={"static": True})
     num_experts: int = dataclasses.field(metadata={"static": True})
     align_size: int = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        return messages.fields(self)
 
 
 def select_experts_reference(routing_map: jax.Array, top_k: int) -> jax.Array:

@@ -34,6 +34,7 @@ def load_balancing_loss(
 
     If tokens are spread over devices, the mean of the devices' losses is not the loss of all
     tokens: pass the `jax.lax.psum` of the counts, and average the results with `jax.lax.pmean`.
+    The z-loss is `router_z_loss`.
 
     Args:
       logits: float [tokens, experts].
