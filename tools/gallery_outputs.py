@@ -27,6 +27,7 @@ EXAMPLES = (
     "fp8_dispatch",
     "moe_equinox",
     "expert_parallel",
+    "decoder",
 )
 
 
