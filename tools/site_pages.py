@@ -40,6 +40,7 @@ WORDS = {
     "serving": "inference, decode, deploy, docker, aot, jax.export",
     "sharding": "sharding, sharded, NamedSharding, explicit axes",
     "start/first-kernel": "getting started, tutorial, quickstart, hello world",
+    "start/first-model": "decoder, llm, gpt-oss, qwen3, kv cache, generate, yarn, sinks",
     "start/install": "offline, pip, wheel, cuda, rocm, windows, macos",
     "tuning": "autotune, do_bench, key",
     "versions": "support, deprecation, upgrade, pytorch, ptx",
