@@ -11,7 +11,7 @@
 #   make cards         what every op compiles to on every card, from A100 to RTX 50 (Python 3.12)
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make bench         how fast the MoE ops are here (ARGS="full --json record.json")
-#   make models        the layer against the MoE blocks of transformers (its environment has 6 GB)
+#   make models        the layer and a decoder against transformers (its environment has 6 GB)
 #   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
 #   make flags         the tests that need a GPU under XLA's flags and with 64-bit types
 #   make stress        threads, interrupts, little memory, full disks (ARGS="--seconds 300")
@@ -93,6 +93,7 @@ matrix: $(STAMP)
 models: $(MODELS_STAMP)
 	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.models $(ARGS)
 	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.checkpoints
+	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.logits
 
 sanitize: $(STAMP)
 	JAX_PLATFORMS=cpu TRIAX_CUDA_ARCH=90 $(PY) -m tools.sanitize all $(ARGS)

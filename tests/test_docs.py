@@ -101,7 +101,8 @@ def test_entries_of_the_reference():
 
 @pytest.mark.slow("what pages call has tests of its own")
 @pytest.mark.parametrize("page", pages())
-def test_page_runs(page, tmp_path, capsys):
+def test_page_runs(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(DOCS.parent / "examples"))
     blocks = PROGRAM.findall(page.read_text(encoding="utf-8"))
     # A file, because Triton reads a kernel's source.
     path = tmp_path / f"{page.stem.replace('-', '_')}.py"
@@ -117,4 +118,4 @@ def test_page_runs(page, tmp_path, capsys):
 @pytest.mark.slow("what the page calls has tests of its own")
 def test_sharded_page_runs_on_one_device(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jax, "device_count", lambda *_: 1)
-    test_page_runs(DOCS / "sharding.md", tmp_path, capsys)
+    test_page_runs(DOCS / "sharding.md", tmp_path, monkeypatch, capsys)

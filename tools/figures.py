@@ -719,6 +719,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "where/by_version": lambda: where("versions"),
     "where/coverage": lambda: _on_a_cpu("coverage", f"Python {record('coverage')['python']}, "),
     "where/transformers": lambda: _on_a_cpu("models", "", ("transformers", "torch", "jax")),
+    "where/logits": lambda: _on_a_cpu("logits", "", ("transformers", "torch", "jax")),
     "where/cards": where_cards,
     "where/fuzz": where_fuzz,
     "where/matrix": where_matrix,

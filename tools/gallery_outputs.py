@@ -28,6 +28,7 @@ EXAMPLES = (
     "fp8_dispatch",
     "moe_equinox",
     "expert_parallel",
+    "decoder",
 )
 
 

@@ -18,4 +18,4 @@ def test_it_runs_without_triton_triax_home_path_or_network(tmp_path):
     exported = example.export(128, example.parameters(*SIZES), ("cuda",))
     needed = (*NEEDED, *filter(importlib.util.find_spec, OF_CUDA))
     device = jax.devices()[0].device_kind
-    check_served(example, exported, tmp_path, device, platform="cuda", needed=needed)
+    check_served(example.decode_step, exported, tmp_path, device, platform="cuda", needed=needed)

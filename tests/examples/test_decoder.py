@@ -1,0 +1,201 @@
+"""The decoder against logits that transformers computed from the same checkpoints.
+
+`make models` recorded them. A checkpoint is written here again, from the same seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import logits as recorded
+from tests.examples.test_moe_layer import EXAMPLES, assert_is_in_the_gallery, load
+from tests.examples.test_serving import check_served, lowered_for_cuda
+from triax import moe
+from triax.emitting.reading import triton_calls
+
+decoder = recorded.decoder
+RECORD = json.loads((EXAMPLES.parent / "benchmarks" / "logits.json").read_text())
+PROMPT = recorded.PROMPT.tolist()
+GPT_OSS = "gpt-oss in MXFP4"
+
+
+@functools.cache
+def expected(name):
+    """The logits [tokens, vocabulary] of the prompt."""
+    return np.array([row.split() for row in RECORD["results"][name]["logits"]], np.float32)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Each configuration's folder by its name, written on first use."""
+
+    @functools.cache
+    def written(name):
+        folder = tmp_path_factory.mktemp("checkpoint")
+        recorded.write(folder, recorded.CONFIGS[name])
+        return folder
+
+    return written
+
+
+def run(config, params, size):
+    """The prompt's logits, from parts of `size` tokens that follow each other in the cache."""
+    cache = decoder.make_cache(config, params, 1, len(PROMPT))
+    forward = jax.jit(decoder.forward, static_argnums=0)
+    found = []
+    for part in np.split(recorded.PROMPT[None], len(PROMPT) // size, axis=1):
+        cache, x = forward(config, params, cache, part)
+        found.append(decoder.logits(params, x[0]))
+    return np.concatenate(found)
+
+
+def off(folder, name, size, **changed):
+    """The largest difference from transformers' logits, by a `config.json` with changes."""
+    checkpoint = moe.Checkpoint(folder)
+    config, params = decoder.load(checkpoint, checkpoint.config | changed)
+    return np.abs(run(config, params, size) - expected(name)).max()
+
+
+slow = pytest.mark.slow("other sizes and configurations are quick")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        (GPT_OSS, 1),
+        ("Qwen3-MoE", 8),
+        *(pytest.param(GPT_OSS, size, marks=slow) for size in (6, len(PROMPT))),
+        *(pytest.param("Qwen3-MoE", size, marks=slow) for size in (1, len(PROMPT))),
+        *(pytest.param("gpt-oss", size, marks=slow) for size in (12, len(PROMPT))),
+        *(pytest.param("Qwen3-MoE with all options", size, marks=slow) for size in (1, 24)),
+    ],
+)
+def test_logits_are_those_of_transformers(checkpoints, name, size):
+    assert off(checkpoints(name), name, size) < RECORD["limit"]
+
+
+YARN = recorded.CONFIGS[GPT_OSS]["rope_scaling"]
+FULL = ["full_attention"] * 2
+
+
+@pytest.mark.slow("it compiles a model for each change")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rope_theta": 149000},
+        {"sliding_window": 7},
+        {"sliding_window": 9},
+        {"layer_types": FULL},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"rms_norm_eps": 1e-3},
+        {"num_experts_per_tok": 3},
+        {"swiglu_limit": 1.0},
+        {"rope_scaling": None},
+        *({"rope_scaling": YARN | {"factor": factor}} for factor in (31.0, 33.0)),
+        {"rope_scaling": YARN | {"beta_fast": 16.0}},
+        {"rope_scaling": YARN | {"beta_slow": 2.0}},
+        {"rope_scaling": YARN | {"truncate": True}},
+        {"rope_scaling": YARN | {"attention_factor": 1.0}},
+    ],
+    ids=str,
+)
+def test_the_record_tells_what_config_json_says(checkpoints, changed):
+    assert off(checkpoints(GPT_OSS), GPT_OSS, 24, **changed) > 5 * RECORD["limit"]
+
+
+def test_prompts_of_different_lengths_are_continued(checkpoints):
+    """Padding changes nothing: each prompt's first token is the likeliest by its own logits."""
+    config, params = decoder.load(moe.Checkpoint(checkpoints(GPT_OSS)))
+    tokens = decoder.generate(config, params, [PROMPT, PROMPT[:11]], recorded.STEPS)
+    assert " ".join(map(str, tokens[0])) == RECORD["results"][GPT_OSS]["next_tokens"]
+    assert tokens[1, 0] == expected(GPT_OSS)[10].argmax()
+    again = decoder.generate(config, params, [PROMPT[:11]], recorded.STEPS)
+    assert tokens[1].tolist() == again[0].tolist()
+
+
+def test_a_step_writes_the_cache_in_place(checkpoints):
+    config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
+    cache = decoder.make_cache(config, params, 2, 16)
+    before = [array.unsafe_buffer_pointer() for array in cache["keys"] + cache["values"]]
+    after, _ = decoder.decode(config, params, cache, jnp.zeros(2, jnp.int32))
+    assert all(array.is_deleted() for array in jax.tree.leaves(cache))
+    assert [a.unsafe_buffer_pointer() for a in after["keys"] + after["values"]] == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "mixtral"}, "must be gpt_oss or qwen3_moe; got 'mixtral'"),
+        ({"mlp_only_layers": [0]}, "Layers without experts"),
+        ({"decoder_sparse_step": 2}, "Layers without experts"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must be default or yarn"),
+        ({"rope_parameters": {"rope_theta": 1e6, "type": "linear"}}, "must be default or yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "mscale": 0.7}}, "without mscale"),
+    ],
+)
+def test_other_configurations_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        decoder.read_config(recorded.CONFIGS["Qwen3-MoE"] | changed)
+
+
+def test_quantized_attention_is_refused():
+    given = recorded.CONFIGS["Qwen3-MoE"]
+    scale = {"model.layers.0.self_attn.q_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
+    with pytest.raises(ValueError, match=r"Only experts may be quantized; .*weight_scale_inv"):
+        decoder.load(recorded.random_checkpoint.draw(given) | scale, given)
+
+
+def test_rotary_embedding_is_read_as_transformers_5_writes_it():
+    given = recorded.CONFIGS[GPT_OSS]
+    of_5 = {k: v for k, v in given.items() if not k.startswith("rope_")}
+    of_5["rope_parameters"] = {"rope_theta": given["rope_theta"], **given["rope_scaling"]}
+    assert decoder.read_config(of_5) == decoder.read_config(given)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"at least one token; got lengths \[2, 0\]"):
+        decoder.generate(None, None, [[1, 2], []], 1)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.slow("it compiles a model twice and starts a process")
+def test_an_exported_step_runs_without_triax(checkpoints, tmp_path):
+    exporting = load("serving/export_decoder")
+    config, params = decoder.load(moe.Checkpoint(checkpoints(GPT_OSS)))
+    exported = exporting.export(config, params, 2, 16, ("cuda", "cpu"))
+    exported = jax.export.deserialize(exported.serialize())
+    kernels = {call.kernel for call in triton_calls(lowered_for_cuda(exported.call, exported))}
+    assert kernels >= {"route", "unpermute"}
+    leaves, structure = jax.tree.flatten(params)
+    cache = decoder.make_cache(config, params, 2, 16)
+    tokens = jnp.array(PROMPT[:2], jnp.int32)
+    found = exported.call(leaves, cache, tokens)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5),
+        found,
+        decoder.step(config, params, cache, tokens),
+    )
+    step = lambda leaves, *rest: decoder.step(config, structure.unflatten(leaves), *rest)
+    check_served(step, exported, tmp_path, "cpu")
+
+
+@pytest.mark.slow("what it calls has tests of its own")
+def test_it_runs_without_a_checkpoint(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["decoder.py"])
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    decoder.main()
+    if jax.default_backend() != "gpu":
+        assert_is_in_the_gallery("decoder", capsys.readouterr().out)
+
+
+def test_a_report_has_the_share_of_the_moe_layers(checkpoints):
+    config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
+    found = decoder.report(config, params, 2, 4, 3)
+    assert " tokens/s; " in found
+    assert found.endswith("% in MoE layers")
