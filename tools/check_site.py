@@ -52,7 +52,6 @@ WORDS = {
     "deprecation": "versions",
     "upgrade": "versions",
     "getting started": "start/first-kernel",
-    "kv cache": "start/first-model",
     "moe": "moe",
     "oom": "moe",
     "mixtral": "models",
