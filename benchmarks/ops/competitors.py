@@ -102,23 +102,87 @@ def _move_by_take(case: Case) -> Competitor:
     return Competitor(lambda i: plain.take(i["x"], i["index"], unique=unique), _with_index)
 
 
-def _torch(case: Case) -> Competitor:
-    """Arrays go there and back through DLPack, on the device."""
+def _by_torch(prepare: Any, program: Any) -> Competitor:
+    """A program of PyTorch. Arrays go there and back through DLPack, on the device."""
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU")
 
-    def prepare(i: Inputs) -> Any:
-        operands = jax.block_until_ready(_with_index(i))
-        return [torch.from_dlpack(operands[name]) for name in ("x", "index")]
-
-    def finish(tensor: Any) -> jax.Array:
+    def finish(tensors: Any) -> Any:
         torch.cuda.synchronize()
-        return jnp.from_dlpack(tensor)
+        return jax.tree.map(jnp.from_dlpack, tensors)
 
-    select = lambda operands: torch.index_select(operands[0], 0, operands[1])
+    given = lambda i: [torch.from_dlpack(a) for a in jax.block_until_ready(prepare(i))]
     hold = lambda us: torch.cuda._sleep(round(us * _TICKS_PER_US))
-    return Competitor(select, prepare, hold, finish)
+    return Competitor(program, given, hold, finish)
+
+
+def _torch_select(case: Case) -> Competitor:
+    select = lambda operands: importlib.import_module("torch").index_select(
+        operands[0], 0, operands[1]
+    )
+    return _by_torch(lambda i: [_with_index(i)[name] for name in ("x", "index")], select)
+
+
+def _torch_layer(experts_of: Callable[[Any], Any]) -> Maker:
+    """The layer with autograd, and experts from `experts_of(torch)`.
+
+    Those are a function of tokens, the weights and numbers of a token's experts, and their
+    matrices, and return the sum of a token's rows.
+    """
+
+    def make(case: Case) -> Competitor:
+        torch = importlib.import_module("torch")
+        experts = experts_of(torch)
+
+        def program(operands: Any) -> Any:
+            *leaves, gradient = operands
+            x, logits, gate_up, down = leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+            weights, chosen = torch.topk(torch.softmax(logits, dim=1), case.top_k)
+            weights = (weights / weights.sum(dim=1, keepdim=True)).to(x.dtype)
+            out = experts(x, weights, chosen, gate_up, down)
+            return out.detach(), *torch.autograd.grad(out, leaves, gradient)
+
+        return _by_torch(lambda i: [i[name] for name in OPS["layer"].inputs.split()], program)
+
+    return make
+
+
+def _swiglu(torch: Any) -> Any:
+    def swiglu(gate_up: Any) -> Any:
+        gate, up = gate_up.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    return torch.compile(swiglu, dynamic=True)
+
+
+def _torch_grouped(torch: Any) -> Any:
+    """As the MoE blocks of transformers with their experts' `grouped_mm`."""
+    swiglu, grouped = _swiglu(torch), torch.nn.functional.grouped_mm
+
+    def experts(x: Any, weights: Any, chosen: Any, gate_up: Any, down: Any) -> Any:
+        order = torch.argsort(chosen.flatten())
+        sizes = torch.bincount(chosen.flatten(), minlength=gate_up.shape[0])
+        ends = torch.cumsum(sizes, dim=0).to(torch.int32)
+        inner = swiglu(grouped(x[order // chosen.shape[1]], gate_up, offs=ends))
+        rows = grouped(inner, down, offs=ends)[torch.argsort(order)]
+        return torch.bmm(weights[:, None], rows.view(*chosen.shape, -1))[:, 0]
+
+    return experts
+
+
+def _scattermoe(torch: Any) -> Any:
+    """As its `GLUMLP`, with the gate's columns first."""
+    library, swiglu = importlib.import_module("scattermoe.parallel_experts"), _swiglu(torch)
+
+    def experts(x: Any, weights: Any, chosen: Any, gate_up: Any, down: Any) -> Any:
+        top_k = chosen.shape[1]
+        order = library.flatten_sort_count(chosen, num_experts=gate_up.shape[0])
+        rows = library.parallel_linear(x, gate_up, top_k, *order, grouped_out=True)
+        multiply = library.parallel_linear
+        return multiply(swiglu(rows), down, 1, *order, gates=weights, grouped_in=True)
+
+    return experts
 
 
 def _engine() -> Any:
@@ -176,7 +240,7 @@ _DOTS: dict[str, Maker] = {
     "tokamax": lambda case: _by(importlib.import_module("tokamax").ragged_dot)(case),
 }
 TABLE: dict[str, dict[str, Maker]] = {
-    "permute": {"jnp.take": _move_by_take, "torch.index_select": _torch},
+    "permute": {"jnp.take": _move_by_take, "torch.index_select": _torch_select},
     "unpermute": {"jnp.take": _by(_unpermute_by_take), "transformer_engine": _engine_moves},
     "moves": _MOVES,
     "moves+grad": _MOVES,
@@ -186,7 +250,9 @@ TABLE: dict[str, dict[str, Maker]] = {
         "jnp.take": _move_by_take,
         "argsort+take": _by(_sort_by_take),
         "transformer_engine": _engine_sort,
-        "torch.index_select": _torch,
+        "torch.index_select": _torch_select,
     },
     **{op: _DOTS for op in OPS if OPS[op].matmuls},
+    "layer": _DOTS
+    | {"torch grouped_mm": _torch_layer(_torch_grouped), "ScatterMoE": _torch_layer(_scattermoe)},
 }

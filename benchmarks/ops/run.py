@@ -28,7 +28,7 @@ from benchmarks.ops.cases import OPS, Case
 from benchmarks.ops.competitors import DENSE, OWN, Competitor, competitors, dense
 from benchmarks.ops.first_call import measure_first_calls
 from benchmarks.ops.suites import DTYPES, NAMES, ROUTINGS, SUITES, Suite, select
-from triax.benchmark import HOST_BOUND, CallTiming, clock_of, time_calls, time_program
+from triax.benchmark import HOST_BOUND, CallTiming, clock_of, time_bursts, time_calls, time_program
 from triax.devices import is_cuda
 
 # Part of messages of JAX and PyTorch. XLA uses the first also where a kernel wants more shared
@@ -196,7 +196,8 @@ def _time(case: Case, name: str, rival: Competitor) -> tuple[dict[str, Any] | No
     if rival.hold:  # another library's
         clock = copy.copy(clock_of(jax.devices()[0]))
         clock.hold = rival.hold
-        timing = time_calls(functools.partial(program, prepared), clock, 50.0)
+        call = functools.partial(program, prepared)
+        timing = time_bursts(call, clock) if case.flops else time_calls(call, clock, 50.0)
         return dataclasses.asdict(timing) | {"graph_us": None}, None
     timing = time_program(program, prepared, target_ms=50.0, bursts=bool(case.flops))
     is_short = timing.method in ("events", HOST_BOUND) and timing.median_us < _SHORT_US

@@ -50,6 +50,8 @@ def test_results_are_those_of_triax(op, libraries):
             if isinstance(competitor, str):
                 assert (name, routing) == ("transformer_engine", "skewed")
                 assert "a mask cannot name an expert twice" in competitor
+            elif op == "layer" and competitor.hold:
+                assert name in ("torch grouped_mm", "ScatterMoE")  # which need PyTorch itself
             else:
                 run = competitor.program if competitor.hold else jax.jit(competitor.program)
                 outputs = competitor.finish(run(competitor.prepare(inputs)))
