@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.moe import flat
 from tests.moe.layer.test_feed_forward import CASES, check_against_dense, draw
+from triax import moe
+from triax.moe.grouped_matmul import overlapped
+from triax.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -18,9 +25,45 @@ def test_layer_is_its_dense_form(case, dtype):
     check_against_dense(draw(0, dtype, offsets=offsets), implementation="triton", **options)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activation", "transposed", "weights_on"),
+    [
+        ("bfloat16", "swiglu", False, "output"),
+        ("float16", moe.Swiglu(1.702, 1.0, 1.0), True, "output"),
+        ("bfloat16", "geglu_exact", False, "input"),
+        ("bfloat16", "geglu", True, "input"),
+    ],
+)
+def test_activation_in_the_first_products_kernel(dtype, activation, transposed, weights_on):
+    """Uneven groups, pad rows, widths and a depth that are no multiples of a block."""
+    tokens, hidden, width, experts = 1500, 200, 328, 6
+    normal = lambda seed, *sizes: jax.random.normal(jax.random.key(seed), sizes)
+    x = normal(0, tokens, hidden).astype(dtype)
+    logits = normal(1, tokens, experts) + jnp.array([0, 2, -1, 0, -90, 0.5])
+    weights = normal(2, experts, hidden, 2 * width) / 8, normal(3, experts, width, hidden) / 8
+    weights = [(w.mT if transposed else w).astype(dtype) for w in weights]
+
+    def run(x, logits, *weights):
+        made = moe.Experts(*weights, activation=activation, transposed=transposed)
+        how = {"weights_on": weights_on, "align_size": 8}
+        layer = lambda *args: moe.feed_forward(*args, moe.Router(3), **how).tokens
+        out, pull = jax.vjp(layer, x, logits, made)
+        return out, pull(jnp.cos(out))
+
+    found = jax.jit(run)(x, logits, *weights)
+    with mock.patch.object(overlapped, "suit", return_value=False):
+        wanted = jax.jit(lambda *args: run(*args))(x, logits, *weights)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.any(np.asarray(b))
+        assert_same_bits(a, b)
+
+
 def test_memory_of_forward_and_backward():
-    """Little more than the results, one array of rows, and one as the first matmul makes it."""
-    tokens, hidden, width, experts, top_k = 2048, 1024, 512, 16, 4
+    """Little more than the results, one array of rows, and one as the first matmul makes it.
+
+    Small layers take more: there the activation's result counts, which comes beside both.
+    """
+    tokens, hidden, width, experts, top_k = 16384, 2560, 1280, 64, 4
     shapes = (tokens, hidden), (tokens, experts), (experts, hidden, 2 * width)
     shapes = *shapes, (experts, width, hidden)
     dtypes = "bfloat16", "float32", "bfloat16", "bfloat16"

@@ -38,7 +38,8 @@ def check(outcomes):
     refused = [found for found in outcomes if found.verdict == "refused"]
     assert not wrong, "\n\n".join(map(told, wrong))
     print(*refused, sep="\n")
-    assert len(refused) <= 0.05 * len(outcomes), "\n\n".join(map(told, refused))
+    # JAX itself refuses one of fifty: of 25 there are more than three in one run of a thousand.
+    assert len(refused) <= 3, "\n\n".join(map(told, refused))
 
 
 @pytest.mark.sampled(1)

@@ -68,7 +68,7 @@ TRITON = Gate(
     package="triton",
 )
 GLUON = Gate(
-    "8-bit products that warp groups sum up in float32 in turns",
+    "matmuls in which warps share the work: in 16 bits, and in 8 bits with float32 sums",
     "3.6.0",
     "they are written in Gluon, which earlier versions have only in part",
     "Triton's own language: the same bits, more slowly",

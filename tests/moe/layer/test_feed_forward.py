@@ -624,3 +624,39 @@ def test_what_is_wrong_is_named(changes, error, message):
         given["top_k"] = None
     with pytest.raises(error, match=message):
         layer(**given)
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_the_activation_with_the_first_product_changes_no_bit(weights_on):
+    """With `keep` the two are ops of their own. Layers of float32 have no op for both."""
+    x, *others = draw(dtype="bfloat16")
+
+    def run(x, *others, **options):
+        function = lambda *args: (
+            layer(*args, weights_on=weights_on, implementation="interpret", **options).tokens
+        )
+        out, pull = jax.vjp(function, x, *others)
+        return out, pull(jnp.cos(out))
+
+    programs = [jax.jit(functools.partial(run, **how)) for how in ({}, {"keep": ["triax_glu"]})]
+    names = [str(program.trace(x, *others).jaxpr) for program in programs]
+    assert ["triax_ragged_dot_glu" in text for text in names] == [True, False]
+    assert "triax_ragged_dot_glu" not in str(jax.make_jaxpr(run)(*draw()))
+    for a, b in zip(*(jax.tree.leaves(program(x, *others)) for program in programs), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_second_derivatives_in_16_bits():
+    """By the layer whose activation is an op of its own, which makes the same graph."""
+    x, *others = draw(dtype="bfloat16")
+
+    def second(x, **options):
+        function = lambda x: jnp.sum(jnp.sin(layer(x, *others, **options).tokens).astype("float32"))
+        return jax.jvp(jax.grad(function), (x,), (jnp.cos(x),))
+
+    fused, apart = (
+        jax.jit(functools.partial(second, **how))(x) for how in ({}, {"keep": ["triax_glu"]})
+    )
+    for a, b in zip(fused, apart, strict=True):
+        assert np.any(a)
+        assert_close(a, np.asarray(b, np.float64), terms=64)

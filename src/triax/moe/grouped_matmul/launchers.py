@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
-from triax.moe.grouped_matmul import float32_sums, scaled
+from triax.moe.activations.launchers import glu
+from triax.moe.grouped_matmul import float32_sums, overlapped, scaled
 from triax.moe.grouped_matmul.configs import DotConfig, Itemsizes, OuterConfig
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import Parts
@@ -47,6 +48,31 @@ def ragged_dot(
     how |= {"options": dataclasses.replace(options, dtype=out_type.dtype), "transposed": transposed}
     found = for_target(_ragged_dot, rows, weights, *others, out_type=out_type, **how)
     return found.astype(options.dtype)
+
+
+def ragged_dot_glu(rows: Any, weights: Any, *others: Any, options: Options, **how: Any) -> Any:
+    """Returns gate and up as `ragged_dot` does, and the result of `glu`."""
+    columns = weights.shape[1 if how["transposed"] else 2]
+    shapes = (rows.shape[0], columns), (rows.shape[0], columns // 2)
+    how["out_type"] = tuple(jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
+    return for_target(_ragged_dot_glu, rows, weights, *others, options=options, **how)
+
+
+def _ragged_dot_glu(
+    target: Target,
+    rows: Any,
+    weights: Any,
+    groups: Groups,
+    row_weights: Any,
+    *,
+    spec: Any,
+    **how: Any,
+) -> tuple[jax.Array, jax.Array]:
+    operands = Parts(rows), Parts(weights), groups, row_weights
+    if (both := overlapped.ragged_dot(target, *operands, spec=spec, **how)) is not None:
+        return both
+    gate_up = _ragged_dot(target, rows, weights, groups, **how)
+    return gate_up, glu(gate_up, None, row_weights, spec=spec, implementation=how["implementation"])
 
 
 def group_outer(
@@ -154,6 +180,10 @@ def _ragged_dot(
         w = w._replace(values=w.values.astype(rows.dtype))  # exact
     if tma and transposed and float32_sums.suit(target, x, w, bias, rows_per_group, **how):
         return float32_sums.ragged_dot(target, x, w, groups, **how)
+    if bias is None:
+        found = overlapped.ragged_dot(target, x, w, groups, transposed=transposed, **how)
+        if found is not None:
+            return found
     config = DotConfig.heuristic(
         target,
         rows_per_group,

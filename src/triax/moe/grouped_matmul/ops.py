@@ -182,6 +182,39 @@ ragged_dot = Op(
     xla=reference.ragged_dot_reference,
 )
 
+
+def _derivative_with_glu(call: Call, primals: Any, tangents: Any, results: Any) -> Any:
+    if not jax.tree.leaves(tangents[:2]):
+        return None, None
+    options = {name: call.options[name] for name in ("transposed", "options")}
+    plain = ragged_dot.of(call.implementation, **options)
+    primals, tangents = ((*of[:3], None, None) for of in (primals, tangents))
+    return _derivative(plain, primals, tangents, results[0]), None
+
+
+def _part_with_glu(
+    call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *row: Any
+) -> Any:
+    return call.run(left, right, groups_of_part(shard, groups, left.shape[0]), *row)
+
+
+def _letters_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
+    of_weights = "guk" if transposed else "gku"  # the joint width, u, is needed whole
+    return ("rk", of_weights, letters_of_groups, "r"), ("ru", "rw"), "r"
+
+
+# Multiplies as `ragged_dot` does, and applies `glu` to the result, gate and up; returns both. The
+# second has no derivative: it is for an op that is differentiated by gate and up. Operands: rows,
+# weights, groups, row weights or None.
+ragged_dot_glu = Op(
+    "ragged_dot_glu",
+    letters=_letters_with_glu,
+    derivative=_derivative_with_glu,
+    part=_part_with_glu,
+    kernels=launchers.ragged_dot_glu,
+    xla=reference.ragged_dot_glu_reference,
+)
+
 # Sums left × right over the rows of each group. Operands: left, right, groups.
 group_outer = Op(
     "group_outer",

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.compat import jax_private
+from triax.moe.activations.reference import glu_reference
 from triax.moe.grouped_matmul import scaled
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import Parts
@@ -30,6 +31,14 @@ def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> 
     multiply = functools.partial(_ragged_dot, transposed=transposed, options=options)
     # Sequential under vmap, because group sizes, and so the numbers of tiles, differ.
     return jax.custom_batching.sequential_vmap(multiply)(*operands)
+
+
+def ragged_dot_glu_reference(
+    rows: jax.Array, weights: jax.Array, groups: Groups, row_weights: Any, *, spec: Any, **how: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns gate and up as `ragged_dot_reference` does, and the result of `glu`."""
+    gate_up = ragged_dot_reference(rows, weights, groups, **how)
+    return gate_up, glu_reference(gate_up, None, row_weights, spec=spec)
 
 
 def _ragged_dot(

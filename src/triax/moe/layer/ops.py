@@ -13,24 +13,33 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from triax.moe.activations.api import glu, glu_gradients, quantized_glu
+from triax.moe.activations.reference import GluSpec
+from triax.moe.grouped_matmul.ops import ragged_dot_glu
+from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.layer.experts import Matrix
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import DTYPES
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared import arguments
+from triax.moe.shared.implementation import resolve_for_floats
 from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.moe.shared.order import after
 from triax.sharding import linear
 
 
 class _Fixed(NamedTuple):
-    """The operands without a gradient; `source` and `target` are plans, as in `multiply`."""
+    """The operands without a gradient; `source` and `target` are plans, as in `multiply`.
+
+    `made` is the result of `glu` if there is one. Derivatives compute it again.
+    """
 
     sizes: jax.Array
     in_8_bits: Any
     quantized: ScaledArray | None = None
     source: Plan | None = None
     target: Plan | None = None
+    made: jax.Array | None = None
 
 
 def multiply(
@@ -57,6 +66,38 @@ def multiply(
     return _kept(_dot(*operands, how=how, implementation=how.implementation), target)
 
 
+def multiply_glu(
+    how: Products,
+    rows: jax.Array,
+    matrices: list[Matrix],
+    sizes: jax.Array,
+    row_weights: jax.Array | None,
+    spec: GluSpec,
+) -> tuple[jax.Array, jax.Array] | None:
+    """Multiplies rows as `multiply` does, and applies `glu`; returns both results.
+
+    Returns None where no kernel does both: it takes 16 bits, and gate and up side by side.
+    """
+    (weights, bias, _), *more = matrices
+    is_one = spec.gated and not (spec.interleaved or more)
+    simple = bias is None and how.recipe is None and not isinstance(weights, ScaledArray)
+    arrays = rows, weights, *([] if row_weights is None else [row_weights])
+    fit = rows.dtype.itemsize == 2 and all(a.size and a.dtype.itemsize <= 4 for a in arrays)
+    if not (spec.curve and is_one and simple and fit):
+        return None
+    gate_up, out = ragged_dot_glu(
+        rows,
+        weights,
+        Groups(arguments.as_int32(sizes)),
+        row_weights,
+        spec=spec,
+        transposed=how.transposed,
+        options=Options(rows.dtype, None),
+        implementation=resolve_for_floats(how.implementation, rows=rows),
+    )
+    return checkpoint_name(gate_up, "triax_ragged_dot"), out
+
+
 def glu_multiply(
     how: Products,
     gate_up: Any,
@@ -64,14 +105,16 @@ def glu_multiply(
     matrix: Matrix,
     sizes: jax.Array,
     target: Plan | None = None,
+    made: jax.Array | None = None,
     **kind: Any,
 ) -> jax.Array:
     """Applies `glu` to gate and up, and multiplies its result as `multiply` does.
 
-    `kind` holds the options of `glu`. The activation must not close over traced arrays.
+    `kind` holds the options of `glu`, and `made` is its result if there is one already. The
+    activation must not close over traced arrays.
     """
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
-    fixed = _Fixed(sizes, matrix.in_8_bits, target=target)
+    fixed = _Fixed(sizes, matrix.in_8_bits, target=target, made=made)
     operands = gate, up, row_weights, matrix.weights, matrix.bias, fixed
     options = {"how": how, **kind}
     if callable(kind["activation"]):  # do not cache: may hold tracers
@@ -141,7 +184,8 @@ def _glu_multiply(
     if scaling == "rows":
         inner: Any = quantized_glu(gate_up, row_weights, DTYPES[0], **kind)
     else:
-        inner = how.quantized(scaling, glu(gate_up, row_weights, **kind))
+        inner = glu(gate_up, row_weights, **kind) if fixed.made is None else fixed.made
+        inner = how.quantized(scaling, inner)
     matrix = Matrix(weights, bias, fixed.in_8_bits)
     biases = {"bias": bias, "bias_weights": None if bias is None else row_weights}
     return how.summed(how.forward(inner, matrix, fixed.sizes, gate.dtype, **biases), fixed.target)
@@ -181,6 +225,7 @@ def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.A
             found["gate_up"] = after(found["gate_up"], others["weights"])
         return found | others
 
+    primals = *primals[:-1], primals[-1]._replace(made=None)
     names = "gate_up", "up", "row_weights", "weights", "bias"
     return _linear(call, back, names, primals, tangents, out)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.moe.activations.api import closes_over_traced, glu
+from triax.moe.activations.api import closes_over_traced, glu, resolve
 from triax.moe.expert_parallel.api import combine
 from triax.moe.expert_parallel.arrivals import by_expert, exchanged
 from triax.moe.layer import ops
@@ -159,6 +159,7 @@ def _experts(
     kind: dict[str, Any] = {"activation": experts.activation, "interleaved": experts.interleaved}
     *firsts, last = matrices(experts)
     products = options.products
+    spec, _ = resolve(**kind)
 
     def first() -> Any:
         rows, row_weights, filled, quantized, source = arrived()
@@ -169,9 +170,13 @@ def _experts(
             if callable(experts.activation) or quantizes:
                 is_token = _hold_tokens(group_sizes, filled, rows.shape[0])
                 row_weights = is_token.astype(at_least_float32(rows.dtype))
+        if not (KEPT[1] in options.keep or isinstance(last.weights, ScaledArray)):
+            both = ops.multiply_glu(products, rows, firsts, group_sizes, row_weights, spec)
+            if both is not None:
+                return both[0], row_weights, both[1]
         moves = None, quantized, source
         made = tuple(ops.multiply(products, rows, m, group_sizes, *moves) for m in firsts)
-        return made if len(made) == 2 else made[0], row_weights
+        return made if len(made) == 2 else made[0], row_weights, None
 
     def second(gate_up: Any, row_weights: Any) -> jax.Array:
         inner = glu(gate_up, row_weights, **kind, **how)
@@ -179,14 +184,15 @@ def _experts(
 
     if KEPT[0] not in options.keep:
         first = jax.checkpoint(first)
-    gate_up, row_weights = first()
+    gate_up, row_weights, inner = first()
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     closes_over = closes_over_traced(**kind, gate_up=gate, up=up)
     if KEPT[1] in options.keep:
         return second(gate_up, row_weights)
     if closes_over or isinstance(last.weights, ScaledArray):
         return jax.checkpoint(second)(gate_up, row_weights)
-    return ops.glu_multiply(products, gate_up, row_weights, last, group_sizes, target, **kind)
+    operands = products, gate_up, row_weights, last, group_sizes, target, inner
+    return ops.glu_multiply(*operands, **kind)
 
 
 def _weighted(rows: jax.Array, row_weights: jax.Array) -> jax.Array:

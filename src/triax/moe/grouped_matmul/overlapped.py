@@ -1,0 +1,95 @@
+"""Launches ragged_dot in 16 bits on Hopper, and with it the activation of its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.binding.descriptor import TensorDescriptor
+from triax.compat import versions
+from triax.moe.activations.reference import GluSpec
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.scaled import Parts
+from triax.moe.grouped_matmul.tiles import ROW_TILES, ROWS, schedule, suit_tma
+from triax.moe.shared.launching import launch
+from triax.moe.shared.target import Target
+
+_HALF, _DEPTH, _STAGES = 128, 64, 3
+# Warps that store, and registers per thread: on average, and of the threads that multiply.
+_WARPS, _REGISTERS, _REGISTERS_OF_PRODUCTS = 2, 168, 192
+_HOPPER = 90
+_DTYPES = {jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}
+
+
+def suit(target: Target, x: Parts, w: Parts, columns: int, options: Options, how: Any) -> bool:
+    """Whether the kernel supports rows and weights: many rows in a group, and many columns.
+
+    Gluon is not interpreted.
+    """
+    return (
+        target.compute_capability == _HOPPER
+        and target.tensor_maps
+        and how != "interpret"
+        and versions.GLUON.passes(versions.installed(versions.GLUON.package) or "0")
+        and {x.values.dtype, w.values.dtype, options.dtype} in _DTYPES
+        and x.scales is w.scales is None
+        and int(len(x.values) * options.share) // len(w.values) > ROWS // 2
+        and columns > _HALF
+        and suit_tma(x.values, w.values)
+    )
+
+
+def ragged_dot(
+    target: Target,
+    x: Parts,
+    w: Parts,
+    groups: Groups,
+    row_weights: jax.Array | None = None,
+    *,
+    transposed: bool,
+    options: Options,
+    implementation: Any,
+    spec: GluSpec | None = None,
+) -> Any:
+    """Multiplies each row by its group's weights; with `spec` also returns the result of `glu`.
+
+    Returns None if the kernel does not `suit`.
+    """
+    (num_rows, depth), columns = x.values.shape, w.values.shape[1 if transposed else 2]
+    if not suit(target, x, w, columns, options, implementation):
+        return None
+    from triton.experimental.gluon import language as gl
+
+    from triax.moe.grouped_matmul.overlapped_kernels import _ragged_dot_overlapped_kernel
+
+    width, apart = (columns, _HALF) if spec is None else (columns // 2, columns // 2)
+    layouts = [gl.NVMMASharedLayout(128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
+    box = (1, _HALF, _DEPTH) if transposed else (1, _DEPTH, _HALF)
+    tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
+    inner = None if spec is None else jax.ShapeDtypeStruct((num_rows, width), options.dtype)
+    found = launch(
+        _ragged_dot_overlapped_kernel,
+        TensorDescriptor.from_array(x.values, (ROWS, _DEPTH), layouts[0]),
+        TensorDescriptor.from_array(w.values, box, layouts[1]),
+        tiles,
+        row_weights,
+        num_rows,
+        depth,
+        width,
+        apart,
+        columns,
+        out_type=(jax.ShapeDtypeStruct((num_rows, columns), options.dtype), inner),
+        grid=target.multiprocessors,
+        num_warps=4,
+        backend_options={"maxnreg": _REGISTERS},
+        implementation=implementation,
+        TRANSPOSED=transposed,
+        ACTIVATION=None if spec is None else (spec.curve, spec.alpha, spec.limit, spec.up_offset),
+        STAGES=_STAGES,
+        WARPS=_WARPS,
+        REGISTERS=_REGISTERS_OF_PRODUCTS,
+        **({"inner_ptr": None} if spec is None else {}),
+    )
+    return found[0] if spec is None else found

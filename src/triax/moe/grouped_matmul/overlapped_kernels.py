@@ -1,0 +1,216 @@
+"""ragged_dot in 16 bits for Hopper, in Gluon: tiles are stored while the next are multiplied.
+
+In Triton's own language the warps that multiply also store, and tensor cores idle meanwhile. Here
+each of two warp groups multiplies half of a tile's rows, and leaves the sums in shared memory,
+rounded. Two other warps store them from there, and apply an activation; one more loads. Results
+have the bits of `_ragged_dot_kernel` and `_glu_kernel`.
+
+A tile has two blocks of columns, `apart` columns from each other: gate and up, or neighbours.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from triax.moe.activations.kernels import _clipped as _clipped_of_triton
+from triax.moe.activations.kernels import _curve as _curve_of_triton
+from triax.moe.grouped_matmul.float32_sums_kernels import _async_load, _tile
+
+# Triton 3.9 renamed both.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_views = gl.shared_memory_descriptor
+_view = getattr(_views, "reinterpret", None) or _views._reinterpret
+
+_clipped, _curve = gluon.jit(_clipped_of_triton.fn), gluon.jit(_curve_of_triton.fn)
+
+
+@gluon.jit
+def _load(descriptors, buffers, barriers, tiles_ptr, sizes, TRANSPOSED: gl.constexpr):
+    """Loads blocks of rows, and two of columns, into buffers as they become empty."""
+    STAGES: gl.constexpr = buffers[0].type.shape[0]
+    ROWS: gl.constexpr = buffers[0].type.shape[1]
+    DEPTH: gl.constexpr = buffers[0].type.shape[2]
+    rows, weights = descriptors
+    full, empty = barriers
+    _, depth, num_column_tiles, wide, _, apart, _ = sizes
+    num_tiles = gl.load(tiles_ptr) * num_column_tiles
+    count = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        group, row, _, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
+        for start in range(0, depth, DEPTH):
+            stage = count % STAGES
+            mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+            ready = full.index(stage)
+            mbarrier.expect(ready, rows.block_type.nbytes + 2 * weights.block_type.nbytes)
+            _async_load(rows, [row, start], ready, buffers[0].index(stage))
+            for half in gl.static_range(2):
+                block = buffers[1].index(2 * stage + half)
+                column = column_tile * wide + half * apart
+                if TRANSPOSED:
+                    _async_load(weights, [group, column, start], ready, block)
+                else:
+                    _async_load(weights, [group, start, column], ready, block)
+            count += 1
+
+
+@gluon.jit
+def _multiply(buffers, barriers, tiles_ptr, sizes, TRANSPOSED: gl.constexpr, PART: gl.constexpr):
+    """Multiplies one half, PART, of each tile's rows."""
+    STAGES: gl.constexpr = buffers[0].type.shape[0]
+    DEPTH: gl.constexpr = buffers[0].type.shape[2]
+    OWN: gl.constexpr = buffers[3].type.shape[1]
+    COLUMNS: gl.constexpr = buffers[3].type.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    full, empty = barriers
+    made = buffers[3].index(PART)
+    num_tiles = gl.load(tiles_ptr) * sizes[2]
+    total = gl.zeros([OWN, COLUMNS], gl.float32, layout)
+    count = 0
+    turn = 0
+    for _ in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        for start in range(0, sizes[1], DEPTH):
+            stage = count % STAGES
+            mbarrier.wait(full.index(stage), count // STAGES & 1)
+            x = buffers[0].index(stage).slice(PART * OWN, OWN)
+            w = buffers[2].index(stage)
+            if TRANSPOSED:
+                w = w.permute((1, 0))
+            total = warpgroup_mma(x, w, total, use_acc=start > 0, is_async=True)
+            total = warpgroup_mma_wait(1, deps=(total,))
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=start > 0)
+            count += 1
+        mbarrier.wait(empty.index(STAGES + PART), turn & 1 ^ 1)
+        total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+        made.store(total.to(made.dtype))
+        _barrier()
+        mbarrier.arrive(full.index(STAGES + PART), count=1)
+        turn += 1
+
+
+@gluon.jit
+def _finish(blocks, barriers, pointers, sizes, ACTIVATION: gl.constexpr, WARPS: gl.constexpr):
+    """Stores each tile, and then zeros for rows before and past the groups."""
+    STAGES: gl.constexpr = barriers[0].type.shape[0] - 2
+    OWN: gl.constexpr = blocks.type.shape[1]
+    HALF: gl.constexpr = blocks.type.shape[2] // 2
+    ROWS: gl.constexpr = 4 * WARPS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
+    full, empty = barriers
+    tiles_ptr = pointers[0]
+    num_rows, _, num_column_tiles, wide, _, _, _ = sizes
+    num_tiles = gl.load(tiles_ptr) * num_column_tiles
+    turn = 0
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, 2 * OWN)
+        for part in range(2):
+            shape: gl.constexpr = [OWN // ROWS, ROWS, 2 * HALF]
+            made = _view(blocks.index(part), blocks.dtype, shape, blocks.layout)
+            mbarrier.wait(full.index(STAGES + part), turn & 1)
+            for i in range(OWN // ROWS):
+                near = made.index(i).slice(0, HALF, dim=1).load(layout)
+                far = made.index(i).slice(HALF, HALF, dim=1).load(layout)
+                first = row + part * OWN + i * ROWS
+                _store(pointers, near, far, first, end, column_tile * wide, sizes, ACTIVATION)
+            _barrier()
+            mbarrier.arrive(empty.index(STAGES + part), count=1)
+        turn += 1
+
+    last_row = gl.load(tiles_ptr + 1)
+    first_row = gl.load(tiles_ptr + 2)
+    zeros = gl.zeros([ROWS, HALF], blocks.dtype, layout)
+    before = gl.cdiv(first_row, ROWS)
+    num_empty = (before + gl.cdiv(num_rows - last_row, ROWS)) * num_column_tiles
+    for tile in range(gl.program_id(0), num_empty, gl.num_programs(0)):
+        row_tile = tile // num_column_tiles
+        is_before = row_tile < before
+        row = gl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS
+        end = gl.where(is_before, first_row, num_rows)
+        column = tile % num_column_tiles * wide
+        _store(pointers, zeros, zeros, row, end, column, sizes, ACTIVATION)
+
+
+@gluon.jit
+def _store(pointers, near, far, row, end, column, sizes, ACTIVATION: gl.constexpr):
+    """Stores two blocks of columns, up to row `end`, and with ACTIVATION `glu` of both."""
+    _, row_weights_ptr, out_ptr, inner_ptr = pointers
+    _, _, _, _, width, apart, num_columns = sizes
+    rows = row + gl.arange(0, near.shape[0], gl.SliceLayout(1, near.type.layout))
+    columns = column + gl.arange(0, near.shape[1], gl.SliceLayout(0, near.type.layout))[None, :]
+    inside = (rows < end)[:, None]
+    mask = inside & (columns < width)
+    at = rows.to(gl.int64)[:, None] * num_columns + columns
+    gl.store(out_ptr + at, near, mask=mask)
+    gl.store(out_ptr + at + apart, far, mask=inside & (columns + apart < num_columns))
+    if ACTIVATION is not None:
+        CURVE: gl.constexpr = ACTIVATION[0]
+        ALPHA: gl.constexpr = ACTIVATION[1]
+        LIMIT: gl.constexpr = ACTIVATION[2]
+        gate = near.to(gl.float32)
+        up = far.to(gl.float32)
+        if LIMIT is not None:
+            gate, up, _, _ = _clipped(gate, up, LIMIT)
+        inner, _ = _curve(gate, CURVE, ALPHA)
+        inner *= up + ACTIVATION[3]
+        if row_weights_ptr is not None:
+            weight = gl.load(row_weights_ptr + rows, mask=rows < end, other=0.0)
+            inner *= weight.to(gl.float32)[:, None]
+        at = rows.to(gl.int64)[:, None] * width + columns
+        gl.store(inner_ptr + at, inner.to(near.dtype), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _ragged_dot_overlapped_kernel(
+    rows,
+    weights,
+    tiles_ptr,
+    row_weights_ptr,
+    num_rows,
+    depth,
+    width,
+    apart,
+    num_columns,
+    out_ptr,
+    inner_ptr,
+    TRANSPOSED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    # There are as many programs as the GPU runs at once. The two blocks of columns of a stage are
+    # one operand of a product.
+    ROWS: gl.constexpr = rows.block_shape[0]
+    DEPTH: gl.constexpr = rows.block_shape[1]
+    HALF: gl.constexpr = weights.block_shape[1 if TRANSPOSED else 2]
+    wide: gl.constexpr = 2 * HALF if ACTIVATION is None else HALF
+    pair: gl.constexpr = [STAGES, 2 * HALF, DEPTH] if TRANSPOSED else [STAGES, DEPTH, 2 * HALF]
+    stored: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    x = gl.allocate_shared_memory(rows.dtype, [STAGES, ROWS, DEPTH], rows.layout)
+    w = gl.allocate_shared_memory(rows.dtype, [2 * STAGES] + weights.block_shape, weights.layout)
+    made = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, ROWS // 2, 2 * HALF], stored)
+    buffers = (x, w, _view(w, rows.dtype, pair, rows.layout), made)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 2):  # the last two are for halves of a tile
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2 if i < STAGES else 1)
+    fence_async_shared()
+    barriers = (full, empty)
+    pointers = (tiles_ptr, row_weights_ptr, out_ptr, inner_ptr)
+    sizes = (num_rows, depth, gl.cdiv(width, wide), wide, width, apart, num_columns)
+    gl.warp_specialize(
+        [
+            (_multiply, (buffers, barriers, tiles_ptr, sizes, TRANSPOSED, 0)),
+            (_multiply, (buffers, barriers, tiles_ptr, sizes, TRANSPOSED, 1)),
+            (_finish, (made, barriers, pointers, sizes, ACTIVATION, WARPS)),
+            (_load, ((rows, weights), buffers, barriers, tiles_ptr, sizes, TRANSPOSED)),
+        ],
+        [4, WARPS, 1],
+        [REGISTERS, REGISTERS // 2, REGISTERS // 2],
+    )

@@ -1,0 +1,167 @@
+"""Which products in 16 bits go to the kernel in Gluon, and the op that also applies `glu`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.moe.grouped_matmul.test_programs import kernels
+from triax import moe
+from triax.compat import jax_private, versions
+from triax.moe.activations import api as activations
+from triax.moe.activations import ops as of_glu
+from triax.moe.grouped_matmul import ops, overlapped
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.scaled import Parts
+from triax.moe.shared.target import Target
+from triax.testing import assert_close, assert_same_bits
+
+HALF = "bfloat16"
+HOPPER = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
+
+
+def shape(*sizes, dtype=HALF):
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def layer_ptx(tokens=4000, dtype=HALF, **how):
+    """The kernels of a layer's forward pass, with two choices for a token and five experts."""
+    biases = {"b_down": how.pop("bias")} if "bias" in how else {}
+
+    def run(x, logits, w_gate_up, w_down):
+        experts = moe.Experts(w_gate_up, w_down, **biases, **how)
+        return moe.feed_forward(x, logits, experts, moe.Router(2)).tokens
+
+    sizes = (tokens, 128), (tokens, 5), (5, 128, 400), (5, 200, 128)
+    dtypes = dtype, "float32", dtype, dtype
+    arrays = [shape(*s, dtype=d) for s, d in zip(sizes, dtypes, strict=True)]
+    return kernels(jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)))
+
+
+def count(ptx):
+    """How many kernels multiply in warp groups of their own, and how many apply `glu` alone."""
+    own = sum("setmaxnreg" in text and "wgmma" in text for text in ptx)
+    return own, sum("_glu_kernel" in text for text in ptx)
+
+
+def needs_descriptors():
+    if not jax_private.supports_tensor_maps():
+        pytest.skip("this jaxlib encodes no descriptors")
+    if not versions.GLUON.passes(versions.installed("triton")):
+        pytest.skip(f"needs Triton {versions.GLUON.stable}")
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("arch", "how", "found"),
+    [
+        (90, {}, (1, 0)),
+        (90, {"dtype": "float16", "activation": moe.Swiglu(1.702, 7.0, 1.0)}, (1, 0)),
+        (90, {"activation": "geglu_exact"}, (1, 0)),
+        (90, {"interleaved": True}, (1, 1)),
+        (90, {"tokens": 100}, (0, 1)),
+        (90, {"dtype": "float32"}, (0, 1)),
+        (100, {}, (0, 1)),
+        (80, {}, (0, 1)),
+    ],
+)
+def test_a_layers_products(monkeypatch, arch, how, found):
+    """The second product has too few columns for it."""
+    needs_descriptors()
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
+    assert count(layer_ptx(**how)) == found
+
+
+def suits(rows=(4000, 512), weights=(2, 512, 400), target=HOPPER, columns=400, scales=None, **how):
+    options = Options(jnp.dtype(how.pop("out", HALF)), None, how.pop("share", 1.0))
+    x, w = Parts(shape(*rows), scales), Parts(shape(*weights, dtype=how.pop("dtype", HALF)))
+    return overlapped.suit(target, x, w, columns, options, how.pop("implementation", None))
+
+
+def test_what_suits(monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda package: "3.6.0")
+    assert suits()
+    assert not suits(rows=(128, 512))  # 64 rows in a group
+    assert suits(rows=(130, 512))
+    assert not suits(rows=(130, 512), share=0.5)
+    assert not suits(rows=(4000, 500))  # rows that begin at no multiple of 16 bytes
+    assert not suits(columns=128)
+    assert not suits(scales=0)
+    assert not suits(dtype="float16")
+    assert not suits(out="float32")
+    assert not suits(implementation="interpret")
+    assert not suits(target=dataclasses.replace(HOPPER, compute_capability=100))
+    assert not suits(target=dataclasses.replace(HOPPER, tensor_maps=False))
+    monkeypatch.setattr(versions, "installed", lambda package: "3.5.1")
+    assert not suits()
+
+
+def draw(transposed, weighted):
+    rng = np.random.default_rng(0)
+    normal = lambda *sizes: rng.standard_normal(sizes).astype(jnp.dtype(HALF))
+    weights = normal(3, 12, 16) if transposed else normal(3, 16, 12)
+    # Rows of no group behind the last one.
+    row_weights = rng.standard_normal(20).astype(np.float32) if weighted else None
+    return normal(20, 16), weights, Groups(jnp.array([7, 0, 9], jnp.int32)), row_weights
+
+
+@pytest.mark.parametrize("implementation", ["interpret", "xla"])
+@pytest.mark.parametrize(
+    ("transposed", "weighted", "activation"),
+    [(False, True, "swiglu"), (True, False, moe.Swiglu(1.702, 1.0, 1.0))],
+)
+def test_both_results_and_the_gradients(transposed, weighted, activation, implementation):
+    """Those of a product, and of `glu`, which has no gradient here."""
+    spec, _ = activations.resolve(activation)
+    rows, weights, groups, row_weights = draw(transposed, weighted)
+    options = {"transposed": transposed, "options": Options(jnp.dtype(HALF), None)}
+    how = {"implementation": implementation}
+
+    def both(rows, weights):
+        return ops.ragged_dot_glu(rows, weights, groups, row_weights, spec=spec, **options, **how)
+
+    def apart(rows, weights):
+        gate_up = ops.ragged_dot(rows, weights, groups, None, None, **options, **how)
+        out = of_glu.glu(gate_up, None, row_weights, spec=spec, **how)
+        return gate_up, jax.lax.stop_gradient(out)
+
+    def run(function, rows, weights, gradient):
+        out, pull = jax.vjp(function, rows, weights)
+        moved = jax.jvp(function, (rows, weights), (weights.sum() + rows, weights))[1]
+        return out, pull((gradient, jnp.ones_like(out[1]))), moved
+
+    gradient = np.random.default_rng(1).standard_normal((20, 12)).astype(jnp.dtype(HALF))
+    found, wanted = (
+        jax.jit(run, static_argnums=0)(function, rows, weights, gradient)
+        for function in (both, apart)
+    )
+    assert np.any(wanted[0][1])
+    assert not np.any(wanted[2][1])
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_rows_cut_over_devices():
+    """Each device has the groups of its rows."""
+    spec, _ = activations.resolve("swiglu")
+    rows, weights, groups, row_weights = draw(False, True)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = lambda array, *axes: jax.device_put(
+        array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    )
+    options = {"transposed": False, "options": Options(jnp.dtype(HALF), None), "spec": spec}
+    run = jax.jit(lambda *operands: ops.ragged_dot_glu(*operands, implementation=None, **options))
+    operands = cut(rows, "d"), cut(weights), groups, cut(row_weights, "d")
+    program = run.lower(*operands).compile()
+    assert "all-gather" not in program.as_text()
+    for part, whole in zip(
+        program(*operands), run(rows, weights, groups, row_weights), strict=True
+    ):
+        assert part.sharding.spec[0] == "d"
+        assert_close(part, np.asarray(whole, np.float64), terms=16)
