@@ -95,6 +95,14 @@ def test_sizes_that_are_not_specialised_compile_once(size):
     assert one.entries == other.entries
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_products_are_fused_with_sums_unless_the_caller_forbids_it(fused):
+    options = {} if fused else {"backend_options": {"enable_fp_fusion": False}}
+    kernel = kernels.fused_multiply_kernel
+    (call,) = lower(lambda x: blockwise(kernel, x, x, BLOCK=64, **options), X)
+    assert ("fma.rn.f32" in call.payload.calls[0].ptx) == fused
+
+
 PROGRAM = """
 import json, sys
 import jax, numpy as np, triton

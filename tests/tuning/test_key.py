@@ -1,4 +1,4 @@
-"""What a tuned config's key says of the kernel's source."""
+"""What a tuned config's key says of the kernel's source and of its arrays."""
 
 import importlib
 import sys
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tests.cases import blockwise
+from tests.kernels import copy_kernel
 from tests.same_name import first, second
 from tests.tuning.conftest import DEVICE
 from triax.binding.launch import ArrayType
@@ -37,11 +38,21 @@ def source(closed_over=1):
 
 
 def hash_of(kernel):
+    return key_of(kernel).source
+
+
+def key_of(kernel, out_type=X):
     configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
     tuned = triton.autotune(configs, key=[])(kernel)
-    (equation,) = jax.make_jaxpr(lambda x: blockwise(tuned, x))(X).eqns
-    call, array = equation.params["call"], ArrayType(X.shape, X.dtype)
-    return make_key(call, call.launches((array,), (array,)), 90, DEVICE).source
+    (equation,) = jax.make_jaxpr(lambda x: blockwise(tuned, x, out_type=out_type))(X).eqns
+    operand, result = (ArrayType(array.shape, array.dtype) for array in (X, out_type))
+    call = equation.params["call"]
+    return make_key(call, call.launches((operand,), (result,)), 90, DEVICE)
+
+
+def test_it_has_the_dtypes_of_outputs_too():
+    found = key_of(copy_kernel, X.astype(np.float16)).dtypes
+    assert found == {"x_ptr.0": "float32", "out_ptr.0": "float16"}
 
 
 @pytest.mark.parametrize(

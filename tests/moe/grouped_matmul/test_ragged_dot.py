@@ -71,6 +71,18 @@ def test_shapes(num_rows, num_groups, depth, columns):
         assert_close(actual, expected)
 
 
+def test_gradient_of_transposed_weights():
+    case, sizes = oracle.draw(2, 16, 24, "float32"), jnp.array([20, 0, 37, 23])
+
+    def gradient(weights, transposed):
+        run = lambda w: moe.ragged_dot(case.rows, w, sizes, transpose_weights=transposed)
+        return jax.vjp(run, jnp.asarray(weights))[1](jnp.asarray(case.gradient))[0]
+
+    found = gradient(np.swapaxes(case.weights, 1, 2), True)
+    wanted = np.swapaxes(np.asarray(gradient(case.weights, False), np.float64), 1, 2)
+    assert_close(found, wanted, terms=case.rows.shape[0])
+
+
 @pytest.mark.parametrize("implementation", PATHS)
 def test_rows_past_the_groups_are_zero(implementation):
     case = oracle.draw(2, 64, 48, "float32")

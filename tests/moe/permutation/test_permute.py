@@ -170,7 +170,7 @@ def test_floats(dtype, implementation):
     with jax.enable_x64(dtype == "float64"):
         shape = (17, 3, 5, 33, 8, None)
         rng = np.random.default_rng(1)
-        check(make_case(rng, shape, hostile=True, dtype=jnp.dtype(dtype)), implementation)
+        check(make_case(rng, shape, "wild", hostile=True, dtype=jnp.dtype(dtype)), implementation)
 
 
 @pytest.mark.sampled

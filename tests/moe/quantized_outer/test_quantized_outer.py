@@ -146,29 +146,33 @@ def test_shapes(shape):
 
 
 def test_through_pointers(monkeypatch):
-    """As on GPUs without TMA: the same products."""
+    """As on GPUs without TMA: the same products, zeros for the group without rows."""
     left, right = both_sides(dtype="bfloat16")
     by_descriptors = run(left, right, SIZES["uneven"], "interpret")
     other = dataclasses.replace(target.INTERPRETER, tensor_maps=False)
     monkeypatch.setattr(target, "INTERPRETER", other)
     with checked():
         out = run(left, right, SIZES["uneven"], "interpret")
-    assert_close(out, np.asarray(by_descriptors, np.float64), terms=ROWS)
+    sides = (rounded(left, SIZES["uneven"], E4M3), rounded(right, SIZES["uneven"], E5M2))
+    for found in (by_descriptors, out):
+        assert_close(found, oracle.group_outer(*sides, SIZES["uneven"]), terms=ROWS)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_no_number_stays_in_its_group(implementation, value):
+    """Also beside a group without rows."""
     left, right = both_sides()
-    sizes = [10, 150, 120, 5]
+    sizes = [10, 0, 150, 120, 5]
     clean = np.asarray(run(left, right, sizes, implementation))
     left[9, 3] = right[20, 5] = value
     out = np.asarray(run(left, right, sizes, implementation))
-    assert_same_bits(out[2:], clean[2:])
+    assert not out[1].any()
+    assert_same_bits(out[3:], clean[3:])
     assert not np.isfinite(out[0, 3]).any()
-    assert not np.isfinite(out[1, :, 5]).any()
-    for found, plain, axis, at in ((out[0], clean[0], 0, 3), (out[1], clean[1], 1, 5)):
+    assert not np.isfinite(out[2, :, 5]).any()
+    for found, plain, axis, at in ((out[0], clean[0], 0, 3), (out[2], clean[2], 1, 5)):
         assert_same_bits(np.delete(found, at, axis), np.delete(plain, at, axis))
 
 

@@ -31,7 +31,7 @@ def _chunk_maps_kernel(
         chunk = first + tl.arange(0, BLOCK)
         inside = chunk < num_chunks
         size = tl.load(split_sizes_ptr + chunk, mask=inside, other=0)
-        size = tl.minimum(tl.maximum(size, 0), num_rows).to(tl.int64)
+        size = tl.maximum(size, 0).to(tl.int64)
         end = tl.minimum(total + tl.cumsum(size, 0), num_rows)
         total += tl.sum(size, 0)
         tl.store(inverse_ends_ptr + chunk, end.to(tl.int32), mask=inside)
