@@ -35,7 +35,7 @@ class Source:
         self.tensors, self.prefix = tensors, f"{prefix}.experts."
         self.config = config.get("text_config") or config
         found = config.get("quantization_config") or self.config.get("quantization_config") or {}
-        group = next(iter((found.get("config_groups") or {}).values()), {})
+        group: Any = next(iter((found.get("config_groups") or {}).values()), {})
         self.quantization: Mapping[str, Any] = {**found, **(group.get("weights") or {})}
 
     def has(self, name: str) -> bool:
@@ -188,10 +188,10 @@ def _one_by_one(source: Source, experts: range | None, progress: Any) -> dict[st
     made = [(kinds[0], stacks[: len(parts[0])]), (kinds[2], stacks[len(parts[0]) :])]
     weights = [jax.tree.unflatten(*of) for of in made]
     scaled = [isinstance(of, ScaledArray) for of in weights]
-    for at in np.flatnonzero(scaled):
-        weights[at] = dataclasses.replace(weights[at], block=(1, *weights[at].block))
-        # Floats are [experts, out, in], and scaled arrays [experts, in, out].
-        weights[at] = weights[at] if all(scaled) else weights[at].mT
+    for i, of in enumerate(weights):
+        if scaled[i]:  # floats are [experts, out, in], and scaled arrays [experts, in, out]
+            of = dataclasses.replace(of, block=(1, *of.block))
+            weights[i] = of if all(scaled) else of.mT
     return {"w_gate_up": weights[0], "w_down": weights[1], "transposed": not all(scaled)}
 
 
