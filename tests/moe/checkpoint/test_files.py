@@ -76,8 +76,6 @@ def damaged(folder, what):
     write(folder, {"a.b": np.arange(6, dtype=np.int32), "c": np.zeros(3, np.int8)}, {})
     data = path.read_bytes()
     match what:
-        case "no file":
-            path.unlink()
         case "empty":
             path.write_bytes(b"")
         case "short":
@@ -106,10 +104,9 @@ def damaged(folder, what):
 @pytest.mark.parametrize(
     ("what", "name", "message"),
     [
-        ("no file", "model.safetensors", "does not exist, nor an index"),
         ("empty", "model.safetensors", "is truncated, or no safetensors file"),
         ("short", "model.safetensors", "is truncated, or no safetensors file"),
-        ("a pointer", "model.safetensors", "is truncated, or no safetensors file"),
+        ("a pointer", "model.safetensors", "is Git LFS's pointer to a file"),
         ("no json", "model.safetensors", "is truncated or damaged: no JSON object"),
         ("a list", "model.safetensors", "is truncated or damaged: no JSON object"),
         ("config", "config.json", "is truncated or damaged: no JSON object"),
@@ -124,32 +121,60 @@ def test_damaged_files(tmp_path, what, name, message):
     folder.mkdir()
     damaged(folder, what)
     with pytest.raises(CheckpointError, match=f"{folder / name} {message}"):
-        moe.Checkpoint(folder)
+        moe.Checkpoint(folder)["a.b"]
+
+
+def test_folders_that_have_no_checkpoint(tmp_path, monkeypatch):
+    def message(folder):
+        with pytest.raises(CheckpointError) as caught:
+            moe.Checkpoint(folder)
+        return str(caught.value)
+
+    assert "openai/gpt-oss-20b does not exist: a folder with" in message("openai/gpt-oss-20b")
+    assert "it has no safetensors files" in message(tmp_path)
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    write_file(file, {})
+    assert f"{file} is a file. Pass its folder" in message(file)
+    assert message(tmp_path).startswith(f"{tmp_path} has neither {INDEX}")
+    assert f"it has {file.name}." in message(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert message("~/other").startswith(f"{tmp_path}/other does not exist")
+
+
+def test_a_file_is_missing_for_its_own_tensors_alone(tmp_path):
+    write(tmp_path, {"a": np.int8([1]), "b": np.int8([2])}, files=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    found = moe.Checkpoint(tmp_path)
+    assert repr(found) == f"<Checkpoint {tmp_path}: tensors: 2, files: 2>"
+    assert found["a"] == 1
+    with pytest.raises(CheckpointError, match=rf"{INDEX} names .*2-of-0.*, which is not in"):
+        found["b"]
 
 
 ENTRY = {"dtype": "I32", "shape": [6], "data_offsets": [0, 24]}
+DAMAGED = "has a damaged entry in the header"
 
 
 @pytest.mark.parametrize(
-    "entry",
+    ("entry", "message"),
     [
-        ENTRY | {"dtype": "F4"},
-        ENTRY | {"dtype": ["I32"]},
-        ENTRY | {"shape": [5]},
-        ENTRY | {"shape": [-2, -3]},
-        ENTRY | {"shape": None},
-        ENTRY | {"shape": [6.0]},
-        ENTRY | {"data_offsets": [-8, 16]},
-        ENTRY | {"data_offsets": [8, 32]},
-        ENTRY | {"data_offsets": [0]},
-        {"dtype": "I32"},
-        7,
+        (ENTRY | {"dtype": "F4"}, "has an unknown dtype"),
+        (ENTRY | {"data_offsets": [8, 32]}, "is cut off: 24 bytes of tensors .* ends at 32"),
+        (ENTRY | {"dtype": ["I32"]}, DAMAGED),
+        (ENTRY | {"shape": [5]}, DAMAGED),
+        (ENTRY | {"shape": [-2, -3]}, DAMAGED),
+        (ENTRY | {"shape": None}, DAMAGED),
+        (ENTRY | {"shape": [6.0]}, DAMAGED),
+        (ENTRY | {"data_offsets": [-8, 16]}, DAMAGED),
+        (ENTRY | {"data_offsets": [0]}, DAMAGED),
+        ({"dtype": "I32"}, DAMAGED),
+        (7, DAMAGED),
     ],
 )
-def test_damaged_tensors(tmp_path, entry):
+def test_damaged_tensors(tmp_path, entry, message):
     path = tmp_path / "model.safetensors"
     write_file(path, {"a.b": np.arange(6, dtype=np.int32)}, {"a.b": entry})
-    with pytest.raises(CheckpointError, match=f"`a.b` is not in {path}, or"):
+    with pytest.raises(CheckpointError, match=f"`a.b` of {path} {message}"):
         moe.Checkpoint(tmp_path)["a.b"]
 
 
@@ -158,7 +183,7 @@ def test_truncated_tensors(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     found = moe.Checkpoint(tmp_path)
     assert found["a.b"].tolist() == [*range(6)]
-    with pytest.raises(CheckpointError, match=rf"`c` .* {path}.*has 26 bytes of tensors"):
+    with pytest.raises(CheckpointError, match=rf"`c` of {path} is cut off: 26 bytes"):
         found["c"]
 
 
@@ -167,5 +192,5 @@ def test_an_index_that_names_another_file(tmp_path):
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["a"] = index["weight_map"]["b"]
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"`a` is not in .*00002-of-00002"):
+    with pytest.raises(CheckpointError, match=r"`a` of .*2-of-00002.* is not there"):
         moe.Checkpoint(tmp_path)["a"]

@@ -13,7 +13,7 @@ import pytest
 from tests.moe.checkpoint.files import write
 from tests.moe.quantization.oracle import exactly
 from triax import moe
-from triax.errors import ArgumentValueError, CheckpointError
+from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 
 EXPERTS, HIDDEN, WIDTH, GROUP = 3, 64, 32, 32
 MLP = "model.layers.3.mlp"
@@ -257,6 +257,17 @@ def test_gpt_oss(quantized, part, tmp_path):
             assert weights.base is not None  # no copy of the file
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_gpt_oss_has_biases(quantized):
+    """Neither a config nor biases must be there to tell it from plain SwiGLU."""
+    config = {} if quantized else {"model_type": "gpt_oss"}
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        tensors = gpt_oss(quantized)
+        del tensors[f"{MLP}.experts.{name}"]
+        with pytest.raises(CheckpointError, match=f"^`{MLP}.experts.{name}` is missing"):
+            moe.Experts.from_checkpoint(tensors, MLP, config=config)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_without_biases(transposed):
     order = (0, 2, 1) if transposed else (0, 1, 2)
@@ -301,10 +312,11 @@ def test_an_activation_that_is_not_known(config):
         {"quant_method": "auto-round"},
         {"quant_method": "gptq", "checkpoint_format": "marlin"},
         {"quant_method": "awq", "version": "gemv"},
+        {"quant_method": "gptq", "bits": 8},
     ],
 )
 def test_words_of_an_unknown_format(quantization):
-    with pytest.raises(CheckpointError, match="must have the `quant_method`"):
+    with pytest.raises(CheckpointError, match=r"`quant_method` .*, `bits` .*config="):
         moe.Experts.from_checkpoint(layer(awq), MLP, config={"quantization_config": quantization})
 
 
@@ -335,11 +347,15 @@ def put(name, array):
         (
             "gptq",
             put(f"{FIRST}.g_idx", rng.permutation(np.arange(HIDDEN, dtype=np.int32) // GROUP)),
-            "up_proj.qweight.*`g_idx` must be in order",
+            "`g_idx` must be in order.*up_proj.qweight",
         ),
-        ("awq", put(f"{FIRST}.g_idx", np.zeros(HIDDEN, np.int32)), "g_idx.* no such tensor"),
-        ("plain", put(f"{FIRST}.bias", floats(WIDTH)), "up_proj.bias.* no such tensor"),
-        ("channels", put(f"{FIRST}.weight_zero_point", floats(1)), "zero_point.* no such tensor"),
+        ("awq", put(f"{FIRST}.g_idx", np.zeros(HIDDEN, np.int32)), "no such tensor.* Read .*g_idx"),
+        (
+            "plain",
+            put(f"{FIRST}.bias", floats(WIDTH)),
+            "no such tensor but a bias of zeros.* Read .*up_proj.bias",
+        ),
+        ("channels", put(f"{FIRST}.weight_zero_point", floats(1)), "no such tensor.*zero_point"),
         ("plain", put(f"{FIRST}.weight", np.zeros((WIDTH, HIDDEN), np.uint8)), "got uint8"),
         ("plain", put(f"{FIRST}.weight", floats(WIDTH, 8)), "shapes, dtypes or formats differ"),
         ("plain", put(f"{FIRST}.weight", floats(HIDDEN)), "must be matrices of floats"),
@@ -363,12 +379,44 @@ def test_damaged_experts(name, change, message, tmp_path):
     assert str(tmp_path / "model.safetensors") in str(caught.value) or "missing" in message
 
 
+ACT_ORDER = {
+    "gptq": {"quant_method": "gptq", "desc_act": True},
+    "packed": {"config_groups": {"group_0": {"weights": {"actorder": "group"}}}},
+}
+
+
+@pytest.mark.parametrize("name", ACT_ORDER)
+def test_act_order_without_the_groups(name):
+    tensors = {n: of for n, of in layer(FORMATS[name][0]).items() if "g_idx" not in n}
+    how = {"config": {"quantization_config": ACT_ORDER[name]}}
+    with pytest.raises(CheckpointError, match=r"act-order, .*\.0\.gate_proj\.\w*g_idx` is missing"):
+        moe.Experts.from_checkpoint(tensors, MLP, **how)
+
+
+def test_biases_of_zeros():
+    tensors = layer(gptq)
+    zeros = {f"{MLP}.experts.{e}.up_proj.bias": np.zeros(WIDTH, np.float16) for e in range(EXPERTS)}
+    how = {"config": {"quantization_config": {"quant_method": "gptq", "bits": 4}}}
+    found = moe.Experts.from_checkpoint(tensors | zeros, MLP, **how)
+    wanted = moe.Experts.from_checkpoint(tensors, MLP, **how)
+    assert found.b_gate_up is None
+    np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(wanted.w_gate_up))
+
+
+def test_shapes_in_errors_are_those_of_the_file():
+    tensors = layer(gptq) | {f"{MLP}.experts.0.up_proj.qzeros": words(2, 9)}
+    how = {"config": {"quantization_config": {"quant_method": "gptq"}}}
+    message = r"^Argument `qzeros` must have shape \(2, 4\) .*; got \(2, 9\)"
+    with pytest.raises(CheckpointError, match=message):
+        moe.Experts.from_checkpoint(tensors, MLP, **how)
+
+
 def test_a_missing_expert():
     tensors = {name: of for name, of in layer(plain).items() if ".1." not in name}
-    with pytest.raises(CheckpointError, match=r"experts.1.gate_proj.weight` is missing"):
+    with pytest.raises(CheckpointError, match=f"^Expert 1 has no tensors, `{MLP}"):
         moe.Experts.from_checkpoint(tensors, MLP)
     first = {name: of for name, of in layer(plain).items() if ".2." not in name}
-    with pytest.raises(CheckpointError, match=r"experts.2.gate_proj.weight` is missing"):
+    with pytest.raises(CheckpointError, match=r"^Expert 2 has no tensors"):
         moe.Experts.from_checkpoint(first, MLP, config={"num_experts": EXPERTS})
 
 
@@ -387,7 +435,7 @@ def test_damaged_stacks():
     with pytest.raises(CheckpointError, match="gate_up_proj_scales` is missing"):
         moe.Experts.from_checkpoint(tensors, MLP)
     tensors[f"{MLP}.experts.gate_up_proj_scales"] = scales[:2]
-    with pytest.raises(CheckpointError, match="there must be 3 experts; got 2"):
+    with pytest.raises(CheckpointError, match=r"^There must be 3 experts; got 2"):
         moe.Experts.from_checkpoint(tensors, MLP)
     in_8_bits = {name: of.astype(ml_dtypes.float8_e5m2) for name, of in gpt_oss(False).items()}
     with pytest.raises(
@@ -397,17 +445,26 @@ def test_damaged_stacks():
 
 
 def test_a_prefix_without_experts():
-    with pytest.raises(CheckpointError, match=re.escape(f"must be one of ['{MLP}']")):
-        moe.Experts.from_checkpoint(layer(plain), "model.layers.2.mlp")
+    with pytest.raises(CheckpointError, match=re.escape(f"must be one of ['{MLP}']; got 'a'")):
+        moe.Experts.from_checkpoint(layer(plain), "a")
+    with pytest.raises(CheckpointError, match=r"There are no experts: no name has `.experts.`"):
+        moe.Experts.from_checkpoint({"block.0.mlp.mlp1_bias": floats(3)}, MLP)
 
 
 def test_arguments():
     tensors = layer(plain)
-    for part in (range(4), range(-1, 2), range(2, 2), range(2, 0, -1), 2, [1]):
-        with pytest.raises(ArgumentValueError, match=r"`experts` must be a part of range\(3\)"):
-            moe.Experts.from_checkpoint(tensors, MLP, experts=part)
-        with pytest.raises(ArgumentValueError, match=r"`experts` must be a part of range\(3\)"):
-            moe.Experts.from_checkpoint(gpt_oss(True), MLP, experts=part)
+    for given in (tensors, gpt_oss(True)):
+        for part in (range(4), range(-1, 2), range(2, 2), range(2, 0, -1)):
+            with pytest.raises(ArgumentValueError, match=r"must be a part of range\(0, 3\)"):
+                moe.Experts.from_checkpoint(given, MLP, experts=part)
+        for part in (2, [1]):
+            with pytest.raises(ArgumentTypeError, match=r"a range, such as range\(0, 2\); got"):
+                moe.Experts.from_checkpoint(given, MLP, experts=part)
+    for given in ("models/gpt-oss-20b", [1]):
+        with pytest.raises(ArgumentTypeError, match=r"such as moe.Checkpoint\(folder\); got"):
+            moe.Experts.from_checkpoint(given, MLP)
+    with pytest.raises(ArgumentValueError, match=r"`activation` must have a gate.*is 'swiglu'"):
+        moe.Experts.from_checkpoint(gpt_oss(True), MLP, activation="silu")
 
 
 # --- the layer -----------------------------------------------------------------------------------

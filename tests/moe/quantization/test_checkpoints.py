@@ -211,7 +211,7 @@ def test_act_order_is_refused(name):
 @pytest.mark.parametrize(("groups", "size"), [(3, None), (2, 16), (2, -1), (0, None), (2, 0)])
 def test_group_sizes_that_do_not_fit(groups, size):
     with pytest.raises(
-        ArgumentValueError, match=rf"`group_size`.*are {groups} .* 64, .*; got {size}"
+        ArgumentValueError, match=rf"`group_size`.* {groups} groups.*`in` is 64; got {size}"
     ):
         moe.from_gptq(*gptq(groups=groups), group_size=size)
 
@@ -219,7 +219,7 @@ def test_group_sizes_that_do_not_fit(groups, size):
 def test_groups_that_shapes_leave_open():
     """Two groups of a depth of 96 are of 48, or of 64 and 32."""
     given = words(12, OUT), words(2, OUT // 8), np.ones((2, OUT), np.float16)
-    with pytest.raises(ArgumentValueError, match="there are 2 along `in`, which is 96"):
+    with pytest.raises(ArgumentValueError, match="there are 2 groups, and `in` is 96; got None"):
         moe.from_gptq(*given)
     assert moe.from_gptq(*given, group_size=64).block == (64, 1)
 
@@ -246,7 +246,7 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
             lambda: moe.from_compressed_tensors(
                 words(OUT, 8), A_SCALE.T, np.array([OUT, 63]), group_size=32
             ),
-            "which is 63, and must be even",
+            "2 groups of 32 are 64 numbers, and `in` is 63, which must be even; got 32",
         ),
         (
             lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, np.zeros(3, np.int32)),
@@ -260,7 +260,10 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
             lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, None, words(24, 2)),
             r"`weight_zero_point` must have shape \(3, 2\)",
         ),
-        (lambda: moe.from_awq(words(63, 3), *gptq()[1:], group_size=32), "which is 63"),
+        (
+            lambda: moe.from_awq(words(63, 3), *gptq()[1:], group_size=32),
+            "`in` is 63, which must be even",
+        ),
         (
             lambda: moe.from_8_bits(INT8, np.ones((1, 2), np.float32)),
             r"shapes \(1, 1\), \(24, 1\) .*128 × 128; got \(1, 2\)",

@@ -259,9 +259,14 @@ def _group(
         found = found if count == 1 or found & (found - 1) == 0 else None
     found = depth if found == -1 else found
     if not found or -(-depth // found) != count or depth % 2:
+        groups = (
+            f"{count} groups of {found} are {count * found} numbers"
+            if found
+            else (f"there are {count} groups")
+        )
         raise ArgumentValueError(
-            "Argument `group_size` must be the size of a group, as in `quantization_config`: there "
-            f"are {count} along `in`, which is {depth}, and must be even; got {size}."
+            "Argument `group_size` must be the size of a group, as in `quantization_config`: "
+            f"{groups}, and `in` is {depth}{', which must be even' * (depth % 2)}; got {size}."
         )
     return None if count == 1 else found
 
