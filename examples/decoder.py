@@ -94,24 +94,39 @@ def rope(given: Named) -> tuple[np.ndarray, float]:
     return frequencies * (1 - slowed + slowed / factor), scale
 
 
-def load(tensors: Named, given: Named | None = None) -> tuple[Config, Params]:
-    """Puts the weights on the device: of a `moe.Checkpoint`, or of arrays by a checkpoint's names
-    and what its `config.json` holds."""
+def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Config, Params]:
+    """Puts the weights on the device: of a `moe.Checkpoint` or its folder, or of arrays by a
+    checkpoint's names and what its `config.json` holds. Raises ValueError for what is missing."""
+    tensors = moe.Checkpoint(tensors) if isinstance(tensors, (str, Path)) else tensors
     given = tensors.config if given is None else given
-    config = read_config(given)
+    config, is_gpt_oss = read_config(given), given["model_type"] == "gpt_oss"
+    linears = [f"self_attn.{name}_proj" for name in "qkvo"]
+    biased = linears if given.get("attention_bias", is_gpt_oss) else []
+    own = ["input_layernorm", "post_attention_layernorm", *linears]
+    own += ["mlp.router"] if is_gpt_oss else ["mlp.gate", "self_attn.q_norm", "self_attn.k_norm"]
+    own = [*(f"{name}.weight" for name in own), *(f"{name}.bias" for name in biased)]
+    own += ["mlp.router.bias", "self_attn.sinks"] if is_gpt_oss else []
+
+    def tensor(name: str) -> Array:
+        if name not in tensors:
+            raise ValueError(f"The checkpoint has no `{name}`, which its configuration asks for.")
+        return jnp.asarray(tensors[name])
 
     def layer(index: int) -> Params:
         prefix = f"model.layers.{index}."
-        own = [n for n in tensors if n.startswith(prefix) and ".experts." not in n]
-        if others := [n for n in own if not n.endswith((".weight", ".bias", ".sinks"))]:
-            raise ValueError(f"Only experts may be quantized; the checkpoint has `{others[0]}`.")
-        found = {name.removeprefix(prefix): tensors[name] for name in own}
+        names = {n for n in tensors if n.startswith(prefix) and ".experts." not in n}
+        if unknown := sorted(names - {prefix + name for name in own}):
+            raise ValueError(
+                f"The checkpoint has `{unknown[0]}`, which its configuration does not ask for. "
+                "Only experts may be quantized."
+            )
+        found = {name: tensor(prefix + name) for name in own}
         experts = moe.Experts.from_checkpoint(tensors, f"{prefix}mlp", config=given)
-        return jax.tree.map(jnp.asarray, found | {"experts": experts})
+        return found | {"experts": jax.tree.map(jnp.asarray, experts)}
 
     head = "model.embed_tokens" if given["tie_word_embeddings"] else "lm_head"
     names = "model.embed_tokens", "model.norm", head
-    embedding, norm, head = (jnp.asarray(tensors[f"{name}.weight"]) for name in names)
+    embedding, norm, head = (tensor(f"{name}.weight") for name in names)
     layers = [layer(index) for index in range(len(config.windows))]
     return config, {"embedding": embedding, "layers": layers, "norm": norm, "head.weight": head}
 
@@ -238,6 +253,9 @@ def generate(config: Config, params: Params, prompts: list[list[int]], steps: in
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if not lengths.all():
         raise ValueError(f"Prompts must have at least one token; got lengths {lengths.tolist()}.")
+    known = range(len(params["embedding"]))
+    if wrong := [token for prompt in prompts for token in prompt if token not in known]:
+        raise ValueError(f"Tokens must be in {known}; got {wrong[0]}.")
     longest = int(lengths.max())
     padded = np.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], np.int32)
     cache = make_cache(config, params, len(prompts), longest + steps)

@@ -86,7 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("explain", help="which configs a function's calls get, and why")
     command.add_argument("--ptx", action="store_true", help="print the kernels' PTX, too")
     command.set_defaults(run=_with_function, tool=explain, show=_show_explained)
-    command.set_defaults(nothing="nothing to explain: the function calls no Triton kernel")
+    command.set_defaults(
+        nothing="nothing to explain: no kernel is behind what the function returns"
+    )
     _add_function(command)
 
     command = commands.add_parser("cache", help="the tuned configs on disk")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +148,44 @@ def test_other_configurations_are_refused(changed, message):
 def test_quantized_attention_is_refused():
     given = recorded.CONFIGS["Qwen3-MoE"]
     scale = {"model.layers.0.self_attn.q_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
-    with pytest.raises(ValueError, match=r"Only experts may be quantized; .*weight_scale_inv"):
+    with pytest.raises(ValueError, match=r"weight_scale_inv.*Only experts may be quantized"):
         decoder.load(recorded.random_checkpoint.draw(given) | scale, given)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (GPT_OSS, "model.layers.1.self_attn.sinks"),
+        (GPT_OSS, "model.layers.0.self_attn.q_proj.bias"),
+        (GPT_OSS, "model.layers.0.self_attn.o_proj.bias"),
+        (GPT_OSS, "model.layers.0.mlp.router.bias"),
+        (GPT_OSS, "model.layers.0.mlp.router.weight"),
+        ("Qwen3-MoE", "model.layers.1.self_attn.k_norm.weight"),
+        ("Qwen3-MoE", "model.norm.weight"),
+    ],
+)
+def test_what_the_configuration_asks_for_must_be_there(config, name):
+    given = recorded.CONFIGS[config]
+    tensors = recorded.random_checkpoint.draw(given)
+    del tensors[name]
+    with pytest.raises(ValueError, match=f"no `{re.escape(name)}`"):
+        decoder.load(tensors, given)
+
+
+def test_what_the_configuration_does_not_ask_for_is_refused():
+    given = recorded.CONFIGS["Qwen3-MoE"]
+    bias = {"model.layers.0.self_attn.q_proj.bias": np.ones(1, np.float32)}
+    with pytest.raises(
+        ValueError, match=r"q_proj\.bias`, which its configuration does not ask for"
+    ):
+        decoder.load(recorded.random_checkpoint.draw(given) | bias, given)
+
+
+def test_tokens_are_of_the_vocabulary(checkpoints):
+    config, params = decoder.load(str(checkpoints("Qwen3-MoE")))
+    count = len(params["embedding"])
+    with pytest.raises(ValueError, match=rf"must be in range\(0, {count}\); got {count}"):
+        decoder.generate(config, params, [[1, count]], 1)
 
 
 def test_rotary_embedding_is_read_as_transformers_5_writes_it():
