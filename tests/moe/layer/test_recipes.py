@@ -220,7 +220,7 @@ def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
         out = multiply(self, rows, matrix, sizes, by)
         return out if target is None else moe.unpermute(out, target)
 
-    def glu_apart(self, gate_up, row_weights, matrix, sizes, target, **kind):
+    def glu_apart(self, gate_up, row_weights, matrix, sizes, target, made=None, **kind):
         by = None if matrix.bias is None else row_weights
         return apart(self, moe.glu(gate_up, row_weights, **kind), matrix, sizes, by, target=target)
 
