@@ -70,7 +70,7 @@ WORDS = {
     "tpu": "faq",
     "deterministic": "faq",
     "safetensors": "from-a-checkpoint quantized-checkpoints",
-    "kv cache": "serving",
+    "kv cache": "start/first-model serving",
     "checkpoint": "from-a-checkpoint quantized-checkpoints",
     "5090": "cards",
     "A100": "cards",
