@@ -294,7 +294,7 @@ def report(config: Config, params: Params, batch: int, start: int, steps: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--prompt", type=int, nargs="+", default=[*range(1, 33)])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[*range(32)])
     parser.add_argument("--batch", type=int, default=1, help="how often the prompt is run at once")
     parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
