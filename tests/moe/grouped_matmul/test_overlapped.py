@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from tests.moe.grouped_matmul.test_programs import kernels
 from triax import moe
@@ -165,3 +167,31 @@ def test_rows_cut_over_devices():
     ):
         assert part.sharding.spec[0] == "d"
         assert_close(part, np.asarray(whole, np.float64), terms=16)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("transposed", "cut"), [(False, "columns"), (True, "columns"), (False, "depth"), (True, "both")]
+)
+def test_weights_cut_over_devices_stay_there(transposed, cut, kind):
+    """Results travel, which are smaller: few rows are multiplied by many weights."""
+    spec, _ = activations.resolve("swiglu")
+    rows, weights, groups, row_weights = draw(transposed, True)
+    axes = {"columns": (None, ("a", "b")), "depth": (("a", "b"), None), "both": ("a", "b")}[cut]
+    places = [P(None, axes[0]), P(None, *(axes[::-1] if transposed else axes))]
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    options = {"transposed": transposed, "options": Options(jnp.dtype(HALF), None), "spec": spec}
+    run = jax.jit(lambda *operands: ops.ragged_dot_glu(*operands, implementation="xla", **options))
+    wanted = run(rows, weights, groups, row_weights)
+    with jax.set_mesh(mesh):
+        put = lambda array, place: jax.device_put(array, jax.sharding.NamedSharding(mesh, place))
+        whole = jax.tree.map(lambda array: put(array, P()), (groups, row_weights))
+        operands = *map(put, (rows, weights), places), *whole
+        program = run.lower(*operands).compile()
+        found = program(*operands)
+    moved = re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-reduce)\(", program.as_text())
+    assert moved
+    assert all(shape.count(",") == 1 for shape in moved)  # weights have three dimensions
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, np.asarray(b, np.float64), terms=16)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from triax.errors import DifferentiationError
+from triax.moe.activations.ops import glu
 from triax.moe.grouped_matmul import launchers, reference, scaled
 from triax.moe.grouped_matmul.options import Groups
 from triax.moe.quantization.scaled import ScaledArray, widened
@@ -183,24 +184,35 @@ ragged_dot = Op(
 )
 
 
+def _without_glu(call: Call) -> Call:
+    options = {name: call.options[name] for name in ("transposed", "options")}
+    return ragged_dot.of(call.implementation, **options)
+
+
 def _derivative_with_glu(call: Call, primals: Any, tangents: Any, results: Any) -> Any:
     if not jax.tree.leaves(tangents[:2]):
         return None, None
-    options = {name: call.options[name] for name in ("transposed", "options")}
-    plain = ragged_dot.of(call.implementation, **options)
     primals, tangents = ((*of[:3], None, None) for of in (primals, tangents))
-    return _derivative(plain, primals, tangents, results[0]), None
+    return _derivative(_without_glu(call), primals, tangents, results[0]), None
 
 
 def _part_with_glu(
-    call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *row: Any
+    call: Call, shard: Shard, left: Any, right: Any, groups: Groups, row_weights: Any
 ) -> Any:
-    return call.run(left, right, groups_of_part(shard, groups, left.shape[0]), *row)
+    """Multiplies a device's part. If it is one of depth or columns, `glu` is an op of its own: it
+    takes whole sums of all columns, which are less to send than the weights."""
+    if shard.count("k") == shard.count("u") == 1:
+        return call.run(left, right, groups_of_part(shard, groups, left.shape[0]), row_weights)
+    gate_up = whole = _part(_without_glu(call), shard, left, right, groups, None, None)
+    if axes := shard.mesh_axes.get("u"):
+        whole = jax.lax.all_gather(gate_up, axes, axis=1, tiled=True)
+    apart = glu.of(call.implementation, spec=call.options["spec"])
+    return gate_up, apart.run(whole, None, row_weights)
 
 
 def _letters_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
-    of_weights = "guk" if transposed else "gku"  # the joint width, u, is needed whole
-    return ("rk", of_weights, letters_of_groups, "r"), ("ru", "rw"), "r"
+    of_weights = "guk" if transposed else "gku"
+    return ("rk", of_weights, letters_of_groups, "r"), ("ru", "rw"), "rku"
 
 
 # Multiplies as `ragged_dot` does, and applies `glu` to the result, gate and up; returns both. The
