@@ -35,7 +35,7 @@ def test_random_cases_are_right(path, each):
         assert done.cases == each
 
 
-@pytest.mark.slow("a tool's")
+@pytest.mark.slow("it tests a tool, not the package")
 def test_known_bugs_are_not_here():
     for name, text in known.run_all("xla", cases=2):
         assert text == "right" or (name == "latency_hiding" and text.startswith("skipped")), text

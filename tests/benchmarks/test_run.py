@@ -35,7 +35,7 @@ def bench(tmp_path, monkeypatch):
     return bench
 
 
-@pytest.mark.slow("a tool's")
+@pytest.mark.slow("it tests a tool, not the package")
 def test_measures_on_the_cpu(tmp_path, capsys):
     file = tmp_path / "made" / "here" / "record.json"
     words = "quick --tokens 8 --no-competitors --ops plan ragged_dot --routing uniform even --json"

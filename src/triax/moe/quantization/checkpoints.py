@@ -50,7 +50,7 @@ def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
       ArgumentValueError: the shapes do not match.
     """
     _check("blocks", blocks, _UINT8)
-    _check("scales", scales, _UINT8, np.shape(scales), "`blocks`")
+    _check("scales", scales, _UINT8, rank=0)
     if blocks.ndim < 3 or blocks.shape[-1] != _BYTES:
         raise ArgumentValueError(
             f"Argument `blocks` must have shape [..., out, in / 32, {_BYTES}]; got {blocks.shape}."
@@ -201,7 +201,7 @@ def from_8_bits(
     *lead, out, depth = weight.shape
     blocks = -(-out // rows), -(-depth // columns)
     ways: dict[Any, Any] = {blocks: (columns, rows), (out, 1): (None, 1), (1, 1): (None, None)}
-    _check("weight_scale", weight_scale, (*_FLOATS, E8M0), np.shape(weight_scale), "`weight`")
+    _check("weight_scale", weight_scale, (*_FLOATS, E8M0), rank=0)
     sizes = (*weight_scale.shape[len(lead) :], 1, 1)[:2]
     fits = weight_scale.shape == (*lead, *sizes)[: max(weight_scale.ndim, len(lead))]
     if not fits or sizes not in ways:
@@ -218,10 +218,10 @@ def from_8_bits(
 
 
 def _check(
-    name: str, array: Any, dtypes: tuple[np.dtype, ...], shape: Any = None, *of: str
+    name: str, array: Any, dtypes: tuple[np.dtype, ...], shape: Any = None, *of: str, rank: int = 2
 ) -> None:
-    """Raises unless an argument is an array of a dtype, and of a shape or of two dimensions."""
-    few = shape is None and getattr(array, "ndim", 0) < 2
+    """Raises unless an argument is an array of a dtype, and of a shape or of `rank` dimensions."""
+    few = shape is None and getattr(array, "ndim", 0) < rank
     if not jax_private.is_array(array) or array.dtype not in dtypes or few:
         raise ArgumentTypeError(
             f"Argument `{name}` must be an array of {' or '.join(of.name for of in dtypes)}"
@@ -259,11 +259,9 @@ def _group(
         found = found if count == 1 or found & (found - 1) == 0 else None
     found = depth if found == -1 else found
     if not found or -(-depth // found) != count or depth % 2:
-        groups = (
-            f"{count} groups of {found} are {count * found} numbers"
-            if found
-            else (f"there are {count} groups")
-        )
+        groups = f"there are {count} groups"
+        if found:
+            groups = f"{count} groups of {found} are {count * found} numbers"
         raise ArgumentValueError(
             "Argument `group_size` must be the size of a group, as in `quantization_config`: "
             f"{groups}, and `in` is {depth}{', which must be even' * (depth % 2)}; got {size}."
