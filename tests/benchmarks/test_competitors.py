@@ -20,17 +20,21 @@ MODULE = "transformer_engine.jax.permutation"
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """Packages in the place of TransformerEngine, tokamax and PyTorch; PyTorch's is returned."""
+    """Modules in the place of other libraries; PyTorch's is returned."""
     torch = types.SimpleNamespace(
         from_dlpack=np.from_dlpack,
         index_select=lambda array, axis, index: np.take(array, index, axis=axis),
         cuda=types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: None),
+        compile=lambda function, **options: function,
+        nn=types.SimpleNamespace(functional=types.SimpleNamespace(grouped_mm=None)),
     )
     for name, module in {
         "transformer_engine": types.ModuleType("transformer_engine"),
         "transformer_engine.jax": types.ModuleType("transformer_engine.jax"),
         MODULE: same_functions,
         "tokamax": types.SimpleNamespace(ragged_dot=jax.lax.ragged_dot),
+        "scattermoe": types.ModuleType("scattermoe"),
+        "scattermoe.parallel_experts": types.ModuleType("scattermoe.parallel_experts"),
         "torch": torch,
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
