@@ -62,7 +62,6 @@ def test_bits(implementation, to, dtype, special, shape, block, transposed):
     assert_expected(found, array, to, block, transposed)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("to", DTYPES)
 def test_bits_of_float16_and_of_special_float32(implementation, to):
