@@ -10,7 +10,6 @@ from triax import architectures
 from triax.moe.grouped_matmul.configs import DotConfig, Itemsizes, OuterConfig, fit, shared_bytes
 from triax.moe.quantized_outer.configs import outer_config
 from triax.moe.shared.target import Target
-from triax.moe.weight_only.configs import FewRowsConfig
 
 ARCHITECTURES = architectures.BY_CAPABILITY.values()
 HALVES, FLOATS, EIGHT_BITS = Itemsizes(2, 2, 2), Itemsizes(4, 4, 4), Itemsizes(1, 1, 2)
@@ -134,20 +133,6 @@ def test_every_block_fits_every_card(architecture):
                 assert shared_bytes(*args) <= architecture.shared_bytes, config
                 assert 2 <= config.num_stages <= 4
                 assert min(block) >= 16
-
-
-@pytest.mark.parametrize("capability", [120, 121])
-@pytest.mark.parametrize("rows", [1, 8, 20, 40, 100, 250])
-def test_few_rows_on_small_cards(capability, rows):
-    """Weights are the right operand there, and go through shared memory once more if packed."""
-    known = architectures.of(capability)
-    for depth, scaled in itertools.product((64, 2880, 7168), (None, 64, 128)):
-        config = FewRowsConfig.for_rows(known, rows, 4096, depth, scaled)
-        assert not config.permuted
-        packed = FewRowsConfig.for_packed(known, rows, 4096, depth, scaled)
-        assert not packed.permuted
-        assert min(config.num_stages, packed.num_stages) >= 2
-        assert config.block_rows == packed.block_rows <= max(16, min(64, 4 * rows))
 
 
 def test_sizes_fit():

@@ -1,0 +1,38 @@
+"""How the kernel for few rows is cut into programs where tensor cores read registers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from triax import architectures
+from triax.moe.weight_only.configs import FewRowsConfig
+
+CARDS = [each for each in architectures.BY_CAPABILITY.values() if not each.multiplies_from_shared]
+
+
+def block_bytes(config, packed):
+    """What a stage loads, and what all stages share: 4-bit weights once more, after widening."""
+    rows, weights = (
+        size * config.block_depth for size in (config.block_rows, config.block_columns)
+    )
+    return (2 * rows + weights // 2, 2 * weights) if packed else (2 * rows + weights, 0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("card", CARDS, ids=lambda each: each.compute_capability)
+def test_as_many_stages_as_fit(card, packed):
+    """Up to 4, of which one needs no memory. The smallest card has fewer for packed weights."""
+    choose = FewRowsConfig.for_packed if packed else FewRowsConfig.for_rows
+    free = card.shared_bytes - 4096  # without barriers and scales
+    for rows, columns, depth, scaled in itertools.product(
+        (1, 8, 20, 40, 100, 250), (16, 4096), (64, 2880, 7168), (None, 64, 128)
+    ):
+        config = choose(card, rows, columns, depth, scaled)
+        assert not config.permuted
+        assert 16 <= config.block_rows <= max(16, min(64, 4 * rows))
+        each, once = block_bytes(config, packed)
+        assert 2 <= config.num_stages <= 4
+        assert (config.num_stages - 1) * each + once <= free, config
+        assert config.num_stages == 4 or config.num_stages * each + once > free, config
