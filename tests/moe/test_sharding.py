@@ -472,20 +472,6 @@ def test_without_shardy():
     assert_all_close(actual, jax.jit(permutation)(*args), rtol=1e-5, atol=1e-6)
 
 
-def test_sizes_that_devices_do_not_divide_are_left_whole():
-    rows = np.arange(7 * 6, dtype=np.float32).reshape(7, 6)
-    sizes, order = np.array([4, 3], np.int32), np.array([1, 0], np.int32)
-
-    def moved(rows):
-        whole = jax.lax.with_sharding_constraint(
-            jnp.pad(rows, ((0, 0), (0, 1)))[:, :6], P(None, "model")
-        )
-        return moe.sort_chunks_by_index(whole, sizes, order).rows
-
-    _, out = compiled(moved, mesh_of("plain"), [rows], [P()])
-    testing.assert_same_bits(out, np.concatenate([rows[4:], rows[:4]]))
-
-
 @pytest.fixture
 def compilation_cache(tmp_path):
     """JAX's persistent cache, in a folder of its own."""

@@ -135,8 +135,8 @@ def test_a_program_over_several_devices_can_be_exported():
     assert_close(exported.call(*placed), plain(*args))
 
 
-def test_types_on_explicit_axes_and_what_does_not_split():
-    mesh, args = mesh_of("explicit"), drawn((6, WIDTH), (WIDTH,))  # six rows over two, not four
+def test_types_on_explicit_axes():
+    mesh, args = mesh_of("explicit"), drawn((6, WIDTH), (WIDTH,))
 
     def types(x, weight):
         out = norm(x, weight)
@@ -144,8 +144,14 @@ def test_types_on_explicit_axes_and_what_does_not_split():
         return out
 
     assert_close(run(types, mesh, args, [P("data"), P()]), plain(*args))
-    padded = run(norm, mesh_of("plain"), args, [P(), P()])
-    assert_close(padded, plain(*args))
+
+
+def test_sizes_that_devices_do_not_divide_are_left_whole():
+    """XLA would pad six rows over four devices, and the sum would be of eight."""
+    (x,) = drawn((6, WIDTH))
+    cut = triax.sharded(lambda x: jnp.sum(x + 1, axis=0), "t h -> h", cut="h", reduce="t")
+    whole = lambda x: cut(jax.lax.with_sharding_constraint(x, P("model", "data")))
+    assert_close(run(whole, mesh_of("plain"), [x], [P()]), np.sum(x + 1, axis=0))
 
 
 @pytest.mark.sampled(4)
