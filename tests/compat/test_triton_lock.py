@@ -1,7 +1,9 @@
 """The lock between compiling and interpreting."""
 
+import os
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -137,6 +139,25 @@ def test_what_cannot_be_prepared_is_undone():
         lock.shared(lambda: None)
     assert len(undone) == 2  # before and after
     assert lock.alone(lambda: 1) == 1
+
+
+@pytest.mark.parametrize("how", ["shared", "alone"])
+def test_in_a_forked_child_everything_is_undone_at_once(how):
+    """It may use Triton without this lock."""
+    replaced = []
+    lock = make_lock(undo=replaced.clear)
+
+    def fork():
+        replaced.append("a function of Triton")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other threads, which the child does not wait for
+            child = os.fork()
+        if child == 0:
+            os._exit(len(replaced))
+        assert replaced
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert getattr(lock, how)(fork) == 0
 
 
 INTERRUPTED = """
