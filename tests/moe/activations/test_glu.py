@@ -165,6 +165,26 @@ def test_the_gradients_make_the_result_again(implementation, activation, layout)
     jax.tree.map(same, both, d_gate_up)
 
 
+@pytest.mark.parametrize("implementation", PATHS)
+def test_gradients_of_small_weights_are_rounded_once(implementation):
+    """A device sums over its part of the width in float32."""
+    gate_up, weights, gradient = draw(23, 40, "bfloat16")
+    weights = weights.astype(jnp.bfloat16)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    cut, whole = (NamedSharding(mesh, spec) for spec in (P(None, "a"), P()))
+    args = *np.split(gate_up, 2, axis=1), weights, gradient
+
+    @functools.partial(jax.jit, in_shardings=(cut, cut, whole, cut))
+    def run(gate, up, weights, gradient):
+        op = functools.partial(moe.glu, implementation=implementation)
+        return jax.vjp(op, (gate, up), weights)[1](gradient)
+
+    (d_gate, _), d_weights = run(*args)
+    assert d_gate.sharding.shard_shape(d_gate.shape) == (23, 10)
+    assert d_weights.dtype == jnp.bfloat16
+    assert_rounded_once(d_weights, expected(gate_up, weights, gradient, "swiglu")[2], terms=40)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
