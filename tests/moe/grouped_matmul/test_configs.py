@@ -113,16 +113,20 @@ def test_every_block_fits_every_card(architecture):
     bytes_of = [Itemsizes(*each) for each in itertools.product((1, 2, 4), (1, 2, 4), (2, 4))]
     for tma in {architecture.tma, False}:
         target = card(architecture.compute_capability, tma)
-        for itemsizes, width, exact in itertools.product(bytes_of, sizes, (False, True)):
-            how = {"exact": exact and itemsizes.left == 4, "tma": tma}
-            configs = [OuterConfig.heuristic(target, width, 4096, itemsizes, **how)]
-            for sums, blocked in itertools.product((False, True), repeat=2):
-                eight = {"float32_sums": sums, "blocked": blocked} if itemsizes.left == 1 else {}
-                shapes = itertools.product(averages, sizes)
-                configs += [
-                    DotConfig.heuristic(target, rows, width, depth, itemsizes, **how, **eight)
-                    for rows, depth in shapes
-                ]
+        for itemsizes, width in itertools.product(bytes_of, sizes):
+            configs = []
+            for exact in {False, itemsizes.left == 4}:
+                how = {"exact": exact, "tma": tma}
+                configs.append(OuterConfig.heuristic(target, width, 4096, itemsizes, **how))
+                for sums, blocked in itertools.product((False, True), repeat=2):
+                    if itemsizes.left == 1:
+                        how |= {"float32_sums": sums, "blocked": blocked}
+                    elif sums or blocked:  # these are of 8 bits
+                        continue
+                    configs += [
+                        DotConfig.heuristic(target, rows, width, depth, itemsizes, **how)
+                        for rows, depth in itertools.product(averages, sizes)
+                    ]
             if itemsizes.left == itemsizes.right == 1:
                 for sums in (False, True):
                     result = {"tma": tma, "float32_sums": sums}

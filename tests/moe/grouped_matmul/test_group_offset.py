@@ -37,8 +37,11 @@ def run(arrays, offset, implementation, sizes=SIZES):
         how = {"bias": bias, "bias_weights": bias_weights, "implementation": implementation}
         return moe.ragged_dot(x, w, sizes, group_offset=offset, **how)
 
-    out, pull = jax.vjp(product, *map(jnp.asarray, operands))
-    return dict(zip(NAMES, (out, *pull(jnp.asarray(gradient))), strict=True))
+    def with_gradients(operands, gradient):
+        out, pull = jax.vjp(product, *operands)
+        return out, *pull(gradient)
+
+    return dict(zip(NAMES, jax.jit(with_gradients)(operands, gradient), strict=True))
 
 
 def some(arrays, offset):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -161,9 +162,11 @@ def test_weights_in_8_bits_that_were_cast_with_the_others():
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_the_same_bits(recipe, weights_on, two, transposed):
     experts, *others = given(two, transposed)
-    run = jax.value_and_grad(loss, (0, 1))
-    plain = run(experts, *others, recipe, weights_on=weights_on)
-    value, (found, d_x) = run(experts.quantized(recipe), *others, recipe, weights_on=weights_on)
+    of_layer = functools.partial(loss, recipe=recipe, weights_on=weights_on)
+    run = jax.jit(jax.value_and_grad(of_layer, (0, 1)))
+    plain = run(experts, *others)
+    in_8_bits = jax.jit(lambda experts: experts.quantized(recipe))(experts)
+    value, (found, d_x) = run(in_8_bits, *others)
     jax.tree.map(assert_same_bits, (value, (found.quantized(None), d_x)), plain)
     assert not any(jnp.any(array.astype("float32")) for array in jax.tree.leaves(found.in_8_bits))
 
@@ -175,7 +178,8 @@ def test_what_was_made_is_what_is_multiplied(monkeypatch):
     monkeypatch.setattr(products, "in_8_bits", None)  # nothing is quantized again
     stale = dataclasses.replace(experts)
     vars(stale).update(in_8_bits=zeros.in_8_bits, recipe=zeros.recipe)
-    value, gradients = jax.value_and_grad(loss)(stale, *others, "rows")
+    run = jax.jit(functools.partial(jax.value_and_grad(loss), recipe="rows"))
+    value, gradients = run(stale, *others)
     assert value == 0
     assert gradients.w_down.dtype == experts.w_down.dtype
     # With other weights there is nothing that was made of these.

@@ -190,7 +190,7 @@ def test_capacity_makes_no_more_rows_than_experts_take():
 def test_what_is_no_number_stays_with_its_expert_and_its_token(implementation):
     x, logits, w_gate_up, w_down = (np.array(a) for a in draw(8))
     logits[:, 1] = -50  # nobody's
-    run = lambda *args: value_and_gradients(layer, args, implementation=implementation)
+    run = jax.jit(lambda *args: value_and_gradients(layer, args, implementation=implementation))
     clean = run(x, logits, w_gate_up, w_down)
     w_gate_up[1] = w_down[1] = np.nan
     jax.tree.map(assert_same_bits, run(x, logits, w_gate_up, w_down), clean)
@@ -356,9 +356,10 @@ def test_functions_that_are_written_for_other_shapes_name_it():
         lambda gate, up: jnp.int32(gate * up),
     ):
         with pytest.raises(ArgumentValueError, match=rf"`activation`.*one row \(1, {WIDTH}\)"):
-            layer(*args, activation=wrong)
+            jax.eval_shape(functools.partial(layer, activation=wrong), *args)
+    over_rows = functools.partial(layer, activation=lambda gate, up: gate.sum(2) * up)
     with pytest.raises(ValueError, match="axis 2") as info:
-        layer(*args, activation=lambda gate, up: gate.sum(2) * up)
+        jax.eval_shape(over_rows, *args)
     assert any(f"one row at a time, of shape (1, {WIDTH})" in note for note in info.value.__notes__)
 
 
@@ -462,7 +463,7 @@ def test_only_the_gradients_that_are_asked_for(numbers):
     count = sum(number in (2, 3) for number in numbers)
     assert str(jax.make_jaxpr(of)(*args)).count(" = triax_group_outer[") == count
     everything = gradients(*args)
-    for actual, number in zip(of(*args), numbers, strict=True):
+    for actual, number in zip(jax.jit(of)(*args), numbers, strict=True):
         assert_nearly(actual, everything[number])
 
 
@@ -489,7 +490,7 @@ def kernels(function):
 
 
 def gradients(*args, layer=layer):
-    return jax.grad(lambda *args: jnp.sum(layer(*args).tokens ** 2), (0, 1, 2, 3))(*args)
+    return jax.jit(jax.grad(lambda *args: jnp.sum(layer(*args).tokens ** 2), (0, 1, 2, 3)))(*args)
 
 
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
@@ -515,8 +516,8 @@ def test_a_mistake_spoils_no_later_call():
     args = draw(6)
     for wrong, right in (({"top_k": 3.0}, {"top_k": 3}), ({"align_size": True}, {"align_size": 1})):
         with pytest.raises(ArgumentTypeError):
-            layer(*args, **wrong)
-        layer(*args, **right)
+            jax.eval_shape(functools.partial(layer, **wrong), *args)
+        jax.eval_shape(functools.partial(layer, **right), *args)
 
 
 def test_the_gradient_multiplies_as_the_layer_was_asked_to():

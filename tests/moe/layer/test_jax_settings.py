@@ -14,18 +14,23 @@ from triax.testing import assert_same_bits
 
 
 @contextlib.contextmanager
-def strict_with_64_bits():
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+def strict():
+    """What would be promoted is an error, and so are NaNs."""
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.debug_nans(True),
+    ):
         yield
 
 
-SETTINGS = {
-    "x64": lambda: jax.enable_x64(True),
-    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "strict promotion of 64 bits": strict_with_64_bits,
-    "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "NaNs are errors": lambda: jax.debug_nans(True),
-}
+@contextlib.contextmanager
+def strict_with_64_bits():
+    with jax.enable_x64(True), strict():
+        yield
+
+
+SETTINGS = {"strict": strict, "strict with 64 bits": strict_with_64_bits}
 LAYERS = {
     "bfloat16": {},
     "interleaved": {"interleaved": True, "activation": moe.Swiglu(limit=7.0)},
@@ -50,16 +55,20 @@ def layer(args, implementation, **options):
     return jnp.sum(found.tokens.astype("float32")), found
 
 
+def results(options, implementation):
+    run = functools.partial(layer, implementation=implementation, **LAYERS[options])
+    return jax.jit(jax.value_and_grad(run, has_aux=True))(draw())
+
+
+plain = functools.cache(results)  # without a setting
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("options", LAYERS)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_same_bits_under(setting, options, implementation):
     """Results, their types, and gradients."""
-    args = draw()
-    results = []
-    for inside in (contextlib.nullcontext, SETTINGS[setting]):
-        run = functools.partial(layer, implementation=implementation, **LAYERS[options])
-        with inside():
-            results.append(jax.jit(jax.value_and_grad(run, has_aux=True))(args))
-    jax.tree.map(assert_same_bits, *results)
+    with SETTINGS[setting]():
+        found = results(options, implementation)
+    jax.tree.map(assert_same_bits, found, plain(options, implementation))

@@ -248,8 +248,14 @@ def layer(arrays, router, options, **more):
 
 
 def gradients(function, arrays, upstream):
-    loss = lambda arrays: jnp.sum(function(arrays) * upstream)
-    return jax.jit(jax.value_and_grad(loss))(arrays)
+    """What the function returns, and the gradients of its sum times `upstream`."""
+
+    def loss(arrays):
+        out = function(arrays)
+        return jnp.sum(out * upstream), out
+
+    (_, out), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+    return out, found
 
 
 @pytest.mark.sampled(1)
@@ -261,13 +267,11 @@ def test_the_layer_is_the_models(name, implementation):
     upstream = np.random.default_rng(9).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
     run = lambda arrays: layer(arrays, router, options, implementation=implementation).tokens
     with checked():
-        tokens = jax.jit(run)(arrays)
-        _, found = gradients(run, arrays, upstream)
+        tokens, found = gradients(run, arrays, upstream)
     with jax.enable_x64(True):
         wide = {n: np.asarray(a, np.float64) for n, a in arrays.items()}
         exact = functools.partial(dense, router=router, activation=activation, options=options)
-        expected = exact(wide)
-        _, wanted = gradients(exact, wide, upstream)
+        expected, wanted = gradients(exact, wide, upstream)
     assert_close(tokens, expected, terms=64)
     for n, array in wanted.items():
         if n == "bias":  # of the choice alone
@@ -384,7 +388,8 @@ def test_routing_has_the_dimensions_of_tokens():
     routing = lambda *shape: moe.Routing(np.ones(shape), np.ones(shape, np.int8))
     with pytest.raises(ArgumentValueError, match=r"`routing\.weights` must have shape"):
         moe.feed_forward(x, routing(3, 2, 2), experts)
-    assert moe.feed_forward(x, routing(2, 3, 2), experts).routing.experts.dtype == np.int32
+    out = jax.eval_shape(moe.feed_forward, x, routing(2, 3, 2), experts)
+    assert out.routing.experts.dtype == np.int32
 
 
 @pytest.mark.slow("its parts have tests of their own")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -66,16 +67,14 @@ def run(
     dtype="float32",
     sources=(None, None),
 ):
-    return quantized_outer(
-        jnp.asarray(left),
-        jnp.asarray(right),
-        as_sizes(sizes),
-        sources=sources,
+    product = functools.partial(
+        quantized_outer,
         dtypes=dtypes,
         result_dtype=dtype,
         fast_sums=fast_sums,
         implementation=implementation,
     )
+    return jax.jit(product)(left, right, as_sizes(sizes), sources=sources)
 
 
 @pytest.mark.sampled(1)
