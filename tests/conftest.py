@@ -20,7 +20,7 @@ import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -112,7 +112,11 @@ def cuda_plugin_problem() -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `sampled`, all but some are slow, whatever is run with it."""
+    """Of the cases of a test marked `sampled`, some are quick, some slow, and the rest nightly.
+
+    The quick ones show each value of each parameter, the slow ones each pair of values of two.
+    Which ones they are depends on their names alone.
+    """
     cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
@@ -120,18 +124,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for name, of_test in cases.items():
         left = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
         most = next(iter(of_test[0].get_closest_marker("sampled").args), None)  # type: ignore[union-attr]
-        shows = {  # a value of a parameter is one object in all cases
-            item: {(name, id(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
-            for item in left
-        }
-        seen: set[tuple[str, int]] = set()
-        for count in itertools.count():
-            new = [len(shows[item] - seen) for item in left]
-            if not any(new) or count == most:
-                break
-            seen |= shows[left.pop(new.index(max(new)))]
+        quick = _fewest(left, 1, most)
+        left = [item for item in left if item not in quick]
+        pairs = left if len(left[0].callspec.params) == 1 else _fewest(left, 2, None, quick)
         for item in left:
-            item.add_marker(pytest.mark.slow(f"{count} cases of {name} are run"))
+            item.add_marker(pytest.mark.slow(f"{len(quick)} cases of {name} are quick"))
+            if item not in pairs:
+                item.add_marker(pytest.mark.nightly(f"{len(pairs)} cases of {name} are slow"))
+
+
+def _fewest(
+    left: list[pytest.Item], together: int, most: int | None, before: Sequence[pytest.Item] = ()
+) -> list[pytest.Item]:
+    """Cases that show all values of parameters, so many `together`, that were not shown before."""
+
+    def shows(item: pytest.Item) -> set[Any]:
+        # A value of a parameter is one object in all cases.
+        values = sorted((name, id(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
+        return set(itertools.combinations(values, together))
+
+    left, chosen = list(left), []
+    seen = set().union(*map(shows, before))
+    while left and len(chosen) != most:
+        new = [len(shows(item) - seen) for item in left]
+        if not any(new):
+            break
+        chosen.append(left.pop(new.index(max(new))))
+        seen |= shows(chosen[-1])
+    return chosen
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
