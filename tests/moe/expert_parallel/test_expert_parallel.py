@@ -43,8 +43,8 @@ def forget():
         op._calls.cache_clear()
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _as_on_a_gpu():
     """What is between the slices of a ragged exchange may be anything; nobody differentiates it."""
     emulate = exchange._emulate
 
@@ -56,11 +56,12 @@ def _as_on_a_gpu(monkeypatch):
         run.defjvp(lambda *_: pytest.fail("JAX's derivative of a ragged exchange is used"))
         return run(*operands)
 
-    monkeypatch.setattr(jnp, "empty", poison)
-    monkeypatch.setattr(exchange, "_emulate", without_derivative)
-    monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # tokens, and not what goes with them
-    forget()
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jnp, "empty", poison)
+        patch.setattr(exchange, "_emulate", without_derivative)
+        patch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # tokens, and not what goes with them
+        forget()
+        yield
     forget()
 
 
@@ -278,20 +279,15 @@ def test_a_capacity_keeps_the_first_tokens():
     assert out.num_dropped.tolist() == [3 * (TOKENS - 2)] * 4
 
 
-def test_a_capacity_of_choices_that_nothing_exceeds():
+@pytest.mark.parametrize("align_size", [1, 3])
+def test_a_capacity_of_choices_that_nothing_exceeds(align_size):
     """The default rows are enough: every device gives every expert just as many as it may."""
     experts = np.tile(np.arange(EXPERTS, dtype=np.int32).reshape(-1, 2), (4, 1))
     x, weights = (np.ones((len(experts), width), np.float32) for width in (8, 2))
-    out = dispatched(
-        local_mesh(),
-        x,
-        weights,
-        experts,
-        capacity=1,
-        scheme="choice",
-        only=["group_sizes", "num_dropped"],
-    )
-    assert out.group_sizes.tolist() == [4] * EXPERTS
+    how = {"capacity": 1, "scheme": "choice", "align_size": align_size}
+    only = ["group_sizes", "num_dropped"]
+    out = dispatched(local_mesh(), x, weights, experts, only=only, **how)
+    assert out.group_sizes.tolist() == [{1: 4, 3: 6}[align_size]] * EXPERTS
     assert not out.num_dropped.any()
 
 
@@ -422,9 +418,12 @@ def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
         return rows, y, pull((jnp.cos(rows), jnp.sin(y)))
 
     straight = jax.jit(lambda: run())()
-    monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 33)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "_MIN_ROW_BYTES", 33)
+        forget()
+        made_first = jax.jit(lambda: run())()
     forget()
-    jax.tree.map(assert_same_bits, jax.jit(lambda: run())(), straight)
+    jax.tree.map(assert_same_bits, made_first, straight)
 
 
 @pytest.mark.slow("many programs for one rule")
