@@ -28,7 +28,7 @@ def test_shown(value, expected):
 
 
 def test_a_plan():
-    plan = moe.make_plan(jnp.zeros((3, 2), jnp.int32), 4)
+    plan = jax.jit(lambda: moe.make_plan(np.zeros((3, 2), np.int32), 4))()
     assert messages.shown(plan) == "Plan(...) of type Plan"
 
 

@@ -93,7 +93,7 @@ def dot(**changes):
 
 @functools.cache
 def plan():
-    return moe.make_plan(experts, EXPERTS)
+    return jax.jit(moe.make_plan, static_argnums=1)(experts, EXPERTS)
 
 
 def eight_bits():
@@ -606,7 +606,9 @@ MISTAKES = [
     ),
     Mistake(
         "both results of permute",
-        lambda: moe.unpermute(moe.permute(x, plan(), weights=weights), plan()),
+        lambda: moe.unpermute(
+            jax.eval_shape(lambda: moe.permute(x, plan(), weights=weights)), plan()
+        ),
         of_type,
         r"`rows` must be an array.*got Permuted.*Use its `rows`",
     ),
@@ -686,7 +688,7 @@ MISTAKES = [
     ),
     Mistake(
         "the layer's result for its counts",
-        lambda: moe.load_balancing_loss(logits, layer()),
+        lambda: moe.load_balancing_loss(logits, jax.eval_shape(layer)),
         of_type,
         r"`group_counts` must be an array.*got FeedForward.*Use its `group_counts`",
     ),

@@ -45,14 +45,17 @@ def checkpoints(tmp_path_factory):
     return written
 
 
-def run(config, params, size):
-    """The prompt's logits, from parts of `size` tokens that follow each other in the cache."""
+forward = jax.jit(decoder.forward, static_argnums=0)
+logits = jax.jit(decoder.logits)
+
+
+def run(config, params, size, tokens=recorded.PROMPT):
+    """The tokens' logits, from parts of `size` that follow each other in the cache."""
     cache = decoder.make_cache(config, params, 1, len(PROMPT))
-    forward = jax.jit(decoder.forward, static_argnums=0)
     found = []
-    for part in np.split(recorded.PROMPT[None], len(PROMPT) // size, axis=1):
+    for part in np.split(tokens[None], len(tokens) // size, axis=1):
         cache, x = forward(config, params, cache, part)
-        found.append(decoder.logits(params, x[0]))
+        found.append(logits(params, x[0]))
     return np.concatenate(found)
 
 
@@ -116,15 +119,18 @@ def test_prompts_of_different_lengths_are_continued(checkpoints):
     tokens = decoder.generate(config, params, [PROMPT, PROMPT[:11]], recorded.STEPS)
     assert " ".join(map(str, tokens[0])) == RECORD["results"][GPT_OSS]["next_tokens"]
     assert tokens[1, 0] == expected(GPT_OSS)[10].argmax()
-    again = decoder.generate(config, params, [PROMPT[:11]], recorded.STEPS)
-    assert tokens[1].tolist() == again[0].tolist()
+    alone = np.array([*PROMPT[:11], *tokens[1, :-1]], np.int32)
+    assert tokens[1].tolist() == run(config, params, 1, alone)[10:].argmax(1).tolist()
+
+
+BATCH, START, STEPS = 2, 4, 3  # of a report, whose program for a step is another test's too
 
 
 def test_a_step_writes_the_cache_in_place(checkpoints):
     config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
-    cache = decoder.make_cache(config, params, 2, 16)
+    cache = decoder.make_cache(config, params, BATCH, START + STEPS + 1)
     before = [array.unsafe_buffer_pointer() for array in cache["keys"] + cache["values"]]
-    after, _ = decoder.decode(config, params, cache, jnp.zeros(2, jnp.int32))
+    after, _ = decoder.decode(config, params, cache, jnp.zeros(BATCH, jnp.int32))
     assert all(array.is_deleted() for array in jax.tree.leaves(cache))
     assert [a.unsafe_buffer_pointer() for a in after["keys"] + after["values"]] == before
 
@@ -233,6 +239,6 @@ def test_it_runs_without_a_checkpoint(monkeypatch, capsys):
 
 def test_a_report_has_the_share_of_the_moe_layers(checkpoints):
     config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
-    found = decoder.report(config, params, 2, 4, 3)
+    found = decoder.report(config, params, BATCH, START, STEPS)
     assert " tokens/s; " in found
     assert found.endswith("% in MoE layers")

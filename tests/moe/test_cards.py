@@ -18,11 +18,11 @@ COMPILED = cards.Compiled("ragged_dot", "", 1, 100, 0, "mma.sync", "cp.async", F
 
 @pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("card", [80, 89, 120])
-def test_programs_lower(card):
-    for name in PROGRAMS:
-        kernels = cards.lower(cards.PROGRAMS[name], card)
-        assert {kernel.compute_capability for _, kernel in kernels.values()} == {card}
+def test_programs_lower(card, name):
+    kernels = cards.lower(cards.PROGRAMS[name], card)
+    assert {kernel.compute_capability for _, kernel in kernels.values()} == {card}
 
 
 @pytest.mark.cuda_plugin

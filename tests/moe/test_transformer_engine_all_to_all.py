@@ -29,9 +29,15 @@ def counts():
 def test_parameters(counts):
     """What one shard sends and where it lands there, by hand."""
     sizes = counts.reshape(SHARDS, SHARDS, LOCAL).sum(2)
-    for shard in range(SHARDS):
-        there = te.compute_ragged_all_to_all_params(counts, jnp.int32(shard), SHARDS)
-        back = te.compute_reverse_ragged_all_to_all_params(counts, shard, SHARDS)
+    forth = jax.jit(te.compute_ragged_all_to_all_params, static_argnums=2)
+    home = jax.jit(
+        lambda: [
+            te.compute_reverse_ragged_all_to_all_params(counts, shard, SHARDS)
+            for shard in range(SHARDS)
+        ]
+    )()
+    for shard, back in enumerate(home):
+        there = forth(counts, np.int32(shard), SHARDS)
         for (offsets, sent, targets, received), sizes_ in ((there, sizes), (back, sizes.T)):
             assert offsets.tolist() == [sizes_[shard, :to].sum() for to in range(SHARDS)]
             assert sent.tolist() == sizes_[shard].tolist()
@@ -46,8 +52,9 @@ def test_there_and_back(counts):
         named = [(shard, e, n) for e, count in enumerate(counts[shard]) for n in range(count)]
         rows[shard, : len(named)] = np.array(named).reshape(-1, 3)
     received = np.zeros_like(rows)
+    send = jax.jit(te.compute_ragged_all_to_all_params, static_argnums=2)
     for shard in range(SHARDS):
-        offsets, sent, targets, _ = te.compute_ragged_all_to_all_params(counts, shard, SHARDS)
+        offsets, sent, targets, _ = send(counts, shard, SHARDS)
         for to in range(SHARDS):
             source = rows[shard, offsets[to] : offsets[to] + sent[to]]
             received[to, targets[to] : targets[to] + sent[to]] = source

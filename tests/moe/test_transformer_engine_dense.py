@@ -55,7 +55,7 @@ def test_result_and_gradients(contracting_dims, dtype, implementation):
     @jax.jit
     def run(x, kernel, bias, gradient):
         op = lambda x, kernel, bias: te.grouped_dense(
-            x, kernel, jnp.array(SIZES), bias=bias, **options
+            x, kernel, np.array(SIZES), bias=bias, **options
         )
         out, pull = jax.vjp(op, x, kernel, bias)
         return out, *pull(gradient)
@@ -74,10 +74,14 @@ def test_result_and_gradients(contracting_dims, dtype, implementation):
 def test_bias_is_the_fifth_argument_and_may_be_left_out():
     x, kernel, bias, gradient = draw("bfloat16")
     sizes = np.array(SIZES)
-    out = te.grouped_dense(x, kernel, sizes, ((1,), (1,)), bias, preferred_element_type="float32")
+    out = jax.jit(
+        lambda *args: te.grouped_dense(
+            *args[:3], ((1,), (1,)), *args[3:], preferred_element_type="float32"
+        )
+    )(x, kernel, sizes, bias)
     assert out.dtype == jnp.float32
     assert_close(out, expected(x, kernel, bias, gradient)[0], terms=DEPTH)
-    plain = te.grouped_dense(x, kernel, sizes)
+    plain = jax.jit(te.grouped_dense)(x, kernel, sizes)
     assert plain.dtype == x.dtype
     assert_close(plain, expected(x, kernel, 0 * bias, gradient)[0], terms=DEPTH)
 
@@ -99,7 +103,7 @@ def test_precision_is_the_default_unless_one_is_given():
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"group_offset": jnp.zeros(1, int)}, UnsupportedError, "`group_offset` of grouped_dense"),
+        ({"group_offset": np.zeros(1, int)}, UnsupportedError, "`group_offset` of grouped_dense"),
         ({"quantizer_set": object()}, UnsupportedError, "`quantizer_set` of grouped_dense is not"),
         (
             {"quantizer_set": SimpleNamespace(x=None, kernel=object(), dgrad=None)},
@@ -107,16 +111,16 @@ def test_precision_is_the_default_unless_one_is_given():
             "`quantizer_set` of grouped_dense is not supported. For 8 bits",
         ),
         ({"kernel_fsdp_info": ("fsdp", 1)}, UnsupportedError, "`kernel_fsdp_info` of grouped_den"),
-        ({"kernel_amax": jnp.ones(4)}, UnsupportedError, "`kernel_amax` of grouped_dense is not"),
+        ({"kernel_amax": np.ones(4)}, UnsupportedError, "`kernel_amax` of grouped_dense is not"),
         ({"contracting_dims": ((0,), (1,))}, ArgumentValueError, "must be ((1,), (1,)), or ((1,)"),
         ({"contracting_dims": 1}, ArgumentValueError, "must be ((1,), (1,)), or ((1,), (2,))"),
         ({"contracting_dims": LAST}, ArgumentValueError, "depth of `x`, 24, in dimension 2; got"),
-        ({"x": jnp.ones((2, 31, 24))}, ArgumentValueError, "`x` must have shape [rows, depth]"),
-        ({"kernel": jnp.ones((24, 10))}, ArgumentValueError, "`kernel` must have shape [groups, "),
-        ({"kernel": jnp.ones((4, 24, 10), int)}, ArgumentTypeError, "`kernel` must have a float"),
-        ({"bias": jnp.ones((4, 9))}, ArgumentValueError, "`bias` must have shape (4, 10)"),
+        ({"x": np.ones((2, 31, 24))}, ArgumentValueError, "`x` must have shape [rows, depth]"),
+        ({"kernel": np.ones((24, 10))}, ArgumentValueError, "`kernel` must have shape [groups, "),
+        ({"kernel": np.ones((4, 24, 10), int)}, ArgumentTypeError, "`kernel` must have a float"),
+        ({"bias": np.ones((4, 9))}, ArgumentValueError, "`bias` must have shape (4, 10)"),
         (
-            {"group_sizes": jnp.ones(3, int)},
+            {"group_sizes": np.ones(3, int)},
             ArgumentValueError,
             "`group_sizes` must have shape",
         ),
@@ -134,9 +138,8 @@ def test_what_is_nothing_is_taken():
     """The defaults of TransformerEngine, passed on by a caller."""
     x, kernel, *_ = draw()
     nothing = SimpleNamespace(x=None, kernel=None, dgrad=None)
-    out = te.grouped_dense(
-        x, kernel, np.array(SIZES), quantizer_set=nothing, kernel_fsdp_info=(None, -1)
-    )
+    how = {"quantizer_set": nothing, "kernel_fsdp_info": (None, -1)}
+    out = jax.eval_shape(functools.partial(te.grouped_dense, **how), x, kernel, np.array(SIZES))
     assert out.shape == (ROWS, COLUMNS)
     with pytest.raises(TypeError, match="positional"):
         te.grouped_dense(x, kernel, np.array(SIZES), ((1,), (1,)), None, None)

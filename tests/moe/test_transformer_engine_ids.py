@@ -101,8 +101,12 @@ def test_selected_experts(implementation, map_dtype, three_d):
     mask = rng.random((TOKENS, EXPERTS)) < 0.5
     probs = rng.random(mask.shape).astype(np.float32)
     shape = lambda a: a.reshape(BATCH, SEQUENCE, -1) if three_d else a
-    selected, weights = te.routing_map_to_selected_experts(
-        shape(probs), shape(mask.astype(map_dtype)), TOP_K, implementation=implementation
+    select = functools.partial(te.routing_map_to_selected_experts, topk=TOP_K)
+    selected, weights = map(
+        np.asarray,
+        jax.jit(functools.partial(select, implementation=implementation))(
+            shape(probs), shape(mask.astype(map_dtype))
+        ),
     )
     assert selected.shape == weights.shape == (*shape(mask).shape[:-1], TOP_K)
     for token in range(TOKENS):

@@ -116,21 +116,25 @@ def test_scores_for_the_auxiliary_loss(score, implementation):
     np.testing.assert_array_equal(chosen, logits >= np.sort(logits)[:, -4:-3])
 
     counts = chosen.sum(0)
-    loss = te.fused_moe_aux_loss(scores, counts, 4, 0.01)
+    loss = jax.jit(te.fused_moe_aux_loss, static_argnums=(2, 3))(scores, counts, 4, 0.01)
     total = (expected.sum(0) * counts).sum() * EXPERTS * 0.01 / (4 * TOKENS**2)
     np.testing.assert_allclose(loss, total, rtol=1e-5)
-    same = 0.01 * moe.load_balancing_loss(logits, counts, score=name)
+    balance = jax.jit(functools.partial(moe.load_balancing_loss, score=name))
+    same = 0.01 * balance(logits, counts)
     np.testing.assert_allclose(loss, same, rtol=1e-5)
 
 
 def test_the_map_as_bits():
     logits = draw(4, TOKENS, 13)
     call = functools.partial(te.fused_topk_with_score_function, logits, 3)
-    for name in ("bitmap_u8", 1, te.RoutingMapFormat.BITMAP_U8):
-        bits = call(routing_map_format=name)[1]
+    names = "bitmap_u8", 1, te.RoutingMapFormat.BITMAP_U8
+    plain, *maps = jax.jit(
+        lambda: [call()[1]] + [call(routing_map_format=name)[1] for name in names]
+    )()
+    for bits in maps:
         assert bits.dtype == jnp.uint8
         unpacked = np.unpackbits(np.asarray(bits), axis=1, count=13, bitorder="little")
-        np.testing.assert_array_equal(unpacked, call()[1])
+        np.testing.assert_array_equal(unpacked, plain)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,11 @@ def test_the_map_as_bits():
             "'sqrtsoftplus', or a ScoreFunction",
         ),
         ({"routing_map_format": 7}, ArgumentValueError, "or a RoutingMapFormat; got 7"),
-        ({"expert_bias": jnp.zeros(EXPERTS)}, ArgumentValueError, "needs score_function='sigmoid'"),
+        (
+            {"expert_bias": np.zeros(EXPERTS, np.float32)},
+            ArgumentValueError,
+            "needs score_function='sigmoid'",
+        ),
         ({"scaling_factor": jnp.ones(())}, ArgumentTypeError, "`scaling_factor` must be a Python"),
         ({"topk": 17}, ArgumentValueError, "`topk` must be at most the 16 experts"),
         (
