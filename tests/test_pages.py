@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pytest
+
+from triax import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 _spec = importlib.util.spec_from_file_location("pages", ROOT / "tools" / "pages.py")
@@ -26,10 +31,18 @@ def test_a_file(tmp_path):
     assert pages.filled(page) == block
 
 
-@pytest.mark.parametrize("end", ["", "<!-- end of file -->", "```\n<!-- end of names -->"])
-def test_a_block_without_an_end(tmp_path, end):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- file: LICENSE -->\n```text\nold\n",
+        "<!-- file: LICENSE -->\n```text\nold\n<!-- end of file -->\n",
+        "<!-- file: LICENSE -->\n```text\nold\n```\n<!-- end of names -->\n",
+        "<!-- ::: triax.tune -->\n\n<!-- ::: triax.explain -->\n<!-- end of entry -->\n",
+    ],
+)
+def test_a_block_without_an_end(tmp_path, text):
     page = tmp_path / "page.md"
-    page.write_text(f"<!-- file: LICENSE -->\n```text\nold\n{end}\n")
+    page.write_text(text)
     with pytest.raises(ValueError, match="has no end"):
         pages.filled(page)
 
@@ -49,10 +62,87 @@ def test_names():
 -->
 """
     ).splitlines()
-    found = {name.strip(" `"): rest for _, name, *rest, _ in (row.split("|") for row in rows)}
+    found = {name.strip(): rest for _, name, *rest, _ in (row.split("|") for row in rows)}
     link = lambda name: f" [{name}](../../src/triax/{name}) "
-    assert found["triax.tuning_mode"][1] == link("settings.py")
-    assert found["CompilationTimeout"] == [" Compiling a kernel took too long. ", link("errors.py")]
+    assert found["[`triax.tuning_mode`](#triax.tuning_mode)"][1] == link("settings.py")
+    assert found["[`CompilationTimeout`](#triax.errors.CompilationTimeout)"] == [
+        " Compiling a kernel took too long. ",
+        link("errors.py"),
+    ]
     tolerances = " The tolerance of each dtype of floats, by its name. "
-    assert found["triax.testing.TOLERANCES"] == [tolerances, link("testing.py")]
-    assert found["triax.benchmark"][1] == link("benchmark.py")
+    assert found["[`triax.testing.TOLERANCES`](#triax.testing.TOLERANCES)"] == [
+        tolerances,
+        link("testing.py"),
+    ]
+    assert found["[`triax.benchmark`](#triax.benchmark.benchmark)"][1] == link("benchmark.py")
+
+
+class Kind(enum.IntEnum):
+    A = 1
+
+
+def short(a: np.ndarray, /, *b: Any, kind: Kind = Kind.A, **c: Literal["a"]) -> settings.Mode: ...
+
+
+def middle(these_values: int, mapping: dict[str, int], *, sizes: tuple[int, ...] = ()): ...
+
+
+def long(first_of_many: int | None, *, named: str = "x", second_of_many: int, last: int = 3): ...
+
+
+class Both(NamedTuple):
+    a: int
+    b: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (
+            short,
+            'short(a: np.ndarray, /, *b: Any, kind: Kind = Kind.A, **c: Literal["a"]) -> Mode',
+        ),
+        (
+            middle,
+            "middle(\n    these_values: int, mapping: dict[str, int], *, "
+            "sizes: tuple[int, ...] = ()\n)",
+        ),
+        (
+            long,
+            'long(\n    first_of_many: int | None,\n    *,\n    named: str = "x",\n'
+            "    second_of_many: int,\n    last: int = 3,\n)",
+        ),
+        (Both, "Both(a: int, b: str | None = None)"),
+        (Kind, "class Kind(IntEnum)"),
+    ],
+)
+def test_signatures(value, expected):
+    assert pages.signature(value.__name__, value, None) == expected
+
+
+def test_an_entry():
+    """A heading to link to, and what a class and its methods take."""
+    entry = "<!-- ::: triax.moe.Checkpoint\n    options:\n      heading: Files\n-->\n"
+    assert pages.signatures(entry).splitlines() == [
+        '## <a id="triax.moe.Checkpoint"></a>`Files`',
+        "",
+        "```py",
+        "Checkpoint(folder: str | os.PathLike[str])",
+        "```",
+        "",
+        "The tensors of a folder of safetensors files by name, as NumPy arrays.",
+        "",
+        "```py",
+        "Checkpoint.path(name: str) -> Path",
+        "```",
+        "",
+        "Returns the file that has a tensor.",
+    ]
+
+
+def test_entries_of_values_and_properties():
+    found = pages.signatures("<!-- ::: triax.testing.TOLERANCES -->\n")
+    assert '```py\nTOLERANCES: dict[str, float] = {\n    "float64": 1e-14,\n' in found
+    found = pages.signatures("<!-- ::: triax.moe.ScaledArray -->\n")
+    assert "```py\nScaledArray.shape: tuple[int, ...]\n```\n\nThe shape of the array" in found
+    assert "```py\nScaledArray.astype(dtype: Any) -> jax.Array\n```\n" in found

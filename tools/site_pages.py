@@ -16,10 +16,11 @@ PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
 ABOUT = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
-# A link out of `docs/`, and a directive of mkdocstrings, which is a comment in the repository.
+# A link out of `docs/`; and a directive of mkdocstrings, which is a comment in the repository, with
+# the signatures below it that mkdocstrings writes itself.
 OUTSIDE = re.compile(r"\[([^][]*)\]\(((?:\.\./)+)([\w./-]+)\)")
-ENTRY = re.compile(r"<!-- (::: (\S+).*?)\s*-->", re.DOTALL)
-HEADING = re.compile(r"^<!-- ::: (\S+)\n.*\n +heading: (\S+)", re.MULTILINE)
+ENTRY = re.compile(r"^<!-- (::: [^>]*?)\s*-->\n.*?^<!-- end of entry -->", re.DOTALL | re.MULTILINE)
+NAMES = re.compile(r"^<!-- names -->\n(.*?)^<!-- end of names -->", re.DOTALL | re.MULTILINE)
 NOTEBOOK = "examples/quickstart.ipynb"
 
 
@@ -43,18 +44,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def entered(markdown: str) -> str:
-    """A page of the reference with its entries; the table of names has links to them, no files."""
-    if found := ENTRY.search(markdown):
-        module = found[2]
-        hidden = {heading: name for name, heading in HEADING.findall(markdown)}  # by the heading
-        whole = lambda name: name if name.startswith("triax.") else f"{module}.{name}"
-        link = lambda name: hidden.get(name, whole(name))
-        row = re.compile(r"^\| `([\w.]+)` \| (.*) \| \[.*src/triax/.* \|$", re.MULTILINE)
-        markdown = row.sub(lambda of: f"| [`{of[1]}`](#{link(of[1])}) | {of[2]} |", markdown)
-        markdown = markdown.replace(
-            "| Name | Is | Source |\n| --- | --- | --- |", "| Name | Is |\n| --- | --- |"
-        )
-    return ENTRY.sub(r"\1", markdown)
+    """A page of the reference with its entries; its table of names has no column of files."""
+    cut = lambda found: re.sub(r"[^|\n]*\|$", "", found[1], flags=re.MULTILINE)
+    return ENTRY.sub(r"\1", NAMES.sub(cut, markdown))
 
 
 def linked(markdown: str, uri: str, repository: str | None) -> str:
