@@ -194,13 +194,14 @@ def test_limits(implementation):
     """What is at the limit moves, what is beyond does not, and a NaN stays one."""
     gate = np.float32([[2.0, 2.5, np.nan, -9.0, np.inf, 1.0, 1.0, 1.0]])
     up = np.float32([[1.0, 1.0, 1.0, 1.0, 1.0, 2.0, -3.0, np.nan]])
-    how = {"activation": moe.Swiglu(limit=2.0), "implementation": implementation}
+    how = {"activation": moe.Swiglu(alpha=1.5, limit=2.0), "implementation": implementation}
     op = lambda *both: moe.glu(both, **how)
     out, *gradients = with_gradients(op, np.ones_like(gate), gate, up)
-    active, _ = curve(np.minimum(gate, 2).astype(np.float64), "silu")
+    active, slope = curve(np.minimum(gate, 2).astype(np.float64), "silu", 1.5)
     np.testing.assert_allclose(out, active * np.clip(up, -2, 2), rtol=1e-6)
     d_gate, d_up = (np.asarray(d)[0] for d in gradients)
     assert (d_gate[:2] != 0).tolist() == [True, False]
+    np.testing.assert_allclose(d_gate[[0, 5]], (slope * up)[0, [0, 5]], rtol=1e-5)
     assert d_gate[4] == 0
     assert d_up[6] == 0
     assert d_up[5] != 0
