@@ -48,6 +48,17 @@ def draw(num_rows, width, dtype, seed=0):
     return [(rng.standard_normal(s) * 2).astype(d) for s, d in zip(shapes, dtypes, strict=True)]
 
 
+def with_gradients(op, gradient, *args):
+    """The result, and the gradients of `args`, as one program."""
+
+    @jax.jit
+    def run(gradient, *args):
+        out, pull = jax.vjp(op, *args)
+        return out, *pull(gradient)
+
+    return run(gradient, *args)
+
+
 def in_layout(layout, **options):
     """glu of gate and up side by side, which it gets in another layout."""
 
@@ -126,8 +137,7 @@ def test_layouts_are_the_same_bit_by_bit(implementation, activation, layout):
 
     def run(op):
         with checked():
-            out, pull = jax.jit(functools.partial(jax.vjp, op))(gate_up, weights)
-            return out, *jax.jit(pull)(jnp.asarray(gradient))
+            return with_gradients(op, gradient, gate_up, weights)
 
     # XLA may compile each layout another way, and zeros then have other signs.
     same = assert_same_bits if implementation == "interpret" else assert_close
@@ -202,14 +212,16 @@ def test_numbers_of_swiglu(options, error, match):
 @pytest.mark.parametrize("implementation", PATHS)
 def test_limits(implementation):
     """What is at the limit moves, what is beyond does not, and a NaN stays one."""
-    gate = jnp.array([[2.0, 2.5, jnp.nan, -9.0, jnp.inf, 1.0, 1.0, 1.0]])
-    up = jnp.array([[1.0, 1.0, 1.0, 1.0, 1.0, 2.0, -3.0, jnp.nan]])
-    how = {"activation": moe.Swiglu(limit=2.0), "implementation": implementation}
-    out, pull = jax.vjp(lambda *both: moe.glu(both, **how), gate, up)
-    clipped, silu = jnp.minimum(gate, 2), jax.nn.silu
-    np.testing.assert_allclose(out, silu(clipped) * jnp.clip(up, -2, 2), rtol=1e-6)
-    d_gate, d_up = (np.asarray(d)[0] for d in pull(jnp.ones_like(out)))
+    gate = np.float32([[2.0, 2.5, np.nan, -9.0, np.inf, 1.0, 1.0, 1.0]])
+    up = np.float32([[1.0, 1.0, 1.0, 1.0, 1.0, 2.0, -3.0, np.nan]])
+    how = {"activation": moe.Swiglu(alpha=1.5, limit=2.0), "implementation": implementation}
+    op = lambda *both: moe.glu(both, **how)
+    out, *gradients = with_gradients(op, np.ones_like(gate), gate, up)
+    active, slope = curve(np.minimum(gate, 2).astype(np.float64), "silu", 1.5)
+    np.testing.assert_allclose(out, active * np.clip(up, -2, 2), rtol=1e-6)
+    d_gate, d_up = (np.asarray(d)[0] for d in gradients)
     assert (d_gate[:2] != 0).tolist() == [True, False]
+    np.testing.assert_allclose(d_gate[[0, 5]], (slope * up)[0, [0, 5]], rtol=1e-5)
     assert d_gate[4] == 0
     assert d_up[6] == 0
     assert d_up[5] != 0
@@ -219,7 +231,7 @@ def test_limits(implementation):
 
 def test_functions_of_jax_and_what_they_close_over():
     gate_up, weights, gradient = draw(9, 20, "float32")
-    steep = jnp.linspace(0.5, 2, 20)
+    steep = np.linspace(0.5, 2, 20, dtype=np.float32)
 
     def loss(gate_up, weights, steep):
         function = lambda gate, up: jnp.tanh(steep * gate) * up
@@ -229,10 +241,13 @@ def test_functions_of_jax_and_what_they_close_over():
         gate, up = jnp.split(gate_up, 2, axis=1)
         return jnp.sum(jnp.tanh(steep * gate) * up * weights[:, None] * gradient)
 
-    found, wanted = (jax.grad(f, (0, 1, 2))(gate_up, weights, steep) for f in (loss, plain))
+    found, wanted = (
+        jax.jit(jax.grad(f, (0, 1, 2)))(gate_up, weights, steep) for f in (loss, plain)
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
-    out = moe.glu(gate_up[:, :20].astype(jnp.bfloat16), activation=jnp.cos)
-    assert_rounded_once(out, np.cos(gate_up[:, :20].astype(jnp.bfloat16).astype(np.float64)))
+    one = gate_up[:, :20].astype(jnp.bfloat16)
+    out = jax.jit(functools.partial(moe.glu, activation=jnp.cos))(one)
+    assert_rounded_once(out, np.cos(one.astype(np.float64)))
 
 
 @pytest.mark.slow("many programs for one rule")
@@ -263,7 +278,7 @@ def test_functions_of_interleaved_columns_have_all_derivatives():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(None, "a"), P()], ids=str)
 def test_functions_of_rows_and_weights_that_explicit_axes_cut_otherwise(spec):
-    gate_up, weights, _ = map(jnp.asarray, draw(8, 16, "float32"))
+    gate_up, weights, _ = draw(8, 16, "float32")
     mesh = jax.make_mesh((2, 2), ("a", "b"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     function = lambda gate, up: jax.nn.softmax(gate, axis=1) * up
 
@@ -271,7 +286,7 @@ def test_functions_of_rows_and_weights_that_explicit_axes_cut_otherwise(spec):
     def gradients(both, weights):
         return jnp.sum(moe.glu(both, weights, activation=function))
 
-    wanted = gradients((gate_up, gate_up), weights)
+    wanted = jax.jit(gradients)((gate_up, gate_up), weights)
     with jax.set_mesh(mesh):
         half = jax.device_put(gate_up, NamedSharding(mesh, spec))
         cut = jax.device_put(weights, NamedSharding(mesh, P("b")))
@@ -289,23 +304,19 @@ def test_functions_of_rows_without_a_weight(interleaved):
     gate_up[3:5] = weights[2:5] = 0
     gate_up[2, 4:8] = gate_up[5, [1, 10]] = 0
     how = {"activation": lambda gate, up: jnp.sqrt(jnp.abs(gate)) + up + 1 / up}
-    out, pull = jax.vjp(
-        functools.partial(moe.glu, interleaved=interleaved, **how), jnp.asarray(gate_up), weights
-    )
-    d_gate_up, d_weights = map(np.asarray, pull(jnp.asarray(gradient)))
-    assert not np.any(np.asarray(out)[2:5])
+    op = functools.partial(moe.glu, interleaved=interleaved, **how)
+    out, d_gate_up, d_weights = map(np.asarray, with_gradients(op, gradient, gate_up, weights))
+    assert not np.any(out[2:5])
     assert not np.any(d_gate_up[2:5])
     assert np.isfinite(d_weights[:5]).all()
     assert d_weights[2] != 0
-    assert not np.isfinite(np.asarray(out)[5].astype(np.float32)).all()  # its own, with a weight
-    _, tangent = jax.jvp(
-        lambda w: moe.glu(jnp.asarray(gate_up), w, interleaved=interleaved, **how),
-        (weights,),
-        (np.ones_like(weights),),
-    )
+    assert not np.isfinite(out[5].astype(np.float32)).all()  # its own, with a weight
+    along = lambda w, by: jax.jvp(functools.partial(op, gate_up), (w,), (by,))[1]
+    tangent = jax.jit(along)(weights, np.ones_like(weights))
     assert np.isfinite(np.asarray(tangent, np.float32)[:5]).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_second_derivatives_forward_mode_and_vmap(implementation, activation):
@@ -338,25 +349,25 @@ def test_rows_of_zeros_stay_zero(implementation):
     gate_up, weights, gradient = draw(9, 20, "bfloat16")
     gate_up[5:] = weights[5:] = 0
     op = functools.partial(moe.glu, implementation=implementation)
-    out, pull = jax.vjp(op, gate_up, weights)
-    for rows in (out, *pull(jax.device_put(gradient))):
+    for rows in with_gradients(op, gradient, gate_up, weights):
         assert not np.any(np.asarray(rows)[5:])
 
 
 @pytest.mark.parametrize("implementation", [None, *PATHS])
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0)])
 def test_nothing_to_do(implementation, shape):
-    out, pull = jax.vjp(functools.partial(moe.glu, implementation=implementation), jnp.ones(shape))
-    assert out.shape == (shape[0], shape[1] // 2)
-    assert pull(out)[0].shape == shape
+    half = shape[0], shape[1] // 2
+    ones = (np.ones(of, np.float32) for of in (half, shape))
+    out, pulled = with_gradients(functools.partial(moe.glu, implementation=implementation), *ones)
+    assert (out.shape, pulled.shape) == (half, shape)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0)])
 def test_nothing_for_a_function_of_interleaved_columns(shape):
     op = functools.partial(moe.glu, activation=lambda gate, up: gate * up, interleaved=True)
-    out, pull = jax.vjp(op, jnp.ones(shape, "bfloat16"))
-    assert out.shape == (shape[0], shape[1] // 2)
-    assert pull(out)[0].shape == shape
+    half = shape[0], shape[1] // 2
+    out, pulled = with_gradients(op, *(np.ones(of, jnp.bfloat16) for of in (half, shape)))
+    assert (out.shape, pulled.shape) == (half, shape)
 
 
 def test_float64_takes_plain_jax():

@@ -7,16 +7,18 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import triax
+from tests.moe import oracle
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation.configs import MoveConfig
 
-PLAN = moe.make_plan(jnp.zeros((4, 2), jnp.int32), 3, implementation="xla")
-X = jnp.zeros((4, 5))
-ROWS = jnp.zeros((8, 5))
+PLAN = oracle.make_plan(np.zeros((4, 2), np.int32), 3)
+X = np.zeros((4, 5), np.float32)
+ROWS = np.zeros((8, 5), np.float32)
 
 REFUSED = {
     "a list": (
@@ -69,7 +71,7 @@ REFUSED = {
     ),
     "a dtype kernels lack": (
         moe.permute,
-        {"x": X.astype(complex), "implementation": "interpret"},
+        {"x": X.astype("complex64"), "implementation": "interpret"},
         ArgumentTypeError,
         "`x` has dtype complex64, which Triton kernels do not support",
     ),
@@ -81,7 +83,7 @@ REFUSED = {
     ),
     "integer rows": (
         moe.unpermute,
-        {"rows": ROWS.astype(int)},
+        {"rows": ROWS.astype("int32")},
         ArgumentTypeError,
         "`rows` must have a floating-point dtype; got int32. Cast it with",
     ),

@@ -128,10 +128,11 @@ def check(case, implementation):
 def test_example(implementation):
     plan = oracle.make_plan(np.array([[1, 0], [2, 1]]), 3)
     x = np.array([[1, 2], [3, 4]], np.float32)
-    rows = moe.permute(x, plan, implementation=implementation)
+    rows = jax.jit(functools.partial(moe.permute, implementation=implementation))(x, plan)
     assert rows.tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
     weights = np.array([[0.5, 0.5], [2, 0]], np.float32)
-    y = moe.unpermute(rows, plan, weights, implementation=implementation)
+    back = jax.jit(functools.partial(moe.unpermute, implementation=implementation))
+    y = back(rows, plan, weights)
     assert y.tolist() == [[1, 2], [6, 8]]
 
 
@@ -151,7 +152,8 @@ def test_equals_definition(shape, seed, routing, capacity, hostile):
 
 @pytest.mark.sampled(1)
 def test_many_experts_with_pad_rows(implementation):
-    check(make_case(np.random.default_rng(8), (10, 3, 384, 2, 4, None)), implementation)
+    """More than are looked at together, which is 256."""
+    check(make_case(np.random.default_rng(8), (10, 3, 270, 2, 4, None)), implementation)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,7 @@ def test_moves_keep_every_bit(dtype, implementation):
     assert_same_bits(np.asarray(out.scales).view(np.uint8), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "weights_dtype"), [("float32", "float16"), ("bfloat16", "bfloat16")]
 )
@@ -209,7 +212,7 @@ def test_weights_keep_their_dtype(dtype, weights_dtype, implementation):
 )
 def test_widths(width, dtype, implementation):
     """Narrow rows, rows of several blocks, rows too wide to be held at once."""
-    case = make_case(np.random.default_rng(4), (5, 2, 3, width, 4, None), dtype=jnp.dtype(dtype))
+    case = make_case(np.random.default_rng(4), (3, 2, 3, width, 4, None), dtype=jnp.dtype(dtype))
     check(case, implementation)
 
 
@@ -307,7 +310,8 @@ def test_a_zero_weight_is_a_weight(implementation):
     plan = oracle.make_plan(np.array([[0, 1], [1, -1]]), 2)
     rows = np.array([[np.nan], [1.0], [2.0], [3.0]], np.float32)
     weights = np.array([[0.0, 1.0], [1.0, np.nan]], np.float32)
-    y = np.asarray(moe.unpermute(rows, plan, weights, implementation=implementation))
+    back = jax.jit(functools.partial(moe.unpermute, implementation=implementation))
+    y = np.asarray(back(rows, plan, weights))
     assert np.isnan(y[0, 0])
     assert y[1, 0] == 2.0  # the weight of a slot that is not routed is not looked at
 
@@ -354,12 +358,12 @@ def test_integer_rows_have_no_gradient(implementation):
 def test_dtypes_triton_lacks_go_through_plain_jax():
     plan = oracle.make_plan(np.array([[1], [0]]), 2)
     for dtype in ("complex64", "int4"):
-        x = jnp.arange(6).reshape(2, 3).astype(dtype)
-        np.testing.assert_array_equal(moe.permute(x, plan), np.asarray(x)[::-1])
+        x = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype))
+        np.testing.assert_array_equal(jax.jit(moe.permute)(x, plan), x[::-1])
 
 
 def test_gradients_of_complex_tokens():
     plan = oracle.make_plan(np.array([[1, 0], [0, -1]]), 2)
-    x = jnp.arange(6).reshape(2, 3) * (1 + 2j)
-    grad = jax.grad(lambda x: jnp.sum(moe.permute(x, plan)).imag)(x)
+    x = (np.arange(6).reshape(2, 3) * (1 + 2j)).astype(np.complex64)
+    grad = jax.jit(jax.grad(lambda x: jnp.sum(moe.permute(x, plan)).imag))(x)
     np.testing.assert_array_equal(grad, np.array([[-2j] * 3, [-1j] * 3]))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from tests.moe.oracle import make_plan
 from tests.moe.quantization.oracle import E8M0, PACKED, draw, exactly, expected, numbers
 from tests.moe.test_sharding import collectives, compiled, kind, mesh_of  # noqa: F401
 from triax import moe
@@ -34,6 +35,8 @@ BLOCKS = [
 # One number of each kind in float4_e2m1fn.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+dequantized = jax.jit(moe.ScaledArray.dequantize, static_argnames="dtype")
+
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
@@ -50,7 +53,7 @@ def test_bits(to, scale_dtype, dtype, special, shape, block, transposed):
     assert found.packed == (to if to in PACKED else None)
     with np.errstate(all="ignore"):
         wanted = exactly(found).astype(np.float32)
-    back = np.asarray(found.dequantize())
+    back = np.asarray(dequantized(found))
     normal = ~(np.abs(wanted) < 2.0**-126)  # XLA takes others for zeros
     np.testing.assert_array_equal(back[normal], wanted[normal])
 
@@ -67,13 +70,13 @@ def test_the_first_of_two_is_the_lower_half_of_a_byte():
 def test_every_number_of_e2m1_and_halves_to_even():
     scale = {"block": (1, 16), "scale_dtype": E8M0}
     array = moe.quantize(E2M1[None], "float4_e2m1fn", **scale)
-    np.testing.assert_array_equal(array.values[0] & 15, np.arange(16)[::2])
-    np.testing.assert_array_equal(array.values[0] >> 4, np.arange(16)[1::2])
-    back = np.asarray(array.dequantize())[0]
-    assert_same_bits(back, E2M1)
+    (codes,) = np.asarray(array.values)
+    np.testing.assert_array_equal(codes & 15, np.arange(16)[::2])
+    np.testing.assert_array_equal(codes >> 4, np.arange(16)[1::2])
+    assert_same_bits(dequantized(array), E2M1[None])
     middles = np.float32([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 7.9, -7.9])[None]
-    found = moe.quantize(middles, "float4_e2m1fn", block=(1, 12), scale_dtype=E8M0).dequantize()
-    np.testing.assert_array_equal(found[0], [6, 0, 1, 1, 2, 2, 4, 4, -0.0, -4, 6, -6])
+    found = moe.quantize(middles, "float4_e2m1fn", block=(1, 12), scale_dtype=E8M0)
+    np.testing.assert_array_equal(dequantized(found)[0], [6, 0, 1, 1, 2, 2, 4, 4, -0.0, -4, 6, -6])
 
 
 @pytest.mark.sampled(4)
@@ -86,7 +89,7 @@ def test_every_power_of_two(to, dtype):
     values = np.full((256, 1), 0xF7, np.uint8) if packed else np.float32([[6, -6]] * 256).astype(to)
     array = moe.ScaledArray(values, codes.view(E8M0), (1, 2), False, packed)
     with jax.enable_x64():
-        found = np.asarray(array.dequantize(dtype)).astype(np.float64)
+        found = np.asarray(dequantized(array, dtype)).astype(np.float64)
     wanted = np.ldexp([[6.0, -6.0]], codes.astype(np.int32) - 127)
     if dtype != "float64":
         wanted[wanted > 3.5e38], wanted[wanted < -3.5e38] = np.inf, -np.inf
@@ -104,15 +107,17 @@ def test_zeros(zeros, transposed):
     block = (1, 8, 4) if transposed else (1, 4, 8)
     array = moe.ScaledArray(values, scales, block, transposed, "int4", zeros)
     assert array.shape == ((3, 20, 9) if transposed else (3, 9, 20))
-    np.testing.assert_allclose(array.dequantize(), exactly(array), rtol=1e-7)
+    np.testing.assert_allclose(dequantized(array), exactly(array), rtol=1e-7)
     without = dataclasses.replace(array, zeros=None)
-    assert not np.allclose(without.dequantize(), exactly(array))
+    assert not np.allclose(dequantized(without), exactly(array))
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.sampled_from([1, 7, 40]))
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(list(zip(FORMATS, [7, 40, 7, 1, 40], strict=True)))
+)
 @settings(max_examples=40, deadline=None)
-def test_a_value_is_within_half_a_step(seed, formats, block):
-    to, scale_dtype = formats
+def test_a_value_is_within_half_a_step(seed, case):
+    (to, scale_dtype), block = case
     array = draw((9, 40), np.float32, seed, special=False)
     found = moe.quantize(array, to, block=(1, block), scale_dtype=scale_dtype)
     spread = np.repeat(np.asarray(found.scales, np.float64), block, axis=1)[:, :40]
@@ -152,19 +157,26 @@ def test_through_transformations(to, scale_dtype):
     array = draw((3, 2, 34, 6), jnp.bfloat16, special=False)
     how = {"block": (1, 32, 1), "transposed": True, "scale_dtype": scale_dtype}
     one = functools.partial(moe.quantize, dtype=to, **how)
-    wanted = one(array.reshape(6, 34, 6))
-    mapped = jax.jit(jax.vmap(one))(array)
-    _, scanned = jax.lax.scan(lambda _, a: (None, one(a)), None, array)
-    for found in (mapped, scanned):
+    back = lambda a: a.dequantize("bfloat16")
+    mapped_over = lambda f, a: jax.vmap(f)(a)
+    scanned_over = lambda f, a: jax.lax.scan(lambda _, a: (None, f(a)), None, a)[1]
+
+    @jax.jit
+    def run(array):
+        wanted = one(array.reshape(6, 34, 6))
+        mapped, scanned = (over(one, array) for over in (mapped_over, scanned_over))
+        backs = [over(back, mapped) for over in (mapped_over, scanned_over)]
+        return (wanted, back(wanted)), (mapped, scanned), backs
+
+    (wanted, wanted_back), quantized, backs = run(array)
+    for found in quantized:
         assert jax.tree.structure(found) == jax.tree.structure(wanted)
         parts = jax.tree.map(lambda a: np.asarray(a).reshape(6, *a.shape[2:]), found)
         jax.tree.map(assert_same_bits, parts, wanted)
-    back = jax.jit(jax.vmap(lambda a: a.dequantize("bfloat16")))(mapped)
-    assert_same_bits(back.reshape(6, 34, 6), wanted.dequantize("bfloat16"))
-    _, back = jax.lax.scan(lambda _, a: (None, a.dequantize("bfloat16")), None, mapped)
-    assert_same_bits(back.reshape(6, 34, 6), wanted.dequantize("bfloat16"))
+    for found in backs:
+        assert_same_bits(np.asarray(found).reshape(6, 34, 6), wanted_back)
     with pytest.raises(DifferentiationError, match="quantize is not differentiable"):
-        jax.grad(lambda a: jnp.sum(one(a).dequantize()))(array[0].astype("float32"))
+        jax.grad(lambda a: jnp.sum(one(a).dequantize()))(array[0].astype(np.float32))
 
 
 @pytest.mark.sampled(1)
@@ -191,14 +203,20 @@ def test_over_devices(kind, block, transposed, spec, gathered):  # noqa: F811
 
 def test_tokens_move():
     x = draw((6, 64), jnp.bfloat16, special=False)
-    plan = moe.make_plan(jnp.array([[0], [2], [1], [1], [0], [2]]), 3)
-    x4 = moe.quantize(x, "float4_e2m1fn", block=(1, 32), scale_dtype=E8M0)
-    rows = moe.permute(x4, plan)
-    assert rows.shape == (6, 64)
-    assert_same_bits(rows.dequantize("bfloat16"), moe.permute(x4.dequantize("bfloat16"), plan))
-    zeros = moe.ScaledArray(np.zeros((6, 32), np.uint8), jnp.ones((6, 1)), (1, 64), packed="int4")
+    plan = make_plan(np.array([[0], [2], [1], [1], [0], [2]], np.int32), 3)
+
+    @jax.jit
+    def move(x, plan):
+        x4 = moe.quantize(x, "float4_e2m1fn", block=(1, 32), scale_dtype=E8M0)
+        rows = moe.permute(x4, plan)
+        assert rows.shape == (6, 64)
+        return rows.dequantize("bfloat16"), moe.permute(x4.dequantize("bfloat16"), plan)
+
+    assert_same_bits(*move(x, plan))
+    ones = np.ones((6, 1), np.float32)
+    zeros = moe.ScaledArray(np.zeros((6, 32), np.uint8), ones, (1, 64), packed="int4")
     with pytest.raises(ValueError, match="`x` has `zeros`, which do not move"):
-        moe.permute(moe.ScaledArray(**vars(zeros) | {"zeros": jnp.ones((6, 1))}), plan)
+        moe.permute(moe.ScaledArray(**vars(zeros) | {"zeros": ones}), plan)
 
 
 @pytest.mark.parametrize(

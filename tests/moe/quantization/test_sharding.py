@@ -45,6 +45,7 @@ def test_bits_and_what_moves(kind, block, transposed, spec, result, gathered):  
     assert bool(collectives(program)) == gathered
 
 
+@pytest.mark.sampled(1)
 def test_a_cut_batch_moves_nothing(kind):  # noqa: F811
     batches = draw((8, *SHAPE), np.float32)
     function = jax.vmap(functools.partial(quantized, block=(1, None, 1), transposed=True))
@@ -55,6 +56,7 @@ def test_a_cut_batch_moves_nothing(kind):  # noqa: F811
     assert collectives(program) == []
 
 
+@pytest.mark.sampled(1)
 def test_there_and_back_on_cut_arrays(kind):  # noqa: F811
     array = draw(SHAPE, np.float32, special=False)
 
