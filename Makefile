@@ -53,7 +53,7 @@ demo: $(STAMP)
 	$(PY) examples/demo.py $(ARGS)
 
 test: $(STAMP)
-	JAX_PLATFORMS=cpu $(PY) -m pytest -m "$(TESTS)" $(PARALLEL) $(ARGS)
+	JAX_PLATFORMS=cpu $(PY) -m pytest -m "$(TESTS)" --ignore=tests/gpu $(PARALLEL) $(ARGS)
 
 gpu-test: $(STAMP)
 	$(PY) -c "import jax; print(jax.devices('gpu'))"
@@ -76,7 +76,7 @@ format: $(STAMP)
 
 coverage: $(STAMP)
 	$(PY) -m coverage erase
-	JAX_PLATFORMS=cpu $(PY) -m coverage run -m pytest -q -m "$(TESTS)" $(PARALLEL) $(ARGS)
+	JAX_PLATFORMS=cpu $(PY) -m coverage run -m pytest -q -m "$(TESTS)" --ignore=tests/gpu $(PARALLEL) $(ARGS)
 	$(PY) -m coverage combine -q
 	$(PY) -m tools.covered
 	$(PY) -m coverage report

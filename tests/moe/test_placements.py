@@ -43,9 +43,9 @@ def check(outcomes):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("part", range(6))
-def test_a_few_placements(part):
-    check(many.outcome(2, index) for index in range(part, 12, 6))
+@pytest.mark.parametrize("index", range(12))
+def test_a_few_placements(index):
+    check([many.outcome(2, index)])
 
 
 @pytest.mark.slow("most of their time is XLA's, which compiles a program for each")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,15 +34,20 @@ def weights_of(dtype, block, transposed=True, scale_dtype="float32", zeros=None)
 
 
 WAYS = {
-    "mxfp4": weights_of("float4_e2m1fn", (1, 32, 1), scale_dtype=E8M0),
-    "e2m1": weights_of("float4_e2m1fn", (1, 64, 1)),
-    "int4, groups of 128": weights_of("int4", (1, 128, 1), zeros=np.int8),
-    "int4, groups of 32": weights_of("int4", (1, 32, 1), zeros=np.float32),
-    "int4, columns": weights_of("int4", (1, None, 1)),
-    "int4, experts": weights_of("int4", (1, None, None), False),
-    "int4, columns innermost": weights_of("int4", (1, 100, 7), False, zeros=np.int8),
-    "mxfp8": weights_of("float8_e4m3fn", (1, 32, 1), scale_dtype=E8M0),
+    "mxfp4": lambda: weights_of("float4_e2m1fn", (1, 32, 1), scale_dtype=E8M0),
+    "e2m1": lambda: weights_of("float4_e2m1fn", (1, 64, 1)),
+    "int4, groups of 128": lambda: weights_of("int4", (1, 128, 1), zeros=np.int8),
+    "int4, groups of 32": lambda: weights_of("int4", (1, 32, 1), zeros=np.float32),
+    "int4, columns": lambda: weights_of("int4", (1, None, 1)),
+    "int4, experts": lambda: weights_of("int4", (1, None, None), False),
+    "int4, columns innermost": lambda: weights_of("int4", (1, 100, 7), False, zeros=np.int8),
+    "mxfp8": lambda: weights_of("float8_e4m3fn", (1, 32, 1), scale_dtype=E8M0),
 }
+
+
+@functools.cache
+def weights_in(way):
+    return WAYS[way]()
 
 
 def drawn(dtype="bfloat16"):
@@ -58,7 +65,7 @@ def drawn(dtype="bfloat16"):
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_float64(implementation, dtype, way):
     """With the rows' gradient, a bias and its gradient."""
-    weights = WAYS[way]
+    weights = weights_in(way)
     rows, gradient = drawn(dtype)
     bias = np.ones((len(SIZES), COLUMNS), np.float32)
 
@@ -87,7 +94,7 @@ def test_equals_float64(implementation, dtype, way):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 def test_rows_and_weights_of_mxfp8(implementation):
-    weights = WAYS["mxfp8"]
+    weights = weights_in("mxfp8")
     rows = moe.quantize(jnp.asarray(drawn("float32")[0][:87]), block=(1, 32), scale_dtype=E8M0)
     rows = jax.tree.map(lambda a: jnp.pad(a, ((0, 9), (0, 0))), rows)
     how = {"implementation": implementation, "preferred_element_type": "float32"}
@@ -100,7 +107,7 @@ def test_rows_and_weights_of_mxfp8(implementation):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_as_an_array_of_the_rows_dtype(way, transposed):
     """Bit for bit: of some of the groups, in another dtype, in forward mode, under vmap."""
-    weights, (rows, gradient) = WAYS[way], drawn()
+    weights, (rows, gradient) = weights_in(way), drawn()
     if transposed:
         rows, gradient = gradient, rows
     how = {"group_offset": 2, "preferred_element_type": "float32", "transpose_weights": transposed}
@@ -120,7 +127,7 @@ def test_as_an_array_of_the_rows_dtype(way, transposed):
 @pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 128"])
 def test_over_devices(way, kind, spec):
     """Weights that are cut over devices in any way, or the rows; with the rows' gradient."""
-    weights, (rows, _) = WAYS[way], drawn()
+    weights, (rows, _) = weights_in(way), drawn()
     weights, sizes = jax.tree.map(lambda a: a[:4], weights), jnp.array(SIZES[:4])
 
     @jax.jit
@@ -148,7 +155,7 @@ def test_over_devices(way, kind, spec):
 
 
 def test_the_packed_weights_are_what_is_kept_for_the_gradient():
-    weights, (rows, _) = WAYS["mxfp4"], drawn()
+    weights, (rows, _) = weights_in("mxfp4"), drawn()
     _, pull = jax.vjp(lambda rows: moe.ragged_dot(rows, weights, SIZES), rows)
     kept = sum(a.nbytes for a in jax.tree.leaves(pull))
     assert weights.values.nbytes < kept < 1.1 * weights.values.nbytes
@@ -156,7 +163,7 @@ def test_the_packed_weights_are_what_is_kept_for_the_gradient():
 
 @pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 32"])
 def test_no_derivative_by_weights(way):
-    weights, (rows, _) = WAYS[way], drawn()
+    weights, (rows, _) = weights_in(way), drawn()
     for part in ("scales", "zeros"):
         if getattr(weights, part) is None:
             continue
@@ -203,40 +210,39 @@ def test_a_layer():
 
 MISTAKES = {
     "rows of 4 bits": (
-        moe.quantize(np.ones((ROWS, DEPTH), np.float32), "int4", block=(1, None)),
-        WAYS["mxfp4"],
+        lambda: (moe.quantize(ones(), "int4", block=(1, None)), weights_in("mxfp4")),
         "`rows` must be in 8 bits or more; got a ScaledArray of int4",
     ),
     "rows of 8 bits": (
-        moe.quantize(np.ones((ROWS, DEPTH), np.float32), block=(1, None)),
-        WAYS["mxfp4"],
+        lambda: (moe.quantize(ones(), block=(1, None)), weights_in("mxfp4")),
         "`rows` must be floats of 16 bits or more to go .* of float4_e2m1fn weights; got float8",
     ),
     "rows of integers": (
-        np.ones((ROWS, DEPTH), np.int32),
-        WAYS["mxfp4"],
+        lambda: (ones(dtype="int32"), weights_in("mxfp4")),
         "`rows` must be floats of 16 bits or more",
     ),
     "another depth": (
-        np.ones((ROWS, DEPTH // 2), np.float32),
-        WAYS["mxfp4"],
+        lambda: (ones(DEPTH // 2), weights_in("mxfp4")),
         rf"`weights` must have the depth of `rows`, 152, .* got shape \(5, {DEPTH}, 24\)",
     ),
     "groups share scales": (
-        np.ones((ROWS, DEPTH), np.float32),
-        moe.quantize(np.ones((5, DEPTH, 8), np.float32), "int4", block=(2, 32, 1)),
+        lambda: (ones(), moe.quantize(np.ones((5, DEPTH, 8), "f"), "int4", block=(2, 32, 1))),
         r"`weights` must have scales of blocks \(1, any, any\)",
     ),
     "a checkpoint's blocks": (
-        np.ones((ROWS, 96), np.float32),
-        np.zeros((5, 24, 3, 16), np.uint8),
+        lambda: (ones(96), np.zeros((5, 24, 3, 16), np.uint8)),
         r"`weights` must be weights, or .* uint8 .* `moe.from_mxfp4\(blocks, scales\)`",
     ),
 }
 
 
-@pytest.mark.parametrize(("rows", "weights", "match"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes(rows, weights, match):
+def ones(depth=DEPTH, dtype="float32"):
+    return np.ones((ROWS, depth), dtype)
+
+
+@pytest.mark.parametrize(("operands", "match"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(operands, match):
+    rows, weights = operands()
     with pytest.raises((TypeError, ValueError), match=match):
         moe.ragged_dot(rows, weights, SIZES)
 
