@@ -257,6 +257,10 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
             r"`weight_scale` must have shape \(24, groups\)",
         ),
         (
+            lambda: moe.from_compressed_tensors(words(OUT, 8), np.ones(OUT, np.float16)),
+            r"`weight_scale` must have shape \(24, groups\).*got \(24,\)",
+        ),
+        (
             lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, None, words(24, 2)),
             r"`weight_zero_point` must have shape \(3, 2\)",
         ),

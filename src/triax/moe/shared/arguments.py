@@ -72,7 +72,7 @@ def check_shape(
 ) -> None:
     """Raises unless an argument has the sizes in `wanted`, where a name stands for any size."""
     pairs = itertools.zip_longest(shape, wanted)
-    if any(size != want and not isinstance(want, str) for size, want in pairs):
+    if any(size != want and (size is None or not isinstance(want, str)) for size, want in pairs):
         text = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
         raise ArgumentValueError(
             f"Argument `{name}` must have shape ({text}) to go with {of}; got {shape}.{remedy}"
