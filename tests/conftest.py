@@ -126,7 +126,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         most = next(iter(of_test[0].get_closest_marker("sampled").args), None)  # type: ignore[union-attr]
         quick = _fewest(left, 1, most)
         left = [item for item in left if item not in quick]
-        pairs = left if len(left[0].callspec.params) == 1 else _fewest(left, 2, None, quick)
+        parameters = of_test[0].callspec.params  # type: ignore[attr-defined]
+        pairs = left if len(parameters) == 1 else _fewest(left, 2, None, quick)
         for item in left:
             item.add_marker(pytest.mark.slow(f"{len(quick)} cases of {name} are quick"))
             if item not in pairs:
@@ -143,8 +144,8 @@ def _fewest(
         values = sorted((name, id(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
         return set(itertools.combinations(values, together))
 
-    left, chosen = list(left), []
-    seen = set().union(*map(shows, before))
+    left, chosen = list(left), list[pytest.Item]()
+    seen: set[Any] = set().union(*map(shows, before))
     while left and len(chosen) != most:
         new = [len(shows(item) - seen) for item in left]
         if not any(new):

@@ -122,22 +122,16 @@ def test_signatures(value, expected):
 
 def test_an_entry():
     """A heading to link to, and what a class and its methods take."""
-    entry = "<!-- ::: triax.moe.Checkpoint\n    options:\n      heading: Files\n-->\n"
-    assert pages.signatures(entry).splitlines() == [
-        '## <a id="triax.moe.Checkpoint"></a>`Files`',
+    entry = "<!-- ::: triax.moe.ScaledArray\n    options:\n      heading: Scaled\n-->\n"
+    lines = pages.signatures(entry).splitlines()
+    assert lines[:4] == [
+        '## <a id="triax.moe.ScaledArray"></a>`Scaled`',
         "",
         "```py",
-        "Checkpoint(folder: str | os.PathLike[str])",
-        "```",
-        "",
-        "The tensors of a folder of safetensors files by name, as NumPy arrays.",
-        "",
-        "```py",
-        "Checkpoint.path(name: str) -> Path",
-        "```",
-        "",
-        "Returns the file that has a tensor.",
+        "ScaledArray(",
     ]
+    first = lines.index("ScaledArray.astype(dtype: Any) -> jax.Array")
+    assert lines[first - 2 : first + 2] == ["", "```py", lines[first], "```"]
 
 
 def test_entries_of_values_and_properties():

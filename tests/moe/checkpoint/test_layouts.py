@@ -15,7 +15,7 @@ from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 
-EXPERTS, HIDDEN, WIDTH, GROUP = 3, 64, 32, 32
+EXPERTS, HIDDEN, WIDTH, GROUP = 3, 64, 96, 32
 MLP = "model.layers.3.mlp"
 USUAL, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 SHAPES = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
@@ -75,35 +75,19 @@ def in_8_bits(scale, *sizes, dtype=ml_dtypes.float8_e4m3fn):
 
 FORMATS = {
     "plain": (plain, moe.Experts, {}),
-    "gptq": (gptq, moe.from_gptq, {"quant_method": "gptq", "group_size": GROUP}),
+    "gptq": (gptq, moe.from_gptq, {"quant_method": "gptq"}),
     "gptq_v2": (
         gptq,
         lambda *of: moe.from_gptq(*of, v2=True),
-        {"quant_method": "gptq", "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+        {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     ),
-    "awq": (awq, moe.from_awq, {"quant_method": "awq", "group_size": GROUP, "version": "GEMM"}),
-    "packed": (
-        packed,
-        moe.from_compressed_tensors,
-        {"config_groups": {"group_0": {"weights": {"group_size": GROUP}}}},
-    ),
+    "awq": (awq, moe.from_awq, {"quant_method": "awq", "version": "GEMM"}),
+    "packed": (packed, moe.from_compressed_tensors, {}),
     "packed_with_zeros": (packed_with_zeros, moe.from_compressed_tensors, {}),
-    "blocks": (
-        in_8_bits("weight_scale_inv", 16, 32),
-        lambda *of: moe.from_8_bits(*of, block=(16, 32)),
-        {"weight_block_size": [16, 32]},
-    ),
-    "compressed_blocks": (
-        in_8_bits("weight_scale", 16, 32),
-        lambda *of: moe.from_8_bits(*of, block=(16, 32)),
-        {"config_groups": {"group_0": {"weights": {"block_structure": [16, 32]}}}},
-    ),
+    "blocks": (in_8_bits("weight_scale_inv", 32, 32), moe.from_8_bits, {}),
+    "compressed_blocks": (in_8_bits("weight_scale", 32, 32), moe.from_8_bits, {}),
     # The last block of the gate is partial, and up is next to it.
-    "partial_blocks": (
-        in_8_bits("weight_scale_inv", 24, 32),
-        lambda *of: moe.from_8_bits(*of, block=(24, 32)),
-        {"weight_block_size": [24, 32]},
-    ),
+    "partial_blocks": (in_8_bits("weight_scale_inv", 64, 64), moe.from_8_bits, {}),
     # 128 × 128: both gate and up are in a part of a block.
     "wide_blocks": (in_8_bits("weight_scale_inv", 128, 128), moe.from_8_bits, {}),
     "channels": (in_8_bits("weight_scale", 1, 1000, dtype=np.int8), moe.from_8_bits, {}),
@@ -122,9 +106,9 @@ def layer(make, linears=USUAL, prefix=MLP, experts=EXPERTS):
 
 def exact(weights, transposed):
     """Weights [experts, in, out] in float64."""
-    if isinstance(weights, moe.ScaledArray):
-        return exactly(weights)
-    return np.asarray(weights, np.float64).swapaxes(-1, -2 if transposed else -1)
+    is_scaled = isinstance(weights, moe.ScaledArray)
+    array = exactly(weights) if is_scaled else np.asarray(weights, np.float64)
+    return array.swapaxes(-1, -2) if transposed else array
 
 
 def wanted(tensors, name, linears, expert, prefix=MLP):
@@ -134,7 +118,7 @@ def wanted(tensors, name, linears, expert, prefix=MLP):
         stem = f"{prefix}.experts.{expert}.{linear}."
         arrays = [array for of, array in tensors.items() if of.startswith(stem)]
         one = FORMATS[name][1]
-        found.append(exact(arrays[0] if one is moe.Experts else one(*arrays), True))
+        found.append(exact(arrays[0], True) if one is moe.Experts else exact(one(*arrays), False))
     return np.concatenate(found[:2], axis=-1), found[2]
 
 
@@ -143,7 +127,7 @@ def wanted(tensors, name, linears, expert, prefix=MLP):
 def test_formats(name, linears, tmp_path):
     make, _, quantization = FORMATS[name]
     tensors = layer(make, linears)
-    config = {"num_local_experts": EXPERTS, "quantization_config": quantization}
+    config = {"quantization_config": quantization}
     write(tmp_path, tensors, config, files=2)
     checkpoint = moe.Checkpoint(tmp_path)
     for given, how in ((checkpoint, {}), (tensors, {"config": config})):
@@ -157,6 +141,7 @@ def test_formats(name, linears, tmp_path):
             np.testing.assert_array_equal(w_gate_up, gate_up)
             np.testing.assert_array_equal(w_down, down)
     assert found.activation == "swiglu"
+    assert found.transposed
     assert not found.interleaved
 
 
@@ -171,8 +156,7 @@ def test_a_part_of_the_experts():
 
 def test_experts_of_other_devices_may_be_missing():
     tensors = {name: of for name, of in layer(plain).items() if ".0." not in name}
-    config = {"num_experts": EXPERTS}
-    found = moe.Experts.from_checkpoint(tensors, MLP, experts=range(1, 3), config=config)
+    found = moe.Experts.from_checkpoint(tensors, MLP, experts=range(1, 3))
     assert found.w_down.shape == (2, HIDDEN, WIDTH)
 
 
@@ -183,9 +167,8 @@ def test_one_format_for_gate_and_up_and_another_for_down():
     found = moe.Experts.from_checkpoint(mixed, MLP)
     plain_down = moe.Experts.from_checkpoint(tensors, MLP).w_down
     scaled = moe.Experts.from_checkpoint(others, MLP).w_gate_up
-    assert found.transposed
     np.testing.assert_array_equal(found.w_down, plain_down)
-    np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(scaled).swapaxes(1, 2))
+    np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(scaled))
 
 
 def test_progress():
@@ -264,7 +247,7 @@ def test_gpt_oss_has_biases(quantized):
     for name in ("gate_up_proj_bias", "down_proj_bias"):
         tensors = gpt_oss(quantized)
         del tensors[f"{MLP}.experts.{name}"]
-        with pytest.raises(CheckpointError, match=f"^`{MLP}.experts.{name}` is missing"):
+        with pytest.raises(CheckpointError, match=f"`{MLP}.experts.{name}` is missing"):
             moe.Experts.from_checkpoint(tensors, MLP, config=config)
 
 
@@ -289,7 +272,7 @@ def test_stacked_without_biases(transposed):
         ({}, "swiglu"),
         ({"hidden_act": "silu"}, "swiglu"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "geglu"),
-        ({"text_config": {"hidden_act": "gelu_pytorch_tanh", "num_experts": EXPERTS}}, "geglu"),
+        ({"text_config": {"hidden_act": "gelu_pytorch_tanh"}}, "geglu"),
     ],
 )
 def test_activation(config, activation):
@@ -305,19 +288,45 @@ def test_an_activation_that_is_not_known(config):
     assert moe.Experts.from_checkpoint(layer(plain), MLP, **how).activation is limited
 
 
+@pytest.mark.parametrize("quantization", [{}, {"quant_method": "auto-round"}])
+def test_words_of_an_unknown_format(quantization):
+    with pytest.raises(
+        CheckpointError, match=r"`quant_method` must be one of 'gptq', 'awq'.*config="
+    ):
+        moe.Experts.from_checkpoint(layer(awq), MLP, config={"quantization_config": quantization})
+
+
+def test_quantization_in_the_configuration_of_the_text():
+    config = {"text_config": {"quantization_config": {"quant_method": "awq"}}}
+    assert moe.Experts.from_checkpoint(layer(awq), MLP, config=config).transposed
+
+
+def gptq_in_8_bits(out, depth):
+    return gptq(out, depth) | {
+        "qweight": words(depth // 4, out),
+        "qzeros": words(depth // GROUP, out // 4),
+    }
+
+
+def awq_gemv(out, depth):
+    return {
+        "qweight": words(out, depth // 8),
+        "qzeros": words(out, 1),
+        "scales": floats(out, 8, dtype=np.float16),
+    }
+
+
 @pytest.mark.parametrize(
-    "quantization",
+    ("make", "method", "message"),
     [
-        {},
-        {"quant_method": "auto-round"},
-        {"quant_method": "gptq", "checkpoint_format": "marlin"},
-        {"quant_method": "awq", "version": "gemv"},
-        {"quant_method": "gptq", "bits": 8},
+        (gptq_in_8_bits, "gptq", "`qzeros` must have shape .* Only 4 bits"),
+        (awq_gemv, "awq", "`scales` must have shape"),
     ],
 )
-def test_words_of_an_unknown_format(quantization):
-    with pytest.raises(CheckpointError, match=r"`quant_method` .*, `bits` .*config="):
-        moe.Experts.from_checkpoint(layer(awq), MLP, config={"quantization_config": quantization})
+def test_shapes_tell_other_layouts_of_words(make, method, message):
+    config = {"quantization_config": {"quant_method": method}}
+    with pytest.raises(CheckpointError, match=message):
+        moe.Experts.from_checkpoint(layer(make), MLP, config=config)
 
 
 # --- what is wrong with the tensors --------------------------------------------------------------
@@ -341,30 +350,34 @@ def put(name, array):
         (
             "blocks",
             without(f"{FIRST}.weight_scale_inv"),
-            "must be matrices of floats of 16 bits.*float8_e4m3",
+            "must be an array of float32 .* got float8_e4m3.* must have scales",
         ),
         ("packed", without(f"{FIRST}.weight_scale"), "up_proj.weight_scale` is missing"),
         (
             "gptq",
             put(f"{FIRST}.g_idx", rng.permutation(np.arange(HIDDEN, dtype=np.int32) // GROUP)),
-            "`g_idx` must be in order.*up_proj.qweight",
+            "`g_idx` must be in order, in groups of 32",
         ),
-        ("awq", put(f"{FIRST}.g_idx", np.zeros(HIDDEN, np.int32)), "no such tensor.* Read .*g_idx"),
+        ("plain", put(f"{FIRST}.bias", floats(WIDTH)), "have no `bias` but zeros"),
+        (
+            "channels",
+            put(f"{FIRST}.weight_zero_point", floats(1)),
+            "have no `weight_zero_point` but zeros",
+        ),
+        ("plain", put(f"{FIRST}.weight", np.zeros((WIDTH, HIDDEN), np.uint8)), "got uint8"),
         (
             "plain",
-            put(f"{FIRST}.bias", floats(WIDTH)),
-            "no such tensor but a bias of zeros.* Read .*up_proj.bias",
+            put(f"{FIRST}.weight", floats(WIDTH, 8)),
+            r"Expert 0 has arrays \[bfloat16\[96,64\]\]; got \[bfloat16\[96,8\]\]",
         ),
-        ("channels", put(f"{FIRST}.weight_zero_point", floats(1)), "no such tensor.*zero_point"),
-        ("plain", put(f"{FIRST}.weight", np.zeros((WIDTH, HIDDEN), np.uint8)), "got uint8"),
-        ("plain", put(f"{FIRST}.weight", floats(WIDTH, 8)), "shapes, dtypes or formats differ"),
-        ("plain", put(f"{FIRST}.weight", floats(HIDDEN)), "must be matrices of floats"),
+        ("plain", put(f"{FIRST}.weight", floats(HIDDEN)), r"`weight` must have shape \(out, in\)"),
         (
             "plain",
             put(f"{FIRST}.weight", floats(WIDTH, HIDDEN, dtype=np.float32)),
-            "shapes, dtypes or formats differ",
+            r"Expert 0 has arrays .* got \[float32\[96,64\]\]",
         ),
-        ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 4)), "`group_size`"),
+        ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 5)), "must be .* of a power of two"),
+        ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 4)), "Expert 0 has arrays"),
         ("awq", put(f"{FIRST}.qweight", words(HIDDEN // 8, WIDTH)), "`scales` must have shape"),
     ],
 )
@@ -389,7 +402,7 @@ ACT_ORDER = {
 def test_act_order_without_the_groups(name):
     tensors = {n: of for n, of in layer(FORMATS[name][0]).items() if "g_idx" not in n}
     how = {"config": {"quantization_config": ACT_ORDER[name]}}
-    with pytest.raises(CheckpointError, match=r"act-order, .*\.0\.gate_proj\.\w*g_idx` is missing"):
+    with pytest.raises(CheckpointError, match=r"\.0\.gate_proj\.\w*g_idx` is missing"):
         moe.Experts.from_checkpoint(tensors, MLP, **how)
 
 
@@ -406,18 +419,36 @@ def test_biases_of_zeros():
 def test_shapes_in_errors_are_those_of_the_file():
     tensors = layer(gptq) | {f"{MLP}.experts.0.up_proj.qzeros": words(2, 9)}
     how = {"config": {"quantization_config": {"quant_method": "gptq"}}}
-    message = r"^Argument `qzeros` must have shape \(2, 4\) .*; got \(2, 9\)"
+    message = r"Argument `qzeros` must have shape \(2, 12\) .*; got \(2, 9\)"
     with pytest.raises(CheckpointError, match=message):
         moe.Experts.from_checkpoint(tensors, MLP, **how)
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_missing_last_experts(key):
+    tensors = {name: of for name, of in layer(plain).items() if ".2." not in name}
+    with pytest.raises(CheckpointError, match=f"has 3 experts, and `{MLP}.experts.…` has 2"):
+        moe.Experts.from_checkpoint(tensors, MLP, config={key: EXPERTS})
+    moe.Experts.from_checkpoint(layer(plain), MLP, config={key: EXPERTS})
+
+
+@pytest.mark.parametrize(
+    ("make", "quantization", "message"),
+    [
+        (gptq, {"quant_method": "gptq", "bits": 3}, "`bits` must be one of 4; got 3"),
+        (packed, {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "`num_bits` must be one"),
+    ],
+)
+def test_other_widths(make, quantization, message):
+    config = {"quantization_config": quantization}
+    with pytest.raises(CheckpointError, match=message):
+        moe.Experts.from_checkpoint(layer(make), MLP, config=config)
+
+
 def test_a_missing_expert():
     tensors = {name: of for name, of in layer(plain).items() if ".1." not in name}
-    with pytest.raises(CheckpointError, match=f"^Expert 1 has no tensors, `{MLP}"):
+    with pytest.raises(CheckpointError, match=f"`{MLP}.experts.1.gate_proj.weight` is missing"):
         moe.Experts.from_checkpoint(tensors, MLP)
-    first = {name: of for name, of in layer(plain).items() if ".2." not in name}
-    with pytest.raises(CheckpointError, match=r"^Expert 2 has no tensors"):
-        moe.Experts.from_checkpoint(first, MLP, config={"num_experts": EXPERTS})
 
 
 def test_a_matrix_that_does_not_fit_the_others():
@@ -435,20 +466,22 @@ def test_damaged_stacks():
     with pytest.raises(CheckpointError, match="gate_up_proj_scales` is missing"):
         moe.Experts.from_checkpoint(tensors, MLP)
     tensors[f"{MLP}.experts.gate_up_proj_scales"] = scales[:2]
-    with pytest.raises(CheckpointError, match=r"^There must be 3 experts; got 2"):
+    with pytest.raises(CheckpointError, match=r"`scales` must have shape \(3, 192, 2\)"):
         moe.Experts.from_checkpoint(tensors, MLP)
     in_8_bits = {name: of.astype(ml_dtypes.float8_e5m2) for name, of in gpt_oss(False).items()}
     with pytest.raises(
-        CheckpointError, match="must be matrices of floats of 16 bits or more; got float8_e5m2"
+        CheckpointError, match=r"must be an array of float32 .*; got float8_e5m2.* have scales"
     ):
         moe.Experts.from_checkpoint(in_8_bits, MLP)
 
 
 def test_a_prefix_without_experts():
-    with pytest.raises(CheckpointError, match=re.escape(f"must be one of ['{MLP}']; got 'a'")):
-        moe.Experts.from_checkpoint(layer(plain), "a")
-    with pytest.raises(CheckpointError, match=r"There are no experts: no name has `.experts.`"):
-        moe.Experts.from_checkpoint({"block.0.mlp.mlp1_bias": floats(3)}, MLP)
+    for tensors, known in ((layer(plain), f"['{MLP}']"), ({"mlp.mlp1_bias": floats(3)}, "[]")):
+        message = (
+            f"must be one of {known}, which are before `.experts.` in names of the tensors; got"
+        )
+        with pytest.raises(CheckpointError, match=re.escape(f"{message} 'a'")):
+            moe.Experts.from_checkpoint(tensors, "a")
 
 
 def test_arguments():
@@ -458,12 +491,12 @@ def test_arguments():
             with pytest.raises(ArgumentValueError, match=r"must be a part of range\(0, 3\)"):
                 moe.Experts.from_checkpoint(given, MLP, experts=part)
         for part in (2, [1]):
-            with pytest.raises(ArgumentTypeError, match=r"a range, such as range\(0, 2\); got"):
+            with pytest.raises(ArgumentTypeError, match=r"must be a part of range\(0, 3\)"):
                 moe.Experts.from_checkpoint(given, MLP, experts=part)
     for given in ("models/gpt-oss-20b", [1]):
         with pytest.raises(ArgumentTypeError, match=r"such as moe.Checkpoint\(folder\); got"):
             moe.Experts.from_checkpoint(given, MLP)
-    with pytest.raises(ArgumentValueError, match=r"`activation` must have a gate.*='swiglu'`"):
+    with pytest.raises(CheckpointError, match=r"`activation`, 'silu', has no gate.*='swiglu'`"):
         moe.Experts.from_checkpoint(gpt_oss(True), MLP, activation="silu")
 
 

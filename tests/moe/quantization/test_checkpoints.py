@@ -99,25 +99,25 @@ def test_compressed_tensors(lead, depth, zeros):
         lambda *e, g, o: scale[(*e, o, g)],
         depth=depth,
     )
-    found = moe.from_compressed_tensors(
-        weight, scale, np.broadcast_to(shape, (*lead, 2)), zero_point, group_size=GROUP
-    )
+    shape = np.broadcast_to(shape, (*lead, 2))
+    found = moe.from_compressed_tensors(weight, scale, shape, zero_point)
     assert (found.zeros is not None) == zeros
     np.testing.assert_array_equal(exactly(found), wanted)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8])
 @pytest.mark.parametrize("scale_dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
-@pytest.mark.parametrize("sizes", [(), (1,), (5,), (5, 1), (3, 2)])
+@pytest.mark.parametrize("sizes", [(), (1,), (1, 1), (7,), (7, 1), (4, 3), (7, 3), (1, 3)])
 def test_8_bits(dtype, scale_dtype, sizes):
-    lead, out, depth, rows, columns = (3,), 5, 6, 2, 4
+    lead, out, depth, size = (3,), 7, 6, 2
     weight = rng.integers(-100, 100, (*lead, out, depth)).astype(dtype)
     scale = (2.0 ** rng.integers(-3, 3, (*lead, *sizes))).astype(scale_dtype)
-    found = moe.from_8_bits(weight, scale, block=(rows, columns))
+    found = moe.from_8_bits(weight, scale)
     wanted = np.empty((*lead, depth, out))
     for e, i, o in np.ndindex(*wanted.shape):
-        at = {(3, 2): (o // rows, i // columns), (5, 1): (o, 0), (5,): (o,), (1,): (0,), (): ()}
-        wanted[e, i, o] = float(weight[e, o, i]) * float(scale[(e, *at[sizes])])
+        rows = {1: 0, 4: o // size, 7: o}
+        at = (rows[sizes[0]], i // size if sizes[1:] == (3,) else 0)[: len(sizes)] if sizes else ()
+        wanted[e, i, o] = float(weight[e, o, i]) * float(scale[(e, *at)])
     np.testing.assert_array_equal(exactly(found), wanted)
     assert found.values is weight
     assert found.scales.dtype == (scale_dtype if found.scales.dtype.itemsize == 1 else np.float32)
@@ -174,17 +174,19 @@ def test_g_idx_in_order(lead):
     assert found.block[-2:] == (GROUP, 1)
 
 
-def test_g_idx_tells_groups_of_which_the_last_is_partial():
-    order = np.arange(DEPTH, dtype=np.int32) // 48
-    assert moe.from_gptq(*gptq(), order).block == (48, 1)
+@pytest.mark.parametrize("size", [1, 2, 16, 64, 128])
+def test_sizes_of_groups_follow_from_the_shapes(size):
+    """The last group may be partial: 160 is not a multiple of 64."""
+    groups = -(-160 // size)
+    given = words(20, OUT), words(groups, OUT // 8), np.ones((groups, OUT), np.float16)
+    order = np.arange(160, dtype=np.int64) // size
+    assert moe.from_gptq(*given, order).block == (size, 1)
 
 
-@pytest.mark.parametrize("size", [None, -1, 128])
-def test_one_group(size):
+def test_one_group():
     given = gptq(groups=1)
-    assert moe.from_gptq(*given, group_size=size).block == (None, 1)
-    order = np.zeros(DEPTH, np.int32)
-    assert moe.from_gptq(*given, order, group_size=size).block == (None, 1)
+    assert moe.from_gptq(*given).block == (None, 1)
+    assert moe.from_gptq(*given, np.zeros(DEPTH, np.int32)).block == (None, 1)
 
 
 def test_compressed_tensors_without_an_order():
@@ -209,20 +211,11 @@ def test_act_order_is_refused(name):
             ORDERED[name](index)
 
 
-@pytest.mark.parametrize(("groups", "size"), [(3, None), (2, 16), (2, -1), (0, None), (2, 0)])
-def test_group_sizes_that_do_not_fit(groups, size):
-    with pytest.raises(
-        ArgumentValueError, match=rf"`group_size`.* {groups} groups.*`in` is 64; got {size}"
-    ):
-        moe.from_gptq(*gptq(groups=groups), group_size=size)
-
-
-def test_groups_that_shapes_leave_open():
-    """Two groups of a depth of 96 are of 48, or of 64 and 32."""
-    given = words(12, OUT), words(2, OUT // 8), np.ones((2, OUT), np.float16)
-    with pytest.raises(ArgumentValueError, match="there are 2 groups, and `in` is 96; got None"):
-        moe.from_gptq(*given)
-    assert moe.from_gptq(*given, group_size=64).block == (64, 1)
+@pytest.mark.parametrize("groups", [0, 3, 5, 65])
+def test_groups_that_are_not_of_a_power_of_two(groups):
+    message = rf"`scales` must be .* power of two; got \(24, {groups}\) .*\(24, 64\)"
+    with pytest.raises(ArgumentValueError, match=message):
+        moe.from_gptq(*gptq(groups=groups))
 
 
 # --- mistakes ------------------------------------------------------------------------------------
@@ -241,13 +234,15 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
         ),
         (
             lambda: moe.from_compressed_tensors(words(OUT, 16), A_SCALE.T, np.array([OUT, 64])),
-            r"`weight_shape` must be \(24, in\).*16 words.*got \[24, 64\]. Only 4 bits",
+            r"`weight_packed` must have shape \(24, 8\) to go with `weight_shape`.*Only 4 bits",
         ),
         (
-            lambda: moe.from_compressed_tensors(
-                words(OUT, 8), A_SCALE.T, np.array([OUT, 63]), group_size=32
-            ),
-            "2 groups of 32 are 64 numbers, and `in` is 63, which must be even; got 32",
+            lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, np.array([8, 64])),
+            r"`weight_packed` must have shape \(8, 8\) to go with `weight_shape`",
+        ),
+        (
+            lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, np.array([OUT, 63])),
+            "`weight_shape` must have even `in`; got 63",
         ),
         (
             lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, np.zeros(3, np.int32)),
@@ -258,22 +253,33 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
             r"`weight_scale` must have shape \(24, groups\)",
         ),
         (
+            lambda: moe.from_compressed_tensors(words(OUT, 8), np.ones(OUT, np.float16)),
+            r"`weight_scale` must have shape \(24, groups\).*got \(24,\)",
+        ),
+        (
             lambda: moe.from_compressed_tensors(words(OUT, 8), A_SCALE.T, None, words(24, 2)),
             r"`weight_zero_point` must have shape \(3, 2\)",
         ),
         (
-            lambda: moe.from_awq(words(63, 3), *gptq()[1:], group_size=32),
-            "`in` is 63, which must be even",
+            lambda: moe.from_gptq(words(8), *gptq()[1:]),
+            r"`qweight` must have shape \(in / 8, out\)",
         ),
         (
-            lambda: moe.from_8_bits(INT8, np.ones((1, 2), np.float32)),
-            r"shapes \(1, 1\), \(24, 1\) .*128 × 128; got \(1, 2\)",
+            lambda: moe.from_8_bits(INT8, np.ones((24, 5), np.float32)),
+            r"`weight_scale` must be .* power of two; got \(24, 5\) .*\(24, 64\)",
+        ),
+        (
+            lambda: moe.from_8_bits(np.zeros((256, 128), np.int8), np.ones((4, 8), np.float32)),
+            r"square blocks .*got \(4, 8\) .*\(256, 128\)",
         ),
         (
             lambda: moe.from_8_bits(INT8[None], np.ones((24, 1), np.float32)),
-            r"\(1, 24, 1\) to go with",
+            r"`weight_scale` must have shape \(1, out / size\) .*got \(24, 1\)",
         ),
-        (lambda: moe.from_8_bits(INT8, np.float32([1]), block=(0, 1)), r"`block\[0\]`"),
+        (
+            lambda: moe.from_8_bits(INT8, np.ones((1, 1, 1), np.float32)),
+            r"`weight_scale` must have shape \(out / size, in / size\)",
+        ),
         (lambda: moe.from_gptq(*gptq(), np.zeros((2, DEPTH), np.int32)), "`g_idx` must have shape"),
     ],
 )
@@ -286,14 +292,15 @@ def test_shapes_that_do_not_match(call, message):
     ("call", "message"),
     [
         (lambda: moe.from_gptq(*map(jnp.float32, gptq())), "`qweight` must be an array of int32"),
-        (lambda: moe.from_gptq(words(8), *gptq()[1:]), "`qweight` .* two dimensions or more"),
         (lambda: moe.from_gptq(*gptq(dtype=np.float64)), "`scales` must be an array of float32 or"),
         (lambda: moe.from_gptq(*gptq(), v2="gptq"), "`v2` must be a bool"),
         (lambda: moe.from_gptq(*gptq(), np.zeros(DEPTH)), "`g_idx` must be an array of int32 or i"),
-        (lambda: moe.from_gptq(*gptq(), group_size="32"), "`group_size` must be a Python int"),
+        (
+            lambda: moe.from_compressed_tensors(*packed()[:2], (OUT, DEPTH)),
+            r"`weight_shape` must be an array of int32 or int64; got \(24, 64\)",
+        ),
         (lambda: moe.from_8_bits(np.ones((2, 2)), A_SCALE), "`weight` must be an array of float8"),
         (lambda: moe.from_8_bits(INT8, INT8), "`weight_scale` must be an array of float32 or"),
-        (lambda: moe.from_8_bits(INT8, np.float32([1]), block=128), "`block` must be two ints"),
         (lambda: moe.from_mxfp4(INT8, INT8), "`blocks` must be an array of uint8"),
     ],
 )

@@ -6,8 +6,8 @@ tensor's dtype, shape and place; and the tensors. The library of that name canno
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from triax.errors import CheckpointError
 
-_INDEX = "model.safetensors.index.json"
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
     "BOOL": "bool",
     **{f"{kind.upper()}{8 * size}": f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)},
@@ -43,7 +43,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
     float8_e4m3fn, float8_e5m2 and float8_e8m0fnu.
 
     Attributes:
-      folder: its path.
+      folder, files: its path, and that of each tensor's file by the tensor's name.
       config: what `config.json` holds; empty if there is none.
 
     Raises:
@@ -52,91 +52,58 @@ class Checkpoint(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder).expanduser()
-        if not self.folder.is_dir():
-            why = "is a file. Pass its folder" if self.folder.exists() else "does not exist"
-            raise CheckpointError(
-                f"{self.folder} {why}: a folder with safetensors files, such as the one that "
-                "huggingface_hub.snapshot_download returns."
-            )
-        index, config = self.folder / _INDEX, self.folder / "config.json"
+        self.folder, self._opened = Path(folder).expanduser(), functools.cache(_opened)
+        config, index, file = (self.folder / of for of in ("config.json", _INDEX, _FILE))
         self.config = _parsed(config, config.read_bytes()) if config.exists() else {}
-        self._opened: dict[Path, tuple[np.ndarray, dict[str, Any]]] = {}
         if index.exists():
-            names = _parsed(index, index.read_bytes()).get("weight_map")
-            if not isinstance(names, dict):
-                raise CheckpointError(f"{index} has no `weight_map`. Download it again.")
-            self._paths = {name: self.folder / str(file) for name, file in names.items()}
-        elif (file := self.folder / "model.safetensors").exists():
-            self._paths = dict.fromkeys(self._open(file)[1], file)
+            names = _parsed(index, index.read_bytes(), "weight_map")
         else:
-            there = sorted(path.name for path in self.folder.glob("*.safetensors"))[:3]
-            raise CheckpointError(
-                f"{self.folder} has neither {_INDEX}, which names the files of a checkpoint, nor "
-                f"model.safetensors; it has {', '.join(there) or 'no safetensors files'}."
-            )
+            names = dict.fromkeys(self._opened(file)[1], _FILE)
+        self.files = {name: self.folder / Path(str(of)).name for name, of in names.items()}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self._paths)
-
-    def __repr__(self) -> str:
-        files = len(set(self._paths.values()))
-        return f"<Checkpoint {self.folder}: tensors: {len(self)}, files: {files}>"
+        return len(self.files)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        path = self.path(name)
-        data, tensors = self._open(path)
-        entry, why = tensors.get(name), "has a damaged entry in the header"
+        data, header = self._opened(self.files[name])
+        entry = header.get(name, "no such tensor")
         try:
-            kind, shape, (start, end) = map(entry.get, ("dtype", "shape", "data_offsets"))  # type: ignore[union-attr]
-            if kind not in _DTYPES:
-                why = "has an unknown dtype"
-            elif end > len(data):
-                why = f"is cut off: {len(data)} bytes of tensors are there, and it ends at {end}"
-            dtype = np.dtype(_DTYPES[kind])
-            if end - start != math.prod(shape) * dtype.itemsize:
+            start, end = entry["data_offsets"]
+            found: np.ndarray = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data[start:end])
+            if found.nbytes != end - start:
                 raise ValueError("shape and place differ")
-            return data[start:end].view(dtype).reshape(shape)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            why = why if name in tensors else f"is not there, although {_INDEX} says so"
+            return found
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"Tensor `{name}` of {path} {why}. Download the file again. The header has {entry}."
+                f"Tensor `{name}` of {self.files[name]} is missing, damaged or of an unknown dtype:"
+                f" the header has {entry}, and {len(data)} bytes follow. Download the file again."
             ) from error
 
-    def path(self, name: str) -> Path:
-        """Returns the file that has a tensor."""
-        if name not in self._paths:
-            raise KeyError(f"{name} is not in {self.folder}")
-        return self._paths[name]
 
-    def _open(self, path: Path) -> tuple[np.ndarray, dict[str, Any]]:
-        """Returns the bytes of a file's tensors, and its header."""
-        if path not in self._opened:
-            if path.parent != self.folder or not path.exists():
-                raise CheckpointError(
-                    f"{self.folder / _INDEX} names {path}, which is not in the folder."
-                )
-            size = path.stat().st_size
-            data = np.asarray(np.memmap(path, np.uint8, "r")) if size else np.empty(0, np.uint8)
-            if data[:24].tobytes() == b"version https://git-lfs.":
-                raise CheckpointError(f"{path} is Git LFS's pointer to a file. Run git lfs pull.")
-            start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-            if start > size:
-                raise CheckpointError(f"{path} is truncated, or no safetensors file.")
-            header = _parsed(path, data[8:start].tobytes())
-            header.pop("__metadata__", None)
-            self._opened[path] = data[start:], header
-        return self._opened[path]
-
-
-def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    """Returns the JSON object that is the text of a file, or its header."""
-    try:
-        return {**json.loads(text)}
-    except (ValueError, TypeError, RecursionError) as error:
+def _opened(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """Returns the bytes of a file's tensors, and its header."""
+    if not path.exists():
         raise CheckpointError(
-            f"{path} is truncated or damaged: no JSON object, {error}."
+            f"{path} is missing. A checkpoint is a folder with {_INDEX} and the files that it "
+            f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns."
+        )
+    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = _parsed(path, data[8:start].tobytes() if start <= len(data) else b"")
+    header.pop("__metadata__", None)
+    return data[start:], header
+
+
+def _parsed(path: Path, text: bytes, key: str = "") -> dict[str, Any]:
+    """Returns the JSON object in the text of a file or of its header, or the one under a key."""
+    try:
+        found = json.loads(text)
+        return {**(found[key] if key else found)}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged, or Git LFS's pointer to a file: no JSON object, "
+            f"{error}. Download it again, or run git lfs pull."
         ) from error

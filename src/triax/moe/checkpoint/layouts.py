@@ -1,65 +1,54 @@
 """Reads the experts of a layer from a checkpoint's tensors: the arguments of `Experts`.
 
 Either each expert has its own tensors, which are stacked here, or the checkpoint has them stacked
-(gpt-oss). Names tell the format, and `quantization_config` what they leave open.
+(gpt-oss). Names tell the format; `quantization_config` tells GPTQ from AWQ.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
-from triax.moe.activations import api as activations
 from triax.moe.activations.reference import Activation, Swiglu
 from triax.moe.quantization import checkpoints
 from triax.moe.quantization.scaled import ScaledArray
-
-_COUNTS = "num_local_experts", "num_experts", "n_routed_experts"
-_ACTIVATIONS: dict[Any, Activation] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-_FORMATS = "qweight", "weight_packed", "weight_scale_inv", "weight_scale", "weight"
+from triax.moe.shared.arguments import check_array
 
 
-class Source:
-    """The tensors of a layer's experts, and what `config.json` says."""
+class Source(NamedTuple):
+    """The tensors whose names start with `prefix`, and how they are quantized."""
 
-    def __init__(self, tensors: Mapping[str, Any], prefix: str, config: Mapping[str, Any]):
-        self.tensors, self.prefix = tensors, f"{prefix}.experts."
-        self.config = config.get("text_config") or config
-        found = config.get("quantization_config") or self.config.get("quantization_config") or {}
-        group: Any = next(iter((found.get("config_groups") or {}).values()), {})
-        self.quantization: Mapping[str, Any] = {**found, **(group.get("weights") or {})}
+    tensors: Mapping[str, Any]
+    prefix: str
+    quantization: Mapping[str, Any]
 
-    def has(self, name: str) -> bool:
-        return self.prefix + name in self.tensors
+    def has(self, *names: str) -> bool:
+        return any(self.prefix + name in self.tensors for name in names)
 
-    def error(self, what: object, *names: str) -> CheckpointError:
-        """Returns an error that names tensors and their files."""
-        there = [self.prefix + name for name in names if self.has(name)]
-        path: Any = getattr(self.tensors, "path", lambda name: "the tensors")
-        files = sorted({str(path(name)) for name in there})
-        where = ", ".join(files) or getattr(self.tensors, "folder", "the tensors")
-        read = (
-            "Read " + ", ".join(f"`{name}`" for name in there) + " from" if there else "Read from"
-        )
-        return CheckpointError(f"{what} {read} {where}.")
+    def get(self, name: str, optional: bool = False) -> Any:
+        if not optional and not self.has(name):
+            raise ArgumentValueError(f"`{self.prefix}{name}` is missing.")
+        return np.asarray(self.tensors[self.prefix + name]) if self.has(name) else None
 
-    def make(self, function: Callable[..., Any], *names: str) -> Any:
-        """Calls a function of tensors; what it raises names them."""
-        if missing := [name for name in names if not self.has(name)]:
-            raise self.error(f"`{self.prefix}{missing[0]}` is missing.", *names)
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[Source]:
+        """Gives the tensors whose names go on with `name`; exceptions get their names and files."""
+        own = self._replace(prefix=self.prefix + name)
         try:
-            return function(*(np.asarray(self.tensors[self.prefix + name]) for name in names))
+            yield own
         except (ArgumentTypeError, ArgumentValueError) as error:
-            raise self.error(error, *names) from error
+            files = getattr(self.tensors, "files", {})
+            there = {str(file) for of, file in files.items() if of.startswith(own.prefix)}
+            where = ", ".join(sorted(there)) or getattr(self.tensors, "folder", "the tensors")
+            raise CheckpointError(f"`{own.prefix}…` in {where}: {error}") from error
 
 
 def read(
@@ -71,191 +60,143 @@ def read(
             "Argument `tensors` must be arrays by name, such as moe.Checkpoint(folder); got "
             f"{messages.shown(tensors)}."
         )
-    if activation is not None and not (spec := activations.resolve(activation)[0]).gated:
-        raise ArgumentValueError(
-            "Argument `activation` must have a gate, as the experts of checkpoints do; got "
-            f"{activation!r}.{activations.remedy_by_gate(spec)}"
+    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    if prefix not in layers:
+        known = messages.short(sorted(layers))
+        raise CheckpointError(
+            f"Argument `prefix` must be one of {known}, which are before `.experts.` in names of "
+            f"{getattr(tensors, 'folder', 'the tensors')}; got {prefix!r}."
         )
-    source = Source(tensors, prefix, getattr(tensors, "config", {}) if config is None else config)
-    if not any(name.startswith(source.prefix) for name in tensors):
-        layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-        one_of = (
-            f"Argument `prefix` must be one of {messages.short(sorted(layers))}; got {prefix!r}."
-        )
-        raise source.error(one_of if layers else "There are no experts: no name has `.experts.`.")
-    packed = any(source.has(f"gate_up_proj_{of}") for of in ("blocks", "scales"))
-    gpt_oss = packed or source.has("gate_up_proj_bias")
-    gpt_oss = gpt_oss or source.config.get("model_type") == "gpt_oss"
+    config = getattr(tensors, "config", {}) if config is None else config
+    config = {**config, **(config.get("text_config") or {})}
+    words = config.get("quantization_config") or {}
+    group: Any = next(iter((words.get("config_groups") or {}).values()), {})
+    source = Source(tensors, f"{prefix}.experts.", {**words, **(group.get("weights") or {})})
+    gpt_oss = source.has("gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias")
+    gpt_oss = gpt_oss or config.get("model_type") == "gpt_oss"
+    found = {"activation": activation or _activation(config, gpt_oss)}
     if gpt_oss or source.has("gate_up_proj"):
-        found = _stacked(source, experts, gpt_oss, packed)
-    else:
-        found = _one_by_one(source, experts, progress)
-    return {**found, "activation": activation or _activation(source, gpt_oss)}
+        return found | _stacked(source, experts, gpt_oss)
+    keys = "num_experts", "num_local_experts", "n_routed_experts"
+    stated = next(filter(None, map(config.get, keys)), None)
+    return found | _one_by_one(source, stated, experts, progress)
 
 
-def _activation(source: Source, gpt_oss: bool) -> Activation:
-    name, limit = source.config.get("hidden_act") or "silu", source.config.get("swiglu_limit")
+def _activation(config: Mapping[str, Any], gpt_oss: bool) -> Activation:
+    name, limit = config.get("hidden_act") or "silu", config.get("swiglu_limit")
     if gpt_oss:
         return Swiglu(alpha=1.702, limit=float(limit or 7.0), up_offset=1.0)
-    if limit or name not in _ACTIVATIONS:
+    if limit or name not in ("silu", "gelu_pytorch_tanh"):
         raise CheckpointError(
             f"The model's configuration has the activation {name!r} and `swiglu_limit` {limit}, "
             "whose formula is not known. Pass `activation`, such as moe.Swiglu(limit=10.0)."
         )
-    return _ACTIVATIONS[name]
+    return "swiglu" if name == "silu" else "geglu"
 
 
-def _chosen(experts: range | None, count: int) -> range:
+def _chosen(experts: Any, count: int) -> range:
     found = range(count) if experts is None else experts
-    if not isinstance(found, range):
-        raise ArgumentTypeError(
-            f"Argument `experts` must be a range, such as {range(-(-count // 2))}; got "
-            f"{messages.shown(found)}."
-        )
-    if not found or not 0 <= found[0] <= found[-1] < count:
-        raise ArgumentValueError(
-            f"Argument `experts` must be a part of {range(count)}, the layer's; got {found}."
+    is_range = isinstance(found, range)
+    if not is_range or not found or not 0 <= found[0] <= found[-1] < count:
+        raise (ArgumentValueError if is_range else ArgumentTypeError)(
+            f"Argument `experts` must be a part of {range(count)}; got {messages.shown(found)}."
         )
     return found
 
 
-def _floats(weight: np.ndarray, *, rank: int = 2) -> np.ndarray:
-    wide = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize >= 2
-    if not wide or weight.ndim != rank:
-        raise ArgumentTypeError(
-            "Weights without scales must be matrices of floats of 16 bits or more; got "
-            f"{messages.short(weight)}."
-        )
-    return weight
-
-
-def _stacked(source: Source, experts: Any, gpt_oss: bool, packed: bool) -> dict[str, Any]:
+def _stacked(source: Source, experts: Any, gpt_oss: bool) -> dict[str, Any]:
     """Reads tensors of all experts, of which a part is a view."""
-    count = source.make(len, "gate_up_proj_blocks" if packed else "gate_up_proj")
-    chosen = _chosen(experts, count)
-
-    def part(array: np.ndarray) -> np.ndarray:
-        if len(array) != count:
-            raise ArgumentValueError(f"There must be {count} experts; got {len(array)}.")
-        return array[chosen.start : chosen.stop : chosen.step]
-
-    def matrix(name: str) -> Any:
-        if not packed:
-            return source.make(lambda weight: part(_floats(weight, rank=3)), name)
-        make = lambda *both: checkpoints.from_mxfp4(*map(part, both))
-        return source.make(make, f"{name}_blocks", f"{name}_scales")
-
-    found = {"w_gate_up": matrix("gate_up_proj"), "w_down": matrix("down_proj")}
-    if gpt_oss:
-        found |= {f"b_{of}": source.make(part, f"{of}_proj_bias") for of in ("gate_up", "down")}
+    found: dict[str, Any] = {}
+    for of in ("gate_up", "down"):
+        with source.reading(f"{of}_proj") as own:
+            if own.has("_blocks", "_scales"):
+                found[f"w_{of}"] = checkpoints.from_mxfp4(own.get("_blocks"), own.get("_scales"))
+            else:
+                found[f"w_{of}"] = _floats(own.get(""))
+            if gpt_oss:
+                found[f"b_{of}"] = own.get("_bias")
     # As gate and up are twice as wide, [experts, out, in] and [experts, in, out] differ.
     transposed = found["w_gate_up"].shape[-1] == found["w_down"].shape[-2]
+    part = _chosen(experts, len(found["w_gate_up"]))
+    found = {key: array[part.start : part.stop : part.step] for key, array in found.items()}
     return {**found, "interleaved": gpt_oss, "transposed": transposed}
 
 
-def _one_by_one(source: Source, experts: range | None, progress: Any) -> dict[str, Any]:
-    """Copies the tensors of each expert into stacks of all, gate and up next to each other."""
+def _one_by_one(source: Source, stated: Any, experts: Any, progress: Any) -> dict[str, Any]:
+    """Copies the tensors of each expert into stacks [experts, linear layers, out, in]."""
     named = re.compile(rf"{re.escape(source.prefix)}(\d+)\.(w1\.)?")
-    found = {match.groups() for match in map(named.match, source.tensors) if match}
-    there = {int(expert) for expert, _ in found}
-    counts = [source.config[key] for key in _COUNTS if source.config.get(key)]
-    chosen = _chosen(experts, (counts or [max(there, default=0) + 1])[0])
-    if missing := [expert for expert in chosen if expert not in there]:
-        raise source.error(f"Expert {missing[0]} has no tensors, `{source.prefix}{missing[0]}.…`.")
-    mixtral = any(w1 for _, w1 in found)
-    linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    stacks: list[np.ndarray] = []
-    for at, expert in enumerate(progress(chosen) if progress else chosen):
-        names = [f"{expert}.{linear}" for linear in linears]
-        parts, kinds = zip(
-            *(jax.tree.flatten(_linear(source, name)) for name in names), strict=True
+    numbers = {match.groups() for match in map(named.match, source.tensors) if match}
+    count = 1 + max((int(expert) for expert, _ in numbers), default=0)
+    if stated not in (None, count):
+        raise CheckpointError(
+            f"The model's configuration has {stated} experts, and `{source.prefix}…` has {count}. "
+            "Files or names of the index are missing, or `config` is another model's."
         )
-        like = kinds, [[(leaf.shape, leaf.dtype) for leaf in part] for part in parts]
-        if at == 0:
-            first = (kinds[0], *kinds[::2]), [like[1][0], *like[1][::2]]
-        if like != first:
-            raise source.error(
-                f"Expert {expert}'s shapes, dtypes or formats differ between gate and up, or from "
-                f"expert {chosen[0]}'s.",
-                *(f"{name}.{of}" for name in names for of in _FORMATS),
-            )
-        pieces = [*zip(*parts[:2], strict=True), *zip(parts[2], strict=True)]
-        for piece in pieces[len(stacks) :]:
-            shape = len(chosen), len(piece) * len(piece[0]), *piece[0].shape[1:]
-            stacks.append(np.empty(shape, piece[0].dtype))
-        for stack, piece in zip(stacks, pieces, strict=True):
-            np.concatenate(piece, out=stack[at])
-    made = [(kinds[0], stacks[: len(parts[0])]), (kinds[2], stacks[len(parts[0]) :])]
-    weights = [jax.tree.unflatten(*of) for of in made]
-    scaled = [isinstance(of, ScaledArray) for of in weights]
-    for i, of in enumerate(weights):
-        if scaled[i]:  # floats are [experts, out, in], and scaled arrays [experts, in, out]
-            of = dataclasses.replace(of, block=(1, *of.block))
-            weights[i] = of if all(scaled) else of.mT
-    return {"w_gate_up": weights[0], "w_down": weights[1], "transposed": not all(scaled)}
+    chosen = _chosen(experts, count)
+    mixtral = any(w1 for _, w1 in numbers)
+    linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    stacks: list[Any] = []  # of gate and up, and of down
+    for at, expert in enumerate(progress(chosen) if progress else chosen):
+        for i, name in enumerate(linears):
+            which, beside = divmod(i, 2)
+            with source.reading(f"{expert}.{name}.") as own:
+                leaves, tree = jax.tree.flatten(_linear(own))
+                got = messages.short(leaves)
+                if which == len(stacks):
+                    shape = len(chosen), 2 - which
+                    empty = [np.empty((*shape, *of.shape), of.dtype) for of in leaves]
+                    stacks.append((got, tree, empty))
+                first, _, stack = stacks[which]
+                if got != first:
+                    raise ArgumentValueError(f"Expert {chosen[0]} has arrays {first}; got {got}.")
+            for into, leaf in zip(stack, leaves, strict=True):
+                into[at, beside] = leaf
+    found: dict[str, Any] = {"transposed": True}
+    for key, (_, tree, stack) in zip(("w_gate_up", "w_down"), stacks, strict=True):
+        made = tree.unflatten([of.reshape(len(of), -1, of.shape[-1]) for of in stack])
+        scaled = isinstance(made, ScaledArray)
+        found[key] = dataclasses.replace(made, block=(1, *made.block)) if scaled else made
+    return found
 
 
-def _linear(source: Source, name: str) -> Any:
-    """Returns a linear layer's weights: floats [out, in], or a scaled array [in, out]."""
-    kind = next((of for of in _FORMATS if source.has(f"{name}.{of}")), "weight")
-    function, how = _format(source, kind)
-    takes, lost = {}, ""  # parameters have the names of tensors
-    for key, of in inspect.signature(function).parameters.items():
-        tensor = f"{name}.{kind if kind == key + '_inv' else key}"
-        if of.kind != of.KEYWORD_ONLY and (of.default is of.empty or source.has(tensor)):
-            takes[key] = tensor
-        elif key.endswith("g_idx"):
-            lost = tensor
-    for other in {"bias", "g_idx", "weight_zero_point"} - set(takes):
-        tensor = f"{name}.{other}"
-        # AutoGPTQ wrote zeros as the biases of linear layers that have none.
-        if source.has(tensor) and (other != "bias" or source.make(np.any, tensor)):
-            of_zeros = " but a bias of zeros" * (other == "bias")
-            raise source.error(f"Experts of this format have no such tensor{of_zeros}.", tensor)
-    config = source.quantization
-    act_order = config.get("desc_act") or config.get("actorder") in (True, "group", "dynamic")
-
-    def make(*arrays: np.ndarray) -> Any:
-        made: Any = function(**dict(zip(takes, arrays, strict=True)), **how)
-        if not isinstance(made, ScaledArray):
-            return made
-        (group, rows), out = made.block, made.shape[1]
-        if lost and act_order and group:
-            raise ArgumentValueError(
-                f"Groups are in act-order, as `quantization_config` says, and "
-                f"`{source.prefix}{lost}` is missing."
-            )
-        if rows and out % rows == 0:
-            return made
-        # Blocks of the gate must not reach into `up`, which lies next to it.
-        scales: Any = np.repeat(made.scales, rows or out, 0)[:out]
-        return dataclasses.replace(made, scales=scales, block=(group, 1))
-
-    return source.make(make, *takes.values())
+def _linear(source: Source) -> Any:
+    """Returns a linear layer's weights [out, in]: floats, or a scaled array."""
+    config, has, get = source.quantization, source.has, source.get
+    in_order = not (config.get("desc_act") or config.get("actorder") in (True, "group", "dynamic"))
+    # AutoGPTQ wrote zeros as the biases of linear layers that have none.
+    for name in ("bias", "weight_zero_point")[: 1 if has("weight_packed") else 2]:
+        if np.any(get(name, optional=True)):
+            raise ArgumentValueError(f"Experts of this format have no `{name}` but zeros.")
+    if has("qweight"):
+        remedy = " If `quantization_config` is wrong, pass `config={**checkpoint.config, …}`."
+        messages.check_choice("quant_method", config.get("quant_method"), ("gptq", "awq"), remedy)
+        messages.check_choice("bits", config.get("bits") or 4, (4,))
+        three = get("qweight"), get("qzeros"), get("scales")
+        if config["quant_method"] == "awq":
+            made = checkpoints.from_awq(*three)
+        else:
+            v2 = config.get("checkpoint_format") == "gptq_v2"
+            made = checkpoints.from_gptq(*three, get("g_idx", optional=in_order), v2=v2)
+    elif has("weight_packed"):
+        messages.check_choice("num_bits", config.get("num_bits") or 4, (4,))
+        three = get("weight_packed"), get("weight_scale"), get("weight_shape", optional=True)
+        two = get("weight_zero_point", optional=True), get("weight_g_idx", optional=in_order)
+        made = checkpoints.from_compressed_tensors(*three, *two)
+    elif has("weight_scale_inv", "weight_scale"):
+        scale = "weight_scale" if has("weight_scale") else "weight_scale_inv"
+        made = checkpoints.from_8_bits(get("weight"), get(scale))
+    else:
+        return _floats(get("weight"))
+    made = made.mT
+    (rows, group), out = made.block, len(made)
+    if rows and out % rows == 0:
+        return made
+    # Blocks of the gate must not reach into `up`, which lies next to it.
+    scales: Any = np.repeat(made.scales, rows or out, 0)[:out]
+    return dataclasses.replace(made, scales=scales, block=(1, group))
 
 
-def _format(source: Source, kind: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns the function for a format, and what `quantization_config` says about it."""
-    config = source.quantization
-    size, block = (config.get(key) for key in ("group_size", "weight_block_size"))
-    if kind == "weight":
-        return _floats, {}
-    if kind == "weight_packed":
-        return checkpoints.from_compressed_tensors, {"group_size": size}
-    if kind != "qweight":
-        block = block or config.get("block_structure") or (128, 128)
-        return checkpoints.from_8_bits, {"block": block}
-    keys = "quant_method", "bits", "checkpoint_format", "version"
-    match [str(config.get(key)).lower() for key in keys]:
-        case ["gptq", "4" | "none", "gptq" | "gptq_v2" | "none" as stored, _]:
-            return checkpoints.from_gptq, {"group_size": size, "v2": stored == "gptq_v2"}
-        case ["awq", "4" | "none", _, "gemm" | "none"]:
-            return checkpoints.from_awq, {"group_size": size}
-        case _:
-            got = ", ".join(f"`{key}` {config.get(key)!r}" for key in keys)
-            raise CheckpointError(
-                f"`{source.prefix}…` is GPTQ or AWQ: `quantization_config` must have the "
-                '`quant_method` "gptq", with `checkpoint_format` "gptq" or "gptq_v2", or "awq", '
-                f'with `version` "gemm", and 4 `bits`; got {got}. If these are wrong, pass right '
-                "ones: `config={**checkpoint.config, …}`."
-            )
+def _floats(weight: Any) -> Any:
+    remedy = " Numbers of 8 bits or less must have scales."
+    check_array("weight", weight, checkpoints.FLOATS, (..., "out", "in"), "experts", remedy)
+    return weight

@@ -104,7 +104,7 @@ class Experts:
 
         The layouts are those of gpt-oss, Mixtral, Qwen3-MoE and DeepSeek-V3, with floats of 16 bits
         or more, or any format that a `moe.from_…` function takes. Tensors of single experts are
-        copied into one stack, one after another; those of gpt-oss stay maps of the files.
+        copied, one after another, into one stack [experts, out, in]; gpt-oss's stay maps of files.
 
         Args:
           tensors: arrays by name, such as a `moe.Checkpoint`.

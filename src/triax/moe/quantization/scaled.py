@@ -358,11 +358,11 @@ def _checked(array: ScaledArray) -> Block:
             " 4-bit numbers are stored in uint8, two to a byte, with "
             f"`packed={names[0]!r}` or `packed={names[1]!r}`."
         )
-    _check_part("values", values, (np.dtype("uint8"),) if packed else DTYPES, remedy)
+    arguments.check_dtype("values", values, (np.dtype("uint8"),) if packed else DTYPES, remedy)
     remedy = " Cast them."
     if getattr(array.scales, "dtype", None) == jnp.uint8:
         remedy = " For MX formats use `scales.view(jnp.float8_e8m0fnu)`."
-    _check_part("scales", array.scales, (np.dtype("float32"), E8M0), remedy)
+    arguments.check_dtype("scales", array.scales, (np.dtype("float32"), E8M0), remedy)
     if packed and not values.ndim:
         raise ArgumentValueError("Argument `values` must have a dimension or more to be packed.")
     block = checked_block(array.block, array.shape, array.transposed)
@@ -380,20 +380,14 @@ def _checked(array: ScaledArray) -> Block:
             "Argument `zeros` must be None unless values are packed as int4; got values of "
             f"{array.dtype}. Leave it out."
         )
-    _check_part("zeros", array.zeros, (np.dtype("int8"), np.dtype("float32")), " Cast them.")
+    arguments.check_dtype(
+        "zeros", array.zeros, (np.dtype("int8"), np.dtype("float32")), " Cast them."
+    )
     if array.zeros.shape != wanted:
         raise ArgumentValueError(
             f"Argument `zeros` must have the shape of `scales`, {wanted}; got {array.zeros.shape}."
         )
     return block
-
-
-def _check_part(name: str, part: Any, dtypes: tuple[np.dtype, ...], remedy: str) -> None:
-    if not hasattr(part, "dtype") or part.dtype not in dtypes:
-        raise ArgumentTypeError(
-            f"Argument `{name}` must be an array of {' or '.join(of.name for of in dtypes)}; got "
-            f"{messages.shown(part)}.{remedy}"
-        )
 
 
 def _float(dtype: Any) -> np.dtype:

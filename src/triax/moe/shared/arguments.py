@@ -67,12 +67,35 @@ def array(
     return as_jax(value)
 
 
+def check_array(
+    name: str, value: Any, dtypes: Sequence[np.dtype], wanted: Any, of: str, remedy: str = ""
+) -> tuple[int, ...]:
+    """Returns the shape of an argument, an array of one of `dtypes`, or raises.
+
+    In `wanted`, a name stands for any size, and `...` in front for any dimensions.
+    """
+    check_dtype(name, value, dtypes, remedy)
+    if wanted[:1] == (...,):
+        wanted = *value.shape[: max(value.ndim - len(wanted) + 1, 0)], *wanted[1:]
+    check_shape(name, value.shape, wanted, of, remedy)
+    return tuple(value.shape)
+
+
+def check_dtype(name: str, value: Any, dtypes: Sequence[np.dtype], remedy: str = "") -> None:
+    """Raises unless an argument is an array, or the type of one, of one of `dtypes`."""
+    if not hasattr(value, "dtype") or value.dtype not in dtypes:
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be an array of {' or '.join(of.name for of in dtypes)}; got "
+            f"{messages.shown(value)}.{remedy}"
+        )
+
+
 def check_shape(
     name: str, shape: tuple[int, ...], wanted: Sequence[int | str], of: str, remedy: str = ""
 ) -> None:
     """Raises unless an argument has the sizes in `wanted`, where a name stands for any size."""
     pairs = itertools.zip_longest(shape, wanted)
-    if any(size != want and not isinstance(want, str) for size, want in pairs):
+    if any(size != want and (size is None or not isinstance(want, str)) for size, want in pairs):
         text = ", ".join(map(str, wanted)) + ("," if len(wanted) == 1 else "")
         raise ArgumentValueError(
             f"Argument `{name}` must have shape ({text}) to go with {of}; got {shape}.{remedy}"
