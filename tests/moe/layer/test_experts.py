@@ -162,11 +162,10 @@ def test_weights_in_8_bits_that_were_cast_with_the_others():
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_the_same_bits(recipe, weights_on, two, transposed):
     experts, *others = given(two, transposed)
-    of_layer = functools.partial(loss, recipe=recipe, weights_on=weights_on)
-    run = jax.jit(jax.value_and_grad(of_layer, (0, 1)))
+    # Not under jit: cases share the programs of single steps.
+    run = jax.value_and_grad(functools.partial(loss, recipe=recipe, weights_on=weights_on), (0, 1))
     plain = run(experts, *others)
-    in_8_bits = jax.jit(lambda experts: experts.quantized(recipe))(experts)
-    value, (found, d_x) = run(in_8_bits, *others)
+    value, (found, d_x) = run(experts.quantized(recipe), *others)
     jax.tree.map(assert_same_bits, (value, (found.quantized(None), d_x)), plain)
     assert not any(jnp.any(array.astype("float32")) for array in jax.tree.leaves(found.in_8_bits))
 
