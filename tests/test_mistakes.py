@@ -508,23 +508,41 @@ MISTAKES = [
         "the gate's function for the activation of both",
         lambda: layer(activation=jax.nn.silu),
         of_value,
-        r"`w_gate_up` must have shape \(4, 8, 16\) to go with `w_down` .* and an `activation` of "
-        r"one array, without a gate; got \(4, 8, 32\)\. With a gate, `activation` is a JAX "
-        "function of gate and up",
+        r"`activation` must have a gate, because `w_gate_up` of shape \(4, 8, 32\) has 2 × "
+        r"`width` .*; got <.*silu.*>\. For gate and up, pass a JAX function of both\. Without",
     ),
     *(
         Mistake(
             f"{name} for weights of gate and up",
             lambda name=name: layer(activation=name),
             of_value,
-            rf"got \(4, 8, 32\)\. With a gate, `activation` is {gated}\.",
+            r"`activation` must have a gate, because `w_gate_up` of shape \(4, 8, 32\) has 2 × "
+            rf"`width` columns beside `w_down` of shape \(4, 16, 8\); got '{name}'\. For gate and "
+            rf"up, pass {gated}\. '{name}' itself is for experts without a gate\. Without a gate "
+            r"`w_gate_up` has shape \(4, 8, 16\), `width` columns\.$",
         )
         for name, gated in (
-            ("silu", "'swiglu'"),
-            ("gelu", "'geglu'"),
-            ("gelu_exact", "'geglu_exact'"),
-            ("relu2", "a JAX function of gate and up"),
+            ("silu", "`activation='swiglu'`, 'silu' of the gate times up"),
+            ("gelu", "`activation='geglu'`, 'gelu' of the gate times up"),
+            ("gelu_exact", "`activation='geglu_exact'`, 'gelu_exact' of the gate times up"),
+            ("relu2", "a JAX function of both"),
         )
+    ),
+    Mistake(
+        "silu for weights of gate and up in torch's layout",
+        lambda: layer(
+            activation="silu", w_gate_up=w_gate_up.swapaxes(1, 2), w_down=w_down.swapaxes(1, 2)
+        ),
+        of_value,
+        r"`activation` must have a gate.*`activation='swiglu'`.*shape \(4, 16, 8\), `width` columns"
+        r"\. The weights would be right with `transposed=True`",
+    ),
+    Mistake(
+        "two arrays that are too wide for their activation",
+        lambda: layer(w_gate_up=(w_gate_up, w_gate_up)),
+        of_value,
+        r"`w_gate_up\[0\]` must have shape \(4, 8, 16\) to go with `w_down` of shape \(4, 16, 8\) "
+        r"and `activation` 'swiglu'; got \(4, 8, 32\)\.$",
     ),
     *(
         Mistake(
@@ -536,19 +554,22 @@ MISTAKES = [
                 transposed=True,
             ),
             of_value,
-            rf"got \(4, 16, 8\)\. Without a gate, `activation` is {alone}\.",
+            r"`activation` must have no gate, because `w_gate_up` of shape \(4, 16, 8\) has "
+            rf"`width` columns.*; got {got}\. For experts without a gate, pass {alone}\. With a "
+            r"gate `w_gate_up` has shape \(4, 32, 8\), 2 × `width` columns\.$",
         )
-        for name, alone in (
-            ("swiglu", "'silu'"),
-            ("geglu", "'gelu'"),
-            (moe.Swiglu(limit=7.0), "a JAX function of one array"),
+        for name, got, alone in (
+            ("swiglu", "'swiglu'", "`activation='silu'`"),
+            ("geglu", "'geglu'", "`activation='gelu'`"),
+            (moe.Swiglu(limit=7.0), r"Swiglu\(.*\)", "a JAX function of one array"),
         )
     ),
     Mistake(
         "one array's activation for gate and up",
         lambda: moe.glu((x, x), activation="gelu"),
         of_value,
-        r"`gate_up` must be one array.*got 2\. With a gate, `activation` is 'geglu'\.",
+        r"`activation` must have a gate, because `gate_up` is two arrays.*got 'gelu'\. For gate "
+        r"and up, pass `activation='geglu'`",
     ),
     Mistake(
         "a class for an activation",

@@ -200,20 +200,36 @@ def _num_arguments(function: Callable[..., Any]) -> int:
 
 def remedy_by_gate(spec: GluSpec) -> str:
     """Returns a hint which activation to pass with a gate, or without one."""
-    other = dataclasses.replace(spec, gated=not spec.gated, interleaved=False)
-    remedy = f"a JAX function of {'gate and up' if other.gated else 'one array'}"
-    remedy = next((repr(name) for name, known in SPECS.items() if known == other), remedy)
-    return f" {'With' if other.gated else 'Without'} a gate, `activation` is {remedy}."
+    other = _name(dataclasses.replace(spec, gated=not spec.gated))
+    if spec.gated:
+        remedy = f"`activation={other}`" if other else "a JAX function of one array"
+        return f" For experts without a gate, pass {remedy}."
+    this = _name(spec)
+    remedy = (
+        f"`activation={other}`, {this} of the gate times up" if other else "a JAX function of both"
+    )
+    alone = f" {this} itself is for experts without a gate." if this else ""
+    return f" For gate and up, pass {remedy}.{alone}"
+
+
+def _name(spec: GluSpec) -> str:
+    """Returns the name of an activation in quotes, or nothing."""
+    plain = dataclasses.replace(spec, interleaved=False)
+    return next((repr(name) for name, known in SPECS.items() if known == plain), "")
 
 
 def check_two(name: str, pair: tuple[Any, ...], spec: GluSpec) -> None:
     """Raises unless `pair` is gate and up, and the activation takes two arrays."""
-    if len(pair) != 2 or not spec.gated or spec.interleaved:
+    if len(pair) == 2 and not spec.gated:
+        raise ArgumentValueError(
+            f"Argument `activation` must have a gate, because `{name}` is two arrays, gate and up; "
+            f"got {_name(spec) or 'a function of one array'}.{remedy_by_gate(spec)}"
+        )
+    if len(pair) != 2 or spec.interleaved:
         raise ArgumentValueError(
             f"Argument `{name}` must be one array, or two (gate and up) for a gated activation "
             f"without `interleaved`; got {len(pair)}."
-            f"{remedy_by_gate(spec) if len(pair) == 2 and not spec.gated else ''}"
-            f"{' Leave `interleaved` out.' if len(pair) == 2 and spec.interleaved else ''}"
+            f"{' Leave `interleaved` out.' if len(pair) == 2 else ''}"
         )
 
 

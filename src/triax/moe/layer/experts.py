@@ -59,7 +59,8 @@ class Experts:
         `ragged_dot` takes them, without gradients.
       b_gate_up, b_down: biases, float [experts, columns of the weights]; a tuple for two arrays.
       activation: as in `glu`: a name, a `Swiglu`, or a JAX function of gate and up, which gets each
-        row by itself, [1, width]. Functions are equal if they are the same object.
+        row by itself, [1, width]. Functions are equal if they are the same object. SiLU of the
+        gate, `hidden_act="silu"` of transformers, is "swiglu".
       interleaved: whether gate and up are the even and the odd columns of `w_gate_up` (gpt-oss).
       transposed: whether weights are [experts, out, in], as in torch.
       in_8_bits, recipe: the 8-bit copies of the weights and their recipe, set by `quantized`.
@@ -310,9 +311,12 @@ def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any =
     wanted = down and _first_shape(down, experts.transposed, halves)
     for name, (weights, *_) in zip(names[:-1], found, strict=False):
         if down and _shape(weights) not in ((), wanted):
-            beside = f"`w_down` of shape {down}"
-            beside += "" if spec.gated else " and an `activation` of one array, without a gate"
-            remedy = _remedy(experts, _shape(weights), halves, spec)
+            remedy = _remedy(experts, _shape(weights), halves)
+            if not remedy:
+                _check_gate(experts, of, spec)
+            beside = (
+                f"`w_down` of shape {down} and `activation` {messages.short(experts.activation)}"
+            )
             arguments.check_shape(f"{of}{name}", _shape(weights), wanted, beside, remedy)
 
 
@@ -372,13 +376,34 @@ def _first_shape(down: tuple[int, ...], transposed: bool, halves: int) -> tuple[
 
 def _other_layout(experts: Experts) -> str:
     return (
-        f" They would be right with `transposed={not experts.transposed}`: True is for [experts, "
-        "out, in], as in torch."
+        f" The weights would be right with `transposed={not experts.transposed}`: True is for "
+        "[experts, out, in], as in torch."
     )
 
 
-def _remedy(experts: Experts, first: tuple[int, ...], halves: int, spec: GluSpec) -> str:
-    """Returns a hint if the weights would fit another layout, or another activation."""
+def _check_gate(experts: Experts, of: str, spec: GluSpec) -> None:
+    """Raises if the first weights would fit an activation with a gate, or one without."""
+    first, down = _shape(experts.w_gate_up), _shape(experts.w_down)
+    for transposed in (experts.transposed, not experts.transposed):
+        alone, both = (_first_shape(down, transposed, halves) for halves in (1, 2))
+        if first != (alone if spec.gated else both):
+            continue
+        weights = f"`{of}w_gate_up` of shape {first}"
+        if spec.gated:
+            rule = f"no gate, because {weights} has `width` columns"
+            other = f" With a gate `w_gate_up` has shape {both}, 2 × `width` columns."
+        else:
+            rule = f"a gate, because {weights} has 2 × `width` columns"
+            other = f" Without a gate `w_gate_up` has shape {alone}, `width` columns."
+        layout = "" if transposed == experts.transposed else _other_layout(experts)
+        raise ArgumentValueError(
+            f"Argument `{of}activation` must have {rule} beside `w_down` of shape {down}; got "
+            f"{messages.short(experts.activation)}.{activations.remedy_by_gate(spec)}{other}{layout}"
+        )
+
+
+def _remedy(experts: Experts, first: tuple[int, ...], halves: int) -> str:
+    """Returns a hint if the weights would fit another layout."""
     down, transposed = _shape(experts.w_down), experts.transposed
     to = functools.partial(_first_shape, transposed=transposed, halves=halves)
     ways = (
@@ -389,6 +414,5 @@ def _remedy(experts: Experts, first: tuple[int, ...], halves: int, spec: GluSpec
             " It would be right if `w_down` had its last two axes swapped.",
         ),
         (down == to(first), " They would be right in the other order."),
-        (first == to(down, halves=3 - halves), activations.remedy_by_gate(spec)),
     )
     return next((remedy for fits, remedy in ways if fits), "")
