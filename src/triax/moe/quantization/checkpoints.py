@@ -85,7 +85,7 @@ def from_gptq(
       qzeros: int32 [..., groups, out / 8]; each holds eight zeros.
       scales: float32, float16 or bfloat16 [..., groups, out].
       g_idx: int32 or int64 [..., in], the group of each number. They must be in order: groups of
-        "act order" (`desc_act`) are refused.
+        "act order" (`desc_act`) are refused. The documentation shows how to sort them.
       group_size: as in the checkpoint's `quantization_config`. None follows `g_idx`, or else the
         shapes, if that is a power of two or all of `in`.
       v2: whether zeros are stored as they are, `"checkpoint_format": "gptq_v2"`. Otherwise they
@@ -252,7 +252,8 @@ def _group(
             raise ArgumentValueError(
                 f"Argument `{name}` must be in order, 0, …, 0, 1, …, 1, …, in groups of one size. "
                 'The groups of "act order" would need the tokens in another order for each '
-                'expert: use a checkpoint with `"desc_act": false`.'
+                'expert: use a checkpoint with `"desc_act": false`, or sort the rows by group: '
+                '"Act order" in the documentation.'
             )
     elif found is None:
         found = depth // max(count, 1)
