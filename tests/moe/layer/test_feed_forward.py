@@ -598,7 +598,7 @@ def routing(shape, of_experts=None):
         (
             {"w_gate_up": ones((E, H, W))},
             of_value,
-            r"`activation` must have no gate, .* of shape \(5, 16, 24\) has `width`",
+            r"must have no gate, .*\(5, 16, 24\) has .*With a gate .* \(5, 16, 48\)",
         ),
         ({"w_down": ones((E + 1, W, H))}, of_value, r"\(6, 16, 48\) .* `w_down` of shape \(6, 24,"),
         ({"w_down": ones((E, H, W))}, of_value, "if `w_down` had its last two axes swapped"),
