@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.moe import flat
@@ -171,6 +171,49 @@ def test_no_tokens(implementation):
     assert not np.any(out.group_counts)
     for arg, gradient in zip(args, gradients, strict=True):
         assert_same_bits(gradient, np.zeros_like(arg))
+
+
+def test_weights_on_the_input_are_applied_once():
+    x, logits, w_gate_up, w_down = draw(1)
+    weights, chosen = np.linspace(0, 2, TOKENS, dtype="f")[:, None], logits.argmax(1)[:, None]
+
+    @jax.jit
+    def both(x, weights, experts):
+        run = lambda x, weights, where: moe.feed_forward(
+            x, moe.Routing(weights, chosen), experts, weights_on=where
+        )
+        found, wanted = run(x, weights, "input"), run(x * weights, jnp.ones_like(weights), "output")
+        return found.tokens, wanted.tokens
+
+    assert_same_bits(*both(x, weights, moe.Experts(w_gate_up, w_down)))
+
+
+def test_what_devices_count_of_their_tokens_is_summed():
+    x, logits, *weights = draw(tokens=8)
+    mesh = jax.make_mesh((2,), ("t",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        put = lambda array: jax.device_put(array, NamedSharding(mesh, P("t")))
+        out = jax.jit(lambda x, logits: layer(x, logits, *weights))(put(x), put(logits))
+    counts = np.bincount(np.argsort(-logits, axis=1)[:, :2].ravel(), minlength=EXPERTS)
+    np.testing.assert_array_equal(out.group_counts, counts)
+
+
+def test_what_devices_count_and_drop_with_their_own_experts_is_summed():
+    """Each device sends one token to each device, with all of its pairs there."""
+    x, logits, w_gate_up, w_down = draw(tokens=8)
+    logits = logits[:, :4]
+    mesh = jax.make_mesh((2,), ("t",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("t"), out_specs=P())
+    def run(*args):
+        out = layer(*args, axis_name="t", capacity=1)
+        return out.group_counts, out.num_dropped
+
+    counts, dropped = jax.jit(run)(x, logits, w_gate_up[:4], w_down[:4])
+    chosen = np.argsort(-logits, axis=1)[:, :2]
+    np.testing.assert_array_equal(counts, np.bincount(chosen.ravel(), minlength=4))
+    pairs = [np.sum(part // 2 == at, axis=1) for part in np.split(chosen, 2) for at in (0, 1)]
+    assert dropped == 16 - sum(of_tokens[of_tokens > 0][0] for of_tokens in pairs)
 
 
 def test_capacity_makes_no_more_rows_than_experts_take():
