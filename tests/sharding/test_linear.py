@@ -77,3 +77,20 @@ def test_sizes_that_clash_are_named():
     op = Op("op", arguments=("rk", "rn"), results="r", cut="r", kernels=None, xla=add)
     with pytest.raises(TypeError, match=r"\(3, 5\) is declared as 'rn', where 'r' is 4"):
         jax.jit(op.of("xla"))(jnp.ones((4, 2)), jnp.ones((3, 5)))
+
+
+def test_tangents_that_are_zero_beside_others():
+    """Of two arrays that a function is linear in, one moves."""
+
+    def weighted(a, b):
+        return linear.call(
+            lambda _, of: 3 * of["a"] + 5 * of["b"],
+            lambda _, out: {"a": 3 * out, "b": 5 * out},
+            None,
+            {"a": a, "b": b},
+            a,
+        )
+
+    found = jax.jvp(lambda a: weighted(a, X), (X,), (2 * X,))
+    np.testing.assert_array_equal(found[0], 8 * X)
+    np.testing.assert_array_equal(found[1], 6 * X)
