@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -141,13 +142,24 @@ def test_every_block_fits_every_card(architecture):
 def test_few_rows_on_small_cards(capability, rows):
     """Weights are the right operand there, and go through shared memory once more if packed."""
     known = architectures.of(capability)
-    for depth, scaled in itertools.product((64, 2880, 7168), (None, 64, 128)):
+    for depth, scaled in itertools.product((64, 2880, 7168), (None, 32, 64, 128)):
         config = FewRowsConfig.for_rows(known, rows, 4096, depth, scaled)
         assert not config.permuted
         packed = FewRowsConfig.for_packed(known, rows, 4096, depth, scaled)
         assert not packed.permuted
         assert min(config.num_stages, packed.num_stages) >= 2
         assert config.block_rows == packed.block_rows <= max(16, min(64, 4 * rows))
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("rows", [1, 40, 250])
+def test_blocks_with_two_scales_are_those_with_one(capability, rows):
+    """With more warps where products from registers would leave too few of these."""
+    shape = architectures.of(capability), rows, 4096, 2880
+    assert FewRowsConfig.for_rows(*shape, 32) == FewRowsConfig.for_rows(*shape, 64)
+    one, two = (FewRowsConfig.for_packed(*shape, scaled) for scaled in (64, 32))
+    warps = 8 if capability == 120 and rows >= 32 else one.num_warps
+    assert two == dataclasses.replace(one, num_warps=warps)
 
 
 def test_sizes_fit():
