@@ -166,16 +166,19 @@ PROGRAMS: dict[str, Program] = {
         f"ragged_dot, {rows} rows, weights in {dtype}, {block}": _weights_alone(rows, dtype, block)
         for rows in (FEW, SOME, MANY)
         for dtype in (E4M3, "float8_e5m2", "int8")
-        for block in ((1, None, 1), (1, 128, 128))
+        for block in ((1, None, 1), (1, 32, 1), (1, 128, 128))
     },
     **{
-        f"ragged_dot, {rows} rows, {numbers} in {block}": packed(rows, kind, block, numbers)
+        f"ragged_dot, {rows} rows, {numbers} in {block}{', zeros' * zeros}": packed(
+            rows, kind, block, numbers, zeros
+        )
         for rows in (FEW, SOME, MANY)
-        for numbers, kind, block in (
-            ("int4", WIDE, 32),
-            ("int4", WIDE, 64),
-            ("int4", WIDE, 128),
-            ("float4_e2m1fn", "float8_e8m0fnu", 32),
+        for numbers, kind, block, zeros in (
+            ("int4", WIDE, 32, False),
+            ("int4", WIDE, 32, True),
+            ("int4", WIDE, 64, False),
+            ("int4", WIDE, 128, False),
+            ("float4_e2m1fn", "float8_e8m0fnu", 32, False),
         )
     },
     **{

@@ -7,6 +7,7 @@ Programs are traced for the interpreter's target and for a GPU without TMA, and 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -99,11 +100,14 @@ def gradient(case: Any) -> Any:
     return with_gradient(case[0]), case[1]
 
 
-def packed(rows: int, kind: str, block: int, numbers: str, **how: Any) -> Any:
+def packed(rows: int, kind: str, block: int, numbers: str, zeros: bool = False) -> Any:
     weights = scaled(
         array(5, 96, 64, dtype="uint8"), (1, block, 1), kind, transposed=True, packed=numbers
     )
-    return product_of(array(rows, 128), weights, **how)
+    if zeros:
+        of = array(*weights.scales.shape, dtype="int8")
+        weights = dataclasses.replace(weights, zeros=of)
+    return product_of(array(rows, 128), weights)
 
 
 CASES: dict[str, Any] = {
@@ -142,6 +146,7 @@ CASES: dict[str, Any] = {
         array(4000, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, None, 1), transposed=True)
     ),
     "ragged_dot of 4-bit weights": packed(40, WIDE, 32, "int4"),
+    "ragged_dot of 4-bit weights with zeros": packed(40, WIDE, 32, "int4", zeros=True),
     "ragged_dot of 4-bit weights, whole depth": packed(40, WIDE, 128, "int4"),
     "ragged_dot of MXFP4": packed(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
     "ragged_dot of MXFP4, many rows": packed(4000, "float8_e8m0fnu", 32, "float4_e2m1fn"),

@@ -1,6 +1,7 @@
 """Programs of every kind lower for cards that are not here; `tests.cards` takes all of them."""
 
 import dataclasses
+import warnings
 
 import jax
 import pytest
@@ -21,8 +22,13 @@ COMPILED = cards.Compiled("ragged_dot", "", 1, 100, 0, "mma.sync", "cp.async", F
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("card", [80, 89, 120])
 def test_programs_lower(card, name):
-    kernels = cards.lower(cards.PROGRAMS[name], card)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        kernels = cards.lower(cards.PROGRAMS[name], card)
     assert {kernel.compute_capability for _, kernel in kernels.values()} == {card}
+    by_tma = card >= 90 and jax_private.supports_tensor_maps()
+    warned = "float4" in name and not by_tma
+    assert ["in memory" in str(each.message) for each in told] == [True] * warned
 
 
 @pytest.mark.cuda_plugin

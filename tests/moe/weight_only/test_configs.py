@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -27,7 +28,7 @@ def test_as_many_stages_as_fit(card, packed):
     choose = FewRowsConfig.for_packed if packed else FewRowsConfig.for_rows
     free = card.shared_bytes - 4096  # without barriers and scales
     for rows, columns, depth, scaled in itertools.product(
-        (1, 8, 20, 40, 100, 250), (16, 4096), (64, 2880, 7168), (None, 64, 128)
+        (1, 8, 20, 40, 100, 250), (16, 4096), (64, 2880, 7168), (None, 32, 64, 128)
     ):
         config = choose(card, rows, columns, depth, scaled)
         assert not config.permuted
@@ -36,3 +37,14 @@ def test_as_many_stages_as_fit(card, packed):
         assert 2 <= config.num_stages <= 4
         assert (config.num_stages - 1) * each + once <= free, config
         assert config.num_stages == 4 or config.num_stages * each + once > free, config
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("rows", [1, 40, 250])
+def test_blocks_with_two_scales_are_those_with_one(capability, rows):
+    """With more warps where products from registers would leave too few of these."""
+    shape = architectures.of(capability), rows, 4096, 2880
+    assert FewRowsConfig.for_rows(*shape, 32) == FewRowsConfig.for_rows(*shape, 64)
+    one, two = (FewRowsConfig.for_packed(*shape, scaled) for scaled in (64, 32))
+    warps = 8 if capability == 120 and rows >= 32 else one.num_warps
+    assert two == dataclasses.replace(one, num_warps=warps)

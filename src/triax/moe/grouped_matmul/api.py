@@ -66,7 +66,8 @@ def ragged_dot(
     faster, unless scales are of blocks along the depth. If only `weights` is a `ScaledArray`, the
     kernel converts its values to the dtype of `rows`; for the gradient of the rows the weights are
     dequantized in that dtype. 4-bit weights are unpacked in the kernel for few bfloat16 rows, and
-    otherwise dequantized up front. A `ScaledArray` has no gradient.
+    otherwise dequantized up front; with few rows a warning then says why. A `ScaledArray` has no
+    gradient.
 
     Args:
       rows: [rows, depth]: float32, bfloat16, float16 or an 8-bit float; in plain JAX also float64

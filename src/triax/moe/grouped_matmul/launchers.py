@@ -30,7 +30,7 @@ from triax.moe.shared.arrays import absent, stored
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 from triax.moe.weight_only.configs import MOST_ROWS
-from triax.moe.weight_only.launchers import few_rows, suit_few_rows
+from triax.moe.weight_only.launchers import few_rows, lacking, warn_of_widening
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -168,9 +168,12 @@ def _ragged_dot(
     how: dict[str, Any] = {"options": options, "implementation": implementation}
     (num_rows, depth), num_groups = rows.shape, groups.sizes.shape[0]
     rows_per_group = int(num_rows * options.share) // num_groups
-    if transposed and suit_few_rows(target, rows_per_group, x, w, options):
+    lacks = lacking(target, rows_per_group, x, w, transposed=transposed, options=options)
+    if lacks is None:
         return few_rows(target, rows_per_group, x, w, groups, bias, bias_weights, **how)
     if w.packed:
+        if rows_per_group <= MOST_ROWS and implementation != "interpret":
+            warn_of_widening(weights, lacks)
         w = Parts(widened(weights, rows.dtype))
     columns = w.values.shape[1 if transposed else 2]
     out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -83,7 +84,7 @@ def resolve_for_floats(implementation: Any, **arrays: Any) -> Implementation | N
 def _if_gpu_has_dtypes(
     implementation: str | None,
     kernels: Callable[..., Any],
-    xla: Callable[..., Any],
+    xla: functools.partial[Any],
     *operands: Any,
 ) -> Any:
     """Runs `kernels`, or `xla` if the program's GPU lacks an operand's 8-bit float type."""
@@ -105,7 +106,7 @@ def _with_small_floats(
     target: Target,
     *operands: Any,
     kernels: Callable[..., Any],
-    xla: Callable[..., Any],
+    xla: functools.partial[Any],
     small: tuple[np.dtype, ...],
     implementation: str | None,
 ) -> Any:
@@ -119,6 +120,13 @@ def _with_small_floats(
             f"{target.compute_capability} have no {', '.join(lacking)}. Let it be None, to run "
             "plain JAX on this GPU, or cast the operands to bfloat16."
         )
+    warnings.warn(
+        f"{xla.func.__name__.removesuffix('_reference')} runs in plain JAX, which converts "
+        f"{', '.join(lacking)} in memory in every call: kernels for compute capability "
+        f"{target.compute_capability} have no such type. Use 16 bits, or int8 for weights alone.",
+        UserWarning,
+        stacklevel=2,
+    )
     return xla(*operands)
 
 

@@ -11,8 +11,9 @@ MOST_ROWS = 256
 """Mean rows per group above which weights are widened first, and reread by every row tile."""
 _MOST_OF_NARROW = 8
 _BARRIERS_AND_SCALES = 4096
-LEAST_SCALED = 64
-"""The depth that is reordered together, and must share a scale."""
+LEAST_SCALED = 32
+"""Divides the depth of every block with a scale."""
+_LEAST_DEPTH = 64  # of a block, which has a scale for each half if 64 share none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class FewRowsConfig:
     ) -> FewRowsConfig:
         """Returns the config for 8-bit weights; `scaled` is the depth of a scale, if not all."""
         width = blocks.power_of_two(columns)
+        scaled = scaled and max(scaled, _LEAST_DEPTH)
         if not architecture.multiplies_from_shared:
             deep = max(32, min(128, blocks.power_of_two(depth), scaled or 128))
             width = max(16, min(128, width))
@@ -57,7 +59,7 @@ class FewRowsConfig:
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
         if scaled is not None:  # a block's sum is kept beside the total
             return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
-        return cls(rows, max(64, min(256, width)), LEAST_SCALED, 4, True, num_warps)
+        return cls(rows, max(64, min(256, width)), _LEAST_DEPTH, 4, True, num_warps)
 
     @classmethod
     def for_packed(
@@ -73,11 +75,14 @@ class FewRowsConfig:
         Blocks are limited by the registers of programs and their accumulators.
         """
         width = max(64, min(128, blocks.power_of_two(columns)))
-        deep = 64 if depth <= 64 or (scaled is not None and scaled % 128) else 128
+        deep = _LEAST_DEPTH if depth <= 64 or (scaled is not None and scaled % 128) else 128
         if not architecture.multiplies_from_shared:
             rows = _rows(rows_per_group)
             deep = min(deep, 64 if rows == 64 else 128)  # as registers allow
-            return cls._that_fits(architecture, rows, width, deep, packed=True)
+            config = cls._that_fits(architecture, rows, width, deep, packed=True)
+            if rows == 64 and scaled is not None and scaled % deep:  # sums of both halves
+                config = dataclasses.replace(config, num_warps=8)
+            return config
         if rows_per_group <= _MOST_OF_NARROW:
             return cls(16, width, deep, 4 if scaled is None else 5, True, programs=3)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)

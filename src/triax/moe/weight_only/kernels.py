@@ -12,7 +12,9 @@ thread holds other weights than the 16 neighbours that it loads from shared memo
 reordered. Each block of packed weights is reordered, with PERMUTED also its columns, by `_order`.
 
 A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. Zeros, and
-scales that are powers of two, are applied to the widened weights, which is exact.
+scales that are powers of two, are applied to the widened weights, which is exact. Other scales
+multiply float32 sums: of the whole depth, of a block of it, or of each half of a block, whose
+weights and rows are then reordered apart.
 """
 
 import triton
@@ -102,7 +104,7 @@ def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexp
 def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """Unpacks 4-bit numbers to bfloat16, in the order of tensor cores' left operand."""
     WORDS: tl.constexpr = DEPTH // 8
-    LOADED: tl.constexpr = min(WORDS // 4, 4)  # words per thread and load
+    LOADED: tl.constexpr = WORDS // 4 if WORDS < 16 else 4  # words per thread and load
     even, odd = w.reshape(ROWS, WORDS, 2, 2).split()
     zero, two = even.to(tl.int32).split()
     one, three = odd.to(tl.int32).split()
@@ -136,6 +138,32 @@ def _ordered(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr)
 
 
 @triton.jit
+def _operand(
+    w,
+    base,
+    zeros,
+    powers,
+    PACKED: tl.constexpr,
+    WORDS: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Widens and reorders weights, packed ones minus `zeros` and times `powers`."""
+    COLUMNS: tl.constexpr = w.shape[0]
+    DEPTH: tl.constexpr = w.shape[1] if PACKED is None else 2 * w.shape[1]
+    if PACKED is not None:
+        w = _unpacked(w, base, zeros, powers, PACKED == "float4_e2m1fn", COLUMNS, DEPTH)
+        return _ordered(w, COLUMNS, DEPTH, WARPS) if PERMUTED else w
+    else:
+        w = _widened(w, base, COLUMNS, DEPTH) if WORDS else w.to(tl.bfloat16)
+        if PERMUTED:
+            LOADED: tl.constexpr = 2 if DEPTH == 32 else 4  # words per thread and load
+            w = w.reshape(COLUMNS, DEPTH // LOADED // 16, 4, LOADED, 2, 2)
+            w = w.permute(0, 1, 3, 4, 2, 5).reshape(COLUMNS, DEPTH)
+        return w
+
+
+@triton.jit
 def _powers_of_two(codes):
     """Returns 2**(codes - 127) in bfloat16; NaN for 255."""
     bits = codes.to(tl.int16) << 7
@@ -149,6 +177,19 @@ def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
     """Repeats the value of each part of the depth for each word in that part."""
     shape: tl.constexpr = (COLUMNS, parts.shape[1], WORDS // parts.shape[1])
     return tl.broadcast_to(parts[:, :, None], shape).reshape(COLUMNS, WORDS)
+
+
+@triton.jit
+def _first_of(group, columns, num_columns, depth, SCALE_COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns where the scales and zeros of each column begin; blocks are BLOCK deep."""
+    at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
+    return at * tl.cdiv(depth, BLOCK)
+
+
+@triton.jit
+def _of_part(at, known, start, depth, BLOCK: tl.constexpr):
+    """Loads the scale or zero of each column at a depth."""
+    return tl.load(at + start // BLOCK, mask=known & (start < depth), other=0)
 
 
 @triton.jit
@@ -189,6 +230,15 @@ def _scales(
         return tl.load(pointer + at, mask=which < num_columns, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _plus(total, w, x, scale, PERMUTED: tl.constexpr):
+    """Returns `total` plus the product of rows and weights, times the scales of columns."""
+    if PERMUTED:
+        return total + tl.dot(w, x.T) * scale[:, None]
+    else:
+        return total + tl.dot(x, w.T) * scale[None, :]
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     rows,
@@ -220,10 +270,12 @@ def _few_rows_kernel(
     first_row = tl.load(tiles_ptr + 2)
     num_column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     num_tiles = num_row_tiles * num_column_tiles
-    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
     IN_A_BYTE: tl.constexpr = 1 if PACKED is None else 2
-    # IN_SUM: products are scaled before they are added. PART: a depth with one power and one zero.
+    # IN_SUM: products are scaled before they are added. HALVES: so are those of a block's halves,
+    # each with its own scale and zero. PART: a depth with one power and one zero.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
+    HALVES: tl.constexpr = IN_SUM and SCALE_DEPTH % BLOCK_DEPTH != 0
+    HALF: tl.constexpr = BLOCK_DEPTH // 2
     PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
@@ -240,30 +292,35 @@ def _few_rows_kernel(
         total = tl.zeros(
             [BLOCK_COLUMNS, BLOCK_ROWS] if PERMUTED else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32
         )
-        if PACKED is not None:
+        if PACKED is not None or HALVES:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             known = columns < num_columns
-            at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
-            at *= tl.cdiv(depth, BLOCK)
+            at = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK)
             # Scales and zeros are loaded a step ahead, while the weights before are multiplied.
             if POWERS:
                 codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
-            if zeros_ptr is not None:
+            if HALVES:
+                columns = column + order
+                is_scaled = columns < num_columns
+                scales_at = group_scales_ptr + _first_of(
+                    group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK
+                )
+                scale = _of_part(scales_at, is_scaled, 0, depth, BLOCK)
+                scale_2 = _of_part(scales_at, is_scaled, HALF, depth, BLOCK)
+                if zeros_ptr is not None:
+                    zero = _of_part(zeros_ptr + at, known, 0, depth, BLOCK)
+                    zero_2 = _of_part(zeros_ptr + at, known, HALF, depth, BLOCK)
+            elif zeros_ptr is not None:
                 zeros = _of_parts(zeros_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
         for start in range(0, depth, BLOCK_DEPTH):
             w = weights.load([group, column, start // IN_A_BYTE])
             w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // IN_A_BYTE)
             x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
-            x = x.reshape(BLOCK_ROWS, BLOCK_DEPTH)
-            if PACKED is None:
-                w = _widened(w, base, BLOCK_COLUMNS, BLOCK_DEPTH) if WORDS else w.to(tl.bfloat16)
-                if PERMUTED:
-                    w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // 64, 4, 4, 2, 2)
-                    w = w.permute(0, 1, 3, 4, 2, 5).reshape(BLOCK_COLUMNS, BLOCK_DEPTH)
-            else:
-                after = start + BLOCK_DEPTH
-                less = None
-                powers = None
+            x = x.reshape(BLOCK_ROWS, HALF if HALVES else BLOCK_DEPTH)
+            after = start + BLOCK_DEPTH
+            less = None
+            powers = None
+            if not HALVES:
                 if zeros_ptr is not None:
                     less = _for_words(zeros.to(tl.bfloat16), BLOCK_COLUMNS, BLOCK_DEPTH // 8)
                     zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK)
@@ -272,15 +329,13 @@ def _few_rows_kernel(
                     codes = _of_parts(
                         group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK
                     )
-                w = _unpacked(w, base, less, powers, E2M1, BLOCK_COLUMNS, BLOCK_DEPTH)
-                if PERMUTED:
-                    w = _ordered(w, BLOCK_COLUMNS, BLOCK_DEPTH, WARPS)
+                w = _operand(w, base, less, powers, PACKED, WORDS, PERMUTED, WARPS)
             if not IN_SUM:
                 if PERMUTED:
                     total = tl.dot(w, x.T, total)
                 else:
                     total = tl.dot(x, w.T, total)
-            else:
+            elif not HALVES:
                 scale = _scales(
                     group_scales_ptr,
                     group,
@@ -293,10 +348,25 @@ def _few_rows_kernel(
                     SCALE_COLUMNS,
                     SCALE_DEPTH,
                 )
-                if PERMUTED:
-                    total += tl.dot(w, x.T) * scale[:, None]
-                else:
-                    total += tl.dot(x, w.T) * scale[None, :]
+                total = _plus(total, w, x, scale, PERMUTED)
+            else:
+                # Names that end in `_2` are of the second half.
+                w, w_2 = w.reshape(BLOCK_COLUMNS, 2, HALF // IN_A_BYTE).permute(0, 2, 1).split()
+                x_2 = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start + HALF])
+                x_2 = x_2.reshape(BLOCK_ROWS, HALF)
+                less_2 = None
+                if zeros_ptr is not None:
+                    less = _for_words(zero[:, None].to(tl.bfloat16), BLOCK_COLUMNS, HALF // 8)
+                    less_2 = _for_words(zero_2[:, None].to(tl.bfloat16), BLOCK_COLUMNS, HALF // 8)
+                    zero = _of_part(zeros_ptr + at, known, after, depth, BLOCK)
+                    zero_2 = _of_part(zeros_ptr + at, known, after + HALF, depth, BLOCK)
+                w = _operand(w, base, less, None, PACKED, WORDS, PERMUTED, WARPS)
+                w_2 = _operand(w_2, base, less_2, None, PACKED, WORDS, PERMUTED, WARPS)
+                now, now_2 = scale, scale_2
+                scale = _of_part(scales_at, is_scaled, after, depth, BLOCK)
+                scale_2 = _of_part(scales_at, is_scaled, after + HALF, depth, BLOCK)
+                total = _plus(total, w, x, now, PERMUTED)
+                total = _plus(total, w_2, x_2, now_2, PERMUTED)
         if PERMUTED:
             total = total.T
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
+from triax.compat import versions
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import Parts
 from triax.moe.grouped_matmul.tiles import (
@@ -19,32 +22,49 @@ from triax.moe.grouped_matmul.tiles import (
     triton_dtype,
 )
 from triax.moe.quantization.packing import E8M0
+from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 from triax.moe.weight_only.configs import LEAST_SCALED, MOST_ROWS, FewRowsConfig
 
-_POWER_DEPTH = 32  # as in the kernels
 
-
-def suit_few_rows(
-    target: Target, rows_per_group: int, x: Parts, w: Parts, options: Options
-) -> bool:
-    """Whether the kernel supports rows `x` and weights `w`, whose depth is innermost."""
+def lacking(
+    target: Target, rows_per_group: int, x: Parts, w: Parts, *, transposed: bool, options: Options
+) -> str | None:
+    """Says what the kernel needs and rows `x` or weights `w` lack; None if it takes them."""
     out = jax.ShapeDtypeStruct((len(x.values), w.values.shape[1]), options.dtype)
-    addressed = (x.values, w.values) if w.packed else (x.values, w.values, out)
-    if (
-        x.values.dtype != jnp.bfloat16
-        or w.values.dtype.itemsize > 1
-        or rows_per_group > MOST_ROWS
-        or not (target.tensor_maps and suit_tma(*addressed))
-    ):
-        return False
-    if not w.packed:
-        is_widened = w.values.dtype in (jnp.float8_e4m3fn, jnp.int8)
-        return is_widened and (w.deep is None or w.deep >= LEAST_SCALED)
+    if w.packed is None and w.values.dtype not in (jnp.float8_e4m3fn, jnp.int8):
+        return "weights of float8_e4m3fn, int8 or 4 bits"
+    if rows_per_group > MOST_ROWS:
+        return f"at most {MOST_ROWS} rows for each group on average"
+    if not target.tensor_maps:
+        if target.architecture.tma:
+            return f"JAX {versions.TENSOR_MAPS.stable} or later"
+        return "TMA, from Hopper on (other GPUs convert int8 weights as they load them)"
+    if x.values.dtype != jnp.bfloat16:
+        return f"rows of bfloat16; got {x.values.dtype}"
+    if not transposed:
+        return "weights that are stored with their depth innermost (`transposed=True`)"
     if w.zeros is not None and w.zeros.dtype != jnp.int8:  # other zeros may not fit bfloat16
-        return False
-    return w.deep is None or w.deep % (_POWER_DEPTH if _powers(w) else LEAST_SCALED) == 0
+        return f"zeros of int8; got {w.zeros.dtype}"
+    if w.deep is not None and w.deep % LEAST_SCALED:
+        return f"scales for a multiple of {LEAST_SCALED} along the depth; got {w.deep}"
+    if not suit_tma(x.values, w.values, *([] if w.packed else [out])):
+        sizes = "a depth" if w.packed else "depth and columns"
+        return f"{sizes} in multiples of 32; got {x.values.shape[1]}"
+    return None
+
+
+def warn_of_widening(weights: ScaledArray, lacks: str) -> None:
+    """Warns that few rows are multiplied by weights which every call widens in memory."""
+    warnings.warn(
+        f"ragged_dot dequantizes its weights, {messages.short(weights)} with scales for blocks "
+        f"{weights.block}, in memory in every call: the kernel that unpacks them in registers "
+        f"needs {lacks}. If that cannot be changed, and memory suffices, dequantize them once: "
+        "`weights.dequantize(jnp.bfloat16)`.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def _powers(w: Parts) -> bool:
@@ -82,13 +102,15 @@ def few_rows(
     block_depth = config.block_depth * stored_depth // depth
     # Triton widens int8 equally fast, but not into the left operand.
     words = config.permuted or weights.dtype != jnp.int8
+    # If each half of a block has its own scale, the kernel takes the rows by halves.
+    ordered = config.block_depth // (2 if scaled and scaled % config.block_depth else 1)
     if w.packed:
-        rows = _renumbered_packed(rows, config.block_depth)
+        rows = _renumbered_packed(rows, ordered)
     elif words:
-        rows = _renumbered(rows, config.permuted)
+        rows = _renumbered(rows, config.permuted, ordered)
     return launch(
         _few_rows_kernel,
-        bounded_by_group(rows, config.block_rows, config.block_depth),
+        bounded_by_group(rows, config.block_rows, ordered),
         TensorDescriptor.from_array(weights, (1, config.block_columns, block_depth)),
         tiles,
         scales,
@@ -112,18 +134,20 @@ def few_rows(
     )
 
 
-def _renumbered(rows: jax.Array, permuted: bool) -> jax.Array:
+def _renumbered(rows: jax.Array, permuted: bool, ordered: int) -> jax.Array:
     """Reorders the depth of rows as the kernel does; zeros fill the last block."""
     num_rows, depth = rows.shape
     if not permuted:
         return rows.reshape(num_rows, -1, 2, 2).swapaxes(2, 3).reshape(num_rows, -1)
-    rows = jnp.pad(rows, ((0, 0), (0, -depth % 64))).reshape(num_rows, -1, 4, 4, 2, 2)
+    loaded = min(ordered // 16, 4)
+    rows = jnp.pad(rows, ((0, 0), (0, -depth % (16 * loaded))))
+    rows = rows.reshape(num_rows, -1, 4, loaded, 2, 2)
     return rows.transpose(0, 1, 3, 5, 2, 4).reshape(num_rows, -1)
 
 
-def _renumbered_packed(rows: jax.Array, block_depth: int) -> jax.Array:
-    """Reorders the depth of rows for packed weights; a thread loads 32 or 16 weights at once."""
+def _renumbered_packed(rows: jax.Array, ordered: int) -> jax.Array:
+    """Reorders each `ordered` of the depth for packed weights; a thread loads 8 to 32 at once."""
     num_rows, depth = rows.shape
-    rows = jnp.pad(rows, ((0, 0), (0, -depth % block_depth)))
-    rows = rows.reshape(num_rows, -1, 4, min(block_depth // 32, 4), 2, 4)
+    rows = jnp.pad(rows, ((0, 0), (0, -depth % ordered)))
+    rows = rows.reshape(num_rows, -1, 4, min(ordered // 32, 4), 2, 4)
     return rows.transpose(0, 1, 3, 5, 2, 4).reshape(num_rows, -1)
