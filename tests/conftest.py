@@ -139,19 +139,19 @@ def _fewest(
 ) -> list[pytest.Item]:
     """Cases that show all values of parameters, so many `together`, that were not shown before."""
 
-    def shows(item: pytest.Item) -> set[Any]:
+    def shown(item: pytest.Item) -> set[Any]:
         # A value of a parameter is one object in all cases.
         values = sorted((name, id(value)) for name, value in item.callspec.params.items())  # type: ignore[attr-defined]
         return set(itertools.combinations(values, together))
 
-    left, chosen = list(left), list[pytest.Item]()
-    seen: set[Any] = set().union(*map(shows, before))
-    while left and len(chosen) != most:
-        new = [len(shows(item) - seen) for item in left]
-        if not any(new):
+    shows, chosen = {item: shown(item) for item in left}, list[pytest.Item]()
+    seen: set[Any] = set().union(*map(shown, before))
+    while shows and len(chosen) != most:
+        best = max(shows, key=lambda item: len(shows[item] - seen))
+        if not shows[best] - seen:
             break
-        chosen.append(left.pop(new.index(max(new))))
-        seen |= shows(chosen[-1])
+        chosen.append(best)
+        seen |= shows.pop(best)
     return chosen
 
 

@@ -436,10 +436,12 @@ def test_missing_last_experts(key):
     ("make", "quantization", "message"),
     [
         (gptq, {"quant_method": "gptq", "bits": 3}, "`bits` must be one of 4; got 3"),
+        (gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "'gptq_v2'; got 'marlin'"),
+        (awq, {"quant_method": "awq", "version": "gemv"}, "`version` must be one of 'gemm'"),
         (packed, {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "`num_bits` must be one"),
     ],
 )
-def test_other_widths(make, quantization, message):
+def test_other_widths_and_formats(make, quantization, message):
     config = {"quantization_config": quantization}
     with pytest.raises(CheckpointError, match=message):
         moe.Experts.from_checkpoint(layer(make), MLP, config=config)

@@ -7,7 +7,6 @@ tokens, masked by one-hots. Values and all gradients are compared, on every path
 from __future__ import annotations
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,9 @@ from triax.testing import assert_close, checked
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 22, 16, 12, 8
 PATHS = ["interpret", "xla"]
+NIGHTLY = [
+    getattr(pytest.mark, of)("the model runs on the other path") for of in ("slow", "nightly")
+]
 
 
 def silu_and_mul(gate, up):
@@ -261,7 +263,12 @@ def gradients(function, arrays, upstream):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("name", "implementation"), list(zip(MODELS, itertools.cycle(PATHS), strict=False))
+    ("name", "implementation"),
+    [
+        pytest.param(name, path, marks=NIGHTLY if (at + i) % 2 else ())
+        for at, name in enumerate(MODELS)
+        for i, path in enumerate(PATHS)
+    ],
 )
 def test_the_layer_is_the_models(name, implementation):
     router, activation, options = MODELS[name]

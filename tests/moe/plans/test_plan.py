@@ -42,8 +42,7 @@ OPTIONS = [
     (1, 0, None),
     (2, None, 0),
 ]
-MASK_OPTIONS = [OPTIONS[at] for at in (1, 3, 5, 7, 8)]
-seeds = st.integers(0, 2**32 - 1)
+cases = {"seed": st.integers(0, 2**32 - 1), "options": st.sampled_from(OPTIONS)}
 
 
 def check(actual, expected, num_rows):
@@ -117,7 +116,7 @@ def test_example(implementation):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@given(routing=st.sampled_from(oracle.ROUTINGS), seed=seeds, options=st.sampled_from(OPTIONS))
+@given(routing=st.sampled_from(oracle.ROUTINGS), **cases)
 def test_equals_definition(shape, seed, routing, options):
     ids = oracle.draw_ids(np.random.default_rng(seed), *shape, routing)
     keywords, num_rows = resolve(options, *shape)
@@ -139,8 +138,7 @@ MASKS += [(0, 20, 20), (70, 64, 64), (130, 40, 33), (7, 300, 300)]
 @given(
     fill=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
     dtype=st.sampled_from(["bool", "int8", "uint32"]),
-    seed=seeds,
-    options=st.sampled_from(MASK_OPTIONS),
+    **cases,
 )
 def test_mask_equals_definition(shape, seed, fill, dtype, options):
     num_tokens, top_k, num_experts = shape

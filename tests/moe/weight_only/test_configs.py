@@ -33,6 +33,8 @@ def test_as_many_stages_as_fit(card, packed):
         config = choose(card, rows, columns, depth, scaled)
         assert not config.permuted
         assert 16 <= config.block_rows <= max(16, min(64, 4 * rows))
+        same = FewRowsConfig.for_rows(card, rows, columns, depth, scaled)
+        assert config.block_rows == same.block_rows
         each, once = block_bytes(config, packed)
         assert 2 <= config.num_stages <= 4
         assert (config.num_stages - 1) * each + once <= free, config

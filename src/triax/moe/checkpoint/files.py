@@ -59,7 +59,9 @@ class Checkpoint(Mapping[str, np.ndarray]):
             names = _parsed(index, index.read_bytes(), "weight_map")
         else:
             names = dict.fromkeys(self._opened(file)[1], _FILE)
-        self.files = {name: self.folder / Path(str(of)).name for name, of in names.items()}
+        self.files = {name: self.folder / str(of) for name, of in names.items()}
+        if outside := next((of for of in self.files.values() if of.parent != self.folder), None):
+            raise CheckpointError(f"{index} names {outside}, which is not in the folder.")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)

@@ -173,10 +173,13 @@ def _linear(source: Source) -> Any:
         messages.check_choice("bits", config.get("bits") or 4, (4,))
         three = get("qweight"), get("qzeros"), get("scales")
         if config["quant_method"] == "awq":
+            messages.check_choice("version", (config.get("version") or "gemm").lower(), ("gemm",))
             made = checkpoints.from_awq(*three)
         else:
-            v2 = config.get("checkpoint_format") == "gptq_v2"
-            made = checkpoints.from_gptq(*three, get("g_idx", optional=in_order), v2=v2)
+            of = config.get("checkpoint_format") or "gptq"
+            messages.check_choice("checkpoint_format", of, ("gptq", "gptq_v2"))
+            groups = get("g_idx", optional=in_order)
+            made = checkpoints.from_gptq(*three, groups, v2=of == "gptq_v2")
     elif has("weight_packed"):
         messages.check_choice("num_bits", config.get("num_bits") or 4, (4,))
         three = get("weight_packed"), get("weight_scale"), get("weight_shape", optional=True)

@@ -50,8 +50,8 @@ def lacking(
     if w.deep is not None and w.deep % LEAST_SCALED:
         return f"scales for a multiple of {LEAST_SCALED} along the depth; got {w.deep}"
     if not suit_tma(x.values, w.values, *([] if w.packed else [out])):
-        sizes = "a depth" if w.packed else "depth and columns"
-        return f"{sizes} in multiples of 32; got {x.values.shape[1]}"
+        # Of 4-bit weights, about which alone anybody is told.
+        return f"a depth in multiples of 32; got {x.values.shape[1]}"
     return None
 
 
