@@ -211,7 +211,9 @@ def test_an_empty_prompt_is_refused():
 def test_an_exported_step_runs_without_triax(checkpoints, tmp_path):
     exporting = load("serving/export_decoder")
     config, params = decoder.load(moe.Checkpoint(checkpoints(GPT_OSS)))
-    exported = exporting.export(config, params, 2, 16, ("cuda", "cpu"))
+    # Tokens are float32 here, which the kernel for few rows does not take.
+    with pytest.warns(UserWarning, match="ragged_dot dequantizes its weights"):
+        exported = exporting.export(config, params, 2, 16, ("cuda", "cpu"))
     exported = jax.export.deserialize(exported.serialize())
     kernels = {call.kernel for call in triton_calls(lowered_for_cuda(exported.call, exported))}
     assert kernels >= {"route", "unpermute"}
