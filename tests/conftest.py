@@ -114,20 +114,23 @@ def cuda_plugin_problem() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of a test marked `sampled`, some are quick, some slow, and the rest nightly.
 
-    The quick ones show each value of each parameter, the slow ones each pair of values of two.
-    Which ones they are depends on their names alone.
+    The quick ones show each value of each parameter, the slow ones each pair of values of two; with
+    limits, those that show the most come first. Which ones they are depends on their names alone.
     """
     cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, of_test in cases.items():
         left = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        most = next(iter(of_test[0].get_closest_marker("sampled").args), None)  # type: ignore[union-attr]
-        quick = _fewest(left, 1, most)
+        limits = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        most_quick, most_slow = (*limits, None, None)[:2]
+        quick = _fewest(left, 1, most_quick)
         left = [item for item in left if item not in quick]
         parameters = of_test[0].callspec.params  # type: ignore[attr-defined]
-        pairs = left if len(parameters) == 1 else _fewest(left, 2, None, quick)
+        pairs = left[:most_slow] if len(parameters) == 1 else _fewest(left, 2, most_slow, quick)
         for item in left:
             item.add_marker(pytest.mark.slow(f"{len(quick)} cases of {name} are quick"))
             if item not in pairs:

@@ -21,7 +21,7 @@ def test_what_threads_raise_is_found():
     assert "ZeroDivisionError" in found["findings"][0]
 
 
-@pytest.mark.slow("it waits for a process that never ends")
+@pytest.mark.nightly("it waits for a process that never ends")
 def test_a_scenario_that_does_not_end_is_found():
     found = command.run("planted_hang", 1, 0, after=20)
     (finding,) = found["findings"]
@@ -29,7 +29,7 @@ def test_a_scenario_that_does_not_end_is_found():
     assert "planted_hang" in finding
 
 
-@pytest.mark.slow("it starts many processes")
+@pytest.mark.nightly("it starts many processes")
 def test_scenarios_find_nothing(tmp_path):
     names = "donated", "kernels_by_thousand", "interrupted", "full_disk", "clock"
     path = tmp_path / "stress.json"

@@ -66,7 +66,8 @@ def off(folder, name, size, **changed):
     return np.abs(run(config, params, size) - expected(name)).max()
 
 
-slow = pytest.mark.slow("other sizes and configurations are quick")
+slow = pytest.mark.slow("other configurations are quick")
+nightly = pytest.mark.nightly("each configuration has another size")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +75,11 @@ slow = pytest.mark.slow("other sizes and configurations are quick")
     [
         (GPT_OSS, 1),
         ("Qwen3-MoE", 8),
-        *(pytest.param(GPT_OSS, size, marks=slow) for size in (6, len(PROMPT))),
-        *(pytest.param("Qwen3-MoE", size, marks=slow) for size in (1, len(PROMPT))),
-        *(pytest.param("gpt-oss", size, marks=slow) for size in (12, len(PROMPT))),
-        *(pytest.param("Qwen3-MoE with all options", size, marks=slow) for size in (1, 24)),
+        pytest.param("gpt-oss", 12, marks=slow),
+        pytest.param("Qwen3-MoE with all options", 1, marks=slow),
+        *(pytest.param(name, len(PROMPT), marks=nightly) for name in recorded.CONFIGS),
+        pytest.param(GPT_OSS, 6, marks=nightly),
+        pytest.param("Qwen3-MoE", 1, marks=nightly),
     ],
 )
 def test_logits_are_those_of_transformers(checkpoints, name, size):
@@ -88,7 +90,7 @@ YARN = recorded.CONFIGS[GPT_OSS]["rope_scaling"]
 FULL = ["full_attention"] * 2
 
 
-@pytest.mark.slow("it compiles a model for each change")
+@pytest.mark.sampled(0, 8)
 @pytest.mark.parametrize(
     "changed",
     [

@@ -20,7 +20,7 @@ COMPILED = cards.Compiled("ragged_dot", "", 1, 100, 0, "mma.sync", "cp.async", F
 @pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("card", [80, 89, 120])
+@pytest.mark.parametrize("card", [80, 89, 100, 120])
 def test_programs_lower(card, name):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

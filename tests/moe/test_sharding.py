@@ -331,7 +331,7 @@ def test_the_gradient_of_glus_weights_where_the_width_is_cut(kind):
     assert_all_close(actual, jax.jit(both)(*args), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow("the ops' sharding has tests of its own")
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("specs", [("a", "b"), ("a", "ab"), ("ab", "b")], ids=str)
 def test_the_layers_backward_may_be_cut_otherwise_than_its_forward(specs):
     """What is kept for the backward means the same, however XLA cuts either."""

@@ -291,7 +291,7 @@ def test_an_activation_that_is_not_known(config):
 @pytest.mark.parametrize("quantization", [{}, {"quant_method": "auto-round"}])
 def test_words_of_an_unknown_format(quantization):
     with pytest.raises(
-        CheckpointError, match=r"`quant_method` must be one of 'gptq', 'awq'.*config="
+        CheckpointError, match=r"quant_method.* must be one of 'gptq', 'awq'.*config="
     ):
         moe.Experts.from_checkpoint(layer(awq), MLP, config={"quantization_config": quantization})
 
@@ -368,16 +368,16 @@ def put(name, array):
         (
             "plain",
             put(f"{FIRST}.weight", floats(WIDTH, 8)),
-            r"Expert 0 has arrays \[bfloat16\[96,64\]\]; got \[bfloat16\[96,8\]\]",
+            r"alike: `.*\.0\.gate_proj\.…` has \[bfloat16\[96,64\]\]; got \[bfloat16\[96,8\]\]",
         ),
         ("plain", put(f"{FIRST}.weight", floats(HIDDEN)), r"`weight` must have shape \(out, in\)"),
         (
             "plain",
             put(f"{FIRST}.weight", floats(WIDTH, HIDDEN, dtype=np.float32)),
-            r"Expert 0 has arrays .* got \[float32\[96,64\]\]",
+            r"must be alike: .* got \[float32\[96,64\]\]",
         ),
         ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 5)), "must be .* of a power of two"),
-        ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 4)), "Expert 0 has arrays"),
+        ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 4)), "must be alike"),
         ("awq", put(f"{FIRST}.qweight", words(HIDDEN // 8, WIDTH)), "`scales` must have shape"),
     ],
 )
@@ -435,16 +435,44 @@ def test_missing_last_experts(key):
 @pytest.mark.parametrize(
     ("make", "quantization", "message"),
     [
-        (gptq, {"quant_method": "gptq", "bits": 3}, "`bits` must be one of 4; got 3"),
+        (
+            gptq,
+            {"quant_method": "gptq", "bits": 3},
+            r'_config\["bits"\]` must be one of 4; got 3',
+        ),
         (gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "'gptq_v2'; got 'marlin'"),
-        (awq, {"quant_method": "awq", "version": "gemv"}, "`version` must be one of 'gemm'"),
-        (packed, {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "`num_bits` must be one"),
+        (awq, {"quant_method": "awq", "version": "gemv"}, "version.* must be one of 'gemm'"),
+        (packed, {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "num_bits.* must be one"),
     ],
 )
 def test_other_widths_and_formats(make, quantization, message):
     config = {"quantization_config": quantization}
     with pytest.raises(CheckpointError, match=message):
         moe.Experts.from_checkpoint(layer(make), MLP, config=config)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
+def test_zeros_of_a_symmetric_checkpoint(checkpoint_format):
+    """They are all 8 and can be left out; others are of a version that is not said."""
+    config = {"quant_method": "gptq", "sym": True, "checkpoint_format": checkpoint_format}
+    eights = {"gptq": 0x77777777, "gptq_v2": 0x88888888 - 2**32}
+    drawn = layer(gptq)
+    symmetric = lambda of: {
+        name: np.full_like(array, eights[of]) if name.endswith("qzeros") else array
+        for name, array in drawn.items()
+    }
+    found, with_zeros = (
+        moe.Experts.from_checkpoint(
+            symmetric(checkpoint_format), MLP, config={"quantization_config": config | {"sym": sym}}
+        )
+        for sym in (True, False)
+    )
+    assert found.w_down.zeros is None
+    assert not with_zeros.w_down.zeros.any()
+    np.testing.assert_array_equal(exactly(found.w_down), exactly(with_zeros.w_down))
+    (other,) = eights.keys() - {checkpoint_format}
+    with pytest.raises(CheckpointError, match=r"checkpoint_format.*config="):
+        moe.Experts.from_checkpoint(symmetric(other), MLP, config={"quantization_config": config})
 
 
 def test_a_missing_expert():

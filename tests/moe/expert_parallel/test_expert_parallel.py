@@ -159,27 +159,27 @@ def make_mesh(name):
     return Mesh(devices, tuple(sizes)), axis
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("mesh_name", "kind"),
-    [
-        *(("8", kind) for kind in ("uniform", "skewed", "few experts", "not routed", "one device")),
-        *(
-            pytest.param(name, kind, marks=pytest.mark.slow("as on a mesh of one axis"))
-            for name, kind in [
-                ("4x2", "skewed"),
-                ("2x2x2", "uniform"),
-                ("2x2x2", "not routed"),
-                ("both axes", "uniform"),
-            ]
-        ),
-    ],
-)
-def test_equals_one_device(way, mesh_name, kind):
+def assert_equals_one_device(way, kind, mesh_name):
     o, experts = operands(kind, 8)
     results = (run(o, experts) for run in (program(mesh_name, way), program()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), *results)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["uniform", "skewed", "few experts", "not routed", "one device"])
+def test_equals_one_device(way, kind):
+    assert_equals_one_device(way, kind, "8")
+
+
+@pytest.mark.sampled(0, 4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("mesh_name", "kind"),
+    [("4x2", "skewed"), ("2x2x2", "uniform"), ("2x2x2", "not routed"), ("both axes", "uniform")],
+)
+def test_equals_one_device_on_meshes_of_more_axes(way, mesh_name, kind):
+    assert_equals_one_device(way, kind, mesh_name)
 
 
 def local_mesh(count=4):
@@ -337,7 +337,8 @@ def test_scales_of_rows_without_a_token_are_zero(options):
     assert words.ravel().tolist() == [127, 127, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 1)
+@every_way
 def test_transformations(options):
     mesh, count = local_mesh(), 4 * TOKENS
     experts = draw_experts("uniform", count)
@@ -426,7 +427,8 @@ def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
     jax.tree.map(assert_same_bits, made_first, straight)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 1)
+@every_way
 def test_a_mesh_of_which_one_axis_is_manual(options):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("d", "automatic"))
     count = 4 * TOKENS
@@ -447,7 +449,8 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
     jax.tree.map(close, found, expected)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 1)
+@every_way
 @COMPILES
 def test_a_mesh_whose_other_axis_is_explicit(options):
     """What `shard_map` leaves may cut everything, each array otherwise."""
@@ -638,7 +641,7 @@ def test_combine_wants_its_plan():
         moe.combine(np.ones((8, 4)), plan, weights=None)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 1)
 @every_way
 def test_weights_are_those_that_are_passed(options):
     """Other ones than `dispatch` returned, or none; and their gradient."""

@@ -58,7 +58,7 @@ def needs_descriptors():
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize(
     ("arch", "how", "found"),
     [

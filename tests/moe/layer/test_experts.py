@@ -155,7 +155,7 @@ def test_weights_in_8_bits_that_were_cast_with_the_others():
 # --- in 8 bits --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 5)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("weights_on", ["output", "input"])
@@ -185,7 +185,7 @@ def test_what_was_made_is_what_is_multiplied(monkeypatch):
     assert dataclasses.replace(stale, w_down=experts.w_down).in_8_bits is None
 
 
-@pytest.mark.slow("its parts have tests of their own")
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("recipe", ["rows", ALL], ids=str)
 def test_over_microbatches(recipe):
     """Quantized outside of the loop, whose body then quantizes no weights."""
@@ -209,7 +209,7 @@ def test_over_microbatches(recipe):
     jax.tree.map(assert_same_bits, jax.grad(alone)(experts), wanted)
 
 
-@pytest.mark.slow("the ops' sharding has tests of its own")
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_tokens_cut_over_devices(axis_type):
     experts, x, logits = given()

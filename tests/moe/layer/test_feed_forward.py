@@ -119,7 +119,7 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     return out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
 )
@@ -278,7 +278,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_what_is_kept_for_the_backward_pass(way, implementation):
@@ -349,7 +349,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 8)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_given_each_row_by_itself(name):
     """So no token's result depends on which others there are, or on its number among them."""
@@ -465,7 +465,7 @@ def test_policy_that_permutes_again():
     jax.tree.map(assert_nearly, again, expected)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("transpose", [False, True])
 def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     """Forward mode, second derivatives and vmap are those of the layer that keeps all."""

@@ -22,9 +22,7 @@ from triax.testing import assert_close, checked
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 22, 16, 12, 8
 PATHS = ["interpret", "xla"]
-NIGHTLY = [
-    getattr(pytest.mark, of)("the model runs on the other path") for of in ("slow", "nightly")
-]
+NIGHTLY = pytest.mark.nightly("the model runs on the other path")
 
 
 def silu_and_mul(gate, up):
@@ -290,18 +288,9 @@ def test_the_layer_is_the_models(name, implementation):
             assert_close(found[n], array, terms=64, err_msg=n)
 
 
-@pytest.mark.slow("the ops' sharding has tests of its own")
+@pytest.mark.sampled(0, 2)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt-oss",
-        *(
-            pytest.param(name, marks=pytest.mark.slow("only other arguments of the layer"))
-            for name in ("DeepSeek-V3", "Llama 4", "two arrays")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V3", "Llama 4", "two arrays"])
 def test_experts_spread_over_devices(name):
     """Inside `shard_map` the layer is that of one device, its gradients too."""
     router, _, options = MODELS[name]
@@ -329,32 +318,26 @@ def test_experts_spread_over_devices(name):
     np.testing.assert_array_equal(out.routing.experts, expected.routing.experts)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 2)
+@pytest.mark.parametrize("weights_on", ["output", "input"])
 @pytest.mark.parametrize(
-    "weights_on", ["output", pytest.param("input", marks=pytest.mark.slow("nearly the same"))]
+    "activation",
+    [
+        lambda gate, up: jnp.sqrt(jnp.abs(gate)) * up,
+        lambda gate, up: gate / jnp.linalg.norm(gate, axis=1, keepdims=True) * up,
+    ],
+    ids=["of each number", "of each row"],
 )
-def test_functions_that_are_not_finite_at_zero(weights_on):
+def test_functions_that_are_not_finite_at_zero(activation, weights_on):
     """Pad rows, which are zeros, reach no weights."""
     options = MODELS["Mixtral"][2] | {"weights_on": weights_on}
     arrays = draw(options)
     upstream = np.random.default_rng(9).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
-    for function in (
-        lambda gate, up: jnp.sqrt(jnp.abs(gate)) * up,
-        lambda gate, up: gate / jnp.linalg.norm(gate, axis=1, keepdims=True) * up,
-    ):
-        plain, padded = (
-            gradients(
-                lambda a, n=n, f=function: (
-                    layer(a, None, options, align_size=n, activation=f).tokens
-                ),
-                arrays,
-                upstream,
-            )
-            for n in (1, 4)
-        )
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), padded, plain
-        )
+    run = lambda arrays, n: layer(arrays, None, options, align_size=n, activation=activation).tokens
+    plain, padded = (
+        gradients(functools.partial(run, n=align_size), arrays, upstream) for align_size in (1, 4)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), padded, plain)
 
 
 @pytest.mark.slow("many programs for one rule")

@@ -175,14 +175,14 @@ def value_and_gradients(given, recipe, **how):
     return tokens, *gradients
 
 
-@pytest.mark.slow("its parts have tests of their own")
+@pytest.mark.sampled(0, 3)
 @pytest.mark.parametrize(
     ("recipe", "implementation"),
     [
         ("rows", "interpret"),
         (ALL, "interpret"),
-        pytest.param("rows", "xla", marks=SLOW),
-        pytest.param("blocks", "interpret", marks=SLOW),
+        ("rows", "xla"),
+        ("blocks", "interpret"),
     ],
 )
 def test_the_layer(recipe, implementation):
@@ -200,7 +200,7 @@ def test_the_layer(recipe, implementation):
         assert 0.005 < error < 0.1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -250,7 +250,7 @@ def test_rows_without_a_token_have_no_part_in_scales():
         assert_close(found, np.asarray(wanted, np.float64), terms=64)
 
 
-@pytest.mark.slow("the layer's sharding has tests of its own")
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("recipe", ["rows", ALL])
 def test_tokens_cut_over_devices(recipe):
     given = layer()
@@ -268,14 +268,14 @@ def test_tokens_cut_over_devices(recipe):
             assert_close(a, b, terms=64)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize(
     ("recipe", "of_x"),
     [
         ("rows", ()),
         (ALL, ()),
-        pytest.param("blocks", (None, "a"), marks=SLOW),
-        pytest.param(ALL, (None, "a"), marks=SLOW),
+        ("blocks", (None, "a")),
+        (ALL, (None, "a")),
     ],
 )
 def test_gradients_with_width_or_hidden_cut_on_explicit_axes(recipe, of_x):
@@ -294,7 +294,7 @@ def test_gradients_with_width_or_hidden_cut_on_explicit_axes(recipe, of_x):
         assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
 
 
-@pytest.mark.slow("the ops' sharding has tests of its own")
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("weight_gradient", [None, "rows"])
 def test_gradients_inside_shard_map_with_the_width_cut(weight_gradient):
     """Tokens are the same on all devices, and each has a part of the experts' width."""

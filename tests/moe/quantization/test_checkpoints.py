@@ -207,7 +207,7 @@ def test_act_order_is_refused(name):
     shuffled, uneven = order // GROUP, np.minimum(order // 16, 1)
     shuffled[[3, 40]] = shuffled[[40, 3]]
     for index in (shuffled, uneven, shuffled[::-1].copy()):
-        with pytest.raises(ArgumentValueError, match=r'g_idx` must be .*"desc_act": .*"Act order"'):
+        with pytest.raises(ArgumentValueError, match=r'g_idx` must be .*without it, .*"Act order"'):
             ORDERED[name](index)
 
 

@@ -57,7 +57,7 @@ def is_taken(run, *args):
     return "few_rows" in run.lower(*args).as_text(debug_info=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, 20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("card", [90, 120])

@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from triax import messages
 from triax.errors import CheckpointError
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -88,9 +89,12 @@ class Checkpoint(Mapping[str, np.ndarray]):
 def _opened(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """Returns the bytes of a file's tensors, and its header."""
     if not path.exists():
+        others = sorted(other.name for other in path.parent.glob("*.safetensors"))
         raise CheckpointError(
             f"{path} is missing. A checkpoint is a folder with {_INDEX} and the files that it "
             f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns."
+            + f" This one has {messages.short(others)}."
+            * bool(others)
         )
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")

@@ -145,14 +145,14 @@ def _one_by_one(source: Source, stated: Any, experts: Any, progress: Any) -> dic
                 if which == len(stacks):
                     shape = len(chosen), 2 - which
                     empty = [np.empty((*shape, *of.shape), of.dtype) for of in leaves]
-                    stacks.append((got, tree, empty))
-                first, _, stack = stacks[which]
-                if got != first:
-                    raise ArgumentValueError(f"Expert {chosen[0]} has arrays {first}; got {got}.")
+                    stacks.append((f"`{own.prefix}…` has {got}", got, tree, empty))
+                first, wanted, _, stack = stacks[which]
+                if got != wanted:
+                    raise ArgumentValueError(f"All experts must be alike: {first}; got {got}.")
             for into, leaf in zip(stack, leaves, strict=True):
                 into[at, beside] = leaf
     found: dict[str, Any] = {"transposed": True}
-    for key, (_, tree, stack) in zip(("w_gate_up", "w_down"), stacks, strict=True):
+    for key, (*_, tree, stack) in zip(("w_gate_up", "w_down"), stacks, strict=True):
         made = tree.unflatten([of.reshape(len(of), -1, of.shape[-1]) for of in stack])
         scaled = isinstance(made, ScaledArray)
         found[key] = dataclasses.replace(made, block=(1, *made.block)) if scaled else made
@@ -168,26 +168,37 @@ def _linear(source: Source) -> Any:
         if np.any(get(name, optional=True)):
             raise ArgumentValueError(f"Experts of this format have no `{name}` but zeros.")
     if has("qweight"):
-        remedy = " If `quantization_config` is wrong, pass `config={**checkpoint.config, …}`."
-        messages.check_choice("quant_method", config.get("quant_method"), ("gptq", "awq"), remedy)
-        messages.check_choice("bits", config.get("bits") or 4, (4,))
+        _check(config, "quant_method", None, "gptq", "awq")
+        _check(config, "bits", 4)
         three = get("qweight"), get("qzeros"), get("scales")
         if config["quant_method"] == "awq":
-            messages.check_choice("version", (config.get("version") or "gemm").lower(), ("gemm",))
+            _check(config, "version", "gemm", "GEMM")
             made = checkpoints.from_awq(*three)
         else:
-            of = config.get("checkpoint_format") or "gptq"
-            messages.check_choice("checkpoint_format", of, ("gptq", "gptq_v2"))
+            of = _check(config, "checkpoint_format", "gptq", "gptq_v2")
             groups = get("g_idx", optional=in_order)
             made = checkpoints.from_gptq(*three, groups, v2=of == "gptq_v2")
+            if config.get("sym") is True:
+                if np.any(made.zeros):
+                    raise ArgumentValueError(
+                        "The zeros of a checkpoint with `sym` must be 8. Those of the second "
+                        'version, `"checkpoint_format": "gptq_v2"`, are stored as they are.'
+                        + _CONFIG
+                    )
+                made = dataclasses.replace(made, zeros=None)
     elif has("weight_packed"):
-        messages.check_choice("num_bits", config.get("num_bits") or 4, (4,))
+        _check(config, "num_bits", 4)
         three = get("weight_packed"), get("weight_scale"), get("weight_shape", optional=True)
         two = get("weight_zero_point", optional=True), get("weight_g_idx", optional=in_order)
         made = checkpoints.from_compressed_tensors(*three, *two)
     elif has("weight_scale_inv", "weight_scale"):
         scale = "weight_scale" if has("weight_scale") else "weight_scale_inv"
         made = checkpoints.from_8_bits(get("weight"), get(scale))
+    elif not has("weight"):
+        raise ArgumentValueError(
+            f"`{source.prefix}weight` is missing. GPTQ and AWQ have `qweight` instead, "
+            "compressed-tensors `weight_packed`."
+        )
     else:
         return _floats(get("weight"))
     made = made.mT
@@ -197,6 +208,20 @@ def _linear(source: Source) -> Any:
     # Blocks of the gate must not reach into `up`, which lies next to it.
     scales: Any = np.repeat(made.scales, rows or out, 0)[:out]
     return dataclasses.replace(made, scales=scales, block=(1, group))
+
+
+_CONFIG = (
+    " If the model's configuration is wrong or missing, pass `config=`, such as "
+    '{**checkpoint.config, "quantization_config": {"quant_method": "gptq"}}.'
+)
+
+
+def _check(config: Mapping[str, Any], key: str, default: Any, *others: Any) -> Any:
+    """Returns what `quantization_config` has, or the default: that, or one of the others."""
+    found = config.get(key) or default
+    choices = tuple(choice for choice in (default, *others) if choice is not None)
+    messages.check_choice(f'quantization_config["{key}"]', found, choices, _CONFIG)
+    return found
 
 
 def _floats(weight: Any) -> Any:

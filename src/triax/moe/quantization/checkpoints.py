@@ -165,8 +165,9 @@ def _int4(values: Any, swaps: bool, order: Any, zero: int, **arrays: Any) -> Sca
             raise ArgumentValueError(
                 f"Argument `{of_groups}` must be in order, in groups of {size}: 0, …, 0, 1, …, 1, …"
                 '. The groups of "act order" would need the tokens in another order for each '
-                'expert: use a checkpoint with `"desc_act": false`, or sort the rows by group: '
-                '"Act order" in the documentation.'
+                "expert. Take a checkpoint that was made without it, read the experts in 16 bits "
+                '("From a checkpoint" in the documentation, "Act order"), or sort their rows '
+                '("Quantized checkpoints", "Act order").'
             )
     return found
 
@@ -183,7 +184,7 @@ def _scaled(
     if 0 in block or len({*block[-2:]} - {1, None}) > 1:
         raise ArgumentValueError(
             f"Argument `{name}` must be for rows, columns, or square blocks of a power of two; got "
-            f"{scales.shape[-2:]} along (out, in), which are {shape[-2:]}."
+            f"{scales.shape[-2:]} along (out, in), which are {shape[-2:]}.."
         )
     return ScaledArray(values, scales, tuple(block), packed=packed, zeros=zeros).mT
 
