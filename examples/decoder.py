@@ -46,9 +46,17 @@ class Config:
     router: moe.Router
 
 
+class Stated(dict[str, Any]):
+    """What `config.json` holds; looking up what it does not raises ValueError."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"The model's `config.json` has no `{key}`.")
+
+
 def read_config(given: Named) -> Config:
     """Reads a `config.json` of gpt-oss or Qwen3-MoE; raises ValueError for anything else."""
-    kind = given.get("model_type")
+    given = Stated(given)
+    kind = given["model_type"]
     if kind == "gpt_oss":
         sliding, normalize = [t == "sliding_attention" for t in given["layer_types"]], True
     elif kind == "qwen3_moe":
@@ -58,6 +66,10 @@ def read_config(given: Named) -> Config:
             raise ValueError("Layers without experts (`mlp_only_layers`) are not supported.")
     else:
         raise ValueError(f"`model_type` must be gpt_oss or qwen3_moe; got {kind!r}.")
+    if any(sliding) and not given["sliding_window"]:
+        raise ValueError(f"`sliding_window` must be positive; got {given['sliding_window']}.")
+    if len(sliding) != given["num_hidden_layers"]:
+        raise ValueError("`layer_types` must have an entry for each of `num_hidden_layers`.")
     frequencies, rope_scale = rope(given)
     return Config(
         head_dim=given["head_dim"],
@@ -96,9 +108,10 @@ def rope(given: Named) -> tuple[np.ndarray, float]:
 
 def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Config, Params]:
     """Puts the weights on the device: of a `moe.Checkpoint` or its folder, or of arrays by a
-    checkpoint's names and what its `config.json` holds. Raises ValueError for what is missing."""
+    checkpoint's names and what its `config.json` holds. Raises ValueError for what is missing, or
+    has another shape than `config.json` says."""
     tensors = moe.Checkpoint(tensors) if isinstance(tensors, (str, Path)) else tensors
-    given = tensors.config if given is None else given
+    given = Stated(tensors.config if given is None else given)
     config, is_gpt_oss = read_config(given), given["model_type"] == "gpt_oss"
     linears = [f"self_attn.{name}_proj" for name in "qkvo"]
     biased = linears if given.get("attention_bias", is_gpt_oss) else []
@@ -107,10 +120,28 @@ def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Confi
     own = [*(f"{name}.weight" for name in own), *(f"{name}.bias" for name in biased)]
     own += ["mlp.router.bias", "self_attn.sinks"] if is_gpt_oss else []
 
-    def tensor(name: str) -> Array:
+    hidden, heads, dim = given["hidden_size"], given["num_attention_heads"], config.head_dim
+    rows = {"q": heads * dim, "k": given["num_key_value_heads"] * dim, "o": hidden}
+    rows = {f"self_attn.{name}_proj": size for name, size in (*rows.items(), ("v", rows["k"]))}
+    rows |= dict.fromkeys(
+        ("mlp.router", "mlp.gate"), given["num_local_experts" if is_gpt_oss else "num_experts"]
+    )
+    shapes = {f"{name}.weight": (size, hidden) for name, size in rows.items()}
+    shapes |= {f"{name}.bias": (size,) for name, size in rows.items()}
+    shapes |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    shapes |= {"self_attn.o_proj.weight": (hidden, heads * dim), "self_attn.sinks": (heads,)}
+    ends = "model.embed_tokens.weight", "lm_head.weight"
+    shapes |= dict.fromkeys(ends, (given["vocab_size"], hidden))
+
+    def tensor(name: str, of_layer: str = "") -> Array:
         if name not in tensors:
             raise ValueError(f"The checkpoint has no `{name}`, which its configuration asks for.")
-        return jnp.asarray(tensors[name])
+        array, wanted = jnp.asarray(tensors[name]), shapes.get(of_layer or name, (hidden,))
+        if array.shape != wanted:
+            raise ValueError(
+                f"`{name}` must be of the configuration's shape {wanted}; got {array.shape}."
+            )
+        return array
 
     def layer(index: int) -> Params:
         prefix = f"model.layers.{index}."
@@ -120,7 +151,7 @@ def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Confi
                 f"The checkpoint has `{unknown[0]}`, which its configuration does not ask for. "
                 "Only experts may be quantized."
             )
-        found = {name: tensor(prefix + name) for name in own}
+        found = {name: tensor(prefix + name, name) for name in own}
         experts = moe.Experts.from_checkpoint(tensors, f"{prefix}mlp", config=given)
         return found | {"experts": jax.tree.map(jnp.asarray, experts)}
 
@@ -209,7 +240,8 @@ def mixture(config: Config, weights: Params, x: Array) -> Array:
 def forward(config: Config, params: Params, cache: Cache, tokens: Array) -> Result:
     """Runs tokens [batch, tokens] that follow those in the cache.
 
-    Returns the cache with them in it, and the input [batch, tokens, hidden] of the logits.
+    Returns the cache with them in it, and the input [batch, tokens, hidden] of the logits: NaN
+    for tokens that the cache has no room for. Padding counts as tokens; `length` can be set.
     """
     x = params["embedding"][tokens]
     positions = cache["length"][:, None] + jnp.arange(tokens.shape[1])
@@ -220,7 +252,8 @@ def forward(config: Config, params: Params, cache: Cache, tokens: Array) -> Resu
         keys, values, x = [*keys, cached[0]], [*values, cached[1]], x + out
         x += mixture(config, weights, x)
     cache = {"keys": keys, "values": values, "length": cache["length"] + tokens.shape[1]}
-    return cache, rms_norm(config, params["norm"], x)
+    fits = positions < keys[0].shape[2]
+    return cache, jnp.where(fits[..., None], rms_norm(config, params["norm"], x), jnp.nan)
 
 
 def logits(params: Params, x: Array) -> Array:
@@ -251,7 +284,7 @@ def prefill(config: Config, params: Params, cache: Cache, tokens: Array, lengths
 def generate(config: Config, params: Params, prompts: list[list[int]], steps: int) -> np.ndarray:
     """Continues prompts of any lengths with the likeliest tokens: [prompts, steps]."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    if not lengths.all():
+    if not (lengths.size and lengths.all()):
         raise ValueError(f"Prompts must have at least one token; got lengths {lengths.tolist()}.")
     known = range(len(params["embedding"]))
     if wrong := [token for prompt in prompts for token in prompt if token not in known]:
@@ -264,7 +297,7 @@ def generate(config: Config, params: Params, prompts: list[list[int]], steps: in
     for _ in range(steps - 1):
         cache, tokens = decode(config, params, cache, tokens)
         found.append(tokens)
-    return np.stack(found, axis=1)
+    return np.stack(found, axis=1)[:, :steps]
 
 
 def report(config: Config, params: Params, batch: int, start: int, steps: int) -> str:

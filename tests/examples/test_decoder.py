@@ -146,11 +146,65 @@ def test_a_step_writes_the_cache_in_place(checkpoints):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must be default or yarn"),
         ({"rope_parameters": {"rope_theta": 1e6, "type": "linear"}}, "must be default or yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "mscale": 0.7}}, "without mscale"),
+        ({"use_sliding_window": True, "sliding_window": None}, "must be positive; got None"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "must be positive; got 0"),
+        (
+            {"model_type": "gpt_oss", "layer_types": ["full_attention"]},
+            "for each of `num_hidden_layers`",
+        ),
     ],
 )
 def test_other_configurations_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         decoder.read_config(recorded.CONFIGS["Qwen3-MoE"] | changed)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-MoE", GPT_OSS])
+def test_a_configuration_has_all_that_is_read(name):
+    given = recorded.CONFIGS[name]
+    tensors = recorded.random_checkpoint.draw(given)
+    for key in given.keys() & {
+        *("model_type", "head_dim", "num_experts_per_tok", "rms_norm_eps", "rope_theta"),
+        *("tie_word_embeddings", "vocab_size", "hidden_size", "num_attention_heads"),
+        *("num_hidden_layers", "layer_types", "num_experts", "num_local_experts"),
+    }:
+        without = {of: value for of, value in given.items() if of != key}
+        with pytest.raises(ValueError, match=f"has no `{key}`"):
+            decoder.load(tensors, without)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("hidden_size", "model.embed_tokens.weight"),
+        ("vocab_size", "model.embed_tokens.weight"),
+        ("num_attention_heads", "model.layers.0.self_attn.q_proj.weight"),
+        ("num_key_value_heads", "model.layers.0.self_attn.k_proj.weight"),
+        ("head_dim", "model.layers.0.self_attn.q_proj.weight"),
+        ("num_local_experts", "model.layers.0.mlp.router.weight"),
+    ],
+)
+def test_tensors_have_the_configurations_shapes(key, name):
+    given = recorded.CONFIGS[GPT_OSS]
+    tensors = recorded.random_checkpoint.draw(given)
+    with pytest.raises(ValueError, match=f"`{re.escape(name)}` must be of the configuration's"):
+        decoder.load(tensors, given | {key: 2 * given[key]})
+
+
+def test_tokens_that_the_cache_has_no_room_for(checkpoints):
+    config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
+    for length in (4, 6):
+        cache = decoder.make_cache(config, params, 1, length)
+        cache, x = forward(config, params, cache, recorded.PROMPT[None, :6])
+        is_nan = np.isnan(logits(params, x[0])).all(axis=1)
+        assert is_nan.tolist() == [i >= length for i in range(6)]
+
+
+def test_no_steps_and_no_prompts(checkpoints):
+    config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
+    assert decoder.generate(config, params, [PROMPT], 0).shape == (1, 0)
+    with pytest.raises(ValueError, match=r"at least one token; got lengths \[\]"):
+        decoder.generate(config, params, [], 1)
 
 
 def test_quantized_attention_is_refused():

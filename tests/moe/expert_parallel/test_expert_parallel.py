@@ -266,6 +266,19 @@ def test_numbers_of_many_experts_arrive_beside_small_weights():
     assert out.group_sizes.tolist() == [1] * 384
 
 
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_room_for_rows_that_nobody_sends_is_zeros(capacity):
+    """Kernels leave memory as it is where a plan has no rows: what was freed before has NaN."""
+    sent = moe.make_plan(np.array([[0], [2], [2], [-1]], np.int32), 3, capacity=capacity)
+    plan = tokens.padded_plan(sent, capacity)
+    freed = [jnp.full((plan.num_rows, 64), jnp.nan) for _ in range(8)]
+    jax.block_until_ready(freed)
+    del freed
+    rows = moe.permute(np.ones((4, 64), np.float32), plan, implementation="interpret")
+    filled = np.array([[1, 0], [0, 0], [1, 1]])[:, :capacity].reshape(-1, 1)
+    np.testing.assert_array_equal(rows, np.broadcast_to(filled, rows.shape))
+
+
 def test_a_capacity_keeps_the_first_tokens():
     mesh = local_mesh()
     experts = np.zeros((4 * TOKENS, TOP_K), np.int32)  # all of the first device
