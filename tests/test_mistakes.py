@@ -320,6 +320,12 @@ MISTAKES = [
         r"gets a pointer for `n`, as for every array\. If it needs the number, pass a Python int",
     ),
     Mistake(
+        "an array as a scalar",
+        lambda: triax.triton_call(3, kernel=kernels.scalar_array_kernel, out_type=X, grid=1),
+        Exception,
+        r"gets a number for `x_ptr`\. If it reads it with tl\.load, pass an array, such as jnp\.asar",
+    ),
+    Mistake(
         "a block that is traced",
         lambda: jax.jit(lambda block: add(BLOCK=block))(64),
         of_type,

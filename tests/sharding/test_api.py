@@ -393,6 +393,24 @@ def test_wide_intermediates_of_parts_stay_wide():
     np.testing.assert_array_equal(got, scatter(x))
 
 
+def test_arrays_of_64_bits_are_cut_as_others_are():
+    shapes = []
+
+    def function(x, at):
+        shapes.append((x.shape, x.dtype.name, at.dtype.name))
+        return x * 3, x[at]
+
+    x = np.random.default_rng(0).standard_normal((ROWS, WIDTH))
+    at = np.array([5, 0, 7], np.int64)
+    cut = triax.sharded(function, "t h, k -> t h, k h", cut="h")
+    with jax.enable_x64(True):
+        got = run(cut, mesh_of("plain"), [x, at], [P(None, "data"), P()])
+    for found, wanted in zip(got, (x * 3, x[at]), strict=True):
+        assert found.dtype == np.float64
+        np.testing.assert_array_equal(found, wanted)
+    assert shapes == [((ROWS, width), "float64", "int64") for width in (WIDTH, WIDTH // 2)]
+
+
 @pytest.mark.parametrize("under", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_booleans_are_not_summed(under):
     cut = triax.sharded(lambda x: jnp.any(x > 0, 0), "t h -> h", reduce="t")

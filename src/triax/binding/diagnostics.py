@@ -43,6 +43,12 @@ def hint(launch: Launch, error: BaseException | None) -> str:
             "needs the number, pass a Python int or float, or read the array in the kernel with "
             "tl.load. Under jax.jit, a number must be a static argument."
         )
+    numbers = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value is not None]
+    if numbers and "Unsupported ptr type" in text:
+        return (
+            f" The kernel gets a number for {', '.join(numbers)}. If it reads it with tl.load, pass "
+            "an array, such as jnp.asarray(number)."
+        )
     ones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value == 1]
     if ones and "'int' object has no attribute" in text:
         return (

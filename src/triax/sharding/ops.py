@@ -63,9 +63,7 @@ def bind(
     flat = None if split is None else flatten(_as_here(split), arguments, shapes, name)
     if mesh is not None and flat is not None:
         jaxpr = _in_parts(mesh, flat, leaves)
-    # XLA has parts traced in another thread, where `jax.enable_x64` may not be set.
-    wide = any(a.dtype.itemsize > 4 for a in (*leaves, *jaxpr.out_avals))
-    may_cut = not (wide or split is None or mesh)
+    may_cut = split is not None and not mesh
     out_tree = jax.tree.structure(shapes)
     jax_private.require_devices(primitive, None if may_cut else "cuda")
     outputs = primitive.bind(

@@ -127,8 +127,8 @@ def _check_differentiable(given: dict[str, Any], moving: dict[str, Any]) -> None
         if dtype.itemsize == 1 and (name == "left" or jax.tree.leaves(moving[name])):
             raise DifferentiationError(
                 f"moe.ragged_dot has no derivative by numbers of {dtype} or their scales, and none "
-                "at all if the rows have 8 bits. Use rows of 16 bits or more, or multiply the "
-                "result of `dequantize`."
+                "at all if the rows have 8 bits. Use rows of 16 bits or more, and differentiate by "
+                "other arrays than the weights, or multiply the result of `dequantize`."
             )
 
 
