@@ -323,7 +323,7 @@ MISTAKES = [
         "an array as a scalar",
         lambda: triax.triton_call(3, kernel=kernels.scalar_array_kernel, out_type=X, grid=1),
         Exception,
-        r"gets a number for `x_ptr`\. If it reads it with tl\.load, pass an array, such as jnp\.asar",
+        r"gets a number for `x_ptr`\. If it reads it with tl\.load, pass an array, such as",
     ),
     Mistake(
         "a block that is traced",

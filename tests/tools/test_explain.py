@@ -6,8 +6,11 @@ from html.parser import HTMLParser
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import triax
+from tests import kernels
 from triax.tools.explain import Explanations
 from triax.tuning.store import Timing
 
@@ -75,3 +78,22 @@ def test_a_function_without_calls():
     found = triax.explain(lambda x: x, jax.ShapeDtypeStruct((2,), jnp.float32))
     assert found == []
     assert repr(found) == "no Triton calls"
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_calls_that_xla_cuts_are_not_listed(monkeypatch, axis_type):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    run = lambda x: triax.triton_call(
+        x, n=x.size, BLOCK=64, kernel=kernels.copy_kernel, out_type=x, grid=1
+    )
+    cut = triax.sharded(run, "t -> t", cut="t")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    x = jax.device_put(jnp.arange(64.0), NamedSharding(mesh, PartitionSpec("d")))
+    assert len(triax.explain(cut, jnp.arange(32.0))) == 1
+    if axis_type is AxisType.Explicit:
+        assert len(triax.explain(cut, x)) == 1
+    else:
+        with pytest.warns(UserWarning, match="1 functions are cut .* not listed"):
+            assert triax.explain(cut, x) == []

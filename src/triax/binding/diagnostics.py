@@ -46,8 +46,8 @@ def hint(launch: Launch, error: BaseException | None) -> str:
     numbers = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value is not None]
     if numbers and "Unsupported ptr type" in text:
         return (
-            f" The kernel gets a number for {', '.join(numbers)}. If it reads it with tl.load, pass "
-            "an array, such as jnp.asarray(number)."
+            f" The kernel gets a number for {', '.join(numbers)}. If it reads it with tl.load, "
+            "pass an array, such as jnp.asarray(number)."
         )
     ones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value == 1]
     if ones and "'int' object has no attribute" in text:

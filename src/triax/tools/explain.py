@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -96,7 +97,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
 
     Returns:
       One `Explanation` per call, in program order. A call in a loop's body is listed once. The
-      list shows as text, and in a notebook as a table.
+      list shows as text, and in a notebook as a table. Calls in functions that XLA cuts over
+      devices, when it compiles the program, are not among them: a warning says how many there are.
 
     Raises:
       TriaxError: the function cannot be lowered.
@@ -106,6 +108,14 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     fresh = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     jitted = function if hasattr(function, "trace") else fresh
     lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    if cut := reading.count_calls(lowered, "CustomSPMDPartitioning"):
+        warnings.warn(
+            f"{cut} functions are cut over devices when XLA compiles the program, and their "
+            "kernels are not listed. Pass arrays as large as one device's parts, without a "
+            "sharding, to see them.",
+            UserWarning,
+            stacklevel=2,
+        )
     return Explanations(map(_explanation, reading.triton_calls(lowered)))
 
 
