@@ -114,8 +114,8 @@ def cuda_plugin_problem() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of a test marked `sampled`, some are quick, some slow, and the rest nightly.
 
-    The quick ones show each value of each parameter, the slow ones each pair of values of two; with
-    limits, those that show the most come first. Which ones they are depends on their names alone.
+    The quick ones show each value of each parameter. The slow ones show pairs of values: those that
+    show the most, as many as the marker says. Which ones they are depends on their names alone.
     """
     cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for name, of_test in cases.items():
         left = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
         limits = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
-        most_quick, most_slow = (*limits, None, None)[:2]
+        most_quick, most_slow = (*limits, *(None, 4)[len(limits) :])
         quick = _fewest(left, 1, most_quick)
         left = [item for item in left if item not in quick]
         parameters = of_test[0].callspec.params  # type: ignore[attr-defined]

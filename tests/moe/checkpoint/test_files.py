@@ -135,11 +135,14 @@ def test_folders_that_have_no_checkpoint(tmp_path, monkeypatch):
         return str(caught.value)
 
     rule = f"is missing. A checkpoint is a folder with {INDEX} and the files that it names, or with"
-    assert message("openai/gpt-oss-20b").startswith(f"openai/gpt-oss-20b/{FILE} {rule}")
+    repository = message("openai/gpt-oss-20b")
+    assert repository.startswith(f"openai/gpt-oss-20b/{FILE} {rule}")
+    assert repository.endswith("/openai/gpt-oss-20b: download it first.")
     file = tmp_path / "model-00001-of-00002.safetensors"
     write_file(file, {})
     assert message(file).startswith(f"{file}/{FILE} {rule}")
     assert message(tmp_path).startswith(f"{tmp_path}/{FILE} {rule}")
+    assert message(tmp_path).endswith(f"This one has ['{file.name}'].")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert message("~/other").startswith(f"{tmp_path}/other/{FILE} {rule}")
 

@@ -481,6 +481,11 @@ def test_a_missing_expert():
         moe.Experts.from_checkpoint(tensors, MLP)
 
 
+def test_names_of_another_layout():
+    with pytest.raises(CheckpointError, match=r"one of \[\], .* those of Hugging Face's layout"):
+        moe.Experts.from_checkpoint({"block.0.mlp.mlp1_weight.blocks": words(2, 2)}, MLP)
+
+
 def test_a_matrix_that_does_not_fit_the_others():
     tensors = layer(plain)
     for name in tensors:

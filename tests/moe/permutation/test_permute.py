@@ -136,7 +136,7 @@ def test_example(implementation):
     assert y.tolist() == [[1, 2], [6, 8]]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, None)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(
     seed=st.integers(0, 2**32 - 1),

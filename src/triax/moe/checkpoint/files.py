@@ -90,11 +90,13 @@ def _opened(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """Returns the bytes of a file's tensors, and its header."""
     if not path.exists():
         others = sorted(other.name for other in path.parent.glob("*.safetensors"))
+        there = f" This one has {messages.short(others)}." * bool(others)
+        if not path.parent.is_dir():
+            there = f" There is no folder {path.parent.absolute()}: download it first."
         raise CheckpointError(
             f"{path} is missing. A checkpoint is a folder with {_INDEX} and the files that it "
             f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns."
-            + f" This one has {messages.short(others)}."
-            * bool(others)
+            + there
         )
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
