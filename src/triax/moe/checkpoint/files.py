@@ -95,8 +95,7 @@ def _opened(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
             there = f" There is no folder {path.parent.absolute()}: download it first."
         raise CheckpointError(
             f"{path} is missing. A checkpoint is a folder with {_INDEX} and the files that it "
-            f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns."
-            + there
+            f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns." + there
         )
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")

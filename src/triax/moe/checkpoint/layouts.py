@@ -66,7 +66,8 @@ def read(
         raise CheckpointError(
             f"Argument `prefix` must be one of {known}, which are before `.experts.` in names of "
             f"{getattr(tensors, 'folder', 'the tensors')}; got {prefix!r}."
-            + " Names are those of Hugging Face's layout." * (not layers)
+            + " Names are those of Hugging Face's layout."
+            * (not layers)
         )
     config = getattr(tensors, "config", {}) if config is None else config
     config = {**config, **(config.get("text_config") or {})}
