@@ -125,7 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, of_test in cases.items():
         left = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        limits = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        limits: tuple[int | None, ...] = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
         most_quick, most_slow = (*limits, *(None, 4)[len(limits) :])
         quick = _fewest(left, 1, most_quick)
         left = [item for item in left if item not in quick]
