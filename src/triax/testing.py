@@ -50,7 +50,7 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
 
     The tolerance is ``TOLERANCES[dtype] * sqrt(terms)`` relative to the largest finite
     magnitude of `expected`; the root mean square error must be at most a third of it. NaNs and
-    infinities must be in the same places.
+    infinities must be in the same places, and zeros must be zeros if only zeros are expected.
 
     Args:
       actual: an array of a floating-point dtype, which picks the tolerance.
@@ -84,9 +84,14 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
     got = np.asarray(actual).astype(np.float64)
     want = np.asarray(expected, dtype=np.float64)
     assert got.shape == want.shape, f"{err_msg} shape {got.shape} is not {want.shape}"
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=err_msg)
-    infinite = np.isinf(want)
-    np.testing.assert_array_equal(got[infinite], want[infinite], err_msg=err_msg)
+    digits = 17 if dtype.itemsize == 8 else 9
+
+    def found(errors: np.ndarray) -> str:
+        at = np.unravel_index(int(errors.argmax()), errors.shape)
+        return f"at {tuple(map(int, at))} it is {got[at]:.{digits}g}, not {want[at]:.{digits}g}"
+
+    other = (np.isnan(got) != np.isnan(want)) | (np.isinf(want) & (got != want))
+    assert not other.any(), f"{err_msg} {np.sum(other)} NaNs or infinities differ: {found(other)}"
     finite = np.isfinite(want)
     if not finite.any():
         return
@@ -94,11 +99,7 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
     error = np.where(finite, np.abs(got - np.where(finite, want, 0)), 0) / scale
     limit = TOLERANCES[dtype.name] * math.sqrt(terms)
     worst, rms = float(error.max()), float(np.sqrt(np.mean(error[finite] ** 2)))
-    at = np.unravel_index(int(error.argmax()), error.shape)
-    where = (
-        f"at {tuple(map(int, at))} it is {got[at]:.6g}, not {want[at]:.6g}; errors are relative to "
-        f"the largest magnitude expected, {scale:.3g}"
-    )
+    where = f"{found(error)}; errors are relative to the largest magnitude expected, {scale:.3g}"
     assert worst <= limit, f"{err_msg} largest error {worst:.3g} of {dtype} > {limit:.3g}: {where}"
     assert rms <= limit / 3, f"{err_msg} RMS error {rms:.3g} of {dtype} > {limit / 3:.3g}: {where}"
 

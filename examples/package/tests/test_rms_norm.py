@@ -22,7 +22,7 @@ def draw(*shape, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(5, 100), (1, 64), (3, 1), (0, 8), (2, 3, 17)])
+@pytest.mark.parametrize("shape", [(5, 100), (1, 64), (3, 1), (0, 8), (3, 0), (2, 3, 17)])
 def test_any_shape(shape, dtype):
     x, weight = draw(*shape, dtype=dtype), draw(shape[-1], dtype=dtype)
     out = rms_norm(x, weight)

@@ -31,6 +31,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
     """
     if x.ndim == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"`weight` must be {x.shape[-1:]}, x's last size; got {weight.shape}.")
+    if x.size == 0:
+        return x
     return _rms_norm(x.reshape(-1, x.shape[-1]), weight, float(eps)).reshape(x.shape)
 
 

@@ -304,7 +304,10 @@ def check(name: str, scaled: Any) -> None:
     try:
         _checked(scaled)
     except (ArgumentTypeError, ArgumentValueError) as error:
-        raise type(error)(f"Argument `{name}` is a ScaledArray with a mistake: {error}") from None
+        raise type(error)(
+            f"Argument `{name}` is a ScaledArray with a mistake: {error} `jax.tree.map` "
+            "leaves it whole with `is_leaf=lambda leaf: isinstance(leaf, moe.ScaledArray)`."
+        ) from None
 
 
 def checked_block(block: Any, shape: tuple[int, ...], transposed: Any) -> Block:
