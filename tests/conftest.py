@@ -115,19 +115,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the cases of a test marked `sampled`, some are quick, some slow, and the rest nightly.
 
     The quick ones show each value of each parameter. The slow ones show pairs of values: those that
-    show the most, as many as the marker says. Which ones they are depends on their names alone.
+    show the most, as many as the marker says; cases that are marked slow are not quick. Which ones
+    they are depends on their names alone.
     """
     cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        elif item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, of_test in cases.items():
         left = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
         limits: tuple[int | None, ...] = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
         most_quick, most_slow = (*limits, *(None, 4)[len(limits) :])
-        quick = _fewest(left, 1, most_quick)
+        quick = _fewest([i for i in left if not i.get_closest_marker("slow")], 1, most_quick)
         left = [item for item in left if item not in quick]
         parameters = of_test[0].callspec.params  # type: ignore[attr-defined]
         pairs = left[:most_slow] if len(parameters) == 1 else _fewest(left, 2, most_slow, quick)

@@ -70,7 +70,7 @@ def test_chained_inputs_hold_what_was_computed(op, top_k):
 # --- results ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow("the benchmark is of one Python")
+@pytest.mark.sampled(0, 6)
 @pytest.mark.parametrize("op", OPS)
 def test_right_results_and_one_wrong_element(op):
     case = small_case(op, "bfloat16")

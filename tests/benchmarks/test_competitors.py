@@ -41,7 +41,7 @@ def libraries(monkeypatch):
     return torch
 
 
-@pytest.mark.slow("the benchmark is of one Python")
+@pytest.mark.sampled(0, 6)
 @pytest.mark.parametrize("op", TABLE)
 def test_results_are_those_of_triax(op, libraries):
     dtype = "float32" if "torch.index_select" in TABLE[op] else "bfloat16"  # as NumPy's DLPack
