@@ -64,4 +64,5 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
 
 def count_calls(lowered: Any, target: str) -> int:
     """Returns how many custom calls of a `jax.stages.Lowered` have a target."""
-    return sum(op.target == target for op in jax_modules.custom_calls(lowered.compiler_ir()))
+    calls = jax_modules.custom_calls(lowered.compiler_ir("stablehlo"))
+    return sum(op.target == target for op in calls)

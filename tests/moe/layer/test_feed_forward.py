@@ -119,7 +119,7 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     return out
 
 
-@pytest.mark.sampled(2, 4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
 )
@@ -278,7 +278,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(1, 4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 def test_what_is_kept_for_the_backward_pass(way, implementation):

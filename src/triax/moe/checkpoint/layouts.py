@@ -22,6 +22,11 @@ from triax.moe.quantization import checkpoints
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.arguments import check_array
 
+_CONFIG = (
+    " If the model's configuration is wrong or missing, pass `config=`, such as "
+    '{**checkpoint.config, "quantization_config": {"quant_method": "gptq"}}.'
+)
+
 
 class Source(NamedTuple):
     """The tensors whose names start with `prefix`, and how they are quantized."""
@@ -210,12 +215,6 @@ def _linear(source: Source) -> Any:
     # Blocks of the gate must not reach into `up`, which lies next to it.
     scales: Any = np.repeat(made.scales, rows or out, 0)[:out]
     return dataclasses.replace(made, scales=scales, block=(1, group))
-
-
-_CONFIG = (
-    " If the model's configuration is wrong or missing, pass `config=`, such as "
-    '{**checkpoint.config, "quantization_config": {"quant_method": "gptq"}}.'
-)
 
 
 def _check(config: Mapping[str, Any], key: str, default: Any, *others: Any) -> Any:

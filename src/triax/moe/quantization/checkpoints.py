@@ -184,7 +184,7 @@ def _scaled(
     if 0 in block or len({*block[-2:]} - {1, None}) > 1:
         raise ArgumentValueError(
             f"Argument `{name}` must be for rows, columns, or square blocks of a power of two; got "
-            f"{scales.shape[-2:]} along (out, in), which are {shape[-2:]}.."
+            f"{scales.shape[-2:]} along (out, in), which are {shape[-2:]}."
         )
     return ScaledArray(values, scales, tuple(block), packed=packed, zeros=zeros).mT
 
