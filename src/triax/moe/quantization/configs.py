@@ -63,9 +63,8 @@ class RowsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TilesConfig:
-    """A program takes a tile, `block_depth` rows at a time, as measured on an H200."""
+    """A program takes a tile, which its registers hold."""
 
-    block_depth: int = 64
     num_warps: int = 4
 
 

@@ -84,6 +84,8 @@ class FewRowsConfig:
                 config = dataclasses.replace(config, num_warps=8)
             return config
         if rows_per_group <= _MOST_OF_NARROW:
+            if scaled is not None and scaled % 128:  # more programs, which wait for scales
+                return cls(16, width, deep, 4, True, programs=4)
             return cls(16, width, deep, 4 if scaled is None else 5, True, programs=3)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
         width = max(width, 16 * num_warps)  # each warp loads 16 columns or more
