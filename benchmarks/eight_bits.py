@@ -9,7 +9,7 @@
   already, and with rounding to them; rounding also as a fraction of a copy's speed (two bytes in
   and one out).
 - `layers`: forward and backward of the layer by recipe, quantizing included, against bfloat16.
-- `decode`: 16-bit rows times weights of 8 and 4 bits, 128 tokens, groups as a router makes them,
+- `decode`: 16-bit rows times weights of 8 and 4 bits, few tokens, groups as a router makes them,
   against reading the quantized weights of the experts in use, their scales and their zeros; and
   8,192 tokens, against bfloat16.
 
@@ -58,10 +58,14 @@ RECIPES = {
     "blocks": "blocks",
 }
 # tokens, experts
+# A model's hidden, width and experts of a token; tokens, experts
+DEEPSEEK, GPT_OSS = ([MODELS[of][i] for i in (1, 4, 3)] for of in ("deepseek-v3", "gpt-oss-120b"))
 DECODE = {
-    "128 tokens, 32 experts": (128, 32),
-    "128 tokens, 256 experts": (128, 256),
-    "8,192 tokens, 32 experts": (8192, 32),
+    "DeepSeek-V3, 128 tokens, 32 experts": (*DEEPSEEK, 128, 32),
+    "DeepSeek-V3, 128 tokens, 256 experts": (*DEEPSEEK, 128, 256),
+    "gpt-oss-120b, 8 tokens, 128 experts": (*GPT_OSS, 8, 128),
+    "gpt-oss-120b, 128 tokens, 128 experts": (*GPT_OSS, 128, 128),
+    "DeepSeek-V3, 8,192 tokens, 32 experts": (*DEEPSEEK, 8192, 32),
 }
 # The dtype, and `block`, dtype of scales and zeros where a column of each expert has not one scale.
 WEIGHTS = {
@@ -70,10 +74,10 @@ WEIGHTS = {
     "float8_e4m3fn, 128 × 128": ("float8_e4m3fn", (1, 128, 128)),
     "int8": ("int8",),
     "int4": ("int4",),
+    "int4, 32 deep": ("int4", (1, 32, 1)),
     "int4, 128 deep, with zeros": ("int4", (1, 128, 1), "float32", "int8"),
     "MXFP4": ("float4_e2m1fn", (1, 32, 1), "float8_e8m0fnu"),
 }
-_, HIDDEN, _, DECODE_TOP_K, WIDTH = MODELS["deepseek-v3"]
 
 
 def operands(rows, experts, depth, columns):
@@ -251,35 +255,41 @@ def quantized(w, dtype, block=(1, None, 1), scale_dtype="float32", zeros=None):
     return dataclasses.replace(found, block=(1, *found.block), zeros=zeros)
 
 
+def ways_of(w):
+    """The weights in each way, 4 bits also in tiles."""
+    for way, kind in WEIGHTS.items():
+        weights = w if way == "bfloat16" else quantized(w, *kind)
+        yield way, weights
+        if getattr(weights, "packed", None):
+            yield f"{way}, in tiles", jax.jit(moe.ScaledArray.tile)(weights)
+
+
 def measure_decode():
+    """Of both products: what they take, and a read of the weights of the experts in use."""
     found = {}
-    for name, (tokens, experts) in DECODE.items():
-        rows = tokens * DECODE_TOP_K
+    stream = find_limit(Stream(32, 1, 30_000_000))
+    program = jax.jit(lambda given: moe.ragged_dot(*given))
+    for name, (hidden, width, top_k, tokens, experts) in DECODE.items():
         logits = normal(3, tokens, experts, dtype="float32")
-        _, chosen = moe.route(logits, moe.Router(DECODE_TOP_K))
+        _, chosen = moe.route(logits, moe.Router(top_k))
         sizes = jnp.bincount(chosen.ravel(), length=experts).astype("int32")
         used = int((sizes > 0).sum())
-        for product, depth, columns in (
-            ("gate and up", HIDDEN, 2 * WIDTH),
-            ("down", WIDTH, HIDDEN),
-        ):
-            x = normal(0, rows, depth)
+        sums = {}
+        for depth, columns in ((hidden, 2 * width), (width, hidden)):
+            x = normal(0, tokens * top_k, depth)
             w = normal(1, experts, depth, columns, scale=depth**-0.5)
-            program = jax.jit(lambda given: moe.ragged_dot(*given))
-            exact = plain_us = None
-            for way, kind in WEIGHTS.items():
-                weights = w if way == "bfloat16" else quantized(w, *kind)
+            exact = program((x, w, sizes))
+            for way, weights in ways_of(w):
                 out = program((x, weights, sizes))
-                exact = out if exact is None else exact
                 allowed = 0.2 if getattr(weights, "packed", None) else 0.05
-                record.check(f"{name}, {product}, {way}", out, exact, allowed)
+                record.check(f"{name}, {depth} deep, {way}", out, exact, allowed)
                 num_bytes = sum(a.nbytes for a in jax.tree.leaves(weights)) * used // experts
-                stream = find_limit(Stream(32, 1, num_bytes // 32))
-                read_us = stream["median_us"] * num_bytes / stream["bytes"]
-                us = median_us(program, (x, weights, sizes))
-                plain_us = us if plain_us is None else plain_us
-                figures = {"median_us": us, "read_us": read_us, "fraction_of_read": read_us / us}
-                found[f"{name}, {product}, {way}"] = figures | {"speedup": plain_us / us}
+                us, read_us = sums.get(way, (0, 0))
+                us += median_us(program, (x, weights, sizes))
+                sums[way] = us, read_us + stream["median_us"] * num_bytes / stream["bytes"]
+        for way, (us, read_us) in sums.items():
+            figures = {"median_us": us, "read_us": read_us, "fraction_of_read": read_us / us}
+            found[f"{name}, {way}"] = figures | {"speedup": sums["bfloat16"][0] / us}
     return found
 
 

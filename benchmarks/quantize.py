@@ -59,7 +59,7 @@ def sweep(name, array, copy_us):
         steps = [(1, n, False) for n in (1024, 2048, 4096) if n < columns]
         kind, choices = RowsConfig, whole + steps
     elif name.startswith("tiles"):
-        kind, choices = TilesConfig, [()]
+        kind, choices = TilesConfig, [(n,) for n in (16, 32, 64, 128)]
     else:
         kind = ColumnsConfig
         choices = list(itertools.product((32, 64, 128, 256), (16, 32, 64, 128)))

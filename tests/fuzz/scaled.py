@@ -48,8 +48,10 @@ def scaled(rng: Rng, path: str) -> Program:
     """A `ScaledArray` of weights, and rows that are one too, or floats, with their gradient."""
     num_rows, depth, columns, num_groups = sizes_of(rng, path)
     kind = one_of(rng, (*_EIGHT, "int8", *_PACKED))
+    tiled = kind in _PACKED and rng.random() < 0.3
     if kind in _PACKED:
-        depth, columns = depth + depth % 2, columns + columns % 2
+        of = 64 if tiled else 2
+        depth, columns = depth + -depth % of, columns + -columns % of
     both = kind not in _PACKED and rng.random() < 0.5
     both &= kind != "int8" or path == "xla"  # kernels do not multiply integers
     row_kind = None if not both else kind if kind == "int8" else str(one_of(rng, _EIGHT))
@@ -68,6 +70,7 @@ def scaled(rng: Rng, path: str) -> Program:
         e8m0="float8" in kind and bool(rng.random() < 0.2),
         biased=biased and row_kind != "int8",  # which takes none
         wide_result=bool(rng.random() < 0.2),
+        tiled=bool(tiled),
     )
 
 
@@ -85,6 +88,7 @@ def scaled_of(
     e8m0: bool = False,
     biased: bool = False,
     wide_result: bool = False,
+    tiled: bool = False,
     given: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
     """Weights of a kind, with scales for each block of depth and columns; `dtype` is of rows that
@@ -97,6 +101,7 @@ def scaled_of(
     blocks = (1, wide, deep) if transposed else (1, deep, wide)
     array = f"moe.ScaledArray(weights, scales, {(1, deep, wide)}, transposed={transposed}"
     array += f", packed={kind!r}" * packed + ", zeros=zeros" * with_zeros + ")"
+    array += ".tile()" * tiled
     rows = f"moe.ScaledArray(rows, row_scales, (1, {row_block}))" if both else "rows"
     end = "bias=bias, " * biased + "preferred_element_type=jnp.float32, " * wide_result
     result = np.dtype("float32" if wide_result else "bfloat16" if both else dtype)

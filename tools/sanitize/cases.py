@@ -105,8 +105,10 @@ def weights_alone(dtype: str, rows_per_group: int, **options) -> None:
     rows = draw(EXPERTS * rows_per_group, 128)
     sizes = jnp.full(EXPERTS, rows_per_group, jnp.int32).at[1].set(2 * rows_per_group)
     block = options.pop("block", (1, None, 1))
-    weights = draw(EXPERTS, 128, 96, dtype="float32")
+    weights = draw(EXPERTS, 128, 192, dtype="float32")
+    tiled = options.pop("tiled", False)
     weights = moe.quantize(weights, dtype, block=block, transposed=True, **options)
+    weights = weights.tile() if tiled else weights
     jax.block_until_ready(moe.ragged_dot(rows, weights, sizes, **HOW))
 
 
@@ -162,6 +164,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for rows in (3, 20):
             name = f"weights of {dtype}, {rows} rows"
             yield name, of(weights_alone, dtype, rows, **options)
+            yield f"{name}, tiles", of(weights_alone, dtype, rows, tiled=True, **options)
     fast = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
     yield "8 bits, rows", of(eight_bits, (1, None), (1, None, 1), fast)
     yield "8 bits, float32 sums", of(eight_bits, (1, None), (1, None, 1), None)

@@ -121,14 +121,21 @@ def test_as_an_array_of_the_rows_dtype(way, transposed):
     jax.tree.map(assert_same_bits, both(weights), both(weights.dequantize("bfloat16")))
 
 
-@pytest.mark.sampled(2)
+@functools.cache
+def tiles():
+    array = np.random.default_rng(1).standard_normal((len(SIZES), 256, 256), np.float32)
+    return moe.quantize(array, "int4", block=(1, 64, 1), transposed=True).tile()
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a"), "apart", None])
-@pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 128"])
+@pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 128", "tiles"])
 def test_over_devices(way, kind, spec):
     """Weights that are cut over devices in any way, or the rows; with the rows' gradient."""
-    weights, (rows, _) = weights_in(way), drawn()
+    weights, (rows, _) = tiles() if way == "tiles" else weights_in(way), drawn()
     weights, sizes = jax.tree.map(lambda a: a[:4], weights), jnp.array(SIZES[:4])
+    rows = rows[:, : weights.shape[1]]
 
     @jax.jit
     def run(rows, weights):
@@ -140,7 +147,7 @@ def test_over_devices(way, kind, spec):
 
     def put(array, spec=spec):
         if spec == "apart":  # values one way, and what goes with them another
-            spec = P("a") if array.dtype == "uint8" else P(None, "a")
+            spec = P("a") if array.dtype in ("uint8", "int32") else P(None, "a")
         fits = all(name is None or array.shape[i] % 4 == 0 for i, name in enumerate(spec))
         return jax.device_put(array, NamedSharding(mesh, spec if fits else P()))
 

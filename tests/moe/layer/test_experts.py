@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.moe.layer.test_recipes import ALL, layer
 from triax import moe
-from triax.errors import ArgumentValueError, TriaxError
+from triax.errors import ArgumentTypeError, ArgumentValueError, TriaxError
 from triax.moe.layer import products
 from triax.testing import assert_same_bits
 
@@ -269,3 +269,36 @@ def test_another_recipe_than_they_are_quantized_for(recipe):
     experts, *others = given()
     with pytest.raises(ArgumentValueError, match=r"`experts` is quantized for Recipe\(.*`recipe`"):
         loss(experts.quantized("rows"), *others, recipe)
+
+
+# --- tiles ------------------------------------------------------------------------------------
+
+
+def in_4_bits(two=False):
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
+    x, logits = normal(0, 20, 128), normal(1, 20, 8)
+    w_gate_up, w_down = normal(2, 8, 128, 128), normal(3, 8, 64, 128)
+    first = tuple(jnp.split(w_gate_up, 2, axis=2)) if two else w_gate_up
+    four = lambda w: moe.quantize(w, "int4", block=(1, 32, 1), transposed=True)
+    return moe.Experts(*jax.tree.map(four, (first, w_down))), x, logits.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_experts_in_tiles(two):
+    experts, x, logits = in_4_bits(two)
+    tiled = jax.jit(moe.Experts.tile)(experts)
+    arrays = jax.tree.leaves(tiled, is_leaf=lambda of: isinstance(of, moe.ScaledArray))
+    assert [of.tiled for of in arrays] == [True] * (2 + two)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2)))
+    jax.tree.map(assert_same_bits, run(tiled, x, logits), run(experts, x, logits))
+
+
+def test_only_weights_of_4_bits_are_tiled():
+    with pytest.raises(ArgumentTypeError, match=r"Only weights of 4 bits are tiled; got Experts"):
+        given()[0].tile()
+    experts, *_ = in_4_bits()
+    some = dataclasses.replace(experts, w_down=experts.w_down.dequantize()).tile()
+    assert (some.w_gate_up.tiled, some.w_down.dtype) == (True, "float32")
+    short = moe.quantize(jnp.ones((8, 128, 96)), "int4", block=(1, 32, 1))
+    with pytest.raises(ArgumentValueError, match=r"`experts.w_gate_up` .* multiples of 64"):
+        moe.Experts(short, jnp.ones((8, 48, 128))).tile()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.moe.oracle import make_plan
@@ -19,6 +20,7 @@ from tests.moe.quantization.oracle import E8M0, PACKED, draw, exactly, expected,
 from tests.moe.test_sharding import collectives, compiled, kind, mesh_of  # noqa: F401
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError, DifferentiationError
+from triax.moe.quantization.packing import pack
 from triax.testing import assert_same_bits
 
 FORMATS = [
@@ -95,6 +97,67 @@ def test_every_power_of_two(to, dtype):
         wanted[wanted > 3.5e38], wanted[wanted < -3.5e38] = np.inf, -np.inf
     wanted[255] = np.nan
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+def test_a_tile_is_what_threads_hold(dtype):
+    """The left operand of `mma` with 16 rows and 16 of the depth, as PTX defines it."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (128, 192))
+    array = moe.ScaledArray(pack(codes), np.ones((128, 1), np.float32), (1, None), False, dtype)
+    words = array.tile().values
+    assert words.shape == (2, 3, 512)
+    places = {"int4": [0, 1, 2, 3], "float4_e2m1fn": None}[dtype]
+    for _ in range(200):
+        row, tile, warp, lane, step, register, half = (
+            int(rng.integers(n)) for n in (2, 3, 4, 32, 4, 4, 2)
+        )
+        column = 64 * row + 16 * warp + lane // 4 + 8 * (register % 2)
+        depth = 64 * tile + 16 * step + 2 * (lane % 4) + half + 8 * (register // 2)
+        word = int(words[row, tile, 128 * warp + 4 * lane + step]) >> 16 * half
+        if places is None:
+            at = [(6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14)][register]
+        else:
+            at = [4 * register + place for place in places]
+        assert sum((word >> of & 1) << bit for bit, of in enumerate(at)) == codes[column, depth]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tiles_stand_for_the_same_numbers(transposed, dtype):
+    array = np.random.default_rng(0).standard_normal((3, 128, 192), np.float32)
+    array = moe.quantize(array, dtype, block=(1, 32, 1), transposed=transposed)
+    array = jax.tree.map(np.asarray, array)
+    tiled = array.tile()
+    assert isinstance(tiled.values, np.ndarray)
+    assert (tiled.tiled, array.tiled, tiled.tile()) == (True, False, tiled)
+    for name in ("shape", "block", "dtype", "nbytes", "size", "ndim"):
+        assert getattr(tiled, name) == getattr(array, name)
+    assert "values=int32[3," in repr(tiled)
+    on_device = jax.jit(moe.ScaledArray.tile)(array)
+    assert_same_bits(on_device.values, tiled.values)
+    for back in (tiled.untile(), jax.jit(moe.ScaledArray.untile)(tiled)):
+        assert_same_bits(back.values, array.values)
+    same = lambda f: assert_same_bits(f(tiled), f(array))
+    same(lambda a: a.dequantize())
+    same(lambda a: a.mT.dequantize("bfloat16"))
+    same(lambda a: a[1].dequantize())
+    same(lambda a: a[1:].tile().dequantize())
+    stacked = lambda a: jax.tree.map(lambda part: jnp.stack([part, part[::-1]]), a)
+    same(lambda a: jax.vmap(lambda one: one.dequantize())(stacked(a)))
+
+
+def test_what_is_not_tiled():
+    zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
+    with pytest.raises(ArgumentTypeError, match=r"`self` must have 4-bit numbers to be tiled; got"):
+        moe.quantize(zeros(64, 64), block=(1, None)).tile()
+    for shape in ((64, 96), (96, 64), (64,)):
+        array = moe.quantize(zeros(*shape), "int4", block=(1,) * len(shape))
+        with pytest.raises(ArgumentValueError, match=r"multiples of 64 to be tiled; got shape \("):
+            array.tile()
+    tiled = moe.quantize(zeros(64, 64), "int4", block=(1, None)).tile()
+    with pytest.raises(ArgumentValueError, match=r"packed in int32; got \(1, 1, 256\)"):
+        dataclasses.replace(tiled, values=tiled.values[..., :256])
 
 
 @pytest.mark.parametrize("zeros", [np.int8, np.float32])
@@ -334,3 +397,18 @@ def test_mistakes_in_mxfp4(blocks, scales, match):
         moe.from_mxfp4(np.zeros(blocks, np.uint8), np.zeros(scales, np.uint8))
     with pytest.raises(ArgumentTypeError, match="`scales` must be an array of uint8; got float32"):
         moe.from_mxfp4(np.zeros((2, 6, 3, 16), np.uint8), np.zeros((2, 6, 3), np.float32))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a")])
+def test_arrays_that_are_cut_are_tiled(spec, axis_type):
+    array = np.random.default_rng(0).standard_normal((4, 256, 256), np.float32)
+    array = moe.quantize(array, "int4", block=(1, 32, 1))
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        values = jax.device_put(array.values, NamedSharding(mesh, spec))
+        tiled = dataclasses.replace(array, values=values).tile()
+        assert_same_bits(np.asarray(tiled.values), np.asarray(array.tile().values))
+        values = jax.device_put(tiled.values, NamedSharding(mesh, spec))
+        found = dataclasses.replace(tiled, values=values).dequantize()
+        assert_same_bits(np.asarray(found), np.asarray(array.dequantize()))

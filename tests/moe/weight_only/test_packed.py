@@ -22,6 +22,7 @@ from triax.moe.shared import target
 from triax.testing import assert_close, checked
 
 DEPTH, COLUMNS = 224, 176  # a multiple of 32, but not of 64
+TILES = 320, 192  # the same in tiles, but not of 128
 E2M1 = "float4_e2m1fn"
 # dtype, depth and columns of a scale, the scales' dtype, the zeros'
 WAYS = {
@@ -57,30 +58,33 @@ def is_taken(run, *args):
     return "few_rows" in run.lower(*args).as_text(debug_info=True)
 
 
-@pytest.mark.sampled(3, 20)
+@pytest.mark.sampled(6, 20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("card", [90, 120])
-def test_equals_float64(monkeypatch, card, sizes, way):
+def test_equals_float64(monkeypatch, card, tiled, sizes, way):
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
     monkeypatch.setattr(target, "INTERPRETER", gpu)
     num_rows, sizes = ROWS[sizes], np.array(SIZES[sizes], np.int64).astype(np.int32)
-    weights = weights_of(len(sizes), *WAYS[way])
+    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
+    weights = weights_of(len(sizes), *WAYS[way], columns, depth)
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((num_rows, DEPTH), np.float32).astype(jnp.bfloat16)
+    rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
     past = int(np.minimum(np.maximum(sizes.astype(np.int64), 0).sum(), num_rows))
     rows[past:] = np.nan
-    bias = rng.standard_normal((len(sizes), COLUMNS), np.float32).astype(jnp.bfloat16)
+    bias = rng.standard_normal((len(sizes), columns), np.float32).astype(jnp.bfloat16)
     each = rng.standard_normal(num_rows, np.float32)
     multiply = functools.partial(moe.ragged_dot, bias=bias, bias_weights=each)
     run = jax.jit(functools.partial(multiply, implementation="interpret"))
-    assert is_taken(run, rows, weights, sizes)
+    given = weights.tile() if tiled else weights
+    assert is_taken(run, rows, given, sizes)
     with checked():
-        out = run(rows, weights, sizes)
+        out = run(rows, given, sizes)
     wanted = oracle.ragged_dot(rows, exactly(weights), sizes)
     for group, span in enumerate(oracle.spans(sizes, num_rows)):
         wanted[span] += np.float64(bias[group]) * each[span, None]
-    assert_close(out, wanted, terms=DEPTH)
+    assert_close(out, wanted, terms=depth)
     assert not np.any(np.asarray(out)[past:])
 
 
@@ -101,13 +105,17 @@ def test_few_columns(per_group, columns):
 
 @pytest.mark.parametrize(
     ("card", "per_group", "dtype"),
-    [(90, 8, "int4"), (90, 70, "int4"), (120, 8, "int4"), (90, 70, "int8")],
+    [
+        *((90, 8, "int4"), (90, 70, "int4"), (120, 8, "int4"), (90, 70, "int8")),
+        *((90, 8, "tiles"), (120, 70, "tiles")),
+    ],
 )
 def test_each_32_of_the_depth_have_their_scale_and_zero(monkeypatch, card, per_group, dtype):
     """Of each row one element is not zero, so that results are exact products in float32."""
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
     monkeypatch.setattr(target, "INTERPRETER", gpu)
-    groups, depth, columns, num_rows = 2, 160, 80, 2 * per_group
+    groups, num_rows = 2, 2 * per_group
+    depth, columns = TILES if dtype == "tiles" else (160, 80)
     weights = weights_of(groups, *WAYS["int4, 32"], columns, depth)
     if dtype == "int8":
         weights = scaled(1, (groups, columns, depth), (1, 32, 1), dtype, transposed=True)
@@ -115,7 +123,8 @@ def test_each_32_of_the_depth_have_their_scale_and_zero(monkeypatch, card, per_g
     rows = jnp.zeros((num_rows, depth), jnp.bfloat16).at[np.arange(num_rows), which].set(1)
     how = {"preferred_element_type": "float32", "implementation": "interpret"}
     run = jax.jit(lambda *args: moe.ragged_dot(*args, transpose_weights=True, **how))
-    args = rows, weights.mT, np.full(groups, per_group, np.int32)
+    given = weights.tile() if dtype == "tiles" else weights
+    args = rows, given.mT, np.full(groups, per_group, np.int32)
     assert is_taken(run, *args)
     with checked():
         out = run(*args)
@@ -123,12 +132,14 @@ def test_each_32_of_the_depth_have_their_scale_and_zero(monkeypatch, card, per_g
     np.testing.assert_array_equal(out, exactly(weights).astype(np.float32)[group, which])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("dtype", [E2M1, "int4"])
 @pytest.mark.parametrize("num_rows", [256, 2048])
-def test_all_numbers_times_all_powers_of_two(num_rows, dtype):
+def test_all_numbers_times_all_powers_of_two(num_rows, dtype, tiled):
     """A column for each power: also subnormals, and those that overflow or are not a number."""
     rows, weights, sizes, wanted = all_numbers(num_rows, dtype)
+    weights = weights.tile() if tiled else weights
     run = jax.jit(
         lambda *args: moe.ragged_dot(
             *args, implementation="interpret", preferred_element_type="float32"
@@ -153,17 +164,41 @@ def all_numbers(num_rows, dtype):
     return rows.astype(jnp.bfloat16), weights, sizes, wanted
 
 
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
-def test_a_scale_that_is_not_a_number_is_its_columns(way):
-    weights = weights_of(8, *WAYS[way])
+def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
+    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
+    weights = weights_of(8, *WAYS[way], columns, depth)
+    weights = weights.tile() if tiled else weights
     weights = dataclasses.replace(weights, scales=weights.scales.copy())
     weights.scales[2, 5, 6] = np.nan
-    rows, sizes = np.zeros((40, DEPTH), jnp.bfloat16), np.full(8, 5, np.int32)
+    rows, sizes = np.zeros((40, depth), jnp.bfloat16), np.full(8, 5, np.int32)
     multiply = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
     out = multiply(rows, weights, sizes)
-    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, 5, COLUMNS)
+    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, 5, columns)
     assert is_nan[2, :, 5].all()
     assert is_nan.sum() == 5
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("num_rows", [40, 600])
+@pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
+def test_tiles_are_the_weights(way, num_rows, implementation):
+    """In plain JAX and with many rows too, where they are reordered back; and in gradients."""
+    depth, columns = TILES
+    weights = weights_of(2, *WAYS[way], columns, depth)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
+    sizes = np.array([num_rows - 25, 20], np.int32)
+
+    @jax.jit
+    def run(rows, weights):
+        multiply = functools.partial(moe.ragged_dot, implementation=implementation)
+        out, pull = jax.vjp(lambda rows: multiply(rows, weights, sizes), rows)
+        return out, *pull(out)
+
+    for out, wanted in zip(run(rows, weights.tile()), run(rows, weights), strict=True):
+        assert_close(out, np.asarray(wanted, np.float64), terms=depth)
 
 
 OTHERS = {
@@ -194,14 +229,15 @@ def test_what_takes_a_temporary(way):
 @pytest.mark.sampled(2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 64", "int4, 32"])
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("rows", [64, 1024, 4096])
-def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
+def test_weights_are_unpacked_in_registers(monkeypatch, rows, tiled, way):
     from tests.moe.grouped_matmul.test_programs import kernels
 
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     shape = jax.ShapeDtypeStruct
     weights = weights_of(32, *WAYS[way], columns=256, depth=512)
-    weights = jax.tree.map(lambda a: shape(a.shape, a.dtype), weights)
+    weights = jax.eval_shape(lambda: weights.tile() if tiled else weights)
     traced = jax.jit(moe.ragged_dot).trace(
         shape((rows, 512), "bfloat16"), weights, shape((32,), "int32")
     )

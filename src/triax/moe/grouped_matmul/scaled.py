@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe.quantization.packing import TILE
 from triax.moe.quantization.scaled import ScaledArray, check, stored_block
 from triax.moe.shared import arguments
 from triax.moe.shared.blocks import power_of_two
@@ -28,7 +29,7 @@ class Parts(NamedTuple):
       scales: None, [rows], [groups] or [groups, columns]; scales of blocks as they are stored.
       deep: how much of the depth shares a scale; None for all of it.
       wide: how many columns of weights share a scale; None for all of them.
-      zeros, packed: as in `ScaledArray`.
+      zeros, packed, tiled: as in `ScaledArray`.
     """
 
     values: jax.Array
@@ -37,6 +38,12 @@ class Parts(NamedTuple):
     wide: int | None = None
     zeros: jax.Array | None = None
     packed: str | None = None
+    tiled: bool = False
+
+    @property
+    def columns(self) -> int:
+        """The columns of weights whose depth is innermost."""
+        return self.values.shape[1] * (TILE if self.tiled else 1)
 
 
 def parts(operand: Any) -> Parts:
@@ -49,7 +56,8 @@ def parts(operand: Any) -> Parts:
         scales = scales.astype(jnp.float32)
         if deep is None:
             scales = scales.reshape([n for axis, n in enumerate(scales.shape) if n > 1 or not axis])
-    return Parts(operand.values, scales, deep, wide, operand.zeros, operand.packed)
+    more = operand.zeros, operand.packed, operand.tiled
+    return Parts(operand.values, scales, deep, wide, *more)
 
 
 def is_blocked(operand: Any) -> bool:
@@ -63,7 +71,8 @@ def letters(operand: Any, of_values: str) -> list[str]:
         return [of_values]
     block = zip(of_values, stored_block(operand), strict=True)
     of_scales = "".join(letter if of == 1 else "_" for letter, of in block)
-    of_values = of_values[:-1] + "_" if operand.packed else of_values
+    if operand.packed:
+        of_values = of_values[0] + "___" if operand.tiled else of_values[:-1] + "_"
     return [of_values, of_scales, of_scales][: len(jax.tree.leaves(operand))]
 
 

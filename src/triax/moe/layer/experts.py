@@ -179,6 +179,33 @@ class Experts:
         vars(found).update(in_8_bits=made, recipe=used)
         return found
 
+    def tile(self) -> Experts:
+        """Returns the same experts with 4-bit weights reordered by `ScaledArray.tile`.
+
+        Few tokens then take less time on GPUs from Hopper on. Call it once, on the device:
+
+            experts = jax.jit(moe.Experts.tile)(jax.device_put(experts))
+
+        Raises:
+          ArgumentTypeError: no weights have 4 bits.
+          ArgumentValueError: columns or depth of 4-bit weights are not multiples of 64.
+        """
+        arrays = {name: getattr(self, name) for name in ("w_gate_up", "w_down")}
+
+        def is_packed(of: Any) -> bool:
+            return isinstance(of, ScaledArray) and bool(of.packed)
+
+        if not any(map(is_packed, jax.tree.leaves(arrays, is_leaf=is_packed))):
+            raise ArgumentTypeError(
+                f"Only weights of 4 bits are tiled; got {self}. Leave the experts as they are."
+            )
+
+        def tiled(path: Any, of: Any) -> Any:
+            return scaled.tiled(f"experts.{path[0].key}", of) if is_packed(of) else of
+
+        arrays = jax.tree_util.tree_map_with_path(tiled, arrays, is_leaf=is_packed)
+        return dataclasses.replace(self, **arrays)
+
 
 _ARRAYS = "w_gate_up", "w_down", "b_gate_up", "b_down", "in_8_bits"
 _LAYOUT = "activation", "interleaved", "transposed", "recipe"

@@ -203,8 +203,10 @@ def _quantize_tiles_kernel(
     NAN: tl.constexpr,
     INFINITY: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
 ):
-    # A program takes a tile of a group [depth, width], with one scale.
+    # A program takes a tile of a group [depth, width], with one scale. It reads the tile twice,
+    # BLOCK_DEPTH rows at a time; the second time from the cache.
     column_tiles = tl.cdiv(width, TILE)
     row_tiles = tl.cdiv(depth, TILE)
     tiles = column_tiles * row_tiles
@@ -212,53 +214,43 @@ def _quantize_tiles_kernel(
     tile = tl.program_id(0) % tiles
     row_tile = tile // column_tiles
     column_tile = tile % column_tiles
-    rows = row_tile * TILE + tl.arange(0, TILE)
+    start = row_tile * TILE
+    stop = start + TILE
     columns = column_tile * TILE + tl.arange(0, TILE)
-    x = _load_tile(x_ptr + group * depth * width, None, depth, rows, columns, depth, width)
-    largest = _float32(tl.max(tl.max(_sizes(x), 0), 0), x.dtype)
-    special = largest >= _INFINITY
+    x_ptr += group * depth * width
+    largest = _largest_of_columns(
+        x_ptr, None, depth, start, stop, columns, depth, width, BLOCK_DEPTH, False
+    )
+    special = tl.max(largest, 0) >= _INFINITY
     if NAN is not None:
         if special:
-            largest = _float32(tl.max(tl.max(_finite(_sizes(x), x.dtype), 0), 0), x.dtype)
-    scale = _scale(tl.full([1], 0, tl.int32) + largest, LARGEST)
+            largest = _largest_of_columns(
+                x_ptr, None, depth, start, stop, columns, depth, width, BLOCK_DEPTH, True
+            )
+    scale = _scale(tl.full([1], 0, tl.int32) + tl.max(largest, 0), LARGEST)
     if TRANSPOSED:
         tile = column_tile * row_tiles + row_tile
     tl.store(scales_ptr + group * tiles + tile + tl.arange(0, 1), scale)
-    inverse = _inverse(scale)
-    values_ptr += group * depth * width
-    if not TRANSPOSED:
-        # Loaded again, from the cache, as it is stored: else bytes are exchanged between threads.
-        x = _load_tile(x_ptr + group * depth * width, None, depth, rows, columns, depth, width)
-    if special:
-        _store_tile(
-            x,
-            inverse,
-            values_ptr,
-            rows,
-            depth,
-            depth,
-            columns,
-            width,
-            TRANSPOSED,
-            True,
-            NAN,
-            INFINITY,
-        )
-    else:
-        _store_tile(
-            x,
-            inverse,
-            values_ptr,
-            rows,
-            depth,
-            depth,
-            columns,
-            width,
-            TRANSPOSED,
-            False,
-            NAN,
-            INFINITY,
-        )
+    _round_columns(
+        x_ptr,
+        None,
+        depth,
+        start,
+        stop,
+        columns,
+        depth,
+        width,
+        _inverse(scale),
+        special,
+        values_ptr + group * depth * width,
+        start,
+        depth,
+        depth,
+        TRANSPOSED,
+        NAN,
+        INFINITY,
+        BLOCK_DEPTH,
+    )
 
 
 @triton.jit

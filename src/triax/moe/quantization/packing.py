@@ -6,6 +6,7 @@ gpt-oss's checkpoint and in the int32 words of GPTQ.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -18,6 +19,17 @@ PACKED = tuple(map(np.dtype, (ml_dtypes.float4_e2m1fn, ml_dtypes.int4)))
 
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 """A scale of 8 bits: 2**(code - 127), and NaN for the code 255."""
+
+TILE = 64
+"""The columns, and the depth, of a tile of 4-bit numbers."""
+
+# Where a tile's words have the bits of the first number of each of their four pairs, from the
+# lowest bit on. The second number of a pair is 16 bits further. Those of e2m1 are so that a shift
+# and a mask make the bits of a bfloat16, but for the last.
+_BITS = {
+    "int4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
+    "float4_e2m1fn": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14)),
+}
 
 
 def pack(codes: jax.Array) -> jax.Array:
@@ -49,3 +61,61 @@ def powers_of_two(codes: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     bits = jnp.where(codes == 255, 0x7FC00000, jnp.maximum(codes, 1) << 23)
     powers = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return powers.astype(dtype), jnp.where(codes == 0, 0.5, 1).astype(dtype)
+
+
+def tile(values: Any, packed: str) -> Any:
+    """Reorders bytes [..., columns, depth / 2] to words of tiles, int32 [..., 64s, 64s, 512].
+
+    A tile has 64 columns and 64 of their depth, in the order in which the threads of tensor cores
+    hold a left operand: four warps, 8 rows of threads, 4 threads, 4 words. A word has four pairs of
+    numbers next to each other: of two columns 8 apart, at two places of the depth 8 apart. Both
+    sizes are multiples of 64. NumPy arrays stay on the host.
+    """
+    n = values.ndim - 2
+    values = _split(_split(values, n + 1, (-1, 4, 2, 4)), n, (-1, 4, 2, 8))
+    values = values.transpose(*range(n), *(n + i for i in (0, 4, 1, 3, 7, 5, 6, 2)))
+    values = _merged(_merged(values, n + 6, 2), n + 2, 4)
+    words: Any = 0
+    for pair, bits in enumerate(_BITS[packed]):
+        of_pair = values[..., pair]
+        if isinstance(values, np.ndarray):  # far fewer operations on the host
+            words = words | _words_of(np.arange(256, dtype=np.int32), bits)[of_pair]
+        else:
+            words = words | _words_of(of_pair.astype(jnp.int32), bits)
+    return words
+
+
+def _words_of(byte: Any, bits: tuple[int, ...]) -> Any:
+    """Returns words with the bits of both numbers of a byte in their places."""
+    words = byte & 0
+    for bit, to in enumerate(bits):
+        words = words | (byte >> bit & 1) << to | (byte >> 4 + bit & 1) << to + 16
+    return words
+
+
+def untile(words: Any, packed: str) -> Any:
+    """Returns the bytes [..., columns, depth / 2] of words of tiles."""
+    numpy = np if isinstance(words, np.ndarray) else jnp
+    pairs = []
+    for bits in _BITS[packed]:
+        pair = words & 0
+        for bit, at in enumerate(bits):
+            pair = pair | (words >> at & 1) << bit | (words >> at + 16 & 1) << 4 + bit
+        pairs.append(pair.astype(np.uint8))
+    n = words.ndim - 3
+    values = _split(_split(numpy.stack(pairs, -1), n + 3, (2, 2)), n + 2, (4, 8, 4, 4))
+    values = values.transpose(*range(n), *(n + i for i in (0, 2, 7, 3, 1, 5, 6, 4)))
+    return _merged(_merged(values, n + 4, 4), n, 4)
+
+
+# One dimension at a time, as `reshape` wants arrays that are cut over explicit axes.
+
+
+def _split(array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
+    sizes = tuple(array.shape[axis] // -math.prod(sizes) if n < 0 else n for n in sizes)
+    return array.reshape(*array.shape[:axis], *sizes, *array.shape[axis + 1 :])
+
+
+def _merged(array: Any, axis: int, count: int) -> Any:
+    size = math.prod(array.shape[axis : axis + count])
+    return array.reshape(*array.shape[:axis], size, *array.shape[axis + count :])

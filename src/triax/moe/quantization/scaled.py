@@ -45,7 +45,7 @@ class ScaledArray:
 
     Attributes:
       values: float8_e4m3fn, float8_e5m2 or int8, of any rank. With `packed`, uint8: two numbers in
-        each byte, the lower half first along the last dimension.
+        each byte, the lower half first along the last dimension; or what `tile` makes of them.
       scales: float32, or float8_e8m0fnu (powers of two, as in MX formats), of the same rank; each
         size is the number of blocks along that dimension.
       block: the size of a block along each dimension of the array, as in `quantize`: None for a
@@ -90,8 +90,16 @@ class ScaledArray:
     def shape(self) -> tuple[int, ...]:
         """The shape of the array, dequantized."""
         shape = tuple(self.values.shape)
-        shape = (*shape[:-1], 2 * shape[-1]) if self.packed else shape
+        if self.tiled:
+            shape = (*shape[:-3], packing.TILE * shape[-3], packing.TILE * shape[-2])
+        elif self.packed:
+            shape = (*shape[:-1], 2 * shape[-1])
         return swapped(shape) if self.transposed else shape
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the values are in tiles, from `tile`."""
+        return bool(self.packed) and getattr(self.values, "dtype", None) == jnp.int32
 
     @property
     def ndim(self) -> int:
@@ -136,6 +144,32 @@ class ScaledArray:
         check("self", self)
         array = widened(self, _float(dtype))
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
+
+    def tile(self) -> ScaledArray:
+        """Reorders 4-bit weights for `ragged_dot` with few rows; numbers and bytes stay.
+
+        On GPUs with TMA, from Hopper on, the weights are then read and widened faster. Call it
+        once, where they are loaded. What widens weights in memory reorders them back in each call.
+        Tiles have 64 columns and 64 of their depth: the values are int32 [..., columns / 64,
+        depth / 64, 512]. NumPy arrays stay on the host.
+
+        Returns:
+          A `ScaledArray` with the same scales and zeros; this one if it is tiled.
+
+        Raises:
+          ArgumentTypeError: the numbers do not have 4 bits.
+          ArgumentValueError: one of the last two dimensions is not a multiple of 64.
+        """
+        return tiled("self", self)
+
+    def untile(self) -> ScaledArray:
+        """Returns the array as it was before `tile`."""
+        check("self", self)
+        if not self.tiled:
+            return self
+        assert self.packed is not None
+        values = packing.untile(_whole(self.values, 3), self.packed)
+        return dataclasses.replace(self, values=values)
 
     def astype(self, dtype: Any) -> jax.Array:
         """Calls `dequantize`; arrays have this method too."""
@@ -218,6 +252,7 @@ def num_blocks(shape: Sequence[int], block: Block) -> tuple[int, ...]:
 
 def widened(array: ScaledArray, dtype: Any) -> jax.Array:
     """Dequantizes a scaled array to a float dtype, in the stored layout."""
+    array = array.untile() if array.tiled else array
     values, scales, packed, block = array.values, array.scales, array.packed, stored_block(array)
     wide = jnp.dtype("float64" if dtype == "float64" else "float32")
     if packed is None:
@@ -275,6 +310,31 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
 def of_rows(x: ScaledArray, values: Any, scales: Any) -> ScaledArray:
     """Returns moved tokens as a `ScaledArray` of rows, with their tokens' scales."""
     return dataclasses.replace(x, values=values, scales=scales, block=(1, *x.block[1:]))
+
+
+def tiled(name: str, array: ScaledArray) -> ScaledArray:
+    """Returns the argument `name` in tiles, as `ScaledArray.tile` does."""
+    check(name, array)
+    if array.tiled:
+        return array
+    if not array.packed:
+        raise ArgumentTypeError(
+            f"Argument `{name}` must have 4-bit numbers to be tiled; got {array.dtype}. Leave it "
+            "as it is."
+        )
+    if array.ndim < 2 or any(size % packing.TILE for size in array.shape[-2:]):
+        raise ArgumentValueError(
+            f"Argument `{name}` must have columns and a depth in multiples of {packing.TILE} to be "
+            f"tiled; got shape {array.shape}. Leave it as it is."
+        )
+    return dataclasses.replace(array, values=packing.tile(_whole(array.values, 2), array.packed))
+
+
+def _whole(values: Any, rank: int) -> Any:
+    """Returns values whose last dimensions, `rank` of them, are not cut over explicit axes."""
+    if isinstance(values, np.ndarray):
+        return values
+    return explicit.gathered(values, *range(values.ndim - rank))
 
 
 # --- checks --------------------------------------------------------------------------------------
@@ -361,13 +421,19 @@ def _checked(array: ScaledArray) -> Block:
             " 4-bit numbers are stored in uint8, two to a byte, with "
             f"`packed={names[0]!r}` or `packed={names[1]!r}`."
         )
-    arguments.check_dtype("values", values, (np.dtype("uint8"),) if packed else DTYPES, remedy)
+    of_packed = np.dtype("int32" if array.tiled else "uint8")
+    arguments.check_dtype("values", values, (of_packed,) if packed else DTYPES, remedy)
     remedy = " Cast them."
     if getattr(array.scales, "dtype", None) == jnp.uint8:
         remedy = " For MX formats use `scales.view(jnp.float8_e8m0fnu)`."
     arguments.check_dtype("scales", array.scales, (np.dtype("float32"), E8M0), remedy)
     if packed and not values.ndim:
         raise ArgumentValueError("Argument `values` must have a dimension or more to be packed.")
+    if array.tiled and (values.ndim < 3 or values.shape[-1] != packing.TILE**2 // 8):
+        raise ArgumentValueError(
+            "Argument `values` must have shape [..., columns / 64, depth / 64, 512] if packed in "
+            f"int32; got {values.shape}. Pass bytes, uint8, and call `tile`."
+        )
     block = checked_block(array.block, array.shape, array.transposed)
     wanted = num_blocks(array.shape, block)
     wanted = swapped(wanted) if array.transposed else wanted

@@ -11,7 +11,9 @@ them. With PERMUTED the weights are the left operand of Hopper's tensor cores, i
 thread holds other weights than the 16 neighbours that it loads from shared memory, so each 64 are
 reordered. Each block of packed weights is reordered, with PERMUTED also its columns, by `_order`.
 
-A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. Zeros, and
+A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. With TILED
+the words stand where threads of tensor cores take them, so nothing is reordered here; the order is
+that of `packing.tile`. Zeros, and
 scales that are powers of two, are applied to the widened weights, which is exact. Other scales
 multiply float32 sums: of the whole depth, of a block of it, or of each half of a block, whose
 weights and rows are then reordered apart.
@@ -79,11 +81,20 @@ def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr):
+def _two_of_eight(
+    words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr, TILED: tl.constexpr
+):
     """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`."""
     if E2M1:
-        size = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
-        low, high = _pair((size & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000))
+        if not TILED:
+            bits = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
+            bits = (bits & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000)
+        elif S < 3:
+            bits = (words << (3 * S)) & -0x7E3F7E40
+        else:
+            bits = ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040)
+            bits |= (words << 1) & -0x7FFF8000
+        low, high = _pair(bits)
         low *= _constant(_UP_E2M1)
         high *= _constant(_UP_E2M1)
     else:
@@ -109,13 +120,54 @@ def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DE
     zero, two = even.to(tl.int32).split()
     one, three = odd.to(tl.int32).split()
     words = zero | (one << 8) | (two << 16) | (three << 24)
-    a = _two_of_eight(words, base, 0, zeros, powers, E2M1)
-    b = _two_of_eight(words, base, 1, zeros, powers, E2M1)
-    c = _two_of_eight(words, base, 2, zeros, powers, E2M1)
-    d = _two_of_eight(words, base, 3, zeros, powers, E2M1)
+    if zeros is not None:
+        zeros = _for_words(zeros, ROWS, WORDS)
+    if powers is not None:
+        powers = _for_words(powers, ROWS, WORDS)
+    a = _two_of_eight(words, base, 0, zeros, powers, E2M1, False)
+    b = _two_of_eight(words, base, 1, zeros, powers, E2M1, False)
+    c = _two_of_eight(words, base, 2, zeros, powers, E2M1, False)
+    d = _two_of_eight(words, base, 3, zeros, powers, E2M1, False)
     w = tl.join(tl.join(a, b), tl.join(c, d))
     w = w.reshape(ROWS, WORDS // LOADED // 4, 4, LOADED, 2, 2, 2)
     return w.permute(0, 1, 3, 6, 5, 2, 4).reshape(ROWS, DEPTH)
+
+
+@triton.jit
+def _loaded_tiles(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr):
+    """Reorders loaded words to [64s of columns, warps, rows, PARTS of the depth, 4, words]."""
+    TILES: tl.constexpr = DEPTH // 64
+    w = w.reshape(COLUMNS // 64, TILES, 4, 8, 4, PARTS // TILES, 4 * TILES // PARTS)
+    w = w.permute(0, 2, 3, 1, 5, 4, 6)
+    return w.reshape(COLUMNS // 64, 4, 8, PARTS, 4, 4 * TILES // PARTS)
+
+
+@triton.jit
+def _from_tiles(w, base, zeros, powers, E2M1: tl.constexpr):
+    """Unpacks words from `_loaded_tiles` to bfloat16: [columns, depth]."""
+    COLUMNS: tl.constexpr = 64 * w.shape[0]
+    PARTS: tl.constexpr = w.shape[3]
+    zeros_2 = None
+    powers_2 = None
+    if zeros is not None:
+        zeros, zeros_2 = _of_two_columns(zeros, COLUMNS, PARTS)
+    if powers is not None:
+        powers, powers_2 = _of_two_columns(powers, COLUMNS, PARTS)
+    a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
+    b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
+    c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
+    d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
+    w = tl.join(tl.join(a, b), tl.join(c, d))
+    return w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6).reshape(COLUMNS, w.numel // COLUMNS)
+
+
+@triton.jit
+def _of_two_columns(parts, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Returns what belongs to each of the two columns, 8 apart, that a word of a tile has."""
+    parts = _for_words(parts, COLUMNS, PARTS)
+    first, second = parts.reshape(COLUMNS // 64, 4, 2, 8, PARTS).permute(0, 1, 3, 4, 2).split()
+    shape: tl.constexpr = (COLUMNS // 64, 4, 8, PARTS, 1, 1)
+    return first.reshape(shape), second.reshape(shape)
 
 
 @triton.jit
@@ -146,15 +198,20 @@ def _operand(
     PACKED: tl.constexpr,
     WORDS: tl.constexpr,
     PERMUTED: tl.constexpr,
+    TILED: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Widens and reorders weights, packed ones minus `zeros` and times `powers`."""
-    COLUMNS: tl.constexpr = w.shape[0]
-    DEPTH: tl.constexpr = w.shape[1] if PACKED is None else 2 * w.shape[1]
-    if PACKED is not None:
+    """Widens and reorders weights, packed ones minus `zeros` and times `powers`, both of parts."""
+    if TILED:
+        return _from_tiles(w, base, zeros, powers, PACKED == "float4_e2m1fn")
+    elif PACKED is not None:
+        COLUMNS: tl.constexpr = w.shape[0]
+        DEPTH: tl.constexpr = 2 * w.shape[1]
         w = _unpacked(w, base, zeros, powers, PACKED == "float4_e2m1fn", COLUMNS, DEPTH)
         return _ordered(w, COLUMNS, DEPTH, WARPS) if PERMUTED else w
     else:
+        COLUMNS: tl.constexpr = w.shape[0]
+        DEPTH: tl.constexpr = w.shape[1]
         w = _widened(w, base, COLUMNS, DEPTH) if WORDS else w.to(tl.bfloat16)
         if PERMUTED:
             LOADED: tl.constexpr = 2 if DEPTH == 32 else 4  # words per thread and load
@@ -259,6 +316,7 @@ def _few_rows_kernel(
     POWERS: tl.constexpr,
     WORDS: tl.constexpr,
     PERMUTED: tl.constexpr,
+    TILED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -279,7 +337,7 @@ def _few_rows_kernel(
     PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
-    if PERMUTED and PACKED is not None:
+    if PERMUTED and PACKED is not None and not TILED:
         order = _order(BLOCK_COLUMNS, WARPS)
     else:
         order = tl.arange(0, BLOCK_COLUMNS)
@@ -313,8 +371,13 @@ def _few_rows_kernel(
             elif zeros_ptr is not None:
                 zeros = _of_parts(zeros_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
         for start in range(0, depth, BLOCK_DEPTH):
-            w = weights.load([group, column, start // IN_A_BYTE])
-            w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // IN_A_BYTE)
+            if TILED:
+                w = weights.load([group, column // 64, start // 64 * 16, 0])
+                IN_TILES: tl.constexpr = 2 if HALVES else max(PARTS, BLOCK_DEPTH // 64)
+                w = _loaded_tiles(w, BLOCK_COLUMNS, BLOCK_DEPTH, IN_TILES)
+            else:
+                w = weights.load([group, column, start // IN_A_BYTE])
+                w = w.reshape(BLOCK_COLUMNS, BLOCK_DEPTH // IN_A_BYTE)
             x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
             x = x.reshape(BLOCK_ROWS, HALF if HALVES else BLOCK_DEPTH)
             after = start + BLOCK_DEPTH
@@ -322,14 +385,14 @@ def _few_rows_kernel(
             powers = None
             if not HALVES:
                 if zeros_ptr is not None:
-                    less = _for_words(zeros.to(tl.bfloat16), BLOCK_COLUMNS, BLOCK_DEPTH // 8)
+                    less = zeros.to(tl.bfloat16)
                     zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK)
                 if POWERS:
-                    powers = _for_words(_powers_of_two(codes), BLOCK_COLUMNS, BLOCK_DEPTH // 8)
+                    powers = _powers_of_two(codes)
                     codes = _of_parts(
                         group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK
                     )
-                w = _operand(w, base, less, powers, PACKED, WORDS, PERMUTED, WARPS)
+                w = _operand(w, base, less, powers, PACKED, WORDS, PERMUTED, TILED, WARPS)
             if not IN_SUM:
                 if PERMUTED:
                     total = tl.dot(w, x.T, total)
@@ -351,17 +414,23 @@ def _few_rows_kernel(
                 total = _plus(total, w, x, scale, PERMUTED)
             else:
                 # Names that end in `_2` are of the second half.
-                w, w_2 = w.reshape(BLOCK_COLUMNS, 2, HALF // IN_A_BYTE).permute(0, 2, 1).split()
+                if TILED:
+                    w, w_2 = w.permute(0, 1, 2, 4, 5, 3).split()
+                    w = w.expand_dims(3)
+                    w_2 = w_2.expand_dims(3)
+                else:
+                    w = w.reshape(BLOCK_COLUMNS, 2, HALF // IN_A_BYTE)
+                    w, w_2 = w.permute(0, 2, 1).split()
                 x_2 = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start + HALF])
                 x_2 = x_2.reshape(BLOCK_ROWS, HALF)
                 less_2 = None
                 if zeros_ptr is not None:
-                    less = _for_words(zero[:, None].to(tl.bfloat16), BLOCK_COLUMNS, HALF // 8)
-                    less_2 = _for_words(zero_2[:, None].to(tl.bfloat16), BLOCK_COLUMNS, HALF // 8)
+                    less = zero[:, None].to(tl.bfloat16)
+                    less_2 = zero_2[:, None].to(tl.bfloat16)
                     zero = _of_part(zeros_ptr + at, known, after, depth, BLOCK)
                     zero_2 = _of_part(zeros_ptr + at, known, after + HALF, depth, BLOCK)
-                w = _operand(w, base, less, None, PACKED, WORDS, PERMUTED, WARPS)
-                w_2 = _operand(w_2, base, less_2, None, PACKED, WORDS, PERMUTED, WARPS)
+                w = _operand(w, base, less, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
+                w_2 = _operand(w_2, base, less_2, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
                 now, now_2 = scale, scale_2
                 scale = _of_part(scales_at, is_scaled, after, depth, BLOCK)
                 scale_2 = _of_part(scales_at, is_scaled, after + HALF, depth, BLOCK)

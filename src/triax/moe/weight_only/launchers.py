@@ -21,7 +21,7 @@ from triax.moe.grouped_matmul.tiles import (
     suit_tma,
     triton_dtype,
 )
-from triax.moe.quantization.packing import E8M0
+from triax.moe.quantization.packing import E8M0, TILE
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
@@ -32,7 +32,7 @@ def lacking(
     target: Target, rows_per_group: int, x: Parts, w: Parts, *, transposed: bool, options: Options
 ) -> str | None:
     """Says what the kernel needs and rows `x` or weights `w` lack; None if it takes them."""
-    out = jax.ShapeDtypeStruct((len(x.values), w.values.shape[1]), options.dtype)
+    out = jax.ShapeDtypeStruct((len(x.values), w.columns), options.dtype)
     if w.packed is None and w.values.dtype not in (jnp.float8_e4m3fn, jnp.int8):
         return "weights of float8_e4m3fn, int8 or 4 bits"
     if rows_per_group > MOST_ROWS:
@@ -90,7 +90,7 @@ def few_rows(
     rows, weights, powers = x.values, w.values, _powers(w)
     scales: Any = w.scales
     num_rows, depth = rows.shape
-    num_groups, columns, stored_depth = weights.shape
+    num_groups, columns = len(weights), w.columns
     choose = FewRowsConfig.for_packed if w.packed else FewRowsConfig.for_rows
     scaled = None if powers else w.deep
     config = choose(target.architecture, rows_per_group, columns, depth, scaled)
@@ -99,19 +99,22 @@ def few_rows(
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
-    block_depth = config.block_depth * stored_depth // depth
     # Triton widens int8 equally fast, but not into the left operand.
     words = config.permuted or weights.dtype != jnp.int8
     # If each half of a block has its own scale, the kernel takes the rows by halves.
     ordered = config.block_depth // (2 if scaled and scaled % config.block_depth else 1)
-    if w.packed:
+    box: tuple[int, ...] = (1, config.block_columns, config.block_depth // (2 if w.packed else 1))
+    if w.tiled:
+        weights = weights.reshape(num_groups, columns // TILE, -1, 32)
+        box = (1, config.block_columns // TILE, config.block_depth // TILE * 16, 32)
+    elif w.packed:
         rows = _renumbered_packed(rows, ordered)
     elif words:
         rows = _renumbered(rows, config.permuted, ordered)
     return launch(
         _few_rows_kernel,
         bounded_by_group(rows, config.block_rows, ordered),
-        TensorDescriptor.from_array(weights, (1, config.block_columns, block_depth)),
+        TensorDescriptor.from_array(weights, box),
         tiles,
         scales,
         w.zeros,
@@ -126,6 +129,7 @@ def few_rows(
         WORDS=words,
         PACKED=w.packed,
         POWERS=powers,
+        TILED=w.tiled,
         WARPS=config.num_warps,
         implementation=implementation,
         DTYPE=triton_dtype(options.dtype),
