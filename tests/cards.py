@@ -182,6 +182,11 @@ PROGRAMS: dict[str, Program] = {
         )
     },
     **{
+        f"ragged_dot, {rows} rows, {numbers} in tiles": launches.in_tiles(rows, kind, 32, numbers)
+        for rows in (FEW, SOME, MANY)
+        for numbers, kind in (("int4", WIDE), ("float4_e2m1fn", "float8_e8m0fnu"))
+    },
+    **{
         f"moves, {tokens} tokens, {d}": _moves(tokens, d) for tokens in TOKENS for d in (HALF, WIDE)
     },
     **{f"sort_chunks_by_index, {d}": _chunks(5000, d) for d in (HALF, WIDE)},

@@ -75,6 +75,11 @@ def biased(rows: int) -> Any:
     return with_gradient(run), (*arrays, array(5, 48), array(rows, dtype=WIDE))
 
 
+def in_tiles(*how: Any) -> Any:
+    run, (rows, weights, sizes) = packed(*how, columns=128)
+    return run, (rows, jax.eval_shape(ScaledArray.tile, weights), sizes)
+
+
 def plan(tokens: int, top_k: int, experts: int, **how: Any) -> Any:
     run = functools.partial(moe.make_plan, num_experts=experts, **how)
     return run, (array(tokens, top_k, dtype="int32"),)
@@ -100,10 +105,11 @@ def gradient(case: Any) -> Any:
     return with_gradient(case[0]), case[1]
 
 
-def packed(rows: int, kind: str, block: int, numbers: str, zeros: bool = False) -> Any:
-    weights = scaled(
-        array(5, 96, 64, dtype="uint8"), (1, block, 1), kind, transposed=True, packed=numbers
-    )
+def packed(
+    rows: int, kind: str, block: int, numbers: str, zeros: bool = False, columns: int = 96
+) -> Any:
+    values = array(5, columns, 64, dtype="uint8")
+    weights = scaled(values, (1, block, 1), kind, transposed=True, packed=numbers)
     if zeros:
         of = array(*weights.scales.shape, dtype="int8")
         weights = dataclasses.replace(weights, zeros=of)
@@ -150,6 +156,8 @@ CASES: dict[str, Any] = {
     "ragged_dot of 4-bit weights, whole depth": packed(40, WIDE, 128, "int4"),
     "ragged_dot of MXFP4": packed(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
     "ragged_dot of MXFP4, many rows": packed(4000, "float8_e8m0fnu", 32, "float4_e2m1fn"),
+    "ragged_dot of MXFP4 in tiles": in_tiles(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
+    "ragged_dot of 4-bit weights in tiles, many rows": in_tiles(4000, WIDE, 32, "int4", True),
     "plan of few pairs": plan(100, 8, 64),
     "plan of many pairs": plan(5000, 8, 300, align_size=16, capacity=100),
     "plan of very many pairs": plan(50000, 8, 64),

@@ -283,6 +283,7 @@ def in_4_bits(two=False):
     return moe.Experts(*jax.tree.map(four, (first, w_down))), x, logits.astype(jnp.float32)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("two", [False, True])
 def test_experts_in_tiles(two):
     experts, x, logits = in_4_bits(two)

@@ -122,6 +122,7 @@ def test_a_tile_is_what_threads_hold(dtype):
         assert sum((word >> of & 1) << bit for bit, of in enumerate(at)) == codes[column, depth]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_tiles_stand_for_the_same_numbers(transposed, dtype):
@@ -399,6 +400,7 @@ def test_mistakes_in_mxfp4(blocks, scales, match):
         moe.from_mxfp4(np.zeros((2, 6, 3, 16), np.uint8), np.zeros((2, 6, 3), np.float32))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a")])
 def test_arrays_that_are_cut_are_tiled(spec, axis_type):

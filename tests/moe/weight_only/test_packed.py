@@ -180,6 +180,7 @@ def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
     assert is_nan.sum() == 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_rows", [40, 600])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])

@@ -25,12 +25,12 @@ from triax.moe.grouped_matmul.tiles import (
     triton_dtype,
     written,
 )
-from triax.moe.quantization.scaled import ScaledArray, widened
+from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.arrays import absent, stored
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 from triax.moe.weight_only.configs import MOST_ROWS
-from triax.moe.weight_only.launchers import few_rows, lacking, warn_of_widening
+from triax.moe.weight_only.launchers import few_rows, lacking, warn_of_widening, widen
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
@@ -174,7 +174,7 @@ def _ragged_dot(
     if w.packed:
         if rows_per_group <= MOST_ROWS and implementation != "interpret":
             warn_of_widening(weights, lacks)
-        w = Parts(widened(weights, rows.dtype))
+        w = Parts(widen(target, weights, rows.dtype, implementation=implementation))
     columns = w.values.shape[1 if transposed else 2]
     out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
     tma = target.tensor_maps and suit_tma(x.values, w.values, out_type)

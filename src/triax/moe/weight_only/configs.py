@@ -106,6 +106,14 @@ class FewRowsConfig:
         return cls(rows, columns, depth, min(stages, 4), False)
 
 
+@dataclasses.dataclass(frozen=True)
+class WidenConfig:
+    """A program dequantizes 64 columns, `block_depth` deep."""
+
+    block_depth: int = 128
+    num_warps: int = 4
+
+
 def _rows(rows_per_group: int) -> int:
     """Returns a tile's rows, for weights widened in registers: few groups exceed twice the mean."""
     return max(16, min(64, blocks.power_of_two(2 * rows_per_group)))

@@ -13,7 +13,7 @@ from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.compat import versions
 from triax.moe.grouped_matmul.options import Groups, Options
-from triax.moe.grouped_matmul.scaled import Parts
+from triax.moe.grouped_matmul.scaled import Parts, parts
 from triax.moe.grouped_matmul.tiles import (
     bounded_by_group,
     cdiv,
@@ -22,10 +22,10 @@ from triax.moe.grouped_matmul.tiles import (
     triton_dtype,
 )
 from triax.moe.quantization.packing import E8M0, TILE
-from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
-from triax.moe.weight_only.configs import LEAST_SCALED, MOST_ROWS, FewRowsConfig
+from triax.moe.weight_only.configs import LEAST_SCALED, MOST_ROWS, FewRowsConfig, WidenConfig
 
 
 def lacking(
@@ -135,6 +135,44 @@ def few_rows(
         DTYPE=triton_dtype(options.dtype),
         SCALE_COLUMNS=w.wide,
         SCALE_DEPTH=w.deep,
+    )
+
+
+def widen(
+    target: Target,
+    weights: ScaledArray,
+    dtype: Any,
+    *,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    """Dequantizes 4-bit weights of groups in memory, in the stored layout, as `widened` does."""
+    from triax.moe.weight_only.widening_kernels import _widen_kernel
+
+    w = parts(weights)
+    suitable = weights.transposed and (w.deep or LEAST_SCALED) % LEAST_SCALED == 0
+    if not suitable or not weights.size:
+        return widened(weights, dtype)
+    num_groups, depth, columns = weights.shape
+    config = WidenConfig()
+    scales: Any = w.scales
+    if powers := scales.dtype == E8M0:
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    return launch(
+        _widen_kernel,
+        w.values.reshape(-1),
+        scales,
+        w.zeros,
+        columns,
+        depth,
+        out_type=jax.ShapeDtypeStruct((num_groups, columns, depth), dtype),
+        grid=num_groups * cdiv(columns, TILE) * cdiv(depth, config.block_depth),
+        config=config,
+        PACKED=w.packed,
+        TILED=w.tiled,
+        POWERS=powers,
+        SCALE_COLUMNS=w.wide,
+        SCALE_DEPTH=w.deep,
+        implementation=implementation,
     )
 
 

@@ -1,0 +1,93 @@
+"""The kernel that dequantizes 4-bit weights in memory, for many rows."""
+
+import triton
+import triton.language as tl
+
+from triax.moe.weight_only.kernels import (
+    _ALL,
+    _UP_E2M1,
+    _constant,
+    _first_of,
+    _for_words,
+    _from_tiles,
+    _loaded_tiles,
+    _of_parts,
+)
+
+_COLUMNS = tl.constexpr(64)
+_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it
+
+
+@triton.jit
+def _numbers(codes, E2M1: tl.constexpr):
+    """Returns the numbers of 4-bit codes in float32."""
+    if E2M1:
+        bits = ((codes & 7) << 6) | ((codes & 8) << 12)
+        number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * _constant(_UP_E2M1)
+    else:
+        number = (codes ^ 8) - 8
+    return number.to(tl.float32)
+
+
+@triton.jit
+def _powers(codes):
+    """Returns 2**(codes - 127) in float32; NaN for 255."""
+    codes = codes.to(tl.int32)
+    bits = tl.where(codes == 255, 0x7FC00000, codes << 23)
+    return tl.where(codes == 0, 1 << 22, bits).to(tl.float32, bitcast=True)  # 2**-127: subnormal
+
+
+@triton.jit
+def _widen_kernel(
+    values_ptr,
+    scales_ptr,
+    zeros_ptr,
+    num_columns,
+    depth,
+    out_ptr,
+    PACKED: tl.constexpr,
+    TILED: tl.constexpr,
+    POWERS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    # A program takes 64 columns of a group, BLOCK_DEPTH deep.
+    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
+    depth_blocks = tl.cdiv(depth, BLOCK_DEPTH)
+    column_blocks = tl.cdiv(num_columns, _COLUMNS)
+    start = tl.program_id(0) % depth_blocks * BLOCK_DEPTH
+    block = tl.program_id(0) // depth_blocks
+    group = (block // column_blocks).to(tl.int64)
+    column = block % column_blocks * _COLUMNS
+    columns = column + tl.arange(0, _COLUMNS)
+    known = columns < num_columns
+    if TILED:
+        at = tl.arange(0, BLOCK_DEPTH * 8)  # words, 512 in a tile
+        inside = start + at // 512 * 64 < depth
+        at += ((group * column_blocks + column // 64) * (depth // 64) + start // 64) * 512
+        w = tl.load(values_ptr + at, mask=inside, other=0)
+        w = _loaded_tiles(w, _COLUMNS, BLOCK_DEPTH, BLOCK_DEPTH // 64)
+        w = _from_tiles(w, 0x43084308, None, None, E2M1).to(tl.float32)
+    else:
+        at = start // 2 + tl.arange(0, BLOCK_DEPTH // 2)
+        inside = known[:, None] & (at < depth // 2)[None, :]
+        at = (group * num_columns + columns)[:, None] * (depth // 2) + at[None, :]
+        byte = tl.load(values_ptr + at, mask=inside, other=0).to(tl.int32)
+        w = _numbers(tl.join(byte & 15, byte >> 4).reshape(_COLUMNS, BLOCK_DEPTH), E2M1)
+
+    PART: tl.constexpr = BLOCK_DEPTH if SCALE_DEPTH is None else _PART
+    BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
+    PARTS: tl.constexpr = BLOCK_DEPTH // PART
+    of_block = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK)
+    if zeros_ptr is not None:
+        zeros = _of_parts(zeros_ptr + of_block, known, start, depth, PARTS, PART, BLOCK)
+        w -= _for_words(zeros.to(tl.float32), _COLUMNS, BLOCK_DEPTH)
+    scales = _of_parts(scales_ptr + of_block, known, start, depth, PARTS, PART, BLOCK)
+    if POWERS:
+        scales = _powers(scales)
+    w *= _for_words(scales, _COLUMNS, BLOCK_DEPTH)
+    deep = start + tl.arange(0, BLOCK_DEPTH)
+    at = (group * num_columns + columns)[:, None] * depth + deep[None, :]
+    mask = known[:, None] & (deep < depth)[None, :]
+    tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=mask)
