@@ -157,6 +157,11 @@ def test_what_is_not_tiled():
         with pytest.raises(ArgumentValueError, match=r"multiples of 64 to be tiled; got shape \("):
             array.tile()
     tiled = moe.quantize(zeros(64, 64), "int4", block=(1, None)).tile()
+    with pytest.raises(ArgumentValueError, match=r"first dimension that is stored first"):
+        tiled[0]
+    plan = moe.make_plan(jnp.zeros((64, 1), jnp.int32), 2)
+    with pytest.raises(ArgumentValueError, match=r"`x` must not be in tiles, .*`x.untile\(\)`"):
+        moe.permute(tiled, plan)
     with pytest.raises(ArgumentValueError, match=r"packed in int32; got \(1, 1, 256\)"):
         dataclasses.replace(tiled, values=tiled.values[..., :256])
 

@@ -189,7 +189,8 @@ class ScaledArray:
         )
         is_integer = is_integer and not isinstance(index, bool)
         one, shared = not isinstance(index, slice), self.ndim == 0 or self.scales.shape[0] <= 1
-        if self.ndim < 2 + self.transposed or not (shared or self.block[0] == 1):
+        is_matrix = self.transposed or self.tiled  # as its last two dimensions are stored
+        if self.ndim < 2 + is_matrix or not (shared or self.block[0] == 1):
             raise ArgumentValueError(
                 "A ScaledArray is indexed along a first dimension that is stored first, if its "
                 f"entries share no scales, or share all; got {self}. Index the result of "
@@ -298,6 +299,11 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
         raise ArgumentValueError(
             f"Argument `{name}` must be [tokens, hidden] with separate scales for each token: "
             f"`block=(1, …)`; got shape {x.shape}, block {x.block} and transposed={x.transposed}."
+        )
+    if x.tiled:
+        raise ArgumentValueError(
+            f"Argument `{name}` must not be in tiles, each of which has 64 tokens; got shape "
+            f"{x.shape}. Pass `{name}.untile()`."
         )
     if x.zeros is not None:
         raise ArgumentValueError(

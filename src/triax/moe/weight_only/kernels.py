@@ -12,11 +12,10 @@ thread holds other weights than the 16 neighbours that it loads from shared memo
 reordered. Each block of packed weights is reordered, with PERMUTED also its columns, by `_order`.
 
 A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. With TILED
-the words stand where threads of tensor cores take them, so nothing is reordered here; the order is
-that of `packing.tile`. Zeros, and
-scales that are powers of two, are applied to the widened weights, which is exact. Other scales
-multiply float32 sums: of the whole depth, of a block of it, or of each half of a block, whose
-weights and rows are then reordered apart.
+the words stand where threads of tensor cores take them, in the order of `packing.tile`, so that
+nothing is reordered here. Zeros, and scales that are powers of two, are applied to the widened
+weights, which is exact. Other scales multiply float32 sums: of the whole depth, of a block of it,
+or of each half of a block, whose weights and rows are then reordered apart.
 """
 
 import triton
