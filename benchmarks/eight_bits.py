@@ -57,7 +57,6 @@ RECIPES = {
     "rows, float32 sums": moe.Recipe(fast_sums=False),
     "blocks": "blocks",
 }
-# tokens, experts
 # A model's hidden, width and experts of a token; tokens, experts
 DEEPSEEK, GPT_OSS = ([MODELS[of][i] for i in (1, 4, 3)] for of in ("deepseek-v3", "gpt-oss-120b"))
 DECODE = {
