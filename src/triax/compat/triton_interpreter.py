@@ -134,7 +134,12 @@ _CORE_HOLDERS = (
 
 
 class Semantic(TritonSemantic):
-    """Triton's typing rules, with a shortcut for values that are tensors already."""
+    """Triton's typing rules, with shortcuts for what most operations of a kernel are."""
+
+    def __init__(self, builder: Any) -> None:
+        super().__init__(builder)
+        self._types: dict[tuple[Any, ...], tl.dtype] = {}
+        self._integers: dict[tuple[int, str], tl.tensor] = {}
 
     def to_tensor(self, x: Any, check_type: bool = True) -> Any:
         if type(x) is tl.tensor:
@@ -143,6 +148,39 @@ class Semantic(TritonSemantic):
         if not check_type and isinstance(x, (tuple, tl.core.tuple)):
             return _tuple_like(x, [self.to_tensor(part, False) for part in x])
         return super().to_tensor(x, check_type)
+
+    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *rules: Any, **more: Any) -> Any:
+        # The fourth rule is that of divisions, which change a type.
+        are_tensors = type(lhs) is tl.tensor is type(rhs) and len(rules) < 4 and not more
+        alike = are_tensors and lhs.shape is rhs.shape and lhs.dtype is rhs.dtype
+        if alike and not lhs.dtype.is_ptr():
+            return lhs, rhs
+        return super().binary_op_type_checking_impl(lhs, rhs, *rules, **more)
+
+    def computation_type_impl(self, a: Any, a_is_number: Any, b: Any, *more: Any) -> Any:
+        key = (a.name, a_is_number, b.name, *more)
+        if key not in self._types:
+            self._types[key] = super().computation_type_impl(a, a_is_number, b, *more)
+        return self._types[key]
+
+    def scalar_constant(self, value: Any, dtype: tl.dtype) -> Any:
+        if type(value) is not int:
+            return super().scalar_constant(value, dtype)
+        key = (value, dtype.name)
+        if key not in self._integers:
+            if len(self._integers) > _MANY:
+                self._integers.clear()
+            self._integers[key] = super().scalar_constant(value, dtype)
+        return self._integers[key]
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not rhs.type.is_block():
+            return lhs, _splat(rhs, lhs)
+        if not lhs.type.is_block():
+            return _splat(lhs, rhs), rhs
+        return super().broadcast_impl_value(lhs, rhs)
 
     def dot_scaled(
         self, lhs: Any, lhs_scale: Any, lhs_format: Any, rhs: Any, rhs_scale: Any, rhs_format: Any,
@@ -156,6 +194,12 @@ class Semantic(TritonSemantic):
         if isinstance(y, tl.tensor) and y.dtype.is_ptr() and not y.handle.dtype.scalar.is_ptr():
             y = tensor(y.handle.data.reshape(y.shape), y.handle.dtype.scalar)
         return super().where(condition, x, y)
+
+
+def _splat(scalar: Any, like: Any) -> Any:
+    data = np.empty(like.handle.data.shape, scalar.handle.data.dtype)
+    data[...] = scalar.handle.data
+    return tl.tensor(TensorHandle(data, scalar.dtype), like.type.with_element_ty(scalar.dtype))
 
 
 class _Format(str):
@@ -182,6 +226,7 @@ def _known_shapes() -> Iterable[Change]:
     unwrap = tl.core._unwrap_if_constexpr
     block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
     of_scalars: dict[str, Any] = {}
+    shapes: dict[tuple[int, ...], Any] = {}  # equal shapes are one object
     plain = {int, bool, float, str, type(None), tl.core.tensor, tl.core.dtype}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -203,6 +248,7 @@ def _known_shapes() -> Iterable[Change]:
             return
         make_tensor(self, handle, type)
         if known is not None:
+            self.shape = shapes.setdefault(tuple(size.value for size in self.shape), self.shape)
             known.update(shape=self.shape, numel=self.numel)
 
     def unwrap_if_constexpr(value: Any) -> Any:
