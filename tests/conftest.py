@@ -127,7 +127,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for name, of_test in cases.items():
         left = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.encode()))
         limits: tuple[int | None, ...] = of_test[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
-        most_quick, most_slow = (*limits, *(None, 3)[len(limits) :])
+        most_quick, most_slow = (*limits, *(None, 1)[len(limits) :])
         quick = _fewest([i for i in left if not i.get_closest_marker("slow")], 1, most_quick)
         left = [item for item in left if item not in quick]
         parameters = of_test[0].callspec.params  # type: ignore[attr-defined]

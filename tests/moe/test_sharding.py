@@ -156,7 +156,7 @@ def spec_of(array):
     return P(*spec)
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.sampled(0, 3)
 @of_each_op
 def test_results_and_gradients_do_not_depend_on_shardings(kind, name):
     function = OPS[name]

@@ -172,7 +172,7 @@ def test_equals_one_device(way, kind):
     assert_equals_one_device(way, kind, "8")
 
 
-@pytest.mark.sampled(0)
+@pytest.mark.sampled(0, 3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("mesh_name", "kind"),
