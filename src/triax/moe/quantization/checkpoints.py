@@ -6,6 +6,8 @@ give arrays of NumPy: nothing goes to a device before the caller puts it there.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +25,9 @@ FLOATS = tuple(map(np.dtype, ("float32", "float16", ml_dtypes.bfloat16)))
 _IN_ORDER = 4 * np.arange(8, dtype=np.int32)  # where the numbers of a word start, in bits
 _AWQ_ORDER = _IN_ORDER[[0, 4, 1, 5, 2, 6, 3, 7]]
 _BITS = " Only 4 bits are supported."
+_FIX = ' If it is wrong or missing, pass `config={**checkpoint.config, "quantization_config": …}`.'
+_PACKED = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"
+NAMES = *_PACKED, "weight", "weight_scale_inv", "bias", "qweight", "qzeros", "scales", "g_idx"
 
 
 def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
@@ -129,6 +134,58 @@ def from_8_bits(weight: Array, weight_scale: Array) -> ScaledArray:
     shape = check_array("weight_scale", weight_scale, (*FLOATS, E8M0), (*lead, *blocks), "`weight`")
     wide = weight_scale if weight_scale.dtype == E8M0 else weight_scale.astype(np.float32)
     return _scaled("weight_scale", weight, wide.reshape(*lead, *(*shape[len(lead) :], 1, 1)[:2]))
+
+
+def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Returns a linear layer's weights [out, in]. The names of its tensors tell their format."""
+    group: Any = next(iter((config.get("config_groups") or {}).values()), {})
+    config = {**config, **(group.get("weights") or {})}
+    act_order = config.get("desc_act") or config.get("actorder") in (True, "group", "dynamic")
+    groups = own.__getitem__ if act_order else own.get
+    # AutoGPTQ wrote zeros as the biases of linear layers that have none.
+    for name in ("bias", "weight_zero_point")[: 1 if "weight_packed" in own else 2]:
+        if np.any(own.get(name)):
+            raise ArgumentValueError(f"Experts of this format have no `{name}` but zeros.")
+    if "qweight" in own:
+        _said(config, "bits", (4,), 4)
+        words = own["qweight"], own["qzeros"], own["scales"]
+        if _said(config, "quant_method", ("gptq", "awq")) == "awq":
+            _said(config, "version", ("gemm", "GEMM"), "gemm")
+            made = from_awq(*words)
+        else:
+            of = _said(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+            made = from_gptq(*words, groups("g_idx"), v2=of == "gptq_v2")
+            if config.get("sym") is True:
+                if np.any(made.zeros):
+                    raise ArgumentValueError(
+                        "The zeros of a checkpoint with `sym` must be 8: `checkpoint_format` must "
+                        f'be "gptq_v2" if they are stored as they are, else "gptq".{_FIX}'
+                    )
+                made = dataclasses.replace(made, zeros=None)
+    elif "weight_packed" in own:
+        _said(config, "num_bits", (4,), 4)
+        words = own["weight_packed"], own["weight_scale"], own.get("weight_shape")
+        zeros = own.get("weight_zero_point")
+        made = from_compressed_tensors(*words, zeros, groups("weight_g_idx"))
+    elif "weight_scale" in own or "weight_scale_inv" in own:
+        made = from_8_bits(own["weight"], own.get("weight_scale", own.get("weight_scale_inv")))
+    else:
+        remedy = " Numbers of 8 bits or less must have scales."
+        check_array("weight", own["weight"], FLOATS, (..., "out", "in"), "experts", remedy)
+        return own["weight"]
+    made = made.mT
+    (rows, group), out = made.block, len(made)
+    if not rows or out % rows:  # blocks of the gate must not reach into `up`, which is next to it
+        scales: Any = np.repeat(made.scales, rows or out, 0)[:out]
+        made = dataclasses.replace(made, scales=scales, block=(1, group))
+    return made
+
+
+def _said(config: Mapping[str, Any], key: str, choices: Any, default: Any = None) -> Any:
+    """Returns what `quantization_config` has for a key, which must be one of the choices."""
+    found = config.get(key) or default
+    messages.check_choice(f'quantization_config["{key}"]', found, choices, _FIX)
+    return found
 
 
 def _int4(values: Any, swaps: bool, order: Any, zero: int, **arrays: Any) -> ScaledArray:
