@@ -2,7 +2,7 @@
 
 from triax.moe.activations.api import glu as glu
 from triax.moe.activations.reference import Swiglu as Swiglu
-from triax.moe.checkpoint.files import Checkpoint as Checkpoint
+from triax.moe.checkpoint import Checkpoint as Checkpoint
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
 from triax.moe.expert_parallel.api import combine as combine

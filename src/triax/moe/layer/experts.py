@@ -13,10 +13,10 @@ from jax.tree_util import GetAttrKey
 
 from triax import messages
 from triax.compat import jax_private
-from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
+from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe import checkpoint
 from triax.moe.activations import api as activations
 from triax.moe.activations.reference import Activation, GluSpec
-from triax.moe.checkpoint import layouts
 from triax.moe.layer.recipes import BLOCK, Recipe, Scaling, resolve
 from triax.moe.quantization import scaled
 from triax.moe.quantization.api import quantize
@@ -99,8 +99,7 @@ class Experts:
         """Returns the experts of a layer of a Hugging Face checkpoint, as NumPy arrays.
 
             checkpoint = moe.Checkpoint("models/gpt-oss-20b")
-            experts = moe.Experts.from_checkpoint(checkpoint, "model.layers.3.mlp")
-            experts = jax.device_put(experts)
+            experts = jax.device_put(moe.Experts.from_checkpoint(checkpoint, "model.layers.3.mlp"))
 
         The layouts are those of gpt-oss, Mixtral, Qwen3-MoE and DeepSeek-V3, with floats of 16 bits
         or more, or any format that a `moe.from_…` function takes. Tensors of single experts are
@@ -118,12 +117,9 @@ class Experts:
           ArgumentTypeError, ArgumentValueError: `experts` is no range, or not of the layer.
           CheckpointError: a tensor is missing, or its shape, dtype or format is wrong.
         """
-        found = layouts.read(tensors, prefix, config, experts, activation, progress)
-        try:
+        found = checkpoint.read_experts(tensors, prefix, config, experts, activation, progress)
+        with checkpoint.reading(tensors, f"{prefix}.experts"):
             return cls(**found)
-        except (ArgumentTypeError, ArgumentValueError) as error:
-            where = getattr(tensors, "folder", "the tensors")
-            raise CheckpointError(f"`{prefix}.experts` in {where}: {error}") from error
 
     def __repr__(self) -> str:
         """Shows shapes and dtypes, and the options that differ from their defaults."""

@@ -1,1 +1,0 @@
-"""Reads the experts of a model's layer from a folder of safetensors files."""
