@@ -51,6 +51,8 @@ PRESETS = {
     "mixtral-8x7b": "Mixtral 8x7B",
     "llama4-maverick": "Llama 4 Maverick",
     "fine-grained": "64 small experts",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "qwen3-30b": "Qwen3-30B",
 }
 CODEBASES = ("maxtext", "haliax", "jax-llm-examples", "skyrl")
 MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad")

@@ -47,6 +47,8 @@ LAYERS = {
     "qwen3-235b": Layer(8192, 4096, 16, 8, 1536),
     "gpt-oss-120b": Layer(16384, 2880, 16, 4, 2880),
     "fine-grained": Layer(16384, 2560, 64, 4, 1280),
+    "deepseek-v2-lite": Layer(16384, 2048, 64, 6, 1408),
+    "qwen3-30b": Layer(16384, 2048, 128, 8, 768),
 }
 
 
