@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -79,10 +80,49 @@ def test_a_layers_products(monkeypatch, arch, how, found):
     assert count(layer_ptx(**how)) == found
 
 
+@pytest.mark.cuda_plugin
+@pytest.mark.sampled(2, 3)
+@pytest.mark.parametrize(
+    ("arch", "how", "found"),
+    [
+        (90, {}, 1),
+        (90, {"dtype": "float16", "left": 40, "transposed": True}, 1),
+        (90, {"left": 20}, 0),  # rows that begin at no multiple of 16 bytes
+        (90, {"right": 128}, 0),
+        (90, {"num_rows": 320}, 0),
+        (90, {"dtype": "float32"}, 0),
+        (100, {}, 0),
+        (80, {}, 0),
+    ],
+)
+def test_the_gradient_of_weights(monkeypatch, arch, how, found):
+    """It loads boxes of 64 columns: two of the left side, and four of the right one."""
+    needs_descriptors()
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(arch))
+    given = {"num_rows": 4000, "left": 200, "right": 136, "dtype": HALF, "transposed": False} | how
+    num_rows, left, right, dtype, transposed = given.values()
+
+    def gradient(rows, weights, sizes, out):
+        multiply = functools.partial(moe.ragged_dot, rows, transpose_weights=transposed)
+        return jax.vjp(lambda w: multiply(w, sizes), weights)[1](out)
+
+    depth, columns = (right, left) if transposed else (left, right)
+    shapes = (num_rows, depth), (5, left, right), (num_rows, columns)
+    rows, weights, out = (shape(*of, dtype=dtype) for of in shapes)
+    traced = jax.jit(gradient).trace(rows, weights, shape(5, dtype="int32"), out)
+    ptx = [k for k in kernels(traced.lower(lowering_platforms=("cuda",))) if "group_outer" in k]
+    own = [text for text in ptx if "setmaxnreg" in text]
+    assert (len(ptx), len(own)) == (1, found)
+    for text in own:
+        assert text.count("cp.async.bulk.tensor.4d") == 6
+        assert text.count("wgmma.mma_async") == 8
+
+
 def suits(rows=(4000, 512), weights=(2, 512, 400), target=HOPPER, columns=400, scales=None, **how):
     options = Options(jnp.dtype(how.pop("out", HALF)), None, how.pop("share", 1.0))
     x, w = Parts(shape(*rows), scales), Parts(shape(*weights, dtype=how.pop("dtype", HALF)))
-    return overlapped.suit(target, x, w, columns, options, how.pop("implementation", None))
+    how = how.pop("implementation", None)
+    return overlapped.suit(target, x, w, weights[0], columns, options, how)
 
 
 def test_what_suits(monkeypatch):

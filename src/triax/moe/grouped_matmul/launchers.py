@@ -256,6 +256,10 @@ def _group_outer(
     num_right = right.shape[1]
     num_groups = groups.sizes.shape[0]
     outer = jax.ShapeDtypeStruct((num_groups, num_left, num_right), options.dtype)
+    bounds = group_bounds(groups, num_rows, implementation)
+    parts = Parts(left), Parts(right)
+    if overlapped.suit(target, *parts, num_groups, num_right, options, implementation):
+        return overlapped.group_outer(target, left, right, bounds, outer, implementation)
     tma = target.tensor_maps and suit_tma(left, right, outer)
     itemsize = left.dtype.itemsize
     config = OuterConfig.heuristic(
@@ -266,7 +270,6 @@ def _group_outer(
         exact=itemsize == 4 and options.input_precision == "ieee",
         tma=tma,
     )
-    bounds = group_bounds(groups, num_rows, implementation)
     tiles = cdiv(num_left, config.block_left) * cdiv(num_right, config.block_right)
     num_programs = num_groups * tiles
     if config.persistent:

@@ -1,4 +1,4 @@
-"""Launches ragged_dot in 16 bits on Hopper, and with it the activation of its result."""
+"""Launches ragged_dot in 16 bits on Hopper, its activation, and the gradient of its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triax.compat import versions
 from triax.moe.activations.reference import GluSpec
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import Parts
-from triax.moe.grouped_matmul.tiles import ROW_TILES, ROWS, schedule, suit_tma
+from triax.moe.grouped_matmul.tiles import ROW_TILES, ROWS, bounded_by_group, schedule, suit_tma
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 
@@ -23,8 +23,10 @@ _HOPPER = 90
 _DTYPES = {jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}
 
 
-def suit(target: Target, x: Parts, w: Parts, columns: int, options: Options, how: Any) -> bool:
-    """Whether the kernel supports rows and weights: many rows in a group, and many columns.
+def suit(
+    target: Target, x: Parts, w: Parts, num_groups: int, columns: int, options: Options, how: Any
+) -> bool:
+    """Whether the kernels support their operands: many rows in a group, and many columns.
 
     Gluon is not interpreted.
     """
@@ -35,7 +37,7 @@ def suit(target: Target, x: Parts, w: Parts, columns: int, options: Options, how
         and versions.GLUON.passes(versions.installed(versions.GLUON.package) or "0")
         and {x.values.dtype, w.values.dtype, options.dtype} in _DTYPES
         and x.scales is w.scales is None
-        and int(len(x.values) * options.share) // len(w.values) > ROWS // 2
+        and int(len(x.values) * options.share) // num_groups > ROWS // 2
         and columns > _HALF
         and suit_tma(x.values, w.values)
     )
@@ -58,7 +60,7 @@ def ragged_dot(
     Returns None if the kernel does not `suit`.
     """
     (num_rows, depth), columns = x.values.shape, w.values.shape[1 if transposed else 2]
-    if not suit(target, x, w, columns, options, implementation):
+    if not suit(target, x, w, len(w.values), columns, options, implementation):
         return None
     from triton.experimental.gluon import language as gl
 
@@ -81,15 +83,37 @@ def ragged_dot(
         apart,
         columns,
         out_type=(jax.ShapeDtypeStruct((num_rows, columns), options.dtype), inner),
-        grid=target.multiprocessors,
-        num_warps=4,
-        backend_options={"maxnreg": _REGISTERS},
         implementation=implementation,
         TRANSPOSED=transposed,
         ACTIVATION=None if spec is None else (spec.curve, spec.alpha, spec.limit, spec.up_offset),
-        STAGES=_STAGES,
-        WARPS=_WARPS,
-        REGISTERS=_REGISTERS_OF_PRODUCTS,
+        **_program(target),
         **({"inner_ptr": None} if spec is None else {}),
     )
     return found[0] if spec is None else found
+
+
+def group_outer(
+    target: Target, left: jax.Array, right: jax.Array, bounds: jax.Array, out_type: Any, how: Any
+) -> jax.Array:
+    """Sums left × right over the rows of each group, given their bounds."""
+    from triton.experimental.gluon import language as gl
+
+    from triax.moe.grouped_matmul.overlapped_gradient_kernels import _group_outer_overlapped_kernel
+
+    layout = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=4)
+    return launch(
+        _group_outer_overlapped_kernel,
+        *(bounded_by_group(array, _DEPTH, _HALF, layout) for array in (left, right)),
+        bounds,
+        *out_type.shape,
+        out_type=out_type,
+        implementation=how,
+        ROW_TILES=ROW_TILES,
+        **_program(target),
+    )
+
+
+def _program(target: Target) -> dict[str, Any]:
+    warps = {"WARPS": _WARPS, "REGISTERS": _REGISTERS_OF_PRODUCTS, "STAGES": _STAGES}
+    options = {"num_warps": 4, "backend_options": {"maxnreg": _REGISTERS}}
+    return {"grid": target.multiprocessors, **options, **warps}

@@ -6,6 +6,7 @@ rounded. Two other warps store them from there, and apply an activation; one mor
 have the bits of `_ragged_dot_kernel` and `_glu_kernel`.
 
 A tile has two blocks of columns, `apart` columns from each other: gate and up, or neighbours.
+`_group_outer_overlapped_kernel` has the same parts, but its own functions `locate` and `load`.
 """
 
 from triton.experimental import gluon
@@ -30,18 +31,25 @@ _clipped, _curve = gluon.jit(_clipped_of_triton.fn), gluon.jit(_curve_of_triton.
 
 
 @gluon.jit
-def _load(descriptors, buffers, barriers, tiles_ptr, sizes, TRANSPOSED: gl.constexpr):
+def _locate(tiles, tile, ROWS: gl.constexpr):
+    """Returns a tile's group, first row, end of rows, column tile, and depth."""
+    _, num_column_tiles, tiles_ptr, depth = tiles
+    group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
+    return group, row, end, column_tile, depth
+
+
+@gluon.jit
+def _load(descriptors, buffers, barriers, tiles, sizes, TRANSPOSED: gl.constexpr):
     """Loads blocks of rows, and two of columns, into buffers as they become empty."""
     STAGES: gl.constexpr = buffers[0].type.shape[0]
     ROWS: gl.constexpr = buffers[0].type.shape[1]
     DEPTH: gl.constexpr = buffers[0].type.shape[2]
     rows, weights = descriptors
     full, empty = barriers
-    _, depth, num_column_tiles, wide, _, apart, _ = sizes
-    num_tiles = gl.load(tiles_ptr) * num_column_tiles
+    _, wide, _, apart, _ = sizes
     count = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        group, row, _, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
+    for tile in range(gl.program_id(0), tiles[0], gl.num_programs(0)):
+        group, row, _, column_tile, depth = _locate(tiles, tile, ROWS)
         for start in range(0, depth, DEPTH):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
@@ -59,26 +67,29 @@ def _load(descriptors, buffers, barriers, tiles_ptr, sizes, TRANSPOSED: gl.const
 
 
 @gluon.jit
-def _multiply(buffers, barriers, tiles_ptr, sizes, TRANSPOSED: gl.constexpr, PART: gl.constexpr):
-    """Multiplies one half, PART, of each tile's rows."""
-    STAGES: gl.constexpr = buffers[0].type.shape[0]
-    DEPTH: gl.constexpr = buffers[0].type.shape[2]
-    OWN: gl.constexpr = buffers[3].type.shape[1]
-    COLUMNS: gl.constexpr = buffers[3].type.shape[2]
+def _multiply(buffers, barriers, tiles, locate, TRANSPOSED: gl.constexpr, PART: gl.constexpr):
+    """Multiplies one half, PART, of each tile's rows; TRANSPOSED says which operands are."""
+    halves, pairs, made = buffers
+    STAGES: gl.constexpr = pairs.type.shape[0]
+    DEPTH: gl.constexpr = pairs.type.shape[2 if TRANSPOSED[1] else 1]
+    OWN: gl.constexpr = made.type.shape[1]
+    COLUMNS: gl.constexpr = made.type.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     full, empty = barriers
-    made = buffers[3].index(PART)
-    num_tiles = gl.load(tiles_ptr) * sizes[2]
+    made = made.index(PART)
     total = gl.zeros([OWN, COLUMNS], gl.float32, layout)
     count = 0
     turn = 0
-    for _ in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        for start in range(0, sizes[1], DEPTH):
+    for tile in range(gl.program_id(0), tiles[0], gl.num_programs(0)):
+        _, _, _, _, depth = locate(tiles, tile, 2 * OWN)
+        for start in range(0, depth, DEPTH):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
-            x = buffers[0].index(stage).slice(PART * OWN, OWN)
-            w = buffers[2].index(stage)
-            if TRANSPOSED:
+            x = halves.index(2 * stage + PART)
+            w = pairs.index(stage)
+            if TRANSPOSED[0]:
+                x = x.permute((1, 0))
+            if TRANSPOSED[1]:
                 w = w.permute((1, 0))
             total = warpgroup_mma(x, w, total, use_acc=start > 0, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))
@@ -94,20 +105,20 @@ def _multiply(buffers, barriers, tiles_ptr, sizes, TRANSPOSED: gl.constexpr, PAR
 
 
 @gluon.jit
-def _finish(blocks, barriers, pointers, sizes, ACTIVATION: gl.constexpr, WARPS: gl.constexpr):
-    """Stores each tile, and then zeros for rows before and past the groups."""
+def _finish(
+    blocks, barriers, tiles, pointers, sizes, locate, ACTIVATION: gl.constexpr, WARPS: gl.constexpr
+):
+    """Stores each tile, and then zeros for rows before and past the groups, if there can be any."""
     STAGES: gl.constexpr = barriers[0].type.shape[0] - 2
     OWN: gl.constexpr = blocks.type.shape[1]
     HALF: gl.constexpr = blocks.type.shape[2] // 2
     ROWS: gl.constexpr = 4 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
     full, empty = barriers
-    tiles_ptr = pointers[0]
-    num_rows, _, num_column_tiles, wide, _, _, _ = sizes
-    num_tiles = gl.load(tiles_ptr) * num_column_tiles
+    num_rows, wide, _, _, _ = sizes
     turn = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, 2 * OWN)
+    for tile in range(gl.program_id(0), tiles[0], gl.num_programs(0)):
+        _, row, end, column_tile, _ = locate(tiles, tile, 2 * OWN)
         for part in range(2):
             shape: gl.constexpr = [OWN // ROWS, ROWS, 2 * HALF]
             made = _view(blocks.index(part), blocks.dtype, shape, blocks.layout)
@@ -121,25 +132,27 @@ def _finish(blocks, barriers, pointers, sizes, ACTIVATION: gl.constexpr, WARPS: 
             mbarrier.arrive(empty.index(STAGES + part), count=1)
         turn += 1
 
-    last_row = gl.load(tiles_ptr + 1)
-    first_row = gl.load(tiles_ptr + 2)
-    zeros = gl.zeros([ROWS, HALF], blocks.dtype, layout)
-    before = gl.cdiv(first_row, ROWS)
-    num_empty = (before + gl.cdiv(num_rows - last_row, ROWS)) * num_column_tiles
-    for tile in range(gl.program_id(0), num_empty, gl.num_programs(0)):
-        row_tile = tile // num_column_tiles
-        is_before = row_tile < before
-        row = gl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS
-        end = gl.where(is_before, first_row, num_rows)
-        column = tile % num_column_tiles * wide
-        _store(pointers, zeros, zeros, row, end, column, sizes, ACTIVATION)
+    if num_rows is not None:
+        _, num_column_tiles, tiles_ptr, _ = tiles
+        last_row = gl.load(tiles_ptr + 1)
+        first_row = gl.load(tiles_ptr + 2)
+        zeros = gl.zeros([ROWS, HALF], blocks.dtype, layout)
+        before = gl.cdiv(first_row, ROWS)
+        num_empty = (before + gl.cdiv(num_rows - last_row, ROWS)) * num_column_tiles
+        for tile in range(gl.program_id(0), num_empty, gl.num_programs(0)):
+            row_tile = tile // num_column_tiles
+            is_before = row_tile < before
+            row = gl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS
+            end = gl.where(is_before, first_row, num_rows)
+            column = tile % num_column_tiles * wide
+            _store(pointers, zeros, zeros, row, end, column, sizes, ACTIVATION)
 
 
 @gluon.jit
 def _store(pointers, near, far, row, end, column, sizes, ACTIVATION: gl.constexpr):
     """Stores two blocks of columns, up to row `end`, and with ACTIVATION `glu` of both."""
-    _, row_weights_ptr, out_ptr, inner_ptr = pointers
-    _, _, _, _, width, apart, num_columns = sizes
+    row_weights_ptr, out_ptr, inner_ptr = pointers
+    _, _, width, apart, num_columns = sizes
     rows = row + gl.arange(0, near.shape[0], gl.SliceLayout(1, near.type.layout))
     columns = column + gl.arange(0, near.shape[1], gl.SliceLayout(0, near.type.layout))[None, :]
     inside = (rows < end)[:, None]
@@ -164,6 +177,30 @@ def _store(pointers, near, far, row, end, column, sizes, ACTIVATION: gl.constexp
         gl.store(inner_ptr + at, inner.to(near.dtype), mask=mask)
 
 
+@gluon.jit
+def _allocate(descriptors, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+    """Returns buffers to load, their views to multiply with those for results, and barriers.
+
+    The two blocks of columns of a stage are one operand of a product.
+    """
+    left, right = descriptors
+    x = gl.allocate_shared_memory(left.dtype, [STAGES] + left.block_shape, left.layout)
+    w = gl.allocate_shared_memory(left.dtype, [2 * STAGES] + right.block_shape, right.layout)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    stored: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    half: gl.constexpr = [2 * STAGES, 64, 64]
+    pair: gl.constexpr = [STAGES, 256, 64] if TRANSPOSED[1] else [STAGES, 64, 256]
+    made = gl.allocate_shared_memory(left.dtype, [2, 64, 256], stored)
+    views = (_view(x, left.dtype, half, layout), _view(w, left.dtype, pair, layout), made)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 2):  # the last two are for halves of a tile
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2 if i < STAGES else 1)
+    fence_async_shared()
+    return (x, w), views, (full, empty)
+
+
 @gluon.jit(do_not_specialize=["num_rows"])
 def _ragged_dot_overlapped_kernel(
     rows,
@@ -183,33 +220,23 @@ def _ragged_dot_overlapped_kernel(
     WARPS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    # There are as many programs as the GPU runs at once. The two blocks of columns of a stage are
-    # one operand of a product.
-    ROWS: gl.constexpr = rows.block_shape[0]
-    DEPTH: gl.constexpr = rows.block_shape[1]
+    # There are as many programs as the GPU runs at once.
     HALF: gl.constexpr = weights.block_shape[1 if TRANSPOSED else 2]
     wide: gl.constexpr = 2 * HALF if ACTIVATION is None else HALF
-    pair: gl.constexpr = [STAGES, 2 * HALF, DEPTH] if TRANSPOSED else [STAGES, DEPTH, 2 * HALF]
-    stored: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    x = gl.allocate_shared_memory(rows.dtype, [STAGES, ROWS, DEPTH], rows.layout)
-    w = gl.allocate_shared_memory(rows.dtype, [2 * STAGES] + weights.block_shape, weights.layout)
-    made = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [2, ROWS // 2, 2 * HALF], stored)
-    buffers = (x, w, _view(w, rows.dtype, pair, rows.layout), made)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES + 2):  # the last two are for halves of a tile
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2 if i < STAGES else 1)
-    fence_async_shared()
-    barriers = (full, empty)
-    pointers = (tiles_ptr, row_weights_ptr, out_ptr, inner_ptr)
-    sizes = (num_rows, depth, gl.cdiv(width, wide), wide, width, apart, num_columns)
+    which: gl.constexpr = (False, TRANSPOSED)
+    locate: gl.constexpr = _locate
+    descriptors = (rows, weights)
+    buffers, views, barriers = _allocate(descriptors, which, STAGES)
+    num_column_tiles = gl.cdiv(width, wide)
+    tiles = (gl.load(tiles_ptr) * num_column_tiles, num_column_tiles, tiles_ptr, depth)
+    pointers = (row_weights_ptr, out_ptr, inner_ptr)
+    sizes = (num_rows, wide, width, apart, num_columns)
     gl.warp_specialize(
         [
-            (_multiply, (buffers, barriers, tiles_ptr, sizes, TRANSPOSED, 0)),
-            (_multiply, (buffers, barriers, tiles_ptr, sizes, TRANSPOSED, 1)),
-            (_finish, (made, barriers, pointers, sizes, ACTIVATION, WARPS)),
-            (_load, ((rows, weights), buffers, barriers, tiles_ptr, sizes, TRANSPOSED)),
+            (_multiply, (views, barriers, tiles, locate, which, 0)),
+            (_multiply, (views, barriers, tiles, locate, which, 1)),
+            (_finish, (views[2], barriers, tiles, pointers, sizes, locate, ACTIVATION, WARPS)),
+            (_load, (descriptors, buffers, barriers, tiles, sizes, TRANSPOSED)),
         ],
         [4, WARPS, 1],
         [REGISTERS, REGISTERS // 2, REGISTERS // 2],

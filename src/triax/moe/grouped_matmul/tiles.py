@@ -73,7 +73,9 @@ def group_bounds(
     return schedule(groups, num_rows, ROWS, implementation, ROW_TILES)[1]
 
 
-def bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> TensorDescriptor:
+def bounded_by_group(
+    array: jax.Array, block_rows: int, block_columns: int, layout: Any = None
+) -> TensorDescriptor:
     """Returns a descriptor that makes the hardware stop at the end of a group (see the kernels)."""
     columns = array.shape[1]
     wrap = _ADDRESSES // _GROUP_END - columns
@@ -82,6 +84,7 @@ def bounded_by_group(array: jax.Array, block_rows: int, block_columns: int) -> T
         shape=(_UNBOUNDED, _UNBOUNDED, _GROUP_END, columns),
         strides=(wrap, columns, columns, 1),
         block_shape=(1, 1, block_rows, block_columns),
+        layout=layout,
     )
 
 
