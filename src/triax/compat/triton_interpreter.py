@@ -170,7 +170,8 @@ class Semantic(TritonSemantic):
         if key not in self._integers:
             if len(self._integers) > _MANY:
                 self._integers.clear()
-            self._integers[key] = super().scalar_constant(value, dtype)
+            constant = self._integers[key] = super().scalar_constant(value, dtype)
+            constant.handle.data.flags.writeable = False  # all operations with the number share it
         return self._integers[key]
 
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> Any:
