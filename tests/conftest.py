@@ -77,7 +77,7 @@ if sys.gettrace() is not None:  # under `make coverage`
 # The interpreter takes milliseconds a program: a deadline would time the machine, not the code.
 # Examples of one test share their shapes, and so the programs that plain JAX compiles for them.
 hypothesis_settings.register_profile("thorough", deadline=None, max_examples=200)
-hypothesis_settings.register_profile("developer", deadline=None, max_examples=8)
+hypothesis_settings.register_profile("developer", deadline=None, max_examples=5)
 hypothesis_settings.register_profile(
     "ci", deadline=None, max_examples=25, derandomize=True, print_blob=True
 )

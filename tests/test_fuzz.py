@@ -89,7 +89,7 @@ def last_weight_unscaled(original, *args, **options):
     return out._replace(weights=out.weights.at[:, -1].multiply(1 + 1e-4))
 
 
-@pytest.mark.sampled(2, 5)
+@pytest.mark.sampled(1, 5)
 @pytest.mark.parametrize(
     ("op", "name", "fault", "where"),
     [
@@ -191,6 +191,7 @@ def test_states_are_kept_and_merged(tmp_path):
     json.loads((tmp_path / "one.json").read_text())
 
 
+@pytest.mark.slow("it tests a tool, not the package")
 def test_the_command_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     file = tmp_path / "state.json"
     monkeypatch.setattr(known, "run_all", lambda path: iter([("race", "right")]))

@@ -88,6 +88,7 @@ def test_right_results_and_one_wrong_element(op):
             assert wrong.startswith("wrong: ")
 
 
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("op", ["permute", "sort_chunks", "sort_chunks_grad"])
 def test_moves_are_compared_by_bits(op):
     """Minus zero is not zero."""

@@ -69,6 +69,7 @@ def test_scripts_end_without_a_gpu(monkeypatch):
         record.parse(record.parser("script.py", "A script."))
 
 
+@pytest.mark.slow("it tests a tool, not the package")
 def test_a_layer_and_its_dense_products():
     shape = inputs.Layer(tokens=6, hidden=8, experts=4, top_k=2, width=3)
     given = jax.tree.map(lambda array: array.astype("float32"), shape.inputs())

@@ -153,7 +153,7 @@ def test_what_stays_as_it_is(text):
     assert wgmma.drain_at_loops(text) == text
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("kernel", "dtype", "block"),

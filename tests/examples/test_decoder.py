@@ -90,7 +90,7 @@ YARN = recorded.CONFIGS[GPT_OSS]["rope_scaling"]
 FULL = ["full_attention"] * 2
 
 
-@pytest.mark.sampled(0, 8)
+@pytest.mark.sampled(0, 4)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -115,6 +115,7 @@ def test_the_record_tells_what_config_json_says(checkpoints, changed):
     assert off(checkpoints(GPT_OSS), GPT_OSS, 24, **changed) > 5 * RECORD["limit"]
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_prompts_of_different_lengths_are_continued(checkpoints):
     """Padding changes nothing: each prompt's first token is the likeliest by its own logits."""
     config, params = decoder.load(moe.Checkpoint(checkpoints(GPT_OSS)))
@@ -191,6 +192,7 @@ def test_tensors_have_the_configurations_shapes(key, name):
         decoder.load(tensors, given | {key: 2 * given[key]})
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_tokens_that_the_cache_has_no_room_for(checkpoints):
     config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
     for length in (4, 6):
@@ -200,6 +202,7 @@ def test_tokens_that_the_cache_has_no_room_for(checkpoints):
         assert is_nan.tolist() == [i >= length for i in range(6)]
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_no_steps_and_no_prompts(checkpoints):
     config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
     assert decoder.generate(config, params, [PROMPT], 0).shape == (1, 0)
@@ -295,6 +298,7 @@ def test_it_runs_without_a_checkpoint(monkeypatch, capsys):
         assert_is_in_the_gallery("decoder", capsys.readouterr().out)
 
 
+@pytest.mark.slow("it tests a tool, not the package")
 def test_a_report_has_the_share_of_the_moe_layers(checkpoints):
     config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
     found = decoder.report(config, params, BATCH, START, STEPS)

@@ -87,7 +87,7 @@ def check_close(actual, expected, tolerance):
     jax.tree.map(check, actual, expected)
 
 
-@pytest.mark.slow("what it calls has tests of its own")
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize(
     ("top_k", "capacity", "dtype", "tolerance"),
     [

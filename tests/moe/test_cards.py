@@ -17,7 +17,7 @@ PROGRAMS = (
 COMPILED = cards.Compiled("ragged_dot", "", 1, 100, 0, "mma.sync", "cp.async", False, 0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("card", [80, 89, 100, 120])
@@ -31,6 +31,7 @@ def test_programs_lower(card, name):
     assert ["in memory" in str(each.message) for each in told] == [True] * warned
 
 
+@pytest.mark.slow("compiled for a GPU, to look at its code")
 @pytest.mark.cuda_plugin
 def test_blocks_that_do_not_fit_are_found(monkeypatch):
     if not jax_private.supports_tensor_maps():

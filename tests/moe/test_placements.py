@@ -17,7 +17,7 @@ from tests.moe.placements.case import Case
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
-PARTS, CASES = 4, 25
+PARTS, CASES = 2, 50
 
 
 def told(found):
@@ -38,8 +38,8 @@ def check(outcomes):
     refused = [found for found in outcomes if found.verdict == "refused"]
     assert not wrong, "\n\n".join(map(told, wrong))
     print(*refused, sep="\n")
-    # JAX itself refuses one of fifty: of 25 there are more than three in one run of a thousand.
-    assert len(refused) <= 3, "\n\n".join(map(told, refused))
+    # JAX itself refuses one of fifty: of 50 there are more than five in one run of a thousand.
+    assert len(refused) <= 5, "\n\n".join(map(told, refused))
 
 
 @pytest.mark.sampled(1)

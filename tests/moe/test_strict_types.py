@@ -53,7 +53,7 @@ def path(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4, 6)
 @pytest.mark.parametrize("name", OPS)
 def test_every_op(path, name):
     for variant, op in enumerate(OPS[name]):
@@ -124,7 +124,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3, 6)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_layer(path, name):
     more, options = LAYERS[name]

@@ -121,7 +121,7 @@ def check_map(row_id_map, expected, width):
         assert (row_id_map[token, count:width] == -1).all()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize(
     ("align_size", "top_k", "with_probs", "three_d", "map_dtype"),
     [
@@ -263,7 +263,7 @@ def test_a_descending_map_is_read_too():
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(("align_size", "top_k"), [(None, None), (4, 2)])
 def test_gradients(implementation, align_size, top_k):
     """Of inp and probs, through dispatch and through combine, against their definitions."""
@@ -488,7 +488,7 @@ def test_errors_name_the_argument(call, error, match):
         call()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("implementation", [None, "interpret"])
 def test_maps_wider_than_what_is_unrolled_inside_shard_map(implementation):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -303,7 +303,7 @@ STRICT = OPS | {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(3, 4)
 @pytest.mark.parametrize("implementation", ["interpret", None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", STRICT)
@@ -318,7 +318,7 @@ def test_jaxs_strict_modes(name, dtype, implementation):
         jax.jit(both).lower(*args)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @each("replicated")
 def test_shard_map_is_local(name, entry, implementation):
@@ -367,7 +367,7 @@ def test_forward_mode_is_the_transpose_of_the_gradient(name, implementation):
     np.testing.assert_allclose(*forward_and_backward(*floats), rtol=1e-4)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_remat_scan_and_second_derivatives(name, implementation):
@@ -401,6 +401,7 @@ def lowered(name, platform):
 WITH_KERNELS = [name for name in OPS if OPS[name].kernels]
 
 
+@pytest.mark.sampled(2, 3)
 @of_each_op
 def test_cpu_gets_plain_jax_alone(name):
     text = lowered(name, "cpu").as_text()
@@ -408,7 +409,7 @@ def test_cpu_gets_plain_jax_alone(name):
     assert "callback" not in text
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("name", "arch"),
@@ -432,7 +433,7 @@ def test_cuda_gets_kernels_alone(name, arch, monkeypatch):
         assert f"stablehlo.{other}" not in text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_export_for_both_platforms_runs_on_the_cpu(name):

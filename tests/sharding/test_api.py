@@ -256,6 +256,7 @@ def test_vmap_cuts_batches(kind):
     assert out.sharding.shard_shape(out.shape) == (1, ROWS, WIDTH)
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map_arrays_are_parts_already(check_vma):
     args, mesh = drawn((ROWS, WIDTH), (WIDTH,)), mesh_of("plain")
@@ -303,6 +304,7 @@ def test_custom_vjp_outside(rules):
         assert_close(got, alone(with_gradients(plain))(*args))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_other_transformations():
     args, mesh, specs = drawn((ROWS, WIDTH), (WIDTH,)), mesh_of("plain"), [P("data"), P()]
 

@@ -85,7 +85,7 @@ def process():
         yield pool
 
 
-@pytest.mark.slow("its process takes seconds")
+@pytest.mark.sampled(0, 4)
 @pytest.mark.parametrize("beside", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 def test_sums_of_bfloat16(process, function, beside):

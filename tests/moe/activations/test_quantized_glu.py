@@ -45,7 +45,7 @@ def assert_same(found, wanted):
     jax.tree.map(assert_same_bits, found, wanted)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3, 3)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("activation", "layout", "shape", "dtype", "to"),
@@ -111,6 +111,7 @@ def test_gpus_that_do_not_round_to_8_bits(monkeypatch):
     assert "triton" not in text
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rows_that_are_cut(kind):
     gate_up, weights, _ = draw(8, 40, "bfloat16")

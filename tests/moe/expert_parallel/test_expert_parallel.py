@@ -202,7 +202,7 @@ def dispatched(mesh, *arguments, experts=EXPERTS, scales=None, back=False, only=
     return jax.tree.map(np.asarray, run(*arguments, scales))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @every_way
 def test_rows_are_sorted_by_expert_then_device_then_token(options):
     mesh = local_mesh()
@@ -236,7 +236,7 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
     assert not out.num_dropped.any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @every_way
 @pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
 def test_what_does_not_fit_is_dropped_and_counted(options, limits):
@@ -266,6 +266,7 @@ def test_numbers_of_many_experts_arrive_beside_small_weights():
     assert out.group_sizes.tolist() == [1] * 384
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("capacity", [1, 2])
 def test_room_for_rows_that_nobody_sends_is_zeros(capacity):
     """Kernels leave memory as it is where a plan has no rows: what was freed before has NaN."""
@@ -338,6 +339,7 @@ def test_no_piece_leads_outside():
     assert made.offsets[there].max() < TOKENS
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_scales_of_rows_without_a_token_are_zero(options):
     """Also in an 8-bit float that has no zero."""
     mesh, experts = local_mesh(2), np.zeros((2, 1), np.int32)
@@ -381,7 +383,7 @@ def test_transformations(options):
     jax.tree.map(close, *(jax.jit(lambda f=f: all_of(f))() for f in (layer, plain)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("axes", [(None, None, 0), (None, 0, None)])
 def test_batches_of_some_operands(options, axes):
     count = 2 * TOKENS
@@ -400,6 +402,7 @@ def test_batches_of_some_operands(options, axes):
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_gradients_of_complex_tokens(options):
     count = 2 * TOKENS
     x, experts = np.ones((count, 8), np.complex64), draw_experts("uniform", count)
@@ -490,6 +493,7 @@ def test_a_mesh_whose_other_axis_is_explicit(options):
     jax.tree.map(close, found, expected)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_tokens_that_all_devices_share(options):
     mesh, experts = local_mesh(), draw_experts("uniform", TOKENS)
     x = normal(0, TOKENS, 8)
@@ -559,6 +563,7 @@ def test_defaults(monkeypatch, devices, top_k, processes, num_bytes, expected):
     assert choices.choose(None, None, top_k, devices, ragged) == expected
 
 
+@pytest.mark.slow("many programs for one rule")
 @COMPILES
 def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
     monkeypatch.setattr(choices, "_MIN_RAGGED_BYTES", 0)

@@ -133,7 +133,7 @@ def test_an_offset_of_64_bits(offset, promotion):
         assert_same_bits(out, wanted)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", [("a", None), (None, "a")])
 def test_over_devices(kind, cut):
@@ -148,6 +148,7 @@ def test_over_devices(kind, cut):
         assert_close(np.asarray(array), whole[name], terms=64)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_scales_are_those_of_the_weights():
     rows, weights = jnp.ones((4, 16)), jnp.ones((1, 16, 16), "int8")
     weights = moe.ScaledArray(weights, jnp.full((1, 1, 1), 3.0), (1, None, None))

@@ -59,7 +59,7 @@ def drawn(dtype="bfloat16"):
     return rows, gradient
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4, 4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("way", WAYS)
@@ -102,7 +102,7 @@ def test_rows_and_weights_of_mxfp8(implementation):
     assert_close(out, oracle.ragged_dot(exactly(rows), exactly(weights), SIZES), terms=DEPTH)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("way", ["mxfp4", "int4, columns innermost"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_as_an_array_of_the_rows_dtype(way, transposed):
@@ -127,7 +127,7 @@ def tiles():
     return moe.quantize(array, "int4", block=(1, 64, 1), transposed=True).tile()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a"), "apart", None])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 128", "tiles"])

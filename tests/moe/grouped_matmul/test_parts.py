@@ -38,7 +38,7 @@ def loss(x, w, bias, each, *, sizes, weighted, **how):
     return jnp.sum(jnp.sin(out)), out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("cut", "weighted", "kind"),
     [

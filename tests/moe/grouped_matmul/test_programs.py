@@ -44,6 +44,7 @@ def kernels(program):
 SLOW = pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 
 
+@pytest.mark.sampled(1, 2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("arch", "dtype", "num_rows", "widths"),
@@ -72,6 +73,7 @@ def test_cuda_gets_kernels_alone(monkeypatch, arch, dtype, num_rows, widths):
         assert sum("wgmma" in text for text in ptx) == 3
 
 
+@pytest.mark.slow("compiled for a GPU, to look at its code")
 @pytest.mark.cuda_plugin
 def test_precision_says_how_float32_is_multiplied(monkeypatch):
     """By name or as JAX's value; "high" is three products of TF32, which add up to float32's."""
@@ -142,7 +144,7 @@ def test_eight_bits_that_a_gpu_lacks_take_plain_jax(monkeypatch, arch, dtypes, l
         lowered_8_bits(40, 64, dtypes, implementation="triton")
 
 
-@SLOW
+@pytest.mark.sampled(0, 1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(("arch", "num_rows"), [(80, 200), (90, 4000), (100, 200)])
 def test_tf32_where_it_is_asked_for(monkeypatch, arch, num_rows):

@@ -123,7 +123,7 @@ def test_bias(implementation, depth):
     np.testing.assert_array_equal(d_weights, [6, 15, 15, 0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("sizes", [[900, 1700], [0, 2590], [2100, 0]])
 def test_gradients_of_biases_of_many_rows(implementation, sizes):
@@ -184,6 +184,7 @@ def test_precision_is_that_of_float32_alone(implementation, precision):
     assert_close(out, x.astype(np.float64) @ w[0].astype(np.float64), terms=64)
 
 
+@pytest.mark.sampled(4, 4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("group", [0, 1])
@@ -329,6 +330,7 @@ def test_nothing_to_multiply(implementation, rows, weights):
     assert not np.any(d_weights)
 
 
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(0, 4, 8), (5, 0, 8), (5, 4, 0)])
 def test_gradients_by_biases_of_empty_products(implementation, rows, depth, columns):

@@ -33,8 +33,8 @@ def scaled(seed, shape, block, dtype, transposed=False):
     count = tuple(-(-size // of) for size, of in zip(shape, stored, strict=True))
     values = rng.standard_normal(shape, np.float32) * (20 if dtype == "int8" else 1)
     scales = 2 ** rng.uniform(-3, 3, count)
-    values = jnp.asarray(values).astype(dtype)
-    return ScaledArray(values, jnp.asarray(scales, jnp.float32), block, transposed)
+    values = jnp.asarray(values.astype(jnp.dtype(dtype)))
+    return ScaledArray(values, jnp.asarray(scales.astype(np.float32)), block, transposed)
 
 
 def rows_of(block, dtype=E4M3, seed=0):
@@ -59,7 +59,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3, 3)
 @pytest.mark.parametrize(
     ("way", "implementation", "precision"),
     [
@@ -92,7 +92,7 @@ def test_the_result_is_bfloat16_and_takes_a_bias():
     assert_close(out, wanted, terms=DEPTH)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", ["rows", "columns"])
@@ -119,7 +119,7 @@ def test_a_batch():
         np.testing.assert_array_equal(found[i], moe.ragged_dot(one, weights, SIZES))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_float64_rows(block):
         assert_close(pull(rows)[0], back, terms=64)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("block", [(1, None, 1), (1, 32, 32), (1, None, None)])
 def test_weights_cut_by_group_on_explicit_axes(block):
     """The rows' gradient, and the array itself."""
@@ -296,7 +296,7 @@ def test_mistakes(rows, weights, how, match):
         moe.ragged_dot(rows, weights, SIZES, **how)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 @pytest.mark.parametrize("precision", [None, FAST])

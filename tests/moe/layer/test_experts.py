@@ -155,7 +155,7 @@ def test_weights_in_8_bits_that_were_cast_with_the_others():
 # --- in 8 bits --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1, 5)
+@pytest.mark.sampled(0, 4)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("weights_on", ["output", "input"])
@@ -170,6 +170,7 @@ def test_the_same_bits(recipe, weights_on, two, transposed):
     assert not any(jnp.any(array.astype("float32")) for array in jax.tree.leaves(found.in_8_bits))
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_what_was_made_is_what_is_multiplied(monkeypatch):
     """That of other weights makes another result, and the gradient is still of the weights."""
     experts, *others = given()
@@ -283,7 +284,7 @@ def in_4_bits(two=False):
     return moe.Experts(*jax.tree.map(four, (first, w_down))), x, logits.astype(jnp.float32)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("two", [False, True])
 def test_experts_in_tiles(two):
     experts, x, logits = in_4_bits(two)
@@ -294,6 +295,7 @@ def test_experts_in_tiles(two):
     jax.tree.map(assert_same_bits, run(tiled, x, logits), run(experts, x, logits))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_only_weights_of_4_bits_are_tiled():
     with pytest.raises(ArgumentTypeError, match=r"Only weights of 4 bits are tiled; got Experts"):
         given()[0].tile()

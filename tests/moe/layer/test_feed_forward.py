@@ -119,7 +119,7 @@ def check_against_dense(args, implementation=None, terms=4, **options):
     return out
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
 )
@@ -151,6 +151,7 @@ def test_paths_agree_in_bfloat16():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_bias_and_groups_reach_the_router():
     x, logits, w_gate_up, w_down = draw(4)
     bias = jnp.array([0.0, 0.0, 9.0, 0.0, 9.0])
@@ -188,6 +189,7 @@ def test_weights_on_the_input_are_applied_once():
     assert_same_bits(*both(x, weights, moe.Experts(w_gate_up, w_down)))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_what_devices_count_of_their_tokens_is_summed():
     x, logits, *weights = draw(tokens=8)
     mesh = jax.make_mesh((2,), ("t",), (AxisType.Explicit,), devices=jax.devices()[:2])
@@ -349,7 +351,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.sampled(0, 8)
+@pytest.mark.sampled(0, 3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_given_each_row_by_itself(name):
     """So no token's result depends on which others there are, or on its number among them."""
@@ -498,7 +500,7 @@ def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-3), one, little)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("numbers", [(0,), (0, 3), (2,), (0, 2, 3)])
 def test_only_the_gradients_that_are_asked_for(numbers):
     args = draw(7, "bfloat16")
@@ -563,6 +565,7 @@ def test_a_mistake_spoils_no_later_call():
         jax.eval_shape(functools.partial(layer, **right), *args)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_the_gradient_multiplies_as_the_layer_was_asked_to():
     """The precision in force where the layer is called holds where its gradient is traced."""
     tf32 = functools.partial(jax.default_matmul_precision, "tensorfloat32")
@@ -670,6 +673,7 @@ def test_what_is_wrong_is_named(changes, error, message):
         layer(**given)
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 def test_the_activation_with_the_first_product_changes_no_bit(weights_on):
     """With `keep` the two are ops of their own. Layers of float32 have no op for both."""
@@ -690,6 +694,7 @@ def test_the_activation_with_the_first_product_changes_no_bit(weights_on):
         assert_same_bits(a, b)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_second_derivatives_in_16_bits():
     """By the layer whose activation is an op of its own, which makes the same graph."""
     x, *others = draw(dtype="bfloat16")

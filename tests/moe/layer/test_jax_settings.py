@@ -63,7 +63,7 @@ def results(options, implementation):
 plain = functools.cache(results)  # without a setting
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("options", LAYERS)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])

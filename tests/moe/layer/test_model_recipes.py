@@ -165,7 +165,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.sampled(0, 5)
+@pytest.mark.sampled(0, 3)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipe_is_the_models(name, implementation):

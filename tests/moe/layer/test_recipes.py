@@ -65,14 +65,15 @@ def run(arrays, recipe, transposed=False, implementation=None):
 SLOW = pytest.mark.slow("ops of the recipe have tests of their own, on all paths")
 
 
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize(
     ("recipe", "transposed", "implementation"),
     [
         ("rows", False, "interpret"),
-        pytest.param("blocks", True, "xla", marks=SLOW),
-        pytest.param("rows", True, "xla", marks=SLOW),
-        pytest.param("rows", True, "interpret", marks=SLOW),
-        pytest.param("blocks", False, "interpret", marks=SLOW),
+        ("blocks", True, "xla"),
+        ("rows", True, "xla"),
+        ("rows", True, "interpret"),
+        ("blocks", False, "interpret"),
     ],
 )
 def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
@@ -93,6 +94,7 @@ def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
         assert_same_bits(found, plain)
 
 
+@pytest.mark.slow("its parts have tests of their own")
 @pytest.mark.parametrize(
     ("transposed", "implementation", "dtype"),
     [
@@ -121,6 +123,7 @@ def test_weights_gradients_are_of_quantized_numbers(transposed, implementation, 
         assert_close(found, np.asarray(same, np.float64), terms=ROWS)
 
 
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_products_that_are_not_quantized_have_the_precision_in_force(jit):
     """Where the layer is called: gradients, and with `jit` all, are traced elsewhere."""
@@ -142,6 +145,7 @@ def test_products_that_are_not_quantized_have_the_precision_in_force(jit):
     assert text.count("precision='tensorfloat32'") > 2
 
 
+@pytest.mark.slow("its parts have tests of their own")
 def test_each_product_is_chosen():
     """Those that are not quantized are as without a recipe, bit for bit."""
     arrays = draw()
@@ -175,7 +179,7 @@ def value_and_gradients(given, recipe, **how):
     return tokens, *gradients
 
 
-@pytest.mark.sampled(0, 3)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize(
     ("recipe", "implementation"),
     [
@@ -200,7 +204,7 @@ def test_the_layer(recipe, implementation):
         assert 0.005 < error < 0.1
 
 
-@pytest.mark.sampled(1, 3)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -268,7 +272,7 @@ def test_tokens_cut_over_devices(recipe):
             assert_close(a, b, terms=64)
 
 
-@pytest.mark.sampled(0, 2)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize(
     ("recipe", "of_x"),
     [
@@ -342,6 +346,7 @@ def test_weights_that_are_quantized():
     assert_close(found, np.asarray(plain, np.float64), terms=96)
 
 
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("recipe", ["rows", ALL])
 def test_what_has_no_derivative(recipe):
     given = layer()

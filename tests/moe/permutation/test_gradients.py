@@ -124,6 +124,7 @@ def test_hessians_agree(plan, implementation):
     np.testing.assert_allclose(products, wanted, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sampled(1, 1)
 def test_gradient_of_vmap_is_that_of_the_loop(plan, implementation):
     """Also of what the batches share, whose gradients are summed."""
     x, weights = draw((3, TOKENS, WIDTH), (TOKENS, TOP_K), dtype=np.float32)

@@ -136,7 +136,7 @@ def test_example(implementation):
     assert y.tolist() == [[1, 2], [6, 8]]
 
 
-@pytest.mark.sampled(1, None)
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -156,6 +156,7 @@ def test_many_experts_with_pad_rows(implementation):
     check(make_case(np.random.default_rng(8), (10, 3, 270, 2, 4, None)), implementation)
 
 
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -216,7 +217,7 @@ def test_widths(width, dtype, implementation):
     check(case, implementation)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(0, 4), (11, 1), (11, 4), (11, 5)])
 def test_rows_that_share_pieces_of_memory(num_tokens, top_k, implementation):
     """From four choices on, two rows of a token are written at once; the last may be alone."""
@@ -316,7 +317,7 @@ def test_a_zero_weight_is_a_weight(implementation):
     assert y[1, 0] == 2.0  # the weight of a slot that is not routed is not looked at
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize(
     ("damage", "top_k"), [("far", 2), ("past", 20), ("negative", 2), ("sizes", 2), ("sizes", 20)]
 )

@@ -37,6 +37,7 @@ def batches(count):
     )
 
 
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("implementation", PATHS)
 def test_a_batched_plan_goes_through_vmap(implementation):
     x, ids, _ = batches(2)

@@ -99,13 +99,16 @@ class Case:
     """A random program. `lines` tells what it is, as far as it has been traced."""
 
     def __init__(self, seed: int, index: int):
-        self.rng = rng = np.random.default_rng([seed, index])
+        # Two cases are placements of one op, which is compiled uncut for both.
+        self.rng = np.random.default_rng([seed, index // 2])
         variants = [(name, number) for name, of in OPS.items() for number in range(len(of))]
         order = np.random.default_rng(seed).permutation(len(variants))
-        name, variant = variants[order[index % len(variants)]]
+        name, variant = variants[order[index // 2 % len(variants)]]
         exchanged = name.startswith("exchange")
         sizes = self.one_of(EXCHANGED if exchanged else SIZES)
         self.dtype = self.one_of([np.float32, np.float32, jnp.bfloat16])
+        targets = self.one_of([False, True])
+        self.rng = rng = np.random.default_rng([seed, index, 1])
         self.uncut = Uncut(name, variant, sizes)
         self.name, self.sizes, self.op = name, sizes, self.uncut.op
 
@@ -130,7 +133,7 @@ class Case:
         self.axes = self.draw_dimensions()
         self.remat = self.one_of([None, None, {}, {"policy": KEPT}])
         self.gradients_inside = self.batch in ("vmap", "scan") and rng.random() < 0.4
-        self.targets = "hostile" not in self.op.arrays and rng.random() < 0.5
+        self.targets = targets and "hostile" not in self.op.arrays
         self.given = [
             {n: self.draw(t.shape, t.dtype) for n, t in self.uncut.results(member).items()}
             for member in self.members

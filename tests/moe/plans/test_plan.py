@@ -114,7 +114,7 @@ def test_example(implementation):
     assert plan.expert_of.tolist() == [[0, 1], [1, 2]]
 
 
-@pytest.mark.sampled(1, None)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(routing=st.sampled_from(oracle.ROUTINGS), **cases)
 def test_equals_definition(shape, seed, routing, options):
@@ -133,7 +133,7 @@ MASKS = [(0, 2, 5), (33, 3, 8), (9, 4, 384)]
 MASKS += [(0, 20, 20), (70, 64, 64), (130, 40, 33), (7, 300, 300)]
 
 
-@pytest.mark.sampled(1, None)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 @given(fill=st.sampled_from([0.0, 0.01, 0.3, 1.0]), **cases)
 def test_mask_equals_definition(shape, seed, fill, options):

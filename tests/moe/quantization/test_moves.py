@@ -25,7 +25,7 @@ def draw():
     return x, experts, weights
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize("block", [(1, None), (1, 32)])
 def test_rows_are_quantized_as_if_after_the_move(block, implementation):
@@ -51,7 +51,7 @@ def test_rows_are_quantized_as_if_after_the_move(block, implementation):
         assert_same_bits(found, wanted)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize(
     ("scheme", "scale_dtype", "implementation"),
     [
@@ -101,6 +101,7 @@ def test_tokens_that_share_scales(change, match):
         moe.permute(moe.quantize(x, block=(1, None)), plan, scales=np.ones((TOKENS, 1), np.float32))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_one_token_with_blocks_of_more():
     """Its rows have scales of their own, also where it is a device's only one."""
     x, experts, weights = (array[:2] for array in draw())

@@ -122,7 +122,7 @@ def test_a_tile_is_what_threads_hold(dtype):
         assert sum((word >> of & 1) << bit for bit, of in enumerate(at)) == codes[column, depth]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_tiles_stand_for_the_same_numbers(transposed, dtype):
@@ -148,6 +148,7 @@ def test_tiles_stand_for_the_same_numbers(transposed, dtype):
     same(lambda a: jax.vmap(lambda one: one.dequantize())(stacked(a)))
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_what_is_not_tiled():
     zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
     with pytest.raises(ArgumentTypeError, match=r"`self` must have 4-bit numbers to be tiled; got"):
@@ -181,6 +182,7 @@ def test_zeros(zeros, transposed):
     assert not np.allclose(dequantized(without), exactly(array))
 
 
+@pytest.mark.slow("many programs for one rule")
 @given(st.integers(0, 2**32 - 1), st.sampled_from(FORMATS), st.sampled_from([1, 7, 40]))
 @settings(max_examples=40, deadline=None)
 def test_a_value_is_within_half_a_step(seed, formats, block):
@@ -405,7 +407,7 @@ def test_mistakes_in_mxfp4(blocks, scales, match):
         moe.from_mxfp4(np.zeros((2, 6, 3, 16), np.uint8), np.zeros((2, 6, 3), np.float32))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a")])
 def test_arrays_that_are_cut_are_tiled(spec, axis_type):

@@ -23,7 +23,7 @@ def kernels(shape, dtype, **how):
     return [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("shape", "block", "transposed"),
@@ -59,6 +59,7 @@ def test_a_gpu_that_does_not_round_to_8_bits_takes_plain_jax(monkeypatch):
     assert len(kernels((100, 256), "int8", block=(1, 128))) == 1
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(("block", "transposed"), [((1, 1, None), False), ((1, None, 1), True)])
 def test_products_are_rounded_before_they_are_rounded_to_integers(monkeypatch, block, transposed):

@@ -47,7 +47,7 @@ def assert_expected(found, array, dtype, block, transposed):
     assert (found.block, found.shape) == (block, array.shape)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(4, 4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("dtype", "special"), [("bfloat16", True), ("float32", False)])
@@ -84,7 +84,7 @@ def test_bits_of_float16_and_of_special_float32(implementation, to):
         assert_expected(found, array, to, (1, None), False)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3, 2)
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("shape", "block", "transposed"), OTHERS)
 def test_other_blocks(to, shape, block, transposed):
@@ -103,6 +103,7 @@ def test_empty_arrays(implementation, shape):
     assert found.dequantize().shape == shape
 
 
+@pytest.mark.sampled(3, 3)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("to", DTYPES)
 def test_quotients_next_to_the_middle_of_two_values(implementation, to):
@@ -139,6 +140,7 @@ def test_plain_jax_does_not_trust_a_division(monkeypatch, units):
     jax.tree.map(assert_same_bits, anew(array), wanted)
 
 
+@pytest.mark.slow("many programs for one rule")
 @given(st.integers(0, 2**32 - 1), st.sampled_from(DTYPES), st.sampled_from([1, 7, 40]))
 @settings(max_examples=40, deadline=None)
 def test_a_value_is_within_half_a_step(seed, to, block):
@@ -156,7 +158,7 @@ def test_a_value_is_within_half_a_step(seed, to, block):
     assert (np.abs(array - back) <= step / 2 * scales * (1 + 2**-20)).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("shape", "block", "transposed"), [*KERNELS[:4], KERNELS[6]])
 def test_twice_is_once(to, shape, block, transposed):
@@ -176,6 +178,7 @@ def test_twice_is_once(to, shape, block, transposed):
     assert_same_bits(np.asarray(again.scales)[large], scales[large])
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("implementation", PATHS)
 def test_under_vmap_and_scan(implementation):
     array = draw((3, 2, 130, 70), jnp.bfloat16)
@@ -195,6 +198,7 @@ def test_under_vmap_and_scan(implementation):
         jax.tree.map(assert_same_bits, parts, wanted)
 
 
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("implementation", PATHS)
 def test_derivatives_are_refused(implementation):
     how = {"block": (1, 16), "implementation": implementation}

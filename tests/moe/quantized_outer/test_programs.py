@@ -30,6 +30,7 @@ def kernels(program):
     return [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
 
 
+@pytest.mark.sampled(0, 2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("arch", "fast_sums", "widths"),

@@ -77,7 +77,7 @@ def run(
     return jax.jit(product)(left, right, as_sizes(sizes), sources=sources)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize(
     ("sizes", "dtype", "to"),
     [
@@ -144,6 +144,7 @@ def test_shapes(shape):
     assert_close(out, wanted, terms=num_rows)
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_through_pointers(monkeypatch):
     """As on GPUs without TMA: the same products, zeros for the group without rows."""
     left, right = both_sides(dtype="bfloat16")
@@ -175,7 +176,7 @@ def test_what_is_no_number_stays_in_its_group(implementation, value):
         assert_same_bits(np.delete(found, at, axis), np.delete(plain, at, axis))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("named", [(True, False), (False, True), (True, True)])
 def test_rows_that_are_named(implementation, named):
@@ -208,7 +209,7 @@ def test_named_rows_that_are_cut_over_devices():
     assert_close(out, np.asarray(wanted, np.float64), terms=ROWS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 def test_over_devices(kind, cut):

@@ -490,7 +490,7 @@ def test_every_run_gives_the_same_bits():
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 24), st.integers(0, 2**31 - 1))
 
 
-@pytest.mark.sampled(1, None)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @given(sizes=sizes, score=st.sampled_from(["softmax", "sigmoid"]), data=st.data())
 def test_laws(implementation, sizes, score, data):

@@ -32,7 +32,7 @@ DEPTH, COLUMNS = 208, 176  # no multiples of 64
 FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3, 4)
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
 @pytest.mark.parametrize("scaled_by", [(DEPTH, COLUMNS), (DEPTH, 1), (128, 128), (64, 1), (32, 1)])
 @pytest.mark.parametrize("sizes", SIZES)

@@ -58,7 +58,7 @@ def is_taken(run, *args):
     return "few_rows" in run.lower(*args).as_text(debug_info=True)
 
 
-@pytest.mark.sampled(6, 20)
+@pytest.mark.sampled(4, 8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("tiled", [False, True])
@@ -103,6 +103,7 @@ def test_few_columns(per_group, columns):
     assert_close(out, oracle.ragged_dot(rows, exactly(weights), sizes), terms=96)
 
 
+@pytest.mark.sampled(3, 3)
 @pytest.mark.parametrize(
     ("card", "per_group", "dtype"),
     [
@@ -132,7 +133,7 @@ def test_each_32_of_the_depth_have_their_scale_and_zero(monkeypatch, card, per_g
     np.testing.assert_array_equal(out, exactly(weights).astype(np.float32)[group, which])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("dtype", [E2M1, "int4"])
 @pytest.mark.parametrize("num_rows", [256, 2048])
@@ -164,6 +165,7 @@ def all_numbers(num_rows, dtype):
     return rows.astype(jnp.bfloat16), weights, sizes, wanted
 
 
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
 def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
@@ -180,7 +182,7 @@ def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
     assert is_nan.sum() == 5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_rows", [40, 600])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
@@ -227,7 +229,7 @@ def test_what_takes_a_temporary(way):
         assert_close(run(rows, weights, sizes), oracle.ragged_dot(rows, exact, sizes), terms=depth)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 64", "int4, 32"])
 @pytest.mark.parametrize("tiled", [False, True])

@@ -93,7 +93,7 @@ def test_more_configs_than_there_is_time_for(driver, caplog):
     assert "tuning kernel: " in caplog.text  # the progress
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(
     ("what", "grids", "reason"),
     [
