@@ -61,11 +61,17 @@ def error(found, wanted):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("shape", [(DEPTH, COLUMNS), (2880, 336), (128, 128), (16, 16)])
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape", [(DEPTH, COLUMNS), (2880, 336), (128, 128), (16, 16), (128, 4112)]
+)
 @pytest.mark.parametrize("sizes", ["uneven", "wrong"])
 @pytest.mark.parametrize("scaling", BLOCKS)
-def test_the_kernel_of_float32_sums_and_its_twin(monkeypatch, scaling, sizes, shape, dtype):
-    """The one in Gluon, which is not interpreted, has the bits of the one that is."""
+def test_the_kernel_of_float32_sums_and_its_twin(monkeypatch, scaling, sizes, shape, result, dtype):
+    """The one in Gluon, which is not interpreted, has the bits of the one that is.
+
+    With the most columns a program has several tiles of one product each, so stores are close.
+    """
     depth, columns = shape
     given = jnp.asarray(np.array(SIZES[sizes], np.int64).astype(np.int32))
     keys = jax.random.split(jax.random.key(1))
@@ -75,7 +81,7 @@ def test_the_kernel_of_float32_sums_and_its_twin(monkeypatch, scaling, sizes, sh
     weights = moe.quantize(w, block=BLOCKS[scaling][1], transposed=True)
 
     def run(offset):
-        how = {"preferred_element_type": "float32", "implementation": "triton"}
+        how = {"preferred_element_type": result, "implementation": "triton"}
         part = ScaledArray(weights.values[1:7], weights.scales[1:7], weights.block, transposed=True)
         poison(3072 * columns * 8)
         whole = jax.jit(lambda rows: moe.ragged_dot(rows, weights, given, **how))(rows)

@@ -10,13 +10,21 @@ from triax.binding.launch import KernelImplementation
 from triax.compat import versions
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import Parts
-from triax.moe.grouped_matmul.tiles import ROW_TILES, ROWS, cdiv, schedule
+from triax.moe.grouped_matmul.tiles import (
+    ROW_TILES,
+    ROWS,
+    bounded_by_group,
+    cdiv,
+    schedule,
+    written,
+)
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 
 _COLUMNS, _BLOCK, _STAGES = 256, 128, 3
-# Registers per thread, and per multiplying thread, which holds products and accumulators.
-_REGISTERS, _REGISTERS_OF_PRODUCTS = 152, 216
+# Registers per thread, by a result's bytes, and per multiplying thread, which holds products and
+# accumulators. With more, as with fewer, some are spilled between products.
+_REGISTERS, _REGISTERS_OF_PRODUCTS = {2: 152, 4: 150}, 216
 _HOPPER = 90
 _MOST = 2**31
 
@@ -70,7 +78,10 @@ def ragged_dot(
     from triax.moe.grouped_matmul.float32_sums_kernels import _ragged_dot_float32_sums_kernel
 
     (num_rows, depth), (num_groups, columns, _) = x.values.shape, w.values.shape
+    out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
+    itemsize = options.dtype.itemsize
     layout = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK, element_bitwidth=8, rank=2)
+    made = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=4)
     all_columns = w.values.reshape(num_groups * columns, depth)
     tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
     return launch(
@@ -83,10 +94,10 @@ def ragged_dot(
         num_rows,
         depth,
         columns,
-        out_type=jax.ShapeDtypeStruct((num_rows, columns), options.dtype),
+        out_type=out_type,
         grid=target.multiprocessors,
         num_warps=4,
-        backend_options={"maxnreg": _REGISTERS},
+        backend_options={"maxnreg": _REGISTERS[itemsize]},
         implementation=implementation,
         BLOCKED=x.deep is not None,
         BLOCK_ROWS=ROWS,
@@ -94,4 +105,5 @@ def ragged_dot(
         BLOCK_DEPTH=_BLOCK,
         STAGES=_STAGES,
         REGISTERS=_REGISTERS_OF_PRODUCTS,
+        **written(out_type, lambda out: bounded_by_group(out, ROWS // 2, _COLUMNS // 2, made)),
     )

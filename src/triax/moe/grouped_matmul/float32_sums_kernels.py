@@ -3,7 +3,8 @@
 Tensor cores multiply 128 of the depth; products are scaled, if their block has scales, and added.
 In Triton's own language all warps wait for a product before they add it, and tensor cores idle.
 Here each of two warp groups takes half of a tile's rows and waits only for its own products, so one
-multiplies while the other adds. Another warp loads. `_ragged_dot_kernel` computes the same bits.
+multiplies while the other adds. Another warp loads. Results are stored from shared memory while the
+next tile is multiplied. `_ragged_dot_kernel` computes the same bits.
 """
 
 from triton.experimental import gluon
@@ -16,10 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from triax.moe.grouped_matmul.kernels import _GROUP_END
 from triax.moe.grouped_matmul.kernels import _tile as _tile_of_triton
 
-# Triton 3.9 renamed the function.
+# Triton 3.9 renamed both.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 _tile = gluon.jit(_tile_of_triton.fn)
 
@@ -52,21 +55,21 @@ def _load(descriptors, buffers, barriers, pointers, sizes):
 
 
 @gluon.jit
-def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: gl.constexpr):
+def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: gl.constexpr):
     """Multiplies and stores one half, PART, of each tile's rows."""
     STAGES: gl.constexpr = buffers[0].type.shape[0]
     ROWS: gl.constexpr = buffers[0].type.shape[1]
     COLUMNS: gl.constexpr = buffers[1].type.shape[1]
     DEPTH: gl.constexpr = buffers[1].type.shape[2]  # the depth of a block
     full, empty = barriers
-    tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr = pointers
+    tiles_ptr, row_scales_ptr, group_scales_ptr = pointers
     num_rows, depth, num_columns = sizes
     OWN: gl.constexpr = ROWS // 2
     HALF: gl.constexpr = COLUMNS // 2  # columns that share a scale
-    ACROSS: gl.constexpr = HALF // 8
-    DOWN: gl.constexpr = 32 // ACROSS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [DOWN, ACROSS], [4, 1], [1, 0])
+    MADE: gl.constexpr = buffers[2].type.shape[0] // 2  # this half's buffers for results: 2 or 1
+    near_made = buffers[2].index(PART * MADE)
+    far_made = buffers[2].index(PART * MADE + MADE - 1)
     num_column_tiles = gl.cdiv(num_columns, COLUMNS)
     num_tiles = gl.load(tiles_ptr) * num_column_tiles
     last_row = gl.load(tiles_ptr + 1)
@@ -86,19 +89,22 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
             row_at = which * deep
             group_at = (group * blocks + column_tile * 2) * deep
             next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
-            next_scale = gl.load(row_scales_ptr + row_at)
+            scale = gl.load(row_scales_ptr + row_at)
+            near = gl.load(group_scales_ptr + group_at)
+            far = gl.load(group_scales_ptr + (group_at + next_block))
         for block in range(deep):
-            if BLOCKED:
-                scale = next_scale
-                next_scale = gl.load(row_scales_ptr + (row_at + gl.minimum(block + 1, deep - 1)))
-                near = gl.load(group_scales_ptr + (group_at + block))
-                far = gl.load(group_scales_ptr + (group_at + next_block + block))
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
             x = buffers[0].index(stage).slice(PART * OWN, OWN)
             w = buffers[1].index(stage)
             columns = w.slice(0, HALF).permute((1, 0))
             product = warpgroup_mma(x, columns, zeros, use_acc=False, is_async=True)
+            mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=block > 0)
+            if BLOCKED:
+                at = gl.minimum(block + 1, deep - 1)
+                next_scale = gl.load(row_scales_ptr + (row_at + at))
+                next_near = gl.load(group_scales_ptr + (group_at + at))
+                next_far = gl.load(group_scales_ptr + (group_at + next_block + at))
             product = warpgroup_mma_wait(0, deps=(product,))
             if BLOCKED:
                 product *= (scale * near)[:, None]
@@ -106,11 +112,14 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
             columns = w.slice(HALF, HALF).permute((1, 0))
             product = warpgroup_mma(x, columns, zeros, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(empty.index(stage), count=1)
             if BLOCKED:
                 product *= (scale * far)[:, None]
+                scale = next_scale
+                near = next_near
+                far = next_far
             right += product
             count += 1
+        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
         if not BLOCKED:
             scale = gl.load(row_scales_ptr + which)[:, None]
             which = column_tile * COLUMNS + gl.arange(0, HALF, gl.SliceLayout(0, layout))
@@ -119,8 +128,8 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
             left *= gl.load(at, mask=which < num_columns, other=0.0)[None, :]
             right *= scale
             right *= gl.load(at + HALF, mask=which + HALF < num_columns, other=0.0)[None, :]
-        _store(out_ptr, left, row, end, column_tile * COLUMNS, num_columns, stored)
-        _store(out_ptr, right, row, end, column_tile * COLUMNS + HALF, num_columns, stored)
+        _store(out, left, near_made, row, end, column_tile * COLUMNS, MADE)
+        _store(out, right, far_made, row, end, column_tile * COLUMNS + HALF, MADE)
 
     # Zeros for rows before and past the groups.
     before = gl.cdiv(first_row, ROWS)
@@ -130,18 +139,21 @@ def _multiply(buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PART: g
         is_before = row_tile < before
         row = gl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS + PART * OWN
         end = gl.where(is_before, first_row, num_rows)
-        _store(out_ptr, zeros, row, end, tile % blocks * HALF, num_columns, stored)
+        _store(out, zeros, near_made, row, end, tile % blocks * HALF, 1)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def _store(out_ptr, block, row, end, column, num_columns, layout: gl.constexpr):
-    """Stores a block of rows, up to row `end` and the last column."""
-    rows = row + gl.arange(0, block.shape[0], gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, block.shape[1], gl.SliceLayout(0, layout))
-    mask = (rows < end)[:, None] & (columns < num_columns)[None, :]
-    at = rows.to(gl.int64)[:, None] * num_columns + columns[None, :]
-    block = gl.convert_layout(block.to(out_ptr.dtype.element_ty), layout)
-    gl.store(out_ptr + at, block, mask=mask)
+def _store(out, block, made, row, end, column, MADE: gl.constexpr):
+    """Begins to store a block of rows, up to row `end` and the last column.
+
+    It leaves from `made`, one of MADE buffers in turn, once the block before it there has left.
+    """
+    tma.store_wait(MADE - 1)
+    made.store(block.to(made.dtype))
+    fence_async_shared()
+    at = [_GROUP_END, end, _GROUP_END - (end - row), column]
+    _async_store(out, at, made.reshape(out.block_shape))
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -154,7 +166,7 @@ def _ragged_dot_float32_sums_kernel(
     num_rows,
     depth,
     num_columns,
-    out_ptr,
+    out,
     BLOCKED: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     BLOCK_COLUMNS: gl.constexpr,
@@ -168,6 +180,10 @@ def _ragged_dot_float32_sums_kernel(
     w = gl.allocate_shared_memory(
         weights.dtype, [STAGES, BLOCK_COLUMNS, BLOCK_DEPTH], weights.layout
     )
+    # Each half has a buffer for both halves of its columns; one, if results have 32 bits.
+    bits: gl.constexpr = out.dtype.primitive_bitwidth
+    shape: gl.constexpr = [64 // bits, BLOCK_ROWS // 2, BLOCK_COLUMNS // 2]
+    made = gl.allocate_shared_memory(out.dtype, shape, gl.NVMMASharedLayout(128, bits, 2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -175,14 +191,14 @@ def _ragged_dot_float32_sums_kernel(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     descriptors = (rows, weights)
-    buffers = (x, w)
+    buffers = (x, w, made)
     barriers = (full, empty)
-    pointers = (tiles_ptr, row_scales_ptr, group_scales_ptr, out_ptr)
+    pointers = (tiles_ptr, row_scales_ptr, group_scales_ptr)
     sizes = (num_rows, depth, num_columns)
     gl.warp_specialize(
         [
-            (_multiply, (buffers, barriers, pointers, sizes, BLOCKED, 0)),
-            (_multiply, (buffers, barriers, pointers, sizes, BLOCKED, 1)),
+            (_multiply, (out, buffers, barriers, pointers, sizes, BLOCKED, 0)),
+            (_multiply, (out, buffers, barriers, pointers, sizes, BLOCKED, 1)),
             (_load, (descriptors, buffers, barriers, pointers, sizes)),
         ],
         [4, 1],
