@@ -7,7 +7,7 @@ import pytest
 from tools import flags
 
 
-@pytest.mark.slow("its processes take seconds")
+@pytest.mark.nightly("it tests a tool, not the package")
 def test_counts_and_failures(tmp_path):
     tests, logs = tmp_path / "tests", tmp_path / "logs"
     tests.mkdir(), logs.mkdir()

@@ -11,7 +11,7 @@ from benchmarks.ops.first_call import measure_first_calls, run_program
 PARTS = ["import_triax_s", "trace_s", "lower_s", "compile_s", "run_s"]
 
 
-@pytest.mark.slow("the benchmark is of one Python")
+@pytest.mark.nightly("it tests a tool, not the package")
 def test_program_runs_and_fills_its_caches(tmp_path):
     first = run_program("xla", str(tmp_path))
     assert list(first) == PARTS

@@ -127,7 +127,7 @@ def test_a_way_that_raises_finds_no_kernel_that_another_one_traced(monkeypatch):
     assert {"ms", "of_patched"} < set(found["with dot"])
 
 
-@pytest.mark.slow("it tests a tool, not the package")
+@pytest.mark.nightly("it tests a tool, not the package")
 def test_decoding_is_measured_against_a_read_of_the_weights_in_use(monkeypatch):
     small = {"HIDDEN": 64, "WIDTH": 32, "TOP_K": 1, "TOKENS": (3,), "LAYERS": 2}
     small["ROUTER"] = moe.Router(1)

@@ -266,7 +266,7 @@ def test_an_empty_prompt_is_refused():
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.slow("it compiles a model twice and starts a process")
+@pytest.mark.nightly("a layer's export has a test that is slow")
 def test_an_exported_step_runs_without_triax(checkpoints, tmp_path):
     exporting = load("serving/export_decoder")
     config, params = decoder.load(moe.Checkpoint(checkpoints(GPT_OSS)))

@@ -57,7 +57,7 @@ print(call.ptx[0])
     assert "st.global.v4" in ptx
 
 
-@pytest.mark.slow("Equinox is the same")
+@pytest.mark.nightly("Equinox is the same")
 def test_equinox_layer_learns(capsys):
     losses = load("moe_equinox").main()
     assert losses[-1] < 0.3 * losses[0]

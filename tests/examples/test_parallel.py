@@ -12,7 +12,7 @@ example = load("parallel")
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
 
-@pytest.mark.slow("what it calls has tests of its own")
+@pytest.mark.nightly("two processes that make layers have a test that is slow")
 def test_program_checks_itself(tmp_path, capsys):
     error, losses, same = example.main(tmp_path)
     assert error < 1e-5

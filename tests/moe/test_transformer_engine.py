@@ -167,7 +167,7 @@ def test_dispatch_and_combine(implementation, align_size, top_k, with_probs, thr
     assert_close(combined, combine_by_numpy(expected.output, expected.row_of, probs), terms=2)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.nightly("its parts have tests of their own")
 @given(seed=st.integers(0, 2**32 - 1), top_k=st.integers(1, 5), align_size=st.sampled_from([1, 8]))
 def test_top_k_changes_the_width_of_the_map_alone(seed, top_k, align_size):
     """Where tokens have few of many experts, results and gradients are those without it."""

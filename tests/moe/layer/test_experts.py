@@ -66,7 +66,7 @@ def test_names_of_leaves_and_how_it_is_shown():
     )
 
 
-@pytest.mark.slow("its parts have tests of their own")
+@pytest.mark.nightly("its parts have tests of their own")
 def test_under_transformations():
     """A step of training under jit with donation, and layers that are stacked."""
     experts, x, logits = biased()
@@ -138,7 +138,7 @@ def test_mistakes_that_only_the_layer_can_see():
             moe.feed_forward(jnp.ones((6, 8)), jnp.ones((6, 4)), experts, ROUTER)
 
 
-@pytest.mark.slow("many programs for one rule")
+@pytest.mark.nightly("its parts have tests of their own")
 def test_weights_in_8_bits_that_were_cast_with_the_others():
     x, wide = jnp.ones((6, 8), jnp.bfloat16), moe.Experts(**W).quantized("rows")
     cast = jax.tree.map(lambda w: w.astype(x.dtype), wide)
@@ -186,7 +186,7 @@ def test_what_was_made_is_what_is_multiplied(monkeypatch):
     assert dataclasses.replace(stale, w_down=experts.w_down).in_8_bits is None
 
 
-@pytest.mark.sampled(0, 1)
+@pytest.mark.nightly("its parts have tests of their own")
 @pytest.mark.parametrize("recipe", ["rows", ALL], ids=str)
 def test_over_microbatches(recipe):
     """Quantized outside of the loop, whose body then quantizes no weights."""
@@ -229,7 +229,7 @@ def test_tokens_cut_over_devices(axis_type):
         assert np.linalg.norm(a - b) < 5e-3 * np.linalg.norm(b)  # sums of parts, in bfloat16
 
 
-@pytest.mark.slow("the ops' sharding has tests of its own")
+@pytest.mark.nightly("its parts have tests of their own")
 def test_experts_cut_over_devices():
     """By one spec for all arrays, or a spec for each."""
     experts, x, logits = given()

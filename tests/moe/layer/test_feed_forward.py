@@ -467,7 +467,7 @@ def test_policy_that_permutes_again():
     jax.tree.map(assert_nearly, again, expected)
 
 
-@pytest.mark.sampled(0, 1)
+@pytest.mark.nightly("its parts have tests of their own")
 @pytest.mark.parametrize("transpose", [False, True])
 def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     """Forward mode, second derivatives and vmap are those of the layer that keeps all."""

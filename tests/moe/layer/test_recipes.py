@@ -298,7 +298,7 @@ def test_gradients_with_width_or_hidden_cut_on_explicit_axes(recipe, of_x):
         assert_close(np.asarray(a), np.asarray(b, np.float64), terms=64)
 
 
-@pytest.mark.sampled(0, 1)
+@pytest.mark.nightly("its parts have tests of their own")
 @pytest.mark.parametrize("weight_gradient", [None, "rows"])
 def test_gradients_inside_shard_map_with_the_width_cut(weight_gradient):
     """Tokens are the same on all devices, and each has a part of the experts' width."""
