@@ -146,6 +146,13 @@ class TestAnotherGpu:
         assert line.startswith(f"TRIAX_GPU_LIKE is {DEVICE.name.lower()!r}, and no stored config")
         assert line.endswith(f"Did you mean `{DEVICE.name}`?")
 
+    def test_a_program_for_no_known_gpu_takes_none(self, monkeypatch):
+        unknown = lambda ctx, devices, arch: Device(0, "", measurable=False)
+        monkeypatch.setattr("triax.devices.for_tuning", unknown)
+        monkeypatch.setenv("TRIAX_GPU_LIKE", DEVICE.name)
+        with pytest.raises(TuningError):
+            explain("strict")
+
     def test_its_own_come_first(self, monkeypatch, measurer):
         own = lambda ctx, devices, arch: Device(0, "Other GPU")
         monkeypatch.setattr("triax.devices.for_tuning", own)

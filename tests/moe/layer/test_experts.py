@@ -295,6 +295,18 @@ def test_experts_in_tiles(two):
     jax.tree.map(assert_same_bits, run(tiled, x, logits), run(experts, x, logits))
 
 
+def test_weights_of_both_matmuls_are_tiled():
+    tiled = jax.eval_shape(lambda: in_4_bits()[0].tile())
+    assert (tiled.w_gate_up.tiled, tiled.w_down.tiled) == (True, True)
+
+
+def test_copies_in_8_bits_may_be_made_where_gradients_are():
+    experts, *others = given()
+    once = lambda experts: loss(experts.quantized("rows"), *others, "rows")
+    gradients = jax.eval_shape(jax.grad(once), experts)
+    assert gradients.w_down.shape == experts.w_down.shape
+
+
 @pytest.mark.slow("many programs for one rule")
 def test_only_weights_of_4_bits_are_tiled():
     with pytest.raises(ArgumentTypeError, match=r"Only weights of 4 bits are tiled; got Experts"):

@@ -90,6 +90,7 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
             group_at = (group * blocks + column_tile * 2) * deep
             next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
             scale = gl.load(row_scales_ptr + row_at)
+            next_scale = gl.load(row_scales_ptr + (row_at + gl.minimum(1, deep - 1)))
             near = gl.load(group_scales_ptr + group_at)
             far = gl.load(group_scales_ptr + (group_at + next_block))
         for block in range(deep):
@@ -102,7 +103,7 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=block > 0)
             if BLOCKED:
                 at = gl.minimum(block + 1, deep - 1)
-                next_scale = gl.load(row_scales_ptr + (row_at + at))
+                after_next = gl.load(row_scales_ptr + (row_at + gl.minimum(block + 2, deep - 1)))
                 next_near = gl.load(group_scales_ptr + (group_at + at))
                 next_far = gl.load(group_scales_ptr + (group_at + next_block + at))
             product = warpgroup_mma_wait(0, deps=(product,))
@@ -115,6 +116,7 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
             if BLOCKED:
                 product *= (scale * far)[:, None]
                 scale = next_scale
+                next_scale = after_next
                 near = next_near
                 far = next_far
             right += product
