@@ -128,6 +128,21 @@ def test_what_one_config_lacked_to_be_compiled(gpu, monkeypatch, caplog, error):
     assert store.user_store().paths() == []
 
 
+def test_a_program_needs_no_machine_code(gpu, monkeypatch):
+    """A machine that cannot make it measures nothing, and the program gets a config."""
+    compile_ = compiler._compile
+
+    def compile_no_further(*arguments, machine_code, **options):
+        if machine_code:
+            raise OSError(8, "Exec format error")
+        return compile_(*arguments, **options)
+
+    gpu()
+    monkeypatch.setattr(compiler, "_compile", compile_no_further)
+    call = explain()
+    assert (call.source, call.grid) == ("first config (mode auto)", ((16, 1, 1),))
+
+
 def test_what_was_not_tried_goes_before_what_never_ended(gpu, monkeypatch):
     """Two configs hang until the time for measuring is over: the program is not given one."""
     monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.4")

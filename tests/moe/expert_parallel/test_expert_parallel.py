@@ -464,11 +464,8 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
     jax.tree.map(close, found, expected)
 
 
-@pytest.mark.sampled(0, 1)
-@every_way
-@COMPILES
-def test_a_mesh_whose_other_axis_is_explicit(options):
-    """What `shard_map` leaves may cut everything, each array otherwise."""
+def beside_an_explicit_axis(options):
+    """A mesh, operands, and a layer over one of its axes: the other cuts each array otherwise."""
     kinds = (AxisType.Auto, AxisType.Explicit)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("d", "explicit"), axis_types=kinds)
     count = 4 * (TOKENS - 1)
@@ -482,6 +479,20 @@ def test_a_mesh_whose_other_axis_is_explicit(options):
         tokens = moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
         return jax.sharding.reshard(tokens, P())
 
+    return mesh, (x, weights, experts), layer
+
+
+def test_the_other_axis_of_a_mesh_may_be_explicit():
+    mesh, args, layer = beside_an_explicit_axis(WAYS["ragged"])
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(layer, *args).shape == args[0].shape
+
+
+@pytest.mark.sampled(0, 1)
+@every_way
+@COMPILES
+def test_a_mesh_whose_other_axis_is_explicit(options):
+    mesh, (x, weights, experts), layer = beside_an_explicit_axis(options)
     plain = lambda x, weights, _: jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
     with jax.set_mesh(mesh):
         found, expected = (

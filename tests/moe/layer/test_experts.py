@@ -300,6 +300,13 @@ def test_weights_of_both_matmuls_are_tiled():
     assert (tiled.w_gate_up.tiled, tiled.w_down.tiled) == (True, True)
 
 
+def test_gradients_in_8_bits_have_the_shapes_of_transposed_weights():
+    experts, *others = given(transposed=True)
+    gradients = jax.eval_shape(jax.grad(lambda experts: loss(experts, *others, ALL)), experts)
+    shapes, wanted = (list(map(jnp.shape, jax.tree.leaves(of))) for of in (gradients, experts))
+    assert shapes == wanted
+
+
 def test_copies_in_8_bits_may_be_made_where_gradients_are():
     experts, *others = given()
     once = lambda experts: loss(experts.quantized("rows"), *others, "rows")

@@ -74,9 +74,8 @@ def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -
         return run(x, routing, experts)
 
     def part(shard: Shard, *operands: Any) -> FeedForward:
-        out = run(*operands)
-        counts, dropped = (shard.sum("t", a) for a in (out.group_counts, out.num_dropped))
-        return out._replace(group_counts=counts, num_dropped=dropped)
+        out = run(*operands)  # which drops nothing without a capacity
+        return out._replace(group_counts=shard.sum("t", out.group_counts))
 
     # Each device runs the layer on its tokens, and counts are summed over devices.
     by_tokens = Split(("th", "tk"), ("th", "e", "", "tk"), "t", part)
