@@ -22,9 +22,9 @@ from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 
 _COLUMNS, _BLOCK, _STAGES = 256, 128, 3
-# Registers per thread, by a result's bytes, and per multiplying thread, which holds products and
-# accumulators. With more, as with fewer, some are spilled between products.
-_REGISTERS, _REGISTERS_OF_PRODUCTS = {2: 152, 4: 150}, 216
+# Registers per thread, and per multiplying thread, which holds products and accumulators. With
+# more, as with fewer, some are spilled between products.
+_REGISTERS, _REGISTERS_OF_PRODUCTS = 148, 208
 _HOPPER = 90
 _MOST = 2**31
 
@@ -97,7 +97,7 @@ def ragged_dot(
         out_type=out_type,
         grid=target.multiprocessors,
         num_warps=4,
-        backend_options={"maxnreg": _REGISTERS[itemsize]},
+        backend_options={"maxnreg": _REGISTERS},
         implementation=implementation,
         BLOCKED=x.deep is not None,
         BLOCK_ROWS=ROWS,

@@ -3,13 +3,15 @@
 Tensor cores multiply 128 of the depth; products are scaled, if their block has scales, and added.
 In Triton's own language all warps wait for a product before they add it, and tensor cores idle.
 Here each of two warp groups takes half of a tile's rows and waits only for its own products, so one
-multiplies while the other adds. Another warp loads. Results are stored from shared memory while the
-next tile is multiplied. `_ragged_dot_kernel` computes the same bits.
+multiplies while the other adds. Another warp loads, scales of blocks too: loads by those that
+multiply would wait between products. Results are stored from shared memory while the next tile is
+multiplied. `_ragged_dot_kernel` computes the same bits.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -20,30 +22,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triax.moe.grouped_matmul.kernels import _GROUP_END
 from triax.moe.grouped_matmul.kernels import _tile as _tile_of_triton
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed all three.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _tile = gluon.jit(_tile_of_triton.fn)
 
 
 @gluon.jit
-def _load(descriptors, buffers, barriers, pointers, sizes):
-    """Loads blocks of rows and of columns into buffers as they become empty."""
+def _load(descriptors, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr):
+    """Loads blocks of rows and of columns, and their scales, into buffers as they become empty."""
     STAGES: gl.constexpr = buffers[0].type.shape[0]
     ROWS: gl.constexpr = buffers[0].type.shape[1]
     COLUMNS: gl.constexpr = buffers[1].type.shape[1]
     DEPTH: gl.constexpr = buffers[1].type.shape[2]
     rows, weights = descriptors
     full, empty = barriers
-    tiles_ptr = pointers[0]
+    tiles_ptr, row_scales_ptr, _ = pointers
     depth, num_columns = sizes[1], sizes[2]
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    deep = gl.cdiv(depth, DEPTH)
     num_column_tiles = gl.cdiv(num_columns, COLUMNS)
     num_tiles = gl.load(tiles_ptr) * num_column_tiles
     count = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        group, row, _, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
+        group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
         column = group * num_columns + column_tile * COLUMNS
+        if BLOCKED:
+            # Rows past the group's end take the scale of its last row; they are not stored.
+            row_at = gl.minimum(row + gl.arange(0, ROWS, lanes), end - 1) * deep
         for start in range(0, depth, DEPTH):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
@@ -51,6 +59,10 @@ def _load(descriptors, buffers, barriers, pointers, sizes):
             mbarrier.expect(ready, (ROWS + COLUMNS) * DEPTH)
             _async_load(rows, [row, start], ready, buffers[0].index(stage))
             _async_load(weights, [column, start], ready, buffers[1].index(stage))
+            if BLOCKED:
+                _copy(buffers[3].index(stage), row_scales_ptr + row_at)
+                async_copy.mbarrier_arrive(ready, increment_count=False)
+                row_at += 1
             count += 1
 
 
@@ -67,6 +79,7 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
     OWN: gl.constexpr = ROWS // 2
     HALF: gl.constexpr = COLUMNS // 2  # columns that share a scale
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 32])
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     MADE: gl.constexpr = buffers[2].type.shape[0] // 2  # this half's buffers for results: 2 or 1
     near_made = buffers[2].index(PART * MADE)
     far_made = buffers[2].index(PART * MADE + MADE - 1)
@@ -81,18 +94,10 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, ROWS)
         row += PART * OWN
-        # Rows past the group's end take the scale of its last row; they are not stored.
-        which = gl.minimum(row + gl.arange(0, OWN, gl.SliceLayout(1, layout)), end - 1)
         left = zeros
         right = zeros
-        if BLOCKED:
-            row_at = which * deep
-            group_at = (group * blocks + column_tile * 2) * deep
-            next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
-            scale = gl.load(row_scales_ptr + row_at)
-            next_scale = gl.load(row_scales_ptr + (row_at + gl.minimum(1, deep - 1)))
-            near = gl.load(group_scales_ptr + group_at)
-            far = gl.load(group_scales_ptr + (group_at + next_block))
+        group_at = (group * blocks + column_tile * 2) * deep
+        next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
         for block in range(deep):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
@@ -100,12 +105,14 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
             w = buffers[1].index(stage)
             columns = w.slice(0, HALF).permute((1, 0))
             product = warpgroup_mma(x, columns, zeros, use_acc=False, is_async=True)
+            if BLOCKED:
+                near = gl.load(group_scales_ptr + (group_at + block))
+                far = gl.load(group_scales_ptr + (group_at + next_block + block))
             mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1, pred=block > 0)
             if BLOCKED:
-                at = gl.minimum(block + 1, deep - 1)
-                after_next = gl.load(row_scales_ptr + (row_at + gl.minimum(block + 2, deep - 1)))
-                next_near = gl.load(group_scales_ptr + (group_at + at))
-                next_far = gl.load(group_scales_ptr + (group_at + next_block + at))
+                # After the arrival: Triton 3.6 has the group's threads meet before these reads,
+                # else between the two products.
+                scale = buffers[3].index(stage).slice(PART * OWN, OWN).load(of_rows)
             product = warpgroup_mma_wait(0, deps=(product,))
             if BLOCKED:
                 product *= (scale * near)[:, None]
@@ -115,14 +122,12 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
             product = warpgroup_mma_wait(0, deps=(product,))
             if BLOCKED:
                 product *= (scale * far)[:, None]
-                scale = next_scale
-                next_scale = after_next
-                near = next_near
-                far = next_far
             right += product
             count += 1
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
         if not BLOCKED:
+            # Rows past the group's end take the scale of its last row; they are not stored.
+            which = gl.minimum(row + gl.arange(0, OWN, of_rows), end - 1)
             scale = gl.load(row_scales_ptr + which)[:, None]
             which = column_tile * COLUMNS + gl.arange(0, HALF, gl.SliceLayout(0, layout))
             at = group_scales_ptr + (group * num_columns + which)
@@ -189,11 +194,16 @@ def _ragged_dot_float32_sums_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        # With scales, each of the loading warp's threads arrives too, once its own are there.
+        mbarrier.init(full.index(stage), count=1 + 32 if BLOCKED else 1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     descriptors = (rows, weights)
     buffers = (x, w, made)
+    if BLOCKED:
+        stored: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        row_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_ROWS], stored)
+        buffers = (x, w, made, row_scales)
     barriers = (full, empty)
     pointers = (tiles_ptr, row_scales_ptr, group_scales_ptr)
     sizes = (num_rows, depth, num_columns)
@@ -201,7 +211,7 @@ def _ragged_dot_float32_sums_kernel(
         [
             (_multiply, (out, buffers, barriers, pointers, sizes, BLOCKED, 0)),
             (_multiply, (out, buffers, barriers, pointers, sizes, BLOCKED, 1)),
-            (_load, (descriptors, buffers, barriers, pointers, sizes)),
+            (_load, (descriptors, buffers, barriers, pointers, sizes, BLOCKED)),
         ],
         [4, 1],
         [REGISTERS, 24],
