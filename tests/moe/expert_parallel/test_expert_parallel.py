@@ -280,13 +280,15 @@ def test_room_for_rows_that_nobody_sends_is_zeros(capacity):
     np.testing.assert_array_equal(rows, np.broadcast_to(filled, rows.shape))
 
 
-def test_a_capacity_keeps_the_first_tokens():
+def test_a_capacity_keeps_the_first_tokens(monkeypatch):
+    monkeypatch.setattr(choices, "_WORTH_A_TOKEN", 0)  # without a capacity choices would be sent
     mesh = local_mesh()
     experts = np.zeros((4 * TOKENS, TOP_K), np.int32)  # all of the first device
     experts[2::TOKENS, 0] = EXPERTS  # of none, so nothing is dropped
     x = np.arange(4 * TOKENS, dtype=np.float32)[:, None]
     ones = np.ones(experts.shape, np.float32)
-    out = dispatched(mesh, x, ones, experts, capacity=2, only=["rows", "num_dropped"])
+    how = {"capacity": 2, "exchange": "ragged", "only": ["rows", "num_dropped"]}
+    out = dispatched(mesh, x, ones, experts, **how)
     first = np.concatenate([np.arange(d * TOKENS, d * TOKENS + 2) for d in range(4)])
     assert_same_bits(out.rows[: 3 * 8, 0], np.repeat(first, 3).astype(np.float32))
     assert out.num_dropped.tolist() == [3 * (TOKENS - 2) - 1] * 4

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.moe.layer.test_recipes import ALL, layer
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError, TriaxError
-from triax.moe.layer import products
+from triax.moe.layer import ops, products
 from triax.testing import assert_same_bits
 
 HALVES = [moe.Recipe(*of) for of in ((None, "rows"), ("blocks", None))]
@@ -305,6 +305,16 @@ def test_gradients_in_8_bits_have_the_shapes_of_transposed_weights():
     gradients = jax.eval_shape(jax.grad(lambda experts: loss(experts, *others, ALL)), experts)
     shapes, wanted = (list(map(jnp.shape, jax.tree.leaves(of))) for of in (gradients, experts))
     assert shapes == wanted
+
+
+def test_the_gradient_of_the_second_weights_comes_before_that_of_the_first_rows(monkeypatch):
+    """Of two arrays of rows only one is there at a time."""
+    seen, after = [], ops.after
+    both = lambda *of: seen.append(tuple(array.shape for array in of)) or after(*of)
+    monkeypatch.setattr(ops, "after", both)
+    experts, x, logits = given()
+    jax.eval_shape(jax.grad(loss), experts, x[:7], logits[:7])  # traced here for the first time
+    assert seen == [((14, 2 * experts.w_down.shape[1]), experts.w_down.shape)]
 
 
 def test_copies_in_8_bits_may_be_made_where_gradients_are():

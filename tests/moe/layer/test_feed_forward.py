@@ -189,7 +189,6 @@ def test_weights_on_the_input_are_applied_once():
     assert_same_bits(*both(x, weights, moe.Experts(w_gate_up, w_down)))
 
 
-@pytest.mark.slow("many programs for one rule")
 def test_what_devices_count_of_their_tokens_is_summed():
     x, logits, *weights = draw(tokens=8)
     mesh = jax.make_mesh((2,), ("t",), (AxisType.Explicit,), devices=jax.devices()[:2])
