@@ -89,7 +89,7 @@ def last_weight_unscaled(original, *args, **options):
     return out._replace(weights=out.weights.at[:, -1].multiply(1 + 1e-4))
 
 
-@pytest.mark.sampled(1, 5)
+@pytest.mark.sampled(0, 6)
 @pytest.mark.parametrize(
     ("op", "name", "fault", "where"),
     [

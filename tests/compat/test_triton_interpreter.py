@@ -45,6 +45,7 @@ def outcome(semantic, operation, *arguments):
     return str(result.type), str(result.handle.dtype), data.dtype, data.shape, data.tobytes()
 
 
+@pytest.mark.sampled(5, 4)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_results_and_errors(operation):
     type = ArrayType((4096,), np.dtype(np.float32))

@@ -70,6 +70,7 @@ slow = pytest.mark.slow("other configurations are quick")
 nightly = pytest.mark.nightly("each configuration has another size")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "size"),
     [

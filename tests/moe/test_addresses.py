@@ -87,7 +87,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("run", CASES.values(), ids=CASES.keys())
 def test_offsets_that_pass_32_bits_have_64(run, monkeypatch):
     add, wide, narrow = Builder.create_addptr, 0, set()

@@ -202,7 +202,7 @@ def test_cut_batches_move_nothing_between_devices(kind, name):
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize(
     ("specs", "collective", "result"),
     [
@@ -222,6 +222,7 @@ def test_products_are_cut_like_dense_ones(kind, specs, collective, result):
     np.testing.assert_allclose(actual, jax.jit(products)(*args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 def test_partial_products_are_summed_in_float32(kind):
     """Two parts that cancel: rounded to bfloat16 before the sum, little would be left of it."""
     rows = np.ones((8, 4), np.float32) * np.array([256, 1, -256, 0], np.float32)
@@ -233,6 +234,7 @@ def test_partial_products_are_summed_in_float32(kind):
     testing.assert_same_bits(out, jnp.ones((8, 4), jnp.bfloat16))
 
 
+@pytest.mark.sampled(1)
 def test_gradients_of_small_weights_are_summed_in_float32(kind):
     """Those of `unpermute`'s weights, products of rows and gradients, where the width is cut."""
     gradient = np.tile(np.array([256, 1, -256, 0], np.float32), (4, 1))
@@ -303,6 +305,7 @@ def test_weights_may_be_cut_each_otherwise_around_a_function(recipe, specs):
         assert spec_of(gradient) == sharding.spec
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("width", "specs"),
     [(8, [P(None, "data"), P("data", "model")]), (3, [P(None, "data")])],
@@ -322,6 +325,7 @@ def test_a_function_of_gate_and_up_that_are_cut_otherwise(width, specs):
     assert_all_close(actual, jax.jit(both)(*args), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 def test_the_gradient_of_glus_weights_where_the_width_is_cut(kind):
     """Each device has a part of every row, and a part of each weight's gradient."""
     rng = np.random.default_rng(0)
@@ -387,6 +391,7 @@ def test_gradients_of_cut_batches_on_explicit_axes(over):
     assert_all_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "name"), [("plain", "permutation"), ("plain", "chunk sort"), ("explicit", "router")]
 )

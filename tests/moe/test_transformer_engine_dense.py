@@ -40,7 +40,7 @@ def expected(x, kernel, bias, gradient):
     return out, d_x, d_kernel, d_bias
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("contracting_dims", [None, LAST])

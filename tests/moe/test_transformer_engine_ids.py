@@ -71,6 +71,7 @@ def test_there_and_back(implementation, three_d, align_size, roll, routing):
     assert_close(combined, sums.reshape(combined.shape), terms=TOP_K)
 
 
+@pytest.mark.sampled(1)
 def test_gradients(implementation):
     x, ids, weights = make_case(1)
 

@@ -47,7 +47,7 @@ def dense(
     return probs * factor, chosen
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("kind", "topk", "groups"),  # a group's score is that of its topk // group_topk best

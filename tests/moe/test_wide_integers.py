@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, Any]]] = {
 }
 
 
-@pytest.mark.sampled(3, 7)
+@pytest.mark.sampled(2, 8)
 @pytest.mark.parametrize("arrays", ["NumPy", "JAX, 64 bits"])
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_nearest_that_int32_holds(name, arrays):

@@ -114,7 +114,7 @@ PLACEMENTS = [
 ]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3, 3)
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
 @pytest.mark.parametrize("of_weight", [P(), P("model")], ids=str)
 @pytest.mark.parametrize(("spec", "rows"), PLACEMENTS, ids=str)
@@ -279,6 +279,7 @@ def test_gradient_inside_shard_map_sums_that_of_a_replicated_weight():
     assert_close(run(local, mesh, args, specs), alone(with_gradients(plain))(*args)[1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rules", ["one for each gradient", "one for both"])
 def test_custom_vjp_outside(rules):
     """Forward and backward are cut each for itself, and nothing is run twice."""

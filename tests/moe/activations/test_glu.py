@@ -275,7 +275,7 @@ def test_functions_of_interleaved_columns_have_all_derivatives():
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(None, "a"), P()], ids=str)
 def test_functions_of_rows_and_weights_that_explicit_axes_cut_otherwise(spec):
     gate_up, weights, _ = draw(8, 16, "float32")
@@ -316,7 +316,7 @@ def test_functions_of_rows_without_a_weight(interleaved):
     assert np.isfinite(np.asarray(tangent, np.float32)[:5]).all()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_second_derivatives_forward_mode_and_vmap(implementation, activation):

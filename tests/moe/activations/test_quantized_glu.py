@@ -45,7 +45,7 @@ def assert_same(found, wanted):
     jax.tree.map(assert_same_bits, found, wanted)
 
 
-@pytest.mark.sampled(3, 3)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("activation", "layout", "shape", "dtype", "to"),

@@ -151,7 +151,7 @@ def test_dtypes_triton_lacks_go_through_plain_jax(oracle, dtype):
     np.testing.assert_array_equal(np.asarray(rows), expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("width", [1, 64, 4097, 5000])
 def test_widths(oracle, width, implementation):
     """Narrow rows, and rows of several blocks, the last of them partly filled."""
@@ -227,6 +227,7 @@ def test_default_is_by_platform(oracle):
     check(oracle, oracle.make_case(11, 19, 3, 6), None)
 
 
+@pytest.mark.sampled(1)
 def test_forward_mode_moves_the_tangents(oracle, implementation):
     """Of rows, of probs, and of probs beside rows of integers."""
     sizes, indices = np.int32([2, 0, 3]), np.int32([2, 0, 1])

@@ -294,6 +294,7 @@ def test_a_capacity_keeps_the_first_tokens(monkeypatch):
     assert out.num_dropped.tolist() == [3 * (TOKENS - 2) - 1] * 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("align_size", [1, 3])
 def test_a_capacity_of_choices_that_nothing_exceeds(align_size):
     """The default rows are enough: every device gives every expert just as many as it may."""
@@ -519,7 +520,7 @@ def test_tokens_that_all_devices_share(options):
     np.testing.assert_allclose(found, 4 * TOP_K * np.cos(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 2)
 @every_way
 def test_kernels_in_the_interpreter(options):
     mesh = local_mesh(2)

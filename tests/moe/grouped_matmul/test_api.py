@@ -87,6 +87,7 @@ def test_a_product_in_float32_of_shorter_operands_is_told(rows, weights):
     assert [warning.filename for warning in told] == [__file__]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 def test_eight_bits_have_no_gradient(implementation):
     def loss(x):

@@ -56,7 +56,7 @@ def some(arrays, offset):
     return (rows, weights[local], bias[local], bias_weights, gradient), of_others
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     ("offset", "widths", "dtype"),

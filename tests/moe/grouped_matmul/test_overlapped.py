@@ -152,7 +152,7 @@ def draw(transposed, weighted):
     return normal(20, 16), weights, Groups(jnp.array([7, 0, 9], jnp.int32)), row_weights
 
 
-@pytest.mark.sampled(2, 2)
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize(
     ("transposed", "weighted", "activation"),
@@ -210,7 +210,7 @@ def test_rows_cut_over_devices():
         assert_close(part, np.asarray(whole, np.float64), terms=16)
 
 
-@pytest.mark.sampled(2, 3)
+@pytest.mark.sampled(1, 4)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def loss(x, w, bias, each, *, sizes, weighted, **how):
     return jnp.sum(jnp.sin(out)), out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize(
     ("cut", "weighted", "kind"),
     [
@@ -63,6 +63,7 @@ def test_products_with_a_bias(cut, weighted, kind):
         assert_close(got, wanted, terms=ROWS)
 
 
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 def test_sums_for_a_bias_are_rounded_once(cut, kind):

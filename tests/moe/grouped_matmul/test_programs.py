@@ -44,7 +44,7 @@ def kernels(program):
 SLOW = pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 
 
-@pytest.mark.sampled(1, 2)
+@pytest.mark.sampled(0, 3)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("arch", "dtype", "num_rows", "widths"),
@@ -109,6 +109,7 @@ def lowered_8_bits(num_rows, depth, dtypes, **options):
     return jax.jit(multiply).trace(*types).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("depth", [4, 16, pytest.param(48, marks=SLOW)])
 def test_eight_bits_of_any_depth_compile(depth):
@@ -126,6 +127,7 @@ def test_sums_of_eight_bits_are_added_in_float32():
     assert len(re.findall(r"\badd(\.rn)?\.f32", product)) >= 32
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(
     ("arch", "dtypes", "lacking"),

@@ -59,7 +59,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(3, 3)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize(
     ("way", "implementation", "precision"),
     [
@@ -119,7 +119,7 @@ def test_a_batch():
         np.testing.assert_array_equal(found[i], moe.ragged_dot(one, weights, SIZES))
 
 
-@pytest.mark.sampled(2, 2)
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -162,6 +162,7 @@ def test_weights_alone(implementation, dtype, depth, columns, transposed, weight
     assert_close(d_bias, np.stack(sums), terms=ROWS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 def test_no_derivative(way):
     rows, weights = WAYS[way]
@@ -200,6 +201,7 @@ def test_weights_as_in_torch(implementation, block, transposed):
     assert_close(pull(rows)[0], oracle.ragged_dot(rows, exact, SIZES), terms=128)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [(1, 1, None), (1, None, 1)])
 def test_scales_of_columns_are_not_those_of_the_depth(block):
     """Square weights, where both have the same shape."""
@@ -208,7 +210,7 @@ def test_scales_of_columns_are_not_those_of_the_depth(block):
         moe.ragged_dot(jnp.ones((8, 64)), weights, SIZES, transpose_weights=block[1] is None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("sizes", [(5, 0, 4, 8), (0, 0, 4, 8), (5, 3, 4, 0), (5, 0, 0, 8)])
 def test_nothing_to_multiply(sizes):
     num_rows, depth, groups, columns = sizes
@@ -296,7 +298,7 @@ def test_mistakes(rows, weights, how, match):
         moe.ragged_dot(rows, weights, SIZES, **how)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 @pytest.mark.parametrize("precision", [None, FAST])

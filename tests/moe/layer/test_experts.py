@@ -45,6 +45,7 @@ def biased():
 # --- a pytree ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3, 2)
 @pytest.mark.parametrize("leaf", [None, 3, object(), P("a"), jax.ShapeDtypeStruct((2,), "int8")])
 def test_leaves_may_be_anything(leaf):
     for experts in (given()[0], biased()[0], given()[0].quantized(ALL)):

@@ -164,6 +164,7 @@ def test_bias_and_groups_reach_the_router():
     assert int(counts[2]) == int(counts[3]) == TOKENS - int(counts[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", [None, "interpret"])
 def test_no_tokens(implementation):
     args = draw(tokens=0)
@@ -672,7 +673,7 @@ def test_what_is_wrong_is_named(changes, error, message):
         layer(**given)
 
 
-@pytest.mark.sampled(1, 1)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 def test_the_activation_with_the_first_product_changes_no_bit(weights_on):
     """With `keep` the two are ops of their own. Layers of float32 have no op for both."""

@@ -43,7 +43,7 @@ def draw(*shapes, dtype=np.float64):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 def test_finite_differences(plan, implementation):
     """By x, weights, scales and rows; forward, backward, and one of the other."""
     with jax.enable_x64(True):
@@ -157,6 +157,7 @@ def take_unpermute(rows, plan, weights):
     return jnp.sum(taken * jnp.where(routed, weights, 0)[..., None], axis=1)
 
 
+@pytest.mark.sampled(1)
 def test_equal_to_those_of_plain_jax(plan, implementation):
     x, weights, up, down = draw(
         (TOKENS, WIDTH), (TOKENS, TOP_K), (EXPERTS, WIDTH, 7), (EXPERTS, 7, WIDTH), dtype=np.float32
@@ -178,6 +179,7 @@ def test_equal_to_those_of_plain_jax(plan, implementation):
     jax.tree.map(lambda a, e: assert_close(a, e, terms=64), actual, expected)
 
 
+@pytest.mark.sampled(1)
 def test_gradient_of_everything_at_once_is_the_sum(plan, implementation):
     """Ids that come from a differentiated router do not stand in the way."""
     x, router = draw((TOKENS, WIDTH), (WIDTH, EXPERTS), dtype=np.float32)

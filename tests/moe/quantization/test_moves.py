@@ -85,6 +85,7 @@ def test_between_devices(scheme, scale_dtype, implementation):
     np.testing.assert_allclose(back, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -40,7 +40,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 dequantized = jax.jit(moe.ScaledArray.dequantize, static_argnames="dtype")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
 @pytest.mark.parametrize(("dtype", "special"), [("bfloat16", True), ("float32", False)])
 @pytest.mark.parametrize(("shape", "block", "transposed"), BLOCKS)
@@ -220,7 +220,7 @@ def test_twice_is_once(seed, formats, block):
         assert_same_bits(twice.scales, once.scales)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize(("to", "scale_dtype"), FORMATS)
 def test_through_transformations(to, scale_dtype):
     array = draw((3, 2, 34, 6), jnp.bfloat16, special=False)
@@ -248,7 +248,7 @@ def test_through_transformations(to, scale_dtype):
         jax.grad(lambda a: jnp.sum(one(a).dequantize()))(array[0].astype(np.float32))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 1)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 @pytest.mark.parametrize(
     ("block", "transposed", "spec", "gathered"),

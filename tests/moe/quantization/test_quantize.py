@@ -47,7 +47,7 @@ def assert_expected(found, array, dtype, block, transposed):
     assert (found.block, found.shape) == (block, array.shape)
 
 
-@pytest.mark.sampled(4, 4)
+@pytest.mark.sampled(2, 6)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("dtype", "special"), [("bfloat16", True), ("float32", False)])
@@ -84,7 +84,7 @@ def test_bits_of_float16_and_of_special_float32(implementation, to):
         assert_expected(found, array, to, (1, None), False)
 
 
-@pytest.mark.sampled(3, 2)
+@pytest.mark.sampled(2, 3)
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize(("shape", "block", "transposed"), OTHERS)
 def test_other_blocks(to, shape, block, transposed):
@@ -103,7 +103,7 @@ def test_empty_arrays(implementation, shape):
     assert found.dequantize().shape == shape
 
 
-@pytest.mark.sampled(3, 3)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("to", DTYPES)
 def test_quotients_next_to_the_middle_of_two_values(implementation, to):

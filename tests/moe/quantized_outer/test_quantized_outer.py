@@ -209,7 +209,7 @@ def test_named_rows_that_are_cut_over_devices():
     assert_close(out, np.asarray(wanted, np.float64), terms=ROWS)
 
 
-@pytest.mark.sampled(1, 1)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("cut", ["rows", "columns"])
 def test_over_devices(kind, cut):

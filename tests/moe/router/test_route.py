@@ -165,7 +165,7 @@ def test_norms_of_what_is_nothing_or_not_chosen():
     np.testing.assert_allclose(scaled.weights, plain.weights * (1 + plain.experts), rtol=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus", "none"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_weights_of_experts_that_are_given(score, normalize):
@@ -228,7 +228,7 @@ def test_scales_of_experts():
     assert_close(d_scales, expected, terms=21)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1, 2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid", "normalize": True}], ids=str)
@@ -251,7 +251,7 @@ HOSTILE = np.array(
 )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_ties_and_what_is_no_number_as_top_k_has_them(dtype, implementation):

@@ -58,7 +58,7 @@ def is_taken(run, *args):
     return "few_rows" in run.lower(*args).as_text(debug_info=True)
 
 
-@pytest.mark.sampled(4, 8)
+@pytest.mark.sampled(2, 10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("tiled", [False, True])
@@ -103,7 +103,7 @@ def test_few_columns(per_group, columns):
     assert_close(out, oracle.ragged_dot(rows, exactly(weights), sizes), terms=96)
 
 
-@pytest.mark.sampled(3, 3)
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize(
     ("card", "per_group", "dtype"),
     [
@@ -165,7 +165,7 @@ def all_numbers(num_rows, dtype):
     return rows.astype(jnp.bfloat16), weights, sizes, wanted
 
 
-@pytest.mark.sampled(2, 2)
+@pytest.mark.sampled(1, 3)
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
 def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
@@ -211,7 +211,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2, 2)
 @pytest.mark.parametrize("way", [*OTHERS, "rows", "columns innermost", "many rows", "depth"])
 def test_what_takes_a_temporary(way):
     num_rows = 600 if way == "many rows" else 40
@@ -229,7 +229,7 @@ def test_what_takes_a_temporary(way):
         assert_close(run(rows, weights, sizes), oracle.ragged_dot(rows, exact, sizes), terms=depth)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 64", "int4, 32"])
 @pytest.mark.parametrize("tiled", [False, True])

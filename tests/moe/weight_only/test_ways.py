@@ -138,7 +138,7 @@ def way(monkeypatch):
     return way
 
 
-@pytest.mark.sampled(2, None)
+@pytest.mark.sampled(1, None)
 @pytest.mark.parametrize("index", range(len(LINES)))
 def test_the_table_is_the_codes(way, index):
     rows, dtypes, weights, all_weights = LINES[index]
