@@ -210,7 +210,7 @@ def test_rows_cut_over_devices():
         assert_close(part, np.asarray(whole, np.float64), terms=16)
 
 
-@pytest.mark.sampled(1, 4)
+@pytest.mark.sampled(3, 3)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize(

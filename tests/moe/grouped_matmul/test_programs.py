@@ -118,6 +118,7 @@ def test_eight_bits_of_any_depth_compile(depth):
     assert sum("e4m3.e5m2" in text for text in ptx) == 1
 
 
+@pytest.mark.slow("many programs for one rule")
 @pytest.mark.cuda_plugin
 def test_sums_of_eight_bits_are_added_in_float32():
     """Tensor cores keep about 14 bits of a sum: every 128 of depth it is added to a float32 one."""

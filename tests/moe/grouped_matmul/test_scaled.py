@@ -182,7 +182,7 @@ def test_no_derivative(way):
         jax.grad(of_weights)(weights.scales)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize(
     "block", [(1, 1, None), (1, None, None), (1, 32, 64), (1, 64, 32), (1, 16, 128)]
@@ -338,6 +338,7 @@ def test_weights_that_are_transposed_twice():
     assert (twice != moe.ragged_dot(rows, square, SIZES)).any()
 
 
+@pytest.mark.slow("many programs for one rule")
 def test_plain_jax_has_no_fast_sums():
     """Their name is one of tensor cores, which other platforms refuse."""
     rows, weights = (array.values for array in (rows_of(DEPTH), weights_of(DEPTH, COLUMNS, False)))
