@@ -138,7 +138,7 @@ def test_sums_of_many_rows_for_a_bias_are_rounded_once():
     assert d_bias.tolist() == [[3152.0] * 8]  # 3150; sums that were rounded before give 3136
 
 
-@pytest.mark.sampled(1, 1)
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("sizes", [[900, 1700], [0, 2590], [2100, 0]])
 def test_gradients_of_biases_of_many_rows(implementation, sizes):
