@@ -49,13 +49,13 @@ SLOW = pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.parametrize(
     ("arch", "dtype", "num_rows", "widths"),
     [
-        pytest.param(80, "bfloat16", 40, WIDE, marks=SLOW),
-        pytest.param(80, "float32", 4000, (33, 21), marks=SLOW),
-        pytest.param(89, "bfloat16", 4000, WIDE, marks=SLOW),
-        pytest.param(90, "float32", 40, WIDE, marks=SLOW),
+        (80, "bfloat16", 40, WIDE),
+        (80, "float32", 4000, (33, 21)),
+        (89, "bfloat16", 4000, WIDE),
+        (90, "float32", 40, WIDE),
         (90, "bfloat16", 4000, WIDE),
-        pytest.param(90, "bfloat16", 4000, (33, 21), marks=SLOW),
-        pytest.param(100, "float32", 4000, WIDE, marks=SLOW),
+        (90, "bfloat16", 4000, (33, 21)),
+        (100, "float32", 4000, WIDE),
     ],
 )
 def test_cuda_gets_kernels_alone(monkeypatch, arch, dtype, num_rows, widths):

@@ -62,9 +62,6 @@ def run(arrays, recipe, transposed=False, implementation=None):
     return jax.jit(with_gradients)(operands, gradient)
 
 
-SLOW = pytest.mark.slow("ops of the recipe have tests of their own, on all paths")
-
-
 @pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize(
     ("recipe", "transposed", "implementation"),
@@ -99,8 +96,8 @@ def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
     ("transposed", "implementation", "dtype"),
     [
         (True, "xla", "float8_e5m2"),
-        pytest.param(False, "interpret", "float8_e4m3fn", marks=SLOW),
-        pytest.param(True, "interpret", "float8_e4m3fn", marks=SLOW),
+        (False, "interpret", "float8_e4m3fn"),
+        (True, "interpret", "float8_e4m3fn"),
     ],
 )
 def test_weights_gradients_are_of_quantized_numbers(transposed, implementation, dtype):

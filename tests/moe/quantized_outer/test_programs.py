@@ -13,7 +13,6 @@ from triax.errors import UnsupportedError
 from triax.moe.quantized_outer.api import quantized_outer
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-SLOW = pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 
 
 def lowered(dtypes=(E4M3, E4M3), widths=(512, 1024), dtype="bfloat16", **how):
@@ -36,10 +35,10 @@ def kernels(program):
     ("arch", "fast_sums", "widths"),
     [
         (90, True, (512, 1024)),
-        pytest.param(90, False, (512, 1024), marks=SLOW),
-        pytest.param(90, True, (33, 21), marks=SLOW),
-        pytest.param(89, True, (512, 1024), marks=SLOW),
-        pytest.param(100, True, (512, 1024), marks=SLOW),
+        (90, False, (512, 1024)),
+        (90, True, (33, 21)),
+        (89, True, (512, 1024)),
+        (100, True, (512, 1024)),
     ],
 )
 def test_cuda_gets_kernels_alone(monkeypatch, arch, fast_sums, widths):

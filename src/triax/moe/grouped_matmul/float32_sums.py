@@ -79,9 +79,9 @@ def ragged_dot(
 
     (num_rows, depth), (num_groups, columns, _) = x.values.shape, w.values.shape
     out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
-    itemsize = options.dtype.itemsize
     layout = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK, element_bitwidth=8, rank=2)
-    made = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=4)
+    bits = 8 * options.dtype.itemsize
+    made = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=4)
     all_columns = w.values.reshape(num_groups * columns, depth)
     tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
     return launch(

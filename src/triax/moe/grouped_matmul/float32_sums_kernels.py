@@ -96,8 +96,9 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
         row += PART * OWN
         left = zeros
         right = zeros
-        group_at = (group * blocks + column_tile * 2) * deep
-        next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
+        if BLOCKED:
+            group_at = (group * blocks + column_tile * 2) * deep
+            next_block = gl.where(column_tile * 2 + 1 < blocks, deep, 0)
         for block in range(deep):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
