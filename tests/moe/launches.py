@@ -157,6 +157,7 @@ CASES: dict[str, Any] = {
     "ragged_dot of MXFP4": packed(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
     "ragged_dot of MXFP4, many rows": packed(4000, "float8_e8m0fnu", 32, "float4_e2m1fn"),
     "ragged_dot of MXFP4 in tiles": in_tiles(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
+    "ragged_dot of 4-bit weights in tiles, 60 rows a group": in_tiles(300, WIDE, 32, "int4", True),
     "ragged_dot of 4-bit weights in tiles, many rows": in_tiles(4000, WIDE, 32, "int4", True),
     "plan of few pairs": plan(100, 8, 64),
     "plan of many pairs": plan(5000, 8, 300, align_size=16, capacity=100),

@@ -157,12 +157,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for dtype in ("int8", "float8_e4m3fn"):
         for rows in (3, 20):
             yield f"weights of {dtype}, {rows} rows", of(weights_alone, dtype, rows)
-    for dtype, options in (
-        ("int4", {}),
-        ("float4_e2m1fn", {"block": (1, 32, 1), "scale_dtype": "float8_e8m0fnu"}),
+    blocks = {"block": (1, 32, 1)}
+    for kind, dtype, options in (
+        ("int4", "int4", {}),
+        ("int4, 32 deep", "int4", blocks),
+        ("MXFP4", "float4_e2m1fn", blocks | {"scale_dtype": "float8_e8m0fnu"}),
     ):
-        for rows in (3, 20):
-            name = f"weights of {dtype}, {rows} rows"
+        for rows in (3, 20, 50):
+            name = f"weights of {kind}, {rows} rows"
             yield name, of(weights_alone, dtype, rows, **options)
             yield f"{name}, tiles", of(weights_alone, dtype, rows, tiled=True, **options)
     fast = "ANY_F8_ANY_F8_F32_FAST_ACCUM"

@@ -101,7 +101,7 @@ def test_every_power_of_two(to, dtype):
 
 @pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
 def test_a_tile_is_what_threads_hold(dtype):
-    """The left operand of `mma` with 16 rows and 16 of the depth, as PTX defines it."""
+    """The left operand of `mma` with 16 rows, as PTX defines it, and 8 neighbours of each 32."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (128, 192))
     array = moe.ScaledArray(pack(codes), np.ones((128, 1), np.float32), (1, None), False, dtype)
@@ -113,7 +113,8 @@ def test_a_tile_is_what_threads_hold(dtype):
             int(rng.integers(n)) for n in (2, 3, 4, 32, 4, 4, 2)
         )
         column = 64 * row + 16 * warp + lane // 4 + 8 * (register % 2)
-        depth = 64 * tile + 16 * step + 2 * (lane % 4) + half + 8 * (register // 2)
+        depth = 64 * tile + 32 * (step // 2) + 8 * (lane % 4) + 4 * (step % 2)
+        depth += 2 * (register // 2) + half
         word = int(words[row, tile, 128 * warp + 4 * lane + step]) >> 16 * half
         if places is None:
             at = [(6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14)][register]

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from triax import architectures
-from triax.moe.weight_only.configs import FewRowsConfig
+from triax.moe.weight_only.configs import FewRowsConfig, TilesConfig
 
 CARDS = [each for each in architectures.BY_CAPABILITY.values() if not each.multiplies_from_shared]
 
@@ -50,3 +50,29 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
     one, two = (FewRowsConfig.for_packed(*shape, scaled) for scaled in (64, 32))
     warps = 8 if capability == 120 and rows >= 32 else one.num_warps
     assert two == dataclasses.replace(one, num_warps=warps)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "powers", "config"),
+    [
+        (4, 11520, True, TilesConfig(8, 1, 4)),
+        (0, 2880, True, TilesConfig(8, 2, 4)),
+        (4, 2880, False, TilesConfig(8, 1, 3)),
+        (8, 2048, True, TilesConfig(16, 1, 4)),
+        (60, 2048, False, TilesConfig(32, 1, 3)),
+    ],
+)
+def test_few_rows_of_tiles(rows, tiles, powers, config):
+    assert TilesConfig.heuristic(rows, tiles, 132, powers) == config
+    assert config.num_warps == config.split
+
+
+@pytest.mark.parametrize("capability", architectures.BY_CAPABILITY)
+def test_as_many_rows_of_tiles_as_are_fastest(capability):
+    most = [
+        TilesConfig.most_rows(architectures.of(capability), scaled) for scaled in (None, 32, 64, 96)
+    ]
+    if capability == 75:  # no products of bfloat16
+        assert most == [0] * 4
+    else:
+        assert most == ([24, 40, 24, 40] if capability in (90, 100, 103, 110) else [64] * 4)

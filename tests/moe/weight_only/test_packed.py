@@ -88,6 +88,26 @@ def test_equals_float64(monkeypatch, card, tiled, sizes, way):
     assert not np.any(np.asarray(out)[past:])
 
 
+@pytest.mark.sampled(2, 4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_rows", [1, 5, 11])
+def test_tiles_of_very_few_rows(num_rows, way):
+    """With powers of two, warps share a tile's depth, which has an odd number of steps."""
+    depth, columns = TILES
+    weights = weights_of(4, *WAYS[way], columns, depth)
+    rng = np.random.default_rng(num_rows)
+    rows = rng.standard_normal((num_rows + 2, depth), np.float32).astype(jnp.bfloat16)
+    rows[-2:] = np.nan
+    sizes = np.array([0, num_rows - num_rows // 2, 0, num_rows // 2], np.int32)
+    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
+    assert is_taken(run, rows, weights.tile(), sizes)
+    with checked():
+        out = run(rows, weights.tile(), sizes)
+    wanted = oracle.ragged_dot(rows, exactly(weights), sizes)
+    assert_close(out, wanted, terms=depth)
+    assert not np.any(np.asarray(out)[num_rows:])
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("columns", [16, 48, 64])
 @pytest.mark.parametrize("per_group", [5, 40, 100])
@@ -171,9 +191,8 @@ def all_numbers(num_rows, dtype):
 def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
     depth, columns = TILES if tiled else (DEPTH, COLUMNS)
     weights = weights_of(8, *WAYS[way], columns, depth)
-    weights = weights.tile() if tiled else weights
-    weights = dataclasses.replace(weights, scales=weights.scales.copy())
     weights.scales[2, 5, 6] = np.nan
+    weights = weights.tile() if tiled else weights
     rows, sizes = np.zeros((40, depth), jnp.bfloat16), np.full(8, 5, np.int32)
     multiply = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
     out = multiply(rows, weights, sizes)
@@ -244,6 +263,14 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, tiled, way):
     traced = jax.jit(moe.ragged_dot).trace(
         shape((rows, 512), "bfloat16"), weights, shape((32,), "int32")
     )
+    if tiled and rows <= (1024 if way == "int4, 32" else 64):
+        ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+        assert "_few_rows_of_tiles_kernel" in ptx
+        assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
+        # Between products weights stay in registers; sums of parts of the depth do not, after them.
+        first, *_, last = (found.start() for found in re.finditer(r"mma\.sync", ptx))
+        assert not re.search(r"st\.shared|stmatrix", ptx[first:last])
+        return
     if not jax_private.supports_tensor_maps():
         with pytest.warns(UserWarning, match="needs JAX 0.11.1"):
             ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]

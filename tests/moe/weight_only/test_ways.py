@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.moe.launches import array, product_of, scaled
+from triax import moe
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError
 from triax.moe.shared import launching
@@ -53,6 +54,10 @@ SUITABLE_4 = [
     four(INT4, 128, zeros="int8"),
     four(INT4, 32, E8M0, "int8"),
     four(E2M1, 32),
+]
+IN_TILES = [
+    moe.quantize(jnp.zeros((GROUPS, 192, 128)), "int4", block=(1, 32, 1), transposed=True),
+    moe.from_mxfp4(*(jnp.zeros((GROUPS, 128, 6, *more), "uint8") for more in ([16], []))),
 ]
 OTHER_4 = [
     four(INT4, 16),
@@ -129,7 +134,7 @@ def way(monkeypatch):
         if not launches:
             return "plain JAX", texts
         ((name, stored),) = launches
-        if name == "few_rows":
+        if name.startswith("few_rows"):
             return "in registers", texts
         if rows.dtype.itemsize == 1:
             return "8-bit products", texts
@@ -165,7 +170,12 @@ def test_the_table_has_no_other_lines():
         (90, "bfloat16", OTHER_4[2], "zeros of int8; got float32"),
         (90, "bfloat16", OTHER_4[3], "weights that are stored with their depth innermost"),
         (90, "float16", SUITABLE_4[0], "rows of bfloat16; got float16"),
-        (89, "bfloat16", SUITABLE_4[0], "TMA, from Hopper on (other GPUs convert int8 weights"),
+        (
+            89,
+            "bfloat16",
+            SUITABLE_4[0],
+            "TMA, from Hopper on, or weights in tiles (`weights.tile()`)",
+        ),
     ],
 )
 def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, needs):
@@ -175,6 +185,16 @@ def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, 
     assert f"ragged_dot dequantizes its weights, {shape}, in memory in every call" in told
     assert f"registers needs {needs}" in told
     assert "`weights.dequantize(jnp.bfloat16)`" in told
+
+
+@pytest.mark.parametrize("weights", [0, 1], ids=["int4", "mxfp4"])
+def test_tiles_need_no_tma(way, weights):
+    tiled = jax.eval_shape(lambda: IN_TILES[weights].tile())
+    assert way(80, 64 * GROUPS, "bfloat16", tiled) == ("in registers", [])
+    which, (told,) = way(80, 65 * GROUPS, "bfloat16", tiled)
+    assert which == "in memory"
+    assert "weights in tiles (`weights.tile()`) and at most 64 rows for each group" in told
+    assert way(90, 65 * GROUPS, "bfloat16", tiled) == ("in registers", [])
 
 
 def test_old_jaxlibs_are_named(way, monkeypatch):

@@ -71,6 +71,7 @@ def letters(operand: Any, of_values: str) -> list[str]:
         return [of_values]
     block = zip(of_values, stored_block(operand), strict=True)
     of_scales = "".join(letter if of == 1 else "_" for letter, of in block)
+    of_scales = of_values[0] + "__" if operand.scales_tiled else of_scales
     if operand.packed:
         of_values = of_values[0] + "___" if operand.tiled else of_values[:-1] + "_"
     return [of_values, of_scales, of_scales][: len(jax.tree.leaves(operand))]

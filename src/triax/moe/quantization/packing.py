@@ -67,14 +67,15 @@ def tile(values: Any, packed: str) -> Any:
     """Reorders bytes [..., columns, depth / 2] to words of tiles, int32 [..., 64s, 64s, 512].
 
     A tile has 64 columns and 64 of their depth, in the order in which the threads of tensor cores
-    hold a left operand: four warps, 8 rows of threads, 4 threads, 4 words. A word has four pairs of
-    numbers next to each other: of two columns 8 apart, at two places of the depth 8 apart. Both
-    sizes are multiples of 64. NumPy arrays stay on the host.
+    hold a left operand: four warps, 8 rows of threads, 4 threads, 4 words. Of each 32 of the depth
+    a thread has 8 neighbours, in two words. A word has four pairs of neighbours: of two columns 8
+    apart, at two places of the depth. Both sizes are multiples of 64. NumPy arrays stay on the
+    host.
     """
     n = values.ndim - 2
-    values = _split(_split(values, n + 1, (-1, 4, 2, 4)), n, (-1, 4, 2, 8))
-    values = values.transpose(*range(n), *(n + i for i in (0, 4, 1, 3, 7, 5, 6, 2)))
-    values = _merged(_merged(values, n + 6, 2), n + 2, 4)
+    values = _split(_split(values, n + 1, (-1, 2, 4, 2, 2)), n, (-1, 4, 2, 8))
+    values = values.transpose(*range(n), *(n + i for i in (0, 4, 1, 3, 6, 5, 7, 8, 2)))
+    values = _merged(_merged(values, n + 7, 2), n + 2, 5)
     words: Any = 0
     for pair, bits in enumerate(_BITS[packed]):
         of_pair = values[..., pair]
@@ -103,9 +104,26 @@ def untile(words: Any, packed: str) -> Any:
             pair = pair | (words >> at & 1) << bit | (words >> at + 16 & 1) << 4 + bit
         pairs.append(pair.astype(np.uint8))
     n = words.ndim - 3
-    values = _split(_split(numpy.stack(pairs, -1), n + 3, (2, 2)), n + 2, (4, 8, 4, 4))
-    values = values.transpose(*range(n), *(n + i for i in (0, 2, 7, 3, 1, 5, 6, 4)))
-    return _merged(_merged(values, n + 4, 4), n, 4)
+    values = _split(_split(numpy.stack(pairs, -1), n + 3, (2, 2)), n + 2, (4, 8, 4, 2, 2))
+    values = values.transpose(*range(n), *(n + i for i in (0, 2, 8, 3, 1, 5, 4, 6, 7)))
+    return _merged(_merged(values, n + 4, 5), n, 4)
+
+
+def tile_scales(scales: Any) -> Any:
+    """Reorders scales or zeros [..., columns, parts] to [..., 64s of columns, 64 · parts].
+
+    A part's 64 are in the order of threads: the columns of each of `tile`'s 8 rows of threads.
+    """
+    n = scales.ndim - 2
+    scales = _split(scales, n, (-1, 8, 8))
+    return _merged(scales.transpose(*range(n), n, n + 3, n + 2, n + 1), n + 1, 3)
+
+
+def untile_scales(scales: Any) -> Any:
+    """Returns scales or zeros [..., columns, parts] as before `tile_scales`."""
+    n = scales.ndim - 2
+    scales = _split(scales, n + 1, (-1, 8, 8))
+    return _merged(scales.transpose(*range(n), n, n + 3, n + 2, n + 1), n, 3)
 
 
 # One dimension at a time, as `reshape` wants arrays that are cut over explicit axes.

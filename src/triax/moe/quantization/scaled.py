@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -89,17 +89,27 @@ class ScaledArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array, dequantized."""
+        return swapped(self._stored()) if self.transposed else self._stored()
+
+    def _stored(self) -> tuple[int, ...]:
+        """The shape of the numbers in the stored layout."""
         shape = tuple(self.values.shape)
         if self.tiled:
-            shape = (*shape[:-3], packing.TILE * shape[-3], packing.TILE * shape[-2])
-        elif self.packed:
-            shape = (*shape[:-1], 2 * shape[-1])
-        return swapped(shape) if self.transposed else shape
+            return (*shape[:-3], packing.TILE * shape[-3], packing.TILE * shape[-2])
+        return (*shape[:-1], 2 * shape[-1]) if self.packed else shape
 
     @property
     def tiled(self) -> bool:
         """Whether the values are in tiles, from `tile`."""
         return bool(self.packed) and getattr(self.values, "dtype", None) == jnp.int32
+
+    @property
+    def scales_tiled(self) -> bool:
+        """Whether `tile` has reordered scales and zeros too: those of single columns' blocks."""
+        if not self.tiled:
+            return False
+        *_, columns, deep = stored_block(self)
+        return columns == 1 and num_blocks(self._stored()[-1:], (deep,))[0] > 1
 
     @property
     def ndim(self) -> int:
@@ -151,10 +161,11 @@ class ScaledArray:
         On GPUs with TMA, from Hopper on, the weights are then read and widened faster. Call it
         once, where they are loaded. What widens weights in memory reorders them back in each call.
         Tiles have 64 columns and 64 of their depth: the values are int32 [..., columns / 64,
-        depth / 64, 512]. NumPy arrays stay on the host.
+        depth / 64, 512]. Scales and zeros of columns' blocks [..., columns, parts of the depth]
+        become [..., columns / 64, 64 · parts]. NumPy arrays stay on the host.
 
         Returns:
-          A `ScaledArray` with the same scales and zeros; this one if it is tiled.
+          A `ScaledArray` of the same numbers; this one if it is tiled.
 
         Raises:
           ArgumentTypeError: the numbers do not have 4 bits.
@@ -168,8 +179,10 @@ class ScaledArray:
         if not self.tiled:
             return self
         assert self.packed is not None
-        values = packing.untile(_whole(self.values, 3), self.packed)
-        return dataclasses.replace(self, values=values)
+        parts: dict[str, Any] = {"values": packing.untile(_whole(self.values, 3), self.packed)}
+        if self.scales_tiled:
+            parts |= _reordered(self, packing.untile_scales)
+        return dataclasses.replace(self, **parts)
 
     def astype(self, dtype: Any) -> jax.Array:
         """Calls `dequantize`; arrays have this method too."""
@@ -333,7 +346,19 @@ def tiled(name: str, array: ScaledArray) -> ScaledArray:
             f"Argument `{name}` must have columns and a depth in multiples of {packing.TILE} to be "
             f"tiled; got shape {array.shape}. Leave it as it is."
         )
-    return dataclasses.replace(array, values=packing.tile(_whole(array.values, 2), array.packed))
+    parts: dict[str, Any] = {"values": packing.tile(_whole(array.values, 2), array.packed)}
+    new = ScaledArray.tree_unflatten(
+        array.tree_flatten_with_keys()[1], (parts["values"], None, None)
+    )
+    if new.scales_tiled:
+        parts |= _reordered(array, packing.tile_scales)
+    return dataclasses.replace(array, **parts)
+
+
+def _reordered(array: ScaledArray, reorder: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns an array's scales and zeros, reordered in their last two dimensions."""
+    parts = {"scales": array.scales, "zeros": array.zeros}
+    return {name: of if of is None else reorder(_whole(of, 2)) for name, of in parts.items()}
 
 
 def _whole(values: Any, rank: int) -> Any:
@@ -443,6 +468,8 @@ def _checked(array: ScaledArray) -> Block:
     block = checked_block(array.block, array.shape, array.transposed)
     wanted = num_blocks(array.shape, block)
     wanted = swapped(wanted) if array.transposed else wanted
+    if array.scales_tiled:
+        wanted = (*wanted[:-2], wanted[-2] // packing.TILE, packing.TILE * wanted[-1])
     if array.scales.shape != wanted:
         raise ArgumentValueError(
             f"Argument `scales` must have shape {wanted}, one for each block of {block} of an array"

@@ -107,6 +107,50 @@ class FewRowsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TilesConfig:
+    """A program computes `block_rows` × 64 with `split` warps, each a part of the depth.
+
+    As measured on an H100, where `wgmma` is faster for more rows. No other card was measured.
+    """
+
+    block_rows: int
+    split: int
+    stages: int
+
+    @property
+    def num_warps(self) -> int:
+        """Returns one warp for each part."""
+        return self.split
+
+    @staticmethod
+    def most_rows(architecture: Architecture, scaled: int | None) -> int:
+        """Returns the mean rows per group up to which the kernel for tiles takes them.
+
+        `scaled` is the depth of a scale that multiplies sums, if not all.
+        """
+        if architecture.compute_capability < 80:  # no products of bfloat16
+            return 0
+        if not architecture.multiplies_from_shared:
+            return 64
+        return 40 if scaled is not None and scaled % 64 else 24
+
+    @classmethod
+    def heuristic(
+        cls, rows_per_group: int, num_tiles: int, multiprocessors: int, powers: bool
+    ) -> TilesConfig:
+        """Returns the config for about `num_tiles` of 64 columns, in all groups with rows.
+
+        A multiprocessor has 12 to 16 warps. Where they do not take many tiles each, tiles that end
+        sooner leave fewer of them without work at the end. With scales that are powers, weights
+        take the most instructions, so that this counts.
+        """
+        rows = max(8, min(32, blocks.power_of_two(2 * rows_per_group)))
+        is_short = rows == 8 and powers and num_tiles <= 24 * multiprocessors
+        stages = 4 if rows == 16 or (rows == 8 and powers) else 3
+        return cls(rows, 2 if is_short else 1, stages)
+
+
+@dataclasses.dataclass(frozen=True)
 class WidenConfig:
     """A program dequantizes 64 columns, `block_depth` deep."""
 

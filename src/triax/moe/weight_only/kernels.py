@@ -142,8 +142,10 @@ def _loaded_tiles(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.const
 
 
 @triton.jit
-def _from_tiles(w, base, zeros, powers, E2M1: tl.constexpr):
-    """Unpacks words from `_loaded_tiles` to bfloat16: [columns, depth]."""
+def _from_tiles(w, base, zeros, powers, E2M1: tl.constexpr, OPERAND: tl.constexpr):
+    """Unpacks words from `_loaded_tiles` to bfloat16 [columns, depth].
+
+    As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32."""
     COLUMNS: tl.constexpr = 64 * w.shape[0]
     PARTS: tl.constexpr = w.shape[3]
     zeros_2 = None
@@ -157,7 +159,11 @@ def _from_tiles(w, base, zeros, powers, E2M1: tl.constexpr):
     c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
     d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
     w = tl.join(tl.join(a, b), tl.join(c, d))
-    return w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6).reshape(COLUMNS, w.numel // COLUMNS)
+    if OPERAND:
+        w = w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6)
+    else:
+        w = w.permute(0, 1, 7, 2, 3, 4, 5, 8, 6)
+    return w.reshape(COLUMNS, w.numel // COLUMNS)
 
 
 @triton.jit
@@ -202,7 +208,7 @@ def _operand(
 ):
     """Widens and reorders weights, packed ones minus `zeros` and times `powers`, both of parts."""
     if TILED:
-        return _from_tiles(w, base, zeros, powers, PACKED == "float4_e2m1fn")
+        return _from_tiles(w, base, zeros, powers, PACKED == "float4_e2m1fn", True)
     elif PACKED is not None:
         COLUMNS: tl.constexpr = w.shape[0]
         DEPTH: tl.constexpr = 2 * w.shape[1]
@@ -236,26 +242,48 @@ def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _first_of(group, columns, num_columns, depth, SCALE_COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns where the scales and zeros of each column begin; blocks are BLOCK deep."""
-    at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
-    return at * tl.cdiv(depth, BLOCK)
+def _first_of(
+    group,
+    columns,
+    num_columns,
+    depth,
+    SCALE_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Returns where the scales and zeros of each column begin; blocks are BLOCK deep.
+
+    STEP is 64 if they are in the order of `packing.tile_scales`, otherwise 1.
+    """
+    if STEP == 1:
+        at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
+        return at * tl.cdiv(depth, BLOCK)
+    else:
+        at = (group.to(tl.int64) * num_columns + columns // STEP * STEP) * tl.cdiv(depth, BLOCK)
+        return at + columns % 8 * 8 + columns % STEP // 8
 
 
 @triton.jit
-def _of_part(at, known, start, depth, BLOCK: tl.constexpr):
+def _of_part(at, known, start, depth, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Loads the scale or zero of each column at a depth."""
-    return tl.load(at + start // BLOCK, mask=known & (start < depth), other=0)
+    return tl.load(at + start // BLOCK * STEP, mask=known & (start < depth), other=0)
 
 
 @triton.jit
 def _of_parts(
-    at, known, start, depth, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
+    at,
+    known,
+    start,
+    depth,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Loads the block's scale or zero for each of PARTS parts, PART deep; blocks are BLOCK deep."""
     starts = start + PART * tl.arange(0, PARTS)
     return tl.load(
-        at[:, None] + starts[None, :] // BLOCK,
+        at[:, None] + starts[None, :] // BLOCK * STEP,
         mask=known[:, None] & (starts < depth)[None, :],
         other=0,
     )
@@ -273,6 +301,7 @@ def _scales(
     COLUMNS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Loads column scales: [COLUMNS], or [1] if shared. SCALE_* None is the whole dimension."""
     if SCALE_COLUMNS is None:
@@ -280,9 +309,9 @@ def _scales(
     else:
         same: tl.constexpr = SCALE_COLUMNS % COLUMNS == 0
         which = column + (tl.arange(0, 1) if same else order)
-        at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + which // SCALE_COLUMNS
-        if SCALE_DEPTH is not None:
-            at = at * tl.cdiv(depth, SCALE_DEPTH) + start // SCALE_DEPTH
+        BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
+        at = _first_of(group, which, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
+        at += start // BLOCK * STEP
         return tl.load(pointer + at, mask=which < num_columns, other=0.0).to(tl.float32)
 
 
@@ -293,6 +322,33 @@ def _plus(total, w, x, scale, PERMUTED: tl.constexpr):
         return total + tl.dot(w, x.T) * scale[:, None]
     else:
         return total + tl.dot(x, w.T) * scale[None, :]
+
+
+@triton.jit
+def _store_zeros(
+    out_ptr,
+    first_row,
+    last_row,
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Stores zeros in rows before and past the groups."""
+    num_column_tiles = tl.cdiv(num_columns, COLUMNS)
+    before = tl.cdiv(first_row, ROWS)
+    num_empty = (before + tl.cdiv(num_rows - last_row, ROWS)) * num_column_tiles
+    for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
+        row_tile = tile // num_column_tiles
+        is_before = row_tile < before
+        row = tl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS
+        which = row + tl.arange(0, ROWS)
+        columns = tile % num_column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+        at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        mask = (which < tl.where(is_before, first_row, num_rows))[:, None]
+        zeros = tl.zeros([ROWS, COLUMNS], DTYPE)
+        tl.store(at, zeros, mask=mask & (columns < num_columns)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -336,6 +392,7 @@ def _few_rows_kernel(
     PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
+    STEP: tl.constexpr = 64 if TILED and SCALE_COLUMNS == 1 and SCALE_DEPTH is not None else 1
     if PERMUTED and PACKED is not None and not TILED:
         order = _order(BLOCK_COLUMNS, WARPS)
     else:
@@ -352,23 +409,23 @@ def _few_rows_kernel(
         if PACKED is not None or HALVES:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             known = columns < num_columns
-            at = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK)
+            at = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
             # Scales and zeros are loaded a step ahead, while the weights before are multiplied.
             if POWERS:
-                codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
+                codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK, STEP)
             if HALVES:
                 columns = column + order
                 is_scaled = columns < num_columns
                 scales_at = group_scales_ptr + _first_of(
-                    group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK
+                    group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP
                 )
-                scale = _of_part(scales_at, is_scaled, 0, depth, BLOCK)
-                scale_2 = _of_part(scales_at, is_scaled, HALF, depth, BLOCK)
+                scale = _of_part(scales_at, is_scaled, 0, depth, BLOCK, STEP)
+                scale_2 = _of_part(scales_at, is_scaled, HALF, depth, BLOCK, STEP)
                 if zeros_ptr is not None:
-                    zero = _of_part(zeros_ptr + at, known, 0, depth, BLOCK)
-                    zero_2 = _of_part(zeros_ptr + at, known, HALF, depth, BLOCK)
+                    zero = _of_part(zeros_ptr + at, known, 0, depth, BLOCK, STEP)
+                    zero_2 = _of_part(zeros_ptr + at, known, HALF, depth, BLOCK, STEP)
             elif zeros_ptr is not None:
-                zeros = _of_parts(zeros_ptr + at, known, 0, depth, PARTS, PART, BLOCK)
+                zeros = _of_parts(zeros_ptr + at, known, 0, depth, PARTS, PART, BLOCK, STEP)
         for start in range(0, depth, BLOCK_DEPTH):
             if TILED:
                 w = weights.load([group, column // 64, start // 64 * 16, 0])
@@ -385,11 +442,11 @@ def _few_rows_kernel(
             if not HALVES:
                 if zeros_ptr is not None:
                     less = zeros.to(tl.bfloat16)
-                    zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK)
+                    zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK, STEP)
                 if POWERS:
                     powers = _powers_of_two(codes)
                     codes = _of_parts(
-                        group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK
+                        group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK, STEP
                     )
                 w = _operand(w, base, less, powers, PACKED, WORDS, PERMUTED, TILED, WARPS)
             if not IN_SUM:
@@ -409,6 +466,7 @@ def _few_rows_kernel(
                     BLOCK_COLUMNS,
                     SCALE_COLUMNS,
                     SCALE_DEPTH,
+                    STEP,
                 )
                 total = _plus(total, w, x, scale, PERMUTED)
             else:
@@ -426,13 +484,13 @@ def _few_rows_kernel(
                 if zeros_ptr is not None:
                     less = zero[:, None].to(tl.bfloat16)
                     less_2 = zero_2[:, None].to(tl.bfloat16)
-                    zero = _of_part(zeros_ptr + at, known, after, depth, BLOCK)
-                    zero_2 = _of_part(zeros_ptr + at, known, after + HALF, depth, BLOCK)
+                    zero = _of_part(zeros_ptr + at, known, after, depth, BLOCK, STEP)
+                    zero_2 = _of_part(zeros_ptr + at, known, after + HALF, depth, BLOCK, STEP)
                 w = _operand(w, base, less, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
                 w_2 = _operand(w_2, base, less_2, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
                 now, now_2 = scale, scale_2
-                scale = _of_part(scales_at, is_scaled, after, depth, BLOCK)
-                scale_2 = _of_part(scales_at, is_scaled, after + HALF, depth, BLOCK)
+                scale = _of_part(scales_at, is_scaled, after, depth, BLOCK, STEP)
+                scale_2 = _of_part(scales_at, is_scaled, after + HALF, depth, BLOCK, STEP)
                 total = _plus(total, w, x, now, PERMUTED)
                 total = _plus(total, w_2, x_2, now_2, PERMUTED)
         if PERMUTED:
@@ -455,6 +513,7 @@ def _few_rows_kernel(
                 BLOCK_COLUMNS,
                 SCALE_COLUMNS,
                 None,
+                1,
             )[None, :]
         which = row + tl.arange(0, BLOCK_ROWS)
         inside = which < end
@@ -468,16 +527,6 @@ def _few_rows_kernel(
         at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(at, total.to(DTYPE), mask=inside[:, None] & known[None, :])
 
-    # Zeros for rows before and past the groups.
-    before = tl.cdiv(first_row, BLOCK_ROWS)
-    num_empty = (before + tl.cdiv(num_rows - last_row, BLOCK_ROWS)) * num_column_tiles
-    for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
-        row_tile = tile // num_column_tiles
-        is_before = row_tile < before
-        row = tl.where(is_before, 0, last_row - before * BLOCK_ROWS) + row_tile * BLOCK_ROWS
-        which = row + tl.arange(0, BLOCK_ROWS)
-        columns = tile % num_column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
-        mask = (which < tl.where(is_before, first_row, num_rows))[:, None]
-        zeros = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], DTYPE)
-        tl.store(at, zeros, mask=mask & (columns < num_columns)[None, :])
+    _store_zeros(
+        out_ptr, first_row, last_row, num_rows, num_columns, BLOCK_ROWS, BLOCK_COLUMNS, DTYPE
+    )

@@ -25,7 +25,13 @@ from triax.moe.quantization.packing import E8M0, TILE
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
-from triax.moe.weight_only.configs import LEAST_SCALED, MOST_ROWS, FewRowsConfig, WidenConfig
+from triax.moe.weight_only.configs import (
+    LEAST_SCALED,
+    MOST_ROWS,
+    FewRowsConfig,
+    TilesConfig,
+    WidenConfig,
+)
 
 
 def lacking(
@@ -37,10 +43,14 @@ def lacking(
         return "weights of float8_e4m3fn, int8 or 4 bits"
     if rows_per_group > MOST_ROWS:
         return f"at most {MOST_ROWS} rows for each group on average"
-    if not target.tensor_maps:
+    if not (target.tensor_maps or _suits_tiles(target, rows_per_group, w)):
         if target.architecture.tma:
             return f"JAX {versions.TENSOR_MAPS.stable} or later"
-        return "TMA, from Hopper on (other GPUs convert int8 weights as they load them)"
+        most = TilesConfig.most_rows(target.architecture, None)
+        return (
+            "TMA, from Hopper on, or weights in tiles (`weights.tile()`) and at most "
+            f"{most} rows for each group on average"
+        )
     if x.values.dtype != jnp.bfloat16:
         return f"rows of bfloat16; got {x.values.dtype}"
     if not transposed:
@@ -72,6 +82,12 @@ def _powers(w: Parts) -> bool:
     return w.packed is not None and w.scales is not None and w.scales.dtype == E8M0
 
 
+def _suits_tiles(target: Target, rows_per_group: int, w: Parts) -> bool:
+    """Whether the kernel for tiles is for weights with so many rows."""
+    most = TilesConfig.most_rows(target.architecture, None if _powers(w) else w.deep)
+    return w.tiled and rows_per_group <= most
+
+
 def few_rows(
     target: Target,
     rows_per_group: int,
@@ -87,6 +103,10 @@ def few_rows(
     """Multiplies bfloat16 rows by weights [groups, columns, depth]; zeros outside groups."""
     from triax.moe.weight_only.kernels import _few_rows_kernel
 
+    if _suits_tiles(target, rows_per_group, w):
+        operands = x, w, groups, bias, bias_weights
+        how: dict[str, Any] = {"options": options, "implementation": implementation}
+        return _few_rows_of_tiles(target, rows_per_group, *operands, **how)
     rows, weights, powers = x.values, w.values, _powers(w)
     scales: Any = w.scales
     num_rows, depth = rows.shape
@@ -107,6 +127,7 @@ def few_rows(
     if w.tiled:
         weights = weights.reshape(num_groups, columns // TILE, -1, 32)
         box = (1, config.block_columns // TILE, config.block_depth // TILE * 16, 32)
+        rows = _renumbered_for_tiles(rows)
     elif w.packed:
         rows = _renumbered_packed(rows, ordered)
     elif words:
@@ -131,6 +152,54 @@ def few_rows(
         POWERS=powers,
         TILED=w.tiled,
         WARPS=config.num_warps,
+        implementation=implementation,
+        DTYPE=triton_dtype(options.dtype),
+        SCALE_COLUMNS=w.wide,
+        SCALE_DEPTH=w.deep,
+    )
+
+
+def _few_rows_of_tiles(
+    target: Target,
+    rows_per_group: int,
+    x: Parts,
+    w: Parts,
+    groups: Groups,
+    bias: jax.Array | None,
+    bias_weights: jax.Array | None,
+    *,
+    options: Options,
+    implementation: KernelImplementation | None,
+) -> jax.Array:
+    from triax.moe.weight_only.tiles_kernels import _few_rows_of_tiles_kernel
+
+    (num_rows, depth), num_groups = x.values.shape, len(w.values)
+    column_tiles, in_use = w.columns // TILE, min(num_groups, num_rows)
+    powers = _powers(w)
+    config = TilesConfig.heuristic(
+        rows_per_group, in_use * column_tiles, target.multiprocessors, powers
+    )
+    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
+    scales: Any = w.scales
+    if powers:
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    return launch(
+        _few_rows_of_tiles_kernel,
+        x.values,
+        w.values,
+        tiles,
+        scales,
+        w.zeros,
+        bias,
+        bias_weights,
+        num_rows,
+        depth,
+        w.columns,
+        out_type=jax.ShapeDtypeStruct((num_rows, w.columns), options.dtype),
+        grid=(cdiv(num_rows, config.block_rows) + in_use) * column_tiles,
+        config=config,
+        PACKED=w.packed,
+        POWERS=powers,
         implementation=implementation,
         DTYPE=triton_dtype(options.dtype),
         SCALE_COLUMNS=w.wide,
@@ -193,3 +262,12 @@ def _renumbered_packed(rows: jax.Array, ordered: int) -> jax.Array:
     rows = jnp.pad(rows, ((0, 0), (0, -depth % ordered)))
     rows = rows.reshape(num_rows, -1, 4, min(ordered // 32, 4), 2, 4)
     return rows.transpose(0, 1, 3, 5, 2, 4).reshape(num_rows, -1)
+
+
+def _renumbered_for_tiles(rows: jax.Array) -> jax.Array:
+    """Reorders each 32 of the depth: from 4 threads' 4 pairs to 4 pairs of all threads.
+
+    As slices, because XLA's transposes of such small dimensions take ten times as long.
+    """
+    pairs = rows.reshape(len(rows), -1, 4, 4, 2)
+    return jnp.stack([pairs[:, :, :, i] for i in range(4)], 2).reshape(rows.shape)

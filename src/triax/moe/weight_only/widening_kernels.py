@@ -67,8 +67,8 @@ def _widen_kernel(
         inside = start + at // 512 * 64 < depth
         at += ((group * column_blocks + column // 64) * (depth // 64) + start // 64) * 512
         w = tl.load(values_ptr + at, mask=inside, other=0)
-        w = _loaded_tiles(w, _COLUMNS, BLOCK_DEPTH, BLOCK_DEPTH // 64)
-        w = _from_tiles(w, 0x43084308, None, None, E2M1).to(tl.float32)
+        w = _loaded_tiles(w, _COLUMNS, BLOCK_DEPTH, BLOCK_DEPTH // 32)
+        w = _from_tiles(w, 0x43084308, None, None, E2M1, False).to(tl.float32)
     else:
         at = start // 2 + tl.arange(0, BLOCK_DEPTH // 2)
         inside = known[:, None] & (at < depth // 2)[None, :]
@@ -79,11 +79,12 @@ def _widen_kernel(
     PART: tl.constexpr = BLOCK_DEPTH if SCALE_DEPTH is None else _PART
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
-    of_block = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK)
+    STEP: tl.constexpr = 64 if TILED and SCALE_COLUMNS == 1 and SCALE_DEPTH is not None else 1
+    of_block = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
     if zeros_ptr is not None:
-        zeros = _of_parts(zeros_ptr + of_block, known, start, depth, PARTS, PART, BLOCK)
+        zeros = _of_parts(zeros_ptr + of_block, known, start, depth, PARTS, PART, BLOCK, STEP)
         w -= _for_words(zeros.to(tl.float32), _COLUMNS, BLOCK_DEPTH)
-    scales = _of_parts(scales_ptr + of_block, known, start, depth, PARTS, PART, BLOCK)
+    scales = _of_parts(scales_ptr + of_block, known, start, depth, PARTS, PART, BLOCK, STEP)
     if POWERS:
         scales = _powers(scales)
     w *= _for_words(scales, _COLUMNS, BLOCK_DEPTH)

@@ -1,0 +1,183 @@
+"""The kernel for few bfloat16 rows times 4-bit weights in tiles, by `mma.sync`.
+
+A warp multiplies 64 columns, 64 of the depth at a time. Words of tiles have the weights that a
+thread multiplies (`packing.tile`), so each is widened where it has been loaded. SPLIT warps of a
+program take a part of the depth each, and their sums are added at the end.
+
+Triton gives each thread eight neighbours of the depth, because a load of 8 bits leads to the
+weights. A sum over the depth may take any order, so these are the neighbours in a thread's words.
+
+Scales and zeros of single columns are in the order of `packing.tile_scales`. Powers of two, and
+zeros, are applied to the widened weights, which is exact. Other scales multiply float32 sums.
+"""
+
+import triton
+import triton.language as tl
+
+from triax.moe.grouped_matmul.kernels import _tile
+from triax.moe.weight_only.kernels import _store_zeros, _two_of_eight
+
+_TILE = tl.constexpr(64)  # a tile's columns, and its depth
+_WORDS = tl.constexpr(512)  # of a tile
+_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it
+
+
+@triton.jit
+def _of_columns(parts):
+    """Reorders what columns have, [SPLIT, rows of threads 8, 4, 2], to [SPLIT, columns, 1]."""
+    return parts.permute(0, 2, 3, 1).reshape(parts.shape[0], _TILE, 1)
+
+
+@triton.jit
+def _of_words(parts):
+    """Returns what both columns of each word have, of [SPLIT, parts of the depth, 8, 4, 2]."""
+    first, second = parts.permute(0, 3, 2, 1, 4).split()
+    shape: tl.constexpr = (4 * parts.shape[0], 8, parts.shape[1], 1, 1)
+    return first.reshape(shape), second.reshape(shape)
+
+
+@triton.jit
+def _widened(w, base, zeros, powers, E2M1: tl.constexpr):
+    """Widens words to bfloat16 [SPLIT, columns, depth], minus zeros and times powers."""
+    SPLIT: tl.constexpr = w.shape[0]
+    w = w.reshape(4 * SPLIT, 8, 4, 2, 2).permute(0, 1, 3, 2, 4)
+    zeros_2 = None
+    powers_2 = None
+    if zeros is not None:
+        zeros, zeros_2 = _of_words(zeros)
+    if powers is not None:
+        powers, powers_2 = _of_words(powers)
+    a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
+    b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
+    c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
+    d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
+    # Warps' columns, rows of threads, parts, threads of a row, words, neighbours, columns, depths.
+    w = tl.join(tl.join(a, b), tl.join(c, d))
+    return w.permute(0, 6, 1, 2, 3, 4, 7, 5).reshape(SPLIT, _TILE, _TILE)
+
+
+@triton.jit
+def _halves(array):
+    """Splits the last dimension in the middle."""
+    shape: tl.constexpr = (array.shape[0], array.shape[1], 2, _PART)
+    return array.reshape(shape).permute(0, 1, 3, 2).split()
+
+
+@triton.jit
+def _parts(pointers, steps, depth, PARTS: tl.constexpr, DEEP: tl.constexpr, STEP: tl.constexpr):
+    """Loads scales or zeros for PARTS parts of each step: [SPLIT, PARTS, 8, 4, 2]."""
+    start = steps[:, None] * _TILE + tl.arange(0, PARTS)[None, :] * _PART
+    parts = tl.load(pointers[None, None, :] + (start // DEEP * STEP)[:, :, None])
+    return parts.reshape(steps.shape[0], PARTS, 8, 4, 2)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_of_tiles_kernel(
+    rows_ptr,
+    words_ptr,
+    tiles_ptr,
+    group_scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    bias_weights_ptr,
+    num_rows,
+    depth,
+    num_columns,
+    out_ptr,
+    DTYPE: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+    PACKED: tl.constexpr,
+    POWERS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    num_row_tiles = tl.load(tiles_ptr)
+    last_row = tl.load(tiles_ptr + 1)
+    first_row = tl.load(tiles_ptr + 2)
+    num_column_tiles = num_columns // _TILE
+    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
+    # IN_SUM: products are scaled before they are added. PARTS: of a step, with a scale each.
+    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
+    DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
+    PARTS: tl.constexpr = 2 if POWERS or DEEP % _TILE != 0 else 1
+    IN_TILES: tl.constexpr = SCALE_DEPTH is not None and SCALE_COLUMNS == 1
+    STEP: tl.constexpr = _TILE if IN_TILES else 1
+    # Hidden from compilers: an instruction takes one constant, the mask, and `base` in a register.
+    # It depends on a load of 8 bits, the highest of a number that is not negative.
+    bytes_ptr = tiles_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    base = tl.load(bytes_ptr + 3 + tl.zeros([1, 1], tl.int32)).to(tl.int32)
+    base = tl.where(base < 0, 0, 0x43084308)
+    num_steps = depth // _TILE
+    steps_of_part = tl.cdiv(num_steps, SPLIT)
+    first_step = tl.arange(0, SPLIT) * steps_of_part
+    order = tl.arange(0, _TILE)  # of columns in tiles: that of `place`
+    place = order % 8 * 8 + order // 8
+    for tile in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0)):
+        group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
+        which = row + tl.arange(0, BLOCK_ROWS)
+        columns = column_tile * _TILE + order
+        # Rows past the group's end are not stored.
+        at = rows_ptr + tl.minimum(which, num_rows - 1).to(tl.int64)[None, :, None] * depth
+        rows = at + order[None, None, :]
+        tile_at = group.to(tl.int64) * num_column_tiles + column_tile
+        words = words_ptr + tile_at * num_steps * _WORDS + tl.arange(0, _WORDS)[None, :]
+        if IN_TILES:
+            of_columns = tile_at * tl.cdiv(depth, DEEP) * _TILE + order
+        else:
+            of_columns = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS)
+            of_columns += (column_tile * _TILE + place) // SCALE_COLUMNS
+            of_columns *= tl.cdiv(depth, DEEP)
+        scales_at = group_scales_ptr + of_columns
+        total = tl.zeros([SPLIT, _TILE, BLOCK_ROWS], tl.float32)
+        if POWERS:  # 255 stands for NaN
+            largest = tl.zeros([SPLIT, PARTS, 8, 4, 2], tl.int16)
+        for step in tl.range(0, steps_of_part, num_stages=STAGES):
+            steps = tl.minimum(first_step + step, num_steps - 1)
+            inside = first_step + step < num_steps
+            w = tl.load(words + steps[:, None] * _WORDS)
+            x = tl.load(rows + steps[:, None, None] * _TILE, mask=inside[:, None, None], other=0.0)
+            zeros = None
+            powers = None
+            if zeros_ptr is not None:
+                zeros = _parts(zeros_ptr + of_columns, steps, depth, 2, DEEP, STEP)
+                zeros = zeros.to(tl.bfloat16)
+            if SCALE_DEPTH is not None or POWERS:
+                scales = _parts(scales_at, steps, depth, PARTS, DEEP, STEP)
+            if POWERS:
+                scales = scales.to(tl.int16)
+                largest = tl.maximum(largest, scales)
+                # 2**-127 is subnormal.
+                powers = tl.maximum(scales << 7, 64 + tl.zeros_like(scales)).to(
+                    tl.bfloat16, bitcast=True
+                )
+            w = _widened(w, base, zeros, powers, E2M1)
+            if not IN_SUM:
+                total = tl.dot(w, x.permute(0, 2, 1), total)
+            elif PARTS == 1:
+                total += tl.dot(w, x.permute(0, 2, 1)) * _of_columns(scales.reshape(SPLIT, 8, 4, 2))
+            else:
+                scale, scale_2 = scales.permute(0, 2, 3, 4, 1).split()
+                w, w_2 = _halves(w)
+                x, x_2 = _halves(x)
+                total += tl.dot(w, x.permute(0, 2, 1)) * _of_columns(scale)
+                total += tl.dot(w_2, x_2.permute(0, 2, 1)) * _of_columns(scale_2)
+        if POWERS:
+            total += tl.where(_of_columns(tl.max(largest, 1)) == 255, float("nan"), 0.0)
+        total = tl.sum(total, 0).T
+        if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
+            at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
+            total *= tl.load(group_scales_ptr + at)[None, :]
+        inside = which < end
+        if bias_ptr is not None:
+            addend = tl.load(bias_ptr + group.to(tl.int64) * num_columns + columns)
+            addend = addend.to(tl.float32)[None, :]
+            if bias_weights_ptr is not None:
+                weight = tl.load(bias_weights_ptr + which, mask=inside, other=0.0)
+                addend = addend * weight.to(tl.float32)[:, None]
+            total += addend
+        at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        tl.store(at, total.to(DTYPE), mask=inside[:, None])
+
+    _store_zeros(out_ptr, first_row, last_row, num_rows, num_columns, BLOCK_ROWS, _TILE, DTYPE)
