@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from triax import architectures
+from triax.moe.shared.target import Target
 from triax.moe.weight_only.configs import FewRowsConfig, TilesConfig
 
 CARDS = [each for each in architectures.BY_CAPABILITY.values() if not each.multiplies_from_shared]
@@ -53,17 +54,20 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "tiles", "powers", "config"),
+    ("card", "rows", "tiles", "powers", "in_sum", "config"),
     [
-        (4, 11520, True, TilesConfig(8, 1, 4)),
-        (0, 2880, True, TilesConfig(8, 2, 4)),
-        (4, 2880, False, TilesConfig(8, 1, 3)),
-        (8, 2048, True, TilesConfig(16, 1, 4)),
-        (60, 2048, False, TilesConfig(32, 1, 3)),
+        (90, 4, 11520, True, False, TilesConfig(8, 1, 4)),
+        (90, 0, 2880, True, False, TilesConfig(8, 2, 4)),
+        (90, 4, 2880, False, True, TilesConfig(8, 1, 3)),
+        (90, 8, 2048, True, False, TilesConfig(16, 1, 4)),
+        (90, 40, 2048, False, True, TilesConfig(32, 1, 3)),
+        (80, 60, 2048, False, False, TilesConfig(32, 1, 3)),
+        (80, 60, 2048, False, True, TilesConfig(16, 1, 4)),
     ],
 )
-def test_few_rows_of_tiles(rows, tiles, powers, config):
-    assert TilesConfig.heuristic(rows, tiles, 132, powers) == config
+def test_few_rows_of_tiles(card, rows, tiles, powers, in_sum, config):
+    gpu = Target(compute_capability=card, multiprocessors=132, tensor_maps=card >= 90)
+    assert TilesConfig.heuristic(gpu, rows, tiles, powers=powers, in_sum=in_sum) == config
     assert config.num_warps == config.split
 
 

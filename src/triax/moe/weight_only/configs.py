@@ -6,6 +6,7 @@ import dataclasses
 
 from triax.architectures import Architecture
 from triax.moe.shared import blocks
+from triax.moe.shared.target import Target
 
 MOST_ROWS = 256
 """Mean rows per group above which weights are widened first, and reread by every row tile."""
@@ -136,16 +137,19 @@ class TilesConfig:
 
     @classmethod
     def heuristic(
-        cls, rows_per_group: int, num_tiles: int, multiprocessors: int, powers: bool
+        cls, target: Target, rows_per_group: int, num_tiles: int, *, powers: bool, in_sum: bool
     ) -> TilesConfig:
         """Returns the config for about `num_tiles` of 64 columns, in all groups with rows.
 
+        Scales are `powers` of two, or multiply each product before it is added (`in_sum`).
+        Products of 32 rows beside sums take more registers than sm_80's code has.
         A multiprocessor has 12 to 16 warps. Where they do not take many tiles each, tiles that end
         sooner leave fewer of them without work at the end. With scales that are powers, weights
         take the most instructions, so that this counts.
         """
-        rows = max(8, min(32, blocks.power_of_two(2 * rows_per_group)))
-        is_short = rows == 8 and powers and num_tiles <= 24 * multiprocessors
+        most = 16 if in_sum and not target.architecture.multiplies_from_shared else 32
+        rows = max(8, min(most, blocks.power_of_two(2 * rows_per_group)))
+        is_short = rows == 8 and powers and num_tiles <= 24 * target.multiprocessors
         stages = 4 if rows == 16 or (rows == 8 and powers) else 3
         return cls(rows, 2 if is_short else 1, stages)
 

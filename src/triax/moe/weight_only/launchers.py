@@ -176,8 +176,9 @@ def _few_rows_of_tiles(
     (num_rows, depth), num_groups = x.values.shape, len(w.values)
     column_tiles, in_use = w.columns // TILE, min(num_groups, num_rows)
     powers = _powers(w)
+    in_sum = w.deep is not None and not powers
     config = TilesConfig.heuristic(
-        rows_per_group, in_use * column_tiles, target.multiprocessors, powers
+        target, rows_per_group, in_use * column_tiles, powers=powers, in_sum=in_sum
     )
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     scales: Any = w.scales
