@@ -148,7 +148,7 @@ def _few_rows_of_tiles_kernel(
             if POWERS:
                 scales = scales.to(tl.int16)
                 largest = tl.maximum(largest, scales)
-                # 2**-127 is subnormal.
+                # 2**-127 is subnormal, and infinity for 255 is overwritten at the end.
                 powers = tl.maximum(scales << 7, 64 + tl.zeros_like(scales)).to(
                     tl.bfloat16, bitcast=True
                 )
