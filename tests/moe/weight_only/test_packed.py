@@ -88,7 +88,7 @@ def test_equals_float64(monkeypatch, card, tiled, sizes, way):
     assert not np.any(np.asarray(out)[past:])
 
 
-@pytest.mark.parametrize("way", ["mxfp4", "int4, powers", "int4, 32"])
+@pytest.mark.parametrize("way", ["mxfp4", "int4, powers", "int4, 32", "e2m1, tiles"])
 @pytest.mark.parametrize("num_rows", [1, 11])
 def test_tiles_of_very_few_rows(num_rows, way):
     """With powers of two, warps share a tile's depth, which has an odd number of steps."""
@@ -105,6 +105,38 @@ def test_tiles_of_very_few_rows(num_rows, way):
     wanted = oracle.ragged_dot(rows, exactly(weights), sizes)
     assert_close(out, wanted, terms=depth)
     assert not np.any(np.asarray(out)[num_rows:])
+
+
+@pytest.mark.parametrize("num_rows", [4, 520])
+def test_the_least_the_largest_and_no_power_in_tiles(num_rows):
+    """Of weights that are all 1, so that a product with infinity would not be NaN by itself."""
+    codes = np.arange(64, dtype=np.uint8)
+    codes[:3] = 0, 254, 255
+    scales = np.repeat(codes[None, :, None], 2, axis=2).view(E8M0)
+    weights = moe.ScaledArray(pack(np.full((1, 64, 64), 2)), scales, (1, 32, 1), True, E2M1)
+    rows = np.zeros((num_rows, 64), jnp.bfloat16)
+    rows[:, 5] = 1
+    run = jax.jit(
+        lambda *args: moe.ragged_dot(
+            *args, implementation="interpret", preferred_element_type="float32"
+        )
+    )
+    out = np.asarray(run(rows, weights.tile(), np.array([num_rows])))
+    with np.errstate(all="ignore"):
+        wanted = np.exp2(codes.astype(np.float64) - 127)
+    wanted[2] = np.nan
+    np.testing.assert_array_equal(out, np.tile(wanted.astype(np.float32), (num_rows, 1)))
+
+
+@pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
+def test_tiles_are_widened_for_many_rows(way):
+    weights = weights_of(1, *WAYS[way], 64, 64)
+    rows = np.random.default_rng(0).standard_normal((260, 64)).astype(jnp.bfloat16)
+    out = moe.ragged_dot(rows, weights.tile(), np.array([260]), implementation="interpret")
+    wanted = oracle.ragged_dot(rows, exactly(weights), [260])
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), wanted, rtol=0.05, atol=0.02 * np.abs(wanted).max()
+    )
 
 
 @pytest.mark.sampled(3)
