@@ -107,15 +107,14 @@ def test_tiles_of_very_few_rows(num_rows, way):
     assert not np.any(np.asarray(out)[num_rows:])
 
 
-@pytest.mark.parametrize("num_rows", [4, 520])
+@pytest.mark.parametrize("num_rows", [4, 20, 520])
 def test_the_least_the_largest_and_no_power_in_tiles(num_rows):
-    """Of weights that are all 1, so that a product with infinity would not be NaN by itself."""
+    """Of weights and rows that are all 1, as infinity times zero is not a number by itself."""
     codes = np.arange(64, dtype=np.uint8)
     codes[:3] = 0, 254, 255
     scales = np.repeat(codes[None, :, None], 2, axis=2).view(E8M0)
     weights = moe.ScaledArray(pack(np.full((1, 64, 64), 2)), scales, (1, 32, 1), True, E2M1)
-    rows = np.zeros((num_rows, 64), jnp.bfloat16)
-    rows[:, 5] = 1
+    rows = np.ones((num_rows, 64), jnp.bfloat16)
     run = jax.jit(
         lambda *args: moe.ragged_dot(
             *args, implementation="interpret", preferred_element_type="float32"
@@ -123,9 +122,9 @@ def test_the_least_the_largest_and_no_power_in_tiles(num_rows):
     )
     out = np.asarray(run(rows, weights.tile(), np.array([num_rows])))
     with np.errstate(all="ignore"):
-        wanted = np.exp2(codes.astype(np.float64) - 127)
+        wanted = 64 * np.exp2(codes.astype(np.float64) - 127).astype(np.float32)
     wanted[2] = np.nan
-    np.testing.assert_array_equal(out, np.tile(wanted.astype(np.float32), (num_rows, 1)))
+    np.testing.assert_array_equal(out, np.tile(wanted, (num_rows, 1)))
 
 
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
