@@ -106,10 +106,7 @@ class ScaledArray:
     @property
     def scales_tiled(self) -> bool:
         """Whether `tile` has reordered scales and zeros too: those of single columns' blocks."""
-        if not self.tiled:
-            return False
-        *_, columns, deep = stored_block(self)
-        return columns == 1 and num_blocks(self._stored()[-1:], (deep,))[0] > 1
+        return self.tiled and _are_of_columns(self)
 
     @property
     def ndim(self) -> int:
@@ -158,8 +155,8 @@ class ScaledArray:
     def tile(self) -> ScaledArray:
         """Reorders 4-bit weights for `ragged_dot` with few rows; numbers and bytes stay.
 
-        On GPUs with TMA, from Hopper on, the weights are then read and widened faster. Call it
-        once, where they are loaded. What widens weights in memory reorders them back in each call.
+        From compute capability 8.0 on, the weights are then read and widened faster. Call it once,
+        where they are loaded. What widens weights in memory reorders them back in each call.
         Tiles have 64 columns and 64 of their depth: the values are int32 [..., columns / 64,
         depth / 64, 512]. Scales and zeros of columns' blocks [..., columns, parts of the depth]
         become [..., columns / 64, 64 · parts]. NumPy arrays stay on the host.
@@ -347,12 +344,15 @@ def tiled(name: str, array: ScaledArray) -> ScaledArray:
             f"tiled; got shape {array.shape}. Leave it as it is."
         )
     parts: dict[str, Any] = {"values": packing.tile(_whole(array.values, 2), array.packed)}
-    new = ScaledArray.tree_unflatten(
-        array.tree_flatten_with_keys()[1], (parts["values"], None, None)
-    )
-    if new.scales_tiled:
+    if _are_of_columns(array):
         parts |= _reordered(array, packing.tile_scales)
     return dataclasses.replace(array, **parts)
+
+
+def _are_of_columns(array: ScaledArray) -> bool:
+    """Whether the scales are of single columns, as they are stored, and of parts of these."""
+    *_, columns, deep = stored_block(array)
+    return columns == 1 and num_blocks(array._stored()[-1:], (deep,))[0] > 1
 
 
 def _reordered(array: ScaledArray, reorder: Callable[[Any], Any]) -> dict[str, Any]:

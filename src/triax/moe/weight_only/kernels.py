@@ -12,10 +12,10 @@ thread holds other weights than the 16 neighbours that it loads from shared memo
 reordered. Each block of packed weights is reordered, with PERMUTED also its columns, by `_order`.
 
 A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. With TILED
-the words stand where threads of tensor cores take them, in the order of `packing.tile`, so that
-nothing is reordered here. Zeros, and scales that are powers of two, are applied to the widened
-weights, which is exact. Other scales multiply float32 sums: of the whole depth, of a block of it,
-or of each half of a block, whose weights and rows are then reordered apart.
+the words stand where threads of tensor cores take them, in the order of `packing.tile`, and rows
+alone are reordered, before the launch. Zeros, and scales that are powers of two, are applied to the
+widened weights, which is exact. Other scales multiply float32 sums: of the whole depth, of a block
+of it, or of each half of a block, whose weights and rows are then reordered apart.
 """
 
 import triton
@@ -145,7 +145,8 @@ def _loaded_tiles(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.const
 def _from_tiles(w, base, zeros, powers, E2M1: tl.constexpr, OPERAND: tl.constexpr):
     """Unpacks words from `_loaded_tiles` to bfloat16 [columns, depth].
 
-    As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32."""
+    As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32.
+    """
     COLUMNS: tl.constexpr = 64 * w.shape[0]
     PARTS: tl.constexpr = w.shape[3]
     zeros_2 = None

@@ -77,6 +77,12 @@ def warn_of_widening(weights: ScaledArray, lacks: str) -> None:
     )
 
 
+def _scales(w: Parts) -> Any:
+    """Returns the scales, as codes if they are powers of two."""
+    scales: Any = w.scales
+    return jax.lax.bitcast_convert_type(scales, jnp.uint8) if _powers(w) else scales
+
+
 def _powers(w: Parts) -> bool:
     """Whether scales are powers of two, which multiply packed numbers during unpacking."""
     return w.packed is not None and w.scales is not None and w.scales.dtype == E8M0
@@ -108,15 +114,12 @@ def few_rows(
         how: dict[str, Any] = {"options": options, "implementation": implementation}
         return _few_rows_of_tiles(target, rows_per_group, *operands, **how)
     rows, weights, powers = x.values, w.values, _powers(w)
-    scales: Any = w.scales
     num_rows, depth = rows.shape
     num_groups, columns = len(weights), w.columns
     choose = FewRowsConfig.for_packed if w.packed else FewRowsConfig.for_rows
     scaled = None if powers else w.deep
     config = choose(target.architecture, rows_per_group, columns, depth, scaled)
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
-    if powers:
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
     # Triton widens int8 equally fast, but not into the left operand.
@@ -137,7 +140,7 @@ def few_rows(
         bounded_by_group(rows, config.block_rows, ordered),
         TensorDescriptor.from_array(weights, box),
         tiles,
-        scales,
+        _scales(w),
         w.zeros,
         bias,
         bias_weights,
@@ -181,15 +184,12 @@ def _few_rows_of_tiles(
         target, rows_per_group, in_use * column_tiles, powers=powers, in_sum=in_sum
     )
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
-    scales: Any = w.scales
-    if powers:
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     return launch(
         _few_rows_of_tiles_kernel,
         x.values,
         w.values,
         tiles,
-        scales,
+        _scales(w),
         w.zeros,
         bias,
         bias_weights,
@@ -224,13 +224,10 @@ def widen(
         return widened(weights, dtype)
     num_groups, depth, columns = weights.shape
     config = WidenConfig()
-    scales: Any = w.scales
-    if powers := scales.dtype == E8M0:
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     return launch(
         _widen_kernel,
         w.values.reshape(-1),
-        scales,
+        _scales(w),
         w.zeros,
         columns,
         depth,
@@ -239,7 +236,7 @@ def widen(
         config=config,
         PACKED=w.packed,
         TILED=w.tiled,
-        POWERS=powers,
+        POWERS=_powers(w),
         SCALE_COLUMNS=w.wide,
         SCALE_DEPTH=w.deep,
         implementation=implementation,
