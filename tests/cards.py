@@ -182,9 +182,19 @@ PROGRAMS: dict[str, Program] = {
         )
     },
     **{
-        f"ragged_dot, {rows} rows, {numbers} in tiles": launches.in_tiles(rows, kind, 32, numbers)
+        f"ragged_dot, {rows} rows, {numbers} in tiles": launches.in_tiles(
+            packed(rows, kind, 32, numbers, columns=128)
+        )
         for rows in (FEW, SOME, MANY)
         for numbers, kind in (("int4", WIDE), ("float4_e2m1fn", "float8_e8m0fnu"))
+    },
+    **{
+        f"ragged_dot, {rows} rows, {dtype} in tiles, {block}": launches.in_tiles(
+            _weights_alone(rows, dtype, block)
+        )
+        for rows in (FEW, SOME, MANY)
+        for dtype in (E4M3, "int8")
+        for block in ((1, None, 1), (1, 32, 1), (1, 128, 128))
     },
     **{
         f"moves, {tokens} tokens, {d}": _moves(tokens, d) for tokens in TOKENS for d in (HALF, WIDE)

@@ -48,11 +48,11 @@ def scaled(rng: Rng, path: str) -> Program:
     """A `ScaledArray` of weights, and rows that are one too, or floats, with their gradient."""
     num_rows, depth, columns, num_groups = sizes_of(rng, path)
     kind = one_of(rng, (*_EIGHT, "int8", *_PACKED))
-    tiled = kind in _PACKED and rng.random() < 0.3
-    if kind in _PACKED:
+    tiled = kind != "float8_e5m2" and rng.random() < 0.3
+    if kind in _PACKED or tiled:
         of = 64 if tiled else 2
         depth, columns = depth + -depth % of, columns + -columns % of
-    both = kind not in _PACKED and rng.random() < 0.5
+    both = not (kind in _PACKED or tiled) and rng.random() < 0.5
     both &= kind != "int8" or path == "xla"  # kernels do not multiply integers
     row_kind = None if not both else kind if kind == "int8" else str(one_of(rng, _EIGHT))
     transposed, blocked, biased = (rng.random(3) < (0.75, 0.4, 0.25)).tolist()
@@ -146,9 +146,10 @@ def scaled_of(
         if with_zeros:
             numbers = numbers - spread(arrays["zeros"], stored, blocks)
         numbers = numbers * spread(arrays["scales"], stored, blocks)
-        # Scales multiply the numbers or the sums, in float32; 4 bits may be rounded after that.
+        # Scales multiply the numbers or the sums, in float32. 4 bits may be rounded after that,
+        # and so may blocks in 8 bits.
         weights = Near(numbers, abs(numbers) * 2.0**-23)
-        if packed:
+        if packed or (deep < depth and not both):
             weights = rounded(weights, dtype)
         left = exact(arrays["rows"])
         if both:

@@ -48,7 +48,7 @@ def draw(num_rows):
 def product(rows, weights, sizes):
     x = exactly(rows) if isinstance(rows, ScaledArray) else np.asarray(rows, np.float64)
     w = exactly(weights)
-    out = np.zeros((len(x), COLUMNS))
+    out = np.zeros((len(x), w.shape[2]))
     for group, span in enumerate(spans(sizes, len(x))):
         out[span] = x[span] @ w[group]
     return out
@@ -126,13 +126,24 @@ def test_products(sizes, scaling, precision, dtypes):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize(
-    ("scaling", "transposed"), [("rows", True), ("rows", False), ("blocks", True)]
+    ("scaling", "transposed", "tiled"),
+    [
+        ("rows", True, False),
+        ("rows", False, False),
+        ("blocks", True, False),
+        ("rows", True, True),
+        ("blocks", True, True),
+    ],
 )
 @pytest.mark.parametrize("sizes", SIZES)
-def test_weights_alone(sizes, scaling, transposed, dtype):
+def test_weights_alone(sizes, scaling, transposed, tiled, dtype):
     sizes = SIZES[sizes]
     x, w = draw(100 if sum(sizes) == 83 else 3072)
+    if tiled:
+        x, w = (of[..., : of.shape[-1] // 64 * 64] for of in (x, w[:, : x.shape[1] // 64 * 64]))
     weights = moe.quantize(w, dtype, block=BLOCKS[scaling][1], transposed=transposed)
+    stored = weights
+    weights = jax.jit(moe.ScaledArray.tile)(weights) if tiled else weights
     given = jnp.asarray(np.array(sizes, np.int64).astype(np.int32))
 
     @jax.jit
@@ -140,7 +151,9 @@ def test_weights_alone(sizes, scaling, transposed, dtype):
         out, pull = jax.vjp(lambda x: moe.ragged_dot(x, weights, given), x)
         return out, *pull(out)
 
+    poison(4 * x.shape[0] * w.shape[2])
     out, d_x = run(x)
+    weights = stored
     wanted = product(x, weights, sizes)
     assert error(out, wanted) < 5e-3
     w = np.swapaxes(exactly(weights), 1, 2)
@@ -150,9 +163,18 @@ def test_weights_alone(sizes, scaling, transposed, dtype):
     assert error(d_x, back) < 5e-3
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "tiled"),
+    [
+        ("float8_e4m3fn", False),
+        ("float8_e5m2", False),
+        ("int8", False),
+        ("float8_e4m3fn", True),
+        ("int8", True),
+    ],
+)
 @pytest.mark.parametrize("num_rows", [16, 256, 512, 2048, 32768])
-def test_all_weights_are_widened_exactly(num_rows, dtype):
+def test_all_weights_are_widened_exactly(num_rows, dtype, tiled):
     """Whatever tiles the rows of a group take; what is not finite is none of its row's numbers."""
     codes = jax.lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), dtype)
     codes = jnp.where(jnp.isfinite(codes.astype("float32")), codes.astype("float32"), 0)
@@ -162,7 +184,8 @@ def test_all_weights_are_widened_exactly(num_rows, dtype):
     rows = jnp.tile(jnp.eye(256, dtype="bfloat16"), (num_rows // 256 + 1, 1))[:num_rows]
     sizes = jnp.full(8, num_rows // 8, "int32")
     multiply = jax.jit(lambda values: moe.ragged_dot(rows, scaled(values), sizes))
-    scaled = lambda values: ScaledArray(values, scales, (1, None, 1), True)
+    stored = lambda values: ScaledArray(values, scales, (1, None, 1), True)
+    scaled = lambda values: stored(values).tile() if tiled else stored(values)
     wanted = jnp.tile(codes[each].T, (num_rows // 256 + 1, 1))[:num_rows]
     np.testing.assert_array_equal(np.asarray(multiply(values), np.float32), wanted)
     if dtype != "int8":

@@ -75,8 +75,8 @@ def biased(rows: int) -> Any:
     return with_gradient(run), (*arrays, array(5, 48), array(rows, dtype=WIDE))
 
 
-def in_tiles(*how: Any) -> Any:
-    run, (rows, weights, sizes) = packed(*how, columns=128)
+def in_tiles(case: Any) -> Any:
+    run, (rows, weights, sizes) = case
     return run, (rows, jax.eval_shape(ScaledArray.tile, weights), sizes)
 
 
@@ -103,6 +103,11 @@ def router(tokens: int, experts: int, dtype: str = WIDE, bias: bool = False, **h
 
 def gradient(case: Any) -> Any:
     return with_gradient(case[0]), case[1]
+
+
+def eight(rows: int, block: Any, dtype: str = E4M3) -> Any:
+    weights = scaled(array(5, 256, 512, dtype=dtype), block, transposed=True)
+    return product_of(array(rows, 512), weights)
 
 
 def packed(
@@ -142,23 +147,28 @@ CASES: dict[str, Any] = {
         scaled(array(400, 512, dtype=E4M3), (1, None)),
         scaled(array(5, 256, 512, dtype=E4M3), (1, None, 1), transposed=True),
     ),
-    "ragged_dot of 8-bit weights, few rows": product_of(
-        array(40, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, None, 1), transposed=True)
-    ),
-    "ragged_dot of 8-bit weights, blocks": product_of(
-        array(40, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, 128, 128), transposed=True)
-    ),
-    "ragged_dot of 8-bit weights, many rows": product_of(
-        array(4000, 512), scaled(array(5, 256, 512, dtype=E4M3), (1, None, 1), transposed=True)
-    ),
+    "ragged_dot of 8-bit weights, few rows": eight(40, (1, None, 1)),
+    "ragged_dot of 8-bit weights, blocks": eight(40, (1, 128, 128)),
+    "ragged_dot of 8-bit weights, many rows": eight(4000, (1, None, 1)),
+    "ragged_dot of 8-bit weights, blocks, many rows": eight(4000, (1, 128, 128)),
+    "ragged_dot of 8-bit weights in tiles": in_tiles(eight(40, (1, None, 1))),
+    "ragged_dot of 8-bit weights in tiles, blocks": in_tiles(eight(40, (1, 128, 128))),
+    "ragged_dot of int8 in tiles, 60 rows a group": in_tiles(eight(300, (1, None, 1), "int8")),
+    "ragged_dot of 8-bit weights in tiles, many rows": in_tiles(eight(4000, (1, None, 1))),
     "ragged_dot of 4-bit weights": packed(40, WIDE, 32, "int4"),
     "ragged_dot of 4-bit weights with zeros": packed(40, WIDE, 32, "int4", zeros=True),
     "ragged_dot of 4-bit weights, whole depth": packed(40, WIDE, 128, "int4"),
     "ragged_dot of MXFP4": packed(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
     "ragged_dot of MXFP4, many rows": packed(4000, "float8_e8m0fnu", 32, "float4_e2m1fn"),
-    "ragged_dot of MXFP4 in tiles": in_tiles(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
-    "ragged_dot of 4-bit weights in tiles, 60 rows a group": in_tiles(300, WIDE, 32, "int4", True),
-    "ragged_dot of 4-bit weights in tiles, many rows": in_tiles(4000, WIDE, 32, "int4", True),
+    "ragged_dot of MXFP4 in tiles": in_tiles(
+        packed(40, "float8_e8m0fnu", 32, "float4_e2m1fn", columns=128)
+    ),
+    "ragged_dot of 4-bit weights in tiles, 60 rows a group": in_tiles(
+        packed(300, WIDE, 32, "int4", True, columns=128)
+    ),
+    "ragged_dot of 4-bit weights in tiles, many rows": in_tiles(
+        packed(4000, WIDE, 32, "int4", True, columns=128)
+    ),
     "plan of few pairs": plan(100, 8, 64),
     "plan of many pairs": plan(5000, 8, 300, align_size=16, capacity=100),
     "plan of very many pairs": plan(50000, 8, 64),

@@ -326,8 +326,8 @@ def test_copies_in_8_bits_may_be_made_where_gradients_are():
 
 
 @pytest.mark.slow("many programs for one rule")
-def test_only_weights_of_4_bits_are_tiled():
-    with pytest.raises(ArgumentTypeError, match=r"Only weights of 4 bits are tiled; got Experts"):
+def test_only_quantized_weights_are_tiled():
+    with pytest.raises(ArgumentTypeError, match=r"Only quantized weights are tiled; got Experts"):
         given()[0].tile()
     experts, *_ = in_4_bits()
     some = dataclasses.replace(experts, w_down=experts.w_down.dequantize()).tile()

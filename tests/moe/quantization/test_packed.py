@@ -123,8 +123,22 @@ def test_a_tile_is_what_threads_hold(dtype):
         assert sum((word >> of & 1) << bit for bit, of in enumerate(at)) == codes[column, depth]
 
 
-@pytest.mark.sampled(0, 2)
-@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_tile_of_8_bits_is_what_threads_hold(dtype):
+    """As above; the four words that a thread loads at once are of the same 32."""
+    codes = np.random.default_rng(0).integers(0, 256, (128, 192), np.uint8)
+    values = codes.view(getattr(ml_dtypes, dtype, dtype))
+    array = moe.ScaledArray(values, np.ones((128, 1), np.float32), (1, None))
+    words = array.tile().values
+    assert words.shape == (2, 3, 1024)
+    row, tile, warp, step, lane, word, byte = np.indices((2, 3, 4, 2, 32, 4, 4)).reshape(7, -1)
+    column = 64 * row + 16 * warp + lane // 4 + 8 * (byte % 2)
+    depth = 64 * tile + 32 * step + 8 * (lane % 4) + 2 * word + byte // 2
+    np.testing.assert_array_equal(words.view(np.uint8).ravel(), codes[column, depth])
+
+
+@pytest.mark.sampled(1, 2)
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_tiles_stand_for_the_same_numbers(transposed, dtype):
     array = np.random.default_rng(0).standard_normal((3, 128, 192), np.float32)
@@ -152,8 +166,13 @@ def test_tiles_stand_for_the_same_numbers(transposed, dtype):
 @pytest.mark.slow("many programs for one rule")
 def test_what_is_not_tiled():
     zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
-    with pytest.raises(ArgumentTypeError, match=r"`self` must have 4-bit numbers to be tiled; got"):
-        moe.quantize(zeros(64, 64), block=(1, None)).tile()
+    with pytest.raises(ArgumentTypeError, match=r"`self` must have .* tiled; got float8_e5m2"):
+        moe.quantize(zeros(64, 64), "float8_e5m2", block=(1, None)).tile()
+    eight = moe.quantize(zeros(64, 64), block=(1, None)).tile()
+    with pytest.raises(ArgumentValueError, match=r"`packed` must be .*float8_e4m3fn"):
+        dataclasses.replace(eight, values=eight.values.astype(jnp.uint8))
+    with pytest.raises(ArgumentValueError, match=r"depth / 64, 1024\] where float8_e4m3fn"):
+        dataclasses.replace(eight, values=eight.values[..., :512])
     for shape in ((64, 96), (96, 64), (64,)):
         array = moe.quantize(zeros(*shape), "int4", block=(1,) * len(shape))
         with pytest.raises(ArgumentValueError, match=r"multiples of 64 to be tiled; got shape \("):
@@ -164,7 +183,7 @@ def test_what_is_not_tiled():
     plan = moe.make_plan(jnp.zeros((64, 1), jnp.int32), 2)
     with pytest.raises(ArgumentValueError, match=r"`x` must not be in tiles, .*`x.untile\(\)`"):
         moe.permute(tiled, plan)
-    with pytest.raises(ArgumentValueError, match=r"packed in int32; got \(1, 1, 256\)"):
+    with pytest.raises(ArgumentValueError, match=r"int4 is packed in int32; got \(1, 1, 256\)"):
         dataclasses.replace(tiled, values=tiled.values[..., :256])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -67,8 +68,35 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
 )
 def test_few_rows_of_tiles(card, rows, tiles, powers, in_sum, config):
     gpu = Target(compute_capability=card, multiprocessors=132, tensor_maps=card >= 90)
-    assert TilesConfig.heuristic(gpu, rows, tiles, powers=powers, in_sum=in_sum) == config
+    how = {"powers": powers, "in_sum": in_sum, "eight": False}
+    assert TilesConfig.heuristic(gpu, rows, tiles, **how) == config
     assert config.num_warps == config.split
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "config"),
+    [
+        (0, 11520, TilesConfig(8, 2, 3)),
+        (4, 11520, TilesConfig(8, 2, 3)),
+        (8, 2048, TilesConfig(16, 2, 3)),
+        (8, 11520, TilesConfig(16, 1, 3)),
+        (24, 2048, TilesConfig(32, 1, 3)),
+    ],
+)
+def test_few_rows_of_tiles_in_8_bits(rows, tiles, config):
+    gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
+    how = {"powers": False, "in_sum": False, "eight": True}
+    assert TilesConfig.heuristic(gpu, rows, tiles, **how) == config
+
+
+def test_rows_past_those_of_tiles_in_8_bits():
+    """Blocks are deeper up to some 40 rows. A block has one scale for its depth, or two."""
+    of = functools.partial(FewRowsConfig.for_rows, architectures.of(90), tiled=True)
+    assert of(32, 4096, 7168, None) == FewRowsConfig(64, 128, 128, 3, True)
+    assert of(64, 4096, 7168, None) == FewRowsConfig(64, 256, 64, 3, True)
+    assert [of(32, 4096, 7168, deep).block_depth for deep in (32, 64, 96, 128, 192, 256)] == [
+        *(64, 64, 64, 128, 64, 128)
+    ]
 
 
 @pytest.mark.parametrize("capability", architectures.BY_CAPABILITY)

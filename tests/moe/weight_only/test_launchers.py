@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -28,36 +29,41 @@ SIZES = {
 }
 ROWS = {"narrow": 40, "wide": 200, "wider": 210, "wrong": 70}
 DEPTH, COLUMNS = 208, 176  # no multiples of 64
+TILES = 192, 128  # a depth and columns of whole tiles
 # Tensor cores take their left operand from registers.
 FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
 
-@pytest.mark.sampled(2, 5)
+@pytest.mark.sampled(3, 5)
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
-@pytest.mark.parametrize("scaled_by", [(DEPTH, COLUMNS), (DEPTH, 1), (128, 128), (64, 1), (32, 1)])
+@pytest.mark.parametrize("scaled_by", [(None, None), (None, 1), (128, 128), (64, 1), (32, 1)])
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("card", [90, 120])
-def test_equals_float64(monkeypatch, card, sizes, scaled_by, dtype):
+def test_equals_float64(monkeypatch, card, tiled, sizes, scaled_by, dtype):
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
     monkeypatch.setattr(target, "INTERPRETER", gpu)
     num_rows, sizes = ROWS[sizes], np.array(SIZES[sizes], np.int64).astype(np.int32)
-    weights = scaled(1, (len(sizes), COLUMNS, DEPTH), (1, *scaled_by), dtype, transposed=True)
+    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
+    block = 1, scaled_by[0] or depth, scaled_by[1] or columns
+    weights = scaled(1, (len(sizes), columns, depth), block, dtype, transposed=True)
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((num_rows, DEPTH), np.float32).astype(jnp.bfloat16)
+    rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
     past = int(np.minimum(np.maximum(sizes.astype(np.int64), 0).sum(), num_rows))
     rows[past:] = np.nan
-    bias = rng.standard_normal((len(sizes), COLUMNS), np.float32).astype(jnp.bfloat16)
+    bias = rng.standard_normal((len(sizes), columns), np.float32).astype(jnp.bfloat16)
     each = rng.standard_normal(num_rows, np.float32)
     multiply = functools.partial(moe.ragged_dot, bias=bias, bias_weights=each)
     run = jax.jit(functools.partial(multiply, implementation="interpret"))
+    given = weights.tile() if tiled else weights
     if jax_private.supports_tensor_maps():  # else the kernel of many rows is taken
-        assert "few_rows" in run.lower(rows, weights, sizes).as_text(debug_info=True)
+        assert "few_rows" in run.lower(rows, given, sizes).as_text(debug_info=True)
     with checked():
-        out = run(rows, weights, sizes)
+        out = run(rows, given, sizes)
     wanted = oracle.ragged_dot(rows, exactly(weights), sizes)
     for group, span in enumerate(oracle.spans(sizes, num_rows)):
         wanted[span] += np.float64(bias[group]) * each[span, None]
-    assert_close(out, wanted, terms=DEPTH)
+    assert_close(out, wanted, terms=depth)
     assert not np.any(np.asarray(out)[past:])
 
 
@@ -74,19 +80,65 @@ def test_of_some_groups():
     assert_close(out, oracle.ragged_dot(rows, all_of_them, sizes), terms=DEPTH)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [40, 400])
-def test_nan_among_weights_is_its_column(rows):
-    weights = scaled(1, (8, COLUMNS, DEPTH), (1, DEPTH, 1), E4M3, transposed=True)
+@pytest.mark.parametrize("tiled", [False, True])
+def test_nan_among_weights_is_its_column(tiled, rows):
+    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
+    weights = scaled(1, (8, columns, depth), (1, depth, 1), E4M3, transposed=True)
     values = np.array(weights.values)
     values[2, 5, 7] = np.nan
     weights = ScaledArray(values, weights.scales, weights.block, True)
+    weights = weights.tile() if tiled else weights
     sizes = np.full(8, rows // 8, np.int32)
     multiply = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
-    out = multiply(np.ones((rows, DEPTH), jnp.bfloat16), weights, sizes)
-    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, -1, COLUMNS)
+    out = multiply(np.ones((rows, depth), jnp.bfloat16), weights, sizes)
+    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, -1, columns)
     assert is_nan[2, :, 5].all()
     assert is_nan.sum() == rows // 8
+
+
+@pytest.mark.sampled(1, 4)
+@pytest.mark.parametrize("dtype", [E4M3, "int8"])
+@pytest.mark.parametrize("num_rows", [3, 40, 600, 1200])
+def test_all_numbers_in_tiles(num_rows, dtype):
+    """Each number of 8 bits, exactly, whatever takes it; a row has one number that is not zero."""
+    depth = columns = 256
+    codes = np.add.outer(np.arange(columns), np.arange(depth))[None] % 256
+    values = np.tile(codes, (4, 1, 1)).astype(np.uint8).view(getattr(ml_dtypes, dtype, dtype))
+    values = np.where(np.isfinite(values.astype(np.float32)), values, values.dtype.type(1))
+    weights = ScaledArray(values, np.ones((4, columns, 1), np.float32), (1, None, 1), True)
+    rows = np.zeros((num_rows, depth), np.float32)
+    rows[np.arange(num_rows), np.arange(num_rows) * 37 % depth] = 1
+    sizes = np.array([1, num_rows - 3, 0, 2], np.int32)
+    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
+    out = run(rows.astype(jnp.bfloat16), weights.tile(), sizes)
+    np.testing.assert_array_equal(
+        np.asarray(out, np.float64), oracle.ragged_dot(rows, exactly(weights), sizes)
+    )
+
+
+@pytest.mark.sampled(1, None)
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("num_rows", [40, 600])
+@pytest.mark.parametrize("block", [(1, None, 1), (1, 128, 128)])
+def test_tiles_are_the_weights(block, num_rows, implementation):
+    """In plain JAX and with many rows too; and in gradients."""
+    depth, columns = TILES
+    of = 1, block[1] or depth, block[2]
+    weights = scaled(1, (2, columns, depth), of, E4M3, transposed=True)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
+    sizes = np.array([num_rows - 25, 20], np.int32)
+
+    @jax.jit
+    def run(rows, weights):
+        multiply = functools.partial(moe.ragged_dot, implementation=implementation)
+        out, pull = jax.vjp(lambda rows: multiply(rows, weights, sizes), rows)
+        return out, *pull(out)
+
+    for out, wanted in zip(run(rows, weights.tile()), run(rows, weights), strict=True):
+        assert_close(out, np.asarray(wanted, np.float64), terms=depth)
 
 
 @pytest.mark.sampled(0, 2)

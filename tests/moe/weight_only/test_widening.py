@@ -1,4 +1,4 @@
-"""4-bit weights that are dequantized in memory: the bits that plain JAX gives."""
+"""Weights that are dequantized in memory: the bits that plain JAX gives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.moe.weight_only.test_packed import WAYS, weights_of
 from triax import moe
+from triax.moe.quantization.scaled import num_blocks
 from triax.moe.shared.target import for_target
 from triax.moe.weight_only import launchers
 from triax.testing import assert_same_bits, checked
@@ -25,7 +27,7 @@ def widened(weights, dtype, implementation="interpret"):
     """By the kernel, as `ragged_dot` calls it."""
 
     def run(target, weights, implementation):
-        return launchers.widen(target, weights, dtype, implementation=implementation)
+        return launchers.widen(target, weights, dtype, implementation=implementation).values
 
     shape = *weights.shape[:-2], *weights.shape[:-3:-1]
     out_type = jax.ShapeDtypeStruct(shape, dtype)
@@ -43,6 +45,30 @@ def test_the_bits_of_plain_jax(tiled, dtype, way):
     with checked():
         found = jax.jit(lambda w: widened(w, dtype))(given)
     assert_same_bits(found, jnp.swapaxes(weights.dequantize(dtype), 1, 2))
+
+
+@pytest.mark.sampled(1, 4)
+@pytest.mark.parametrize("numbers", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    ("tiled", "block"),
+    [(tiled, block) for tiled in (False, True) for block in ((1, 128, 128), (1, 64, 1))]
+    + [(True, (1, None, 1)), (True, (1, None, None))],
+)
+def test_8_bits_are_those_of_plain_jax(tiled, block, numbers):
+    """All codes. Scales of the whole depth stay apart, where blocks have others."""
+    columns, depth = (192, 320) if tiled else (176, 352)
+    codes = np.resize(np.arange(256, dtype=np.uint8), (3, columns, depth))
+    values = codes.view(getattr(ml_dtypes, numbers, numbers))
+    sizes = num_blocks((3, depth, columns), block)
+    scales = np.random.default_rng(0).uniform(1, 2, (sizes[0], sizes[2], sizes[1]))
+    weights = moe.ScaledArray(values, scales.astype(np.float32), block, transposed=True)
+    given = weights.tile() if tiled else weights
+    with checked():
+        found = jax.jit(lambda w: widened(w, "bfloat16"))(given)
+    wanted = jnp.swapaxes(weights.dequantize("bfloat16"), 1, 2)
+    wanted = jnp.asarray(values).astype("bfloat16") if block[1] is None else wanted
+    of_one_sign = lambda of: jnp.where(jnp.isnan(of), jnp.nan, of)
+    assert_same_bits(of_one_sign(found), of_one_sign(wanted))
 
 
 @pytest.mark.sampled(0, 2)

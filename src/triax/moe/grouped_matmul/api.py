@@ -65,8 +65,9 @@ def ragged_dot(
     `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores accumulate the whole depth, which is
     faster, unless scales are of blocks along the depth. If only `weights` is a `ScaledArray`, the
     kernel converts its values to the dtype of `rows`; for the gradient of the rows the weights are
-    dequantized in that dtype. 4-bit weights are unpacked in the kernel for few bfloat16 rows, and
-    otherwise dequantized up front; with few rows a warning then says why. A `ScaledArray` has no
+    dequantized in that dtype. Weights of 4 bits or in tiles are unpacked in the kernel for few
+    bfloat16 rows, and otherwise dequantized up front; with few rows a warning then says why. So are
+    8-bit weights with scales of blocks, for many bfloat16 rows. A `ScaledArray` has no
     gradient.
 
     Args:

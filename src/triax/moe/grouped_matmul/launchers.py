@@ -171,15 +171,16 @@ def _ragged_dot(
     lacks = lacking(target, rows_per_group, x, w, transposed=transposed, options=options)
     if lacks is None:
         return few_rows(target, rows_per_group, x, w, groups, bias, bias_weights, **how)
-    if w.packed:
-        if rows_per_group <= MOST_ROWS and implementation != "interpret":
+    is_many = rows_per_group > MOST_ROWS
+    if w.packed or (w.deep and is_many and rows.dtype == jnp.bfloat16):
+        if not is_many and implementation != "interpret":
             warn_of_widening(weights, lacks)
-        w = Parts(widen(target, weights, rows.dtype, implementation=implementation))
+        w = widen(target, weights, rows.dtype, implementation=implementation)
     columns = w.values.shape[1 if transposed else 2]
     out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
     tma = target.tensor_maps and suit_tma(x.values, w.values, out_type)
     itemsize = rows.dtype.itemsize
-    if itemsize == 2 and rows_per_group > MOST_ROWS:
+    if itemsize == 2 and is_many:
         w = w._replace(values=w.values.astype(rows.dtype))  # exact
     if tma and transposed and float32_sums.suit(target, x, w, bias, rows_per_group, **how):
         return float32_sums.ragged_dot(target, x, w, groups, **how)

@@ -20,7 +20,7 @@ from triax.moe.activations.reference import glu_reference
 from triax.moe.grouped_matmul import scaled
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import Parts
-from triax.moe.quantization.scaled import widened
+from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.arrays import at_least_float32, running_sum
 
 _MOST_ROWS = 128  # rows of a tile
@@ -52,6 +52,7 @@ def _ragged_dot(
     options: Options,
 ) -> jax.Array:
     wider = _sum_dtype(rows.dtype, options.dtype)
+    weights = weights.untile() if isinstance(weights, ScaledArray) else weights
     x, w = map(scaled.parts, (rows, weights))
     if w.packed:
         w = Parts(widened(weights, rows.dtype))

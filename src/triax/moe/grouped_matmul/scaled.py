@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.quantization.packing import TILE
+from triax.moe.quantization.packing import PACKED, TILE
 from triax.moe.quantization.scaled import ScaledArray, check, stored_block
 from triax.moe.shared import arguments
 from triax.moe.shared.blocks import power_of_two
@@ -52,7 +52,7 @@ def parts(operand: Any) -> Parts:
         return Parts(operand)
     deep, wide = _sizes(operand)
     scales = operand.scales
-    if not operand.packed:
+    if operand.dtype not in PACKED:
         scales = scales.astype(jnp.float32)
         if deep is None:
             scales = scales.reshape([n for axis, n in enumerate(scales.shape) if n > 1 or not axis])
@@ -61,7 +61,7 @@ def parts(operand: Any) -> Parts:
 
 
 def is_blocked(operand: Any) -> bool:
-    """Whether an operand's scales vary along the depth, or two of its numbers share a byte."""
+    """Whether an operand's scales vary along the depth, or its numbers are packed."""
     return isinstance(operand, ScaledArray) and bool(operand.packed or _sizes(operand)[0])
 
 
@@ -82,9 +82,10 @@ def _sizes(operand: ScaledArray) -> tuple[int | None, int | None]:
     _, depth, *columns = operand.shape
     sizes = zip(operand.block[1:], operand.shape[1:], strict=True)
     deep, wide = (*(None if of is None or of >= n else of for of, n in sizes), None)[:2]
-    if deep is None and wide is not None and wide > 1 and not operand.packed:
+    is_packed = operand.dtype in PACKED
+    if deep is None and wide is not None and wide > 1 and not is_packed:
         deep = max(_LEAST, power_of_two(depth))  # kernels find scales of column blocks by depth
-    if columns and (deep or operand.packed):
+    if columns and (deep or is_packed):
         wide = wide or columns[0]
     return deep, wide
 

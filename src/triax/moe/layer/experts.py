@@ -176,30 +176,31 @@ class Experts:
         return found
 
     def tile(self) -> Experts:
-        """Returns the same experts with 4-bit weights reordered by `ScaledArray.tile`.
+        """Returns the same experts with quantized weights reordered by `ScaledArray.tile`.
 
-        Few tokens then take less time on GPUs from Hopper on. Call it once, on the device:
+        Few tokens then take less time on GPUs from compute capability 8.0 on. Call it once, on the
+        device:
 
             experts = jax.jit(moe.Experts.tile)(jax.device_put(experts))
 
         Raises:
-          ArgumentTypeError: no weights have 4 bits.
-          ArgumentValueError: columns or depth of 4-bit weights are not multiples of 64.
+          ArgumentTypeError: no weights are quantized, or some are float8_e5m2.
+          ArgumentValueError: columns or depth of quantized weights are not multiples of 64.
         """
         arrays = {name: getattr(self, name) for name in ("w_gate_up", "w_down")}
 
-        def is_packed(of: Any) -> bool:
-            return isinstance(of, ScaledArray) and bool(of.packed)
+        def is_scaled(of: Any) -> bool:
+            return isinstance(of, ScaledArray)
 
-        if not any(map(is_packed, jax.tree.leaves(arrays, is_leaf=is_packed))):
+        if not any(map(is_scaled, jax.tree.leaves(arrays, is_leaf=is_scaled))):
             raise ArgumentTypeError(
-                f"Only weights of 4 bits are tiled; got {self}. Leave the experts as they are."
+                f"Only quantized weights are tiled; got {self}. Leave the experts as they are."
             )
 
         def tiled(path: Any, of: Any) -> Any:
-            return scaled.tiled(f"experts.{path[0].key}", of) if is_packed(of) else of
+            return scaled.tiled(f"experts.{path[0].key}", of) if is_scaled(of) else of
 
-        arrays = jax.tree_util.tree_map_with_path(tiled, arrays, is_leaf=is_packed)
+        arrays = jax.tree_util.tree_map_with_path(tiled, arrays, is_leaf=is_scaled)
         return dataclasses.replace(self, **arrays)
 
 

@@ -1,4 +1,4 @@
-"""Packs 4-bit numbers, two to a byte, and decodes scales that are powers of two.
+"""Packs 4-bit numbers, two to a byte, reorders tiles, and decodes scales that are powers of two.
 
 The lower half of a byte holds the first of its two numbers along the last dimension, as in
 gpt-oss's checkpoint and in the int32 words of GPTQ.
@@ -21,7 +21,12 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 """A scale of 8 bits: 2**(code - 127), and NaN for the code 255."""
 
 TILE = 64
-"""The columns, and the depth, of a tile of 4-bit numbers."""
+"""The columns, and the depth, of a tile."""
+
+TILED = {
+    dtype.name: dtype for dtype in (*PACKED, *map(np.dtype, (ml_dtypes.float8_e4m3fn, "int8")))
+}
+"""The dtypes of numbers that may be in tiles."""
 
 # Where a tile's words have the bits of the first number of each of their four pairs, from the
 # lowest bit on. The second number of a pair is 16 bits further. Those of e2m1 are so that a shift
@@ -63,16 +68,33 @@ def powers_of_two(codes: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return powers.astype(dtype), jnp.where(codes == 0, 0.5, 1).astype(dtype)
 
 
+def words_of_tile(packed: str | None) -> int:
+    """Returns how many int32 words hold the numbers of a tile."""
+    return TILE**2 // (8 if packed in _BITS else 4)
+
+
 def tile(values: Any, packed: str) -> Any:
-    """Reorders bytes [..., columns, depth / 2] to words of tiles, int32 [..., 64s, 64s, 512].
+    """Reorders numbers [..., columns, depth] to words of tiles, int32 [..., 64s, 64s, words].
 
     A tile has 64 columns and 64 of their depth, in the order in which the threads of tensor cores
-    hold a left operand: four warps, 8 rows of threads, 4 threads, 4 words. Of each 32 of the depth
-    a thread has 8 neighbours, in two words. A word has four pairs of neighbours: of two columns 8
-    apart, at two places of the depth. Both sizes are multiples of 64. NumPy arrays stay on the
-    host.
+    hold a left operand: four warps, each with 8 rows of 4 threads. Of each 32 of the depth a thread
+    has 8 neighbours, of two columns 8 apart.
+
+    In 8 bits a word has two neighbours of both columns, the first column's in its bytes 0 and 2. A
+    warp's words of the first 32 precede those of the second; a thread has four at a time. In 4
+    bits, from bytes [..., columns, depth / 2], a word has two neighbours at two places, and a
+    thread's four words are of both 32.
+
+    Both sizes are multiples of 64. NumPy arrays stay on the host.
     """
     n = values.ndim - 2
+    if packed not in _BITS:
+        values = _split(_split(values, n + 1, (-1, 2, 4, 4, 2)), n, (-1, 4, 2, 8))
+        values = values.transpose(*range(n), *(n + i for i in (0, 4, 1, 5, 3, 6, 7, 8, 2)))
+        values = _merged(_merged(values, n + 7, 2), n + 2, 5)
+        if isinstance(values, np.ndarray):
+            return np.ascontiguousarray(values).view(np.int32)[..., 0]
+        return jax.lax.bitcast_convert_type(values, jnp.int32)
     values = _split(_split(values, n + 1, (-1, 2, 4, 2, 2)), n, (-1, 4, 2, 8))
     values = values.transpose(*range(n), *(n + i for i in (0, 4, 1, 3, 6, 5, 7, 8, 2)))
     values = _merged(_merged(values, n + 7, 2), n + 2, 5)
@@ -95,15 +117,23 @@ def _words_of(byte: Any, bits: tuple[int, ...]) -> Any:
 
 
 def untile(words: Any, packed: str) -> Any:
-    """Returns the bytes [..., columns, depth / 2] of words of tiles."""
+    """Returns the numbers, as they were before `tile`, of words of tiles."""
     numpy = np if isinstance(words, np.ndarray) else jnp
+    n = words.ndim - 3
+    if packed not in _BITS:
+        if isinstance(words, np.ndarray):
+            values: Any = np.ascontiguousarray(words)[..., None].view(TILED[packed])
+        else:
+            values = jax.lax.bitcast_convert_type(words, TILED[packed])
+        values = _split(_split(values, n + 3, (2, 2)), n + 2, (4, 2, 8, 4, 4))
+        values = values.transpose(*range(n), *(n + i for i in (0, 2, 8, 4, 1, 3, 5, 6, 7)))
+        return _merged(_merged(values, n + 4, 5), n, 4)
     pairs = []
     for bits in _BITS[packed]:
         pair = words & 0
         for bit, at in enumerate(bits):
             pair = pair | (words >> at & 1) << bit | (words >> at + 16 & 1) << 4 + bit
         pairs.append(pair.astype(np.uint8))
-    n = words.ndim - 3
     values = _split(_split(numpy.stack(pairs, -1), n + 3, (2, 2)), n + 2, (4, 8, 4, 2, 2))
     values = values.transpose(*range(n), *(n + i for i in (0, 2, 8, 3, 1, 5, 4, 6, 7)))
     return _merged(_merged(values, n + 4, 5), n, 4)

@@ -16,7 +16,7 @@ from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization import packing
-from triax.moe.quantization.packing import E8M0, PACKED
+from triax.moe.quantization.packing import E8M0, PACKED, TILED
 from triax.moe.shared import arguments
 from triax.sharding import explicit
 
@@ -45,14 +45,15 @@ class ScaledArray:
 
     Attributes:
       values: float8_e4m3fn, float8_e5m2 or int8, of any rank. With `packed`, uint8: two numbers in
-        each byte, the lower half first along the last dimension; or what `tile` makes of them.
+        each byte, the lower half first along the last dimension; or int32: words from `tile`.
       scales: float32, or float8_e8m0fnu (powers of two, as in MX formats), of the same rank; each
         size is the number of blocks along that dimension.
       block: the size of a block along each dimension of the array, as in `quantize`: None for a
         whole dimension. A last block may be partial.
       transposed: whether the values are stored with the array's last two dimensions swapped, as
         weights [experts, depth, columns] whose values are [experts, columns, depth].
-      packed: the dtype of numbers in bytes: "float4_e2m1fn" or "int4" (two's complement), or None.
+      packed: the dtype of numbers in bytes, "float4_e2m1fn" or "int4" (two's complement), or in
+        words from `tile`, also "float8_e4m3fn" or "int8"; otherwise None.
       zeros: int8 or float32, in the shape of `scales`: the zero point of each block. For "int4"
         alone; None is zero.
 
@@ -121,7 +122,7 @@ class ScaledArray:
     @property
     def dtype(self) -> Any:
         """The dtype of the numbers in `values`."""
-        return np.dtype(getattr(ml_dtypes, self.packed)) if self.packed else self.values.dtype
+        return TILED[self.packed] if self.packed else self.values.dtype
 
     @property
     def nbytes(self) -> int:
@@ -153,19 +154,19 @@ class ScaledArray:
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
 
     def tile(self) -> ScaledArray:
-        """Reorders 4-bit weights for `ragged_dot` with few rows; numbers and bytes stay.
+        """Reorders weights for `ragged_dot` with few rows; numbers and bytes stay.
 
         From compute capability 8.0 on, the weights are then read and widened faster. Call it once,
         where they are loaded. What widens weights in memory reorders them back in each call.
         Tiles have 64 columns and 64 of their depth: the values are int32 [..., columns / 64,
-        depth / 64, 512]. Scales and zeros of columns' blocks [..., columns, parts of the depth]
-        become [..., columns / 64, 64 · parts]. NumPy arrays stay on the host.
+        depth / 64, 512], or 1024 in 8 bits. Scales and zeros of columns' blocks [..., columns,
+        parts of the depth] become [..., columns / 64, 64 · parts]. NumPy arrays stay on the host.
 
         Returns:
           A `ScaledArray` of the same numbers; this one if it is tiled.
 
         Raises:
-          ArgumentTypeError: the numbers do not have 4 bits.
+          ArgumentTypeError: the numbers are float8_e5m2.
           ArgumentValueError: one of the last two dimensions is not a multiple of 64.
         """
         return tiled("self", self)
@@ -179,7 +180,8 @@ class ScaledArray:
         parts: dict[str, Any] = {"values": packing.untile(_whole(self.values, 3), self.packed)}
         if self.scales_tiled:
             parts |= _reordered(self, packing.untile_scales)
-        return dataclasses.replace(self, **parts)
+        packed = self.packed if self.dtype in PACKED else None
+        return dataclasses.replace(self, **parts, packed=packed)
 
     def astype(self, dtype: Any) -> jax.Array:
         """Calls `dequantize`; arrays have this method too."""
@@ -333,20 +335,21 @@ def tiled(name: str, array: ScaledArray) -> ScaledArray:
     check(name, array)
     if array.tiled:
         return array
-    if not array.packed:
+    if array.dtype.name not in TILED:
         raise ArgumentTypeError(
-            f"Argument `{name}` must have 4-bit numbers to be tiled; got {array.dtype}. Leave it "
-            "as it is."
+            f"Argument `{name}` must have numbers of {', '.join(TILED)} to be tiled; got "
+            f"{array.dtype}. Leave it as it is."
         )
     if array.ndim < 2 or any(size % packing.TILE for size in array.shape[-2:]):
         raise ArgumentValueError(
             f"Argument `{name}` must have columns and a depth in multiples of {packing.TILE} to be "
             f"tiled; got shape {array.shape}. Leave it as it is."
         )
-    parts: dict[str, Any] = {"values": packing.tile(_whole(array.values, 2), array.packed)}
+    packed = array.dtype.name
+    parts: dict[str, Any] = {"values": packing.tile(_whole(array.values, 2), packed)}
     if _are_of_columns(array):
         parts |= _reordered(array, packing.tile_scales)
-    return dataclasses.replace(array, **parts)
+    return dataclasses.replace(array, **parts, packed=packed)
 
 
 def _are_of_columns(array: ScaledArray) -> bool:
@@ -445,7 +448,7 @@ def _checked(array: ScaledArray) -> Block:
     """Returns the block of an array, and checks its parts, which may be types of arrays."""
     values, packed = array.values, array.packed
     names = [dtype.name for dtype in PACKED]
-    messages.check_choice("packed", packed, (None, *names))
+    messages.check_choice("packed", packed, (None, *(TILED if array.tiled else names)))
     remedy = ""
     if not packed and getattr(values, "dtype", None) in (*PACKED, jnp.uint8):
         remedy = (
@@ -460,10 +463,11 @@ def _checked(array: ScaledArray) -> Block:
     arguments.check_dtype("scales", array.scales, (np.dtype("float32"), E8M0), remedy)
     if packed and not values.ndim:
         raise ArgumentValueError("Argument `values` must have a dimension or more to be packed.")
-    if array.tiled and (values.ndim < 3 or values.shape[-1] != packing.TILE**2 // 8):
+    words = packing.words_of_tile(packed) if array.tiled else 0
+    if array.tiled and (values.ndim < 3 or values.shape[-1] != words):
         raise ArgumentValueError(
-            "Argument `values` must have shape [..., columns / 64, depth / 64, 512] if packed in "
-            f"int32; got {values.shape}. Pass bytes, uint8, and call `tile`."
+            f"Argument `values` must have shape [..., columns / 64, depth / 64, {words}] where "
+            f"{packed} is packed in int32; got {values.shape}. Call `tile` on stored numbers."
         )
     block = checked_block(array.block, array.shape, array.transposed)
     wanted = num_blocks(array.shape, block)

@@ -11,6 +11,7 @@ from triax.moe.shared.target import Target
 MOST_ROWS = 256
 """Mean rows per group above which weights are widened first, and reread by every row tile."""
 _MOST_OF_NARROW = 8
+_MOST_OF_DEEP = 40
 _BARRIERS_AND_SCALES = 4096
 LEAST_SCALED = 32
 """Divides the depth of every block with a scale."""
@@ -46,21 +47,29 @@ class FewRowsConfig:
         columns: int,
         depth: int,
         scaled: int | None,
+        *,
+        tiled: bool = False,
     ) -> FewRowsConfig:
-        """Returns the config for 8-bit weights; `scaled` is the depth of a scale, if not all."""
+        """Returns the config for 8-bit weights; `scaled` is the depth of a scale, if not all.
+
+        Weights in tiles (`tiled`) take the least time with deeper blocks, up to some 40 rows.
+        """
         width = blocks.power_of_two(columns)
-        scaled = scaled and max(scaled, _LEAST_DEPTH)
+        scaled = scaled and max(scaled & -scaled, _LEAST_DEPTH)
         if not architecture.multiplies_from_shared:
             deep = max(32, min(128, blocks.power_of_two(depth), scaled or 128))
             width = max(16, min(128, width))
             return cls._that_fits(architecture, _rows(rows_per_group), width, deep, packed=False)
-        if rows_per_group <= _MOST_OF_NARROW:
+        if rows_per_group <= _MOST_OF_NARROW and not tiled:
             deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
             return cls(16, max(16, min(128, width)), deep, 3, False)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
         if scaled is not None:  # a block's sum is kept beside the total
             return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
-        return cls(rows, max(64, min(256, width)), _LEAST_DEPTH, 4, True, num_warps)
+        if tiled and rows_per_group <= _MOST_OF_DEEP:
+            return cls(rows, max(64, min(128, width)), 128, 3, True, num_warps)
+        stages = 3 if tiled else 4
+        return cls(rows, max(64, min(256, width)), _LEAST_DEPTH, stages, True, num_warps)
 
     @classmethod
     def for_packed(
@@ -137,11 +146,19 @@ class TilesConfig:
 
     @classmethod
     def heuristic(
-        cls, target: Target, rows_per_group: int, num_tiles: int, *, powers: bool, in_sum: bool
+        cls,
+        target: Target,
+        rows_per_group: int,
+        num_tiles: int,
+        *,
+        powers: bool,
+        in_sum: bool,
+        eight: bool,
     ) -> TilesConfig:
         """Returns the config for about `num_tiles` of 64 columns, in all groups with rows.
 
         Scales are `powers` of two, or multiply each product before it is added (`in_sum`).
+        Weights have `eight` bits, or four.
         Products of 32 rows beside sums take more registers than sm_80's code has.
         A multiprocessor has 12 to 16 warps. Where they do not take many tiles each, tiles that end
         sooner leave fewer of them without work at the end. With scales that are powers, weights
@@ -149,7 +166,10 @@ class TilesConfig:
         """
         most = 16 if in_sum and not target.architecture.multiplies_from_shared else 32
         rows = max(8, min(most, blocks.power_of_two(2 * rows_per_group)))
-        is_short = rows == 8 and powers and num_tiles <= 24 * target.multiprocessors
+        of_each = num_tiles / target.multiprocessors
+        if eight:
+            return cls(rows, 2 if rows == 8 or (rows == 16 and of_each <= 16) else 1, 3)
+        is_short = rows == 8 and powers and of_each <= 24
         stages = 4 if rows == 16 or (rows == 8 and powers) else 3
         return cls(rows, 2 if is_short else 1, stages)
 

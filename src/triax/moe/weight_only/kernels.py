@@ -49,11 +49,26 @@ def _constant(value: tl.constexpr):
 
 
 @triton.jit
+def _base(hidden, E4M3: tl.constexpr, PACKED: tl.constexpr):
+    """Returns the constant that widening takes from a register, for both halves of a word.
+
+    An instruction takes one other constant. `hidden`, which is not negative, hides it from
+    compilers.
+    """
+    if E4M3:  # where bfloat16 has the bits of size
+        return tl.where(hidden < 0, 0, 0x07F007F0)
+    elif PACKED == "int8":  # 128
+        return tl.where(hidden < 0, 0, 0x43004300)
+    else:  # 136
+        return tl.where(hidden < 0, 0, 0x43084308)
+
+
+@triton.jit
 def _every_other(words, base, E4M3: tl.constexpr):
     """Returns bytes 0 and 2 of each word as bfloat16. E4M3 numbers become 9 / 8 times as large, and
-    NaN infinite. `base` has the bfloat16 bits of 128 in both halves of a word."""
+    NaN infinite. `base` is from `_base`."""
     if E4M3:
-        low, high = _pair(((words << 4) & 0x07F007F0) | ((words << 8) & -0x7FFF8000))
+        low, high = _pair(((words << 4) & base) | ((words << 8) & -0x7FFF8000))
         low *= _constant(_FIRST)
         high *= _constant(_FIRST)
         low *= _constant(_UP)
@@ -134,37 +149,58 @@ def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DE
 
 @triton.jit
 def _loaded_tiles(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr):
-    """Reorders loaded words to [64s of columns, warps, rows, PARTS of the depth, 4, words]."""
+    """Reorders loaded words to [64s of columns, warps, rows, PARTS of the depth, 4, words].
+
+    8-bit weights have parts of 32.
+    """
     TILES: tl.constexpr = DEPTH // 64
-    w = w.reshape(COLUMNS // 64, TILES, 4, 8, 4, PARTS // TILES, 4 * TILES // PARTS)
-    w = w.permute(0, 2, 3, 1, 5, 4, 6)
-    return w.reshape(COLUMNS // 64, 4, 8, PARTS, 4, 4 * TILES // PARTS)
+    if w.numel * 4 == COLUMNS * DEPTH:
+        w = w.reshape(COLUMNS // 64, TILES, 4, 2, 8, 4, 4).permute(0, 2, 4, 1, 3, 5, 6)
+        return w.reshape(COLUMNS // 64, 4, 8, 2 * TILES, 4, 4)
+    else:
+        w = w.reshape(COLUMNS // 64, TILES, 4, 8, 4, PARTS // TILES, 4 * TILES // PARTS)
+        w = w.permute(0, 2, 3, 1, 5, 4, 6)
+        return w.reshape(COLUMNS // 64, 4, 8, PARTS, 4, 4 * TILES // PARTS)
 
 
 @triton.jit
-def _from_tiles(w, base, zeros, powers, E2M1: tl.constexpr, OPERAND: tl.constexpr):
+def _two_columns(words, base, E4M3: tl.constexpr):
+    """Widens 8-bit words of tiles to bfloat16 [..., neighbours, columns]."""
+    low, high = _every_other(words, base, E4M3)
+    low_2, high_2 = _every_other(words >> 8, base, E4M3)
+    return tl.join(tl.join(low, high), tl.join(low_2, high_2))
+
+
+@triton.jit
+def _from_tiles(w, base, zeros, powers, PACKED: tl.constexpr, OPERAND: tl.constexpr):
     """Unpacks words from `_loaded_tiles` to bfloat16 [columns, depth].
 
-    As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32.
+    As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32, which
+    4-bit weights alone may have.
     """
     COLUMNS: tl.constexpr = 64 * w.shape[0]
     PARTS: tl.constexpr = w.shape[3]
-    zeros_2 = None
-    powers_2 = None
-    if zeros is not None:
-        zeros, zeros_2 = _of_two_columns(zeros, COLUMNS, PARTS)
-    if powers is not None:
-        powers, powers_2 = _of_two_columns(powers, COLUMNS, PARTS)
-    a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
-    b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
-    c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
-    d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
-    w = tl.join(tl.join(a, b), tl.join(c, d))
-    if OPERAND:
-        w = w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6)
+    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
+    if PACKED == "float8_e4m3fn" or PACKED == "int8":
+        w = _two_columns(w, base, PACKED == "float8_e4m3fn")
+        return w.permute(0, 1, 7, 2, 3, 5, 4, 6).reshape(COLUMNS, w.numel // COLUMNS)
     else:
-        w = w.permute(0, 1, 7, 2, 3, 4, 5, 8, 6)
-    return w.reshape(COLUMNS, w.numel // COLUMNS)
+        zeros_2 = None
+        powers_2 = None
+        if zeros is not None:
+            zeros, zeros_2 = _of_two_columns(zeros, COLUMNS, PARTS)
+        if powers is not None:
+            powers, powers_2 = _of_two_columns(powers, COLUMNS, PARTS)
+        a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
+        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
+        c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
+        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
+        w = tl.join(tl.join(a, b), tl.join(c, d))
+        if OPERAND:
+            w = w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6)
+        else:
+            w = w.permute(0, 1, 7, 2, 3, 4, 5, 8, 6)
+        return w.reshape(COLUMNS, w.numel // COLUMNS)
 
 
 @triton.jit
@@ -209,7 +245,7 @@ def _operand(
 ):
     """Widens and reorders weights, packed ones minus `zeros` and times `powers`, both of parts."""
     if TILED:
-        return _from_tiles(w, base, zeros, powers, PACKED == "float4_e2m1fn", True)
+        return _from_tiles(w, base, zeros, powers, PACKED, True)
     elif PACKED is not None:
         COLUMNS: tl.constexpr = w.shape[0]
         DEPTH: tl.constexpr = 2 * w.shape[1]
@@ -385,6 +421,8 @@ def _few_rows_kernel(
     num_column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
     num_tiles = num_row_tiles * num_column_tiles
     IN_A_BYTE: tl.constexpr = 1 if PACKED is None else 2
+    IS_8_BIT: tl.constexpr = PACKED == "float8_e4m3fn" or PACKED == "int8"
+    TILE_ROWS: tl.constexpr = 32 if IS_8_BIT else 16  # of 32 words
     # IN_SUM: products are scaled before they are added. HALVES: so are those of a block's halves,
     # each with its own scale and zero. PART: a depth with one power and one zero.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
@@ -398,16 +436,16 @@ def _few_rows_kernel(
         order = _order(BLOCK_COLUMNS, WARPS)
     else:
         order = tl.arange(0, BLOCK_COLUMNS)
-    # Hidden from compilers: an instruction takes one constant, the mask, and `base` in a register.
-    base = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
-    base = tl.where(base < 0, 0, 0x43004300 if PACKED is None else 0x43084308)
+    E4M3: tl.constexpr = PACKED == "float8_e4m3fn" or weights.dtype == tl.float8e4nv
+    EIGHT: tl.constexpr = "int8" if PACKED is None else PACKED
+    base = _base(tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32)), E4M3, EIGHT)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         column = column_tile * BLOCK_COLUMNS
         total = tl.zeros(
             [BLOCK_COLUMNS, BLOCK_ROWS] if PERMUTED else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32
         )
-        if PACKED is not None or HALVES:
+        if POWERS or HALVES or zeros_ptr is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             known = columns < num_columns
             at = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
@@ -429,7 +467,7 @@ def _few_rows_kernel(
                 zeros = _of_parts(zeros_ptr + at, known, 0, depth, PARTS, PART, BLOCK, STEP)
         for start in range(0, depth, BLOCK_DEPTH):
             if TILED:
-                w = weights.load([group, column // 64, start // 64 * 16, 0])
+                w = weights.load([group, column // 64, start // 64 * TILE_ROWS, 0])
                 IN_TILES: tl.constexpr = 2 if HALVES else max(PARTS, BLOCK_DEPTH // 64)
                 w = _loaded_tiles(w, BLOCK_COLUMNS, BLOCK_DEPTH, IN_TILES)
             else:
@@ -499,7 +537,7 @@ def _few_rows_kernel(
 
         columns = column + order
         known = columns < num_columns
-        if WORDS and weights.dtype == tl.float8e4nv:
+        if WORDS and E4M3:
             total *= 8 / 9
             total += total - total  # infinite sums become NaN
         if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:

@@ -21,7 +21,7 @@ from triax.moe.grouped_matmul.tiles import (
     suit_tma,
     triton_dtype,
 )
-from triax.moe.quantization.packing import E8M0, TILE
+from triax.moe.quantization.packing import E8M0, PACKED, TILE, TILED, words_of_tile
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
@@ -88,6 +88,11 @@ def _powers(w: Parts) -> bool:
     return w.packed is not None and w.scales is not None and w.scales.dtype == E8M0
 
 
+def _has_8_bits(w: Parts) -> bool:
+    """Whether numbers have 8 bits; otherwise they have four."""
+    return w.packed is None or TILED[w.packed] not in PACKED
+
+
 def _suits_tiles(target: Target, rows_per_group: int, w: Parts) -> bool:
     """Whether the kernel for tiles is for weights with so many rows."""
     most = TilesConfig.most_rows(target.architecture, None if _powers(w) else w.deep)
@@ -116,9 +121,12 @@ def few_rows(
     rows, weights, powers = x.values, w.values, _powers(w)
     num_rows, depth = rows.shape
     num_groups, columns = len(weights), w.columns
-    choose = FewRowsConfig.for_packed if w.packed else FewRowsConfig.for_rows
     scaled = None if powers else w.deep
-    config = choose(target.architecture, rows_per_group, columns, depth, scaled)
+    sizes = target.architecture, rows_per_group, columns, depth, scaled
+    if _has_8_bits(w):
+        config = FewRowsConfig.for_rows(*sizes, tiled=w.tiled)
+    else:
+        config = FewRowsConfig.for_packed(*sizes)
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
@@ -129,7 +137,8 @@ def few_rows(
     box: tuple[int, ...] = (1, config.block_columns, config.block_depth // (2 if w.packed else 1))
     if w.tiled:
         weights = weights.reshape(num_groups, columns // TILE, -1, 32)
-        box = (1, config.block_columns // TILE, config.block_depth // TILE * 16, 32)
+        tile_rows = words_of_tile(w.packed) // 32
+        box = (1, config.block_columns // TILE, config.block_depth // TILE * tile_rows, 32)
         rows = _renumbered_for_tiles(rows)
     elif w.packed:
         rows = _renumbered_packed(rows, ordered)
@@ -181,7 +190,12 @@ def _few_rows_of_tiles(
     powers = _powers(w)
     in_sum = w.deep is not None and not powers
     config = TilesConfig.heuristic(
-        target, rows_per_group, in_use * column_tiles, powers=powers, in_sum=in_sum
+        target,
+        rows_per_group,
+        in_use * column_tiles,
+        powers=powers,
+        in_sum=in_sum,
+        eight=_has_8_bits(w),
     )
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     return launch(
@@ -214,33 +228,42 @@ def widen(
     dtype: Any,
     *,
     implementation: KernelImplementation | None,
-) -> jax.Array:
-    """Dequantizes 4-bit weights of groups in memory, in the stored layout, as `widened` does."""
+) -> Parts:
+    """Dequantizes weights of groups in memory, in the stored layout, as `widened` does.
+
+    Scales of 8-bit weights that are for the whole depth stay apart, as those of weights that are
+    not in tiles do.
+    """
     from triax.moe.weight_only.widening_kernels import _widen_kernel
 
     w = parts(weights)
     suitable = weights.transposed and (w.deep or LEAST_SCALED) % LEAST_SCALED == 0
-    if not suitable or not weights.size:
-        return widened(weights, dtype)
+    if not suitable or not weights.size or weights.dtype.name not in TILED:
+        return Parts(widened(weights, dtype))
+    is_apart = weights.dtype not in PACKED and w.deep is None
+    values = w.values.reshape(-1)
+    if not w.packed:
+        values = jax.lax.bitcast_convert_type(values, jnp.int8)
     num_groups, depth, columns = weights.shape
     config = WidenConfig()
-    return launch(
+    found = launch(
         _widen_kernel,
-        w.values.reshape(-1),
-        _scales(w),
+        values,
+        None if is_apart else _scales(w),
         w.zeros,
         columns,
         depth,
         out_type=jax.ShapeDtypeStruct((num_groups, columns, depth), dtype),
         grid=num_groups * cdiv(columns, TILE) * cdiv(depth, config.block_depth),
         config=config,
-        PACKED=w.packed,
+        PACKED=weights.dtype.name,
         TILED=w.tiled,
         POWERS=_powers(w),
         SCALE_COLUMNS=w.wide,
         SCALE_DEPTH=w.deep,
         implementation=implementation,
     )
+    return Parts(found, w.scales, wide=w.wide) if is_apart else Parts(found)
 
 
 def _renumbered(rows: jax.Array, permuted: bool, ordered: int) -> jax.Array:

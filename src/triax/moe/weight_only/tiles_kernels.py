@@ -1,4 +1,4 @@
-"""The kernel for few bfloat16 rows times 4-bit weights in tiles, by `mma.sync`.
+"""The kernel for few bfloat16 rows times weights in tiles, by `mma.sync`.
 
 A warp multiplies 64 columns, 64 of the depth at a time. Words of tiles have the weights that a
 thread multiplies (`packing.tile`), so each is widened where it has been loaded. SPLIT warps of a
@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from triax.moe.grouped_matmul.kernels import _tile
-from triax.moe.weight_only.kernels import _store_zeros, _two_of_eight
+from triax.moe.weight_only.kernels import _base, _scales, _store_zeros, _two_columns, _two_of_eight
 
 _TILE = tl.constexpr(64)  # a tile's columns, and its depth
-_WORDS = tl.constexpr(512)  # of a tile
 _PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it
 
 
@@ -37,23 +36,30 @@ def _of_words(parts):
 
 
 @triton.jit
-def _widened(w, base, zeros, powers, E2M1: tl.constexpr):
+def _widened(w, base, zeros, powers, PACKED: tl.constexpr):
     """Widens words to bfloat16 [SPLIT, columns, depth], minus zeros and times powers."""
     SPLIT: tl.constexpr = w.shape[0]
-    w = w.reshape(4 * SPLIT, 8, 4, 2, 2).permute(0, 1, 3, 2, 4)
-    zeros_2 = None
-    powers_2 = None
-    if zeros is not None:
-        zeros, zeros_2 = _of_words(zeros)
-    if powers is not None:
-        powers, powers_2 = _of_words(powers)
-    a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
-    b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
-    c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
-    d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
-    # Warps' columns, rows of threads, parts, threads of a row, words, neighbours, columns, depths.
-    w = tl.join(tl.join(a, b), tl.join(c, d))
-    return w.permute(0, 6, 1, 2, 3, 4, 7, 5).reshape(SPLIT, _TILE, _TILE)
+    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
+    if w.shape[1] == 1024:
+        # Warps' columns, rows of threads, parts, threads, words, neighbours, columns.
+        w = w.reshape(4 * SPLIT, 2, 8, 4, 4).permute(0, 2, 1, 3, 4)
+        w = _two_columns(w, base, PACKED == "float8_e4m3fn")
+        return w.permute(0, 6, 1, 2, 3, 4, 5).reshape(SPLIT, _TILE, _TILE)
+    else:
+        zeros_2 = None
+        powers_2 = None
+        if zeros is not None:
+            zeros, zeros_2 = _of_words(zeros)
+        if powers is not None:
+            powers, powers_2 = _of_words(powers)
+        w = w.reshape(4 * SPLIT, 8, 4, 2, 2).permute(0, 1, 3, 2, 4)
+        a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
+        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
+        c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
+        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
+        # Warps' columns, rows of threads, parts, threads, words, neighbours, columns, depths.
+        w = tl.join(tl.join(a, b), tl.join(c, d))
+        return w.permute(0, 6, 1, 2, 3, 4, 7, 5).reshape(SPLIT, _TILE, _TILE)
 
 
 @triton.jit
@@ -97,18 +103,18 @@ def _few_rows_of_tiles_kernel(
     last_row = tl.load(tiles_ptr + 1)
     first_row = tl.load(tiles_ptr + 2)
     num_column_tiles = num_columns // _TILE
-    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
+    E4M3: tl.constexpr = PACKED == "float8_e4m3fn"
+    WORDS: tl.constexpr = 1024 if E4M3 or PACKED == "int8" else 512  # of a tile
     # IN_SUM: products are scaled before they are added. PARTS: of a step, with a scale each.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
     DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
     PARTS: tl.constexpr = 2 if POWERS or DEEP % _TILE != 0 else 1
     IN_TILES: tl.constexpr = SCALE_DEPTH is not None and SCALE_COLUMNS == 1
     STEP: tl.constexpr = _TILE if IN_TILES else 1
-    # Hidden from compilers: an instruction takes one constant, the mask, and `base` in a register.
-    # It depends on a load of 8 bits, the highest of a number that is not negative.
+    # A load of 8 bits, the highest of a number that is not negative, on which weights depend.
     bytes_ptr = tiles_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
     base = tl.load(bytes_ptr + 3 + tl.zeros([1, 1], tl.int32)).to(tl.int32)
-    base = tl.where(base < 0, 0, 0x43084308)
+    base = _base(base, E4M3, PACKED)
     num_steps = depth // _TILE
     steps_of_part = tl.cdiv(num_steps, SPLIT)
     first_step = tl.arange(0, SPLIT) * steps_of_part
@@ -122,21 +128,22 @@ def _few_rows_of_tiles_kernel(
         at = rows_ptr + tl.minimum(which, num_rows - 1).to(tl.int64)[None, :, None] * depth
         rows = at + order[None, None, :]
         tile_at = group.to(tl.int64) * num_column_tiles + column_tile
-        words = words_ptr + tile_at * num_steps * _WORDS + tl.arange(0, _WORDS)[None, :]
+        words = words_ptr + tile_at * num_steps * WORDS + tl.arange(0, WORDS)[None, :]
         if IN_TILES:
             of_columns = tile_at * tl.cdiv(depth, DEEP) * _TILE + order
-        else:
+        elif SCALE_COLUMNS is not None:
             of_columns = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS)
             of_columns += (column_tile * _TILE + place) // SCALE_COLUMNS
             of_columns *= tl.cdiv(depth, DEEP)
-        scales_at = group_scales_ptr + of_columns
+        if SCALE_DEPTH is not None or POWERS:
+            scales_at = group_scales_ptr + of_columns
         total = tl.zeros([SPLIT, _TILE, BLOCK_ROWS], tl.float32)
         if POWERS:  # 255 stands for NaN
             largest = tl.zeros([SPLIT, PARTS, 8, 4, 2], tl.int16)
         for step in tl.range(0, steps_of_part, num_stages=STAGES):
             steps = tl.minimum(first_step + step, num_steps - 1)
             inside = first_step + step < num_steps
-            w = tl.load(words + steps[:, None] * _WORDS)
+            w = tl.load(words + steps[:, None] * WORDS)
             x = tl.load(rows + steps[:, None, None] * _TILE, mask=inside[:, None, None], other=0.0)
             zeros = None
             powers = None
@@ -152,7 +159,7 @@ def _few_rows_of_tiles_kernel(
                 powers = tl.maximum(scales << 7, 64 + tl.zeros_like(scales)).to(
                     tl.bfloat16, bitcast=True
                 )
-            w = _widened(w, base, zeros, powers, E2M1)
+            w = _widened(w, base, zeros, powers, PACKED)
             if not IN_SUM:
                 total = tl.dot(w, x.permute(0, 2, 1), total)
             elif PARTS == 1:
@@ -166,9 +173,23 @@ def _few_rows_of_tiles_kernel(
         if POWERS:
             total += tl.where(_of_columns(tl.max(largest, 1)) == 255, float("nan"), 0.0)
         total = tl.sum(total, 0).T
+        if E4M3:
+            total *= 8 / 9
+            total += total - total  # infinite sums become NaN
         if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
-            at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
-            total *= tl.load(group_scales_ptr + at)[None, :]
+            total *= _scales(
+                group_scales_ptr,
+                group,
+                column_tile * _TILE,
+                order,
+                num_columns,
+                0,
+                depth,
+                _TILE,
+                SCALE_COLUMNS,
+                None,
+                1,
+            )[None, :]
         inside = which < end
         if bias_ptr is not None:
             addend = tl.load(bias_ptr + group.to(tl.int64) * num_columns + columns)
