@@ -25,7 +25,7 @@ from triax.compat import versions
 from triax.devices import is_cuda, reported_by_driver
 
 _PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin triton cuda-bindings torch tokamax"
-_PACKAGES += " transformer-engine transformer-engine-jax transformers"
+_PACKAGES += " transformer-engine transformer-engine-jax transformers vllm"
 
 
 def main(measure: Callable[[], Iterable[tuple[str, Any]]], **shape: Any) -> None:
