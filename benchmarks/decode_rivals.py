@@ -88,8 +88,8 @@ def weights(name: str, experts: int, depth: int, columns: int) -> Any:
 
 
 def triax(w: Any) -> dict[str, rivals.Way]:
-    """Triax, with 4-bit weights in tiles."""
-    tiled = jax.jit(moe.ScaledArray.tile)(w) if getattr(w, "packed", None) else w
+    """Triax, with quantized weights in tiles."""
+    tiled = w if isinstance(w, jax.Array) else jax.jit(moe.ScaledArray.tile)(w)
     program = jax.jit(lambda given: moe.ragged_dot(*given))
     return {"Triax": lambda x, sizes: functools.partial(program, (x, tiled, jnp.asarray(sizes)))}
 

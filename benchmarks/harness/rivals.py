@@ -171,7 +171,7 @@ def as_graph(call: Call) -> Call:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # JAX has threads too
         out = call()
 
-    def replay() -> Any:
+    def replay(_kept: Call = call) -> Any:  # with the arrays that the graph reads
         graph.replay()
         return out
 
