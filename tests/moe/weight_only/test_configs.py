@@ -59,6 +59,8 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
     [
         (90, 4, 11520, True, False, TilesConfig(8, 1, 4)),
         (90, 0, 2880, True, False, TilesConfig(8, 2, 4)),
+        (90, 0, 512, True, False, TilesConfig(8, 2, 4)),
+        (90, 0, 360, False, True, TilesConfig(8, 4, 4)),
         (90, 4, 2880, False, True, TilesConfig(8, 1, 3)),
         (90, 8, 2048, True, False, TilesConfig(16, 1, 4)),
         (90, 40, 2048, False, True, TilesConfig(32, 1, 3)),
@@ -76,6 +78,8 @@ def test_few_rows_of_tiles(card, rows, tiles, powers, in_sum, config):
 @pytest.mark.parametrize(
     ("rows", "tiles", "config"),
     [
+        (0, 360, TilesConfig(8, 4, 3)),
+        (0, 512, TilesConfig(8, 2, 3)),
         (0, 11520, TilesConfig(8, 2, 3)),
         (4, 11520, TilesConfig(8, 2, 3)),
         (8, 2048, TilesConfig(16, 2, 3)),

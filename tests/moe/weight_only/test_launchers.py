@@ -16,9 +16,12 @@ from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_scaled import E4M3, exactly, scaled
 from triax import moe
 from triax.compat import jax_private
+from triax.moe.grouped_matmul.options import Groups, Options
+from triax.moe.grouped_matmul.scaled import parts
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import target
-from triax.testing import assert_close, checked
+from triax.moe.weight_only import launchers
+from triax.testing import assert_close, assert_same_bits, checked
 
 # Rows of groups as the two kinds of tiles take them, and what is more than one tile.
 SIZES = {
@@ -67,17 +70,45 @@ def test_equals_float64(monkeypatch, card, tiled, sizes, scaled_by, dtype):
     assert not np.any(np.asarray(out)[past:])
 
 
-def test_of_some_groups():
+@pytest.mark.sampled(2, None)
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("sizes", [[30, 10, 20, 5, 40], [2**31 - 1, 9, -3, 4, 5], [30, 0, 0, 0, 0]])
+def test_of_some_groups(sizes, tiled):
     """Rows before the groups are zero, too."""
-    weights = scaled(1, (3, COLUMNS, DEPTH), (1, DEPTH, 1), E4M3, transposed=True)
-    sizes = np.array([30, 10, 20, 5, 40], np.int32)
-    rows = np.random.default_rng(0).standard_normal((120, DEPTH), np.float32).astype(jnp.bfloat16)
+    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
+    weights = scaled(1, (3, columns, depth), (1, depth, 1), E4M3, transposed=True)
+    sizes = np.array(sizes, np.int32)
+    rows = np.random.default_rng(0).standard_normal((120, depth), np.float32).astype(jnp.bfloat16)
     how = {"group_offset": 1, "implementation": "interpret"}
     with checked():
-        out = jax.jit(functools.partial(moe.ragged_dot, **how))(rows, weights, sizes)
-    all_of_them = np.zeros((5, DEPTH, COLUMNS))
+        given = weights.tile() if tiled else weights
+        out = jax.jit(functools.partial(moe.ragged_dot, **how))(rows, given, sizes)
+    all_of_them = np.zeros((5, depth, columns))
     all_of_them[1:4] = exactly(weights)
-    assert_close(out, oracle.ragged_dot(rows, all_of_them, sizes), terms=DEPTH)
+    assert_close(out, oracle.ragged_dot(rows, all_of_them, sizes), terms=depth)
+
+
+@pytest.mark.sampled(1, None)
+@pytest.mark.parametrize("sizes", [[0, 20, 3, 17, 0, 1], [-5, 2**31 - 1, 2**31 - 1, 7, 0, 0]])
+@pytest.mark.parametrize("first", [None, 0, 7, -9, 2**31 - 1])
+def test_programs_find_the_tiles_of_the_schedule(monkeypatch, first, sizes):
+    """The same results from sizes as from a schedule that is launched before."""
+    depth, columns = TILES
+    weights = scaled(1, (6, columns, depth), (1, depth, 1), "int8", transposed=True).tile()
+    rows = np.random.default_rng(0).standard_normal((45, depth), np.float32).astype(jnp.bfloat16)
+    groups = Groups(jnp.array(sizes, "int32"), None if first is None else jnp.int32(first))
+    gpu = dataclasses.replace(target.INTERPRETER, compute_capability=90)
+    options = Options(jnp.dtype("bfloat16"), None)
+
+    def found():
+        x, w = map(parts, (rows, weights))
+        how = {"options": options, "implementation": "interpret"}
+        return launchers.few_rows(gpu, 8, x, w, groups, None, None, **how)
+
+    with checked():
+        of_sizes = jax.jit(found)()
+    monkeypatch.setattr(launchers, "MOST_SCHEDULED", 0)
+    assert_same_bits(of_sizes, jax.jit(lambda: found())())
 
 
 @pytest.mark.sampled(2)

@@ -293,7 +293,7 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, tiled, way):
         shape((rows, 512), "bfloat16"), weights, shape((32,), "int32")
     )
     if tiled and rows <= (1024 if way == "int4, 32" else 64):
-        ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+        ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[-1]
         assert "_few_rows_of_tiles_kernel" in ptx
         assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
         # Between products weights stay in registers; sums of parts of the depth do not, after them.

@@ -10,6 +10,8 @@ from triax.moe.shared.target import Target
 
 MOST_ROWS = 256
 """Mean rows per group above which weights are widened first, and reread by every row tile."""
+MOST_SCHEDULED = 512
+"""Rows, and groups, with which programs find their tiles from the sizes of groups themselves."""
 _MOST_OF_NARROW = 8
 _MOST_OF_DEEP = 40
 _BARRIERS_AND_SCALES = 4096
@@ -160,13 +162,15 @@ class TilesConfig:
         Scales are `powers` of two, or multiply each product before it is added (`in_sum`).
         Weights have `eight` bits, or four.
         Products of 32 rows beside sums take more registers than sm_80's code has.
-        A multiprocessor has 12 to 16 warps. Where they do not take many tiles each, tiles that end
-        sooner leave fewer of them without work at the end. With scales that are powers, weights
-        take the most instructions, so that this counts.
+        A multiprocessor has 12 to 16 warps. With few tiles for each, parts of the depth give all of
+        them work. With more tiles, those that end sooner leave fewer warps without work at the end.
+        This counts where weights take the most instructions, with scales that are powers, or few.
         """
         most = 16 if in_sum and not target.architecture.multiplies_from_shared else 32
         rows = max(8, min(most, blocks.power_of_two(2 * rows_per_group)))
         of_each = num_tiles / target.multiprocessors
+        if rows == 8 and of_each <= 8:
+            return cls(rows, 4 if of_each <= 3 else 2, 3 if eight else 4)
         if eight:
             return cls(rows, 2 if rows == 8 or (rows == 16 and of_each <= 16) else 1, 3)
         is_short = rows == 8 and powers and of_each <= 24

@@ -28,6 +28,7 @@ from triax.moe.shared.target import Target
 from triax.moe.weight_only.configs import (
     LEAST_SCALED,
     MOST_ROWS,
+    MOST_SCHEDULED,
     FewRowsConfig,
     TilesConfig,
     WidenConfig,
@@ -197,12 +198,17 @@ def _few_rows_of_tiles(
         in_sum=in_sum,
         eight=_has_8_bits(w),
     )
-    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
+    in_programs = max(num_rows, num_groups) <= MOST_SCHEDULED
+    tiles = None
+    if not in_programs:
+        tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     return launch(
         _few_rows_of_tiles_kernel,
         x.values,
         w.values,
         tiles,
+        groups.sizes if in_programs else None,
+        groups.first_row if in_programs else None,
         _scales(w),
         w.zeros,
         bias,
@@ -215,6 +221,7 @@ def _few_rows_of_tiles(
         config=config,
         PACKED=w.packed,
         POWERS=powers,
+        NUM_GROUPS=num_groups if in_programs else 0,
         implementation=implementation,
         DTYPE=triton_dtype(options.dtype),
         SCALE_COLUMNS=w.wide,

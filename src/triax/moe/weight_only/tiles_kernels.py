@@ -7,6 +7,9 @@ program take a part of the depth each, and their sums are added at the end.
 Triton gives each thread eight neighbours of the depth, because a load of 8 bits leads to the
 weights. A sum over the depth may take any order, so these are the neighbours in a thread's words.
 
+Row tiles are those of ragged_dot's schedule. With few rows each program finds its own from the
+sizes of groups, which takes less time than a launch.
+
 Scales and zeros of single columns are in the order of `packing.tile_scales`. Powers of two, and
 zeros, are applied to the widened weights, which is exact. Other scales multiply float32 sums.
 """
@@ -19,6 +22,35 @@ from triax.moe.weight_only.kernels import _base, _scales, _store_zeros, _two_col
 
 _TILE = tl.constexpr(64)  # a tile's columns, and its depth
 _PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it
+
+
+@triton.jit
+def _schedule(sizes_ptr, first_row_ptr, num_rows, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Returns each group's start, end and first row tile, and the first group's start.
+
+    Sizes are clipped as in `_ragged_dot_schedule_kernel`.
+    """
+    first_row = 0
+    if first_row_ptr is not None:
+        first_row = tl.minimum(tl.maximum(tl.load(first_row_ptr), 0), num_rows)
+    at = tl.arange(0, triton.next_power_of_2(NUM_GROUPS))
+    sizes = tl.load(sizes_ptr + at, mask=at < NUM_GROUPS, other=0)
+    sizes = tl.minimum(tl.maximum(sizes, 0), num_rows)
+    ends = first_row + tl.cumsum(sizes, 0)
+    starts = tl.minimum(ends - sizes, num_rows)
+    ends = tl.minimum(ends, num_rows)
+    num_tiles = tl.cdiv(ends - starts, ROWS)
+    return starts, ends, tl.cumsum(num_tiles, 0) - num_tiles, first_row
+
+
+@triton.jit
+def _tile_of(starts, ends, firsts, row_tile, ROWS: tl.constexpr):
+    """Returns the group, the first row and the group's end of a row tile, from `_schedule`."""
+    tiles_in = row_tile - firsts
+    is_it = (tiles_in >= 0) & (tiles_in < tl.cdiv(ends - starts, ROWS))
+    group = tl.sum(tl.where(is_it, tl.arange(0, starts.shape[0]), 0), 0)
+    row = tl.sum(tl.where(is_it, starts + tiles_in * ROWS, 0), 0)
+    return group, row, tl.sum(tl.where(is_it, ends, 0), 0)
 
 
 @triton.jit
@@ -82,6 +114,8 @@ def _few_rows_of_tiles_kernel(
     rows_ptr,
     words_ptr,
     tiles_ptr,
+    sizes_ptr,
+    first_row_ptr,
     group_scales_ptr,
     zeros_ptr,
     bias_ptr,
@@ -95,14 +129,28 @@ def _few_rows_of_tiles_kernel(
     SCALE_DEPTH: tl.constexpr,
     PACKED: tl.constexpr,
     POWERS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    num_row_tiles = tl.load(tiles_ptr)
-    last_row = tl.load(tiles_ptr + 1)
-    first_row = tl.load(tiles_ptr + 2)
     num_column_tiles = num_columns // _TILE
+    if tiles_ptr is not None:
+        num_row_tiles = tl.load(tiles_ptr)
+        last_row = tl.load(tiles_ptr + 1)
+        first_row = tl.load(tiles_ptr + 2)
+        byte_ptr = tiles_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+    else:
+        starts, ends, firsts, first_row = _schedule(
+            sizes_ptr, first_row_ptr, num_rows, NUM_GROUPS, BLOCK_ROWS
+        )
+        num_row_tiles = tl.max(firsts + tl.cdiv(ends - starts, BLOCK_ROWS), 0)
+        last_row = tl.max(ends, 0)
+        byte_ptr = sizes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+        # There are as many programs as tiles or more.
+        row_tile = tl.program_id(0) // num_column_tiles
+        column_tile = tl.program_id(0) % num_column_tiles
+        group, row, end = _tile_of(starts, ends, firsts, row_tile, BLOCK_ROWS)
     E4M3: tl.constexpr = PACKED == "float8_e4m3fn"
     WORDS: tl.constexpr = 1024 if E4M3 or PACKED == "int8" else 512  # of a tile
     # IN_SUM: products are scaled before they are added. PARTS: of a step, with a scale each.
@@ -111,17 +159,18 @@ def _few_rows_of_tiles_kernel(
     PARTS: tl.constexpr = 2 if POWERS or DEEP % _TILE != 0 else 1
     IN_TILES: tl.constexpr = SCALE_DEPTH is not None and SCALE_COLUMNS == 1
     STEP: tl.constexpr = _TILE if IN_TILES else 1
-    # A load of 8 bits, the highest of a number that is not negative, on which weights depend.
-    bytes_ptr = tiles_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
-    base = tl.load(bytes_ptr + 3 + tl.zeros([1, 1], tl.int32)).to(tl.int32)
-    base = _base(base, E4M3, PACKED)
+    # Zero, which compilers do not know, by loads of 8 bits, on which weights depend.
+    byte_ptr += tl.zeros([1, 1], tl.int32)
+    hidden = tl.load(byte_ptr, volatile=True) ^ tl.load(byte_ptr, volatile=True)
+    base = _base(hidden.to(tl.int32), E4M3, PACKED)
     num_steps = depth // _TILE
     steps_of_part = tl.cdiv(num_steps, SPLIT)
     first_step = tl.arange(0, SPLIT) * steps_of_part
     order = tl.arange(0, _TILE)  # of columns in tiles: that of `place`
     place = order % 8 * 8 + order // 8
     for tile in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0)):
-        group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
+        if tiles_ptr is not None:
+            group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         which = row + tl.arange(0, BLOCK_ROWS)
         columns = column_tile * _TILE + order
         # Rows past the group's end are not stored.
