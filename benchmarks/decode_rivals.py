@@ -16,7 +16,7 @@ as a share of a library's time; `over_triax` is a rival's time over Triax's. A r
 installed, or whose result is wrong, gets the reason in place of times.
 
     python -m benchmarks.decode_rivals [--models M ...] [--formats F ...] [--tokens N ...]
-        [--output FILE]
+        [--add] [--output FILE]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import copy
 import functools
 import gc
 import itertools
+import json
 import os
 import statistics
 from collections.abc import Iterator
@@ -224,9 +225,11 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[*FORMATS])
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--add", action="store_true", help="keep the record's other results")
     options = record.parse(parser)
+    known = json.loads(options.output.read_text())["results"] if options.add else {}
     found = measure(options.models, options.formats, options.tokens)
-    record.keep(options.output, found, checked_rows=CHECKED_ROWS, tolerance=TOLERANCE)
+    record.keep(options.output, found, known, checked_rows=CHECKED_ROWS, tolerance=TOLERANCE)
 
 
 if __name__ == "__main__":

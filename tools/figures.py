@@ -291,6 +291,20 @@ def decode() -> str:
     return table(head, [[*map(str, shape), *cells] for shape, cells in rows.items()])
 
 
+def decode_rivals() -> str:
+    """Of a read by Triax, and the time of the faster rival over Triax's, by tokens."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for name, found in record("decode_rivals")["results"].items():
+        model, weights, tokens = name.split(", ")
+        names = found.keys() & {"Marlin", "triton_kernels"}
+        best = min(found[rival]["over_triax"] for rival in names)
+        cell = f"{found['Triax']['of_read']:.2f}, {best:.2f}"
+        rows.setdefault((model, weights), {})[tokens.removesuffix(" tokens")] = cell
+    tokens = list(next(iter(rows.values())))
+    head = ["", "weights", *(f"{count} tokens" if count != "1" else "1 token" for count in tokens)]
+    return table(head, [[*which, *cells.values()] for which, cells in rows.items()])
+
+
 def serve() -> str:
     """What `examples/serving/serve.py` printed on a GPU: means of its runs, without the weights."""
     runs = record("serve")["runs"]
@@ -712,7 +726,7 @@ def mutants() -> str:
 
 # Records whose date and GPU stand below a table.
 PLACES = "layer matmuls router eight_bits learning quantize group_offset gpt_oss stress flags"
-PLACES += " numerics layer_memory float32 start serve gallery adopting"
+PLACES += " numerics layer_memory float32 start serve gallery adopting decode_rivals"
 
 TABLES: dict[str, Callable[[], str]] = {
     **{name: functools.partial(of_rows, name) for name in ROWS},
@@ -750,6 +764,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
+    "decode_rivals": decode_rivals,
     "serve": serve,
     "against": against,
     "single_ops": single_ops,

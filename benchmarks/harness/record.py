@@ -50,9 +50,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def keep(path: Path, found: Iterable[tuple[str, Any]], **shape: Any) -> dict[str, Any]:
-    """Prints and writes results by their names, as they come."""
-    results: dict[str, Any] = {}
+def keep(
+    path: Path, found: Iterable[tuple[str, Any]], known: dict[str, Any] | None = None, **shape: Any
+) -> dict[str, Any]:
+    """Prints and writes results by their names, as they come, after those that are `known`."""
+    results = dict(known or {})
     for name, figures in found:
         results[name] = figures
         print(name, shown(figures), flush=True)

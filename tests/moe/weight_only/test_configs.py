@@ -93,6 +93,13 @@ def test_few_rows_of_tiles_in_8_bits(rows, tiles, config):
     assert TilesConfig.heuristic(gpu, rows, tiles, **how) == config
 
 
+def test_programs_find_few_tiles_of_few_rows():
+    gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
+    assert TilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132)
+    assert not TilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132 + 1)
+    assert not TilesConfig(16, 1, 3).finds_tiles(gpu, 1)
+
+
 def test_rows_past_those_of_tiles_in_8_bits():
     """Blocks are deeper up to some 40 rows. A block has one scale for its depth, or two."""
     of = functools.partial(FewRowsConfig.for_rows, architectures.of(90), tiled=True)

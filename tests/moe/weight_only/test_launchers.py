@@ -96,6 +96,10 @@ def test_programs_find_the_tiles_of_the_schedule(monkeypatch, first, sizes):
     depth, columns = TILES
     weights = scaled(1, (6, columns, depth), (1, depth, 1), "int8", transposed=True).tile()
     rows = np.random.default_rng(0).standard_normal((45, depth), np.float32).astype(jnp.bfloat16)
+    launched = []
+    launch = launchers.launch
+    noted = lambda *of, **how: (launched.append(how["NUM_GROUPS"]), launch(*of, **how))[1]
+    monkeypatch.setattr(launchers, "launch", noted)
     groups = Groups(jnp.array(sizes, "int32"), None if first is None else jnp.int32(first))
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=90)
     options = Options(jnp.dtype("bfloat16"), None)
@@ -103,12 +107,13 @@ def test_programs_find_the_tiles_of_the_schedule(monkeypatch, first, sizes):
     def found():
         x, w = map(parts, (rows, weights))
         how = {"options": options, "implementation": "interpret"}
-        return launchers.few_rows(gpu, 8, x, w, groups, None, None, **how)
+        return launchers.few_rows(gpu, 4, x, w, groups, None, None, **how)
 
     with checked():
         of_sizes = jax.jit(found)()
     monkeypatch.setattr(launchers, "MOST_SCHEDULED", 0)
     assert_same_bits(of_sizes, jax.jit(lambda: found())())
+    assert launched == [6, 0]
 
 
 @pytest.mark.sampled(2)

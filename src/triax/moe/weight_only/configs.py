@@ -11,7 +11,7 @@ from triax.moe.shared.target import Target
 MOST_ROWS = 256
 """Mean rows per group above which weights are widened first, and reread by every row tile."""
 MOST_SCHEDULED = 512
-"""Rows, and groups, with which programs find their tiles from the sizes of groups themselves."""
+"""Rows, and groups, with which programs may find their tiles from the sizes of groups."""
 _MOST_OF_NARROW = 8
 _MOST_OF_DEEP = 40
 _BARRIERS_AND_SCALES = 4096
@@ -133,6 +133,13 @@ class TilesConfig:
     def num_warps(self) -> int:
         """Returns one warp for each part."""
         return self.split
+
+    def finds_tiles(self, target: Target, num_tiles: int) -> bool:
+        """Returns whether programs find their tiles from the sizes of groups themselves.
+
+        Each then takes longer to begin. With more rows that takes registers that there are not.
+        """
+        return self.block_rows == 8 and num_tiles <= 24 * target.multiprocessors
 
     @staticmethod
     def most_rows(architecture: Architecture, scaled: int | None) -> int:

@@ -190,15 +190,17 @@ def _few_rows_of_tiles(
     column_tiles, in_use = w.columns // TILE, min(num_groups, num_rows)
     powers = _powers(w)
     in_sum = w.deep is not None and not powers
+    num_tiles = in_use * column_tiles
     config = TilesConfig.heuristic(
         target,
         rows_per_group,
-        in_use * column_tiles,
+        num_tiles,
         powers=powers,
         in_sum=in_sum,
         eight=_has_8_bits(w),
     )
-    in_programs = max(num_rows, num_groups) <= MOST_SCHEDULED
+    is_small = max(num_rows, num_groups) <= MOST_SCHEDULED
+    in_programs = is_small and config.finds_tiles(target, num_tiles)
     tiles = None
     if not in_programs:
         tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)

@@ -139,14 +139,19 @@ def _few_rows_of_tiles_kernel(
         num_row_tiles = tl.load(tiles_ptr)
         last_row = tl.load(tiles_ptr + 1)
         first_row = tl.load(tiles_ptr + 2)
-        byte_ptr = tiles_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+        # The highest byte of a number that is not negative.
+        byte_ptr = tiles_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + 3
+        hidden = tl.load(byte_ptr + tl.zeros([1, 1], tl.int32)).to(tl.int32)
     else:
         starts, ends, firsts, first_row = _schedule(
             sizes_ptr, first_row_ptr, num_rows, NUM_GROUPS, BLOCK_ROWS
         )
         num_row_tiles = tl.max(firsts + tl.cdiv(ends - starts, BLOCK_ROWS), 0)
         last_row = tl.max(ends, 0)
+        # The same byte, loaded twice: zero. Polled loads would take longer.
         byte_ptr = sizes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
+        hidden = tl.load(byte_ptr + tl.zeros([1, 1], tl.int32)).to(tl.int32)
+        hidden = (hidden ^ tl.load(sizes_ptr + tl.zeros([1, 1], tl.int32))) << 24
         # There are as many programs as tiles or more.
         row_tile = tl.program_id(0) // num_column_tiles
         column_tile = tl.program_id(0) % num_column_tiles
@@ -159,10 +164,8 @@ def _few_rows_of_tiles_kernel(
     PARTS: tl.constexpr = 2 if POWERS or DEEP % _TILE != 0 else 1
     IN_TILES: tl.constexpr = SCALE_DEPTH is not None and SCALE_COLUMNS == 1
     STEP: tl.constexpr = _TILE if IN_TILES else 1
-    # Zero, which compilers do not know, by loads of 8 bits, on which weights depend.
-    byte_ptr += tl.zeros([1, 1], tl.int32)
-    hidden = tl.load(byte_ptr, volatile=True) ^ tl.load(byte_ptr, volatile=True)
-    base = _base(hidden.to(tl.int32), E4M3, PACKED)
+    # Weights depend on a load of 8 bits.
+    base = _base(hidden, E4M3, PACKED)
     num_steps = depth // _TILE
     steps_of_part = tl.cdiv(num_steps, SPLIT)
     first_step = tl.arange(0, SPLIT) * steps_of_part
