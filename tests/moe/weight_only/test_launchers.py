@@ -154,6 +154,39 @@ def test_all_numbers_in_tiles(num_rows, dtype):
     )
 
 
+@pytest.mark.parametrize("num_rows", [40, 600])
+def test_scales_that_are_powers_of_two_in_tiles(num_rows):
+    """The least and the largest power, in blocks of 8-bit numbers; NaN is its column's."""
+    depth, columns = TILES
+    powers = np.resize(np.array([100, 127, 140, 0, 120], np.uint8), (2, columns, depth // 32))
+    powers[1, 9, 2] = 255
+    values = np.resize(np.arange(-3, 4), (2, columns, depth)).astype(np.int8)
+    scales = powers.view(jnp.float8_e8m0fnu)
+    weights = ScaledArray(values, scales, (1, 32, 1), transposed=True)
+    rows = np.resize([1.0, -2.0, 0.5], (num_rows, depth)).astype(jnp.bfloat16)
+    sizes = np.full(2, num_rows // 2, np.int32)
+    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
+    exact = values * np.repeat(np.exp2(powers.astype(np.float64) - 127), 32, axis=2)
+    exact[1, 9] = np.nan
+    out = np.asarray(run(rows, weights.tile(), sizes), np.float64)
+    wanted = oracle.ragged_dot(rows, exact.swapaxes(1, 2), sizes)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(wanted))
+    np.testing.assert_allclose(out, wanted, rtol=2**-7, atol=2**-7 * np.nanmax(abs(wanted)))
+
+
+def test_float16_takes_products_before_scales():
+    """Weights times their scales would not fit in float16, as in bfloat16 with many rows."""
+    weights = scaled(1, (2, 64, 128), (1, 128, 64), E4M3, transposed=True)
+    weights = dataclasses.replace(weights, scales=np.full((2, 1, 1), 2.0**14, np.float32))
+    weights = dataclasses.replace(weights, block=(1, 128, 64))
+    rows = np.full((600, 128), 2.0**-10, np.float16)
+    out = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))(
+        rows, weights, np.array([300, 300], np.int32)
+    )
+    assert np.isfinite(out).all()
+    assert_close(out, oracle.ragged_dot(rows, exactly(weights), [300, 300]), terms=128)
+
+
 @pytest.mark.sampled(1, None)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_rows", [40, 600])
