@@ -105,6 +105,9 @@ def test_rows_past_those_of_tiles_in_8_bits():
     of = functools.partial(FewRowsConfig.for_rows, architectures.of(90), tiled=True)
     assert of(32, 4096, 7168, None) == FewRowsConfig(64, 128, 128, 3, True)
     assert of(64, 4096, 7168, None) == FewRowsConfig(64, 256, 64, 3, True)
+    assert FewRowsConfig.for_rows(
+        architectures.of(120), 100, 4096, 7168, None, tiled=True
+    ) == FewRowsConfig(64, 128, 64, 4, False)
     assert [of(32, 4096, 7168, deep).block_depth for deep in (32, 64, 96, 128, 192, 256)] == [
         *(64, 64, 64, 128, 64, 128)
     ]

@@ -175,15 +175,14 @@ def test_scales_that_are_powers_of_two_in_tiles(num_rows):
 
 def test_float16_takes_products_before_scales():
     """Weights times their scales would not fit in float16, as in bfloat16 with many rows."""
-    weights = scaled(1, (2, 64, 128), (1, 128, 64), E4M3, transposed=True)
-    weights = dataclasses.replace(weights, scales=np.full((2, 1, 1), 2.0**14, np.float32))
-    weights = dataclasses.replace(weights, block=(1, 128, 64))
-    rows = np.full((600, 128), 2.0**-10, np.float16)
+    weights = scaled(1, (2, 64, 256), (1, 128, 64), E4M3, transposed=True)
+    weights = dataclasses.replace(weights, scales=np.full((2, 1, 2), 2.0**14, np.float32))
+    rows = np.full((600, 256), 2.0**-10, np.float16)
     out = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))(
         rows, weights, np.array([300, 300], np.int32)
     )
     assert np.isfinite(out).all()
-    assert_close(out, oracle.ragged_dot(rows, exactly(weights), [300, 300]), terms=128)
+    assert_close(out, oracle.ragged_dot(rows, exactly(weights), [300, 300]), terms=256)
 
 
 @pytest.mark.sampled(1, None)

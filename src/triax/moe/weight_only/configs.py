@@ -59,9 +59,10 @@ class FewRowsConfig:
         width = blocks.power_of_two(columns)
         scaled = scaled and max(scaled & -scaled, _LEAST_DEPTH)
         if not architecture.multiplies_from_shared:
-            deep = max(32, min(128, blocks.power_of_two(depth), scaled or 128))
-            width = max(16, min(128, width))
-            return cls._that_fits(architecture, _rows(rows_per_group), width, deep, packed=False)
+            rows, width = _rows(rows_per_group), max(16, min(128, width))
+            most = 64 if tiled and rows == 64 else 128  # as registers allow
+            deep = max(32, min(most, blocks.power_of_two(depth), scaled or most))
+            return cls._that_fits(architecture, rows, width, deep, packed=False)
         if rows_per_group <= _MOST_OF_NARROW and not tiled:
             deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
             return cls(16, max(16, min(128, width)), deep, 3, False)
