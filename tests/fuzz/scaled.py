@@ -57,12 +57,15 @@ def scaled(rng: Rng, path: str) -> Program:
     row_kind = None if not both else kind if kind == "int8" else str(one_of(rng, _EIGHT))
     transposed, blocked, biased = (rng.random(3) < (0.75, 0.4, 0.25)).tolist()
     deep = 32 if blocked and depth >= 32 else depth
+    floats: tuple[str, ...] = ("bfloat16", "bfloat16", "float16", "float32")
+    if tiled and kind not in _PACKED:  # float16 is refused with scales of blocks
+        floats = ("bfloat16", "float32")
     return scaled_of(
         path,
         (num_rows, depth, columns, num_groups),
         kind,
         row_kind=row_kind,
-        dtype=np.dtype(one_of(rng, ("bfloat16", "bfloat16", "float16", "float32"))),
+        dtype=np.dtype(one_of(rng, floats)),
         block=(deep, one_of(rng, (1, columns) if deep == depth else (1, 16, columns))),
         row_block=32 if deep == 32 and rng.random() < 0.5 else depth,
         transposed=transposed,

@@ -16,6 +16,7 @@ from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_scaled import E4M3, exactly, scaled
 from triax import moe
 from triax.compat import jax_private
+from triax.errors import ArgumentTypeError
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import parts
 from triax.moe.quantization.scaled import ScaledArray
@@ -178,6 +179,10 @@ def test_float16_takes_products_before_scales():
     weights = scaled(1, (2, 64, 256), (1, 128, 64), E4M3, transposed=True)
     weights = dataclasses.replace(weights, scales=np.full((2, 1, 2), 2.0**14, np.float32))
     rows = np.full((600, 256), 2.0**-10, np.float16)
+    given = weights.tile()
+    for of in (rows, moe.quantize(rows, block=(1, None)), rows.astype(np.int32)):
+        with pytest.raises(ArgumentTypeError, match=r"weights in tiles; .*`weights.untile\(\)`"):
+            moe.ragged_dot(of, given, np.array([300, 300], np.int32))
     out = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))(
         rows, weights, np.array([300, 300], np.int32)
     )

@@ -133,6 +133,15 @@ def check_rows(rows: Any, weights: ScaledArray) -> None:
     """Raises unless `rows` can be multiplied by scaled `weights`."""
     scaled = isinstance(rows, ScaledArray)
     is_float = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize > 1
+    if weights.tiled and weights.dtype not in PACKED:
+        # Weights times scales, which more rows take, may be infinite in float16.
+        is_narrow = rows.dtype == jnp.float16 and bool(_sizes(weights)[0])
+        if scaled or not is_float or is_narrow:
+            raise ArgumentTypeError(
+                "Argument `rows` must be bfloat16 or float32"
+                f"{'' if _sizes(weights)[0] else ', or float16,'} to go with {weights.dtype} "
+                f"weights in tiles; got {messages.shown(rows)}. Pass `weights.untile()`, or cast."
+            )
     if weights.packed if scaled else not is_float:
         remedy = " Pass `rows.dequantize(jnp.bfloat16)`." if scaled else ""
         raise ArgumentTypeError(
