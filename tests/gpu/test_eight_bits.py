@@ -142,18 +142,16 @@ def test_weights_alone(sizes, scaling, transposed, tiled, dtype):
     if tiled:
         x, w = (of[..., : of.shape[-1] // 64 * 64] for of in (x, w[:, : x.shape[1] // 64 * 64]))
     weights = moe.quantize(w, dtype, block=BLOCKS[scaling][1], transposed=transposed)
-    stored = weights
-    weights = jax.jit(moe.ScaledArray.tile)(weights) if tiled else weights
+    passed = jax.jit(moe.ScaledArray.tile)(weights) if tiled else weights
     given = jnp.asarray(np.array(sizes, np.int64).astype(np.int32))
 
     @jax.jit
     def run(x):
-        out, pull = jax.vjp(lambda x: moe.ragged_dot(x, weights, given), x)
+        out, pull = jax.vjp(lambda x: moe.ragged_dot(x, passed, given), x)
         return out, *pull(out)
 
     poison(4 * x.shape[0] * w.shape[2])
     out, d_x = run(x)
-    weights = stored
     wanted = product(x, weights, sizes)
     assert error(out, wanted) < 5e-3
     w = np.swapaxes(exactly(weights), 1, 2)

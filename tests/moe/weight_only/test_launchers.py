@@ -175,7 +175,7 @@ def test_scales_that_are_powers_of_two_in_tiles(num_rows):
 
 
 def test_float16_takes_products_before_scales():
-    """Weights times their scales would not fit in float16, as in bfloat16 with many rows."""
+    """Weights times their scales, of which tiles are made, would not fit: these are refused."""
     weights = scaled(1, (2, 64, 256), (1, 128, 64), E4M3, transposed=True)
     weights = dataclasses.replace(weights, scales=np.full((2, 1, 2), 2.0**14, np.float32))
     rows = np.full((600, 256), 2.0**-10, np.float16)
@@ -199,6 +199,12 @@ def test_tiles_are_the_weights(block, num_rows, implementation):
     depth, columns = TILES
     of = 1, block[1] or depth, block[2]
     weights = scaled(1, (2, columns, depth), of, E4M3, transposed=True)
+    check_tiles(weights, num_rows, implementation)
+
+
+def check_tiles(weights, num_rows, implementation):
+    """Compares products of two groups' weights, and the rows' gradient, with those of tiles."""
+    depth = weights.shape[1]
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
     sizes = np.array([num_rows - 25, 20], np.int32)

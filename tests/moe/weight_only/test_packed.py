@@ -14,7 +14,7 @@ import pytest
 from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_scaled import scaled
 from tests.moe.quantization.oracle import E8M0, exactly
-from tests.moe.weight_only.test_launchers import FROM_REGISTERS, ROWS, SIZES
+from tests.moe.weight_only.test_launchers import FROM_REGISTERS, ROWS, SIZES, check_tiles
 from triax import moe
 from triax.compat import jax_private
 from triax.moe.quantization.packing import pack
@@ -237,19 +237,7 @@ def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
 def test_tiles_are_the_weights(way, num_rows, implementation):
     """In plain JAX and with many rows too, where they are reordered back; and in gradients."""
     depth, columns = TILES
-    weights = weights_of(2, *WAYS[way], columns, depth)
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
-    sizes = np.array([num_rows - 25, 20], np.int32)
-
-    @jax.jit
-    def run(rows, weights):
-        multiply = functools.partial(moe.ragged_dot, implementation=implementation)
-        out, pull = jax.vjp(lambda rows: multiply(rows, weights, sizes), rows)
-        return out, *pull(out)
-
-    for out, wanted in zip(run(rows, weights.tile()), run(rows, weights), strict=True):
-        assert_close(out, np.asarray(wanted, np.float64), terms=depth)
+    check_tiles(weights_of(2, *WAYS[way], columns, depth), num_rows, implementation)
 
 
 OTHERS = {

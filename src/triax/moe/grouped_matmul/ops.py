@@ -166,7 +166,7 @@ def letters_of_groups(groups: Groups) -> list[str]:
 
 
 def _letters(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
-    """Allows cuts of rows alone if scales vary along the depth, or two numbers share a byte."""
+    """Allows cuts of rows alone if scales vary along the depth, or numbers are packed."""
     of_weights = scaled.letters(weights, "gnk" if transposed else "gkn")
     operands = scaled.letters(rows, "rk"), of_weights, letters_of_groups, "gn", "r"
     return operands, "rn", "r" if any(map(scaled.is_blocked, (rows, weights))) else "rkn"

@@ -133,19 +133,16 @@ def check_rows(rows: Any, weights: ScaledArray) -> None:
     """Raises unless `rows` can be multiplied by scaled `weights`."""
     scaled = isinstance(rows, ScaledArray)
     is_float = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize > 1
-    if weights.tiled and weights.dtype not in PACKED:
-        # Weights times scales, which more rows take, may be infinite in float16.
-        is_narrow = rows.dtype == jnp.float16 and bool(_sizes(weights)[0])
-        if scaled or not is_float or is_narrow:
-            raise ArgumentTypeError(
-                "Argument `rows` must be bfloat16 or float32"
-                f"{'' if _sizes(weights)[0] else ', or float16,'} to go with {weights.dtype} "
-                f"weights in tiles; got {messages.shown(rows)}. Pass `weights.untile()`, or cast."
-            )
-    if weights.packed if scaled else not is_float:
+    in_tiles = weights.tiled and weights.dtype not in PACKED
+    # Tiles times their scales, which more rows take, may be infinite in float16.
+    is_narrow = in_tiles and rows.dtype == jnp.float16 and bool(_sizes(weights)[0])
+    if is_narrow or (weights.packed if scaled else not is_float):
+        others = ", other than float16," if is_narrow else ""
+        others = others if weights.packed else ", or a ScaledArray,"
         remedy = " Pass `rows.dequantize(jnp.bfloat16)`." if scaled else ""
+        remedy = " Pass `weights.untile()`, or cast `rows`." if in_tiles else remedy
         raise ArgumentTypeError(
-            "Argument `rows` must be floats of 16 bits or more"
-            f"{'' if weights.packed else ', or a ScaledArray,'} to go with a ScaledArray of "
-            f"{weights.dtype} weights; got {messages.shown(rows)}.{remedy}"
+            f"Argument `rows` must be floats of 16 bits or more{others} to go with a ScaledArray "
+            f"of {weights.dtype} weights{' in tiles' * in_tiles}; got {messages.shown(rows)}."
+            f"{remedy}"
         )

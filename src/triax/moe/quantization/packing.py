@@ -88,16 +88,14 @@ def tile(values: Any, packed: str) -> Any:
     Both sizes are multiples of 64. NumPy arrays stay on the host.
     """
     n = values.ndim - 2
+    num_words, order = _of_threads(packed)
+    values = _split(_split(values, n + 1, (-1, 2, 4, num_words, 2)), n, (-1, 4, 2, 8))
+    values = values.transpose(*range(n), *(n + i for i in order))
+    values = _merged(_merged(values, n + 7, 2), n + 2, 5)
     if packed not in _BITS:
-        values = _split(_split(values, n + 1, (-1, 2, 4, 4, 2)), n, (-1, 4, 2, 8))
-        values = values.transpose(*range(n), *(n + i for i in (0, 4, 1, 5, 3, 6, 7, 8, 2)))
-        values = _merged(_merged(values, n + 7, 2), n + 2, 5)
         if isinstance(values, np.ndarray):
             return np.ascontiguousarray(values).view(np.int32)[..., 0]
         return jax.lax.bitcast_convert_type(values, jnp.int32)
-    values = _split(_split(values, n + 1, (-1, 2, 4, 2, 2)), n, (-1, 4, 2, 8))
-    values = values.transpose(*range(n), *(n + i for i in (0, 4, 1, 3, 6, 5, 7, 8, 2)))
-    values = _merged(_merged(values, n + 7, 2), n + 2, 5)
     words: Any = 0
     for pair, bits in enumerate(_BITS[packed]):
         of_pair = values[..., pair]
@@ -106,6 +104,17 @@ def tile(values: Any, packed: str) -> Any:
         else:
             words = words | _words_of(of_pair.astype(jnp.int32), bits)
     return words
+
+
+def _of_threads(packed: str) -> tuple[int, tuple[int, ...]]:
+    """Returns a thread's words of each 32 of the depth, and the order of a tile's dimensions.
+
+    These are, as stored: tiles, warps, two columns, rows of threads; tiles, 32s, threads, words,
+    and what a word has of the depth.
+    """
+    if packed in _BITS:
+        return 2, (0, 4, 1, 3, 6, 5, 7, 8, 2)
+    return 4, (0, 4, 1, 5, 3, 6, 7, 8, 2)
 
 
 def _words_of(byte: Any, bits: tuple[int, ...]) -> Any:
@@ -120,22 +129,23 @@ def untile(words: Any, packed: str) -> Any:
     """Returns the numbers, as they were before `tile`, of words of tiles."""
     numpy = np if isinstance(words, np.ndarray) else jnp
     n = words.ndim - 3
-    if packed not in _BITS:
-        if isinstance(words, np.ndarray):
-            values: Any = np.ascontiguousarray(words)[..., None].view(TILED[packed])
-        else:
-            values = jax.lax.bitcast_convert_type(words, TILED[packed])
-        values = _split(_split(values, n + 3, (2, 2)), n + 2, (4, 2, 8, 4, 4))
-        values = values.transpose(*range(n), *(n + i for i in (0, 2, 8, 4, 1, 3, 5, 6, 7)))
-        return _merged(_merged(values, n + 4, 5), n, 4)
-    pairs = []
-    for bits in _BITS[packed]:
-        pair = words & 0
-        for bit, at in enumerate(bits):
-            pair = pair | (words >> at & 1) << bit | (words >> at + 16 & 1) << 4 + bit
-        pairs.append(pair.astype(np.uint8))
-    values = _split(_split(numpy.stack(pairs, -1), n + 3, (2, 2)), n + 2, (4, 8, 4, 2, 2))
-    values = values.transpose(*range(n), *(n + i for i in (0, 2, 8, 3, 1, 5, 4, 6, 7)))
+    values: Any
+    if packed in _BITS:
+        pairs = []
+        for bits in _BITS[packed]:
+            pair = words & 0
+            for bit, at in enumerate(bits):
+                pair = pair | (words >> at & 1) << bit | (words >> at + 16 & 1) << 4 + bit
+            pairs.append(pair.astype(np.uint8))
+        values = numpy.stack(pairs, -1)
+    elif isinstance(words, np.ndarray):
+        values = np.ascontiguousarray(words)[..., None].view(TILED[packed])
+    else:
+        values = jax.lax.bitcast_convert_type(words, TILED[packed])
+    num_words, order = _of_threads(packed)
+    sizes = {1: 4, 3: 8, 5: 2, 6: 4, 7: num_words}  # of the dimensions as stored
+    values = _split(_split(values, n + 3, (2, 2)), n + 2, tuple(sizes[i] for i in order[2:7]))
+    values = values.transpose(*range(n), *(n + order.index(i) for i in range(9)))
     return _merged(_merged(values, n + 4, 5), n, 4)
 
 

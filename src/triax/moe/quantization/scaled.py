@@ -161,6 +161,7 @@ class ScaledArray:
         Tiles have 64 columns and 64 of their depth: the values are int32 [..., columns / 64,
         depth / 64, 512], or 1024 in 8 bits. Scales and zeros of columns' blocks [..., columns,
         parts of the depth] become [..., columns / 64, 64 · parts]. NumPy arrays stay on the host.
+        Tiles that are cut over devices along columns or depth are gathered in each product.
 
         Returns:
           A `ScaledArray` of the same numbers; this one if it is tiled.

@@ -57,7 +57,7 @@ def _base(hidden, E4M3: tl.constexpr, PACKED: tl.constexpr):
     """
     if E4M3:  # where bfloat16 has the bits of size
         return tl.where(hidden < 0, 0, 0x07F007F0)
-    elif PACKED == "int8":  # 128
+    elif PACKED is None or PACKED == "int8":  # 128
         return tl.where(hidden < 0, 0, 0x43004300)
     else:  # 136
         return tl.where(hidden < 0, 0, 0x43084308)
@@ -437,8 +437,7 @@ def _few_rows_kernel(
     else:
         order = tl.arange(0, BLOCK_COLUMNS)
     E4M3: tl.constexpr = PACKED == "float8_e4m3fn" or weights.dtype == tl.float8e4nv
-    EIGHT: tl.constexpr = "int8" if PACKED is None else PACKED
-    base = _base(tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32)), E4M3, EIGHT)
+    base = _base(tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32)), E4M3, PACKED)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         column = column_tile * BLOCK_COLUMNS
