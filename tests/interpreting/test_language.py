@@ -526,7 +526,30 @@ def test_logic_works_element_by_element(interpret):
     np.testing.assert_array_equal(out, np.full(16, -1))
 
 
-def test_inline_assembly_is_refused(interpret):
+@triton.jit
+def multiply_pairs(x_ptr, y_ptr, z_ptr, o_ptr):
+    at = tl.arange(0, 16)
+    x = tl.load(x_ptr + at)
+    y = tl.load(y_ptr + at)
+    z = tl.load(z_ptr)
+    assembly: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;"
+    x = tl.inline_asm_elementwise(assembly, "=r,r,r,r", [x, y, z], tl.int32, True, 1)
+    tl.store(o_ptr + at, x)
+
+
+def test_an_instruction_multiplies_pairs_of_bfloat16(interpret):
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal((16, 2)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    x[0], y[0] = (2.0**-133, -(2.0**-126)), (2.0**127, 2.0**-4)  # a result is subnormal
+    z = np.array([0.5, -(2.0**-133)]).astype(ml_dtypes.bfloat16)
+    wanted = (x.astype("float64") * y.astype("float64") + z.astype("float64")).astype(x.dtype)
+    arguments = {n: a.view("int32")[..., 0] for n, a in (("x_ptr", x), ("y_ptr", y))}
+    arguments |= {"z_ptr": z.view("int32"), "o_ptr": Result(0)}
+    (out,) = interpret(multiply_pairs, arguments, [((16,), np.int32)])
+    np.testing.assert_array_equal(out, wanted.view("int32")[:, 0])
+
+
+def test_other_inline_assembly_is_refused(interpret):
     with pytest.raises(UnsupportedError, match=r"inline assembly \('mov.u32 \$0, 1;'\)"):
         interpret(inline_asm, {"o_ptr": Result(0)}, [((1,), np.float32)])
 

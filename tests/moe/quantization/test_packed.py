@@ -115,12 +115,13 @@ def test_a_tile_is_what_threads_hold(dtype):
         column = 64 * row + 16 * warp + lane // 4 + 8 * (register % 2)
         depth = 64 * tile + 32 * (step // 2) + 8 * (lane % 4) + 4 * (step % 2)
         depth += 2 * (register // 2) + half
-        word = int(words[row, tile, 128 * warp + 4 * lane + step]) >> 16 * half
+        word = int(words[row, tile, 128 * warp + 4 * lane + step])
         if places is None:
-            at = [(6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14)][register]
+            at = [(6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3)][register]
         else:
             at = [4 * register + place for place in places]
-        assert sum((word >> of & 1) << bit for bit, of in enumerate(at)) == codes[column, depth]
+        found = sum((word >> (of + 16 * half) % 32 & 1) << bit for bit, of in enumerate(at))
+        assert found == codes[column, depth]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])

@@ -55,23 +55,24 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
 
 
 @pytest.mark.parametrize(
-    ("card", "rows", "tiles", "powers", "in_sum", "config"),
+    ("card", "rows", "tiles", "depth", "powers", "in_sum", "config"),
     [
-        (90, 4, 11520, True, False, TilesConfig(8, 1, 4)),
-        (90, 0, 2880, True, False, TilesConfig(8, 2, 4)),
-        (90, 0, 512, True, False, TilesConfig(8, 2, 4)),
-        (90, 0, 360, False, True, TilesConfig(8, 4, 4)),
-        (90, 4, 2880, False, True, TilesConfig(8, 1, 3)),
-        (90, 8, 2048, True, False, TilesConfig(16, 1, 4)),
-        (90, 40, 2048, False, True, TilesConfig(32, 1, 3)),
-        (80, 60, 2048, False, False, TilesConfig(32, 1, 3)),
-        (80, 60, 2048, False, True, TilesConfig(16, 1, 4)),
+        (90, 4, 11520, 2880, True, False, TilesConfig(8, 1, 4)),
+        (90, 0, 720, 2880, True, False, TilesConfig(8, 2, 4)),
+        (90, 0, 1440, 2880, True, False, TilesConfig(8, 1, 4)),
+        (90, 0, 1440, 7168, True, False, TilesConfig(8, 2, 4)),
+        (90, 0, 360, 2880, False, True, TilesConfig(8, 4, 4)),
+        (90, 4, 2880, 2880, False, True, TilesConfig(8, 1, 3)),
+        (90, 8, 2048, 7168, True, False, TilesConfig(16, 1, 4)),
+        (90, 40, 2048, 7168, False, True, TilesConfig(32, 1, 3)),
+        (80, 60, 2048, 7168, False, False, TilesConfig(32, 1, 3)),
+        (80, 60, 2048, 7168, False, True, TilesConfig(16, 1, 4)),
     ],
 )
-def test_few_rows_of_tiles(card, rows, tiles, powers, in_sum, config):
+def test_few_rows_of_tiles(card, rows, tiles, depth, powers, in_sum, config):
     gpu = Target(compute_capability=card, multiprocessors=132, tensor_maps=card >= 90)
     how = {"powers": powers, "in_sum": in_sum, "eight": False}
-    assert TilesConfig.heuristic(gpu, rows, tiles, **how) == config
+    assert TilesConfig.heuristic(gpu, rows, tiles, depth, **how) == config
     assert config.num_warps == config.split
 
 
@@ -90,7 +91,7 @@ def test_few_rows_of_tiles(card, rows, tiles, powers, in_sum, config):
 def test_few_rows_of_tiles_in_8_bits(rows, tiles, config):
     gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
     how = {"powers": False, "in_sum": False, "eight": True}
-    assert TilesConfig.heuristic(gpu, rows, tiles, **how) == config
+    assert TilesConfig.heuristic(gpu, rows, tiles, 7168, **how) == config
 
 
 def test_programs_find_few_tiles_of_few_rows():

@@ -29,11 +29,11 @@ TILED = {
 """The dtypes of numbers that may be in tiles."""
 
 # Where a tile's words have the bits of the first number of each of their four pairs, from the
-# lowest bit on. The second number of a pair is 16 bits further. Those of e2m1 are so that a shift
-# and a mask make the bits of a bfloat16, but for the last.
+# lowest bit on. The second number of a pair is 16 bits further, modulo 32. A rotation and a mask
+# make the bits of a bfloat16 of those of e2m1; of the last pair, a mask, a product and a mask.
 _BITS = {
     "int4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
-    "float4_e2m1fn": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14)),
+    "float4_e2m1fn": ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3)),
 }
 
 
@@ -121,7 +121,7 @@ def _words_of(byte: Any, bits: tuple[int, ...]) -> Any:
     """Returns words with the bits of both numbers of a byte in their places."""
     words = byte & 0
     for bit, to in enumerate(bits):
-        words = words | (byte >> bit & 1) << to | (byte >> 4 + bit & 1) << to + 16
+        words = words | (byte >> bit & 1) << to | (byte >> 4 + bit & 1) << (to + 16) % 32
     return words
 
 
@@ -135,7 +135,7 @@ def untile(words: Any, packed: str) -> Any:
         for bits in _BITS[packed]:
             pair = words & 0
             for bit, at in enumerate(bits):
-                pair = pair | (words >> at & 1) << bit | (words >> at + 16 & 1) << 4 + bit
+                pair = pair | (words >> at & 1) << bit | (words >> (at + 16) % 32 & 1) << 4 + bit
             pairs.append(pair.astype(np.uint8))
         values = numpy.stack(pairs, -1)
     elif isinstance(words, np.ndarray):

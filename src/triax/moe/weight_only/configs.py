@@ -160,30 +160,30 @@ class TilesConfig:
         target: Target,
         rows_per_group: int,
         num_tiles: int,
+        depth: int,
         *,
         powers: bool,
         in_sum: bool,
         eight: bool,
     ) -> TilesConfig:
-        """Returns the config for about `num_tiles` of 64 columns, in all groups with rows.
+        """Returns the config for about `num_tiles` of 64 columns and `depth`, of groups with rows.
 
         Scales are `powers` of two, or multiply each product before it is added (`in_sum`).
         Weights have `eight` bits, or four.
         Products of 32 rows beside sums take more registers than sm_80's code has.
         A multiprocessor has 12 to 16 warps. With few tiles for each, parts of the depth give all of
-        them work. With more tiles, those that end sooner leave fewer warps without work at the end.
-        This counts where weights take the most instructions, with scales that are powers, or few.
+        them work. With powers that pays for a deep tile alone, of which a part is long.
         """
         most = 16 if in_sum and not target.architecture.multiplies_from_shared else 32
         rows = max(8, min(most, blocks.power_of_two(2 * rows_per_group)))
         of_each = num_tiles / target.multiprocessors
+        if rows == 8 and powers:
+            return cls(rows, 2 if 8 * of_each <= depth // 64 else 1, 4)
         if rows == 8 and of_each <= 8:
             return cls(rows, 4 if of_each <= 3 else 2, 3 if eight else 4)
         if eight:
             return cls(rows, 2 if rows == 8 or (rows == 16 and of_each <= 16) else 1, 3)
-        is_short = rows == 8 and powers and of_each <= 24
-        stages = 4 if rows == 16 or (rows == 8 and powers) else 3
-        return cls(rows, 2 if is_short else 1, stages)
+        return cls(rows, 1, 4 if rows == 16 else 3)
 
 
 @dataclasses.dataclass(frozen=True)

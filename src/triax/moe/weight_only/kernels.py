@@ -95,22 +95,44 @@ def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
+def _times(pairs, factors):
+    """Multiplies pairs of bfloat16 in words: in one instruction, which compilers may not find."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pairs, factors, tl.full([1], -0x7FFF8000, tl.int32)],  # minus zero: not added
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _two_of_eight(
     words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr, TILED: tl.constexpr
 ):
-    """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`."""
+    """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`.
+
+    Powers are of bfloat16, or, of tiles, words with 2**126 times each power, twice.
+    """
+    AT_ONCE: tl.constexpr = powers is not None and powers.dtype == tl.int32
     if E2M1:
         if not TILED:
             bits = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
             bits = (bits & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000)
         elif S < 3:
-            bits = (words << (3 * S)) & -0x7E3F7E40
+            bits = words.to(tl.uint32, bitcast=True)
+            if S > 0:
+                bits = (bits >> (3 * S)) | (bits << (32 - 3 * S))
+            bits = bits.to(tl.int32, bitcast=True) & -0x7E3F7E40
         else:
-            bits = ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040)
-            bits |= (words << 1) & -0x7FFF8000
-        low, high = _pair(bits)
-        low *= _constant(_UP_E2M1)
-        high *= _constant(_UP_E2M1)
+            bits = ((words & 0x001B001B) * 0x1084) & -0x7E3F7E40
+        if AT_ONCE:
+            low, high = _pair(_times(bits, powers))
+        else:
+            low, high = _pair(bits)
+            low *= _constant(_UP_E2M1)
+            high *= _constant(_UP_E2M1)
     else:
         low, high = _pair(((words >> (4 * S)) & 0x000F000F) ^ base)
         low -= 136.0
@@ -119,7 +141,7 @@ def _two_of_eight(
     if zeros is not None:
         low -= zeros
         high -= zeros
-    if powers is not None:
+    if powers is not None and not AT_ONCE:
         low *= powers
         high *= powers
     return tl.join(low, high)

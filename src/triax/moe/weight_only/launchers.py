@@ -195,6 +195,7 @@ def _few_rows_of_tiles(
         target,
         rows_per_group,
         num_tiles,
+        depth,
         powers=powers,
         in_sum=in_sum,
         eight=_has_8_bits(w),

@@ -109,6 +109,70 @@ def _parts(pointers, steps, depth, PARTS: tl.constexpr, DEEP: tl.constexpr, STEP
     return parts.reshape(steps.shape[0], PARTS, 8, 4, 2)
 
 
+@triton.jit
+def _sums(
+    words,
+    rows,
+    scales_at,
+    zeros_at,
+    how,
+    PACKED: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+    POWERS: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Returns a tile's sums, [SPLIT, columns, rows], and the bits of its codes of powers.
+
+    POWERS is 0 without powers. 1 multiplies by 2**126 and a power at once, which is right for codes
+    below 128. 2 multiplies twice, and returns largest codes instead of bits.
+    """
+    first_step, steps_of_part, num_steps, depth, base = how
+    SPLIT: tl.constexpr = first_step.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    # IN_SUM: products are scaled before they are added. PARTS: of a step, with a scale each.
+    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and POWERS == 0
+    DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
+    PARTS: tl.constexpr = 2 if POWERS > 0 or DEEP % _TILE != 0 else 1
+    total = tl.zeros([SPLIT, _TILE, rows.shape[1]], tl.float32)
+    seen = tl.zeros([SPLIT, PARTS, 8, 4, 2], tl.int32 if POWERS == 1 else tl.int16)
+    for step in tl.range(0, steps_of_part, num_stages=STAGES):
+        at = tl.minimum(first_step + step, num_steps - 1)
+        inside = first_step + step < num_steps
+        w = tl.load(words + at[:, None] * WORDS)
+        x = tl.load(rows + at[:, None, None] * _TILE, mask=inside[:, None, None], other=0.0)
+        zeros = None
+        powers = None
+        if zeros_at is not None:
+            zeros = _parts(zeros_at, at, depth, 2, DEEP, STEP).to(tl.bfloat16)
+        if scales_at is not None:
+            scales = _parts(scales_at, at, depth, PARTS, DEEP, STEP)
+        if POWERS == 1:
+            codes = scales.to(tl.int32)
+            seen |= codes
+            powers = codes * 0x00800080 + 0x3F003F00
+        elif POWERS == 2:
+            codes = scales.to(tl.int16)
+            seen = tl.maximum(seen, codes)
+            # 2**-127 is subnormal, and infinity for 255 is overwritten at the end.
+            powers = tl.maximum(codes << 7, 64 + tl.zeros_like(codes))
+            powers = powers.to(tl.bfloat16, bitcast=True)
+        w = _widened(w, base, zeros, powers, PACKED)
+        if not IN_SUM:
+            total = tl.dot(w, x.permute(0, 2, 1), total)
+        elif PARTS == 1:
+            total += tl.dot(w, x.permute(0, 2, 1)) * _of_columns(scales.reshape(SPLIT, 8, 4, 2))
+        else:
+            scale, scale_2 = scales.permute(0, 2, 3, 4, 1).split()
+            w, w_2 = _halves(w)
+            x, x_2 = _halves(x)
+            total += tl.dot(w, x.permute(0, 2, 1)) * _of_columns(scale)
+            total += tl.dot(w_2, x_2.permute(0, 2, 1)) * _of_columns(scale_2)
+    if POWERS == 2:
+        total += tl.where(_of_columns(tl.max(seen, 1)) == 255, float("nan"), 0.0)
+    return total, seen
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_of_tiles_kernel(
     rows_ptr,
@@ -158,10 +222,7 @@ def _few_rows_of_tiles_kernel(
         group, row, end = _tile_of(starts, ends, firsts, row_tile, BLOCK_ROWS)
     E4M3: tl.constexpr = PACKED == "float8_e4m3fn"
     WORDS: tl.constexpr = 1024 if E4M3 or PACKED == "int8" else 512  # of a tile
-    # IN_SUM: products are scaled before they are added. PARTS: of a step, with a scale each.
-    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
     DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
-    PARTS: tl.constexpr = 2 if POWERS or DEEP % _TILE != 0 else 1
     IN_TILES: tl.constexpr = SCALE_DEPTH is not None and SCALE_COLUMNS == 1
     STEP: tl.constexpr = _TILE if IN_TILES else 1
     # Weights depend on a load of 8 bits.
@@ -187,43 +248,34 @@ def _few_rows_of_tiles_kernel(
             of_columns = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS)
             of_columns += (column_tile * _TILE + place) // SCALE_COLUMNS
             of_columns *= tl.cdiv(depth, DEEP)
+        scales_at = None
+        zeros_at = None
         if SCALE_DEPTH is not None or POWERS:
             scales_at = group_scales_ptr + of_columns
-        total = tl.zeros([SPLIT, _TILE, BLOCK_ROWS], tl.float32)
-        if POWERS:  # 255 stands for NaN
-            largest = tl.zeros([SPLIT, PARTS, 8, 4, 2], tl.int16)
-        for step in tl.range(0, steps_of_part, num_stages=STAGES):
-            steps = tl.minimum(first_step + step, num_steps - 1)
-            inside = first_step + step < num_steps
-            w = tl.load(words + steps[:, None] * WORDS)
-            x = tl.load(rows + steps[:, None, None] * _TILE, mask=inside[:, None, None], other=0.0)
-            zeros = None
-            powers = None
-            if zeros_ptr is not None:
-                zeros = _parts(zeros_ptr + of_columns, steps, depth, 2, DEEP, STEP)
-                zeros = zeros.to(tl.bfloat16)
-            if SCALE_DEPTH is not None or POWERS:
-                scales = _parts(scales_at, steps, depth, PARTS, DEEP, STEP)
-            if POWERS:
-                scales = scales.to(tl.int16)
-                largest = tl.maximum(largest, scales)
-                # 2**-127 is subnormal, and infinity for 255 is overwritten at the end.
-                powers = tl.maximum(scales << 7, 64 + tl.zeros_like(scales)).to(
-                    tl.bfloat16, bitcast=True
+        if zeros_ptr is not None:
+            zeros_at = zeros_ptr + of_columns
+        how = first_step, steps_of_part, num_steps, depth, base
+        if POWERS and PACKED == "float4_e2m1fn":
+            total, codes = _sums(
+                words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 1, STEP, STAGES
+            )
+            if tl.max(codes) >= 128:  # powers of 2 and more
+                total, _ = _sums(
+                    words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 2, STEP, 1
                 )
-            w = _widened(w, base, zeros, powers, PACKED)
-            if not IN_SUM:
-                total = tl.dot(w, x.permute(0, 2, 1), total)
-            elif PARTS == 1:
-                total += tl.dot(w, x.permute(0, 2, 1)) * _of_columns(scales.reshape(SPLIT, 8, 4, 2))
-            else:
-                scale, scale_2 = scales.permute(0, 2, 3, 4, 1).split()
-                w, w_2 = _halves(w)
-                x, x_2 = _halves(x)
-                total += tl.dot(w, x.permute(0, 2, 1)) * _of_columns(scale)
-                total += tl.dot(w_2, x_2.permute(0, 2, 1)) * _of_columns(scale_2)
-        if POWERS:
-            total += tl.where(_of_columns(tl.max(largest, 1)) == 255, float("nan"), 0.0)
+        else:
+            total, _ = _sums(
+                words,
+                rows,
+                scales_at,
+                zeros_at,
+                how,
+                PACKED,
+                SCALE_DEPTH,
+                2 if POWERS else 0,
+                STEP,
+                STAGES,
+            )
         total = tl.sum(total, 0).T
         if E4M3:
             total *= 8 / 9

@@ -1,0 +1,26 @@
+"""The instructions of inline assembly that the interpreter has, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from triax.interpreting import libdevice
+from triax.interpreting.conversions import BFLOAT16
+
+Instruction = Callable[..., np.ndarray]
+
+
+def find(assembly: str) -> Instruction | None:
+    """Returns the function for assembly of one instruction, or None if it is missing."""
+    return _INSTRUCTIONS.get(" ".join(assembly.split()))
+
+
+def _fma_of_pairs(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """Returns ``x * y + z`` of two bfloat16 in each word, each rounded once."""
+    pairs = (np.ascontiguousarray(word)[..., None].view(BFLOAT16) for word in (x, y, z))
+    return libdevice.fma(*pairs).view(x.dtype)[..., 0]
+
+
+_INSTRUCTIONS = {"fma.rn.bf16x2 $0, $1, $2, $3;": _fma_of_pairs}
