@@ -58,6 +58,7 @@ SUITABLE_4 = [
 IN_TILES = [
     moe.quantize(jnp.zeros((GROUPS, 192, 128)), "int4", block=(1, 32, 1), transposed=True),
     moe.from_mxfp4(*(jnp.zeros((GROUPS, 128, 6, *more), "uint8") for more in ([16], []))),
+    moe.quantize(jnp.zeros((GROUPS, 192, 128)), "int8", block=(1, None, 1), transposed=True),
 ]
 OTHER_4 = [
     four(INT4, 16),
@@ -195,6 +196,16 @@ def test_tiles_need_no_tma(way, weights):
     assert which == "in memory"
     assert "weights in tiles (`weights.tile()`) and at most 64 rows for each group" in told
     assert way(90, 65 * GROUPS, "bfloat16", tiled) == ("in registers", [])
+
+
+def test_tiles_of_8_bits_are_undone_where_that_helps(way):
+    """Without TMA, and with more rows than the kernel for tiles takes."""
+    tiled = jax.eval_shape(lambda: IN_TILES[2].tile())
+    assert way(80, 64 * GROUPS, "bfloat16", tiled) == ("in registers", [])
+    which, (told,) = way(80, 65 * GROUPS, "bfloat16", tiled)
+    assert which == "in memory"
+    assert "at most 64 rows for each group on average; 8 bits that are not in tiles" in told
+    assert way(80, 65 * GROUPS, "bfloat16", SUITABLE_8[1]) == ("as they are loaded", [])
 
 
 def test_old_jaxlibs_are_named(way, monkeypatch):

@@ -48,10 +48,13 @@ def lacking(
         if target.architecture.tma:
             return f"JAX {versions.TENSOR_MAPS.stable} or later"
         most = TilesConfig.most_rows(target.architecture, None)
-        return (
-            "TMA, from Hopper on, or weights in tiles (`weights.tile()`) and at most "
-            f"{most} rows for each group on average"
-        )
+        rows = f"at most {most} rows for each group on average"
+        if w.tiled and _has_8_bits(w):
+            return (
+                f"TMA, from Hopper on, or {rows}; 8 bits that are not in tiles "
+                "(`weights.untile()`) are not dequantized"
+            )
+        return f"TMA, from Hopper on, or weights in tiles (`weights.tile()`) and {rows}"
     if x.values.dtype != jnp.bfloat16:
         return f"rows of bfloat16; got {x.values.dtype}"
     if not transposed:
