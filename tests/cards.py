@@ -326,7 +326,7 @@ MAY_SPILL = {
     "place_mask": "a map's pairs are counted in registers: one pass, faster than through memory",
 }
 """Kernels of which some configs spill registers, and why that is left."""
-_FEW_BYTES = 32  # of a thread
+_FEW_BYTES = 64  # of a thread; these were seen outside of loops over the depth
 
 
 def wrong(compiled: Compiled) -> Iterator[str]:
