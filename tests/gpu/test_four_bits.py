@@ -29,7 +29,7 @@ DEPTH, COLUMNS = 2880, 656  # partial blocks and tiles
 
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])
-@pytest.mark.parametrize("num_rows", [256, 1024, 4096, 16384])
+@pytest.mark.parametrize("num_rows", [64, 256, 1024, 4096, 16384])
 def test_all_numbers_times_all_powers_of_two(num_rows, dtype, tiled):
     """Whatever tiles the rows of a group take."""
     rows, weights, sizes, wanted = all_numbers(num_rows, dtype)

@@ -299,13 +299,13 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
     ) -> Any:
         from triax.interpreting import instructions  # here: few kernels have assembly
 
-        run = instructions.find(assembly)
+        run = instructions.find(assembly) if len(types) == 1 else None
         if run is None:
             raise UnsupportedError(
                 "The interpreter cannot run inline assembly "
                 f"({assembly.strip().splitlines()[0]!r}); run the kernel on a GPU."
             )
-        data = run(*(arg.data for arg in args))
+        data = run(*(arg.data for arg in args)).view(numpy_dtype(types[0].scalar))
         return _Call(TensorHandle(data, types[0].scalar))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special  # comes with JAX, which needs it
 
-from triax.interpreting.conversions import to_integer, to_odd
+from triax.interpreting.conversions import to_float, to_integer, to_odd
 from triax.interpreting.memory import unsigned
 
 Function = Callable[..., np.ndarray]
@@ -47,7 +47,7 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     total = product + z64
     part = total - product
     error = (product - (total - part)) + (z64 - part)
-    return to_odd(total, error).astype(x.dtype)
+    return to_float(to_odd(total, error), x.dtype)
 
 
 def _exactly(x: float, y: float, z: float) -> float:

@@ -29,8 +29,9 @@ TILED = {
 """The dtypes of numbers that may be in tiles."""
 
 # Where a tile's words have the bits of the first number of each of their four pairs, from the
-# lowest bit on. The second number of a pair is 16 bits further, modulo 32. A rotation and a mask
-# make the bits of a bfloat16 of those of e2m1; of the last pair, a mask, a product and a mask.
+# lowest bit on. The second number of a pair is 16 bits further, modulo 32. For a bfloat16 of e2m1
+# the first pair needs a mask, the next two a rotation and a mask, the last a mask, a product and a
+# mask.
 _BITS = {
     "int4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
     "float4_e2m1fn": ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3)),

@@ -123,7 +123,8 @@ class FewRowsConfig:
 class TilesConfig:
     """A program computes `block_rows` × 64 with `split` warps, each a part of the depth.
 
-    As measured on an H100, where `wgmma` is faster for more rows. No other card was measured.
+    As measured on an H100, where `wgmma` is faster for more rows, and on an H200 for scales that are
+    powers. No other card was measured.
     """
 
     block_rows: int
@@ -166,13 +167,14 @@ class TilesConfig:
         in_sum: bool,
         eight: bool,
     ) -> TilesConfig:
-        """Returns the config for about `num_tiles` of 64 columns and `depth`, of groups with rows.
+        """Returns the config for about `num_tiles` of 64 columns, `depth` deep, in use.
 
         Scales are `powers` of two, or multiply each product before it is added (`in_sum`).
         Weights have `eight` bits, or four.
         Products of 32 rows beside sums take more registers than sm_80's code has.
         A multiprocessor has 12 to 16 warps. With few tiles for each, parts of the depth give all of
-        them work. With powers that pays for a deep tile alone, of which a part is long.
+        them work. With powers, two parts pay if the depth has 8 steps of 64 for each tile of a
+        multiprocessor.
         """
         most = 16 if in_sum and not target.architecture.multiplies_from_shared else 32
         rows = max(8, min(most, blocks.power_of_two(2 * rows_per_group)))

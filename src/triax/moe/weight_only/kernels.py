@@ -96,7 +96,7 @@ def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit
 def _times(pairs, factors):
-    """Multiplies pairs of bfloat16 in words: in one instruction, which compilers may not find."""
+    """Multiplies pairs of bfloat16 in words; compilers may multiply each number alone."""
     return tl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",
@@ -113,7 +113,7 @@ def _two_of_eight(
 ):
     """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`.
 
-    Powers are of bfloat16, or, of tiles, words with 2**126 times each power, twice.
+    Powers are of bfloat16, or, of tiles, words with 2**126 times the power in both halves.
     """
     AT_ONCE: tl.constexpr = powers is not None and powers.dtype == tl.int32
     if E2M1:

@@ -122,10 +122,10 @@ def _sums(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Returns a tile's sums, [SPLIT, columns, rows], and the bits of its codes of powers.
+    """Returns a tile's sums, [SPLIT, columns, rows], and the or of its codes of powers.
 
     POWERS is 0 without powers. 1 multiplies by 2**126 and a power at once, which is right for codes
-    below 128. 2 multiplies twice, and returns largest codes instead of bits.
+    below 128. 2 multiplies twice, and returns the largest codes instead.
     """
     first_step, steps_of_part, num_steps, depth, base = how
     SPLIT: tl.constexpr = first_step.shape[0]
@@ -259,7 +259,7 @@ def _few_rows_of_tiles_kernel(
             total, codes = _sums(
                 words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 1, STEP, STAGES
             )
-            if tl.max(codes) >= 128:  # powers of 2 and more
+            if tl.max(codes) >= 128:  # the highest bit: powers of 2 and more
                 total, _ = _sums(
                     words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 2, STEP, 1
                 )
