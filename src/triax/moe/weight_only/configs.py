@@ -123,8 +123,8 @@ class FewRowsConfig:
 class TilesConfig:
     """A program computes `block_rows` × 64 with `split` warps, each a part of the depth.
 
-    As measured on an H100, where `wgmma` is faster for more rows, and on an H200 for scales that are
-    powers. No other card was measured.
+    As measured on an H100, where `wgmma` is faster for more rows; scales that are powers on an
+    H200. No other card was measured.
     """
 
     block_rows: int
