@@ -15,7 +15,6 @@ from triton.runtime import interpreter as stock
 from triax.binding.launch import Result
 from triax.compat import triton_interpreter as compat
 from triax.errors import OutOfBounds, UnsupportedError
-from triax.interpreting import libdevice
 from triax.interpreting.builder import Builder
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -548,12 +547,6 @@ def test_an_instruction_multiplies_pairs_of_bfloat16(interpret):
     arguments |= {"z_ptr": z.view("int32"), "o_ptr": Result(0)}
     (out,) = interpret(multiply_pairs, arguments, [((16,), np.int32)])
     np.testing.assert_array_equal(out, wanted.view("int32")[:, 0])
-
-
-def test_an_instruction_rounds_once():
-    """Past a tie by less than float32 holds."""
-    x, y, z = (np.array([v]).astype(ml_dtypes.bfloat16) for v in (1.015625, 1.25, 2.0**-40))
-    assert libdevice.fma(x, y, z) == ml_dtypes.bfloat16(1.2734375)
 
 
 def test_other_inline_assembly_is_refused(interpret):

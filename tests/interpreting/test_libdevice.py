@@ -8,6 +8,7 @@ import math
 import re
 import statistics
 
+import ml_dtypes
 import numpy as np
 import pytest
 import triton
@@ -286,6 +287,12 @@ def error(exact, value):
         fractions.Fraction(float(np.nextafter(value, toward))) - fractions.Fraction(float(value))
     )
     return (exact - fractions.Fraction(float(value))) * 2 / gap
+
+
+def test_fma_of_bfloat16_at_a_tie():
+    """The addend is less than float32 holds."""
+    x, y, z = (np.array([v]).astype(ml_dtypes.bfloat16) for v in (1.015625, 1.25, 2.0**-40))
+    assert table.fma(x, y, z) == ml_dtypes.bfloat16(1.2734375)
 
 
 def test_fma_of_float32_at_a_tie():

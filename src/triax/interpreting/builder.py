@@ -37,8 +37,8 @@ class _Call:
 
     result: TensorHandle
 
-    def get_result(self, index: int) -> TensorHandle:
-        return (self.result,)[index]
+    def get_result(self, _: int) -> TensorHandle:
+        return self.result
 
 
 class Descriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has no types

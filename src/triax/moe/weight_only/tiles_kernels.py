@@ -225,6 +225,7 @@ def _few_rows_of_tiles_kernel(
     DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
     IN_TILES: tl.constexpr = SCALE_DEPTH is not None and SCALE_COLUMNS == 1
     STEP: tl.constexpr = _TILE if IN_TILES else 1
+    FIRST: tl.constexpr = (1 if PACKED == "float4_e2m1fn" else 2) if POWERS else 0  # of `_sums`
     # Weights depend on a load of 8 bits.
     base = _base(hidden, E4M3, PACKED)
     num_steps = depth // _TILE
@@ -255,27 +256,14 @@ def _few_rows_of_tiles_kernel(
         if zeros_ptr is not None:
             zeros_at = zeros_ptr + of_columns
         how = first_step, steps_of_part, num_steps, depth, base
-        if POWERS and PACKED == "float4_e2m1fn":
-            total, codes = _sums(
-                words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 1, STEP, STAGES
-            )
+        total, codes = _sums(
+            words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, FIRST, STEP, STAGES
+        )
+        if FIRST == 1:
             if tl.max(codes) >= 128:  # the highest bit: powers of 2 and more
                 total, _ = _sums(
                     words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 2, STEP, 1
                 )
-        else:
-            total, _ = _sums(
-                words,
-                rows,
-                scales_at,
-                zeros_at,
-                how,
-                PACKED,
-                SCALE_DEPTH,
-                2 if POWERS else 0,
-                STEP,
-                STAGES,
-            )
         total = tl.sum(total, 0).T
         if E4M3:
             total *= 8 / 9
