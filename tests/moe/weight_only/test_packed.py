@@ -107,6 +107,20 @@ def test_tiles_of_very_few_rows(num_rows, way):
     assert not np.any(np.asarray(out)[num_rows:])
 
 
+@pytest.mark.parametrize("part", [0, 3, 9])
+def test_a_large_power_is_seen_in_any_step(part):
+    codes = np.full((1, 64, 10), 120, np.uint8)
+    codes[0, 7, part] = 135
+    weights = moe.ScaledArray(
+        pack(np.full((1, 64, 320), 2)), codes.view(E8M0), (1, 32, 1), True, E2M1
+    )
+    rows = np.ones((4, 320), jnp.bfloat16)
+    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
+    out = run(rows, weights.tile(), np.array([4]))
+    wanted = np.float32(32 * np.exp2(codes[0].astype(np.float64) - 127).sum(1))
+    np.testing.assert_array_equal(out, np.tile(wanted.astype(jnp.bfloat16), (4, 1)))
+
+
 @pytest.mark.parametrize("num_rows", [4, 20, 520])
 def test_the_least_the_largest_and_no_power_in_tiles(num_rows):
     """Of weights and rows that are all 1, as infinity times zero is not a number by itself."""
