@@ -166,6 +166,12 @@ CASES: dict[str, Any] = {
     "ragged_dot of MXFP4 in tiles, 2 rows a group": in_tiles(
         packed(10, "float8_e8m0fnu", 32, "float4_e2m1fn", columns=128)
     ),
+    "ragged_dot of MXFP4 in tiles, 20 rows a group": in_tiles(
+        packed(100, "float8_e8m0fnu", 32, "float4_e2m1fn", columns=128)
+    ),
+    "ragged_dot of MXFP4 in tiles, 60 rows a group": in_tiles(
+        packed(300, "float8_e8m0fnu", 32, "float4_e2m1fn", columns=128)
+    ),
     "ragged_dot of 4-bit weights in tiles, 60 rows a group": in_tiles(
         packed(300, WIDE, 32, "int4", True, columns=128)
     ),

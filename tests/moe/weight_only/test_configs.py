@@ -101,17 +101,48 @@ def test_programs_find_few_tiles_of_few_rows():
     assert not TilesConfig(16, 1, 3).finds_tiles(gpu, 1)
 
 
-def test_rows_past_those_of_tiles_in_8_bits():
-    """Blocks are deeper up to some 40 rows. A block has one scale for its depth, or two."""
-    of = functools.partial(FewRowsConfig.for_rows, architectures.of(90), tiled=True)
-    assert of(32, 4096, 7168, None) == FewRowsConfig(64, 128, 128, 3, True)
-    assert of(64, 4096, 7168, None) == FewRowsConfig(64, 256, 64, 3, True)
-    assert FewRowsConfig.for_rows(
-        architectures.of(120), 100, 4096, 7168, None, tiled=True
-    ) == FewRowsConfig(64, 128, 64, 4, False)
+@pytest.mark.parametrize(
+    ("eight", "rows", "scaled", "config"),
+    [
+        (False, 9, None, (32, 128, 128, 3, 128)),
+        (False, 25, None, (64, 128, 128, 3, 168)),
+        (False, 256, None, (64, 128, 128, 3, 168)),
+        (False, 24, 128, (32, 128, 128, 3, 168)),
+        (False, 25, 128, (64, 128, 128, 3, None)),
+        (False, 24, 64, (32, 128, 64, 4, 128)),
+        (False, 41, 32, (64, 128, 64, 4, 168)),
+        (True, 24, None, (32, 128, 128, 3, 168)),
+        (True, 25, None, (64, 128, 64, 3, 128)),
+        (True, 24, 128, (32, 128, 128, 3, 168)),
+        (True, 25, 256, (64, 128, 128, 3, None)),
+    ],
+)
+def test_rows_past_those_of_tiles(eight, rows, scaled, config):
+    """As many programs share a multiprocessor as registers and shared memory allow."""
+    of = FewRowsConfig.for_rows if eight else FewRowsConfig.for_packed
+    found = of(architectures.of(90), rows, 4096, 7168, scaled, tiled=True)
+    block_rows, columns, depth, stages, registers = config
+    assert found == FewRowsConfig(
+        block_rows, columns, depth, stages, True, programs=None, registers=registers
+    )
+    weights = columns * depth // (1 if eight else 2)
+    shared = stages * (2 * block_rows * depth + weights)
+    resident = 65536 // (128 * (registers or 255))
+    assert resident * shared <= 228 * 1024 - resident * 1024
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_block_has_one_scale_for_its_depth_or_two(tiled):
+    of = functools.partial(FewRowsConfig.for_rows, architectures.of(90), tiled=tiled)
     assert [of(32, 4096, 7168, deep).block_depth for deep in (32, 64, 96, 128, 192, 256)] == [
         *(64, 64, 64, 128, 64, 128)
     ]
+
+
+def test_rows_of_tiles_where_products_are_from_registers():
+    assert FewRowsConfig.for_rows(
+        architectures.of(120), 100, 4096, 7168, None, tiled=True
+    ) == FewRowsConfig(64, 128, 64, 4, False)
 
 
 @pytest.mark.parametrize("capability", architectures.BY_CAPABILITY)
@@ -122,4 +153,4 @@ def test_as_many_rows_of_tiles_as_are_fastest(capability):
     if capability == 75:  # no products of bfloat16
         assert most == [0] * 4
     else:
-        assert most == ([24, 40, 24, 40] if capability in (90, 100, 103, 110) else [64] * 4)
+        assert most == ([8, 40, 8, 40] if capability in (90, 100, 103, 110) else [64] * 4)

@@ -108,17 +108,18 @@ def test_tiles_of_very_few_rows(num_rows, way):
 
 
 @pytest.mark.parametrize("part", [0, 3, 9])
-def test_a_large_power_is_seen_in_any_step(part):
+@pytest.mark.parametrize("num_rows", [4, 40])  # by both kernels for few rows
+def test_a_large_power_is_seen_in_any_step(num_rows, part):
     codes = np.full((1, 64, 10), 120, np.uint8)
     codes[0, 7, part] = 135
     weights = moe.ScaledArray(
         pack(np.full((1, 64, 320), 2)), codes.view(E8M0), (1, 32, 1), True, E2M1
     )
-    rows = np.ones((4, 320), jnp.bfloat16)
+    rows = np.ones((num_rows, 320), jnp.bfloat16)
     run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
-    out = run(rows, weights.tile(), np.array([4]))
+    out = run(rows, weights.tile(), np.array([num_rows]))
     wanted = np.float32(32 * np.exp2(codes[0].astype(np.float64) - 127).sum(1))
-    np.testing.assert_array_equal(out, np.tile(wanted.astype(jnp.bfloat16), (4, 1)))
+    np.testing.assert_array_equal(out, np.tile(wanted.astype(jnp.bfloat16), (num_rows, 1)))
 
 
 @pytest.mark.parametrize("num_rows", [4, 20, 520])

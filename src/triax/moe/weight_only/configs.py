@@ -13,7 +13,6 @@ MOST_ROWS = 256
 MOST_SCHEDULED = 512
 """Rows, and groups, with which programs may find their tiles from the sizes of groups."""
 _MOST_OF_NARROW = 8
-_MOST_OF_DEEP = 40
 _BARRIERS_AND_SCALES = 4096
 LEAST_SCALED = 32
 """Divides the depth of every block with a scale."""
@@ -25,7 +24,8 @@ class FewRowsConfig:
     """A program computes `block_rows` × `block_columns`, in steps of `block_depth`.
 
     With `permuted` the weights are the left operand of Hopper's tensor cores, which needs 64 rows;
-    the right operand needs 8. A multiprocessor runs `programs` programs at once.
+    the right operand needs 8. There are `programs` programs for each multiprocessor, or one for
+    each tile. The compiler may use `registers` for a thread, or as many as there are.
     """
 
     block_rows: int
@@ -34,7 +34,8 @@ class FewRowsConfig:
     num_stages: int
     permuted: bool
     num_warps: int = 4
-    programs: int = 2
+    programs: int | None = 2
+    registers: int | None = None
 
     @property
     def flatten(self) -> bool:
@@ -52,10 +53,7 @@ class FewRowsConfig:
         *,
         tiled: bool = False,
     ) -> FewRowsConfig:
-        """Returns the config for 8-bit weights; `scaled` is the depth of a scale, if not all.
-
-        Weights in tiles (`tiled`) take the least time with deeper blocks, up to some 40 rows.
-        """
+        """Returns the config for 8-bit weights; `scaled` is the depth of a scale, if not all."""
         width = blocks.power_of_two(columns)
         scaled = scaled and max(scaled & -scaled, _LEAST_DEPTH)
         if not architecture.multiplies_from_shared:
@@ -63,16 +61,15 @@ class FewRowsConfig:
             most = 64 if tiled and rows == 64 else 128  # as registers allow
             deep = max(32, min(most, blocks.power_of_two(depth), scaled or most))
             return cls._that_fits(architecture, rows, width, deep, packed=False)
-        if rows_per_group <= _MOST_OF_NARROW and not tiled:
+        if tiled:
+            return cls._for_tiles(rows_per_group, columns, depth, scaled, eight=True)
+        if rows_per_group <= _MOST_OF_NARROW:
             deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
             return cls(16, max(16, min(128, width)), deep, 3, False)
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
         if scaled is not None:  # a block's sum is kept beside the total
             return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
-        if tiled and rows_per_group <= _MOST_OF_DEEP:
-            return cls(rows, max(64, min(128, width)), 128, 3, True, num_warps)
-        stages = 3 if tiled else 4
-        return cls(rows, max(64, min(256, width)), _LEAST_DEPTH, stages, True, num_warps)
+        return cls(rows, max(64, min(256, width)), _LEAST_DEPTH, 4, True, num_warps)
 
     @classmethod
     def for_packed(
@@ -82,6 +79,8 @@ class FewRowsConfig:
         columns: int,
         depth: int,
         scaled: int | None,
+        *,
+        tiled: bool = False,
     ) -> FewRowsConfig:
         """Returns the config for 4-bit weights; `scaled` is also None if scales are powers of two.
 
@@ -96,6 +95,8 @@ class FewRowsConfig:
             if rows == 64 and scaled is not None and scaled % deep:  # sums of both halves
                 config = dataclasses.replace(config, num_warps=8)
             return config
+        if tiled:
+            return cls._for_tiles(rows_per_group, columns, depth, scaled, eight=False)
         if rows_per_group <= _MOST_OF_NARROW:
             if scaled is not None and scaled % 128:  # more programs, which wait for scales
                 return cls(16, width, deep, 4, True, programs=4)
@@ -103,6 +104,28 @@ class FewRowsConfig:
         rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
         width = max(width, 16 * num_warps)  # each warp loads 16 columns or more
         return cls(rows, width, deep, 4, True, num_warps)
+
+    @classmethod
+    def _for_tiles(
+        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None, *, eight: bool
+    ) -> FewRowsConfig:
+        """Returns the config for weights in tiles, as measured on an H200.
+
+        A warp waits for most of its time, so as many programs as possible share a multiprocessor:
+        small ones, of fewer registers than a compiler would use, as long as it spills few.
+        """
+        registers: int | None
+        if rows_per_group <= 24:
+            rows, deep, registers = 32, 128, 128 if scaled is None and not eight else 168
+        elif scaled is not None:
+            rows, deep, registers = 64, 128, None
+        else:
+            rows, deep, registers = (64, 64, 128) if eight else (64, 128, 168)
+        if depth <= 64 or (scaled is not None and scaled % 128):
+            deep, registers = _LEAST_DEPTH, 128 if rows == 32 else 168
+        stages = 4 if deep == _LEAST_DEPTH and not eight else 3
+        width = max(64, min(128, blocks.power_of_two(columns)))
+        return cls(rows, width, deep, stages, True, programs=None, registers=registers)
 
     @classmethod
     def _that_fits(
@@ -153,7 +176,7 @@ class TilesConfig:
             return 0
         if not architecture.multiplies_from_shared:
             return 64
-        return 40 if scaled is not None and scaled % 64 else 24
+        return 40 if scaled is not None and scaled % 64 else 8
 
     @classmethod
     def heuristic(

@@ -16,6 +16,9 @@ the words stand where threads of tensor cores take them, in the order of `packin
 alone are reordered, before the launch. Zeros, and scales that are powers of two, are applied to the
 widened weights, which is exact. Other scales multiply float32 sums: of the whole depth, of a block
 of it, or of each half of a block, whose weights and rows are then reordered apart.
+
+With AT_ONCE powers are in tiles, too, and weights are multiplied by them and the factor of widening
+at once. Such a factor holds powers below 2; columns that have others are summed up again.
 """
 
 import triton
@@ -227,9 +230,15 @@ def _from_tiles(w, base, zeros, powers, PACKED: tl.constexpr, OPERAND: tl.conste
 
 @triton.jit
 def _of_two_columns(parts, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """Returns what belongs to each of the two columns, 8 apart, that a word of a tile has."""
-    parts = _for_words(parts, COLUMNS, PARTS)
-    first, second = parts.reshape(COLUMNS // 64, 4, 2, 8, PARTS).permute(0, 1, 3, 4, 2).split()
+    """Returns what belongs to each of the two columns, 8 apart, that a word of a tile has.
+
+    `parts` are of columns [COLUMNS, PARTS or fewer], or in tiles (`_codes_in_tiles`).
+    """
+    if len(parts.shape) == 5:
+        first, second = parts.permute(0, 3, 2, 1, 4).split()
+    else:
+        parts = _for_words(parts, COLUMNS, PARTS).reshape(COLUMNS // 64, 4, 2, 8, PARTS)
+        first, second = parts.permute(0, 1, 3, 4, 2).split()
     shape: tl.constexpr = (COLUMNS // 64, 4, 8, PARTS, 1, 1)
     return first.reshape(shape), second.reshape(shape)
 
@@ -294,6 +303,12 @@ def _powers_of_two(codes):
 
 
 @triton.jit
+def _powers_at_once(codes):
+    """Returns words with 2**126 times the power of each code, twice: right for codes below 128."""
+    return codes.to(tl.int32) * 0x00800080 + 0x3F003F00
+
+
+@triton.jit
 def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
     """Repeats the value of each part of the depth for each word in that part."""
     shape: tl.constexpr = (COLUMNS, parts.shape[1], WORDS // parts.shape[1])
@@ -346,6 +361,16 @@ def _of_parts(
         mask=known[:, None] & (starts < depth)[None, :],
         other=0,
     )
+
+
+@triton.jit
+def _codes_in_tiles(scales, group, column, start, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Loads codes of powers in the order of `packing.tile_scales`: [COLUMNS / 64, PARTS, 8, 4, 2].
+
+    `scales` describes [groups, tiles of columns, parts of the depth, 64].
+    """
+    codes = scales.load([group, column // 64, start // _POWER_DEPTH, 0])
+    return codes.reshape(COLUMNS // 64, PARTS, 8, 4, 2)
 
 
 @triton.jit
@@ -431,6 +456,7 @@ def _few_rows_kernel(
     WORDS: tl.constexpr,
     PERMUTED: tl.constexpr,
     TILED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -471,7 +497,9 @@ def _few_rows_kernel(
             known = columns < num_columns
             at = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
             # Scales and zeros are loaded a step ahead, while the weights before are multiplied.
-            if POWERS:
+            if AT_ONCE:
+                seen = tl.zeros([BLOCK_COLUMNS // 64, PARTS, 8, 4, 2], tl.uint8)
+            elif POWERS:
                 codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK, STEP)
             if HALVES:
                 columns = column + order
@@ -503,7 +531,13 @@ def _few_rows_kernel(
                 if zeros_ptr is not None:
                     less = zeros.to(tl.bfloat16)
                     zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK, STEP)
-                if POWERS:
+                if AT_ONCE:
+                    codes = _codes_in_tiles(
+                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS
+                    )
+                    seen |= codes
+                    powers = _powers_at_once(codes)
+                elif POWERS:
                     powers = _powers_of_two(codes)
                     codes = _of_parts(
                         group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK, STEP
@@ -553,6 +587,20 @@ def _few_rows_kernel(
                 scale_2 = _of_part(scales_at, is_scaled, after + HALF, depth, BLOCK, STEP)
                 total = _plus(total, w, x, now, PERMUTED)
                 total = _plus(total, w_2, x_2, now_2, PERMUTED)
+        if AT_ONCE:
+            if tl.max(seen.to(tl.int32)) >= 128:  # the highest bit: powers of 2 and more
+                total = tl.zeros_like(total)
+                for start in tl.range(0, depth, BLOCK_DEPTH, num_stages=1):
+                    w = weights.load([group, column // 64, start // 64 * TILE_ROWS, 0])
+                    w = _loaded_tiles(w, BLOCK_COLUMNS, BLOCK_DEPTH, max(PARTS, BLOCK_DEPTH // 64))
+                    x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
+                    x = x.reshape(BLOCK_ROWS, BLOCK_DEPTH)
+                    codes = _codes_in_tiles(
+                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS
+                    )
+                    powers = _powers_of_two(codes)
+                    w = _operand(w, base, None, powers, PACKED, WORDS, PERMUTED, TILED, WARPS)
+                    total = tl.dot(w, x.T, total)
         if PERMUTED:
             total = total.T
 

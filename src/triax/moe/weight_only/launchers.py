@@ -127,10 +127,8 @@ def few_rows(
     num_groups, columns = len(weights), w.columns
     scaled = None if powers else w.deep
     sizes = target.architecture, rows_per_group, columns, depth, scaled
-    if _has_8_bits(w):
-        config = FewRowsConfig.for_rows(*sizes, tiled=w.tiled)
-    else:
-        config = FewRowsConfig.for_packed(*sizes)
+    config_for = FewRowsConfig.for_rows if _has_8_bits(w) else FewRowsConfig.for_packed
+    config = config_for(*sizes, tiled=w.tiled)
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
@@ -139,11 +137,20 @@ def few_rows(
     # If each half of a block has its own scale, the kernel takes the rows by halves.
     ordered = config.block_depth // (2 if scaled and scaled % config.block_depth else 1)
     box: tuple[int, ...] = (1, config.block_columns, config.block_depth // (2 if w.packed else 1))
+    scales = _scales(w)
+    # Powers of MXFP4's tiles multiply together with another factor.
+    is_mxfp4 = powers and w.packed == "float4_e2m1fn" and (w.deep, w.wide) == (LEAST_SCALED, 1)
+    at_once = is_mxfp4 and w.tiled and config.permuted
     if w.tiled:
         weights = weights.reshape(num_groups, columns // TILE, -1, 32)
         tile_rows = words_of_tile(w.packed) // 32
         box = (1, config.block_columns // TILE, config.block_depth // TILE * tile_rows, 32)
         rows = _renumbered_for_tiles(rows)
+        if at_once:
+            scales = scales.reshape(num_groups, columns // TILE, -1, TILE)
+            parts_of_block = config.block_depth // LEAST_SCALED
+            box_of_scales = 1, config.block_columns // TILE, parts_of_block, TILE
+            scales = TensorDescriptor.from_array(scales, box_of_scales)
     elif w.packed:
         rows = _renumbered_packed(rows, ordered)
     elif words:
@@ -153,7 +160,7 @@ def few_rows(
         bounded_by_group(rows, config.block_rows, ordered),
         TensorDescriptor.from_array(weights, box),
         tiles,
-        _scales(w),
+        scales,
         w.zeros,
         bias,
         bias_weights,
@@ -161,12 +168,14 @@ def few_rows(
         depth,
         columns,
         out_type=jax.ShapeDtypeStruct((num_rows, columns), options.dtype),
-        grid=min(num_tiles, config.programs * target.multiprocessors),
+        grid=min(num_tiles, (config.programs or num_tiles) * target.multiprocessors),
         config=config,
+        backend_options={"maxnreg": config.registers} if config.registers else None,
         WORDS=words,
         PACKED=w.packed,
         POWERS=powers,
         TILED=w.tiled,
+        AT_ONCE=at_once,
         WARPS=config.num_warps,
         implementation=implementation,
         DTYPE=triton_dtype(options.dtype),

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 
 from triax.moe.grouped_matmul.kernels import _tile
-from triax.moe.weight_only.kernels import _base, _scales, _store_zeros, _two_columns, _two_of_eight
+from triax.moe.weight_only.kernels import (
+    _base,
+    _powers_at_once,
+    _scales,
+    _store_zeros,
+    _two_columns,
+    _two_of_eight,
+)
 
 _TILE = tl.constexpr(64)  # a tile's columns, and its depth
 _PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it
@@ -150,7 +157,7 @@ def _sums(
         if POWERS == 1:
             codes = scales.to(tl.int32)
             seen |= codes
-            powers = codes * 0x00800080 + 0x3F003F00
+            powers = _powers_at_once(codes)
         elif POWERS == 2:
             codes = scales.to(tl.int16)
             seen = tl.maximum(seen, codes)
