@@ -52,7 +52,9 @@ def test_blocks_that_do_not_fit_are_found(monkeypatch):
         ({"spilled_bytes": 500}, ["spills 500 bytes of registers"]),
         ({"spilled_bytes": 500, "products": "none"}, []),
         ({"spilled_bytes": 500, "kernel": "place_mask"}, []),
-        ({"spilled_bytes": 500, "kernel": "few_rows", "products": "none"}, ["spills 500 bytes"]),
+        ({"spilled_bytes": 64, "kernel": "few_rows"}, []),
+        ({"spilled_bytes": 65, "kernel": "few_rows", "products": "none"}, ["spills 65 bytes"]),
+        ({"spilled_bytes": 33, "kernel": "glu", "products": "none"}, ["spills 33 bytes"]),
         ({"overwritten": 3}, ["writes 3 times to registers that are still read"]),
     ],
 )

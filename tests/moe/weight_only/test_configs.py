@@ -110,11 +110,13 @@ def test_programs_find_few_tiles_of_few_rows():
         (False, 24, 128, (32, 128, 128, 3, 168)),
         (False, 25, 128, (64, 128, 128, 3, None)),
         (False, 24, 64, (32, 128, 64, 4, 128)),
-        (False, 41, 32, (64, 128, 64, 4, 168)),
+        (False, 41, 64, (64, 128, 64, 4, 168)),
+        (False, 41, 32, (64, 128, 64, 4, None)),
         (True, 24, None, (32, 128, 128, 3, 168)),
         (True, 25, None, (64, 128, 64, 3, 128)),
         (True, 24, 128, (32, 128, 128, 3, 168)),
         (True, 25, 256, (64, 128, 128, 3, None)),
+        (True, 41, 64, (64, 128, 64, 3, None)),
     ],
 )
 def test_rows_past_those_of_tiles(eight, rows, scaled, config):
@@ -125,6 +127,8 @@ def test_rows_past_those_of_tiles(eight, rows, scaled, config):
     assert found == FewRowsConfig(
         block_rows, columns, depth, stages, True, programs=None, registers=registers
     )
+    on_blackwell = of(architectures.of(100), rows, 4096, 7168, scaled, tiled=True)
+    assert on_blackwell == dataclasses.replace(found, registers=None)
     weights = columns * depth // (1 if eight else 2)
     shared = stages * (2 * block_rows * depth + weights)
     resident = 65536 // (128 * (registers or 255))

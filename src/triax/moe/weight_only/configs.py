@@ -62,7 +62,7 @@ class FewRowsConfig:
             deep = max(32, min(most, blocks.power_of_two(depth), scaled or most))
             return cls._that_fits(architecture, rows, width, deep, packed=False)
         if tiled:
-            return cls._for_tiles(rows_per_group, columns, depth, scaled, eight=True)
+            return cls._for_tiles(architecture, rows_per_group, columns, depth, scaled, eight=True)
         if rows_per_group <= _MOST_OF_NARROW:
             deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
             return cls(16, max(16, min(128, width)), deep, 3, False)
@@ -96,7 +96,7 @@ class FewRowsConfig:
                 config = dataclasses.replace(config, num_warps=8)
             return config
         if tiled:
-            return cls._for_tiles(rows_per_group, columns, depth, scaled, eight=False)
+            return cls._for_tiles(architecture, rows_per_group, columns, depth, scaled, eight=False)
         if rows_per_group <= _MOST_OF_NARROW:
             if scaled is not None and scaled % 128:  # more programs, which wait for scales
                 return cls(16, width, deep, 4, True, programs=4)
@@ -107,22 +107,36 @@ class FewRowsConfig:
 
     @classmethod
     def _for_tiles(
-        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None, *, eight: bool
+        cls,
+        architecture: Architecture,
+        rows_per_group: int,
+        columns: int,
+        depth: int,
+        scaled: int | None,
+        *,
+        eight: bool,
     ) -> FewRowsConfig:
         """Returns the config for weights in tiles, as measured on an H200.
 
         A warp waits for most of its time, so as many programs as possible share a multiprocessor:
-        small ones, of fewer registers than a compiler would use, as long as it spills few.
+        small ones, on Hopper of fewer registers than a compiler would use, if it spills few then.
         """
-        registers: int | None
+        in_sum = scaled is not None
+        registers: int | None = None
         if rows_per_group <= 24:
-            rows, deep, registers = 32, 128, 128 if scaled is None and not eight else 168
-        elif scaled is not None:
-            rows, deep, registers = 64, 128, None
+            rows, deep, registers = 32, 128, 168 if in_sum or eight else 128
+        elif in_sum:
+            rows, deep = 64, 128
         else:
             rows, deep, registers = (64, 64, 128) if eight else (64, 128, 168)
         if depth <= 64 or (scaled is not None and scaled % 128):
-            deep, registers = _LEAST_DEPTH, 128 if rows == 32 else 168
+            deep = _LEAST_DEPTH
+            if rows == 32:
+                registers = 128
+            elif scaled is not None and scaled % 64 == 0 and not eight:
+                registers = 168
+        if architecture.compute_capability != 90:
+            registers = None
         stages = 4 if deep == _LEAST_DEPTH and not eight else 3
         width = max(64, min(128, blocks.power_of_two(columns)))
         return cls(rows, width, deep, stages, True, programs=None, registers=registers)
