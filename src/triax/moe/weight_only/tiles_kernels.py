@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 from triax.moe.grouped_matmul.kernels import _tile
-from triax.moe.weight_only.kernels import (
+from triax.moe.weight_only.kernels import _store_zeros
+from triax.moe.weight_only.unpacking_kernels import (
     _base,
     _powers_at_once,
     _scales,
-    _store_zeros,
     _two_columns,
     _two_of_eight,
 )

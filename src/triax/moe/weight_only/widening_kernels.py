@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from triax.moe.weight_only.kernels import (
+from triax.moe.weight_only.unpacking_kernels import (
     _ALL,
     _UP_E2M1,
     _constant,

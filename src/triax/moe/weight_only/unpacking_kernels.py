@@ -1,0 +1,331 @@
+"""Widens 8- and 4-bit weights to bfloat16 in registers, and loads their scales and zeros.
+
+A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. Words of
+tiles stand where threads of tensor cores take them, in the order of `packing.tile`; scales and
+zeros of single columns are then in the order of `packing.tile_scales`.
+"""
+
+import triton
+import triton.language as tl
+
+# An e4m3 number's bits, moved to their places in bfloat16, are 2**-120 times the number; NaN is 480
+# there. Times 9 / 8, which is exact, and 2**119, only this 480 exceeds 2**128: it becomes infinite.
+_FIRST = tl.constexpr(9 / 8 * 2.0**120)
+_UP = tl.constexpr(2.0**119)
+_DOWN = tl.constexpr(2.0**-119)
+# An e2m1 number's bits, moved to their places in bfloat16, are 2**-126 times the number.
+_UP_E2M1 = tl.constexpr(2.0**126)
+_ALL = tl.constexpr(1 << 30)  # exceeds any depth: one block covers the whole depth
+_POWER_DEPTH = tl.constexpr(32)  # divides the depth of every block with a power-of-two scale
+
+
+@triton.jit
+def _pair(words):
+    """Returns the lower and the upper half of each word, as bfloat16."""
+    low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _constant(value: tl.constexpr):
+    # Cast from float32, because Triton turns small bfloat16 constants into zeros.
+    return tl.cast(value, tl.float32).to(tl.bfloat16)
+
+
+@triton.jit
+def _base(hidden, E4M3: tl.constexpr, PACKED: tl.constexpr):
+    """Returns the constant that widening takes from a register, for both halves of a word.
+
+    An instruction takes one other constant. `hidden`, which is not negative, hides it from
+    compilers.
+    """
+    if E4M3:  # where bfloat16 has the bits of size
+        return tl.where(hidden < 0, 0, 0x07F007F0)
+    elif PACKED is None or PACKED == "int8":  # 128
+        return tl.where(hidden < 0, 0, 0x43004300)
+    else:  # 136
+        return tl.where(hidden < 0, 0, 0x43084308)
+
+
+@triton.jit
+def _every_other(words, base, E4M3: tl.constexpr):
+    """Returns bytes 0 and 2 of each word as bfloat16. E4M3 numbers become 9 / 8 times as large, and
+    NaN infinite. `base` is from `_base`."""
+    if E4M3:
+        low, high = _pair(((words << 4) & base) | ((words << 8) & -0x7FFF8000))
+        low *= _constant(_FIRST)
+        high *= _constant(_FIRST)
+        low *= _constant(_UP)
+        high *= _constant(_UP)
+        return low * _constant(_DOWN), high * _constant(_DOWN)
+    else:  # 128 plus the lowest 7 bits, minus 128, or minus 256 if negative
+        low, high = _pair((words & 0x007F007F) | base)
+        less_low, less_high = _pair((words & 0x00800080) | base)
+        return low - less_low, high - less_high
+
+
+@triton.jit
+def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """Widens weights to bfloat16, in the order 0, 2, 1, 3 of each four."""
+    E4M3: tl.constexpr = w.dtype == tl.float8e4nv
+    # Compilers find that the four bytes already are one word.
+    even, odd = w.to(tl.uint8, bitcast=True).reshape(ROWS, DEPTH // 4, 2, 2).split()
+    zero, two = even.to(tl.int32).split()
+    one, three = odd.to(tl.int32).split()
+    words = zero | (one << 8) | (two << 16) | (three << 24)
+    zero, two = _every_other(words, base, E4M3)
+    one, three = _every_other(words >> 8, base, E4M3)
+    return tl.join(tl.join(zero, one), tl.join(two, three)).reshape(ROWS, DEPTH)
+
+
+@triton.jit
+def _times(pairs, factors):
+    """Multiplies pairs of bfloat16 in words; compilers may multiply each number alone."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pairs, factors, tl.full([1], -0x7FFF8000, tl.int32)],  # minus zero: not added
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _two_of_eight(
+    words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr, TILED: tl.constexpr
+):
+    """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`.
+
+    Powers are of bfloat16, or, of tiles, words with 2**126 times the power in both halves.
+    """
+    AT_ONCE: tl.constexpr = powers is not None and powers.dtype == tl.int32
+    if E2M1:
+        if not TILED:
+            bits = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
+            bits = (bits & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000)
+        elif S < 3:
+            bits = words.to(tl.uint32, bitcast=True)
+            if S > 0:
+                bits = (bits >> (3 * S)) | (bits << (32 - 3 * S))
+            bits = bits.to(tl.int32, bitcast=True) & -0x7E3F7E40
+        else:
+            bits = ((words & 0x001B001B) * 0x1084) & -0x7E3F7E40
+        if AT_ONCE:
+            low, high = _pair(_times(bits, powers))
+        else:
+            low, high = _pair(bits)
+            low *= _constant(_UP_E2M1)
+            high *= _constant(_UP_E2M1)
+    else:
+        low, high = _pair(((words >> (4 * S)) & 0x000F000F) ^ base)
+        low -= 136.0
+        high -= 136.0
+    # After the step with a constant, by which compilers find that a pair is in one register.
+    if zeros is not None:
+        low -= zeros
+        high -= zeros
+    if powers is not None and not AT_ONCE:
+        low *= powers
+        high *= powers
+    return tl.join(low, high)
+
+
+@triton.jit
+def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """Unpacks 4-bit numbers to bfloat16, in the order of tensor cores' left operand."""
+    WORDS: tl.constexpr = DEPTH // 8
+    LOADED: tl.constexpr = WORDS // 4 if WORDS < 16 else 4  # words per thread and load
+    even, odd = w.reshape(ROWS, WORDS, 2, 2).split()
+    zero, two = even.to(tl.int32).split()
+    one, three = odd.to(tl.int32).split()
+    words = zero | (one << 8) | (two << 16) | (three << 24)
+    if zeros is not None:
+        zeros = _for_words(zeros, ROWS, WORDS)
+    if powers is not None:
+        powers = _for_words(powers, ROWS, WORDS)
+    a = _two_of_eight(words, base, 0, zeros, powers, E2M1, False)
+    b = _two_of_eight(words, base, 1, zeros, powers, E2M1, False)
+    c = _two_of_eight(words, base, 2, zeros, powers, E2M1, False)
+    d = _two_of_eight(words, base, 3, zeros, powers, E2M1, False)
+    w = tl.join(tl.join(a, b), tl.join(c, d))
+    w = w.reshape(ROWS, WORDS // LOADED // 4, 4, LOADED, 2, 2, 2)
+    return w.permute(0, 1, 3, 6, 5, 2, 4).reshape(ROWS, DEPTH)
+
+
+@triton.jit
+def _loaded_tiles(w, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr):
+    """Reorders loaded words to [64s of columns, warps, rows, PARTS of the depth, 4, words].
+
+    8-bit weights have parts of 32.
+    """
+    TILES: tl.constexpr = DEPTH // 64
+    if w.numel * 4 == COLUMNS * DEPTH:
+        w = w.reshape(COLUMNS // 64, TILES, 4, 2, 8, 4, 4).permute(0, 2, 4, 1, 3, 5, 6)
+        return w.reshape(COLUMNS // 64, 4, 8, 2 * TILES, 4, 4)
+    else:
+        w = w.reshape(COLUMNS // 64, TILES, 4, 8, 4, PARTS // TILES, 4 * TILES // PARTS)
+        w = w.permute(0, 2, 3, 1, 5, 4, 6)
+        return w.reshape(COLUMNS // 64, 4, 8, PARTS, 4, 4 * TILES // PARTS)
+
+
+@triton.jit
+def _two_columns(words, base, E4M3: tl.constexpr):
+    """Widens 8-bit words of tiles to bfloat16 [..., neighbours, columns]."""
+    low, high = _every_other(words, base, E4M3)
+    low_2, high_2 = _every_other(words >> 8, base, E4M3)
+    return tl.join(tl.join(low, high), tl.join(low_2, high_2))
+
+
+@triton.jit
+def _from_tiles(w, base, zeros, powers, PACKED: tl.constexpr, OPERAND: tl.constexpr):
+    """Unpacks words from `_loaded_tiles` to bfloat16 [columns, depth].
+
+    As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32, which
+    4-bit weights alone may have.
+    """
+    COLUMNS: tl.constexpr = 64 * w.shape[0]
+    PARTS: tl.constexpr = w.shape[3]
+    E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
+    if PACKED == "float8_e4m3fn" or PACKED == "int8":
+        w = _two_columns(w, base, PACKED == "float8_e4m3fn")
+        return w.permute(0, 1, 7, 2, 3, 5, 4, 6).reshape(COLUMNS, w.numel // COLUMNS)
+    else:
+        zeros_2 = None
+        powers_2 = None
+        if zeros is not None:
+            zeros, zeros_2 = _of_two_columns(zeros, COLUMNS, PARTS)
+        if powers is not None:
+            powers, powers_2 = _of_two_columns(powers, COLUMNS, PARTS)
+        a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
+        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
+        c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
+        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
+        w = tl.join(tl.join(a, b), tl.join(c, d))
+        if OPERAND:
+            w = w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6)
+        else:
+            w = w.permute(0, 1, 7, 2, 3, 4, 5, 8, 6)
+        return w.reshape(COLUMNS, w.numel // COLUMNS)
+
+
+@triton.jit
+def _of_two_columns(parts, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Returns what belongs to each of the two columns, 8 apart, that a word of a tile has.
+
+    `parts` are of columns [COLUMNS, PARTS or fewer], or in tiles (`_codes_in_tiles`).
+    """
+    if len(parts.shape) == 5:
+        first, second = parts.permute(0, 3, 2, 1, 4).split()
+    else:
+        parts = _for_words(parts, COLUMNS, PARTS).reshape(COLUMNS // 64, 4, 2, 8, PARTS)
+        first, second = parts.permute(0, 1, 3, 4, 2).split()
+    shape: tl.constexpr = (COLUMNS // 64, 4, 8, PARTS, 1, 1)
+    return first.reshape(shape), second.reshape(shape)
+
+
+@triton.jit
+def _powers_of_two(codes):
+    """Returns 2**(codes - 127) in bfloat16; NaN for 255."""
+    bits = codes.to(tl.int16) << 7
+    # 2**-127 is subnormal.
+    bits = tl.where((codes == 0) | (codes == 255), bits | 64, bits)
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _powers_at_once(codes):
+    """Returns words with 2**126 times the power of each code, twice: right for codes below 128."""
+    return codes.to(tl.int32) * 0x00800080 + 0x3F003F00
+
+
+@triton.jit
+def _for_words(parts, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
+    """Repeats the value of each part of the depth for each word in that part."""
+    shape: tl.constexpr = (COLUMNS, parts.shape[1], WORDS // parts.shape[1])
+    return tl.broadcast_to(parts[:, :, None], shape).reshape(COLUMNS, WORDS)
+
+
+@triton.jit
+def _first_of(
+    group,
+    columns,
+    num_columns,
+    depth,
+    SCALE_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Returns where the scales and zeros of each column begin; blocks are BLOCK deep.
+
+    STEP is 64 if they are in the order of `packing.tile_scales`, otherwise 1.
+    """
+    if STEP == 1:
+        at = group.to(tl.int64) * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
+        return at * tl.cdiv(depth, BLOCK)
+    else:
+        at = (group.to(tl.int64) * num_columns + columns // STEP * STEP) * tl.cdiv(depth, BLOCK)
+        return at + columns % 8 * 8 + columns % STEP // 8
+
+
+@triton.jit
+def _of_part(at, known, start, depth, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Loads the scale or zero of each column at a depth."""
+    return tl.load(at + start // BLOCK * STEP, mask=known & (start < depth), other=0)
+
+
+@triton.jit
+def _of_parts(
+    at,
+    known,
+    start,
+    depth,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Loads the block's scale or zero for each of PARTS parts, PART deep; blocks are BLOCK deep."""
+    starts = start + PART * tl.arange(0, PARTS)
+    return tl.load(
+        at[:, None] + starts[None, :] // BLOCK * STEP,
+        mask=known[:, None] & (starts < depth)[None, :],
+        other=0,
+    )
+
+
+@triton.jit
+def _codes_in_tiles(scales, group, column, start, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    """Loads codes of powers in the order of `packing.tile_scales`: [COLUMNS / 64, PARTS, 8, 4, 2].
+
+    `scales` describes [groups, tiles of columns, parts of the depth, 64].
+    """
+    codes = scales.load([group, column // 64, start // _POWER_DEPTH, 0])
+    return codes.reshape(COLUMNS // 64, PARTS, 8, 4, 2)
+
+
+@triton.jit
+def _scales(
+    pointer,
+    group,
+    column,
+    order,
+    num_columns,
+    start,
+    depth,
+    COLUMNS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Loads column scales: [COLUMNS], or [1] if shared. SCALE_* None is the whole dimension."""
+    if SCALE_COLUMNS is None:
+        return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
+    else:
+        same: tl.constexpr = SCALE_COLUMNS % COLUMNS == 0
+        which = column + (tl.arange(0, 1) if same else order)
+        BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
+        at = _first_of(group, which, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
+        at += start // BLOCK * STEP
+        return tl.load(pointer + at, mask=which < num_columns, other=0.0).to(tl.float32)
