@@ -1,6 +1,6 @@
 """Random placements of all ops; `tests/moe/placements/case.py` says what a case is.
 
-The hundred are drawn anew in every run. A failure says how to repeat a case alone, and
+The hundred, of which CI runs forty, are drawn anew in every run. A failure says how to repeat a case alone, and
 PLACEMENTS_SEED=… repeats them all.
 """
 
@@ -17,7 +17,7 @@ from tests.moe.placements.case import Case
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
-PARTS, CASES = 2, 50
+PARTS, CASES = 5, 20
 
 
 def told(found):
@@ -38,8 +38,8 @@ def check(outcomes):
     refused = [found for found in outcomes if found.verdict == "refused"]
     assert not wrong, "\n\n".join(map(told, wrong))
     print(*refused, sep="\n")
-    # JAX itself refuses one of fifty: of 50 there are more than five in one run of a thousand.
-    assert len(refused) <= 5, "\n\n".join(map(told, refused))
+    # JAX itself refuses one of fifty: of 20 there are more than four in one run of 20,000.
+    assert len(refused) <= 4, "\n\n".join(map(told, refused))
 
 
 @pytest.mark.sampled(1)
@@ -48,7 +48,7 @@ def test_a_few_placements(index):
     check([many.outcome(2, index)])
 
 
-@pytest.mark.slow("most of their time is XLA's, which compiles a program for each")
+@pytest.mark.sampled(0, 2)  # most of their time is XLA's, which compiles a program for each
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_hundred_placements(part):
     seed = int(os.environ.get("PLACEMENTS_SEED") or secrets.randbelow(10**9))
