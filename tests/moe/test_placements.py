@@ -1,7 +1,7 @@
 """Random placements of all ops; `tests/moe/placements/case.py` says what a case is.
 
-The hundred, of which CI runs forty, are drawn anew in every run. A failure says how to repeat a case alone, and
-PLACEMENTS_SEED=… repeats them all.
+The hundred, of which CI runs forty, are drawn anew in every run. A failure says how to repeat a
+case alone, and PLACEMENTS_SEED=… repeats them all.
 """
 
 from __future__ import annotations
