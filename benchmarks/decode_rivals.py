@@ -71,7 +71,10 @@ class Product(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=range(4))
 def weights(name: str, experts: int, depth: int, columns: int) -> Any:
-    """Random weights [experts, depth, columns] of a format, whose scales bfloat16 holds."""
+    """Random weights [experts, depth, columns] of a format, whose scales bfloat16 holds.
+
+    4-bit weights keep them so, as checkpoints and rivals do.
+    """
     dtype, deep, wide = FORMATS[name]
     packed = dtype if dtype in ("int4", "float4_e2m1fn") else None
     keys = jax.random.split(jax.random.key(1))
@@ -81,7 +84,8 @@ def weights(name: str, experts: int, depth: int, columns: int) -> Any:
         values = values & 0xBF if dtype == "float8_e4m3fn" else values
         values = jax.lax.bitcast_convert_type(values, dtype)
     blocks = experts, -(-columns // wide), -(-depth // (deep or depth))
-    scales = jax.random.uniform(keys[1], blocks, "bfloat16", 0.01, 0.02).astype("float32")
+    scales = jax.random.uniform(keys[1], blocks, "bfloat16", 0.01, 0.02)
+    scales = scales if packed else scales.astype("float32")
     if name == "MXFP4":
         codes = jax.random.randint(keys[1], blocks, 118, 124).astype("uint8")
         scales = jax.lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu)

@@ -292,13 +292,18 @@ def decode() -> str:
 
 
 def decode_rivals() -> str:
-    """Of a read by Triax, and the time of the faster rival over Triax's, by tokens."""
+    """Of a read by Triax, and the time of the faster rival over Triax's, by tokens.
+
+    A dash stands for arrays that do not fit the GPU's memory.
+    """
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for name, found in record("decode_rivals")["results"].items():
         model, weights, tokens = name.split(", ")
-        names = found.keys() & {"Marlin", "triton_kernels"}
-        best = min(found[rival]["over_triax"] for rival in names)
-        cell = f"{found['Triax']['of_read']:.2f}, {best:.2f}"
+        cell = "–"
+        if isinstance(found["Triax"], dict):
+            names = found.keys() & {"Marlin", "triton_kernels"}
+            best = min(found[rival]["over_triax"] for rival in names)
+            cell = f"{found['Triax']['of_read']:.2f}, {best:.2f}"
         rows.setdefault((model, weights), {})[tokens.removesuffix(" tokens")] = cell
     tokens = list(next(iter(rows.values())))
     head = ["", "weights", *(f"{count} tokens" if count != "1" else "1 token" for count in tokens)]

@@ -16,6 +16,9 @@ from tests.fuzz.program import Arrays, Program
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _EIGHT = ("float8_e4m3fn", "float8_e5m2")
 _PACKED = ("int4", "float4_e2m1fn")
+_SCALES = {"int8": ("float32",), "int4": ("float32", "bfloat16", "float16", "float8_e8m0fnu")}
+_SCALES |= {"float4_e2m1fn": _SCALES["int4"]}
+_SCALES |= dict.fromkeys(_EIGHT, ("float32",) * 4 + ("float8_e8m0fnu",))
 
 
 def small_numbers(rng: Rng, shape: tuple[int, ...], kind: str) -> Array:
@@ -70,7 +73,7 @@ def scaled(rng: Rng, path: str) -> Program:
         row_block=32 if deep == 32 and rng.random() < 0.5 else depth,
         transposed=transposed,
         with_zeros=bool(kind == "int4" and rng.random() < 0.5),
-        e8m0="float8" in kind and bool(rng.random() < 0.2),
+        scale_dtype=one_of(rng, _SCALES[kind]),
         biased=biased and row_kind != "int8",  # which takes none
         wide_result=bool(rng.random() < 0.2),
         tiled=bool(tiled),
@@ -88,7 +91,7 @@ def scaled_of(
     row_block: int | None = None,
     transposed: bool = True,
     with_zeros: bool = False,
-    e8m0: bool = False,
+    scale_dtype: Any = np.float32,
     biased: bool = False,
     wide_result: bool = False,
     tiled: bool = False,
@@ -113,12 +116,9 @@ def scaled_of(
 
     def draw(rng: Rng) -> Arrays:
         counts = tuple(-(-s // b) for s, b in zip(stored, blocks, strict=True))
-        scales = np.exp(rng.standard_normal(counts)).astype(np.float32)
-        if e8m0:
-            scales = scales.astype(ml_dtypes.float8_e8m0fnu)
         arrays = {
             "weights": small_numbers(rng, stored, kind),
-            "scales": scales,
+            "scales": np.exp(rng.standard_normal(counts, np.float32)).astype(scale_dtype),
             "sizes": draws.group_sizes(rng, num_groups, num_rows),
         }
         if given:

@@ -157,6 +157,7 @@ CASES: dict[str, Any] = {
     "ragged_dot of 8-bit weights in tiles, many rows": in_tiles(eight(4000, (1, None, 1))),
     "ragged_dot of 4-bit weights": packed(40, WIDE, 32, "int4"),
     "ragged_dot of 4-bit weights with zeros": packed(40, WIDE, 32, "int4", zeros=True),
+    "ragged_dot of 4-bit weights, bfloat16 scales": packed(40, HALF, 32, "int4"),
     "ragged_dot of 4-bit weights, whole depth": packed(40, WIDE, 128, "int4"),
     "ragged_dot of MXFP4": packed(40, "float8_e8m0fnu", 32, "float4_e2m1fn"),
     "ragged_dot of MXFP4, many rows": packed(4000, "float8_e8m0fnu", 32, "float4_e2m1fn"),

@@ -63,6 +63,7 @@ def test_gptq(lead, v2):
     )
     found = moe.from_gptq(*given, v2=v2)
     assert found.block == (*[1] * len(lead), GROUP, 1)
+    assert found.scales.dtype == scales.dtype
     np.testing.assert_array_equal(exactly(found), wanted)
 
 
@@ -102,6 +103,7 @@ def test_compressed_tensors(lead, depth, zeros):
     shape = np.broadcast_to(shape, (*lead, 2))
     found = moe.from_compressed_tensors(weight, scale, shape, zero_point)
     assert (found.zeros is not None) == zeros
+    assert found.scales.dtype == scale.dtype
     np.testing.assert_array_equal(exactly(found), wanted)
 
 

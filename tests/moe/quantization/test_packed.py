@@ -370,7 +370,16 @@ def packed(**change):
             r"`scales` .* shape \(2, 9, 4\), .* \(2, 9, 2\)",
         ),
         ({"scales": jnp.ones((2, 9, 2), "uint8")}, ArgumentTypeError, r"view\(jnp.float8_e8m0fnu"),
-        ({"scales": jnp.ones((2, 9, 2), "bfloat16")}, ArgumentTypeError, "bfloat16.* Cast them"),
+        ({"scales": jnp.ones((2, 9, 2), "int8")}, ArgumentTypeError, "int8.* Cast them"),
+        (
+            {
+                "packed": None,
+                "values": jnp.zeros((2, 9, 16), jnp.int8),
+                "scales": jnp.ones((2, 9, 2), "bfloat16"),
+            },
+            ArgumentTypeError,
+            "`scales` must be an array of float32 or float8_e8m0fnu; got bfloat16.* Cast them",
+        ),
         ({"zeros": 8}, ArgumentTypeError, "`zeros` must be an array of int8 or float32; got 8 of"),
         ({"zeros": jnp.ones((2, 9, 2), "int32")}, ArgumentTypeError, "`zeros` .* got int32"),
         ({"zeros": jnp.ones((2, 9, 1))}, ArgumentValueError, "`zeros` must have the shape of `sca"),
@@ -391,6 +400,24 @@ def test_zeros_of_8_bits_are_refused():
     scaled = moe.quantize(np.ones((3, 4), np.float32), "int8", block=(1, None))
     with pytest.raises(ArgumentValueError, match="packed as int4; got values of int8"):
         dataclasses.replace(scaled, zeros=jnp.ones((3, 1)))
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scales_of_16_bits_are_those_numbers(dtype, tiled):
+    """Bit for bit what their float32 gives, in fewer bytes."""
+    how = {"block": (1, 32, 1), "transposed": True}
+    array = moe.quantize(draw((2, 64, 128), np.float32, special=False), "int4", **how)
+    short = dataclasses.replace(array, scales=array.scales.astype(dtype))
+    wide = dataclasses.replace(short, scales=short.scales.astype("float32"))
+    assert wide.nbytes - short.nbytes == 2 * short.scales.size
+    short, wide = (short.tile(), wide.tile()) if tiled else (short, wide)
+    assert short.scales.dtype == dtype
+    assert_same_bits(short.dequantize(), wide.dequantize())
+    rows, sizes = draw((9, 64), np.float32, special=False).astype(jnp.bfloat16), np.int32([4, 5])
+    for implementation in ("xla", "interpret"):
+        multiply = functools.partial(moe.ragged_dot, implementation=implementation)
+        assert_same_bits(multiply(rows, short, sizes), multiply(rows, wide, sizes))
 
 
 @pytest.mark.slow("many programs for one rule")

@@ -37,6 +37,9 @@ WAYS = {
     "int4, 96": ("int4", (96, 1), "float32", np.int8),
     "int4, 64": ("int4", (64, 1), "float32", np.int8),
     "int4, 128": ("int4", (128, 1), "float32", None),
+    "int4, 32, bfloat16": ("int4", (32, 1), "bfloat16", np.int8),
+    "int4, 64, float16": ("int4", (64, 1), "float16", np.int8),
+    "int4, columns, bfloat16": ("int4", (None, 1), "bfloat16", None),
     "int4, powers": ("int4", (32, 1), E8M0, np.int8),
 }
 
@@ -46,9 +49,10 @@ def weights_of(groups, dtype, block, scale_dtype, zeros, columns=COLUMNS, depth=
     codes = rng.integers(0, 16, (groups, columns, depth))
     deep, wide = block
     shape = groups, -(-columns // wide), -(-depth // (deep or depth))
-    scales = np.exp2(rng.integers(-9, 9, shape)).astype(scale_dtype)
-    if scale_dtype == "float32":
-        scales *= rng.uniform(0.5, 2, shape).astype("float32")
+    scales = np.exp2(rng.integers(-9, 9, shape))
+    if scale_dtype != E8M0:
+        scales *= rng.uniform(0.5, 2, shape)
+    scales = scales.astype(scale_dtype)
     if zeros is not None:  # and the outermost
         zeros = rng.choice([-128, -5, 0, 3, 127], shape).astype(zeros)
     return moe.ScaledArray(pack(codes), scales, (1, *block), True, dtype, zeros)

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from triax import messages
@@ -21,7 +20,6 @@ from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.arguments import Array, check_array
 
 _UINT8, _INT32, _INT64 = ((np.dtype(name),) for name in ("uint8", "int32", "int64"))
-FLOATS = tuple(map(np.dtype, ("float32", "float16", ml_dtypes.bfloat16)))
 _IN_ORDER = 4 * np.arange(8, dtype=np.int32)  # where the numbers of a word start, in bits
 _AWQ_ORDER = _IN_ORDER[[0, 4, 1, 5, 2, 6, 3, 7]]
 _BITS = " Only 4 bits are supported."
@@ -131,7 +129,9 @@ def from_8_bits(weight: Array, weight_scale: Array) -> ScaledArray:
     """
     *lead, _, _ = check_array("weight", weight, scaled.DTYPES, (..., "out", "in"), "its scales")
     blocks = ("out / size", "in / size")[: max(np.ndim(weight_scale) - len(lead), 0)]
-    shape = check_array("weight_scale", weight_scale, (*FLOATS, E8M0), (*lead, *blocks), "`weight`")
+    shape = check_array(
+        "weight_scale", weight_scale, (*scaled.FLOATS, E8M0), (*lead, *blocks), "`weight`"
+    )
     wide = weight_scale if weight_scale.dtype == E8M0 else weight_scale.astype(np.float32)
     return _scaled("weight_scale", weight, wide.reshape(*lead, *(*shape[len(lead) :], 1, 1)[:2]))
 
@@ -171,7 +171,7 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
         made = from_8_bits(own["weight"], own.get("weight_scale", own.get("weight_scale_inv")))
     else:
         remedy = " Numbers of 8 bits or less must have scales."
-        check_array("weight", own["weight"], FLOATS, (..., "out", "in"), "experts", remedy)
+        check_array("weight", own["weight"], scaled.FLOATS, (..., "out", "in"), "experts", remedy)
         return own["weight"]
     made = made.mT
     (rows, group), out = made.block, len(made)
@@ -198,8 +198,10 @@ def _int4(values: Any, swaps: bool, order: Any, zero: int, **arrays: Any) -> Sca
     *lead, out, half = values.shape
     stored = scaled.swapped if swaps else tuple
     remedy = " GPTQ's `qweight` is [in / 8, out], AWQ's [in, out / 8]." * swaps
-    check_array(of_scales, scales, FLOATS, stored((*lead, out, "groups")), "the weights", remedy)
-    scales = (scales.mT.copy() if swaps else scales).astype(np.float32)
+    check_array(
+        of_scales, scales, scaled.FLOATS, stored((*lead, out, "groups")), "the weights", remedy
+    )
+    scales = scales.mT.copy() if swaps else scales
     if swaps or zeros is not None:
         wanted = stored((*lead, -(-out // 8), scales.shape[-1]))
         check_array(of_zeros, zeros, _INT32, wanted, f"`{of_scales}`", _BITS)

@@ -22,6 +22,8 @@ from triax.sharding import explicit
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)))
 """The dtypes of 8-bit values."""
+FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
+"""The dtypes of 4-bit numbers' scales that are no powers of two; 8-bit numbers have the first."""
 Block = tuple[int | None, ...]
 _PARTS = "values", "scales", "zeros"
 _STATIC = "block", "transposed", "packed"
@@ -46,8 +48,9 @@ class ScaledArray:
     Attributes:
       values: float8_e4m3fn, float8_e5m2 or int8, of any rank. With `packed`, uint8: two numbers in
         each byte, the lower half first along the last dimension; or int32: words from `tile`.
-      scales: float32, or float8_e8m0fnu (powers of two, as in MX formats), of the same rank; each
-        size is the number of blocks along that dimension.
+      scales: float32, float8_e8m0fnu (powers of two, as in MX formats), or, of 4-bit numbers,
+        bfloat16 or float16; of the same rank. Each size is the number of blocks along that
+        dimension.
       block: the size of a block along each dimension of the array, as in `quantize`: None for a
         whole dimension. A last block may be partial.
       transposed: whether the values are stored with the array's last two dimensions swapped, as
@@ -461,7 +464,8 @@ def _checked(array: ScaledArray) -> Block:
     remedy = " Cast them."
     if getattr(array.scales, "dtype", None) == jnp.uint8:
         remedy = " For MX formats use `scales.view(jnp.float8_e8m0fnu)`."
-    arguments.check_dtype("scales", array.scales, (np.dtype("float32"), E8M0), remedy)
+    of_scales = (*(FLOATS if array.dtype in PACKED else FLOATS[:1]), E8M0)
+    arguments.check_dtype("scales", array.scales, of_scales, remedy)
     if packed and not values.ndim:
         raise ArgumentValueError("Argument `values` must have a dimension or more to be packed.")
     words = packing.words_of_tile(packed) if array.tiled else 0

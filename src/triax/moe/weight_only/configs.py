@@ -129,12 +129,10 @@ class FewRowsConfig:
             rows, deep = 64, 128
         else:
             rows, deep, registers = (64, 64, 128) if eight else (64, 128, 168)
-        if depth <= 64 or (scaled is not None and scaled % 128):
+        if depth <= 64 or (scaled is not None and scaled % (128 if eight else 64)):
             deep = _LEAST_DEPTH
             if rows == 32:
                 registers = 128
-            elif scaled is not None and scaled % 64 == 0 and not eight:
-                registers = 168
         if architecture.compute_capability != 90:
             registers = None
         stages = 4 if deep == _LEAST_DEPTH and not eight else 3

@@ -93,6 +93,28 @@ def _operand(
 
 
 @triton.jit
+def _of_halves(
+    pointer,
+    group,
+    column,
+    order,
+    num_columns,
+    start,
+    depth,
+    HALF: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_DEPTH: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Loads the scales of columns for both halves of a block."""
+    how = pointer, group, column, order, num_columns
+    COLUMNS: tl.constexpr = order.shape[0]
+    first = _scales(*how, start, depth, COLUMNS, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
+    start += HALF
+    return first, _scales(*how, start, depth, COLUMNS, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
+
+
+@triton.jit
 def _plus(total, w, x, scale, PERMUTED: tl.constexpr):
     """Returns `total` plus the product of rows and weights, times the scales of columns."""
     if PERMUTED:
@@ -195,13 +217,19 @@ def _few_rows_kernel(
             elif POWERS:
                 codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK, STEP)
             if HALVES:
-                columns = column + order
-                is_scaled = columns < num_columns
-                scales_at = group_scales_ptr + _first_of(
-                    group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP
+                scale, scale_2 = _of_halves(
+                    group_scales_ptr,
+                    group,
+                    column,
+                    order,
+                    num_columns,
+                    0,
+                    depth,
+                    HALF,
+                    SCALE_COLUMNS,
+                    SCALE_DEPTH,
+                    STEP,
                 )
-                scale = _of_part(scales_at, is_scaled, 0, depth, BLOCK, STEP)
-                scale_2 = _of_part(scales_at, is_scaled, HALF, depth, BLOCK, STEP)
                 if zeros_ptr is not None:
                     zero = _of_part(zeros_ptr + at, known, 0, depth, BLOCK, STEP)
                     zero_2 = _of_part(zeros_ptr + at, known, HALF, depth, BLOCK, STEP)
@@ -276,8 +304,19 @@ def _few_rows_kernel(
                 w = _operand(w, base, less, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
                 w_2 = _operand(w_2, base, less_2, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
                 now, now_2 = scale, scale_2
-                scale = _of_part(scales_at, is_scaled, after, depth, BLOCK, STEP)
-                scale_2 = _of_part(scales_at, is_scaled, after + HALF, depth, BLOCK, STEP)
+                scale, scale_2 = _of_halves(
+                    group_scales_ptr,
+                    group,
+                    column,
+                    order,
+                    num_columns,
+                    after,
+                    depth,
+                    HALF,
+                    SCALE_COLUMNS,
+                    SCALE_DEPTH,
+                    STEP,
+                )
                 total = _plus(total, w, x, now, PERMUTED)
                 total = _plus(total, w_2, x_2, now_2, PERMUTED)
         if AT_ONCE:

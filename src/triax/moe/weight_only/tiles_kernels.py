@@ -154,6 +154,8 @@ def _sums(
             zeros = _parts(zeros_at, at, depth, 2, DEEP, STEP).to(tl.bfloat16)
         if scales_at is not None:
             scales = _parts(scales_at, at, depth, PARTS, DEEP, STEP)
+            if IN_SUM:
+                scales = scales.to(tl.float32)
         if POWERS == 1:
             codes = scales.to(tl.int32)
             seen |= codes

@@ -306,6 +306,52 @@ def _codes_in_tiles(scales, group, column, start, COLUMNS: tl.constexpr, PARTS: 
 
 
 @triton.jit
+def _two_scales(words, SCALE: tl.constexpr):
+    """Returns the scales in the lower and the upper half of each word, in float32."""
+    if SCALE == tl.bfloat16:
+        low = words << 16
+        high = words & -65536
+    elif SCALE == tl.float16:
+        low = words.to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+    else:
+        low = words.to(tl.int32)
+        high = (words >> 32).to(tl.int32)
+    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scales_in_tiles(
+    pointer,
+    group,
+    column,
+    num_columns,
+    start,
+    depth,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAY_END: tl.constexpr,
+):
+    """Loads column scales in the order of `packing.tile_scales`.
+
+    As words of two, which are those of a thread's columns: they need not be exchanged.
+    """
+    SCALE: tl.constexpr = pointer.dtype.element_ty
+    WORD: tl.constexpr = tl.int64 if SCALE == tl.float32 else tl.int32
+    tile = tl.minimum(column // 64 + tl.arange(0, COLUMNS // 64), num_columns // 64 - 1)
+    at = (group.to(tl.int64) * (num_columns // 64) + tile) * tl.cdiv(depth, BLOCK) + start // BLOCK
+    at = at[:, None] * 32 + tl.arange(0, 32)[None, :]
+    words_ptr = pointer.to(tl.pointer_type(WORD), bitcast=True) + at
+    if MAY_END:
+        words = tl.load(words_ptr, mask=start < depth + tl.zeros_like(at), other=0)
+    else:
+        words = tl.load(words_ptr)
+    low, high = _two_scales(words, SCALE)
+    scales = tl.join(low, high).reshape(COLUMNS // 64, 8, 4, 2)
+    return scales.permute(0, 2, 3, 1).reshape(COLUMNS)
+
+
+@triton.jit
 def _scales(
     pointer,
     group,
@@ -318,14 +364,25 @@ def _scales(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
     STEP: tl.constexpr,
+    MAY_END: tl.constexpr = False,
 ):
-    """Loads column scales: [COLUMNS], or [1] if shared. SCALE_* None is the whole dimension."""
+    """Loads column scales: [COLUMNS], or [1] if shared. SCALE_* None is the whole dimension.
+
+    With MAY_END scales past the depth are zeros; otherwise none are.
+    """
     if SCALE_COLUMNS is None:
         return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
+    elif STEP == 64 and COLUMNS % 64 == 0:
+        return _scales_in_tiles(
+            pointer, group, column, num_columns, start, depth, COLUMNS, SCALE_DEPTH, MAY_END
+        )
     else:
         same: tl.constexpr = SCALE_COLUMNS % COLUMNS == 0
         which = column + (tl.arange(0, 1) if same else order)
         BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
         at = _first_of(group, which, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
         at += start // BLOCK * STEP
-        return tl.load(pointer + at, mask=which < num_columns, other=0.0).to(tl.float32)
+        known = which < num_columns
+        if MAY_END:
+            known &= start < depth
+        return tl.load(pointer + at, mask=known, other=0.0).to(tl.float32)

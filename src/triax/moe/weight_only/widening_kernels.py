@@ -120,6 +120,8 @@ def _widen_kernel(
         scales = _of_parts(scales_ptr + of_block, known, start, depth, PARTS, PART, BLOCK, STEP)
         if POWERS:
             scales = _powers(scales)
+        else:
+            scales = scales.to(tl.float32)
         w *= _for_words(scales, _COLUMNS, BLOCK_DEPTH)
     deep = start + tl.arange(0, BLOCK_DEPTH)
     at = (group * num_columns + columns)[:, None] * depth + deep[None, :]
