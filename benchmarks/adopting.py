@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import sys
 import time
 import types
@@ -301,7 +300,7 @@ def main():
         for patched, folder in enumerate((options.original, options.patched))
     ]
     found = {}
-    known = json.loads(options.output.read_text())["results"] if options.output.exists() else {}
+    known = record.known(options.output)["results"] if options.output.exists() else {}
     for (name, before, operands), (_, after, _) in zip(*both, strict=True):
         ways = {f"original, {way}".removesuffix(", "): run for way, run in before.items()}
         (ways["patched"],) = after.values()

@@ -25,7 +25,6 @@ import copy
 import functools
 import gc
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Iterator
@@ -231,9 +230,9 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--add", action="store_true", help="keep the record's other results")
     options = record.parse(parser)
-    known = json.loads(options.output.read_text())["results"] if options.add else {}
+    before = record.known(options.output)["results"] if options.add else {}
     found = measure(options.models, options.formats, options.tokens)
-    record.keep(options.output, found, known, checked_rows=CHECKED_ROWS, tolerance=TOLERANCE)
+    record.keep(options.output, found, before, checked_rows=CHECKED_ROWS, tolerance=TOLERANCE)
 
 
 if __name__ == "__main__":

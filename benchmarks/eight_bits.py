@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import statistics
 import time
 
@@ -306,7 +305,7 @@ def main():
     parser.add_argument("--only", nargs="+", choices=PARTS, help="keep the record's other parts")
     options = record.parse(parser)
     recipes = {way: r and dataclasses.asdict(r) for way, r in RECIPES.items() if type(r) is not str}
-    known = json.loads(options.output.read_text()) if options.only else {}
+    known = record.known(options.output) if options.only else {}
     found = {part: known.get(part) for part in PARTS}
     for part in options.only or PARTS:
         found[part] = PARTS[part]()

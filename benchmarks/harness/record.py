@@ -50,11 +50,22 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
+def known(path: Path) -> dict[str, Any]:
+    """The record of a path, to be kept beside what this device finds: of this kind of device.
+
+    The script ends here if it is of another.
+    """
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found["device"] != (here := jax.devices()[0].device_kind):
+        sys.exit(f"{path} is of one {found['device']}, and this is one {here}. Measure all of it.")
+    return found
+
+
 def keep(
-    path: Path, found: Iterable[tuple[str, Any]], known: dict[str, Any] | None = None, **shape: Any
+    path: Path, found: Iterable[tuple[str, Any]], before: dict[str, Any] | None = None, **shape: Any
 ) -> dict[str, Any]:
-    """Prints and writes results by their names, as they come, after those that are `known`."""
-    results = dict(known or {})
+    """Prints and writes results by their names, as they come, after those from `before`."""
+    results = dict(before or {})
     for name, figures in found:
         results[name] = figures
         print(name, shown(figures), flush=True)

@@ -63,6 +63,15 @@ def test_what_was_found_before_a_wrong_result_is_kept(tmp_path, capsys):
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_record_is_of_one_kind_of_device(tmp_path):
+    path = tmp_path / "record.json"
+    record.write(path, results={"one": 1})
+    assert record.known(path)["results"] == {"one": 1}
+    path.write_text(path.read_text().replace('"device": "cpu"', '"device": "NVIDIA H200"'))
+    with pytest.raises(SystemExit, match=r"record.json is of one NVIDIA H200, and this is one cpu"):
+        record.known(path)
+
+
 def test_scripts_end_without_a_gpu(monkeypatch):
     monkeypatch.setattr("sys.argv", ["script"])
     with pytest.raises(SystemExit, match="This needs an NVIDIA GPU"):
