@@ -93,28 +93,6 @@ def _operand(
 
 
 @triton.jit
-def _of_halves(
-    pointer,
-    group,
-    column,
-    order,
-    num_columns,
-    start,
-    depth,
-    HALF: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-    SCALE_DEPTH: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Loads the scales of columns for both halves of a block."""
-    how = pointer, group, column, order, num_columns
-    COLUMNS: tl.constexpr = order.shape[0]
-    first = _scales(*how, start, depth, COLUMNS, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
-    start += HALF
-    return first, _scales(*how, start, depth, COLUMNS, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
-
-
-@triton.jit
 def _plus(total, w, x, scale, PERMUTED: tl.constexpr):
     """Returns `total` plus the product of rows and weights, times the scales of columns."""
     if PERMUTED:
@@ -207,6 +185,8 @@ def _few_rows_kernel(
         total = tl.zeros(
             [BLOCK_COLUMNS, BLOCK_ROWS] if PERMUTED else [BLOCK_ROWS, BLOCK_COLUMNS], tl.float32
         )
+        if group_scales_ptr is not None:
+            of_columns = group_scales_ptr, group, column, order, num_columns
         if POWERS or HALVES or zeros_ptr is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             known = columns < num_columns
@@ -217,19 +197,8 @@ def _few_rows_kernel(
             elif POWERS:
                 codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK, STEP)
             if HALVES:
-                scale, scale_2 = _of_halves(
-                    group_scales_ptr,
-                    group,
-                    column,
-                    order,
-                    num_columns,
-                    0,
-                    depth,
-                    HALF,
-                    SCALE_COLUMNS,
-                    SCALE_DEPTH,
-                    STEP,
-                )
+                scale = _scales(*of_columns, 0, depth, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
+                scale_2 = _scales(*of_columns, HALF, depth, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
                 if zeros_ptr is not None:
                     zero = _of_part(zeros_ptr + at, known, 0, depth, BLOCK, STEP)
                     zero_2 = _of_part(zeros_ptr + at, known, HALF, depth, BLOCK, STEP)
@@ -270,19 +239,7 @@ def _few_rows_kernel(
                 else:
                     total = tl.dot(x, w.T, total)
             elif not HALVES:
-                scale = _scales(
-                    group_scales_ptr,
-                    group,
-                    column,
-                    order,
-                    num_columns,
-                    start,
-                    depth,
-                    BLOCK_COLUMNS,
-                    SCALE_COLUMNS,
-                    SCALE_DEPTH,
-                    STEP,
-                )
+                scale = _scales(*of_columns, start, depth, SCALE_COLUMNS, SCALE_DEPTH, STEP)
                 total = _plus(total, w, x, scale, PERMUTED)
             else:
                 # Names that end in `_2` are of the second half.
@@ -304,19 +261,9 @@ def _few_rows_kernel(
                 w = _operand(w, base, less, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
                 w_2 = _operand(w_2, base, less_2, None, PACKED, WORDS, PERMUTED, TILED, WARPS)
                 now, now_2 = scale, scale_2
-                scale, scale_2 = _of_halves(
-                    group_scales_ptr,
-                    group,
-                    column,
-                    order,
-                    num_columns,
-                    after,
-                    depth,
-                    HALF,
-                    SCALE_COLUMNS,
-                    SCALE_DEPTH,
-                    STEP,
-                )
+                scale = _scales(*of_columns, after, depth, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
+                after += HALF
+                scale_2 = _scales(*of_columns, after, depth, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
                 total = _plus(total, w, x, now, PERMUTED)
                 total = _plus(total, w_2, x_2, now_2, PERMUTED)
         if AT_ONCE:
@@ -342,19 +289,7 @@ def _few_rows_kernel(
             total *= 8 / 9
             total += total - total  # infinite sums become NaN
         if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
-            total *= _scales(
-                group_scales_ptr,
-                group,
-                column,
-                order,
-                num_columns,
-                0,
-                depth,
-                BLOCK_COLUMNS,
-                SCALE_COLUMNS,
-                None,
-                1,
-            )[None, :]
+            total *= _scales(*of_columns, 0, depth, SCALE_COLUMNS, None, 1)[None, :]
         which = row + tl.arange(0, BLOCK_ROWS)
         inside = which < end
         if bias_ptr is not None:

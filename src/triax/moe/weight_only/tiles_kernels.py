@@ -278,19 +278,8 @@ def _few_rows_of_tiles_kernel(
             total *= 8 / 9
             total += total - total  # infinite sums become NaN
         if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
-            total *= _scales(
-                group_scales_ptr,
-                group,
-                column_tile * _TILE,
-                order,
-                num_columns,
-                0,
-                depth,
-                _TILE,
-                SCALE_COLUMNS,
-                None,
-                1,
-            )[None, :]
+            of_tile = group_scales_ptr, group, column_tile * _TILE, order, num_columns
+            total *= _scales(*of_tile, 0, depth, SCALE_COLUMNS, None, 1)[None, :]
         inside = which < end
         if bias_ptr is not None:
             addend = tl.load(bias_ptr + group.to(tl.int64) * num_columns + columns)

@@ -360,7 +360,6 @@ def _scales(
     num_columns,
     start,
     depth,
-    COLUMNS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
     STEP: tl.constexpr,
@@ -370,9 +369,10 @@ def _scales(
 
     With MAY_END scales past the depth are zeros; otherwise none are.
     """
+    COLUMNS: tl.constexpr = order.shape[0]
     if SCALE_COLUMNS is None:
         return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
-    elif STEP == 64 and COLUMNS % 64 == 0:
+    elif STEP == 64:
         return _scales_in_tiles(
             pointer, group, column, num_columns, start, depth, COLUMNS, SCALE_DEPTH, MAY_END
         )
@@ -381,7 +381,7 @@ def _scales(
         which = column + (tl.arange(0, 1) if same else order)
         BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
         at = _first_of(group, which, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
-        at += start // BLOCK * STEP
+        at += start // BLOCK
         known = which < num_columns
         if MAY_END:
             known &= start < depth
