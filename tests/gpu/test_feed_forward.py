@@ -25,26 +25,47 @@ def test_layer_is_its_dense_form(case, dtype):
     check_against_dense(draw(0, dtype, offsets=offsets), implementation="triton", **options)
 
 
+GPT_OSS = moe.Swiglu(1.702, 1.0, 1.0)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "activation", "transposed", "weights_on"),
+    ("dtype", "activation", "interleaved", "transposed", "weights_on", "biases"),
     [
-        ("bfloat16", "swiglu", False, "output"),
-        ("float16", moe.Swiglu(1.702, 1.0, 1.0), True, "output"),
-        ("bfloat16", "geglu_exact", False, "input"),
-        ("bfloat16", "geglu", True, "input"),
+        ("bfloat16", "swiglu", False, False, "output", None),
+        ("float16", GPT_OSS, False, True, "output", None),
+        ("bfloat16", "geglu_exact", False, False, "input", "bfloat16"),
+        ("bfloat16", "geglu", True, True, "input", None),
+        ("bfloat16", GPT_OSS, True, False, "output", "bfloat16"),
+        ("bfloat16", "swiglu", True, False, "output", None),
+        ("float16", "swiglu", False, True, "output", "float32"),
+        ("bfloat16", "relu2", False, False, "output", None),
+        ("bfloat16", "gelu", False, True, "output", "float16"),
     ],
 )
-def test_activation_in_the_first_products_kernel(dtype, activation, transposed, weights_on):
+def test_activation_in_the_first_products_kernel(
+    dtype, activation, interleaved, transposed, weights_on, biases
+):
     """Uneven groups, pad rows, widths and a depth that are no multiples of a block."""
     tokens, hidden, width, experts = 1500, 200, 328, 6
+    first = width if activation in ("relu2", "gelu") else 2 * width
     normal = lambda seed, *sizes: jax.random.normal(jax.random.key(seed), sizes)
     x = normal(0, tokens, hidden).astype(dtype)
     logits = normal(1, tokens, experts) + jnp.array([0, 2, -1, 0, -90, 0.5])
-    weights = normal(2, experts, hidden, 2 * width) / 8, normal(3, experts, width, hidden) / 8
+    weights = normal(2, experts, hidden, first) / 8, normal(3, experts, width, hidden) / 8
     weights = [(w.mT if transposed else w).astype(dtype) for w in weights]
+    if biases:
+        weights += [normal(4, experts, of).astype(biases) for of in (first, hidden)]
 
-    def run(x, logits, *weights):
-        made = moe.Experts(*weights, activation=activation, transposed=transposed)
+    def run(x, logits, w_gate_up, w_down, b_gate_up=None, b_down=None):
+        made = moe.Experts(
+            w_gate_up,
+            w_down,
+            b_gate_up=b_gate_up,
+            b_down=b_down,
+            activation=activation,
+            interleaved=interleaved,
+            transposed=transposed,
+        )
         how = {"weights_on": weights_on, "align_size": 8}
         layer = lambda *args: moe.feed_forward(*args, moe.Router(3), **how).tokens
         out, pull = jax.vjp(layer, x, logits, made)

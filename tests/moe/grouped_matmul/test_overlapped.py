@@ -31,17 +31,19 @@ def shape(*sizes, dtype=HALF):
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
-def layer_ptx(tokens=4000, dtype=HALF, **how):
+def layer_ptx(tokens=4000, dtype=HALF, first=400, bias=None, **how):
     """The kernels of a layer's forward pass, with two choices for a token and five experts."""
-    biases = {"b_down": how.pop("bias")} if "bias" in how else {}
 
-    def run(x, logits, w_gate_up, w_down):
-        experts = moe.Experts(w_gate_up, w_down, **biases, **how)
+    def run(x, logits, w_gate_up, w_down, b_gate_up=None):
+        experts = moe.Experts(w_gate_up, w_down, b_gate_up=b_gate_up, **how)
         return moe.feed_forward(x, logits, experts, moe.Router(2)).tokens
 
-    sizes = (tokens, 128), (tokens, 5), (5, 128, 400), (5, 200, 128)
-    dtypes = dtype, "float32", dtype, dtype
-    arrays = [shape(*s, dtype=d) for s, d in zip(sizes, dtypes, strict=True)]
+    w_gate_up = (5, first, 128) if how.get("transposed") else (5, 128, first)
+    width = first if how.get("activation") == "relu2" else first // 2
+    w_down = (5, 128, width) if how.get("transposed") else (5, width, 128)
+    sizes = (tokens, 128), (tokens, 5), w_gate_up, w_down, (5, first)
+    dtypes = dtype, "float32", dtype, dtype, bias
+    arrays = [shape(*s, dtype=d) for s, d in zip(sizes, dtypes, strict=True) if d]
     return kernels(jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)))
 
 
@@ -66,7 +68,11 @@ def needs_descriptors():
         (90, {}, (1, 0)),
         (90, {"dtype": "float16", "activation": moe.Swiglu(1.702, 7.0, 1.0)}, (1, 0)),
         (90, {"activation": "geglu_exact"}, (1, 0)),
-        (90, {"interleaved": True}, (1, 1)),
+        (90, {"interleaved": True}, (1, 0)),
+        (90, {"interleaved": True, "bias": HALF}, (1, 0)),
+        (90, {"activation": "relu2", "bias": "float32"}, (1, 0)),
+        (90, {"transposed": True, "first": 404, "bias": "float32"}, (1, 0)),
+        (90, {"transposed": True, "first": 404, "bias": HALF}, (0, 1)),  # 808 bytes
         (90, {"tokens": 100}, (0, 1)),
         (90, {"dtype": "float32"}, (0, 1)),
         (100, {}, (0, 1)),
@@ -143,45 +149,54 @@ def test_what_suits(monkeypatch):
     assert not suits()
 
 
-def draw(transposed, weighted):
+def draw(transposed, weighted, biased=False):
     rng = np.random.default_rng(0)
     normal = lambda *sizes: rng.standard_normal(sizes).astype(jnp.dtype(HALF))
     weights = normal(3, 12, 16) if transposed else normal(3, 16, 12)
     # Rows of no group behind the last one.
     row_weights = rng.standard_normal(20).astype(np.float32) if weighted else None
-    return normal(20, 16), weights, Groups(jnp.array([7, 0, 9], jnp.int32)), row_weights
+    bias = normal(3, 12) if biased else None
+    return normal(20, 16), weights, Groups(jnp.array([7, 0, 9], jnp.int32)), bias, row_weights
 
 
-@pytest.mark.sampled(1, 3)
+@pytest.mark.sampled(1, 4)
 @pytest.mark.parametrize("implementation", ["interpret", "xla"])
 @pytest.mark.parametrize(
-    ("transposed", "weighted", "activation"),
-    [(False, True, "swiglu"), (True, False, moe.Swiglu(1.702, 1.0, 1.0))],
+    ("transposed", "weighted", "activation", "interleaved"),
+    [
+        (False, True, "swiglu", True),
+        (True, False, moe.Swiglu(1.702, 1.0, 1.0), False),
+        (False, False, "relu2", False),
+    ],
 )
-def test_both_results_and_the_gradients(transposed, weighted, activation, implementation):
+@pytest.mark.parametrize("biased", [False, True])
+def test_both_results_and_the_gradients(
+    transposed, weighted, activation, interleaved, biased, implementation
+):
     """Those of a product, and of `glu`, which has no gradient here."""
-    spec, _ = activations.resolve(activation)
-    rows, weights, groups, row_weights = draw(transposed, weighted)
+    spec, _ = activations.resolve(activation, interleaved)
+    rows, weights, groups, bias, row_weights = draw(transposed, weighted, biased)
     options = {"transposed": transposed, "options": Options(jnp.dtype(HALF), None)}
     how = {"implementation": implementation}
 
-    def both(rows, weights):
-        return ops.ragged_dot_glu(rows, weights, groups, row_weights, spec=spec, **options, **how)
+    def both(rows, weights, bias=None):
+        operands = rows, weights, groups, bias, row_weights
+        return ops.ragged_dot_glu(*operands, spec=spec, **options, **how)
 
-    def apart(rows, weights):
-        gate_up = ops.ragged_dot(rows, weights, groups, None, None, **options, **how)
+    def apart(rows, weights, bias=None):
+        gate_up = ops.ragged_dot(rows, weights, groups, bias, None, **options, **how)
         out = of_glu.glu(gate_up, None, row_weights, spec=spec, **how)
         return gate_up, jax.lax.stop_gradient(out)
 
-    def run(function, rows, weights, gradient):
-        out, pull = jax.vjp(function, rows, weights)
-        moved = jax.jvp(function, (rows, weights), (weights.sum() + rows, weights))[1]
+    def run(function, gradient, *operands):
+        out, pull = jax.vjp(function, *operands)
+        moved = jax.jvp(function, operands, tuple(weights.sum() + of for of in operands))[1]
         return out, pull((gradient, jnp.ones_like(out[1]))), moved
 
+    operands = (rows, weights, bias) if biased else (rows, weights)
     gradient = np.random.default_rng(1).standard_normal((20, 12)).astype(jnp.dtype(HALF))
     found, wanted = (
-        jax.jit(run, static_argnums=0)(function, rows, weights, gradient)
-        for function in (both, apart)
+        jax.jit(run, static_argnums=0)(function, gradient, *operands) for function in (both, apart)
     )
     assert np.any(wanted[0][1])
     assert not np.any(wanted[2][1])
@@ -189,22 +204,38 @@ def test_both_results_and_the_gradients(transposed, weighted, activation, implem
         assert_same_bits(a, b)
 
 
+def test_the_gradient_of_a_bias_alone():
+    spec, _ = activations.resolve("swiglu")
+    rows, weights, groups, bias, row_weights = draw(False, True, True)
+    options = {"transposed": False, "options": Options(jnp.dtype(HALF), None), "spec": spec}
+
+    def gate_up(bias):
+        operands = rows, weights, groups, bias, row_weights
+        return ops.ragged_dot_glu(*operands, implementation="xla", **options)[0]
+
+    gradient = jnp.cos(jnp.arange(20 * 12.0)).reshape(20, 12).astype(HALF)
+    (found,) = jax.vjp(gate_up, bias)[1](gradient)
+    exact = np.asarray(gradient, np.float64)
+    wanted = np.stack([exact[:7].sum(0), np.zeros(12), exact[7:16].sum(0)])
+    assert_close(found, wanted, terms=9)
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_rows_cut_over_devices():
     """Each device has the groups of its rows."""
     spec, _ = activations.resolve("swiglu")
-    rows, weights, groups, row_weights = draw(False, True)
+    rows, weights, groups, bias, row_weights = draw(False, True, True)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     cut = lambda array, *axes: jax.device_put(
         array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     )
     options = {"transposed": False, "options": Options(jnp.dtype(HALF), None), "spec": spec}
     run = jax.jit(lambda *operands: ops.ragged_dot_glu(*operands, implementation=None, **options))
-    operands = cut(rows, "d"), cut(weights), groups, cut(row_weights, "d")
+    operands = cut(rows, "d"), cut(weights), groups, cut(bias), cut(row_weights, "d")
     program = run.lower(*operands).compile()
     assert "all-gather" not in program.as_text()
     for part, whole in zip(
-        program(*operands), run(rows, weights, groups, row_weights), strict=True
+        program(*operands), run(rows, weights, groups, bias, row_weights), strict=True
     ):
         assert part.sharding.spec[0] == "d"
         assert_close(part, np.asarray(whole, np.float64), terms=16)
@@ -219,16 +250,16 @@ def test_rows_cut_over_devices():
 def test_weights_cut_over_devices_stay_there(transposed, cut, kind):
     """Results travel, which are smaller: few rows are multiplied by many weights."""
     spec, _ = activations.resolve("swiglu")
-    rows, weights, groups, row_weights = draw(transposed, True)
+    rows, weights, groups, bias, row_weights = draw(transposed, True, True)
     axes = {"columns": (None, ("a", "b")), "depth": (("a", "b"), None), "both": ("a", "b")}[cut]
     places = [P(None, axes[0]), P(None, *(axes[::-1] if transposed else axes))]
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
     options = {"transposed": transposed, "options": Options(jnp.dtype(HALF), None), "spec": spec}
     run = jax.jit(lambda *operands: ops.ragged_dot_glu(*operands, implementation="xla", **options))
-    wanted = run(rows, weights, groups, row_weights)
+    wanted = run(rows, weights, groups, bias, row_weights)
     with jax.set_mesh(mesh):
         put = lambda array, place: jax.device_put(array, jax.sharding.NamedSharding(mesh, place))
-        whole = jax.tree.map(lambda array: put(array, P()), (groups, row_weights))
+        whole = jax.tree.map(lambda array: put(array, P()), (groups, bias, row_weights))
         operands = *map(put, (rows, weights), places), *whole
         program = run.lower(*operands).compile()
         found = program(*operands)

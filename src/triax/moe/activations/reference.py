@@ -68,6 +68,10 @@ class GluSpec:
     limit: float | None = None
     up_offset: float = 0.0
 
+    def width(self, columns: int) -> int:
+        """Returns the columns of the result for those of one array of gate and up."""
+        return columns // 2 if self.gated else columns
+
 
 SPECS: dict[str, GluSpec] = {
     "swiglu": GluSpec("silu", gated=True),

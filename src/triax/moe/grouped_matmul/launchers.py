@@ -53,7 +53,7 @@ def ragged_dot(
 def ragged_dot_glu(rows: Any, weights: Any, *others: Any, options: Options, **how: Any) -> Any:
     """Returns gate and up as `ragged_dot` does, and the result of `glu`."""
     columns = weights.shape[1 if how["transposed"] else 2]
-    shapes = (rows.shape[0], columns), (rows.shape[0], columns // 2)
+    shapes = (rows.shape[0], columns), (rows.shape[0], how["spec"].width(columns))
     how["out_type"] = tuple(jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
     return for_target(_ragged_dot_glu, rows, weights, *others, options=options, **how)
 
@@ -63,15 +63,16 @@ def _ragged_dot_glu(
     rows: Any,
     weights: Any,
     groups: Groups,
+    bias: Any,
     row_weights: Any,
     *,
     spec: Any,
     **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    operands = Parts(rows), Parts(weights), groups, row_weights
+    operands = Parts(rows), Parts(weights), groups, bias, None, row_weights
     if (both := overlapped.ragged_dot(target, *operands, spec=spec, **how)) is not None:
         return both
-    gate_up = _ragged_dot(target, rows, weights, groups, **how)
+    gate_up = _ragged_dot(target, rows, weights, groups, bias, **how)
     return gate_up, glu(gate_up, None, row_weights, spec=spec, implementation=how["implementation"])
 
 
@@ -184,10 +185,10 @@ def _ragged_dot(
         w = w._replace(values=w.values.astype(rows.dtype))  # exact
     if tma and transposed and float32_sums.suit(target, x, w, bias, rows_per_group, **how):
         return float32_sums.ragged_dot(target, x, w, groups, **how)
-    if bias is None:
-        found = overlapped.ragged_dot(target, x, w, groups, transposed=transposed, **how)
-        if found is not None:
-            return found
+    biases = bias, bias_weights
+    found = overlapped.ragged_dot(target, x, w, groups, *biases, transposed=transposed, **how)
+    if found is not None:
+        return found
     config = DotConfig.heuristic(
         target,
         rows_per_group,

@@ -190,20 +190,21 @@ def _without_glu(call: Call) -> Call:
 
 
 def _derivative_with_glu(call: Call, primals: Any, tangents: Any, results: Any) -> Any:
-    if not jax.tree.leaves(tangents[:2]):
+    if not jax.tree.leaves((tangents[:2], tangents[3])):
         return None, None
-    primals, tangents = ((*of[:3], None, None) for of in (primals, tangents))
+    primals, tangents = ((*of[:4], None) for of in (primals, tangents))
     return _derivative(_without_glu(call), primals, tangents, results[0]), None
 
 
 def _part_with_glu(
-    call: Call, shard: Shard, left: Any, right: Any, groups: Groups, row_weights: Any
+    call: Call, shard: Shard, left: Any, right: Any, groups: Groups, bias: Any, row_weights: Any
 ) -> Any:
     """Multiplies a device's part. If it is one of depth or columns, `glu` is an op of its own: it
     takes whole sums of all columns, which are less to send than the weights."""
     if shard.count("k") == shard.count("u") == 1:
-        return call.run(left, right, groups_of_part(shard, groups, left.shape[0]), row_weights)
-    gate_up = whole = _part(_without_glu(call), shard, left, right, groups, None, None)
+        groups = groups_of_part(shard, groups, left.shape[0])
+        return call.run(left, right, groups, bias, row_weights)
+    gate_up = whole = _part(_without_glu(call), shard, left, right, groups, bias, None)
     if axes := shard.mesh_axes.get("u"):
         whole = jax.lax.all_gather(gate_up, axes, axis=1, tiled=True)
     apart = glu.of(call.implementation, spec=call.options["spec"])
@@ -212,12 +213,12 @@ def _part_with_glu(
 
 def _letters_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
     of_weights = "guk" if transposed else "gku"
-    return ("rk", of_weights, letters_of_groups, "r"), ("ru", "rw"), "rku"
+    return ("rk", of_weights, letters_of_groups, "gu", "r"), ("ru", "rw"), "rku"
 
 
 # Multiplies as `ragged_dot` does, and applies `glu` to the result, gate and up; returns both. The
 # second has no derivative: it is for an op that is differentiated by gate and up. Operands: rows,
-# weights, groups, row weights or None.
+# weights, groups, biases or None, row weights or None.
 ragged_dot_glu = Op(
     "ragged_dot_glu",
     letters=_letters_with_glu,

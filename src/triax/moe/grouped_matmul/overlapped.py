@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from triax.moe.activations.reference import GluSpec
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import Parts
 from triax.moe.grouped_matmul.tiles import ROW_TILES, ROWS, bounded_by_group, schedule, suit_tma
+from triax.moe.shared.arrays import absent
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 
@@ -48,6 +50,8 @@ def ragged_dot(
     x: Parts,
     w: Parts,
     groups: Groups,
+    bias: jax.Array | None = None,
+    bias_weights: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     *,
     transposed: bool,
@@ -62,20 +66,25 @@ def ragged_dot(
     (num_rows, depth), columns = x.values.shape, w.values.shape[1 if transposed else 2]
     if not suit(target, x, w, len(w.values), columns, options, implementation):
         return None
+    if bias is not None and not suit_tma(bias):
+        return None
     from triton.experimental.gluon import language as gl
 
     from triax.moe.grouped_matmul.overlapped_kernels import _ragged_dot_overlapped_kernel
 
-    width, apart = (columns, _HALF) if spec is None else (columns // 2, columns // 2)
+    is_apart = spec is not None and spec.gated and not spec.interleaved
+    width, apart = (columns // 2, columns // 2) if is_apart else (columns, _HALF)
     layouts = [gl.NVMMASharedLayout(128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
     box = (1, _HALF, _DEPTH) if transposed else (1, _DEPTH, _HALF)
     tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
-    inner = None if spec is None else jax.ShapeDtypeStruct((num_rows, width), options.dtype)
+    inner = spec and jax.ShapeDtypeStruct((num_rows, spec.width(columns)), options.dtype)
     found = launch(
         _ragged_dot_overlapped_kernel,
         TensorDescriptor.from_array(x.values, (ROWS, _DEPTH), layouts[0]),
         TensorDescriptor.from_array(w.values, box, layouts[1]),
+        None if bias is None else _described(bias),
         tiles,
+        bias_weights,
         row_weights,
         num_rows,
         depth,
@@ -85,11 +94,18 @@ def ragged_dot(
         out_type=(jax.ShapeDtypeStruct((num_rows, columns), options.dtype), inner),
         implementation=implementation,
         TRANSPOSED=transposed,
-        ACTIVATION=None if spec is None else (spec.curve, spec.alpha, spec.limit, spec.up_offset),
+        ACTIVATION=spec and dataclasses.astuple(spec),
         **_program(target),
-        **({"inner_ptr": None} if spec is None else {}),
+        **absent(inner_ptr=spec),
     )
     return found[0] if spec is None else found
+
+
+def _described(bias: jax.Array) -> TensorDescriptor:
+    from triton.experimental.gluon import language as gl
+
+    layout = gl.NVMMASharedLayout(0, element_bitwidth=8 * bias.dtype.itemsize)
+    return TensorDescriptor.from_array(bias, (1, _HALF), layout)
 
 
 def group_outer(

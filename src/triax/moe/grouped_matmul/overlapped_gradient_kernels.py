@@ -74,7 +74,8 @@ def _group_outer_overlapped_kernel(
     WIDE: gl.constexpr = left.block_shape[3]
     which: gl.constexpr = (True, False)
     locate: gl.constexpr = _locate_outer
-    buffers, views, barriers = _allocate((left, right), which, STAGES)
+    buffers, views, barriers = _allocate(left, right, which, STAGES)
+    operands = (views[0], views[1], views[2], None, None)
     left_tiles = gl.cdiv(num_left, WIDE)
     right_tiles = gl.cdiv(num_right, 2 * WIDE)
     num_tiles = num_groups * left_tiles * right_tiles
@@ -83,8 +84,8 @@ def _group_outer_overlapped_kernel(
     sizes = (None, 2 * WIDE, num_right, WIDE, num_right)
     gl.warp_specialize(
         [
-            (_multiply, (views, barriers, tiles, locate, which, 0)),
-            (_multiply, (views, barriers, tiles, locate, which, 1)),
+            (_multiply, (operands, barriers, tiles, locate, which, 0)),
+            (_multiply, (operands, barriers, tiles, locate, which, 1)),
             (_finish, (views[2], barriers, tiles, pointers, sizes, locate, None, WARPS)),
             (_load_outer, ((left, right), buffers, barriers, tiles)),
         ],

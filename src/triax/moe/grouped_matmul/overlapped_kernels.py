@@ -1,9 +1,9 @@
 """ragged_dot in 16 bits for Hopper, in Gluon: tiles are stored while the next are multiplied.
 
 In Triton's own language the warps that multiply also store, and tensor cores idle meanwhile. Here
-each of two warp groups multiplies half of a tile's rows, and leaves the sums in shared memory,
-rounded. Two other warps store them from there, and apply an activation; one more loads. Results
-have the bits of `_ragged_dot_kernel` and `_glu_kernel`.
+each of two warp groups multiplies half of a tile's rows, adds the bias, and leaves the sums in
+shared memory, rounded. Two other warps store them from there, and apply an activation; one more
+loads. Results have the bits of `_ragged_dot_kernel` and `_glu_kernel`.
 
 A tile has two blocks of columns, `apart` columns from each other: gate and up, or neighbours.
 `_group_outer_overlapped_kernel` has the same parts, but its own functions `locate` and `load`.
@@ -40,13 +40,17 @@ def _locate(tiles, tile, ROWS: gl.constexpr):
 
 @gluon.jit
 def _load(descriptors, buffers, barriers, tiles, sizes, TRANSPOSED: gl.constexpr):
-    """Loads blocks of rows, and two of columns, into buffers as they become empty."""
+    """Loads blocks of rows, and two of columns, into buffers as they become empty.
+
+    The bias comes with a tile's last blocks.
+    """
     STAGES: gl.constexpr = buffers[0].type.shape[0]
     ROWS: gl.constexpr = buffers[0].type.shape[1]
     DEPTH: gl.constexpr = buffers[0].type.shape[2]
-    rows, weights = descriptors
+    rows, weights, bias = descriptors
     full, empty = barriers
     _, wide, _, apart, _ = sizes
+    BLOCKS: gl.constexpr = rows.block_type.nbytes + 2 * weights.block_type.nbytes
     count = 0
     for tile in range(gl.program_id(0), tiles[0], gl.num_programs(0)):
         group, row, _, column_tile, depth = _locate(tiles, tile, ROWS)
@@ -54,7 +58,12 @@ def _load(descriptors, buffers, barriers, tiles, sizes, TRANSPOSED: gl.constexpr
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
             ready = full.index(stage)
-            mbarrier.expect(ready, rows.block_type.nbytes + 2 * weights.block_type.nbytes)
+            if bias is None:
+                mbarrier.expect(ready, BLOCKS)
+            else:
+                is_last = start + DEPTH >= depth
+                mbarrier.expect(ready, BLOCKS, pred=start + DEPTH < depth)
+                mbarrier.expect(ready, BLOCKS + 2 * bias.block_type.nbytes, pred=is_last)
             _async_load(rows, [row, start], ready, buffers[0].index(stage))
             for half in gl.static_range(2):
                 block = buffers[1].index(2 * stage + half)
@@ -63,13 +72,16 @@ def _load(descriptors, buffers, barriers, tiles, sizes, TRANSPOSED: gl.constexpr
                     _async_load(weights, [group, column, start], ready, block)
                 else:
                     _async_load(weights, [group, start, column], ready, block)
+                if bias is not None:
+                    block = buffers[2].index(2 * stage + half)
+                    _async_load(bias, [group, column], ready, block, pred=is_last)
             count += 1
 
 
 @gluon.jit
 def _multiply(buffers, barriers, tiles, locate, TRANSPOSED: gl.constexpr, PART: gl.constexpr):
     """Multiplies one half, PART, of each tile's rows; TRANSPOSED says which operands are."""
-    halves, pairs, made = buffers
+    halves, pairs, made, biases, bias_weights_ptr = buffers
     STAGES: gl.constexpr = pairs.type.shape[0]
     DEPTH: gl.constexpr = pairs.type.shape[2 if TRANSPOSED[1] else 1]
     OWN: gl.constexpr = made.type.shape[1]
@@ -81,7 +93,10 @@ def _multiply(buffers, barriers, tiles, locate, TRANSPOSED: gl.constexpr, PART: 
     count = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles[0], gl.num_programs(0)):
-        _, _, _, _, depth = locate(tiles, tile, 2 * OWN)
+        _, row, end, _, depth = locate(tiles, tile, 2 * OWN)
+        if bias_weights_ptr is not None:
+            which = row + PART * OWN + gl.arange(0, OWN, gl.SliceLayout(1, layout))
+            weight = gl.load(bias_weights_ptr + which, mask=which < end, other=0.0)
         for start in range(0, depth, DEPTH):
             stage = count % STAGES
             mbarrier.wait(full.index(stage), count // STAGES & 1)
@@ -97,7 +112,13 @@ def _multiply(buffers, barriers, tiles, locate, TRANSPOSED: gl.constexpr, PART: 
             count += 1
         mbarrier.wait(empty.index(STAGES + PART), turn & 1 ^ 1)
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
+        last = (count + STAGES - 1) % STAGES
+        if biases is not None:
+            bias = biases.index(last).load(gl.SliceLayout(0, layout)).to(gl.float32)[None, :]
+            if bias_weights_ptr is not None:
+                bias *= weight.to(gl.float32)[:, None]
+            total += bias
+        mbarrier.arrive(empty.index(last), count=1)
         made.store(total.to(made.dtype))
         _barrier()
         mbarrier.arrive(full.index(STAGES + PART), count=1)
@@ -151,7 +172,7 @@ def _finish(
 @gluon.jit
 def _store(pointers, near, far, row, end, column, sizes, ACTIVATION: gl.constexpr):
     """Stores two blocks of columns, up to row `end`, and with ACTIVATION `glu` of both."""
-    row_weights_ptr, out_ptr, inner_ptr = pointers
+    _, out_ptr, _ = pointers
     _, _, width, apart, num_columns = sizes
     rows = row + gl.arange(0, near.shape[0], gl.SliceLayout(1, near.type.layout))
     columns = column + gl.arange(0, near.shape[1], gl.SliceLayout(0, near.type.layout))[None, :]
@@ -161,29 +182,53 @@ def _store(pointers, near, far, row, end, column, sizes, ACTIVATION: gl.constexp
     gl.store(out_ptr + at, near, mask=mask)
     gl.store(out_ptr + at + apart, far, mask=inside & (columns + apart < num_columns))
     if ACTIVATION is not None:
-        CURVE: gl.constexpr = ACTIVATION[0]
-        ALPHA: gl.constexpr = ACTIVATION[1]
-        LIMIT: gl.constexpr = ACTIVATION[2]
-        gate = near.to(gl.float32)
-        up = far.to(gl.float32)
-        if LIMIT is not None:
-            gate, up, _, _ = _clipped(gate, up, LIMIT)
-        inner, _ = _curve(gate, CURVE, ALPHA)
-        inner *= up + ACTIVATION[3]
-        if row_weights_ptr is not None:
-            weight = gl.load(row_weights_ptr + rows, mask=rows < end, other=0.0)
-            inner *= weight.to(gl.float32)[:, None]
-        at = rows.to(gl.int64)[:, None] * width + columns
-        gl.store(inner_ptr + at, inner.to(near.dtype), mask=mask)
+        GATED: gl.constexpr = ACTIVATION[1]
+        INTERLEAVED: gl.constexpr = ACTIVATION[2]
+        if not GATED:
+            _store_inner(pointers, near, near, row, end, column, num_columns, ACTIVATION)
+            _store_inner(pointers, far, far, row, end, column + apart, num_columns, ACTIVATION)
+        elif INTERLEAVED:
+            pairs: gl.constexpr = [near.shape[0], near.shape[1] // 2, 2]
+            first = column // 2
+            gate, up = near.reshape(pairs).split()
+            _store_inner(pointers, gate, up, row, end, first, num_columns // 2, ACTIVATION)
+            gate, up = far.reshape(pairs).split()
+            first += apart // 2
+            _store_inner(pointers, gate, up, row, end, first, num_columns // 2, ACTIVATION)
+        else:
+            _store_inner(pointers, near, far, row, end, column, width, ACTIVATION)
 
 
 @gluon.jit
-def _allocate(descriptors, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+def _store_inner(pointers, gate, up, row, end, column, width, ACTIVATION: gl.constexpr):
+    """Stores `glu` of a block of gate and up, which may be one, up to row `end`."""
+    row_weights_ptr, _, inner_ptr = pointers
+    CURVE: gl.constexpr = ACTIVATION[0]
+    ALPHA: gl.constexpr = ACTIVATION[3]
+    LIMIT: gl.constexpr = ACTIVATION[4]
+    DTYPE: gl.constexpr = gate.dtype
+    rows = row + gl.arange(0, gate.shape[0], gl.SliceLayout(1, gate.type.layout))
+    columns = column + gl.arange(0, gate.shape[1], gl.SliceLayout(0, gate.type.layout))[None, :]
+    gate = gate.to(gl.float32)
+    up = up.to(gl.float32)
+    if LIMIT is not None:
+        gate, up, _, _ = _clipped(gate, up, LIMIT)
+    inner, _ = _curve(gate, CURVE, ALPHA)
+    if ACTIVATION[1]:
+        inner *= up + ACTIVATION[5]
+    if row_weights_ptr is not None:
+        weight = gl.load(row_weights_ptr + rows, mask=rows < end, other=0.0)
+        inner *= weight.to(gl.float32)[:, None]
+    at = rows.to(gl.int64)[:, None] * width + columns
+    gl.store(inner_ptr + at, inner.to(DTYPE), mask=(rows < end)[:, None] & (columns < width))
+
+
+@gluon.jit
+def _allocate(left, right, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
     """Returns buffers to load, their views to multiply with those for results, and barriers.
 
     The two blocks of columns of a stage are one operand of a product.
     """
-    left, right = descriptors
     x = gl.allocate_shared_memory(left.dtype, [STAGES] + left.block_shape, left.layout)
     w = gl.allocate_shared_memory(left.dtype, [2 * STAGES] + right.block_shape, right.layout)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -205,7 +250,9 @@ def _allocate(descriptors, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
 def _ragged_dot_overlapped_kernel(
     rows,
     weights,
+    bias,
     tiles_ptr,
+    bias_weights_ptr,
     row_weights_ptr,
     num_rows,
     depth,
@@ -222,19 +269,32 @@ def _ragged_dot_overlapped_kernel(
 ):
     # There are as many programs as the GPU runs at once.
     HALF: gl.constexpr = weights.block_shape[1 if TRANSPOSED else 2]
-    wide: gl.constexpr = 2 * HALF if ACTIVATION is None else HALF
+    # Gate and up side by side are HALF columns of each.
+    IS_APART: gl.constexpr = ACTIVATION is not None and ACTIVATION[1] and not ACTIVATION[2]
+    wide: gl.constexpr = HALF if IS_APART else 2 * HALF
     which: gl.constexpr = (False, TRANSPOSED)
     locate: gl.constexpr = _locate
-    descriptors = (rows, weights)
-    buffers, views, barriers = _allocate(descriptors, which, STAGES)
+    descriptors = (rows, weights, bias)
+    buffers, views, barriers = _allocate(rows, weights, which, STAGES)
+    x, w = buffers
+    halves, pairs, made = views
+    if bias is None:
+        buffers = (x, w, None)
+        operands = (halves, pairs, made, None, None)
+    else:
+        b = gl.allocate_shared_memory(bias.dtype, [2 * STAGES, 1, HALF], bias.layout)
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        biases = _view(b, bias.dtype, [STAGES, 2 * HALF], flat)
+        buffers = (x, w, b)
+        operands = (halves, pairs, made, biases, bias_weights_ptr)
     num_column_tiles = gl.cdiv(width, wide)
     tiles = (gl.load(tiles_ptr) * num_column_tiles, num_column_tiles, tiles_ptr, depth)
     pointers = (row_weights_ptr, out_ptr, inner_ptr)
     sizes = (num_rows, wide, width, apart, num_columns)
     gl.warp_specialize(
         [
-            (_multiply, (views, barriers, tiles, locate, which, 0)),
-            (_multiply, (views, barriers, tiles, locate, which, 1)),
+            (_multiply, (operands, barriers, tiles, locate, which, 0)),
+            (_multiply, (operands, barriers, tiles, locate, which, 1)),
             (_finish, (views[2], barriers, tiles, pointers, sizes, locate, ACTIVATION, WARPS)),
             (_load, (descriptors, buffers, barriers, tiles, sizes, TRANSPOSED)),
         ],

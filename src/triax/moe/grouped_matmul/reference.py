@@ -34,10 +34,17 @@ def ragged_dot_reference(*operands: Any, transposed: bool, options: Options) -> 
 
 
 def ragged_dot_glu_reference(
-    rows: jax.Array, weights: jax.Array, groups: Groups, row_weights: Any, *, spec: Any, **how: Any
+    rows: jax.Array,
+    weights: jax.Array,
+    groups: Groups,
+    bias: Any,
+    row_weights: Any,
+    *,
+    spec: Any,
+    **how: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate and up as `ragged_dot_reference` does, and the result of `glu`."""
-    gate_up = ragged_dot_reference(rows, weights, groups, **how)
+    gate_up = ragged_dot_reference(rows, weights, groups, bias, **how)
     return gate_up, glu_reference(gate_up, None, row_weights, spec=spec)
 
 

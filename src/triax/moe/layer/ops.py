@@ -76,19 +76,19 @@ def multiply_glu(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Multiplies rows as `multiply` does, and applies `glu`; returns both results.
 
-    Returns None where no kernel does both: it takes 16 bits, and gate and up side by side.
+    Returns None where no kernel does both: it takes 16 bits, and gate and up in one array.
     """
     (weights, bias, _), *more = matrices
-    is_one = spec.gated and not (spec.interleaved or more)
-    simple = bias is None and how.recipe is None and not isinstance(weights, ScaledArray)
-    arrays = rows, weights, *([] if row_weights is None else [row_weights])
+    simple = how.recipe is None and not isinstance(weights, ScaledArray)
+    arrays = [a for a in (rows, weights, bias, row_weights) if a is not None]
     fit = rows.dtype.itemsize == 2 and all(a.size and a.dtype.itemsize <= 4 for a in arrays)
-    if not (spec.curve and is_one and simple and fit):
+    if more or not (spec.curve and simple and fit):
         return None
     gate_up, out = ragged_dot_glu(
         rows,
         weights,
         Groups(arguments.as_int32(sizes)),
+        bias,
         row_weights,
         spec=spec,
         transposed=how.transposed,

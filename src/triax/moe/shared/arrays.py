@@ -57,7 +57,7 @@ def from_words(moved: jax.Array | None, original: jax.Array | None) -> Any:
     return jax.lax.bitcast_convert_type(moved, original.dtype)
 
 
-def absent(**outputs: jax.Array | None) -> dict[str, Any]:
+def absent(**outputs: object) -> dict[str, Any]:
     """Maps each output parameter of a kernel whose input is None to None."""
     return {name: None for name, source in outputs.items() if source is None}
 
