@@ -36,6 +36,7 @@ from tests.moe.launches import E4M3, FAST, HALF, WIDE, array, packed, product, p
 from triax import lowering, moe
 from triax.binding.launch import CompiledKernel, Launch
 from triax.compiling import ahead
+from triax.emitting.reading import triton_calls
 
 CARDS = (80, 86, 89, 90, 100, 103, 120, 121)
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -274,7 +275,9 @@ def lower(program: Program, card: int) -> dict[str, tuple[Launch, CompiledKernel
         mock.patch.object(lowering.ahead, "compile_launch", noted),
     ):
         traced = jax.jit(functools.partial(function, implementation=None)).trace(*arrays)
-        traced.lower(lowering_platforms=("cuda",))
+        calls = triton_calls(traced.lower(lowering_platforms=("cuda",)))
+    if unfenced := [call.kernel for call in calls if not call.fenced]:
+        raise AssertionError(f"not fenced from slices and updates: {', '.join(unfenced)}")
     return found
 
 

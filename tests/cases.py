@@ -74,8 +74,10 @@ def blockwise(kernel, *arrays, **options):
 
 
 def cuda_calls(function, *args):
-    """The Triton calls of a function that is lowered for CUDA."""
-    return triton_calls(jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)))
+    """The Triton calls of a function that is lowered for CUDA, each of which must be fenced."""
+    calls = triton_calls(jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)))
+    assert all(call.fenced for call in calls)
+    return calls
 
 
 def cuda_call(function, *args):

@@ -36,10 +36,12 @@ def compiled(
     """
     built = custom_call.build(call, launches, kernels)
     buffers = built.buffers
+    updated = {operand for operand, _ in buffers.aliases}
     values, avals = [], []
-    for leaf in buffers.operands:
+    for position, leaf in enumerate(buffers.operands):
         if isinstance(leaf, Operand):
-            values.append(operands[leaf.index])
+            value = operands[leaf.index]
+            values.append(jax_modules.fence(value) if position in updated else value)
             avals.append(ctx.avals_in[leaf.index])
         else:
             avals.append(ctx.avals_out[leaf.index])
@@ -61,7 +63,7 @@ def compiled(
     results = rule(inner, *values, **(attributes if typed else {}))
     jax_modules.annotate(results, _frontend_attributes(call, launches, key))
     by_output = dict(zip(buffers.results, results, strict=True))
-    return [by_output[index] for index in range(len(ctx.avals_out))]
+    return [jax_modules.fence(by_output[index]) for index in range(len(ctx.avals_out))]
 
 
 def nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:

@@ -15,7 +15,8 @@ class TritonCall:
     `config` and `grid` hold one entry per config passed to XLA: one, unless the tuning mode is
     "runtime". `key` names the record of the config, "" if there was no choice. `aliases` pairs
     operands and results of the custom call; `saved` are the buffers that jaxlib restores after
-    timing. `opaque` are the payload's bytes.
+    timing. `fenced` says that barriers keep XLA from fusing the call with slices and updates of its
+    arrays, as docs/internals.md has it. `opaque` are the payload's bytes.
     """
 
     kernel: str
@@ -27,6 +28,7 @@ class TritonCall:
     aliases: tuple[tuple[int, int], ...]
     operands: tuple[str, ...]
     results: tuple[str, ...]
+    fenced: bool
     opaque: bytes = dataclasses.field(repr=False)
     payload: triton_proto.Opaque = dataclasses.field(repr=False)
 
@@ -56,7 +58,7 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
                 op.attributes.get("triax.key", ""),
                 tuple(call.grid for call in payload.calls),
                 tuple(call.entry for call in payload.calls),
-                *(op.aliases, op.operands, op.results, op.opaque, payload),
+                *(op.aliases, op.operands, op.results, op.fenced, op.opaque, payload),
             )
         )
     return found
