@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 import triax
 from triax import testing
 
-KINDS = ["host", "host_nan", "device", "gluon"]
+KINDS = ["host", "host_nan", "output", "device", "gluon"]
 
 
 @triton.jit
@@ -19,6 +19,14 @@ def host_kernel(desc, out_ptr, n_cols, BM: tl.constexpr, BN: tl.constexpr):
     tile = desc.load([i * BM, j * BN])
     rows, cols = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
     tl.store(out_ptr + rows[:, None] * n_cols + cols[None, :], tile * 2)
+
+
+@triton.jit
+def output_kernel(desc, total_ptr, out, BM: tl.constexpr, BN: tl.constexpr):
+    i, j = tl.program_id(0), tl.program_id(1)
+    tile = desc.load([i * BM, j * BN])
+    out.store([i * BM, j * BN], tile * 2)
+    tl.store(total_ptr + i * tl.num_programs(1) + j, tl.sum(tl.sum(tile, 0), 0))
 
 
 @triton.jit
@@ -61,6 +69,19 @@ def call(kind, x, **options):
     descriptor = triax.TensorDescriptor.from_array(
         x, block, padding="nan" if kind == "host_nan" else "zero"
     )
+    if kind == "output":
+        out_type = jax.ShapeDtypeStruct(grid, x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)
+        shown = lambda meta: (meta["BM"], meta["BN"])
+        return triax.triton_call(
+            descriptor,
+            out=triax.TensorDescriptor.from_array(out_type[1], shown),
+            BM=16,
+            BN=32,
+            kernel=output_kernel,
+            out_type=out_type,
+            grid=grid,
+            **options,
+        )[1]
     padded = (grid[0] * block[0], grid[1] * block[1])
     return triax.triton_call(
         descriptor,

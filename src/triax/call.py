@@ -247,7 +247,7 @@ def triton_call(
     aliases: tuple[Alias, ...] = ()
     if input_output_aliases:
         aliases = arguments.resolve_aliases(view, input_output_aliases, flat, results)
-    placed = arguments.place_outputs(view, bound, supplied, flat.types, results, aliases)
+    placed = arguments.place_outputs(view, bound, supplied, flat, results, aliases)
     options: dict[str, Any] = {
         "num_warps": num_warps,
         "num_stages": num_stages,

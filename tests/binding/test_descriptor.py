@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 import triax
+from tests.cases import cuda_call
 from triax import TensorDescriptor
-from triax.compat import versions
+from triax.compat import jax_private, versions
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 ROUNDS = versions.TF32_DESCRIPTORS.passes(triton.__version__)
@@ -116,3 +117,54 @@ def test_zero_sizes_and_strides():
     empty = TensorDescriptor.from_array(jnp.zeros((0, 16)), (4, 16))
     assert empty.shape == (0, 16)
     assert TensorDescriptor(X, (8, 16), (0, 1), (4, 16)).strides == (0, 1)
+
+
+@triton.jit
+def _copy_kernel(desc, out):
+    out.store([0, 0], desc.load([0, 0]))
+
+
+@triton.jit
+def _copy_to_first_kernel(desc, outs):
+    outs[0].store([0, 0], desc.load([0, 0]))
+
+
+def copied(kernel=_copy_kernel, of=jax.ShapeDtypeStruct((8, 16), "float32"), **options):
+    shown = TensorDescriptor.from_array(of, (8, 16))
+    keywords = {"outs": (shown,)} if kernel is _copy_to_first_kernel else {"out": shown}
+    return triax.triton_call(
+        TensorDescriptor.from_array(X + 1, (8, 16)),
+        kernel=kernel,
+        out_type=jax.ShapeDtypeStruct((8, 16), "float32"),
+        grid=1,
+        **keywords,
+        **options,
+    )
+
+
+def test_an_output_is_written_through_a_descriptor():
+    assert (copied() == 1).all()
+    assert (jax.jit(copied)() == 1).all()
+
+
+def test_the_output_that_is_described_has_the_type_of_out_type():
+    with pytest.raises(ArgumentValueError, match=r"`out` .* output .*int32.*output 0 .*float32"):
+        copied(of=jax.ShapeDtypeStruct((8, 16), "int32"))
+    with pytest.raises(ArgumentValueError, match=r"`out` .*\[4,16\].*\[8,16\]"):
+        copied(of=jax.ShapeDtypeStruct((4, 16), "float32"))
+
+
+def test_an_output_in_a_tuple_is_refused():
+    with pytest.raises(ArgumentTypeError, match=r"`outs\[0\]` .*Pass it as a parameter of its own"):
+        copied(_copy_to_first_kernel)
+
+
+@pytest.mark.cuda_plugin
+def test_an_output_that_is_described_needs_no_alias():
+    if not jax_private.supports_tensor_maps():
+        pytest.skip("descriptors of the host need JAX 0.11")
+    call = cuda_call(copied)
+    assert (call.aliases, call.operands, call.results) == (
+        (),
+        ("tensor<8x16xf32>",),
+    ) + (("tensor<8x16xf32>",),)

@@ -16,7 +16,7 @@ import triax
 from tests import kernels
 from tests.cases import cuda_call as lowered
 from triax import testing
-from triax.binding.launch import ArrayType
+from triax.binding.launch import ArrayType, Operand
 from triax.compiling import compiler
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
@@ -247,7 +247,8 @@ def test_sets_a_block_shape(way, jit):
 @pytest.mark.parametrize("way", WAYS)
 def test_each_config_has_its_own_block_shape(way):
     call = bound(functools.partial(doubled, **WAYS[way]), X)
-    assert [c.block_shapes for c in call.candidates] == [((0, (16, 32)),), ((0, (8, 64)),)]
+    of = [dict(candidate.block_shapes) for candidate in call.candidates]
+    assert of == [{Operand(0): (16, 32)}, {Operand(0): (8, 64)}]
     array = ArrayType(X.shape, X.dtype)
     for candidate, block in zip(call.candidates, [(16, 32), (8, 32)], strict=True):
         kernel = compiler.compile_launch(call.launch(candidate, (array,), (array,)), 90)

@@ -71,7 +71,7 @@ def make_launch(
             shape = value.array.shape
             dense = tuple(int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
             return Descriptor(
-                operand(value.array),
+                Operand(operand(value.array)),
                 shape,
                 value.strides or dense,
                 value.block_shape,

@@ -40,13 +40,15 @@ class Bound:
 
     `runtime` has the runtime parameters with a value, given or by default, in the kernel's order;
     `absent` names the parameters that fall back to a default of None. `free` names, in order, the
-    parameters that may take outputs: `absent` and those without a value. `keywords` are constexprs
-    and names that only grids and heuristics read.
+    parameters that may take outputs: `absent`, those without a value, and those of `described`, which
+    take an output through a descriptor. `keywords` are constexprs and names that only grids and
+    heuristics read.
     """
 
     runtime: dict[str, Any]
     absent: frozenset[str]
     free: tuple[str, ...]
+    described: dict[str, TensorDescriptor]
     keywords: dict[str, Any]
 
 
@@ -88,17 +90,24 @@ def bind(
             f"Kernel {view.name!r} got `{twice[0]}` both as a positional operand and as a keyword."
         )
     given = by_position | given
-    runtime, free = {}, []
+    runtime, free, described = {}, [], {}
     for parameter in view.runtime_parameters:
         name = parameter.name
-        if name in given:
+        if _is_output(given.get(name)):
+            described[name] = given.pop(name)
+            free.append(name)
+        elif name in given:
             runtime[name] = given.pop(name)
         elif name not in settable:
             if parameter.has_default:
                 runtime[name] = parameter.default
             if parameter.default is None:
                 free.append(name)
-    return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), given)
+    return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), described, given)
+
+
+def _is_output(value: Any) -> bool:
+    return isinstance(value, TensorDescriptor) and isinstance(value.base, jax.ShapeDtypeStruct)
 
 
 def _in_front(view: Kernel, rest: str, valued: frozenset[str], num_outputs: int) -> tuple[str, ...]:
@@ -115,7 +124,7 @@ class Flattened:
 
     `leaves` are the flattened operands as aliases count them: a name, and an array's index or None
     for a scalar. `names` and `types` belong to `arrays`. By array index, `refs` has the Refs whose
-    values are passed, and `block_shapes` the callable block shapes of descriptors.
+    values are passed; `block_shapes` has the callable block shapes of descriptors by their buffers.
     """
 
     kernel: str
@@ -124,7 +133,7 @@ class Flattened:
     types: list[ArrayType] = dataclasses.field(default_factory=list)
     leaves: list[tuple[str, int | None]] = dataclasses.field(default_factory=list)
     refs: dict[int, jax.Ref] = dataclasses.field(default_factory=dict)
-    block_shapes: dict[int, Any] = dataclasses.field(default_factory=dict)
+    block_shapes: dict[Operand | Result, Any] = dataclasses.field(default_factory=dict)
 
     def add(self, name: str, value: Any) -> Argument:
         if isinstance(value, tuple):
@@ -191,13 +200,21 @@ class Flattened:
         return value
 
     def _add_descriptor(self, name: str, value: TensorDescriptor) -> Descriptor:
-        index = self._add_array(name, value.base)
+        if _is_output(value):
+            raise ArgumentTypeError(
+                f"Argument `{name}` of kernel {self.kernel!r} is the descriptor of an output (its "
+                "base is a jax.ShapeDtypeStruct) in a tuple. Pass it as a parameter of its own."
+            )
+        return self.describe(Operand(self._add_array(name, value.base)), value)
+
+    def describe(self, buffer: Operand | Result, value: TensorDescriptor) -> Descriptor:
+        """Returns the descriptor of a buffer."""
         block_shape = value.block_shape
         if callable(block_shape):
-            self.block_shapes[index] = block_shape
+            self.block_shapes[buffer] = block_shape
             block_shape = ()
         rest = value.layout, value.padding, value.round_f32_to_tf32
-        return Descriptor(index, value.shape, value.strides, block_shape, *rest)
+        return Descriptor(buffer, value.shape, value.strides, block_shape, *rest)
 
 
 def array_type(argument: str, array: Any) -> ArrayType:
@@ -301,7 +318,7 @@ def place_outputs(
     view: Kernel,
     bound: Bound,
     supplied: Mapping[str, Argument],
-    operands: Sequence[ArrayType],
+    flat: Flattened,
     results: Sequence[ArrayType],
     aliases: Sequence[Alias],
 ) -> tuple[tuple[str, Argument], ...]:
@@ -316,9 +333,20 @@ def place_outputs(
     taking = bound.free if len(outputs) > len(free) else free
     if len(outputs) != len(taking):
         arrays = [(n, leaf) for n, leaf in supplied.items() if isinstance(leaf, Operand)]
-        alike = [n for n, leaf in arrays if operands[leaf.index] in results]
+        alike = [n for n, leaf in arrays if flat.types[leaf.index] in results]
         raise _wrong_number_of_outputs(view, bound, free, len(outputs), alike)
     places: dict[str, Argument] = dict(zip(taking, map(Result, outputs), strict=True))
+    for name, descriptor in bound.described.items():
+        result = places[name]
+        assert isinstance(result, Result)
+        if (kind := array_type(name, descriptor.base)) != results[result.index]:
+            raise ArgumentValueError(
+                f"Argument `{name}` of kernel {view.name!r} is the descriptor of an output "
+                f"{messages.short(kind)}, but output {result.index} of `out_type` is "
+                f"{messages.short(results[result.index])}. Make it of the same "
+                "jax.ShapeDtypeStruct: outputs go to parameters in the kernel's order."
+            )
+        places[name] = flat.describe(result, descriptor)
     names = [p.name for p in view.runtime_parameters if p.name in supplied or p.name in places]
     return tuple((name, places.get(name) or supplied[name]) for name in names)
 
@@ -381,7 +409,7 @@ def seen_by_callables(
             leaf.static.value
             if isinstance(leaf, Scalar)
             else structs[isinstance(leaf, Result)][leaf.index]
-            for leaf in parts
+            for leaf in (getattr(part, "buffer", part) for part in parts)
         ]
         seen[name] = jax.tree_util.tree_unflatten(tree, values)
     return seen

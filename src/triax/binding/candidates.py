@@ -71,7 +71,7 @@ class Request:
     num_results: int
     aliases: tuple[Alias, ...] = ()
     zeroed_outputs: ZeroedOutputs = ()
-    block_shapes: Mapping[int, Callable[[Mapping[str, Any]], Any]] = dataclasses.field(
+    block_shapes: Mapping[Operand | Result, Callable[[Mapping[str, Any]], Any]] = dataclasses.field(
         default_factory=dict
     )
     conflicts: str = "filter"
@@ -134,7 +134,8 @@ def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
 def _check_reset(request: Request, found: Sequence[Candidate]) -> None:
     """Warns of outputs that the kernel seems to read although the program does not fill them."""
     filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in found))
-    outputs = {n: a.index for n, a in request.parameters if isinstance(a, Result)}
+    buffers = {n: getattr(a, "buffer", a) for n, a in request.parameters}  # of descriptors, too
+    outputs = {n: a.index for n, a in buffers.items() if isinstance(a, Result)}
     for option in ("reset_to_zero", "restore_value"):
         for name in getattr(request.kernel.autotuner, option, None) or ():
             if name in outputs and outputs[name] not in filled:
@@ -354,9 +355,9 @@ def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
 
 
 def _check_block_shapes(
-    block_shapes: Mapping[int, Any], parameters: Sequence[tuple[str, Argument]]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Checks the block shapes of one config; returns them by descriptor operand.
+    block_shapes: Mapping[Operand | Result, Any], parameters: Sequence[tuple[str, Argument]]
+) -> tuple[tuple[Operand | Result, tuple[int, ...]], ...]:
+    """Checks the block shapes of one config; returns them by the descriptors' buffers.
 
     Raises:
       ArgumentTypeError, ArgumentValueError: a block shape is not one positive int per dimension.
@@ -364,8 +365,8 @@ def _check_block_shapes(
     found = []
     for name, argument in parameters:
         for leaf in leaves(argument):
-            if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
-                given = block_shapes[leaf.index]
+            if isinstance(leaf, Descriptor) and leaf.buffer in block_shapes:
+                given = block_shapes[leaf.buffer]
                 rank = len(leaf.shape)
                 if not isinstance(given, (tuple, list)) or len(given) != rank:
                     raise ArgumentValueError(
@@ -378,7 +379,7 @@ def _check_block_shapes(
                         f"Argument `block_shape` of descriptor `{name}` must be positive ints; got "
                         f"{short(given)}."
                     )
-                found.append((leaf.index, sizes))
+                found.append((leaf.buffer, sizes))
     return tuple(found)
 
 

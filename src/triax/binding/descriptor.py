@@ -44,11 +44,18 @@ class TensorDescriptor:
         desc = triax.TensorDescriptor.from_array(x, block_shape=(64, 64))
         triax.triton_call(desc, kernel=k, …)  # the kernel calls desc.load([i, j])
 
+    Of a `jax.ShapeDtypeStruct` it is the descriptor of an output: its parameter takes the output
+    that would be its own if it were left out, and the kernel stores through it.
+
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        show = triax.TensorDescriptor.from_array(out, block_shape=(64, 64))
+        triax.triton_call(desc, out_ptr=show, kernel=k, out_type=out, …)
+
     Shapes and strides count elements. Needs a jaxlib that can encode descriptors, and a
     GPU with TMA (compute capability 9.0 or later).
 
     Args:
-      base: the array. Its address is aligned to 16 bytes, like all of XLA's buffers.
+      base: the array, or a `jax.ShapeDtypeStruct` for an output. Its address is aligned to 16 bytes, like all of XLA's buffers.
       shape: the shape the descriptor shows, one to five dimensions.
       strides: element strides; the last is 1, the others multiples of 16 bytes.
       block_shape: the shape of the blocks to load and store, or a callable that returns it given
@@ -75,13 +82,13 @@ class TensorDescriptor:
     @classmethod
     def from_array(
         cls,
-        array: jax.Array,
+        array: jax.Array | jax.ShapeDtypeStruct,
         block_shape: Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]],
         layout: Any = None,
         padding: Literal["zero", "nan"] = "zero",
         round_f32_to_tf32: bool = False,
     ) -> TensorDescriptor:
-        """The descriptor of a whole, row-major array."""
+        """The descriptor of a whole, row-major array or output."""
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise ArgumentTypeError(
                 f"Argument `array` of TensorDescriptor must be an array; got "

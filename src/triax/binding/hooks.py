@@ -87,7 +87,7 @@ class _Log:
         if isinstance(leaf, Scalar):
             return leaf.value
         if isinstance(leaf, Descriptor):
-            base = _Array(self, f"{name}.base", Operand(leaf.index), seen)
+            base = _Array(self, f"{name}.base", leaf.buffer, seen)
             found = triton_private.descriptor_stand_in(
                 leaf.layout,
                 base=base,
@@ -101,7 +101,7 @@ class _Log:
             return found
         return _Array(self, name, leaf, seen)
 
-    def block_shapes(self) -> dict[int, Any]:
+    def block_shapes(self) -> dict[Operand | Result, Any]:
         """The block shapes that the hook changed. Other changes to a descriptor are refused."""
         changed = {}
         for name, leaf, found, before in self._descriptors:
@@ -111,7 +111,7 @@ class _Log:
                 if not same and field != "block_shape":
                     raise self.refuse(f"changes `{name}.{field}`")
             if list(after["block_shape"]) != before["block_shape"]:
-                changed[leaf.index] = after["block_shape"]
+                changed[leaf.buffer] = after["block_shape"]
         return changed
 
 

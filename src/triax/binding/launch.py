@@ -75,12 +75,12 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
-    """A parameter that takes a host-side TMA descriptor of the `index`-th array operand.
+    """A parameter that takes a host-side TMA descriptor of an array operand or output.
 
     Shapes and strides count elements. `block_shape` is empty if the candidates set it.
     """
 
-    index: int
+    buffer: Operand | Result
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
@@ -94,6 +94,11 @@ Argument: TypeAlias = "Operand | Result | Scalar | Descriptor | tuple[Argument, 
 
 Leaf: TypeAlias = Operand | Result | Scalar | Descriptor
 Path: TypeAlias = tuple[int, ...]
+
+
+def buffer_of(leaf: Operand | Result | Descriptor) -> Operand | Result:
+    """The operand or output whose memory a pointer or a descriptor reaches."""
+    return leaf.buffer if isinstance(leaf, Descriptor) else leaf
 
 
 def leaves(argument: Argument) -> list[Leaf]:
@@ -133,7 +138,7 @@ class Candidate:
     """A config with everything that follows from it.
 
     `constants` are all constexpr parameters of the kernel, `options` all compiler options, `zeroed`
-    the outputs to zero before the launch; `block_shapes` pairs descriptor operands with their block
+    the outputs to zero before the launch; `block_shapes` pairs descriptors' buffers with their block
     shapes in this config.
     """
 
@@ -142,7 +147,7 @@ class Candidate:
     options: Values
     grid: Grid
     zeroed: tuple[int, ...] = ()
-    block_shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    block_shapes: tuple[tuple[Operand | Result, tuple[int, ...]], ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -195,8 +200,8 @@ class Call:
         if block_shapes := dict(candidate.block_shapes):
 
             def complete(leaf: Leaf) -> Leaf:
-                if isinstance(leaf, Descriptor) and leaf.index in block_shapes:
-                    return dataclasses.replace(leaf, block_shape=block_shapes[leaf.index])
+                if isinstance(leaf, Descriptor) and leaf.buffer in block_shapes:
+                    return dataclasses.replace(leaf, block_shape=block_shapes[leaf.buffer])
                 return leaf
 
             arguments = tuple((name, map_leaves(complete, part)) for name, part in arguments)
@@ -244,10 +249,12 @@ class Launch:
 
     def array_type(self, leaf: Operand | Result | Descriptor) -> ArrayType:
         """The type of a leaf's buffer."""
+        leaf = buffer_of(leaf)
         return self.results[leaf.index] if isinstance(leaf, Result) else self.operands[leaf.index]
 
     def buffer_index(self, leaf: Operand | Result | Descriptor) -> int:
         """The index of a leaf's buffer: operands first, then the outputs that are not aliased."""
+        leaf = buffer_of(leaf)
         if not isinstance(leaf, Result):
             return leaf.index
         aliased = self.operand_of_result

@@ -27,6 +27,7 @@ from triax.binding.launch import (
     Result,
     Scalar,
     TensorMap,
+    buffer_of,
 )
 from triax.compat import jax_private, triton_private, versions
 from triax.errors import CompilationError, ReadOnlyOperand, UnsupportedError, VersionError
@@ -59,11 +60,7 @@ def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
     an operand is passed as an uninitialised operand that a result is aliased to. Scratch is the
     last parameter.
     """
-    pointers = [
-        Operand(leaf.index) if isinstance(leaf, Descriptor) else leaf
-        for leaf in launch.leaves
-        if not isinstance(leaf, Scalar)
-    ]
+    pointers = [buffer_of(leaf) for leaf in launch.leaves if not isinstance(leaf, Scalar)]
     first_tail = len(pointers)
     while first_tail and isinstance(pointers[first_tail - 1], Result):
         first_tail -= 1
@@ -142,7 +139,9 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     read_only = {
         index
         for index, leaf in enumerate(launch.leaves)
-        if isinstance(leaf, (Operand, Descriptor)) and leaf.index not in aliased
+        if not isinstance(leaf, Scalar)
+        and isinstance(buffer := buffer_of(leaf), Operand)
+        and buffer.index not in aliased
     }
     tuner = launch.kernel.autotuner
     reset = () if tuner is None else tuner.reset_to_zero
@@ -208,7 +207,7 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
     for parameter in kernel.parameters:
         name, leaf = leaves[parameter.leaf]
         if isinstance(leaf, Descriptor):
-            if Operand(leaf.index) in zeroed:
+            if leaf.buffer in zeroed:
                 raise UnsupportedError(
                     f"Kernel {launch.name!r} writes a zeroed output through a host TMA descriptor, "
                     "but jaxlib only zeroes arrays passed as pointers. Make the descriptor of an "

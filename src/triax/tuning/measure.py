@@ -110,10 +110,10 @@ def make_job(
 
 
 def _named(call: Call, launch: Launch, option: str) -> set[Any]:
-    """The leaves of the parameters that an option of `@triton.autotune` names."""
+    """The buffers of the parameters that an option of `@triton.autotune` names."""
     tuner = call.kernel.autotuner
     names = set(getattr(tuner, option, None) or ()) if tuner is not None else set()
-    return {argument for name, argument in launch.arguments if name in names}
+    return {getattr(a, "buffer", a) for name, a in launch.arguments if name in names}
 
 
 def _pattern(array: ArrayType) -> bytes:
@@ -164,9 +164,9 @@ def _tensor_map(
 ) -> messages.TensorMapParameter:
     host_element_type = triton_private.host_element_type
     return messages.TensorMapParameter(
-        index=leaf.index,
+        index=launch.buffer_index(leaf),
         element_type=host_element_type(tensor_map.element_type, tf32=leaf.round_f32_to_tf32),
-        itemsize=launch.operands[leaf.index].dtype.itemsize,
+        itemsize=launch.array_type(leaf).dtype.itemsize,
         swizzle=tensor_map.swizzle,
         shape=leaf.shape,
         strides=leaf.strides,

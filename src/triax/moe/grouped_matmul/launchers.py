@@ -23,7 +23,6 @@ from triax.moe.grouped_matmul.tiles import (
     schedule,
     suit_tma,
     triton_dtype,
-    written,
 )
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.arrays import absent, stored
@@ -214,7 +213,7 @@ def _ragged_dot(
             TensorDescriptor.from_array(w.values, (1, *(block if transposed else block[::-1]))),
         )
         shown = config.block_rows, config.block_columns // 2
-        output = written(out_type, lambda out: bounded_by_group(out, *shown))
+        output = {"out": bounded_by_group(out_type, *shown)}
     return launch(
         _ragged_dot_kernel,
         *operands,
@@ -284,7 +283,7 @@ def _group_outer(
             bounded_by_group(right, config.block_rows, config.block_right),
         )
         shown = 1, config.block_left, config.block_right // 2
-        output = written(outer, lambda out: TensorDescriptor.from_array(out, shown))
+        output = {"out": TensorDescriptor.from_array(outer, shown)}
     return launch(
         _group_outer_kernel,
         *operands,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,7 +73,7 @@ def group_bounds(
 
 
 def bounded_by_group(
-    array: jax.Array, block_rows: int, block_columns: int, layout: Any = None
+    array: jax.Array | jax.ShapeDtypeStruct, block_rows: int, block_columns: int, layout: Any = None
 ) -> TensorDescriptor:
     """Returns a descriptor that makes the hardware stop at the end of a group (see the kernels)."""
     columns = array.shape[1]
@@ -86,12 +85,6 @@ def bounded_by_group(
         block_shape=(1, 1, block_rows, block_columns),
         layout=layout,
     )
-
-
-def written(out_type: jax.ShapeDtypeStruct, show: Callable[[jax.Array], Any]) -> dict[str, Any]:
-    """Returns arguments of `launch` for an output that the kernel writes through a descriptor."""
-    empty = jax.lax.empty(out_type.shape, out_type.dtype)
-    return {"out": show(empty), "input_output_aliases": {"out": 0}}
 
 
 def suit_tma(*arrays: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.grouped_matmul.options import Groups, Options
-from triax.moe.grouped_matmul.tiles import IMPRECISE, group_bounds, suit_tma, triton_dtype, written
+from triax.moe.grouped_matmul.tiles import IMPRECISE, group_bounds, suit_tma, triton_dtype
 from triax.moe.quantization.launchers import rounds_to
 from triax.moe.quantization.reference import FORMATS
 from triax.moe.quantized_outer.configs import TILE, GroupsConfig, outer_config
@@ -145,7 +145,7 @@ def multiply(
         )
     if out_tma:
         shown = 1, config.block_left, config.block_right // 2
-        output = written(out_type, lambda out: TensorDescriptor.from_array(out, shown))
+        output = {"out": TensorDescriptor.from_array(out_type, shown)}
     return launch(
         _quantized_outer_kernel,
         *operands,
