@@ -129,16 +129,18 @@ def _copy_to_first_kernel(desc, outs):
     outs[0].store([0, 0], desc.load([0, 0]))
 
 
-def copied(kernel=_copy_kernel, of=jax.ShapeDtypeStruct((8, 16), "float32"), **options):
+OUT = jax.ShapeDtypeStruct((8, 16), "float32")
+
+
+def copied(kernel=_copy_kernel, of=OUT):
     shown = TensorDescriptor.from_array(of, (8, 16))
     keywords = {"outs": (shown,)} if kernel is _copy_to_first_kernel else {"out": shown}
     return triax.triton_call(
         TensorDescriptor.from_array(X + 1, (8, 16)),
         kernel=kernel,
-        out_type=jax.ShapeDtypeStruct((8, 16), "float32"),
+        out_type=OUT,
         grid=1,
         **keywords,
-        **options,
     )
 
 
@@ -164,7 +166,4 @@ def test_an_output_that_is_described_needs_no_alias():
     if not jax_private.supports_tensor_maps():
         pytest.skip("descriptors of the host need JAX 0.11")
     call = cuda_call(copied)
-    assert (call.aliases, call.operands, call.results) == (
-        (),
-        ("tensor<8x16xf32>",),
-    ) + (("tensor<8x16xf32>",),)
+    assert (call.aliases, len(call.operands), len(call.results)) == ((), 1, 1)

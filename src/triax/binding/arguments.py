@@ -24,9 +24,12 @@ from triax.binding.launch import (
     Argument,
     ArrayType,
     Descriptor,
+    Leaf,
     Operand,
     Result,
     Scalar,
+    buffer_of,
+    map_leaves,
     rebuild,
 )
 from triax.binding.values import Static
@@ -40,9 +43,9 @@ class Bound:
 
     `runtime` has the runtime parameters with a value, given or by default, in the kernel's order;
     `absent` names the parameters that fall back to a default of None. `free` names, in order, the
-    parameters that may take outputs: `absent`, those without a value, and those of `described`, which
-    take an output through a descriptor. `keywords` are constexprs and names that only grids and
-    heuristics read.
+    parameters that may take outputs: `absent`, those without a value, and those of `described`,
+    which take an output through a descriptor. `keywords` are constexprs and names that only grids
+    and heuristics read.
     """
 
     runtime: dict[str, Any]
@@ -402,14 +405,11 @@ def seen_by_callables(
         [stand_in.Array(array.shape, array.dtype) for array in types]  # type: ignore[no-untyped-call]
         for types in (operands, results)
     ]
-    seen = {}
-    for name, argument in placed:
-        parts, tree = jax.tree_util.tree_flatten(argument)
-        values = [
-            leaf.static.value
-            if isinstance(leaf, Scalar)
-            else structs[isinstance(leaf, Result)][leaf.index]
-            for leaf in (getattr(part, "buffer", part) for part in parts)
-        ]
-        seen[name] = jax.tree_util.tree_unflatten(tree, values)
-    return seen
+
+    def value(leaf: Leaf) -> Any:
+        if isinstance(leaf, Scalar):
+            return leaf.static.value
+        buffer = buffer_of(leaf)
+        return structs[isinstance(buffer, Result)][buffer.index]
+
+    return {name: map_leaves(value, argument) for name, argument in placed}

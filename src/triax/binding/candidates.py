@@ -24,6 +24,7 @@ from triax.binding.launch import (
     ArrayType,
     Candidate,
     Descriptor,
+    Operand,
     Result,
     leaves,
     rebuild,

@@ -55,7 +55,8 @@ class TensorDescriptor:
     GPU with TMA (compute capability 9.0 or later).
 
     Args:
-      base: the array, or a `jax.ShapeDtypeStruct` for an output. Its address is aligned to 16 bytes, like all of XLA's buffers.
+      base: the array, or a `jax.ShapeDtypeStruct` for an output. Its address is aligned to 16
+        bytes, like all of XLA's buffers.
       shape: the shape the descriptor shows, one to five dimensions.
       strides: element strides; the last is 1, the others multiples of 16 bytes.
       block_shape: the shape of the blocks to load and store, or a callable that returns it given

@@ -28,7 +28,7 @@ def find_effects(
     parameters: Sequence[tuple[str, Argument]],
     seen: Mapping[str, Any],
     aliases: Sequence[Alias],
-) -> tuple[set[int], dict[int, Any]]:
+) -> tuple[set[int], dict[Operand | Result, Any]]:
     """Runs a hook on stand-ins.
 
     Args:

@@ -138,8 +138,8 @@ class Candidate:
     """A config with everything that follows from it.
 
     `constants` are all constexpr parameters of the kernel, `options` all compiler options, `zeroed`
-    the outputs to zero before the launch; `block_shapes` pairs descriptors' buffers with their block
-    shapes in this config.
+    the outputs to zero before the launch; `block_shapes` pairs the buffers of descriptors with the
+    block shapes of this config.
     """
 
     config: Config
