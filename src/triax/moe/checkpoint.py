@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import numpy as np
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
-from triax.moe.activations.reference import Activation, Swiglu
+from triax.moe.activations.reference import SPECS
+from triax.moe.model_types import Described, describe
 from triax.moe.quantization import checkpoints
 from triax.moe.quantization.scaled import ScaledArray
 
@@ -34,6 +36,9 @@ _DTYPES = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
+
+
+_OF_TOKENS = "input_scale", "activation_scale"  # not read: tokens stay in their dtype
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -59,14 +64,32 @@ class Checkpoint(Mapping[str, np.ndarray]):
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder, self._opened = Path(folder).expanduser(), functools.cache(_opened)
         config, index, file = (self.folder / of for of in ("config.json", _INDEX, _FILE))
-        self.config = _parsed(config, config.read_bytes()) if config.exists() else {}
+        self.config = _parsed(config, _bytes(config)) if config.exists() else {}
         if index.exists():
-            names = _parsed(index, index.read_bytes(), "weight_map")
+            names = _parsed(index, _bytes(index), "weight_map")
         else:
             names = dict.fromkeys(self._opened(file)[1], _FILE)
         self.files = {name: self.folder / str(of) for name, of in names.items()}
-        if outside := next((of for of in self.files.values() if of.parent != self.folder), None):
-            raise CheckpointError(f"{index} names {outside}, which is not in the folder.")
+        for name, path in self.files.items():
+            if not isinstance(names[name], str) or path.parent != self.folder:
+                raise CheckpointError(
+                    f"{index} names {path}, which is not in the folder, for `{name}`."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the opened files: another process opens its own."""
+        return {name: of for name, of in vars(self).items() if name != "_opened"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _opened=functools.cache(_opened))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same folder, files and configuration; bytes are not compared."""
+        if not isinstance(other, Checkpoint):
+            return NotImplemented
+        return self.__getstate__() == other.__getstate__()
+
+    __hash__ = None  # type: ignore[assignment]  # its configuration can be changed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
@@ -78,7 +101,9 @@ class Checkpoint(Mapping[str, np.ndarray]):
         data, header = self._opened(self.files[name])
         entry = header.get(name, "no such tensor")
         try:
-            start, end = entry["data_offsets"]
+            start, end = _place(entry)
+            if end > len(data):
+                raise ValueError("not in the file")
             found: np.ndarray = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data[start:end])
             if found.nbytes != end - start:
                 raise ValueError("shape and place differ")
@@ -101,23 +126,60 @@ def _opened(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
             f"{path} is missing. A checkpoint is a folder with {_INDEX} and the files that it "
             f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns." + there
         )
-    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    try:
+        data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = _parsed(path, data[8:start].tobytes() if start <= len(data) else b"")
     header.pop("__metadata__", None)
+    places = []
+    for name, entry in header.items():
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # raised when it is looked up
+            places.append((*_place(entry), name))
+    places = sorted(place for place in places if place[0] < place[1])
+    for (_, end, one), (begin, _, other) in itertools.pairwise(places):
+        if begin < end:
+            raise CheckpointError(
+                f"{path} is damaged: `{one}` and `{other}` overlap. Download it again."
+            )
     return data[start:], header
+
+
+def _place(entry: Any) -> tuple[int, int]:
+    """Returns where a tensor begins and ends; raises any of three errors if the entry is wrong."""
+    start, end = entry["data_offsets"]
+    if not type(start) is type(end) is int or not 0 <= start <= end:
+        raise ValueError("no range of bytes")
+    return start, end
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
 
 
 def _parsed(path: Path, text: bytes, key: str = "") -> dict[str, Any]:
     """Returns the JSON object in the text of a file or of its header, or the one under a key."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_unrepeated)
         return {**(found[key] if key else found)}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is truncated or damaged, or Git LFS's pointer to a file: no JSON object, "
             f"{error}. Download it again, or run git lfs pull."
         ) from error
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object; its names must differ, or the last one would win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
 
 
 @contextlib.contextmanager
@@ -136,7 +198,14 @@ def reading(tensors: Any, stem: str, *ends: str) -> Iterator[dict[str, Any]]:
 
 
 def read_experts(
-    tensors: Any, prefix: str, config: Any, experts: Any, activation: Any, progress: Any
+    tensors: Any,
+    prefix: Any,
+    *,
+    config: Any,
+    experts: Any,
+    activation: Any,
+    interleaved: Any,
+    progress: Any,
 ) -> dict[str, Any]:
     """Returns the arguments of `Experts`; those here are `Experts.from_checkpoint`'s."""
     if not isinstance(tensors, Mapping):
@@ -144,34 +213,80 @@ def read_experts(
             "Argument `tensors` must be arrays by name, such as moe.Checkpoint(folder); got "
             f"{messages.shown(tensors)}."
         )
-    layers = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
-    if prefix not in layers:
+    if interleaved is not None:
+        messages.check_bool(interleaved=interleaved)
+    if progress is not None:
+        messages.check_callable("progress", progress)
+    names = [name for name in tensors if isinstance(name, str) and ".experts." in name]
+    layers = {name.partition(".experts.")[0] for name in names}
+    if not isinstance(prefix, str) or prefix not in layers:
         raise CheckpointError(
             f"Argument `prefix` must be one of {messages.short(sorted(layers))}, which are before "
             f"`.experts.` in names of {getattr(tensors, 'folder', 'the tensors')}; got {prefix!r}."
             " Names are those of Hugging Face's layout."
         )
     config = getattr(tensors, "config", {}) if config is None else config
-    config = {**config, **(config.get("text_config") or {})}
+    said = describe(config, activation, interleaved)
     stem = f"{prefix}.experts."
-    gpt_oss = any(f"{stem}gate_up_proj_{of}" in tensors for of in ("blocks", "scales", "bias"))
-    gpt_oss = gpt_oss or config.get("model_type") == "gpt_oss"
-    found = {"activation": activation or _activation(config, gpt_oss)}
-    if gpt_oss or f"{stem}gate_up_proj" in tensors:
-        return found | _stacked(tensors, stem, experts, gpt_oss)
-    return found | _separate(tensors, stem, config, experts, progress)
+    names = [name for name in names if name.startswith(stem)]
+    if any(name.startswith(f"{stem}gate_up_proj") for name in names):
+        found = _stacked(tensors, stem, names, said, experts)
+    else:
+        if interleaved:
+            raise ArgumentValueError(
+                f"Argument `interleaved` must be False or None for `{stem}…`, whose gate and up "
+                "have tensors of their own; got True."
+            )
+        found = _separate(tensors, stem, names, said, experts, progress)
+    hidden, width = found["w_down"].shape[-2:][:: 1 if found["transposed"] else -1]
+    _check_sizes(said.hidden, hidden, stem, "columns of `down_proj`")
+    _check_sizes(said.width, width, stem, "rows of `down_proj`")
+    return {"activation": said.activation, **found}
 
 
-def _activation(config: Mapping[str, Any], gpt_oss: bool) -> Activation:
-    name, limit = config.get("hidden_act") or "silu", config.get("swiglu_limit")
-    if gpt_oss:
-        return Swiglu(alpha=1.702, limit=float(limit or 7.0), up_offset=1.0)
-    if limit or name not in ("silu", "gelu_pytorch_tanh"):
+def _check_sizes(said: Mapping[str, Any], size: int, stem: str, what: str) -> None:
+    for key, of in said.items():
+        if of != size:
+            raise CheckpointError(
+                f"The model's configuration has `{key}` {messages.short(of)}, and `{stem}…` has "
+                f"{size} {what}. Tensors are missing, or `config` is another model's."
+            )
+
+
+def _check_names(names: list[str], stem: str, known: Callable[[str], bool]) -> None:
+    """Raises for tensors of experts that are not read: weights may depend on them.
+
+    `known` is given what is behind the stem in a name.
+    """
+    if unknown := sorted(name for name in names if not known(name.removeprefix(stem))):
         raise CheckpointError(
-            f"The model's configuration has the activation {name!r} and `swiglu_limit` {limit}, "
-            "whose formula is not known. Pass `activation`, such as moe.Swiglu(limit=10.0)."
+            f"`{unknown[0]}` is not known beside the other tensors of the layer, and experts "
+            f"may depend on it ({messages.counted(len(unknown), 'such tensor')}). If they do not, "
+            "leave it out: pass a dictionary of the others as `tensors`."
         )
-    return "swiglu" if name == "silu" else "geglu"
+
+
+def _in_order(chosen: range, progress: Any) -> Iterator[int]:
+    """Gives the places of all experts, in the order in which `progress` gives the experts."""
+    left = dict.fromkeys(chosen)
+    order = progress(chosen) if progress else chosen
+    if not isinstance(order, Iterable):
+        raise ArgumentTypeError(
+            f"Argument `progress` must return an iterator of {chosen}; got {messages.shown(order)}."
+        )
+    for expert in order:
+        is_integer = isinstance(expert, int | np.integer) and not isinstance(expert, bool)
+        if not is_integer or expert not in left:
+            raise ArgumentValueError(
+                f"Argument `progress` must give each of {chosen} once; got {messages.short(expert)}"
+                f"{' again' * (expert in chosen)}."
+            )
+        del left[int(expert)]
+        yield chosen.index(int(expert))
+    if left:
+        raise ArgumentValueError(
+            f"Argument `progress` must give each of {chosen} once; it left out {next(iter(left))}."
+        )
 
 
 def _chosen(experts: Any, count: int) -> range:
@@ -183,41 +298,70 @@ def _chosen(experts: Any, count: int) -> range:
     return found
 
 
-def _stacked(tensors: Any, stem: str, experts: Any, gpt_oss: bool) -> dict[str, Any]:
+def _stacked(
+    tensors: Any, stem: str, names: list[str], said: Described, experts: Any
+) -> dict[str, Any]:
     """Reads tensors of all experts, as gpt-oss has them; a part is a view."""
+    quantization = checkpoints.flat(said.quantization)
+    linears, parts = ("gate_up_proj", "down_proj"), ("", "_bias", "_blocks", "_scales")
+    known = {linear + part for linear in linears for part in parts}
+    _check_names(names, stem, known.__contains__)
+    spec = SPECS.get(said.activation) if isinstance(said.activation, str) else None
+    if spec and not spec.gated:
+        raise ArgumentValueError(
+            f"Argument `activation` must have a gate, because `{stem}gate_up_proj` has one; got "
+            f"{said.activation!r}. SiLU of the gate is 'swiglu'."
+        )
+    if said.interleaved is None:
+        raise CheckpointError(
+            f"Argument `interleaved` must say whether gate and up alternate in `{stem}gate_up_proj`"
+            ", because the model's configuration has no `model_type` that is known: True as in "
+            "gpt-oss, or False if all of the gate comes first."
+        )
+    biased = said.biased or any(name.endswith("_bias") for name in names)
     found: dict[str, Any] = {}
-    for of in ("gate_up", "down"):
-        with reading(tensors, f"{stem}{of}_proj", "", "_blocks", "_scales", "_bias") as own:
+    for key, linear in zip(("gate_up", "down"), linears, strict=True):
+        with reading(tensors, stem + linear, *parts) as own:
+            if "" in own and len(own.keys() - {"_bias"}) > 1:
+                raise ArgumentValueError("Weights are there both in floats and in MXFP4.")
             if "_blocks" in own or "_scales" in own:
-                found[f"w_{of}"] = checkpoints.from_mxfp4(own["_blocks"], own["_scales"])
+                found[f"w_{key}"] = checkpoints.mxfp4(own, quantization)
             else:
-                found[f"w_{of}"] = checkpoints.linear({"weight": own[""]}, {})
-            if gpt_oss:
-                found[f"b_{of}"] = own["_bias"]
+                found[f"w_{key}"] = checkpoints.linear({"weight": own[""]}, {})
+            if biased:
+                found[f"b_{key}"] = own["_bias"]
     # As gate and up are twice as wide, [experts, out, in] and [experts, in, out] differ.
     transposed = found["w_gate_up"].shape[-1] == found["w_down"].shape[-2]
-    part = _chosen(experts, len(found["w_gate_up"]))
+    count = len(found["w_gate_up"])
+    _check_sizes(said.counts, count, stem, "experts")
+    part = _chosen(experts, count)
     found = {key: array[part.start : part.stop : part.step] for key, array in found.items()}
-    return {**found, "interleaved": gpt_oss, "transposed": transposed}
+    return {**found, "interleaved": said.interleaved, "transposed": transposed}
 
 
-def _separate(tensors: Any, stem: str, config: Any, experts: Any, progress: Any) -> dict[str, Any]:
+def _separate(
+    tensors: Any, stem: str, names: list[str], said: Described, experts: Any, progress: Any
+) -> dict[str, Any]:
     """Copies each expert's own tensors into stacks [experts, linear layers, out, in]."""
-    found = {name.removeprefix(stem).split(".")[0] for name in tensors if name.startswith(stem)}
-    count = 1 + max((int(number) for number in found if number.isdecimal()), default=0)
-    keys = "num_experts", "num_local_experts", "n_routed_experts"
-    stated = next(filter(None, map(config.get, keys)), count)
-    if stated != count:
-        raise CheckpointError(
-            f"The model's configuration has {stated} experts, and `{stem}…` has {count}. "
-            "Files or names of the index are missing, or `config` is another model's."
-        )
-    chosen = _chosen(experts, count)
-    mixtral = any(name.startswith(stem) and ".w1." in name for name in tensors)
+    quantization = checkpoints.flat(said.quantization)
+    mixtral = any(".w1." in name for name in names)
     linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    quantization = config.get("quantization_config") or {}
+    known = {f"{linear}.{of}" for linear in linears for of in (*checkpoints.NAMES, *_OF_TOKENS)}
+
+    def is_known(end: str) -> bool:
+        number, _, rest = end.partition(".")
+        return number.isdecimal() and rest in known
+
+    _check_names(names, stem, is_known)
+    numbers = {int(name.removeprefix(stem).partition(".")[0]) for name in names}
+    count = 1 + max(numbers)
+    _check_sizes(said.counts, count, stem, "experts")
+    chosen = _chosen(experts, count)
+    if missing := next((f"{stem}{expert}" for expert in chosen if expert not in numbers), ""):
+        raise CheckpointError(f"`{missing}` is missing: no tensor's name begins so.")
     stacks: list[Any] = []  # of gate and up, and of down
-    for at, expert in enumerate(progress(chosen) if progress else chosen):
+    for at in _in_order(chosen, progress):
+        expert = chosen[at]
         for i, name in enumerate(linears):
             which, beside = divmod(i, 2)
             with reading(tensors, f"{stem}{expert}.{name}.", *checkpoints.NAMES) as own:
@@ -226,8 +370,8 @@ def _separate(tensors: Any, stem: str, config: Any, experts: Any, progress: Any)
                 if which == len(stacks):
                     new = [np.empty((len(chosen), 2 - which, *of.shape), of.dtype) for of in leaves]
                     stacks.append((f"`{stem}{expert}.{name}.…` has {got}", got, tree, new))
-                first, wanted, _, stack = stacks[which]
-                if got != wanted:
+                first, wanted, structure, stack = stacks[which]
+                if (got, tree) != (wanted, structure):
                     raise ArgumentValueError(f"All experts must be alike: {first}; got {got}.")
             for into, leaf in zip(stack, leaves, strict=True):
                 into[at, beside] = leaf

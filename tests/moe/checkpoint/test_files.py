@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import re
 import tracemalloc
 
@@ -98,6 +100,32 @@ def damaged(folder, what):
             (folder / INDEX).write_text("{}")
         case "map":
             (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": "gone.safetensors"}}))
+        case "a config that is a folder":
+            (folder / "config.json").unlink()
+            (folder / "config.json").mkdir()
+        case "an index that is a folder":
+            (folder / INDEX).mkdir()
+        case "a file that is a folder":
+            path.unlink()
+            path.mkdir()
+        case "an entry that is a folder":
+            (folder / "part").mkdir()
+            (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": "part"}}))
+        case "an entry that is a number" | "an entry that is null" | "an entry without a name":
+            entry = {"number": 7, "null": None, "name": ""}[what.rpartition(" ")[2]]
+            (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": entry}}))
+        case "a map that is a list":
+            (folder / INDEX).write_text('{"weight_map": [1]}')
+        case "a map that is text":
+            (folder / INDEX).write_text('{"weight_map": "a.b"}')
+        case "a name twice":
+            text = data[8:].replace(b'"c"', b'"a.b"').partition(b"}}")[0] + b"}}"
+            path.write_bytes(len(text).to_bytes(8, "little") + text + data[-27:])
+        case "a name twice in the index":
+            names = f'"a.b": "{FILE}", "a.b": "other.safetensors"'
+            (folder / INDEX).write_text(f'{{"weight_map": {{{names}}}}}')
+        case "a key twice in the config":
+            (folder / "config.json").write_text('{"hidden_act": "gelu", "hidden_act": "silu"}')
         case "outside":
             write_file(folder.parent / "other.safetensors", {})
             names = {"a.b": "../other.safetensors"}
@@ -118,6 +146,18 @@ def damaged(folder, what):
         ("no map", INDEX, f"{BROKEN} 'weight_map'"),
         ("map", "gone.safetensors", "is missing. A checkpoint is a folder with"),
         ("outside", INDEX, r"names .*\.\./other.safetensors, which is not in the folder"),
+        ("a config that is a folder", "config.json", r"cannot be read: \[Errno"),
+        ("an index that is a folder", INDEX, r"cannot be read: \[Errno"),
+        ("a file that is a folder", FILE, r"cannot be read: \[Errno"),
+        ("an entry that is a folder", "part", r"cannot be read: \[Errno"),
+        ("an entry that is a number", INDEX, r"names .*/7, which is not in the folder, for `a.b`"),
+        ("an entry that is null", INDEX, r"names .*/None, which is not in the folder, for `a.b`"),
+        ("an entry without a name", INDEX, r"names .*/model, which is not in the folder, for `a"),
+        ("a map that is a list", INDEX, BROKEN),
+        ("a map that is text", INDEX, BROKEN),
+        ("a name twice", FILE, f"{BROKEN} 'a.b' is there twice"),
+        ("a name twice in the index", INDEX, f"{BROKEN} 'a.b' is there twice"),
+        ("a key twice in the config", "config.json", f"{BROKEN} 'hidden_act' is there twice"),
     ],
 )
 def test_damaged_files(tmp_path, what, name, message):
@@ -177,6 +217,13 @@ ENTRY = {"dtype": "I32", "shape": [6], "data_offsets": [0, 24]}
         ENTRY | {"shape": [6.0]},
         ENTRY | {"data_offsets": [-8, 16]},
         ENTRY | {"data_offsets": [0]},
+        ENTRY | {"data_offsets": [-24, -1], "dtype": "U8", "shape": [23]},
+        ENTRY | {"data_offsets": [24, 0]},
+        ENTRY | {"data_offsets": [0.0, 24.0]},
+        ENTRY | {"data_offsets": [False, 24]},
+        ENTRY | {"data_offsets": [0, 2**70]},
+        ENTRY | {"data_offsets": "ab"},
+        ENTRY | {"data_offsets": {"0": 0, "24": 24}},
         {"dtype": "I32"},
         7,
     ],
@@ -189,6 +236,56 @@ def test_damaged_tensors(tmp_path, entry):
     )
     with pytest.raises(CheckpointError, match=re.escape(f"{message}and 24 bytes follow.")):
         moe.Checkpoint(tmp_path)["a.b"]
+
+
+def written(folder, *places):
+    """A file of int8 tensors `a`, `b`, … in these places."""
+    entries = {
+        name: {"dtype": "I8", "shape": [end - start], "data_offsets": [start, end]}
+        for name, (start, end) in zip("abc", places, strict=False)
+    }
+    write_file(folder / FILE, {"a": np.arange(24, dtype=np.int8)}, entries)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "places", [[(0, 8), (4, 12)], [(4, 12), (0, 24)], [(1, 2), (8, 9), (1, 2)]]
+)
+def test_tensors_that_overlap(tmp_path, places):
+    with pytest.raises(CheckpointError, match=rf"{FILE} is damaged: `.*` and `.*` overlap\."):
+        moe.Checkpoint(written(tmp_path, *places))
+
+
+def test_tensors_in_another_order_and_empty_ones(tmp_path):
+    found = moe.Checkpoint(written(tmp_path, (8, 12), (0, 8), (4, 4)))
+    assert (found["a"].tolist(), found["b"].tolist()) == ([*range(8, 12)], [*range(8)])
+    assert found["c"].shape == (0,)
+
+
+def test_a_checkpoint_goes_to_another_process(tmp_path):
+    write(tmp_path, {"a": np.int8([1]), "b": np.int8([2])}, {"model_type": "small"}, files=2)
+    found = moe.Checkpoint(tmp_path)
+    assert found["a"] == 1
+    for again in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found), copy.copy(found)):
+        assert again == found
+        assert (again.folder, again.config, again.files) == (tmp_path, found.config, found.files)
+        assert (again["a"], again["b"]) == (1, 2)
+
+
+def test_equal_checkpoints(tmp_path):
+    """They have the same folder, files and configuration; arrays are not compared."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, {"a": np.arange(3, dtype=np.int8)}, {"hidden_act": "silu"})
+    one, same, other = (moe.Checkpoint(tmp_path / name) for name in ("one", "one", "other"))
+    assert one == same
+    assert one != other
+    assert one != dict(one)
+    assert one != 3
+    same.config["hidden_act"] = "gelu"
+    assert one != same
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(one)
 
 
 def test_truncated_tensors(tmp_path):

@@ -101,7 +101,8 @@ def test_compressed_tensors(lead, depth, zeros):
         depth=depth,
     )
     shape = np.broadcast_to(shape, (*lead, 2))
-    found = moe.from_compressed_tensors(weight, scale, shape, zero_point)
+    size = None if depth == DEPTH else GROUP
+    found = moe.from_compressed_tensors(weight, scale, shape, zero_point, group_size=size)
     assert (found.zeros is not None) == zeros
     assert found.scales.dtype == scale.dtype
     np.testing.assert_array_equal(exactly(found), wanted)
@@ -114,7 +115,7 @@ def test_8_bits(dtype, scale_dtype, sizes):
     lead, out, depth, size = (3,), 7, 6, 2
     weight = rng.integers(-100, 100, (*lead, out, depth)).astype(dtype)
     scale = (2.0 ** rng.integers(-3, 3, (*lead, *sizes))).astype(scale_dtype)
-    found = moe.from_8_bits(weight, scale)
+    found = moe.from_8_bits(weight, scale, block_size=(size, size) if 4 in sizes else None)
     wanted = np.empty((*lead, depth, out))
     for e, i, o in np.ndindex(*wanted.shape):
         rows = {1: 0, 4: o // size, 7: o}
@@ -176,13 +177,64 @@ def test_g_idx_in_order(lead):
     assert found.block[-2:] == (GROUP, 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 64, 128])
-def test_sizes_of_groups_follow_from_the_shapes(size):
-    """The last group may be partial: 160 is not a multiple of 64."""
-    groups = -(-160 // size)
-    given = words(20, OUT), words(groups, OUT // 8), np.ones((groups, OUT), np.float16)
-    order = np.arange(160, dtype=np.int64) // size
+SIZES = [1, 2, 16, 24, 60, 64, 80, 96, 128]
+
+
+def in_groups_of(size, rows=160):
+    """GPTQ's arrays for groups of a size; the last one may be partial, as with 64."""
+    groups = -(-rows // size)
+    arrays = words(rows // 8, OUT), words(groups, OUT // 8), np.ones((groups, OUT), np.float16)
+    return arrays, np.arange(rows, dtype=np.int64) // size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_of_groups_follow_from_their_order(size):
+    given, order = in_groups_of(size)
     assert moe.from_gptq(*given, order).block == (size, 1)
+    assert moe.from_gptq(*given, order, group_size=size).block == (size, 1)
+    for other in (size + 1, -1):
+        with pytest.raises(ArgumentValueError, match=r"in order, .* as `group_size` says"):
+            moe.from_gptq(*given, order, group_size=other)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_of_groups_follow_from_shapes_with_one_reading(size):
+    """Where rows divide evenly into groups of a power of two; else the caller says it."""
+    given, _ = in_groups_of(size)
+    assert moe.from_gptq(*given, group_size=size).block == (size, 1)
+    awq = words(160, OUT // 8), *given[1:]
+    packed = words(OUT, 20), given[2].T
+    calls = {
+        moe.from_gptq: given,
+        moe.from_awq: awq,
+        moe.from_compressed_tensors: packed,
+    }
+    for function, arrays in calls.items():
+        assert function(*arrays, group_size=size).block == (size, 1)
+        with pytest.raises(ArgumentValueError, match=rf"block of `group_size` {size * 200}; got"):
+            function(*arrays, group_size=size * 200)
+        if size in (1, 2, 16):
+            assert function(*arrays).block == (size, 1)
+        else:
+            with pytest.raises(ArgumentValueError, match=r"each block of `group_size`; got \(24, "):
+                function(*arrays)
+
+
+@pytest.mark.parametrize("size", [(96, 96), (128, 128), (96, 32), (1, 64), (-1, -1), (-1, 64)])
+def test_sizes_of_blocks(size):
+    """192 rows in 2 blocks may be 96 + 96 or 128 + 64."""
+    counts = [1 if of == -1 else -(-192 // of) for of in size]
+    weight, scale = np.zeros((192, 192), np.int8), np.ones(counts, np.float32)
+    found = moe.from_8_bits(weight, scale, block_size=size)
+    assert found.block == tuple(None if of == -1 else of for of in size[::-1])
+    for other in ((64, 32), (size[0], 16), (16, size[1])):
+        with pytest.raises(
+            ArgumentValueError, match=r"block of `block_size` \(.*\); got \(\d+, \d"
+        ):
+            moe.from_8_bits(weight, scale, block_size=other)
+    if size[0] in (96, 128):
+        with pytest.raises(ArgumentValueError, match="block of `block_size`; got"):
+            moe.from_8_bits(weight, scale)
 
 
 def test_one_group():
@@ -215,7 +267,7 @@ def test_act_order_is_refused(name):
 
 @pytest.mark.parametrize("groups", [0, 3, 5, 65])
 def test_groups_that_are_not_of_a_power_of_two(groups):
-    message = rf"`scales` must be .* power of two; got \(24, {groups}\) .*\(24, 64\)"
+    message = rf"`scales` must have .* got \(24, {groups}\) .*\(24, 64\).* a power of two"
     with pytest.raises(ArgumentValueError, match=message):
         moe.from_gptq(*gptq(groups=groups))
 
@@ -268,11 +320,11 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
         ),
         (
             lambda: moe.from_8_bits(INT8, np.ones((24, 5), np.float32)),
-            r"`weight_scale` must be .* power of two; got \(24, 5\) .*\(24, 64\)",
+            r"`weight_scale` must have .* got \(24, 5\) .*\(24, 64\)",
         ),
         (
             lambda: moe.from_8_bits(np.zeros((256, 128), np.int8), np.ones((4, 8), np.float32)),
-            r"square blocks .*got \(4, 8\) .*\(256, 128\)",
+            r"got \(4, 8\) .*\(256, 128\).* or squares of",
         ),
         (
             lambda: moe.from_8_bits(INT8[None], np.ones((24, 1), np.float32)),
@@ -283,6 +335,12 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
             r"`weight_scale` must have shape \(out / size, in / size\)",
         ),
         (lambda: moe.from_gptq(*gptq(), np.zeros((2, DEPTH), np.int32)), "`g_idx` must have shape"),
+        (lambda: moe.from_gptq(*gptq(), group_size=0), "`group_size` must be at least 1 "),
+        (lambda: moe.from_gptq(*gptq(), group_size=-2), "`group_size` must be at least -1 "),
+        (
+            lambda: moe.from_8_bits(INT8, np.ones((1, 1), np.float32), block_size=(0, 1)),
+            r"`block_size\[0\]` must be at least 1 ",
+        ),
     ],
 )
 def test_shapes_that_do_not_match(call, message):
@@ -296,6 +354,13 @@ def test_shapes_that_do_not_match(call, message):
         (lambda: moe.from_gptq(*map(jnp.float32, gptq())), "`qweight` must be an array of int32"),
         (lambda: moe.from_gptq(*gptq(dtype=np.float64)), "`scales` must be an array of float32 or"),
         (lambda: moe.from_gptq(*gptq(), v2="gptq"), "`v2` must be a bool"),
+        (lambda: moe.from_gptq(*gptq(), group_size="32"), "`group_size` must be a Python int"),
+        (lambda: moe.from_awq(*awq(), group_size=32.0), "`group_size` must be a Python int"),
+        (lambda: moe.from_8_bits(INT8, INT8, block_size=128), "must be the two sizes .* got 128"),
+        (
+            lambda: moe.from_8_bits(INT8, INT8, block_size=(128, None)),
+            r"must be the two sizes .* got \(128, None\)",
+        ),
         (lambda: moe.from_gptq(*gptq(), np.zeros(DEPTH)), "`g_idx` must be an array of int32 or i"),
         (
             lambda: moe.from_compressed_tensors(*packed()[:2], (OUT, DEPTH)),

@@ -94,6 +94,7 @@ class Experts:
         config: Mapping[str, Any] | None = None,
         experts: range | None = None,
         activation: Activation | None = None,
+        interleaved: bool | None = None,
         progress: Callable[[range], Iterable[int]] | None = None,
     ) -> Experts:
         """Returns the experts of a layer of a Hugging Face checkpoint, as NumPy arrays.
@@ -105,19 +106,35 @@ class Experts:
         or more, or any format that a `moe.from_…` function takes. Tensors of single experts are
         copied, one after another, into one stack [experts, out, in]; gpt-oss's stay maps of files.
 
+        What decides a number is in `config` under a key that is known for its `model_type`, or in
+        the shapes, or an argument. A key that is not known is an error, which names it.
+
         Args:
           tensors: arrays by name, such as a `moe.Checkpoint`.
           prefix: what is before `.experts.` in their names.
           config: what `config.json` holds; None is `tensors.config`, if there is one.
           experts: those to read, such as a device's part; None is all.
-          activation: as in `Experts`; None is the one that layout and `config` say.
-          progress: such as tqdm: called with the range of experts, returns it or an iterator.
+          activation: as in `Experts`; None is what `config` says for its `model_type`.
+          interleaved: as in `Experts`, for layers with one `gate_up_proj`; None is what is known of
+            the `model_type`.
+          progress: such as tqdm: called with the range of experts whose tensors are copied, returns
+            an iterator of each of them, in any order.
 
         Raises:
-          ArgumentTypeError, ArgumentValueError: `experts` is no range, or not of the layer.
-          CheckpointError: a tensor is missing, or its shape, dtype or format is wrong.
+          ArgumentTypeError, ArgumentValueError: an argument has the wrong type, `experts` is not a
+            range of the layer's, or `progress` leaves out experts or gives others.
+          CheckpointError: a tensor is missing or not known, its shape, dtype or format is wrong or
+            not what `config` says, or `config` has a key, type or value that is not known.
         """
-        found = checkpoint.read_experts(tensors, prefix, config, experts, activation, progress)
+        found = checkpoint.read_experts(
+            tensors,
+            prefix,
+            config=config,
+            experts=experts,
+            activation=activation,
+            interleaved=interleaved,
+            progress=progress,
+        )
         with checkpoint.reading(tensors, f"{prefix}.experts"):
             return cls(**found)
 

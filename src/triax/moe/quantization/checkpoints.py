@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from triax import messages
-from triax.errors import ArgumentValueError
+from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from triax.moe.quantization import packing, scaled
 from triax.moe.quantization.packing import E8M0
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array, check_array
 
 _UINT8, _INT32, _INT64 = ((np.dtype(name),) for name in ("uint8", "int32", "int64"))
@@ -25,7 +26,30 @@ _AWQ_ORDER = _IN_ORDER[[0, 4, 1, 5, 2, 6, 3, 7]]
 _BITS = " Only 4 bits are supported."
 _FIX = ' If it is wrong or missing, pass `config={**checkpoint.config, "quantization_config": …}`.'
 _PACKED = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"
-NAMES = *_PACKED, "weight", "weight_scale_inv", "bias", "qweight", "qzeros", "scales", "g_idx"
+_FORMATS = (
+    ("weight", "weight_scale", "weight_zero_point"),
+    ("weight", "weight_scale_inv", "weight_zero_point"),
+    ("qweight", "qzeros", "scales", "g_idx"),
+    _PACKED,
+)
+NAMES = "bias", *dict.fromkeys(name for names in _FORMATS for name in names)
+
+# Keys of `quantization_config`, and of the weights of its groups: those that are read, and those
+# that do not matter for a layer's weights. Any other is refused.
+_READ = """
+    actorder bits block_structure checkpoint_format config_groups desc_act dynamic format group_size
+    num_bits quant_method strategy sym transform_config type version weight_block_size
+"""
+_OTHERS = """
+    activation_scale_ub activation_scheme autoround_version backend batch_size
+    block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset dequantize
+    do_fuse exllama_config fmt fuse_max_seq_len global_compression_ratio ignore ignored_layers
+    kv_cache_scheme lm_head max_input_length meta model_file_base_name model_name_or_path
+    model_seqlen module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse
+    modules_to_not_convert observer observer_kwargs pack_dtype pad_token_id quantization_status
+    scale_dtype scale_fmt sparsity_config static_groups symmetric tokenizer true_sequential
+    use_cuda_fp16 use_exllama zero_point zp_dtype
+"""
 
 
 def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
@@ -43,11 +67,17 @@ def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
     *lead, count, _ = check_array("blocks", blocks, _UINT8, (..., "out", "in / 32", 16), "MXFP4")
     check_array("scales", scales, _UINT8, (*lead, count), "`blocks`")
     values, scales = blocks.reshape(*lead, 16 * count), scales.view(E8M0)
-    return _scaled("scales", values, scales, packed="float4_e2m1fn")
+    return _scaled("scales", values, scales, (None, 32), packed="float4_e2m1fn")
 
 
 def from_gptq(
-    qweight: Array, qzeros: Array, scales: Array, g_idx: Array | None = None, *, v2: bool = False
+    qweight: Array,
+    qzeros: Array,
+    scales: Array,
+    g_idx: Array | None = None,
+    *,
+    v2: bool = False,
+    group_size: int | None = None,
 ) -> ScaledArray:
     """Returns weights that GPTQ quantized to 4 bits: ``(number - zero) * scale``.
 
@@ -56,34 +86,39 @@ def from_gptq(
     Args:
       qweight: int32 [..., in / 8, out]; each holds eight numbers, the first in the lowest bits.
       qzeros: int32 [..., groups, out / 8]; each holds eight zeros.
-      scales: float32, float16 or bfloat16 [..., groups, out]. A group's size along `in` is a power
-        of two, or all of it.
+      scales: float32, float16 or bfloat16 [..., groups, out].
       g_idx: int32 or int64 [..., in], the group of each number. They must be in order: groups of
         "act order" (`desc_act`) are refused. The documentation shows how to sort them.
       v2: whether zeros are stored as they are (`"checkpoint_format": "gptq_v2"`), not less one.
+      group_size: the size of a group along `in`, -1 for all of it; the last group may be smaller.
+        None: by `g_idx`, else by the shapes if groups divide `in` evenly and are of a power of two.
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
-      ArgumentValueError: shapes do not match, or `g_idx` is refused.
+      ArgumentValueError: shapes do not match, `g_idx` is refused, or `group_size` must be given.
     """
     messages.check_bool(v2=v2)
     check_array("qweight", qweight, _INT32, (..., "in / 8", "out"), "GPTQ")
     values = qweight.mT.copy().view(np.uint8)
-    return _int4(values, True, _IN_ORDER, 7 + v2, scales=scales, qzeros=qzeros, g_idx=g_idx)
+    arrays = {"scales": scales, "qzeros": qzeros, "g_idx": g_idx}
+    return _int4(values, True, _IN_ORDER, 7 + v2, group_size, **arrays)
 
 
-def from_awq(qweight: Array, qzeros: Array, scales: Array) -> ScaledArray:
+def from_awq(
+    qweight: Array, qzeros: Array, scales: Array, *, group_size: int | None = None
+) -> ScaledArray:
     """Returns weights that AWQ quantized to 4 bits, "gemm": ``(number - zero) * scale``.
 
     Args:
       qweight: int32 [..., in, out / 8]; each holds eight numbers, from the lowest bits in the order
         0, 2, 4, 6, 1, 3, 5, 7. `in` is even.
       qzeros: int32 [..., groups, out / 8]; each holds eight zeros in that order.
-      scales: as in `from_gptq`, which lists result and errors.
+      scales, group_size: as in `from_gptq`, which lists the errors.
     """
     check_array("qweight", qweight, _INT32, (..., "in", "out / 8"), "AWQ")
     values = packing.pack(_nibbles(qweight, _AWQ_ORDER).mT.copy())
-    return _int4(values, True, _AWQ_ORDER, 8, scales=scales, qzeros=qzeros, g_idx=None)
+    arrays = {"scales": scales, "qzeros": qzeros, "g_idx": None}
+    return _int4(values, True, _AWQ_ORDER, 8, group_size, **arrays)
 
 
 def from_compressed_tensors(
@@ -92,6 +127,8 @@ def from_compressed_tensors(
     weight_shape: Array | None = None,
     weight_zero_point: Array | None = None,
     weight_g_idx: Array | None = None,
+    *,
+    group_size: int | None = None,
 ) -> ScaledArray:
     """Returns weights of compressed-tensors' "pack-quantized": ``(number - zero) * scale``.
 
@@ -101,6 +138,7 @@ def from_compressed_tensors(
       weight_shape: int32 or int64 [2] or [..., 2], out and in. `in` is even.
       weight_zero_point: int32 [..., out / 8, groups]; each holds eight zeros plus 8. None is 0.
       weight_g_idx: as `g_idx` in `from_gptq`; or all -1.
+      group_size: as in `from_gptq`.
     """
     check_array("weight_packed", weight_packed, _INT32, (..., "out", "in / 8"), "pack-quantized")
     values = weight_packed.copy().view(np.uint8)
@@ -113,10 +151,12 @@ def from_compressed_tensors(
             raise ArgumentValueError(f"Argument `weight_shape` must have even `in`; got {depth}.")
         values = values[..., : depth // 2]
     arrays = {"weight_scale": weight_scale, "weight_zero_point": weight_zero_point}
-    return _int4(values, False, _IN_ORDER, 8, **arrays, weight_g_idx=weight_g_idx)
+    return _int4(values, False, _IN_ORDER, 8, group_size, **arrays, weight_g_idx=weight_g_idx)
 
 
-def from_8_bits(weight: Array, weight_scale: Array) -> ScaledArray:
+def from_8_bits(
+    weight: Array, weight_scale: Array, *, block_size: tuple[int, int] | None = None
+) -> ScaledArray:
     """Returns weights in float8 or int8 times their scales; bytes stay unchanged.
 
         moe.from_8_bits(weight, weight_scale_inv).shape  # (in, out), stored transposed; DeepSeek-V3
@@ -124,38 +164,93 @@ def from_8_bits(weight: Array, weight_scale: Array) -> ScaledArray:
     Args:
       weight: float8_e4m3fn, float8_e5m2 or int8 [..., out, in]. Errors are as in `from_gptq`.
       weight_scale: what numbers are multiplied with, also if it is named `weight_scale_inv`:
-        floats [..., out / size, in / size], rounded up, for square blocks of a power of two;
-        [..., out] or [..., out, 1] for channels; [...], [..., 1] or [..., 1, 1] for whole layers.
+        floats [..., out / size, in / size], rounded up, for blocks; [..., out] or [..., out, 1] for
+        channels; [...], [..., 1] or [..., 1, 1] for whole layers.
+      block_size: the sizes of a block along `out` and `in`, -1 for all of it; the last block may be
+        smaller. None: by the shapes if blocks divide both evenly, and are squares of a power of 2.
     """
+    sizes: Any = block_size
+    if sizes is not None and not (
+        isinstance(sizes, tuple | list) and len(sizes) == 2 and None not in sizes
+    ):
+        raise ArgumentTypeError(
+            "Argument `block_size` must be the two sizes of a block along `out` and `in`; got "
+            f"{messages.shown(block_size)}."
+        )
+    stated = [_size(f"block_size[{axis}]", of) for axis, of in enumerate(sizes or (None, None))]
     *lead, _, _ = check_array("weight", weight, scaled.DTYPES, (..., "out", "in"), "its scales")
     blocks = ("out / size", "in / size")[: max(np.ndim(weight_scale) - len(lead), 0)]
     shape = check_array(
         "weight_scale", weight_scale, (*scaled.FLOATS, E8M0), (*lead, *blocks), "`weight`"
     )
     wide = weight_scale if weight_scale.dtype == E8M0 else weight_scale.astype(np.float32)
-    return _scaled("weight_scale", weight, wide.reshape(*lead, *(*shape[len(lead) :], 1, 1)[:2]))
+    wide = wide.reshape(*lead, *(*shape[len(lead) :], 1, 1)[:2])
+    return _scaled("weight_scale", weight, wide, tuple(stated))
+
+
+def flat(found: Any) -> dict[str, Any]:
+    """Returns `quantization_config` with the keys of its groups' weights, for `linear`.
+
+    Raises:
+      CheckpointError: it or a group is no mapping, or weights of its groups differ.
+    """
+    name = "quantization_config"
+    config = _mapping(name, found)
+    said: list[dict[str, Any]] = []
+    for group, of in _mapping(f'{name}["config_groups"]', config.get("config_groups")).items():
+        of = _mapping(f'{name}["config_groups"][{group!r}]', of)
+        weights = _mapping(f'{name}["config_groups"][{group!r}]["weights"]', of.get("weights"))
+        if weights:
+            of_group = {} if of.get("format") is None else {"format": of["format"]}
+            said.append({**weights, **of_group})
+    if any(of != said[0] for of in said):
+        raise CheckpointError(
+            f'The weights of the groups in `{name}["config_groups"]` differ, and it is not known '
+            f"which are the experts'.{_FIX}"
+        )
+    return {**config, **(said[0] if said else {})}
+
+
+def _mapping(name: str, found: Any) -> Mapping[str, Any]:
+    if found is not None and not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"The model's configuration must have a mapping as `{name}`; got "
+            f"{messages.shown(found)}.{_FIX}"
+        )
+    return found or {}
 
 
 def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Returns a linear layer's weights [out, in]. The names of its tensors tell their format."""
-    group: Any = next(iter((config.get("config_groups") or {}).values()), {})
-    config = {**config, **(group.get("weights") or {})}
-    act_order = config.get("desc_act") or config.get("actorder") in (True, "group", "dynamic")
-    groups = own.__getitem__ if act_order else own.get
+    """Returns a linear layer's weights [out, in]. The names of its tensors tell their format.
+
+    `config` is what `flat` returns. Its sizes of groups and blocks must be those of the arrays.
+    """
     # AutoGPTQ wrote zeros as the biases of linear layers that have none.
     for name in ("bias", "weight_zero_point")[: 1 if "weight_packed" in own else 2]:
         if np.any(own.get(name)):
             raise ArgumentValueError(f"Experts of this format have no `{name}` but zeros.")
+    if not any(own.keys() <= {*names, "bias"} for names in _FORMATS):
+        raise ArgumentValueError(f"No known format has all of these tensors: {', '.join(own)}.")
+    if own.keys() <= {"weight", "bias"}:
+        remedy = " Numbers of 8 bits or less must have scales."
+        check_array("weight", own["weight"], scaled.FLOATS, (..., "out", "in"), "experts", remedy)
+        return own["weight"]
+    check(config)
+    act_order = _said(config, "desc_act", (True, False), False)
+    act_order |= _said(config, "actorder", _ORDERS, "weight") in _BY_ACTIVATION
+    groups = own.__getitem__ if act_order else own.get
     if "qweight" in own:
         _said(config, "bits", (4,), 4)
         words = own["qweight"], own["qzeros"], own["scales"]
-        if _said(config, "quant_method", ("gptq", "awq")) == "awq":
+        size = _integer(config, "group_size")
+        methods = ("gptq",) if "g_idx" in own else ("gptq", "awq")
+        if _said(config, "quant_method", methods) == "awq":
             _said(config, "version", ("gemm", "GEMM"), "gemm")
-            made = from_awq(*words)
+            made = from_awq(*words, group_size=size)
         else:
             of = _said(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-            made = from_gptq(*words, groups("g_idx"), v2=of == "gptq_v2")
-            if config.get("sym") is True:
+            made = from_gptq(*words, groups("g_idx"), v2=of == "gptq_v2", group_size=size)
+            if _said(config, "sym", (True, False), False):
                 if np.any(made.zeros):
                     raise ArgumentValueError(
                         "The zeros of a checkpoint with `sym` must be 8: `checkpoint_format` must "
@@ -163,16 +258,17 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
                     )
                 made = dataclasses.replace(made, zeros=None)
     elif "weight_packed" in own:
-        _said(config, "num_bits", (4,), 4)
+        for key, choices in _PACK_QUANTIZED.items():
+            _said(config, key, choices, choices[0])
+        _, size = _block_size(config) or (None, None)
         words = own["weight_packed"], own["weight_scale"], own.get("weight_shape")
         zeros = own.get("weight_zero_point")
-        made = from_compressed_tensors(*words, zeros, groups("weight_g_idx"))
-    elif "weight_scale" in own or "weight_scale_inv" in own:
-        made = from_8_bits(own["weight"], own.get("weight_scale", own.get("weight_scale_inv")))
+        made = from_compressed_tensors(*words, zeros, groups("weight_g_idx"), group_size=size)
     else:
-        remedy = " Numbers of 8 bits or less must have scales."
-        check_array("weight", own["weight"], scaled.FLOATS, (..., "out", "in"), "experts", remedy)
-        return own["weight"]
+        _said(config, "quant_method", ("fp8", "fbgemm_fp8", "compressed-tensors"), "fp8")
+        _said(config, "num_bits", (8,), 8)
+        scale = own.get("weight_scale", own.get("weight_scale_inv"))
+        made = from_8_bits(own["weight"], scale, block_size=_block_size(config))
     made = made.mT
     (rows, group), out = made.block, len(made)
     if not rows or out % rows:  # blocks of the gate must not reach into `up`, which is next to it
@@ -181,14 +277,85 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     return made
 
 
+_BY_ACTIVATION = True, "group", "dynamic"
+_ORDERS = *_BY_ACTIVATION, False, "weight", "static"
+_PACK_QUANTIZED = {
+    "quant_method": ("compressed-tensors",),
+    "num_bits": (4,),
+    "type": ("int",),
+    "format": ("pack-quantized",),
+    "strategy": ("group", "channel"),
+}
+
+
+def mxfp4(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
+    """Returns all experts' weights [experts, in, out] of gpt-oss's tensors."""
+    check(config)
+    _said(config, "quant_method", ("mxfp4",), "mxfp4")
+    return from_mxfp4(own["_blocks"], own["_scales"])
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Raises if a flat `quantization_config` has keys that may matter and are not known."""
+    known = {*_READ.split(), *_OTHERS.split()}
+    unknown = [f'`quantization_config["{key}"]`' for key in config if key not in known]
+    if config.get("transform_config"):
+        unknown.append('`quantization_config["transform_config"]`')
+    dynamic = config.get("dynamic")  # GPTQ's: what begins with "-:" is not quantized
+    if dynamic and not (isinstance(dynamic, Mapping) and all(of[:2] == "-:" for of in dynamic)):
+        unknown.append('`quantization_config["dynamic"]`')
+    if unknown:
+        raise ArgumentValueError(
+            f"{', '.join(unknown)}: unknown, and weights may depend on it.{_FIX}"
+        )
+
+
 def _said(config: Mapping[str, Any], key: str, choices: Any, default: Any = None) -> Any:
     """Returns what `quantization_config` has for a key, which must be one of the choices."""
-    found = config.get(key) or default
+    found = default if config.get(key) is None else config[key]
     messages.check_choice(f'quantization_config["{key}"]', found, choices, _FIX)
     return found
 
 
-def _int4(values: Any, swaps: bool, order: Any, zero: int, **arrays: Any) -> ScaledArray:
+def _integer(config: Mapping[str, Any], key: str) -> Any:
+    """Returns a size that `quantization_config` has, or None."""
+    return _size(f'quantization_config["{key}"]', config.get(key))
+
+
+def _block_size(config: Mapping[str, Any]) -> Any:
+    """Returns the sizes of a block along (out, in) that `quantization_config` has, or nothing."""
+    group = _integer(config, "group_size")
+    sizes: list[Any] = [(1, group)] if group is not None else []
+    for key in ("weight_block_size", "block_structure"):
+        if (found := config.get(key)) is not None:
+            name = f'quantization_config["{key}"]'
+            if not isinstance(found, list | tuple) or len(found) != 2:
+                raise ArgumentValueError(
+                    f"Argument `{name}` must be two sizes; got {messages.short(found)}.{_FIX}"
+                )
+            sizes.append(tuple(_size(name, of) for of in found))
+    strategy = config.get("strategy")
+    if strategy is not None:
+        choices = {"tensor": (-1, -1), "channel": (1, -1), "group": None, "block": None}
+        _said(config, "strategy", tuple(choices))
+        sizes += [of] if (of := choices[strategy]) else []
+    if any(of != sizes[0] for of in sizes):
+        raise ArgumentValueError(
+            f"The sizes {sizes} that `quantization_config` has for a block differ.{_FIX}"
+        )
+    return sizes[0] if sizes else None
+
+
+def _size(name: str, value: Any) -> int | None:
+    """Returns a size, -1 for all of a dimension, or None if it is not given; checked."""
+    if value is None or arguments.integer(name, value, -1) == -1:
+        return value
+    return arguments.integer(name, value, 1)
+
+
+def _int4(
+    values: Any, swaps: bool, order: Any, zero: int, group_size: int | None, **arrays: Any
+) -> ScaledArray:
     """Returns a scaled array of numbers that are stored plus 8, in bytes [..., out, in / 2].
 
     `arrays` are scales, zeros and groups by their names; with `swaps` scales and zeros are
@@ -196,6 +363,7 @@ def _int4(values: Any, swaps: bool, order: Any, zero: int, **arrays: Any) -> Sca
     """
     (of_scales, scales), (of_zeros, zeros), (of_groups, groups) = arrays.items()
     *lead, out, half = values.shape
+    size = _size("group_size", group_size)
     stored = scaled.swapped if swaps else tuple
     remedy = " GPTQ's `qweight` is [in / 8, out], AWQ's [in, out / 8]." * swaps
     check_array(
@@ -207,32 +375,57 @@ def _int4(values: Any, swaps: bool, order: Any, zero: int, **arrays: Any) -> Sca
         check_array(of_zeros, zeros, _INT32, wanted, f"`{of_scales}`", _BITS)
         zeros = _nibbles(zeros if swaps else zeros.mT, order)[..., :out]
         zeros = zeros.mT.copy().astype(np.int8) - np.int8(zero)
-    found = _scaled(of_scales, values ^ np.uint8(0x88), scales, packed="int4", zeros=zeros)
     if groups is not None:
         check_array(of_groups, groups, _INT32 + _INT64, (*lead, 2 * half), "the weights")
-        size = found.block[-2] or 2 * half
-        if ((groups != -1) & (groups != np.arange(2 * half) // size)).any():
-            raise ArgumentValueError(
-                f"Argument `{of_groups}` must be in order, in groups of {size}: 0, …, 0, 1, …, 1, …"
-                '. Those of "act order" are refused. Take a checkpoint that was made without it, '
-                'read the experts in 16 bits, or sort their rows: "Act order" in the documentation.'
-            )
-    return found
+        if (groups != -1).any():
+            said = ", as `group_size` says" * (size is not None)
+            size = size or int((groups == 0).sum(-1).max(initial=0)) or None
+            deep = 2 * half if size in (None, -1) else size
+            if (groups != np.arange(2 * half) // deep).any():
+                raise ArgumentValueError(
+                    f"Argument `{of_groups}` must be in order, in groups of {deep}{said}: 0, …, 0, "
+                    '1, …, 1, …. Those of "act order" are refused. Take a checkpoint that was made '
+                    "without it, read the experts in 16 bits, or sort their rows: "
+                    '"Act order" in the documentation.'
+                )
+    stated = None, size
+    return _scaled(of_scales, values ^ np.uint8(0x88), scales, stated, packed="int4", zeros=zeros)
 
 
-def _scaled(name: str, values: Any, scales: Any, **packed: Any) -> ScaledArray:
-    """Returns a scaled array [..., in, out] of arrays [..., out, in], which tell its blocks."""
+def _scaled(name: str, values: Any, scales: Any, stated: Any, **packed: Any) -> ScaledArray:
+    """Returns a scaled array [..., in, out] of arrays [..., out, in].
+
+    `stated` are the sizes of a block along (out, in), -1 for all and None if the shapes tell it.
+    """
     shape = (*values.shape[:-1], 2 * values.shape[-1]) if packed else values.shape
     block: list[int | None] = [1 for _ in shape[2:]]
-    for size, count in zip(shape[-2:], scales.shape[-2:], strict=True):
-        fits = (2**n for n in range(31) if -(-size // 2**n) == count)
-        block.append(None if size and count == 1 else next(fits, 0))
-    if 0 in block or len({*block[-2:]} - {1, None}) > 1:
+    for size, count, of in zip(shape[-2:], scales.shape[-2:], stated, strict=True):
+        block.append(_along(size, count, of))
+    squares = stated != (None, None) or len({*block[-2:]} - {1, None}) <= 1
+    if 0 in block or not squares:
+        argument, size = ("group_size", stated[1]) if packed else ("block_size", stated)
+        size = f" {size}" if {None} != {*stated} else ""
         raise ArgumentValueError(
-            f"Argument `{name}` must be for rows, columns, or square blocks of a power of two; got "
-            f"{scales.shape[-2:]} along (out, in), which are {shape[-2:]}."
+            f"Argument `{name}` must have a scale for each block of `{argument}`{size}; got "
+            f"{scales.shape[-2:]} along (out, in), which are {shape[-2:]}. Without `{argument}`, "
+            "which `quantization_config` in config.json has, blocks must divide the weights evenly "
+            "and be rows, columns, or squares of a power of two."
         )
     return ScaledArray(values, scales, tuple(block), **packed).mT
+
+
+def _along(size: int, count: int, stated: int | None) -> int | None:
+    """Returns the size of a block along a dimension, None for all of it; 0 if it is not known."""
+    if stated is not None:
+        if count != (1 if stated == -1 else -(-size // stated)):
+            return 0
+        return None if count == 1 else stated
+    if size and count == 1:
+        return None
+    if size == count:
+        return 1
+    even = size // count if count and size % count == 0 else 0
+    return even if even & (even - 1) == 0 else 0
 
 
 def _nibbles(words: Any, order: Any) -> Any:

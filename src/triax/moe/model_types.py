@@ -1,0 +1,285 @@
+"""What `config.json` says about a layer's experts, by its `model_type`.
+
+Each model type has one list of the keys that are read, and one of those that do not matter for
+experts. Any other key is refused, because it may change what experts compute: the caller then
+passes an argument that takes its place, or the configuration without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from triax import messages
+from triax.errors import ArgumentTypeError, CheckpointError
+from triax.moe.activations.reference import Activation, Name, Swiglu
+
+COUNTS = "num_experts", "num_local_experts", "n_routed_experts"
+_ACTIVATIONS: dict[str, Name] = {
+    "silu": "swiglu",
+    "gelu_pytorch_tanh": "geglu",
+    "gelu": "geglu_exact",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelType:
+    """The keys of a model type's configuration.
+
+    Attributes:
+      width: the key of the experts' width.
+      activation: the key of the gate's activation.
+      clipped: for types whose `swiglu_limit` is read, SwiGLU without it. `swiglu_alpha` is read
+        where alpha is not 1, and may be missing.
+      interleaved: whether gate and up alternate in `gate_up_proj`.
+      biased: whether experts have biases.
+      others: the keys that do not matter for experts, besides those of all types.
+    """
+
+    width: str = "moe_intermediate_size"
+    activation: str = "hidden_act"
+    clipped: Swiglu | None = None
+    interleaved: bool = False
+    biased: bool = False
+    others: str = ""
+
+    @property
+    def read(self) -> set[str]:
+        """The keys that are read, besides those of all types."""
+        limit = {"swiglu_limit"} if self.clipped else set()
+        alpha = {"swiglu_alpha"} if self.clipped and self.clipped.alpha != 1 else set()
+        return {self.width, self.activation} | limit | alpha
+
+
+_GPT_OSS = Swiglu(alpha=1.702, up_offset=1.0)
+_DEEPSEEK = ModelType(others="mlp_bias seq_aux")
+_QWEN = ModelType(others="qkv_bias mamba_ssm_dtype")
+_MINIMAX = ModelType(
+    "intermediate_size",
+    others="use_routing_bias mlp_intermediate_size shared_intermediate_size shared_moe_mode "
+    "layernorm_mlp_alpha layernorm_mlp_beta layernorm_full_attention_alpha block_size postnorm "
+    "layernorm_linear_attention_alpha full_attn_alpha_factor linear_attn_alpha_factor "
+    "mlp_alpha_factor mlp_beta_factor",
+)
+TYPES = {
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "deepseek_v4": ModelType(
+        clipped=Swiglu(),
+        others="mlp_bias num_hash_layers hc_mult hc_eps hc_sinkhorn_iters o_groups compress_rates "
+        "compress_ratios compress_rate_csa compress_rate_hca",
+    ),
+    "gemma4_text": ModelType(
+        activation="hidden_activation",
+        others="enable_moe_block top_k_experts use_double_wide_mlp num_kv_shared_layers "
+        "hidden_size_per_layer_input final_logit_softcapping per_layer_config",
+    ),
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "glm_moe_dsa": _DEEPSEEK,
+    "gpt_oss": ModelType(
+        "intermediate_size",
+        clipped=_GPT_OSS,
+        interleaved=True,
+        biased=True,
+        others="experts_per_token",
+    ),
+    "kimi_k2": _DEEPSEEK,
+    "llama4_text": ModelType(
+        "intermediate_size",
+        others="intermediate_size_mlp interleave_moe_layer_step moe_layers floor_scale "
+        "for_llm_compressor",
+    ),
+    "longcat_flash": ModelType(
+        "expert_ffn_hidden_size",
+        others="ffn_hidden_size moe_topk zero_expert_num zero_expert_type router_bias "
+        "mla_scale_q_lora mla_scale_kv_lora",
+    ),
+    "minimax": _MINIMAX,
+    "minimax_m2": _MINIMAX,
+    "minimax_m3_vl_text": ModelType(
+        "intermediate_size",
+        clipped=_GPT_OSS,
+        others="dense_intermediate_size shared_intermediate_size use_routing_bias",
+    ),
+    "mixtral": ModelType("intermediate_size"),
+    "olmoe": ModelType("intermediate_size", others="clip_qkv"),
+    "phimoe": ModelType("intermediate_size", others="input_jitter_noise lm_head_bias"),
+    "qwen2_moe": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
+    "qwen3_moe": _QWEN,
+    "qwen3_next": _QWEN,
+    "qwen3_vl_moe_text": _QWEN,
+}
+
+_READ = {"model_type", "text_config", "quantization_config", "hidden_size", *COUNTS}
+# Keys of any model: the router, other layers, and the defaults that transformers writes.
+_OTHERS = """
+    attention_bias aux_loss_alpha chunk_size_feed_forward decoder_sparse_step ep_size
+    first_k_dense_replace ignore_index intermediate_size mlp_layer_types mlp_only_layers
+    moe_intermediate_size moe_layer_freq multi_modal_projector_bias multimodal_projector_bias
+    n_group n_shared_experts norm_topk_prob num_experts_per_tok projector_bias
+    projector_hidden_act rope_interleave routed_scaling_factor router_aux_loss_coef
+    router_jitter_noise scoring_func shared_expert_intermediate_size topk_group topk_method
+
+    add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens
+    cross_attention_hidden_size diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task id2label
+    label2id length_penalty min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate suppress_tokens task_specific_params
+    temperature tf_legacy_loss top_k top_p torchscript typical_p use_bfloat16 use_cache
+"""
+# Patterns of keys that cannot matter for experts, unless a word of `_EXPERTS` is in them.
+_ELSEWHERE = re.compile(
+    r"""
+    _?(name_or_path|commit_hash|attn_implementation\w*) | transformers_\w+ | (torch_)?dtype
+    | \w+_token(_id|_ids|_index)? | \w*vocab\w* | tokenizer_\w+ | tie_\w+ | is_\w+ | output_\w+
+    | \w*(attention|attn|heads|head_dim|lora_rank|rope|rotary|sliding_window|layernorm)\w*
+    | (use_)?qk_norm\w* | \w*norm_eps | index(er)?_\w+ | initial\w+ | (original_)?max_\w+
+    | num_(hidden_)?layers | layer_types | \w*dropout\w* | \w*(mtp|nextn)\w*
+    | linear_(conv|key|value|num)\w+ | \w*(vision|audio|image|video|generation|projector)_\w+
+    """,
+    re.VERBOSE,
+)
+_EXPERTS = re.compile(
+    r"(?<![a-z])act|swiglu|limit|alpha|expert|moe|mlp|ffn|interleav|glu|gelu|silu|clamp|bias|quant"
+)
+# The words of `_EXPERTS` for which an argument of `Experts.from_checkpoint` takes a key's place.
+_ARGUMENTS = {
+    "interleaved": re.compile("interleav"),
+    "activation": re.compile(r"(?<![a-z])act|swiglu|limit|alpha|glu|gelu|silu|clamp"),
+}
+_WITHOUT = "Pass `config` without {} if experts do not depend on it."
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a configuration and the caller say about a layer's experts.
+
+    Attributes:
+      activation: as in `Experts`.
+      interleaved: whether gate and up alternate in `gate_up_proj`; None if nobody says so.
+      biased: whether experts must have biases.
+      counts, hidden, width: the sizes that the configuration has, by their keys.
+      quantization: `quantization_config`, or what it holds for None.
+    """
+
+    activation: Activation
+    interleaved: bool | None
+    biased: bool
+    counts: Mapping[str, Any]
+    hidden: Mapping[str, Any]
+    width: Mapping[str, Any]
+    quantization: Any
+
+
+def describe(
+    config: Any, activation: Activation | None = None, interleaved: bool | None = None
+) -> Described:
+    """Returns what a configuration says; the arguments, if given, take the place of its keys.
+
+    Raises:
+      ArgumentTypeError: `config` is no mapping.
+      CheckpointError: a key or the model type is not known, or a value is not.
+    """
+    if not isinstance(config, Mapping):
+        raise ArgumentTypeError(
+            "Argument `config` must be what `config.json` holds, a mapping; got "
+            f"{messages.shown(config)}."
+        )
+    config = _of_text(config)
+    model_type = config.get("model_type")
+    known = TYPES.get(model_type) if isinstance(model_type, str) else None
+    given = {"activation": activation is not None, "interleaved": interleaved is not None}
+    if activation is None:
+        activation = _activation(config, known)
+    if interleaved is None and known is not None:
+        interleaved = known.interleaved
+    _check_keys(config, known, given)
+    counts, hidden, width = (
+        {key: config[key] for key in keys if config.get(key) is not None}
+        for keys in (COUNTS, ("hidden_size",), (known.width,) if known else ())
+    )
+    biased = known is not None and known.biased
+    quantization = config.get("quantization_config")
+    return Described(activation, interleaved, biased, counts, hidden, width, quantization)
+
+
+def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with the keys of its `text_config`, which is the decoder's."""
+    text = config.get("text_config")
+    text = {} if text is None else text
+    if not isinstance(text, Mapping):
+        raise CheckpointError(
+            "The model's configuration must have a mapping as `text_config`; got "
+            f"{messages.shown(text)}. Pass `config`, what `text_config` should hold."
+        )
+    key = "quantization_config"
+    both = [of[key] for of in (config, text) if of.get(key) is not None]
+    if len(both) == 2 and both[0] != both[1]:
+        raise CheckpointError(
+            f"The model's configuration has two `{key}` that differ, one of them in `text_config`."
+            " Pass `config` with the one that is right for the experts."
+        )
+    return {**config, **text, key: both[0] if both else None}
+
+
+def _check_keys(
+    config: Mapping[str, Any], known: ModelType | None, given: Mapping[str, bool]
+) -> None:
+    """Raises for keys that may matter for experts and that neither the type nor a caller covers."""
+    fine = _READ | {*_OTHERS.split()}
+    fine |= known.read | {*known.others.split()} if known else set()
+    unknown: dict[str, list[str]] = {}
+    for key in config:
+        is_text = isinstance(key, str)
+        if key in fine or (is_text and _ELSEWHERE.fullmatch(key) and not _EXPERTS.search(key)):
+            continue
+        fits = (name for name, words in _ARGUMENTS.items() if is_text and words.search(key))
+        argument = next(fits, "config")
+        if not given.get(argument):
+            unknown.setdefault(argument, []).append(f"`{key}`")
+    if unknown:
+        keys = {argument: ", ".join(names) for argument, names in unknown.items()}
+        remedies = " ".join(
+            _WITHOUT.format(names)
+            if argument == "config"
+            else f"Pass `{argument}` to take the place of {names}."
+            for argument, names in keys.items()
+        )
+        raise CheckpointError(
+            f"The model's configuration has {', '.join(keys.values())}, unknown for `model_type` "
+            f"{messages.short(config.get('model_type'))}: experts may depend on it. {remedies}"
+        )
+
+
+def _activation(config: Mapping[str, Any], known: ModelType | None) -> Activation:
+    """Returns the activation that a configuration says, whose type must be known."""
+    if known is None:
+        raise CheckpointError(
+            f"The model's configuration has `model_type` {messages.short(config.get('model_type'))}"
+            f", whose experts are not known; known are {', '.join(TYPES)}. Pass `activation`, such "
+            'as "swiglu" for silu(gate) * up.'
+        )
+    name, limit = config.get(known.activation), config.get("swiglu_limit")
+    said = f"`{known.activation}` {messages.short(name)}"
+    if known.clipped is not None:
+        alpha = config.get("swiglu_alpha")
+        said += f", `swiglu_limit` {messages.short(limit)}"
+        said += f" and `swiglu_alpha` {messages.short(alpha)}" * (alpha is not None)
+        changed = {"limit": limit} if alpha is None else {"limit": limit, "alpha": alpha}
+        try:
+            if name == "silu" and limit is not None:
+                return dataclasses.replace(known.clipped, **changed)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    elif isinstance(name, str) and name in _ACTIVATIONS:
+        return _ACTIVATIONS[name]
+    raise CheckpointError(
+        f"The model's configuration has {said}, whose formula is not known for `model_type` "
+        f"{config['model_type']!r}. Pass `activation`, such as moe.Swiglu(limit=10.0)."
+    )

@@ -1,0 +1,143 @@
+"""Layers of small checkpoints: their tensors by name, and what is wanted of them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from tests.moe.quantization.oracle import exactly
+from triax import moe
+
+EXPERTS, HIDDEN, WIDTH, GROUP = 3, 64, 96, 32
+MLP = "model.layers.3.mlp"
+USUAL, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+SHAPES = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
+
+rng = np.random.default_rng(0)
+
+
+def words(*shape):
+    return rng.integers(-(2**31), 2**31, shape, np.int32)
+
+
+def floats(*shape, dtype=ml_dtypes.bfloat16):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def plain(out, depth):
+    return {"weight": floats(out, depth)}
+
+
+def gptq(out, depth):
+    groups = depth // GROUP
+    return {
+        "qweight": words(depth // 8, out),
+        "qzeros": words(groups, out // 8),
+        "scales": floats(groups, out, dtype=np.float16),
+        "g_idx": np.arange(depth, dtype=np.int32) // GROUP,
+    }
+
+
+def awq(out, depth):
+    rest = {name: array for name, array in gptq(out, depth).items() if name != "g_idx"}
+    return rest | {"qweight": words(depth, out // 8)}
+
+
+def packed(out, depth):
+    return {
+        "weight_packed": words(out, depth // 8),
+        "weight_scale": floats(out, depth // GROUP),
+        "weight_shape": np.array([out, depth]),
+    }
+
+
+def packed_with_zeros(out, depth):
+    return packed(out, depth) | {"weight_zero_point": words(out // 8, depth // GROUP)}
+
+
+def in_8_bits(scale, *sizes, dtype=ml_dtypes.float8_e4m3fn):
+    """Weights with scales of the sizes, where a number is that of a block."""
+
+    def make(out, depth):
+        found = [-(-of // size) for of, size in zip((out, depth), sizes, strict=False)]
+        weight = rng.integers(-100, 100, (out, depth)).astype(dtype)
+        return {"weight": weight, scale: np.array(2.0 ** rng.integers(-3, 3, found), np.float32)}
+
+    return make
+
+
+QWEN = {"model_type": "qwen3_moe", "hidden_act": "silu"}
+GPT_OSS = {"model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 7.0}
+
+
+def read(tensors, config=None, **how):
+    """The layer's experts; what `config` does not say is of Qwen3-MoE, but for a checkpoint's."""
+    of_folder = config is None and isinstance(tensors, moe.Checkpoint)
+    config = None if of_folder else {**QWEN, **(config or {})}
+    return moe.Experts.from_checkpoint(tensors, MLP, config=config, **how)
+
+
+FORMATS = {
+    "plain": (plain, moe.Experts, {}),
+    "gptq": (gptq, moe.from_gptq, {"quant_method": "gptq"}),
+    "gptq_v2": (
+        gptq,
+        lambda *of: moe.from_gptq(*of, v2=True),
+        {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (awq, moe.from_awq, {"quant_method": "awq", "version": "GEMM"}),
+    "packed": (packed, moe.from_compressed_tensors, {}),
+    "packed_with_zeros": (packed_with_zeros, moe.from_compressed_tensors, {}),
+    "blocks": (in_8_bits("weight_scale_inv", 32, 32), moe.from_8_bits, {}),
+    "compressed_blocks": (in_8_bits("weight_scale", 32, 32), moe.from_8_bits, {}),
+    # The last block of the gate is partial, and up is next to it.
+    "partial_blocks": (
+        in_8_bits("weight_scale_inv", 64, 64),
+        lambda *of: moe.from_8_bits(*of, block_size=(64, 64)),
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+    ),
+    # 128 × 128: both gate and up are in a part of a block.
+    "wide_blocks": (in_8_bits("weight_scale_inv", 128, 128), moe.from_8_bits, {}),
+    "channels": (in_8_bits("weight_scale", 1, 1000, dtype=np.int8), moe.from_8_bits, {}),
+    "tensors": (in_8_bits("weight_scale"), moe.from_8_bits, {}),
+}
+
+
+def layer(make, linears=USUAL, prefix=MLP, experts=EXPERTS):
+    return {
+        f"{prefix}.experts.{e}.{name}.{of}": array
+        for e in range(experts)
+        for name, shape in zip(linears, SHAPES, strict=True)
+        for of, array in make(*shape).items()
+    }
+
+
+def exact(weights, transposed):
+    """Weights [experts, in, out] in float64."""
+    is_scaled = isinstance(weights, moe.ScaledArray)
+    array = exactly(weights) if is_scaled else np.asarray(weights, np.float64)
+    return array.swapaxes(-1, -2) if transposed else array
+
+
+def wanted(tensors, name, linears, expert, prefix=MLP):
+    """One expert's [gate | up] and down, by the function for one matrix."""
+    found = []
+    for linear in linears:
+        stem = f"{prefix}.experts.{expert}.{linear}."
+        arrays = [array for of, array in tensors.items() if of.startswith(stem)]
+        one = FORMATS[name][1]
+        found.append(exact(arrays[0], True) if one is moe.Experts else exact(one(*arrays), False))
+    return np.concatenate(found[:2], axis=-1), found[2]
+
+
+def gpt_oss(quantized):
+    stem, tensors = f"{MLP}.experts", {}
+    for name, depth, out in (("gate_up_proj", HIDDEN, 2 * WIDTH), ("down_proj", WIDTH, HIDDEN)):
+        tensors[f"{stem}.{name}_bias"] = floats(EXPERTS, out)
+        if not quantized:
+            tensors[f"{stem}.{name}"] = floats(EXPERTS, depth, out)
+            continue
+        blocks = rng.integers(0, 256, (EXPERTS, out, depth // 32, 16), np.uint8)
+        scales = rng.integers(118, 130, (EXPERTS, out, depth // 32), np.uint8)
+        tensors |= {f"{stem}.{name}_blocks": blocks, f"{stem}.{name}_scales": scales}
+    return tensors

@@ -1,0 +1,518 @@
+"""`Experts.from_checkpoint`: what `config.json` decides, and what it is compared with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.moe.checkpoint.configs import PUBLISHED, SHARED
+from tests.moe.checkpoint.layers import (
+    EXPERTS,
+    FORMATS,
+    GPT_OSS,
+    GROUP,
+    HIDDEN,
+    MLP,
+    QWEN,
+    WIDTH,
+    awq,
+    floats,
+    gpt_oss,
+    gptq,
+    in_8_bits,
+    layer,
+    packed,
+    plain,
+    read,
+    rng,
+    words,
+)
+from tests.moe.quantization.oracle import exactly
+from triax import moe
+from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
+from triax.moe.model_types import TYPES
+from triax.moe.quantization import checkpoints
+
+GEMMA = {"model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [
+        ({}, "swiglu"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "geglu"),
+        ({"hidden_act": "gelu"}, "geglu_exact"),
+        ({"model_type": "new", "text_config": QWEN}, "swiglu"),
+        ({"hidden_act": "relu6", "text_config": {"hidden_act": "gelu_pytorch_tanh"}}, "geglu"),
+    ],
+)
+def test_activation(config, activation):
+    assert read(layer(plain), config).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [
+        (GEMMA, "geglu"),
+        ({"model_type": "gemma4", "text_config": GEMMA}, "geglu"),
+        (GPT_OSS, moe.Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)),
+        (GPT_OSS | {"swiglu_alpha": 1.5}, moe.Swiglu(alpha=1.5, limit=7.0, up_offset=1.0)),
+        (GPT_OSS | {"model_type": "deepseek_v4"}, moe.Swiglu(limit=7.0)),
+        (
+            GPT_OSS | {"model_type": "minimax_m3_vl_text"},
+            moe.Swiglu(alpha=1.702, limit=7.0, up_offset=1.0),
+        ),
+    ],
+)
+def test_activation_of_a_model_type(config, activation):
+    how = {"config": config}
+    tensors = gpt_oss(False)
+    found = moe.Experts.from_checkpoint(tensors, MLP, **how)
+    assert found.activation == activation
+    assert found.interleaved == (config["model_type"] == "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (QWEN | {"hidden_act": "relu6"}, "has `hidden_act` 'relu6', whose formula is not known"),
+        (QWEN | {"hidden_act": None}, "has `hidden_act` None, whose formula"),
+        (QWEN | {"hidden_act": ["silu"]}, r"has `hidden_act` \['silu'\], whose formula"),
+        ({"model_type": "qwen3_moe"}, "has `hidden_act` None, whose formula"),
+        (GPT_OSS | {"hidden_act": "gelu"}, "has `hidden_act` 'gelu', `swiglu_limit` 7.0, whose"),
+        (GPT_OSS | {"swiglu_limit": None}, "`swiglu_limit` None, whose formula"),
+        (GPT_OSS | {"swiglu_limit": -1}, "`swiglu_limit` -1, whose formula"),
+        (GPT_OSS | {"swiglu_limit": True}, "`swiglu_limit` True, whose formula"),
+        (GPT_OSS | {"swiglu_limit": 10**400}, "`swiglu_limit` 1000.*, whose formula"),
+        (GPT_OSS | {"swiglu_limit": [7.0]}, r"`swiglu_limit` \[7.0\], whose formula"),
+        (GPT_OSS | {"swiglu_alpha": "1"}, "and `swiglu_alpha` '1', whose formula"),
+        ({}, "has `model_type` None, whose experts are not known; known are deepseek_v2, "),
+        ({"hidden_act": "silu"}, "has `model_type` None, whose experts are not known"),
+        ({"model_type": "step3p5", "hidden_act": "silu"}, "has `model_type` 'step3p5', whose exp"),
+        ({"model_type": ["qwen3_moe"]}, r"has `model_type` \['qwen3_moe'\], whose experts"),
+        (GEMMA | {"model_type": "gemma4"}, "has `model_type` 'gemma4', whose experts"),
+    ],
+)
+def test_an_activation_that_is_not_known(config, message):
+    tensors = layer(plain) if config.get("model_type") != "gpt_oss" else gpt_oss(False)
+    with pytest.raises(CheckpointError, match=f"{message}.* Pass `activation`, such as"):
+        moe.Experts.from_checkpoint(tensors, MLP, config=config)
+    limited = moe.Swiglu(limit=7.0)
+    found = moe.Experts.from_checkpoint(tensors, MLP, config=config, activation=limited)
+    assert found.activation is limited
+
+
+STEP = {"model_type": "step3p5", "swiglu_limits": [0, 0, 0, 7.0]}
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "argument"),
+    [
+        (QWEN | {"swiglu_limits": [7.0]}, "swiglu_limits", "activation"),
+        (QWEN | {"swiglu_limit": 7.0}, "swiglu_limit", "activation"),
+        (QWEN | {"hidden_activation": "gelu"}, "hidden_activation", "activation"),
+        (GEMMA | {"hidden_act": "gelu"}, "hidden_act", "activation"),
+        (GPT_OSS | {"model_type": "deepseek_v4", "swiglu_alpha": 1}, "swiglu_alpha", "activation"),
+        (QWEN | {"mlp_hidden_act": "gelu"}, "mlp_hidden_act", "activation"),
+        (QWEN | {"attention_glu": True}, "attention_glu", "activation"),
+        (QWEN | {"gate_up_interleaved": True}, "gate_up_interleaved", "interleaved"),
+        (QWEN | {"expert_dtype": "fp4"}, "expert_dtype", "config"),
+        (QWEN | {"mlp_bias": True}, "mlp_bias", "config"),
+        (QWEN | {"moe_latent_size": 8}, "moe_latent_size", "config"),
+        (QWEN | {"ffn_config": {}}, "ffn_config", "config"),
+        (QWEN | {"compression_config": {}}, "compression_config", "config"),
+        (QWEN | {"quantization": {}}, "quantization", "config"),
+        (QWEN | {"new": 1}, "new", "config"),
+    ],
+)
+def test_keys_that_are_not_known(config, key, argument):
+    tensors = gpt_oss(False)
+    message = rf"has `{key}`, unknown for `model_type` '\w+': .* Pass `{argument}`"
+    for given in (config, {"model_type": config["model_type"], "text_config": config}):
+        with pytest.raises(CheckpointError, match=message):
+            moe.Experts.from_checkpoint(tensors, MLP, config=given)
+    value = {"activation": "swiglu", "interleaved": False}.get(argument)
+    other = {name: of for name, of in config.items() if name != key}
+    how = {"config": other} if value is None else {"config": config, argument: value}
+    moe.Experts.from_checkpoint(tensors, MLP, **how)
+
+
+def test_limits_by_layer():
+    """Step-3.5 has one for each layer, and clips the gate after the activation."""
+    tensors = layer(plain)
+    with pytest.raises(CheckpointError, match="`model_type` 'step3p5', whose experts are not kno"):
+        moe.Experts.from_checkpoint(tensors, MLP, config=STEP)
+    clipped = lambda gate, up: jax.numpy.minimum(jax.nn.silu(gate), 7.0) * up.clip(-7.0, 7.0)
+    found = moe.Experts.from_checkpoint(tensors, MLP, config=STEP, activation=clipped)
+    assert found.activation is clipped
+
+
+def test_several_keys_that_are_not_known():
+    config = QWEN | {"swiglu_limits": [1], "new": 1, "other": 2, "clamp": 3}
+    with pytest.raises(CheckpointError) as caught:
+        read(layer(plain), config)
+    assert str(caught.value).endswith(
+        "has `swiglu_limits`, `clamp`, `new`, `other`, unknown for `model_type` 'qwen3_moe': "
+        "experts may depend on it. Pass `activation` to take the place of `swiglu_limits`, `clamp`."
+        " Pass `config` without `new`, `other` if experts do not depend on it."
+    )
+
+
+def test_each_model_type_reads_and_leaves_other_keys():
+    for name, of in TYPES.items():
+        assert not of.read & {*of.others.split()}, name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_configurations(name):
+    keys, text = PUBLISHED[name]
+    config = dict.fromkeys(f"{SHARED} {keys}".split())
+    activation = "hidden_activation" if name == "gemma4_text" else "hidden_act"
+    config.pop("hidden_act")
+    config |= {"swiglu_limit": 7.0} if "swiglu_limit" in config else {}
+    config |= {"model_type": name, activation: "silu"}
+    config = {"model_type": "other", "text_config": config, **dict.fromkeys(text.split())}
+    tensors = gpt_oss(False)
+    assert moe.Experts.from_checkpoint(tensors, MLP, config=config).w_down.shape[0] == EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "message"),
+    [
+        ("hidden_size", HIDDEN, "64 columns of `down_proj`"),
+        ("moe_intermediate_size", WIDTH, "96 rows of `down_proj`"),
+    ],
+)
+def test_sizes_of_another_model(key, size, message):
+    for tensors in (layer(plain), layer(gptq), gpt_oss(False), gpt_oss(True)):
+        quantization = (
+            {"quant_method": "gptq"} if f"{MLP}.experts.0.up_proj.qweight" in tensors else {}
+        )
+        config = {"quantization_config": quantization}
+        with pytest.raises(CheckpointError, match=f"has `{key}` 32, and .* has {message}"):
+            read(tensors, config | {key: 32})
+        read(tensors, config | {key: size})
+
+
+def in_groups_of(size, rows=192):
+    """Weights [24, rows] of each format with groups of a size, which may be partial at the end."""
+    groups = -(-rows // size)
+    return {
+        "gptq": {
+            "qweight": words(rows // 8, 24),
+            "qzeros": words(groups, 3),
+            "scales": floats(groups, 24, dtype=np.float16),
+        },
+        "awq": {
+            "qweight": words(rows, 3),
+            "qzeros": words(groups, 3),
+            "scales": floats(groups, 24, dtype=np.float16),
+        },
+        "packed": {"weight_packed": words(24, rows // 8), "weight_scale": floats(24, groups)},
+        "8 bits": {
+            "weight": rng.integers(-100, 100, (24, rows)).astype(np.int8),
+            "weight_scale": floats(24, groups, dtype=np.float32),
+        },
+    }
+
+
+OF_GROUPS = {
+    "gptq": lambda size: {"quant_method": "gptq", "group_size": size},
+    "awq": lambda size: {"quant_method": "awq", "group_size": size},
+    "packed": lambda size: {
+        "config_groups": {"a": {"weights": {"group_size": size, "strategy": "group"}}}
+    },
+    "8 bits": lambda size: {"config_groups": {"a": {"weights": {"group_size": size}}}},
+}
+
+
+@pytest.mark.parametrize("size", [32, 48, 96, 112, 128])
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_sizes_of_groups_are_those_of_the_configuration(name, size):
+    """192 rows in 2 groups may be 96 + 96, or 112 + 80, or 128 + 64."""
+    own = in_groups_of(size)[name]
+    found = checkpoints.linear(own, checkpoints.flat(OF_GROUPS[name](size)))
+    assert found.block == (1, size)
+    other = {32: 48, 48: 64, 96: 64, 112: 64, 128: 64}[size]
+    for wrong in (other, -1, 192):
+        with pytest.raises(ArgumentValueError, match=rf"size` .*{wrong}\)?; got \(24, \d\) along"):
+            checkpoints.linear(own, checkpoints.flat(OF_GROUPS[name](wrong)))
+    without = checkpoints.flat(OF_GROUPS[name](None) | {"strategy": None})
+    if size == 32:
+        assert checkpoints.linear(own, without).block == (1, 32)
+    else:
+        with pytest.raises(ArgumentValueError, match=r"_size`; got .* `quantization_config`"):
+            checkpoints.linear(own, without)
+
+
+@pytest.mark.parametrize("quantization", [{}, {"quant_method": "auto-round"}])
+def test_words_of_an_unknown_format(quantization):
+    with pytest.raises(
+        CheckpointError, match=r"quant_method.* must be one of 'gptq', 'awq'.*config="
+    ):
+        read(layer(awq), {"quantization_config": quantization})
+
+
+def test_quantization_in_the_configuration_of_the_text():
+    said = {"quantization_config": {"quant_method": "awq"}}
+    assert read(layer(awq), {"text_config": said}).transposed
+    assert read(layer(awq), {"text_config": said, **said}).transposed
+    assert read(layer(awq), {"text_config": {"quantization_config": None}, **said}).transposed
+    with pytest.raises(CheckpointError, match="has two `quantization_config` that differ"):
+        read(layer(awq), {"text_config": said, "quantization_config": {"quant_method": "gptq"}})
+
+
+def gptq_in_8_bits(out, depth):
+    return gptq(out, depth) | {
+        "qweight": words(depth // 4, out),
+        "qzeros": words(depth // GROUP, out // 4),
+    }
+
+
+def awq_gemv(out, depth):
+    return {
+        "qweight": words(out, depth // 8),
+        "qzeros": words(out, 1),
+        "scales": floats(out, 8, dtype=np.float16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "message"),
+    [
+        (gptq_in_8_bits, "gptq", "`qzeros` must have shape .* Only 4 bits"),
+        (awq_gemv, "awq", "`scales` must have shape"),
+    ],
+)
+def test_shapes_tell_other_layouts_of_words(make, method, message):
+    config = {"quantization_config": {"quant_method": method}}
+    with pytest.raises(CheckpointError, match=message):
+        read(layer(make), config)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_missing_last_experts(key):
+    tensors = {name: of for name, of in layer(plain).items() if ".2." not in name}
+    with pytest.raises(CheckpointError, match=f"has `{key}` 3, and `{MLP}.experts.…` has 2 exp"):
+        read(tensors, {key: EXPERTS})
+    read(layer(plain), {key: EXPERTS})
+
+
+@pytest.mark.parametrize(
+    ("make", "quantization", "message"),
+    [
+        (
+            gptq,
+            {"quant_method": "gptq", "bits": 3},
+            r'_config\["bits"\]` must be one of 4; got 3',
+        ),
+        (gptq, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "'gptq_v2'; got 'marlin'"),
+        (awq, {"quant_method": "awq", "version": "gemv"}, "version.* must be one of 'gemm'"),
+        (packed, {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "num_bits.* must be one"),
+        (packed, {"format": "marlin-24"}, "'pack-quantized'; got 'marlin-24'"),
+        (packed, {"config_groups": {"a": {"weights": {"type": "float"}}}}, "'int'; got 'float'"),
+        (packed, {"config_groups": {"a": {"weights": {"strategy": "tensor"}}}}, "got 'tensor'"),
+        (packed, {"config_groups": {"a": {"weights": {"strategy": "channel"}}}}, r"size` -1; got"),
+        (packed, {"quant_method": "gptq"}, "must be one of 'compressed-tensors'; got 'gptq'"),
+        (gptq, {"quant_method": "gptq", "group_size": 64}, "of 64, as `group_size` says"),
+        (gptq, {"quant_method": "gptq", "group_size": 0}, r"group_size\"\]` must be at least 1"),
+        (gptq, {"quant_method": "gptq", "group_size": "32"}, r"must be a Python int.*got '32'"),
+        (gptq, {"quant_method": "gptq", "desc_act": "false"}, "of True, False; got 'false'"),
+        (gptq, {"quant_method": "gptq", "sym": 0}, "of True, False; got 0"),
+        (gptq, {"quant_method": "gptq", "new": 0}, r'`quantization_config\["new"\]`: unknown'),
+        (gptq, {"quant_method": "gptq", "dynamic": {".*": {"bits": 8}}}, r'\["dynamic"\]`: unkn'),
+        (packed, {"transform_config": {"config_groups": {}}}, r'\["transform_config"\]`: unknown'),
+        (in_8_bits("weight_scale_inv", 32, 32), {"quant_method": "quark"}, "got 'quark'"),
+        (in_8_bits("weight_scale_inv", 32, 32), {"num_bits": 4}, "must be one of 8; got 4"),
+        (
+            in_8_bits("weight_scale_inv", 32, 32),
+            {"weight_block_size": [64, 64]},
+            r"`block_size` \(64, 64\); got \(3, 2\) along \(out, in\), which are \(96, 64\)",
+        ),
+        (
+            in_8_bits("weight_scale_inv", 32, 32),
+            {"weight_block_size": [32, 32], "strategy": "channel"},
+            r"sizes \[\(32, 32\), \(1, -1\)\] .* differ",
+        ),
+        (in_8_bits("weight_scale_inv", 32, 32), {"weight_block_size": 32}, "two sizes; got 32"),
+        (in_8_bits("weight_scale_inv", 32, 32), {"block_structure": "32x32"}, "got '32x32'"),
+        (
+            in_8_bits("weight_scale_inv", 64, 64),
+            {},
+            r"for each block of `block_size`; got \(2, 1\)",
+        ),
+        (in_8_bits("weight_scale", 1, 1000), {"strategy": "tensor"}, r"\(-1, -1\); got \(96, 1\)"),
+    ],
+)
+def test_other_widths_and_formats(make, quantization, message):
+    config = {"quantization_config": quantization}
+    with pytest.raises(CheckpointError, match=message):
+        read(layer(make), config)
+
+
+KIMI_K2 = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 32,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
+GPTQ_MODEL = {
+    "bits": 4,
+    "checkpoint_format": "gptq",
+    "damp_percent": 0.01,
+    "desc_act": False,
+    "dynamic": {"-:.*shared_expert.*": {}},
+    "group_size": 32,
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:1.0.0"]},
+    "quant_method": "gptq",
+    "static_groups": False,
+    "sym": False,
+    "true_sequential": True,
+}
+DEEPSEEK = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [32, 32],
+}
+CHANNELS = {
+    "config_groups": {"a": {"weights": {"num_bits": 8, "strategy": "channel", "type": "int"}}},
+    "quant_method": "compressed-tensors",
+    "version": "0.9.0",
+}
+AWQ = {
+    "bits": 4,
+    "group_size": 32,
+    "modules_to_not_convert": ["gate"],
+    "quant_method": "awq",
+    "version": "gemm",
+    "zero_point": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("packed", KIMI_K2),
+        ("gptq", GPTQ_MODEL),
+        ("awq", AWQ),
+        ("blocks", DEEPSEEK),
+        ("channels", CHANNELS),
+    ],
+)
+def test_published_quantization(name, published):
+    tensors = layer(FORMATS[name][0])
+    found = read(tensors, {"quantization_config": published})
+    wanted = read(tensors, {"quantization_config": FORMATS[name][2]})
+    np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(wanted.w_gate_up))
+
+
+def test_groups_of_a_configuration_that_differ():
+    said = lambda *groups: {
+        "quantization_config": {
+            "config_groups": {
+                str(i): {"weights": of and of | {"num_bits": 4}} for i, of in enumerate(groups)
+            }
+        }
+    }
+    tensors, of_32, of_64 = layer(packed), {"group_size": 32}, {"group_size": 64}
+    for groups in ((of_32,), (of_32, of_32), (of_32, None)):
+        read(tensors, said(*groups))
+    for groups in ((of_32, of_64), (of_64, of_32)):
+        with pytest.raises(CheckpointError, match=r"groups in .* differ, .* pass `config"):
+            read(tensors, said(*groups))
+
+
+LIES = None, 0, 1.5, True, "x", [], [None], {}, {"weights": 3}, {"x": None}, [[1]]
+
+
+@pytest.mark.parametrize("name", ["plain", "gptq", "awq", "packed", "blocks", "gpt_oss"])
+def test_configurations_that_lie_in_their_types(name):
+    """Each is read as if it were not there, or refused: no error is a bare Python one."""
+    make = None if name == "gpt_oss" else FORMATS[name][0]
+    tensors = gpt_oss(True) if make is None else layer(make)
+    method = {"quant_method": name} if name in ("gptq", "awq") else {}
+    config = (GPT_OSS if make is None else QWEN) | {"quantization_config": method}
+    refused = 0
+    keys = ["quantization_config", "text_config", "hidden_size", "num_experts", "swiglu_alpha"]
+    for lie in LIES:
+        configs = [config | {key: lie} for key in [*config, *keys]]
+        for key in [*checkpoints._READ.split(), "new"]:
+            configs.append(config | {"quantization_config": method | {key: lie}})
+        for key in ("a", "weights"):
+            groups = {"a": lie} if key == "a" else {"a": {"weights": lie}}
+            configs.append(config | {"quantization_config": method | {"config_groups": groups}})
+        for given in configs:
+            try:
+                moe.Experts.from_checkpoint(tensors, MLP, config=given)
+            except CheckpointError:
+                refused += 1
+    assert refused > 90
+
+
+@pytest.mark.parametrize("lie", [[], "fp8", [None], 3])
+def test_configurations_that_are_no_mappings(lie):
+    tensors = layer(plain)
+    with pytest.raises(CheckpointError, match="must have a mapping as `quantization_config`; got"):
+        read(tensors, {"quantization_config": lie})
+    with pytest.raises(CheckpointError, match="must have a mapping as `text_config`; got"):
+        read(tensors, {"text_config": lie})
+    with pytest.raises(ArgumentTypeError, match=r"`config` must be what `config\.json` holds"):
+        moe.Experts.from_checkpoint(tensors, MLP, config=lie)
+    groups = {"a": {"weights": lie}}, {"a": lie}, lie
+    for of in groups:
+        with pytest.raises(CheckpointError, match=r'a mapping as `quantization_config\["config_gr'):
+            read(tensors, {"quantization_config": {"config_groups": of}})
+
+
+@pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
+def test_zeros_of_a_symmetric_checkpoint(checkpoint_format):
+    """They are all 8 and can be left out; others are of a version that is not said."""
+    config = {"quant_method": "gptq", "sym": True, "checkpoint_format": checkpoint_format}
+    eights = {"gptq": 0x77777777, "gptq_v2": 0x88888888 - 2**32}
+    drawn = layer(gptq)
+    symmetric = lambda of: {
+        name: np.full_like(array, eights[of]) if name.endswith("qzeros") else array
+        for name, array in drawn.items()
+    }
+    found, with_zeros = (
+        read(symmetric(checkpoint_format), {"quantization_config": config | {"sym": sym}})
+        for sym in (True, False)
+    )
+    assert found.w_down.zeros is None
+    assert not with_zeros.w_down.zeros.any()
+    np.testing.assert_array_equal(exactly(found.w_down), exactly(with_zeros.w_down))
+    (other,) = eights.keys() - {checkpoint_format}
+    with pytest.raises(CheckpointError, match=r"checkpoint_format.*config="):
+        read(symmetric(other), {"quantization_config": config})
+
+
+def test_the_documentation_lists_the_model_types():
+    page = Path(__file__).parents[3] / "docs" / "from-a-checkpoint.md"
+    _, _, listed = page.read_text("utf-8").partition("The model types are ")
+    assert {*re.findall(r"`(\w+)`", listed.partition(".")[0])} == TYPES.keys()
