@@ -1,5 +1,7 @@
 """Products of registers end before their loop begins again, in PTX and in machine code."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,11 +88,61 @@ def loop(*body, wait=1):
         loop(OF_MEMORY, LOAD, PRODUCT, wait=2),  # as two sums that go on beside each other
         loop(LOAD, WAITS_FOR_ALL, PRODUCT),  # the wait comes too late
         loop(PRODUCT.replace("bf16 {", "bf16\n\t\t{")),
+        loop(LOAD, PRODUCT, f"\t@%p2 {WAITS_FOR_ALL.strip()}"),  # some threads may not wait
+        loop("\t@%p2 ret;", LOAD, PRODUCT),  # what follows is reached all the same
+        # Written by arithmetic alone, before the wait.
+        loop("\tmul.bf16x2 %r3, %r7, %r8;", WAITS_FOR_ALL, PRODUCT),
+        loop("\tselp.b32 %r4, %r7, 0, %p2;", WAITS_FOR_ALL, PRODUCT),
+        loop("\tmov.b32 {%h1, %r3}, %r7;", WAITS_FOR_ALL, PRODUCT),
+        loop("\tsub.f32 %r8, %r7, %r6;", WAITS_FOR_ALL, "\tcvt.bf16.f32 %r3, %r8;", PRODUCT),
+        loop("\tcall (%r9), f, (%r8);", WAITS_FOR_ALL, PRODUCT),  # may write to any register
+        # Comments may stand anywhere.
+        loop("\tmul.bf16x2 %r3, %r7, %r8;", WAITS_FOR_ALL, PRODUCT.replace("}, {", "}, /*;*/ {")),
+        loop(PRODUCT.replace("}, {", "}, // the left; {\n{"), "/* wgmma.wait_group 0;", "*/"),
+        loop(PRODUCT.replace("{%r3,%r4}", "of_a_macro(%r3)").replace("%r2}", "%r2{}}")),
     ],
 )
 def test_a_loop_waits_where_it_begins(text):
     begin, *lines = text.splitlines()
     assert wgmma.drain_at_loops(text) == ptx(begin, WAITS_FOR_ALL, *lines)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "\tbrx.idx %r9, ways;\nways: .branchtargets $L__BB0_2,\n\t$L__BB0_1;",
+        "\t@%p1 brx.idx.uni %r9, ways;\nways:\n\t.branchtargets $L__BB0_1;",
+        "\t@ ! %p1 bra $L__BB0_1;",
+    ],
+)
+def test_branches_to_where_a_loop_begins(back):
+    begin = "$L__BB0_1:\n"
+    text = ptx(LOAD, PRODUCT, WAIT.format(1), back, "$L__BB0_2:", LOAD, PRODUCT, "\tret;")
+    assert wgmma.drain_at_loops(begin + text) == f"{begin}{WAITS_FOR_ALL}\n{text}"
+
+
+def test_a_branch_to_anywhere_makes_every_label_wait():
+    """None can be followed whose table of targets is elsewhere."""
+    labels = "$L__BB0_1:", "%2:"
+    text = ptx(labels[0], LOAD, PRODUCT, WAIT.format(1), "\tbrx.idx %r9, ways;", labels[1], LOAD)
+    drained = text
+    for label in labels:
+        drained = drained.replace(f"{label}\n", f"{label}\n{WAITS_FOR_ALL}\n")
+    assert wgmma.drain_at_loops(text) == drained
+
+
+def test_a_label_that_begins_with_a_percent_sign():
+    behind = ptx(PRODUCT, "%behind:", LOAD)  # a label that no branch goes to
+    text = loop(PRODUCT, PRODUCT).replace("$L__BB0_1", "%loop") + behind
+    begin, *lines = text.splitlines()
+    assert wgmma.drain_at_loops(text) == ptx(begin, WAITS_FOR_ALL, *lines)
+
+
+def test_products_that_no_group_holds_yet_become_a_group():
+    """Otherwise nothing can wait for them."""
+    text = loop(LOAD, MULTIPLY.format("{%r3,%r4}"))
+    begin, *lines = text.splitlines()
+    assert wgmma.drain_at_loops(text) == ptx(begin, COMMIT, WAITS_FOR_ALL, *lines)
 
 
 def test_a_loop_s_pragma_stays_its_first_statement():
@@ -138,6 +190,12 @@ def test_labels_of_inline_assembly():
     assert wgmma.drain_at_loops(text) == "".join([begin, f"{WAITS_FOR_ALL}\n", *lines])
 
 
+def test_a_label_of_a_scope_that_has_ended():
+    begin, *lines = loop(LOAD, PRODUCT).splitlines()
+    lines.insert(-3, "\t{ $L__BB0_1: }")
+    assert wgmma.drain_at_loops(ptx(begin, *lines)) == ptx(begin, WAITS_FOR_ALL, *lines)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -147,10 +205,69 @@ def test_labels_of_inline_assembly():
         loop("\tcvt.u64.u32 \t%rd2, %r5;", OF_MEMORY, WAITS_FOR_ALL, LOAD, PRODUCT),
         ptx(PRODUCT, WAIT.format(1), PRODUCT, WAITS_FOR_ALL, "\tret;"),  # no loop
         ptx("$L__BB0_1:", LOAD, "\t@%p1 bra \t$L__BB0_1;", PRODUCT, "\tret;"),
+        # Addresses, conditions and numbers are no data.
+        loop(
+            "\tadd.s32 %r5, %r5, 2;",
+            "\tsetp.lt.s32 %p2, %r5, %r6;",
+            "\tst.shared.b32 [%r3], %r5;",
+            "\tcp.async.wait_group 2;",
+            WAITS_FOR_ALL,
+            "\tld.shared.b32 %r8, [%r5];",
+            "\tshl.b32 %r9, %r8, 2;",
+            "\tselp.b32 %r3, %r9, 0, %p2;",
+            PRODUCT,
+        ),
+        # Labels of the same name, each of its own scope.
+        loop(PRODUCT, "\t{ @%p2 bra $End; $End: }", WAITS_FOR_ALL, "\t{ bra $End; $End: }"),
+        PRODUCT + "\n" + ptx("\t{", "$L:", "\t}", "\t{", LOAD, "\t@%p bra $L;", "$L:", "\t}"),
+        "",
     ],
 )
 def test_what_stays_as_it_is(text):
     assert wgmma.drain_at_loops(text) == text
+
+
+def test_an_outer_loop_waits_before_an_inner_one():
+    """Not at each of the inner loop's iterations."""
+    outer, inner = "$L__BB0_1:", "$L__BB0_2:"
+    back = ["\t@%p1 bra $L__BB0_2;", PRODUCT, "\t@%p2 bra $L__BB0_1;", "\tret;"]
+    text = ptx(outer, inner, LOAD, *back)
+    assert wgmma.drain_at_loops(text) == ptx(outer, WAITS_FOR_ALL, inner, LOAD, *back)
+
+
+def one_after_the_other(loops):
+    body = LOAD, PRODUCT, WAIT.format(1)
+    return ptx(*[ptx(f"$L{n}:", *body, f"\t@%p1 bra $L{n};") for n in range(loops)])
+
+
+def one_in_the_other(loops):
+    begins = [ptx(f"$L{n}:", LOAD) for n in range(loops)]
+    ends = [ptx(PRODUCT, WAIT.format(1), f"\t@%p1 bra $L{n};") for n in reversed(range(loops))]
+    return ptx(*begins, *ends)
+
+
+def of_one_name(loops):
+    return ptx("$L:", PRODUCT, *["\t{ $L: " + LOAD + " @%p1 bra $L; }"] * loops, "\tbra $L;")
+
+
+def to_anywhere(loops):
+    return one_after_the_other(loops).replace("bra", "brx.idx %r9,")
+
+
+@pytest.mark.parametrize(
+    "program", [one_after_the_other, one_in_the_other, of_one_name, to_anywhere]
+)
+def test_time_grows_with_the_length_of_the_program(program):
+    def seconds(loops):
+        text, times = program(loops), []
+        for _ in range(3):
+            begin = time.process_time()
+            drained = wgmma.drain_at_loops(text)
+            times.append(time.process_time() - begin)
+        assert drained != text
+        return min(times)
+
+    assert seconds(2000) < 12 * seconds(400)  # five times as long; the square would be 25
 
 
 @pytest.mark.sampled(0, 1)

@@ -4,28 +4,42 @@ Hopper's `wgmma` may take its left operand from registers, and reads them while 
 In a loop that computes such an operand (weights that are widened in registers, for example) Triton
 lets a product run on into the next iteration, and ptxas (CUDA 12.8 to 13.4, at least) reuses the
 registers that the product still reads: results are silently wrong, now and then or always.
+
+In: a kernel's PTX. Out: the same with waits at the loops that need them, which a dataflow over
+basic blocks finds. What it cannot read is taken for what needs a wait.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-# The left operand follows the results: registers in braces, or a descriptor.
-_OF_REGISTERS = re.compile(r"wgmma\.mma_async[^{;]*\{[^}]*\}\s*,\s*\{")
-_EVENT = re.compile(
-    r"""//[^\n]*
-    | (?P<label>[$\w]+):(?!:)
-    | (?P<product>wgmma\.mma_async[^;]*;)
-    | (?P<commit>wgmma\.commit_group)
-    | wgmma\.wait_group\S*\s+(?P<wait>\d+)
-    | (?P<condition>@!?[%$\w]+\s+)?\b(?:bra(?:\.uni)?\s+(?P<target>[$\w]+)|(?P<end>ret|exit|trap)\b)
-    | (?P<data>\b(?:ld\.(?!param)|ldmatrix|prmt\.|cvt\.(?![us]64\.[us]32)))""",
+_NOT_CODE = re.compile(r'("[^"\n]*")|//[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+_STATEMENT = re.compile(
+    r"""(?P<label>[%$\w]+)\s*:(?!:)
+    | (?P<brace>[{}])
+    | \.branchtargets(?P<targets>[^;]*)
+    | \.[^;{}\n]*  # any other directive
+    | (?P<guard>@\s*!?\s*[%$\w]+\s+)?(?P<name>[a-z][\w.:]*)(?P<operands>[^;]*)""",
     re.VERBOSE,
 )
 _PRAGMA = re.compile(r"\s*\.pragma[^;]*;")  # of a loop; it must stay the first statement
-_MOST_GROUPS = 8
-_State = tuple[int, int]
+_NAME = re.compile(r"(?<![%$\w])[%$A-Za-z_][%$\w]*")  # not a number
+_MOVES_DATA = re.compile(r"ld\.(?!param)|ldmatrix|prmt\.|cvt\.(?![us]64\.[us]32)|call")
+_WRITES_NO_DATA = re.compile(r"wgmma|setp|.*\.pred\b")
+_FIRST = re.compile(r"\s*(\{[^}]*\}|[^,\[{]*)")
+# The left operand follows the results: a descriptor, or registers in braces.
+_OF_MEMORY = re.compile(r"\s*\{[^{}]*\}\s*,\s*[%$\w]")
+_LEFT = re.compile(r"\s*\{[^{}]*\}\s*,\s*(\{[^{}]*\})")
+
+# A product in flight is described by how many groups were committed after its own group: -1 until
+# its own is. Fewer groups make it run longer, so of several products the least number counts.
+_MOST_GROUPS = 8  # stands for more, too
+_NOTHING_IN_FLIGHT = _MOST_GROUPS + 1
+_NEVER_WRITTEN = -2
+_ANYWHERE = 0  # the block that leads to every label, for branches whose target is not known
 
 
 # Workaround: triton all, triton-lang/triton #9433: a product with an operand in registers runs on
@@ -34,95 +48,239 @@ def drain_at_loops(ptx: str) -> str:
     """Returns PTX in which loops begin by waiting for products of registers that may still run.
 
     A loop gets a wait only if it writes data to registers, or multiplies from them, before a wait
-    of its own. Loads to shared memory and products of one iteration still overlap.
+    of its own. Loads to shared memory and products of one iteration still overlap. The time it
+    takes is linear in the number of statements.
     """
-    if _OF_REGISTERS.search(ptx) is None:
+    if "wgmma.mma_async" not in ptx:
         return ptx
-    code = _Code(ptx)
-    while to_drain := [head for head, younger in code.at_heads() if code.writes(head, younger)]:
-        code.drained.add(min(to_drain))
+    statements = list(_STATEMENT.finditer(_NOT_CODE.sub(_blank, ptx)))
+    if not any(map(_is_of_registers, statements)):
+        return ptx
+    code = _Code(statements)
     parts, at = [], 0
-    for head in sorted(code.drained):
-        end = code.events[head].end()
-        if (pragma := _PRAGMA.match(ptx, end)) is not None:
-            end = pragma.end()
-        parts += [ptx[at:end], "\n\twgmma.wait_group.sync.aligned 0;"]
+    for head, younger in sorted(_to_drain(code).items()):
+        end = code.blocks[head].at
+        commit = "\n\twgmma.commit_group.sync.aligned;" if younger < 0 else ""
+        parts += [ptx[at:end], commit, "\n\twgmma.wait_group.sync.aligned 0;"]
         at = end
     return "".join([*parts, ptx[at:]])
 
 
-class _Code:
-    """The statements of a kernel that matter to products in flight, and its control flow.
+def _blank(found: re.Match[str]) -> str:
+    return found[1] or re.sub(r"[^\n]", " ", found[0])
 
-    `heads` are the statements where loops begin. The heads in `drained` wait for all products.
+
+def _is_of_registers(statement: re.Match[str]) -> bool:
+    if not (statement["name"] or "").startswith("wgmma.mma_async"):
+        return False
+    return _OF_MEMORY.match(statement["operands"]) is None
+
+
+def _results(statement: re.Match[str]) -> list[str]:
+    """The registers for data that an instruction writes: its first operand, if that is any.
+
+    Addresses stand in brackets. Conditions have registers of their own, and tensor cores take care
+    of their results.
+    """
+    if _WRITES_NO_DATA.match(statement["name"]):
+        return []
+    first = _FIRST.match(statement["operands"])
+    return _NAME.findall(first[0]) if first else []
+
+
+def _registers_of_operands(statements: Iterable[re.Match[str]]) -> set[str]:
+    """Returns the products' operands in registers, and all that they are computed from.
+
+    Not beyond loads from memory: addresses are no data.
+    """
+    sources = collections.defaultdict[str, list[str]](list)
+    todo = list[str]()
+    for statement in statements:
+        name, operands = statement["name"] or "", statement["operands"] or ""
+        if _is_of_registers(statement):
+            left = _LEFT.match(operands)
+            todo += _NAME.findall(left[1] if left else operands)
+        elif name and "[" not in operands:
+            registers = _NAME.findall(operands)
+            for result in _results(statement):
+                sources[result] += registers
+    reached = set[str]()
+    while todo:
+        if (register := todo.pop()) not in reached:
+            reached.add(register)
+            todo += sources[register]
+    return reached
+
+
+@dataclasses.dataclass
+class _Block:
+    """Statements that run one after the other.
+
+    `at` is where a wait can be put before them. `steps` are those that matter: "product", of
+    registers; "write", of data to registers; "commit"; the number of a wait.
     """
 
-    def __init__(self, ptx: str):
-        self.events = [event for event in _EVENT.finditer(ptx) if event.lastgroup]
-        self._labels: dict[str, list[int]] = {}
-        for at, event in enumerate(self.events):
-            if event["label"]:
-                self._labels.setdefault(event["label"], []).append(at)
-        self._next = [list(self._ways_on(at)) for at in range(len(self.events))]
-        self.heads = self._find_heads()
-        self.drained: set[int] = set()
+    at: int = 0
+    steps: list[str | int] = dataclasses.field(default_factory=list)
+    next: list[int] = dataclasses.field(default_factory=list)
+    previous: list[int] = dataclasses.field(default_factory=list)
 
-    def _ways_on(self, at: int) -> Iterator[int]:
-        event = self.events[at]
-        if event["target"] in self._labels:  # the nearest: inline assembly has labels of its own
-            yield min(self._labels[event["target"]], key=lambda label: abs(label - at))
-        if event["condition"] or not (event["target"] or event["end"]):
-            yield from range(at + 1, min(at + 2, len(self.events)))
+    def in_flight(self, younger: int) -> int:
+        """The groups since the latest product after the block, from those before it."""
+        for step in self.steps:
+            if step == "product":
+                younger = -1
+            elif step == "commit":
+                younger += younger < _MOST_GROUPS
+            elif isinstance(step, int) and younger >= step:
+                younger = _NOTHING_IN_FLIGHT
+        return younger
+
+    def written(self, younger: int) -> int:
+        """The most groups since a product that runs until a write, from those after the block."""
+        for step in reversed(self.steps):
+            if step in ("product", "write"):
+                younger = _MOST_GROUPS
+            elif step == "commit":
+                younger -= _NEVER_WRITTEN < younger < _MOST_GROUPS
+            elif isinstance(step, int):
+                younger = min(younger, step - 1)
+        return younger
+
+
+class _Code:
+    """The basic blocks of a kernel, and the blocks where loops begin, its `heads`."""
+
+    def __init__(self, statements: list[re.Match[str]]):
+        self.blocks = [_Block(), _Block()]
+        self._scopes = [0]  # each one's parent: inline assembly may give its labels any names
+        self._labels: dict[tuple[int, str], int] = {}
+        self._tables: dict[int, list[str]] = {}  # of `brx.idx`, by the block with its label
+        self._branches: list[tuple[int, int, str, str]] = []
+        self._read(statements)
+        labelled = sorted(self._labels.values())
+        self.blocks[_ANYWHERE].next = labelled
+        for at, scope, kind, target in self._branches:
+            self.blocks[at].next += self._targets(scope, kind, target)
+        for at, block in enumerate(self.blocks):
+            for to in block.next:
+                self.blocks[to].previous.append(at)
+        self.heads = self._find_heads()
+        if self.blocks[_ANYWHERE].previous:
+            self.heads = {*self.heads, *labelled} - {_ANYWHERE}
+
+    def _read(self, statements: list[re.Match[str]]) -> None:
+        data, scope = _registers_of_operands(statements), 0
+        for statement in statements:
+            name = statement["name"] or ""
+            kind = name.partition(".")[0]
+            if statement["brace"] == "{":
+                self._scopes.append(scope)
+                scope = len(self._scopes) - 1
+            elif statement["brace"]:
+                scope = self._scopes[scope]
+            elif statement["label"]:
+                self._begin(statement.end(), falls_through=True)
+                pragma = _PRAGMA.match(statement.string, statement.end())
+                self.blocks[-1].at = (pragma or statement).end()
+                self._labels[scope, statement["label"]] = len(self.blocks) - 1
+            elif statement["targets"]:
+                names = _NAME.findall(statement["targets"])
+                self._tables[len(self.blocks) - 1] = names
+            elif kind in ("bra", "brx", "ret", "exit", "trap"):
+                if kind in ("bra", "brx"):
+                    target = statement["operands"].split(",")[-1].strip()
+                    self._branches.append((len(self.blocks) - 1, scope, kind, target))
+                self._begin(statement.end(), falls_through=bool(statement["guard"]))
+            elif name:
+                self.blocks[-1].steps += self._steps(statement, data)
+
+    def _begin(self, at: int, falls_through: bool) -> None:
+        if falls_through:
+            self.blocks[-1].next.append(len(self.blocks))
+        self.blocks.append(_Block(at))
+
+    def _steps(self, statement: re.Match[str], data: set[str]) -> Iterator[str | int]:
+        name = statement["name"]
+        if name.startswith("wgmma"):
+            if _is_of_registers(statement):
+                yield "product"
+            elif statement["guard"]:
+                return  # one that may not run ends no group and waits for none
+            elif name.startswith("wgmma.commit_group"):
+                yield "commit"
+            elif name.startswith("wgmma.wait_group") and statement["operands"].strip().isdecimal():
+                yield int(statement["operands"])
+        elif _MOVES_DATA.match(name) or not data.isdisjoint(_results(statement)):
+            yield "write"
+
+    def _targets(self, scope: int, kind: str, target: str) -> list[int]:
+        names = [target]
+        if kind == "brx":
+            names = self._tables.get(self._labelled(scope, target), [""])
+        return [self._labelled(scope, name) for name in names]
+
+    def _labelled(self, scope: int, name: str) -> int:
+        while scope and (scope, name) not in self._labels:
+            scope = self._scopes[scope]
+        return self._labels.get((scope, name), _ANYWHERE)
 
     def _find_heads(self) -> set[int]:
-        """Returns the statements that a depth-first search finds again on its current path."""
-        heads, seen = set(), set[int]()
-        for start in range(len(self.events)):
-            if start in seen:
-                continue
-            seen.add(start)
-            path, todo = {start}, [(start, iter(self._next[start]))]
+        """Returns the blocks that a depth-first search finds again on its current path."""
+        heads, seen, path = set(), set[int](), set[int]()
+        for start in range(1, len(self.blocks)):
+            todo = [(start, iter([start]))]
             while todo:
                 at, ways = todo[-1]
                 if (to := next(ways, None)) is None:
-                    path.remove(at)
+                    path.discard(at)
                     todo.pop()
                 elif to in path:
                     heads.add(to)
                 elif to not in seen:
                     seen.add(to)
                     path.add(to)
-                    todo.append((to, iter(self._next[to])))
+                    todo.append((to, iter(self.blocks[to].next)))
         return heads
 
-    def at_heads(self) -> set[_State]:
-        """Returns heads where a product of registers may still run, and the groups since it."""
-        products = [at for at, event in enumerate(self.events) if _is_of_registers(event)]
-        states = self._in_flight([(to, -1) for at in products for to in self._next[at]])
-        return {(at, younger) for at, younger in states if at in self.heads}
 
-    def writes(self, head: int, younger: int) -> bool:
-        """Whether data is written to registers, or multiplied from them, before a wait."""
-        states = self._in_flight([(head, younger)])
-        return any(self.events[at]["data"] or _is_of_registers(self.events[at]) for at, _ in states)
+def _to_drain(code: _Code) -> dict[int, int]:
+    """Returns heads whose waits leave no product running from before a loop to a write in it.
 
-    def _in_flight(self, todo: list[_State]) -> set[_State]:
-        """Returns the statements reached from `todo` before a wait for the product.
+    Each has the groups since the latest product that arrives there.
 
-        Each has the number of groups that began after the product's group; -1 within that group.
-        """
-        seen = set[_State]()
+    At first all heads wait. From the last to the first, so that outer loops rather keep their wait,
+    a head loses it if no product that arrives there lasts until a write. Losing waits only ever
+    lets products last longer, so each block is looked at again a few times in all.
+    """
+    drained = set(code.heads)
+    arrives = [_NOTHING_IN_FLIGHT] * len(code.blocks)  # at a block's begin, before its wait
+    written = [_NEVER_WRITTEN] * len(code.blocks)  # after a block's end
+
+    def go_on(todo: list[int]) -> None:
         while todo:
-            state = at, younger = todo.pop()
-            event = self.events[at]
-            waited = at in self.drained or (event["wait"] and younger >= int(event["wait"]))
-            if state in seen or waited:
-                continue
-            seen.add(state)
-            younger = min(younger + bool(event["commit"]), _MOST_GROUPS)
-            todo += [(to, younger) for to in self._next[at]]
-        return seen
+            at = todo.pop()
+            before = _NOTHING_IN_FLIGHT if at in drained else arrives[at]
+            after = code.blocks[at].in_flight(before)
+            for to in code.blocks[at].next:
+                if after < arrives[to]:
+                    arrives[to] = after
+                    todo.append(to)
 
+    def go_back(todo: list[int]) -> None:
+        while todo:
+            at = todo.pop()
+            before = code.blocks[at].written(written[at])
+            for to in code.blocks[at].previous if at not in drained else ():
+                if before > written[to]:
+                    written[to] = before
+                    todo.append(to)
 
-def _is_of_registers(event: re.Match[str]) -> bool:
-    return event["product"] is not None and _OF_REGISTERS.match(event["product"]) is not None
+    go_on(list(range(len(code.blocks))))
+    go_back(list(range(len(code.blocks))))
+    for head in sorted(code.heads, reverse=True):
+        if arrives[head] > code.blocks[head].written(written[head]):
+            drained.remove(head)
+            go_on([head])
+            go_back([head])
+    return {head: arrives[head] for head in drained}
