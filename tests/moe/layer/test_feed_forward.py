@@ -673,6 +673,44 @@ def test_what_is_wrong_is_named(changes, error, message):
         layer(**given)
 
 
+@pytest.mark.parametrize("name", ["w_gate_up", "w_down"])
+def test_scales_that_no_product_takes_are_those_of_the_named_weights(name):
+    given = dict(zip(["x", "logits", "w_gate_up", "w_down"], draw(), strict=True))
+    given[name] = moe.quantize(given[name], block=(1, 1, None))
+    with pytest.raises(of_value, match=rf"^Argument `experts\.{name}` must have scales of blocks"):
+        layer(**given)
+
+
+@pytest.mark.parametrize("name", ["w_gate_up", "w_down"])
+def test_tokens_that_do_not_go_with_the_named_weights(name):
+    x, w = jnp.ones((2, 64), "float16"), jnp.ones((4, 64, 64), "float16")
+    weights = {"w_gate_up": w, "w_down": w}
+    weights[name] = moe.quantize(w, "int8", block=(1, 32, 1), transposed=True).tile()
+    message = rf"^Argument `x` must .*16, .* in tiles; got .* Pass `experts\.{name}\.untile\(\)`"
+    with pytest.raises(of_type, match=message):
+        layer(x, jnp.ones((2, 4)), **weights, activation="relu2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"x": "x", "w_gate_up": "w_gate_up", "w_down": "w_down"}, "x"),
+        ({"b_gate_up": (E, 2 * W)}, "experts.b_gate_up"),
+        ({"b_down": (E, H)}, "experts.b_down"),
+    ],
+)
+def test_arrays_that_the_kernels_do_not_take(changes, name):
+    with jax.enable_x64(True):
+        given = dict(zip(["x", "logits", "w_gate_up", "w_down"], draw(), strict=True))
+        for of, shape in changes.items():
+            array = given[shape] if isinstance(shape, str) else ones(shape)
+            given[of] = array.astype("float64")
+        layer(**given, implementation="xla")
+        message = f"^Argument `{re.escape(name)}` must be a float of at most 32 bits"
+        with pytest.raises(of_type, match=message):
+            layer(**given, implementation="interpret")
+
+
 @pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("weights_on", ["output", "input"])
 def test_the_activation_with_the_first_product_changes_no_bit(weights_on):

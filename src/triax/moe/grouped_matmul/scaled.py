@@ -129,8 +129,11 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
     return jax.tree.map(jnp.asarray, value)
 
 
-def check_rows(rows: Any, weights: ScaledArray) -> None:
-    """Raises unless `rows` can be multiplied by scaled `weights`."""
+def check_rows(
+    rows: Any, weights: ScaledArray, names: tuple[str, str] = ("rows", "weights")
+) -> None:
+    """Raises unless `rows` can be multiplied by scaled `weights`; `names` are the arguments'."""
+    of_rows, of_weights = names
     scaled = isinstance(rows, ScaledArray)
     is_float = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize > 1
     in_tiles = weights.tiled and weights.dtype not in PACKED
@@ -139,10 +142,10 @@ def check_rows(rows: Any, weights: ScaledArray) -> None:
     if is_narrow or (weights.packed if scaled else not is_float):
         others = ", other than float16," if is_narrow else ""
         others = others if weights.packed else ", or a ScaledArray,"
-        remedy = " Pass `rows.dequantize(jnp.bfloat16)`." if scaled else ""
-        remedy = " Pass `weights.untile()`, or cast `rows`." if in_tiles else remedy
+        remedy = f" Pass `{of_rows}.dequantize(jnp.bfloat16)`." if scaled else ""
+        remedy = f" Pass `{of_weights}.untile()`, or cast `{of_rows}`." if in_tiles else remedy
         raise ArgumentTypeError(
-            f"Argument `rows` must be floats of 16 bits or more{others} to go with a ScaledArray "
-            f"of {weights.dtype} weights{' in tiles' * in_tiles}; got {messages.shown(rows)}."
+            f"Argument `{of_rows}` must be floats of 16 bits or more{others} to go with a "
+            f"ScaledArray of {weights.dtype} weights{' in tiles' * in_tiles}; got {messages.shown(rows)}."
             f"{remedy}"
         )

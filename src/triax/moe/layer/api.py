@@ -21,6 +21,7 @@ from triax.moe.router.api import route
 from triax.moe.router.reference import Routing
 from triax.moe.router.router import Router
 from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
 from triax.sharding import explicit
@@ -132,6 +133,11 @@ def feed_forward(
         arguments.check_shape("logits", choice.shape, (num_tokens, of_all), beside)
     check_sizes(experts, num_experts, hidden, "`x`" if router is None else "`x` and the logits")
     arguments.check_choice("weights_on", weights_on, ("output", "input"))
+    floats = {"x": x}
+    for name in ("b_gate_up", "b_down"):
+        for path, array in jax.tree_util.tree_leaves_with_path(getattr(experts, name)):
+            floats[f"experts.{name}{jax.tree_util.keystr(path)}"] = array
+    implementations.resolve_for_floats(implementation, **floats)
     products = Products(recipe, experts.transposed, implementation)
     kept = _check_keep(keep)
     if router is not None:

@@ -17,6 +17,7 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import checkpoint
 from triax.moe.activations import api as activations
 from triax.moe.activations.reference import Activation, GluSpec
+from triax.moe.grouped_matmul import scaled as operands
 from triax.moe.layer.recipes import BLOCK, Recipe, Scaling, resolve
 from triax.moe.quantization import scaled
 from triax.moe.quantization.api import quantize
@@ -285,7 +286,7 @@ def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
             "Argument `experts` must be moe.Experts, the weights and their layout; got "
             f"{messages.shown(experts)}. Make one: `moe.Experts(w_gate_up, w_down)`."
         )
-    _check(experts, "experts.", quantizes=recipe is not None, dtype=x.dtype)
+    _check(experts, "experts.", quantizes=recipe is not None, x=x)
     if experts.recipe not in (None, recipe):
         raise ArgumentValueError(
             f"Argument `experts` is quantized for {experts.recipe}, and `recipe` is {recipe}. "
@@ -316,11 +317,12 @@ def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
     return array
 
 
-def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any = None) -> None:
+def _check(experts: Experts, of: str = "", quantizes: bool = False, x: Any = None) -> None:
     """Raises unless layout and shapes match.
 
     `of` is a prefix of argument names. With it, all leaves must be arrays of one layer, and weights
-    of `dtype`. Without it, layers may be stacked, and leaves may be anything, such as specs.
+    go with the tokens `x`. Without it, layers may be stacked, and leaves may be anything, such as
+    specs.
     """
     spec, _ = activations.resolve(experts.activation, experts.interleaved)
     messages.check_bool(transposed=experts.transposed)
@@ -346,7 +348,7 @@ def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any =
         )
     found = matrices(experts)
     for name, matrix in zip(names, found, strict=True):
-        _check_matrix(f"{of}{name}", matrix, experts.transposed, bool(of), quantizes, dtype)
+        _check_matrix(f"{of}{name}", matrix, experts.transposed, bool(of), quantizes, x)
     halves = 2 if spec.gated and len(found) == 2 else 1
     down = _shape(experts.w_down)
     wanted = down and _first_shape(down, experts.transposed, halves)
@@ -362,7 +364,7 @@ def _check(experts: Experts, of: str = "", quantizes: bool = False, dtype: Any =
 
 
 def _check_matrix(
-    name: str, matrix: Matrix, transposed: bool, strict: bool, quantizes: bool, dtype: Any
+    name: str, matrix: Matrix, transposed: bool, strict: bool, quantizes: bool, x: Any
 ) -> None:
     weights, bias, _ = matrix
     scaled.check_no_bytes(name, weights, range(6))
@@ -382,17 +384,18 @@ def _check_matrix(
     if bias is not None:
         check_floats(of_bias, bias, ("experts", "columns"))
     if isinstance(weights, ScaledArray):
-        scaled.check(name, weights)
         if quantizes:
             raise ArgumentTypeError(
                 f"Argument `{name}` is a ScaledArray, and `recipe` is given, which quantizes the "
                 "weights itself. Dequantize the weights, or leave `recipe` out."
             )
-    elif (found := check_floats(name, weights, axes).dtype) != (dtype or found):
+        multiplied = operands.operand(name, weights, axes, swap=transposed)
+        operands.check_rows(x, multiplied, ("x", name))
+    elif (found := check_floats(name, weights, axes).dtype) != (found if x is None else x.dtype):
         before = " before `quantized`" if matrix.in_8_bits is not None else ""
         raise ArgumentTypeError(
-            f"Argument `{name}` must have the dtype of `x`, {dtype}; got {found}. Cast it{before}, "
-            "`jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its gradient keeps its "
+            f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {found}. Cast "
+            f"it{before}, `jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its gradient keeps its "
             "own dtype; or cast `x`, but float32 makes the matmuls many times slower."
         )
     for product, copy in (matrix.in_8_bits or {}).items():
