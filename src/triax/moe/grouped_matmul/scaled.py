@@ -146,6 +146,6 @@ def check_rows(
         remedy = f" Pass `{of_weights}.untile()`, or cast `{of_rows}`." if in_tiles else remedy
         raise ArgumentTypeError(
             f"Argument `{of_rows}` must be floats of 16 bits or more{others} to go with a "
-            f"ScaledArray of {weights.dtype} weights{' in tiles' * in_tiles}; got {messages.shown(rows)}."
-            f"{remedy}"
+            f"ScaledArray of {weights.dtype} weights{' in tiles' * in_tiles}; got "
+            f"{messages.shown(rows)}.{remedy}"
         )

@@ -395,8 +395,8 @@ def _check_matrix(
         before = " before `quantized`" if matrix.in_8_bits is not None else ""
         raise ArgumentTypeError(
             f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {found}. Cast "
-            f"it{before}, `jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its gradient keeps its "
-            "own dtype; or cast `x`, but float32 makes the matmuls many times slower."
+            f"it{before}, `jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its gradient "
+            "keeps its own dtype; or cast `x`, but float32 makes the matmuls many times slower."
         )
     for product, copy in (matrix.in_8_bits or {}).items():
         if copy is not None:
