@@ -21,16 +21,40 @@ from triax import moe
 
 MODELS = {  # the folder under `transformers/models`, the model's class and its config's
     "Mixtral": "mixtral MixtralModel MixtralConfig",
+    "Qwen2-MoE": "qwen2_moe Qwen2MoeModel Qwen2MoeConfig",
     "Qwen3-MoE": "qwen3_moe Qwen3MoeModel Qwen3MoeConfig",
     "Qwen3-Next": "qwen3_next Qwen3NextModel Qwen3NextConfig",
+    "Qwen3-VL-MoE": "qwen3_vl_moe Qwen3VLMoeTextModel Qwen3VLMoeTextConfig",
+    "Qwen3.5-MoE": "qwen3_5_moe Qwen3_5MoeTextModel Qwen3_5MoeTextConfig",
+    "OLMoE": "olmoe OlmoeModel OlmoeConfig",
+    "PhiMoE": "phimoe PhimoeModel PhimoeConfig",
+    "DeepSeek-V2": "deepseek_v2 DeepseekV2Model DeepseekV2Config",
     "DeepSeek-V3": "deepseek_v3 DeepseekV3Model DeepseekV3Config",
+    "DeepSeek-V4": "deepseek_v4 DeepseekV4Model DeepseekV4Config",
     "GLM-4.5": "glm4_moe Glm4MoeModel Glm4MoeConfig",
+    "GLM-4.7-Flash": "glm4_moe_lite Glm4MoeLiteModel Glm4MoeLiteConfig",
+    "GLM-5": "glm_moe_dsa GlmMoeDsaModel GlmMoeDsaConfig",
+    "MiniMax-Text-01": "minimax MiniMaxModel MiniMaxConfig",
     "MiniMax-M2": "minimax_m2 MiniMaxM2Model MiniMaxM2Config",
+    "MiniMax-M3": "minimax_m3_vl MiniMaxM3VLTextModel MiniMaxM3VLTextConfig",
+    "Gemma 4": "gemma4 Gemma4TextModel Gemma4TextConfig",
     "gpt-oss": "gpt_oss GptOssModel GptOssConfig",
+}
+# What else their configurations must have for a layer of experts.
+ALSO = {
+    "Gemma 4": {
+        "enable_moe_block": True,
+        "top_k_experts": TOP_K,
+        "layer_types": ["full_attention"],
+    },
+    "DeepSeek-V4": {"swiglu_limit": 0.7},
+    "GLM-4.7-Flash": {"mlp_layer_types": ["sparse"]},
+    "MiniMax-M3": {"swiglu_limit": 0.7, "swiglu_alpha": 1.2},
+    "gpt-oss": {"swiglu_limit": 0.7, "swiglu_alpha": 1.2},
 }
 
 
-def saved(names: str) -> float:
+def saved(names: str, also: dict) -> float:
     """The error of the experts of a model that transformers saves."""
     import torch
 
@@ -41,7 +65,7 @@ def saved(names: str) -> float:
     sizes |= {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K, "num_hidden_layers": 1}
     sizes |= {"vocab_size": 50, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     sizes |= {"first_k_dense_replace": 0, "bos_token_id": 0, "eos_token_id": 0}
-    made = getattr(module, model)(getattr(module, config)(**sizes)).eval()
+    made = getattr(module, model)(getattr(module, config)(**sizes, **also)).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.3)
@@ -95,7 +119,7 @@ def pack_quantized(symmetric: bool, group: int | None) -> float:
 
 
 def main():
-    errors = {name: saved(names) for name, names in MODELS.items()}
+    errors = {name: saved(names, ALSO.get(name, {})) for name, names in MODELS.items()}
     errors["MXFP4"] = mxfp4()
     for symmetric in (True, False):
         for group in (32, None):

@@ -103,7 +103,8 @@ TYPES = {
     "minimax_m3_vl_text": ModelType(
         "intermediate_size",
         clipped=_GPT_OSS,
-        others="dense_intermediate_size shared_intermediate_size use_routing_bias",
+        others="dense_intermediate_size shared_intermediate_size merged_hidden_size "
+        "use_routing_bias",
     ),
     "mixtral": ModelType("intermediate_size"),
     "olmoe": ModelType("intermediate_size", others="clip_qkv"),

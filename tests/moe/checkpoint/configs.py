@@ -174,7 +174,7 @@ PUBLISHED = {
         swiglu_limit
         """,
         """
-        image_token_index projector_hidden_size video_token_index vision_config
+        image_token_index merged_hidden_size projector_hidden_size video_token_index vision_config
         """,
     ),
     "mixtral": (

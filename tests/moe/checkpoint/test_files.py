@@ -219,6 +219,7 @@ ENTRY = {"dtype": "I32", "shape": [6], "data_offsets": [0, 24]}
         ENTRY | {"data_offsets": [0]},
         ENTRY | {"data_offsets": [-24, -1], "dtype": "U8", "shape": [23]},
         ENTRY | {"data_offsets": [24, 0]},
+        ENTRY | {"data_offsets": [25, 25], "shape": [0]},
         ENTRY | {"data_offsets": [0.0, 24.0]},
         ENTRY | {"data_offsets": [False, 24]},
         ENTRY | {"data_offsets": [0, 2**70]},
