@@ -51,6 +51,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
     The folder has `model.safetensors.index.json` and the files that it names, or one
     `model.safetensors`. A file is opened for the first of its tensors, which are read-only maps:
     bytes are read when used. Dtypes include bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu.
+    It can be pickled, and equals another of the same folder, files and configuration.
 
     Attributes:
       folder, files: its path, and that of each tensor's file by the tensor's name.
@@ -64,9 +65,12 @@ class Checkpoint(Mapping[str, np.ndarray]):
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder, self._opened = Path(folder).expanduser(), functools.cache(_opened)
         config, index, file = (self.folder / of for of in ("config.json", _INDEX, _FILE))
-        self.config = _parsed(config, _bytes(config)) if config.exists() else {}
-        if index.exists():
-            names = _parsed(index, _bytes(index), "weight_map")
+        with _reading(config):
+            self.config = _parsed(config, config.read_bytes()) if config.exists() else {}
+        with _reading(index):
+            text = index.read_bytes() if index.exists() else None
+        if text is not None:
+            names = _parsed(index, text, "weight_map")
         else:
             names = dict.fromkeys(self._opened(file)[1], _FILE)
         self.files = {name: self.folder / str(of) for name, of in names.items()}
@@ -117,19 +121,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
 def _opened(path: Path) -> tuple[np.ndarray, dict[str, Any]]:
     """Returns the bytes of a file's tensors, and its header."""
-    if not path.exists():
-        others = sorted(other.name for other in path.parent.glob("*.safetensors"))
-        there = f" This one has {messages.short(others)}." * bool(others)
-        if not path.parent.is_dir():
-            there = f" There is no folder {path.parent.absolute()}: download it first."
-        raise CheckpointError(
-            f"{path} is missing. A checkpoint is a folder with {_INDEX} and the files that it "
-            f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns." + there
-        )
-    try:
+    with _reading(path):
+        if not path.exists():
+            raise _missing(path)
         data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = _parsed(path, data[8:start].tobytes() if start <= len(data) else b"")
     header.pop("__metadata__", None)
@@ -154,11 +149,23 @@ def _place(entry: Any) -> tuple[int, int]:
     return start, end
 
 
-def _bytes(path: Path) -> bytes:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return path.read_bytes()
+        yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _missing(path: Path) -> CheckpointError:
+    others = sorted(other.name for other in path.parent.glob("*.safetensors"))
+    there = f" This one has {messages.short(others)}." * bool(others)
+    if not path.parent.is_dir():
+        there = f" There is no folder {path.parent.absolute()}: download it first."
+    return CheckpointError(
+        f"{path} is missing. A checkpoint is a folder with {_INDEX} and the files that it "
+        f"names, or with {_FILE}, such as huggingface_hub.snapshot_download returns." + there
+    )
 
 
 def _parsed(path: Path, text: bytes, key: str = "") -> dict[str, Any]:

@@ -111,6 +111,8 @@ def damaged(folder, what):
         case "an entry that is a folder":
             (folder / "part").mkdir()
             (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": "part"}}))
+        case "an entry that is too long":
+            (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": "x" * 5000}}))
         case "an entry that is a number" | "an entry that is null" | "an entry without a name":
             entry = {"number": 7, "null": None, "name": ""}[what.rpartition(" ")[2]]
             (folder / INDEX).write_text(json.dumps({"weight_map": {"a.b": entry}}))
@@ -146,10 +148,11 @@ def damaged(folder, what):
         ("no map", INDEX, f"{BROKEN} 'weight_map'"),
         ("map", "gone.safetensors", "is missing. A checkpoint is a folder with"),
         ("outside", INDEX, r"names .*\.\./other.safetensors, which is not in the folder"),
-        ("a config that is a folder", "config.json", r"cannot be read: \[Errno"),
-        ("an index that is a folder", INDEX, r"cannot be read: \[Errno"),
-        ("a file that is a folder", FILE, r"cannot be read: \[Errno"),
-        ("an entry that is a folder", "part", r"cannot be read: \[Errno"),
+        ("a config that is a folder", "config.json", "cannot be read: "),
+        ("an index that is a folder", INDEX, "cannot be read: "),
+        ("a file that is a folder", FILE, "cannot be read: "),
+        ("an entry that is a folder", "part", "cannot be read: "),
+        ("an entry that is too long", "x" * 5000, "cannot be read: "),
         ("an entry that is a number", INDEX, r"names .*/7, which is not in the folder, for `a.b`"),
         ("an entry that is null", INDEX, r"names .*/None, which is not in the folder, for `a.b`"),
         ("an entry without a name", INDEX, r"names .*/model, which is not in the folder, for `a"),
@@ -178,6 +181,7 @@ def test_folders_that_have_no_checkpoint(tmp_path, monkeypatch):
     repository = message("openai/gpt-oss-20b")
     assert repository.startswith(f"openai/gpt-oss-20b/{FILE} {rule}")
     assert repository.endswith("/openai/gpt-oss-20b: download it first.")
+    assert message("x" * 5000).startswith(f"{'x' * 5000}/config.json cannot be read: ")
     file = tmp_path / "model-00001-of-00002.safetensors"
     write_file(file, {})
     assert message(file).startswith(f"{file}/{FILE} {rule}")
