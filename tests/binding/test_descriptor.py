@@ -7,6 +7,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import triton
 import triton.language as tl
@@ -69,6 +70,26 @@ def test_what_is_refused(changes, error, match):
     TensorDescriptor(**fields)
     with pytest.raises(error, match=match):
         TensorDescriptor(**fields | changes)
+
+
+@triton.jit
+def copy_kernel(desc, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(out_ptr + at, desc.load([0, 0]))
+
+
+@pytest.mark.parametrize("runs", ["interpret", "cuda"])
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+def test_rows_that_jax_makes_shorter(dtype, runs):
+    """Without 64-bit types rows of 48 bytes have only 24."""
+    described = TensorDescriptor.from_array(np.zeros((8, 6), dtype), (8, 4))
+    narrow = dtype.replace("64", "32")
+    options = {"out_type": jax.ShapeDtypeStruct((8, 4), narrow), "grid": 1, "ROWS": 8, "COLUMNS": 4}
+    options["implementation"] = "interpret" if runs == "interpret" else None
+    call = lambda: triax.triton_call(described, kernel=copy_kernel, **options)
+    message = rf"`strides` .* multiples of 16 bytes .* got \(6, 1\) of {narrow} \(4 bytes\)"
+    with pytest.raises(ArgumentValueError, match=message):
+        cuda_call(call) if runs == "cuda" else call()
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.6.0"])

@@ -17,7 +17,7 @@ import numpy as np
 
 from triax import messages
 from triax.binding import candidates, dtypes, grid, stand_in, usage
-from triax.binding.descriptor import TensorDescriptor
+from triax.binding.descriptor import TensorDescriptor, check_strides
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
     Alias,
@@ -208,7 +208,10 @@ class Flattened:
                 f"Argument `{name}` of kernel {self.kernel!r} is the descriptor of an output (its "
                 "base is a jax.ShapeDtypeStruct) in a tuple. Pass it as a parameter of its own."
             )
-        return self.describe(Operand(self._add_array(name, value.base)), value)
+        operand = Operand(self._add_array(name, value.base))
+        # Again: without 64-bit types JAX has made the array's elements, and so its rows, shorter.
+        check_strides(value.strides, self.types[operand.index].dtype)
+        return self.describe(operand, value)
 
     def describe(self, buffer: Operand | Result, value: TensorDescriptor) -> Descriptor:
         """Returns the descriptor of a buffer."""

@@ -36,6 +36,16 @@ def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def check_strides(strides: tuple[int, ...], dtype: Any) -> None:
+    """Raises `ArgumentValueError` unless TMA can address an array of `dtype` by its strides."""
+    if strides[-1] != 1 or any(stride * dtype.itemsize % 16 for stride in strides[:-1]):
+        raise ArgumentValueError(
+            "Argument `strides` of TensorDescriptor must end in 1 and be multiples of 16 bytes "
+            f"before that; got {strides} of {dtype} ({dtype.itemsize} bytes). Pad the rows of the "
+            "array."
+        )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TensorDescriptor:
@@ -129,13 +139,7 @@ class TensorDescriptor:
             )
         if not hasattr(self.base, "dtype"):  # JAX rebuilds pytrees with placeholders
             return
-        itemsize = self.base.dtype.itemsize
-        if self.strides[-1] != 1 or any(s * itemsize % 16 for s in self.strides[:-1]):
-            raise ArgumentValueError(
-                "Argument `strides` of TensorDescriptor must end in 1 and be multiples of 16 bytes "
-                f"before that; got {self.strides} of {self.base.dtype} ({itemsize} bytes). Pad the "
-                "rows of the array."
-            )
+        check_strides(self.strides, self.base.dtype)
         if self.round_f32_to_tf32 and self.base.dtype.name != "float32":
             raise ArgumentTypeError(
                 f"Argument `round_f32_to_tf32` of TensorDescriptor needs a float32 array; got "
