@@ -4,6 +4,7 @@ import json
 
 import pytest
 import triton
+import triton.language as tl
 from packaging.version import Version
 
 from tests.interrupts import run_program
@@ -23,6 +24,72 @@ def launch_of(block, kernel=kernels.copy_kernel):
     outputs = [((300,), np.float32)]
     return make_launch(kernel, arguments, outputs, grid=(10, 1, 1), BLOCK=block)
 """
+
+INTERRUPTED = (
+    LAUNCHES
+    + """
+launch, _ = launch_of(64)
+lock, left = compiler._cache_lock, 0
+
+class Interrupts:
+    \"\"\"A lock; a signal comes right after one of the times that it is given back.\"\"\"
+
+    def __enter__(self):
+        lock.acquire()
+
+    def __exit__(self, *error):
+        global left
+        lock.release()
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+compiler._cache_lock = Interrupts()
+for left in range(1, 10):
+    compiler.clear_cache()
+    which = left
+    try:
+        compiler.compile_in_turn(launch, 90)
+    except KeyboardInterrupt:
+        print("interrupted", which)
+        compiler.compile_in_turn(launch, 90)
+    else:
+        break
+"""
+)
+
+
+def test_an_interrupt_leaves_no_kernel_that_others_wait_for_for_ever(tmp_path):
+    """In the program's own thread, which compiles if no other can be started."""
+    done = run_program(INTERRUPTED, timeout=60, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("interrupted 1\n")
+
+
+FAILING = (
+    LAUNCHES
+    + """
+from tests.compiling.test_threads import failing_kernel
+
+launch, _ = launch_of(64, failing_kernel)
+before = compiler.compile_count()
+for result in [*compiler.compile_all([launch] * 8, 90), *compiler.compile_all([launch], 90)]:
+    print("not a multiple of 7" in repr(result))
+print(compiler.compile_count() - before)
+"""
+)
+
+
+@triton.jit
+def failing_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK % 7 == 0, "not a multiple of 7")
+
+
+def test_a_kernel_that_does_not_compile_fails_each_time(tmp_path):
+    """For those that wait while another thread compiles it, too, and for those that come later."""
+    done = run_program(FAILING, timeout=60, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.stdout == "True\n" * 9 + "9\n", done.stderr
+
 
 STUCK = (
     LAUNCHES

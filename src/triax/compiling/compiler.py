@@ -28,10 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class _Specialization:
-    """One specialisation in this process: `kernel` is set once `done`, unless compiling failed."""
+    """One specialisation in this process: `kernel` is None until it has been compiled.
+
+    A thread holds `compiling` while it compiles. A lock is given back whatever interrupts the
+    thread, so none waits for ever; the next to hold it compiles if there is no kernel.
+    """
 
     function: Any  # kept alive, so that its id, which is in the key, is not reused
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    compiling: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     kernel: CompiledKernel | None = None
 
 
@@ -40,7 +44,7 @@ _launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated 
 _MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
 _compilations = 0
-# A forked child has none of the threads that were compiling, so their entries would never be done.
+# A forked child has none of the threads that were compiling, so their locks would stay held.
 os.register_at_fork(
     before=_cache_lock.acquire, after_in_parent=_cache_lock.release, after_in_child=_cache.clear
 )
@@ -141,35 +145,22 @@ def _compile(
         repr(sorted(specialization.attributes.items())),
         tuple((name, Static(value)) for name, value in sorted(options.items())),
     )
-    while True:
-        with _cache_lock:
-            found = _cache.get(key)
-            is_mine = found is None
-            if found is None:
-                found = _cache[key] = _Specialization(function)
+    with _cache_lock:
+        found = _cache.setdefault(key, _Specialization(function))
+    with found.compiling:
+        if found.kernel is None:
+            with _cache_lock:
                 _compilations += 1
-        if is_mine:
-            try:
-                disk_cache.prepare()
-                compiled = triton_private.compile_specialization(
-                    function, backend, specialization, options, code, on_miss
-                )
-                compiled_kernel.check_fits(compiled, compute_capability)
-                found.kernel = compiled_kernel.finish(
-                    launch, compute_capability, specialization, compiled
-                )
-            except BaseException:
-                with _cache_lock:
-                    if _cache.get(key) is found:
-                        del _cache[key]
-                raise
-            finally:
-                found.done.set()
+            disk_cache.prepare()
+            compiled = triton_private.compile_specialization(
+                function, backend, specialization, options, code, on_miss
+            )
+            compiled_kernel.check_fits(compiled, compute_capability)
+            found.kernel = compiled_kernel.finish(
+                launch, compute_capability, specialization, compiled
+            )
             name, config = launch.kernel.name, launch.candidate.config
             logger.debug("compiled %s [%s] as %s", name, config, found.kernel.name)
-        found.done.wait()
-        if found.kernel is None:
-            continue  # the other thread failed: compile here, to raise the same error
         if machine_code and found.kernel.cubin is None:
             cubin = triton_private.assemble(backend, found.kernel.ptx, options)
             found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
