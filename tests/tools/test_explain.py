@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import triax
 from tests import kernels
+from tests.interrupts import run_program
 from triax.tools.explain import Explanations
 from triax.tuning.store import Timing
 
@@ -97,3 +98,27 @@ def test_calls_that_xla_cuts_are_not_listed(monkeypatch, axis_type):
     else:
         with pytest.warns(UserWarning, match="1 functions are cut .* not listed"):
             assert triax.explain(cut, x) == []
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from triax import cli
+sys.exit(cli.main(["explain", sys.argv[1]]))
+"""
+PROGRAM = """
+import jax.numpy as jnp
+from triax import moe
+
+def glu():
+    return moe.glu(jnp.ones((4, 8)))
+"""
+
+
+def test_without_triton_it_says_what_to_install(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = run_program(WITHOUT_TRITON, f"{program}:glu")
+    assert done.returncode == 1, done.stderr
+    assert "needs `triton`, which is not installed. On Linux, `pip install" in done.stderr
+    assert "nothing to explain" not in done.stdout

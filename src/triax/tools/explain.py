@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from triax import messages
+from triax.compat import triton_private
 from triax.emitting import reading
 from triax.tuning import policy
 from triax.tuning.store import Timing
@@ -101,6 +102,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
       devices, when it compiles the program, are not among them: a warning says how many there are.
 
     Raises:
+      MissingDependencyError: Triton is not installed, and so there are no calls.
       TriaxError: the function cannot be lowered.
     """
     messages.check_callable("function", function)
@@ -116,7 +118,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
             UserWarning,
             stacklevel=2,
         )
-    return Explanations(map(_explanation, reading.triton_calls(lowered)))
+    found = Explanations(map(_explanation, reading.triton_calls(lowered)))
+    if not found:
+        triton_private.triton()  # without it `triax.moe` has no Triton calls, as on other platforms
+    return found
 
 
 def _explanation(call: reading.TritonCall) -> Explanation:
