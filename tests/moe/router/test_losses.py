@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tests.moe.router import oracle
 from triax import moe
@@ -93,10 +95,53 @@ def test_losses_of_tiny_scores_and_of_padding(score):
         assert not gradient[2].any()
 
 
+@pytest.mark.parametrize("lead", [(5, 10), (2, 5, 5)])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "none"])
+def test_leading_dimensions_are_of_tokens_too(lead, score):
+    """As `feed_forward` takes them, with a loss that is a scalar all the same."""
+    logits, counts = np.abs(draw()), np.arange(EXPERTS)
+    counts[3] = 0
+
+    def both(logits):
+        balance = moe.load_balancing_loss(logits, counts, score=score)
+        return jnp.stack([balance, moe.router_z_loss(logits)])
+
+    expected, pull = jax.vjp(both, logits)
+    losses, pull_batched = jax.vjp(jax.jit(both), logits.reshape(*lead, EXPERTS))
+    assert losses.shape == (2,)
+    assert_close(losses, expected, terms=TOKENS)
+    seed = np.float32([1, 2])
+    assert_close(pull_batched(seed)[0].reshape(logits.shape), pull(seed)[0], terms=4)
+
+
+def test_the_losses_of_a_layer_of_sequences():
+    rng = np.random.default_rng(1)
+    x, logits = rng.standard_normal((4, 6, 8)), rng.standard_normal((4, 6, EXPERTS))
+    weights = rng.standard_normal((EXPERTS, 8, 8)).astype(np.float32)
+    experts = moe.Experts(weights, weights, activation="relu2")
+    x, logits = x.astype(np.float32), logits.astype(np.float32)
+    out = moe.feed_forward(x, logits, experts, moe.Router(TOP_K))
+    flat = logits.reshape(24, EXPERTS)
+    balance = [moe.load_balancing_loss(of, out.group_counts) for of in (logits, flat)]
+    assert_close(*balance, terms=24)
+    assert_close(*map(moe.router_z_loss, (logits, flat)), terms=24)
+
+
+@pytest.mark.parametrize("cut", [P("a", "b"), P(None, "a", "b"), P(("a", "b"))])
+def test_sequences_that_are_cut_over_explicit_axes(cut):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    logits, counts = draw()[:48].reshape(4, 12, EXPERTS), np.arange(EXPERTS)
+    both = lambda of: jnp.stack([moe.load_balancing_loss(of, counts), moe.router_z_loss(of)])
+    with jax.set_mesh(mesh):
+        found = jax.jit(both)(jax.device_put(logits, NamedSharding(mesh, cut)))
+    assert_close(found, both(logits), terms=48)
+
+
 def test_without_tokens_there_is_no_loss():
-    logits = np.zeros((0, EXPERTS), np.float32)
-    assert jax.jit(moe.router_z_loss)(logits) == 0
-    assert jax.jit(moe.load_balancing_loss)(logits, np.zeros(EXPERTS, np.int32)) == 0
+    for lead in ((0,), (3, 0)):
+        logits = np.zeros((*lead, EXPERTS), np.float32)
+        assert jax.jit(moe.router_z_loss)(logits) == 0
+        assert jax.jit(moe.load_balancing_loss)(logits, np.zeros(EXPERTS, np.int32)) == 0
 
 
 def test_losses_of_one_token():

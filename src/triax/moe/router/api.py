@@ -134,10 +134,14 @@ def route_by_spec(
     return Routing(*(checkpoint_name(array, "triax_routing") for array in routed))
 
 
-def check_logits(logits: Any) -> jax.Array:
-    """Returns float logits [tokens, experts] with at least one expert."""
-    logits = arguments.array("logits", logits, ("tokens", "experts"), jnp.floating)
-    if logits.shape[1] == 0:
+def check_logits(logits: Any, batched: bool = False) -> jax.Array:
+    """Returns float logits [tokens, experts] with at least one expert.
+
+    If `batched` they may have more leading dimensions.
+    """
+    axes = *["batch"] * (batched * (getattr(logits, "ndim", 0) - 2)), "tokens", "experts"
+    logits = arguments.array("logits", logits, axes, jnp.floating)
+    if logits.shape[-1] == 0:
         raise ArgumentValueError(
             f"Argument `logits` must have at least one expert; got shape {logits.shape}."
         )

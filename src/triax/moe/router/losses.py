@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -37,7 +39,7 @@ def load_balancing_loss(
     The z-loss is `router_z_loss`.
 
     Args:
-      logits: float [tokens, experts].
+      logits: float [..., tokens, experts]; leading dimensions are of tokens, too.
       group_counts: integer [experts], the pairs routed to each expert: `Plan.group_counts`.
       score: as in `route`: "softmax", "sigmoid", "sqrtsoftplus", or "none" for scores that were
         computed before. All but the softmax are divided by a token's sum.
@@ -49,18 +51,18 @@ def load_balancing_loss(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype.
       ArgumentValueError: an argument has the wrong shape, or `score` is unknown.
     """
-    logits = check_logits(logits)
-    num_tokens, num_experts = logits.shape
+    logits = check_logits(logits, batched=True)
+    *tokens, num_experts = logits.shape
     axes, sizes = ("experts",), {"experts": num_experts}
     counts = arguments.array(
         "group_counts", group_counts, axes, jnp.integer, sizes=sizes, of="`logits`"
     )
     arguments.check_choice("score", score, SCORES)
-    logits, counts = explicit.gathered(logits, 0), explicit.gathered(counts)
-    scores = normalized_scores(_wider(logits), score)
-    counts = counts.astype(scores.dtype)
+    scores = normalized_scores(_whole_tokens(logits), score)
+    counts = explicit.gathered(counts).astype(scores.dtype)
     share = counts / jnp.maximum(jnp.sum(counts), 1)
-    return num_experts * jnp.sum(share * jnp.sum(scores, axis=0)) / max(num_tokens, 1)
+    total = jnp.sum(scores, axis=tuple(range(len(tokens))))
+    return num_experts * jnp.sum(share * total) / max(math.prod(tokens), 1)
 
 
 def router_z_loss(logits: Array) -> jax.Array:
@@ -72,7 +74,7 @@ def router_z_loss(logits: Array) -> jax.Array:
     are all -inf counts as a token with a logsumexp of zero.
 
     Args:
-      logits: float [tokens, experts].
+      logits: float [..., tokens, experts]; leading dimensions are of tokens, too.
 
     Returns:
       float32 [], or float64 for float64 logits; 0 without tokens.
@@ -81,13 +83,15 @@ def router_z_loss(logits: Array) -> jax.Array:
       ArgumentTypeError: `logits` is not an array, or of the wrong dtype.
       ArgumentValueError: `logits` has the wrong shape.
     """
-    logits = _wider(explicit.gathered(check_logits(logits), 0))
+    logits = _whole_tokens(check_logits(logits, batched=True))
     # A row of -inf would give an infinite loss with a gradient of NaN.
-    padding = jnp.all(logits == -jnp.inf, axis=1, keepdims=True)
-    size = jax.scipy.special.logsumexp(jnp.where(padding, 0, logits), axis=1)
-    size = jnp.where(padding[:, 0], 0, size)
-    return jnp.sum(size * size) / max(logits.shape[0], 1)
+    padding = jnp.all(logits == -jnp.inf, axis=-1, keepdims=True)
+    size = jax.scipy.special.logsumexp(jnp.where(padding, 0, logits), axis=-1)
+    size = jnp.where(padding[..., 0], 0, size)
+    return jnp.sum(size * size) / max(size.size, 1)
 
 
-def _wider(logits: jax.Array) -> jax.Array:
+def _whole_tokens(logits: jax.Array) -> jax.Array:
+    """Returns logits of float32 or wider, of which no token's are cut over devices."""
+    logits = explicit.gathered(logits, *range(logits.ndim - 1))
     return logits.astype(at_least_float32(logits.dtype))

@@ -77,7 +77,7 @@ def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
     """Returns scores divided by each token's sum: the softmax of the scores' logarithms."""
     if score == "none":
         logits = _given(logits)
-        total = jnp.sum(logits, axis=1, keepdims=True)
+        total = jnp.sum(logits, axis=-1, keepdims=True)
         return logits / jnp.where(total == 0, 1, total)
     logs = _LOGARITHMS[score](logits)
     return _shares(logs, logs)
@@ -114,9 +114,9 @@ def _given(scores: jax.Array) -> jax.Array:
 
 def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
     """Returns exp(part) divided by each token's sum of exp(whole); zeros if `whole` is all -inf."""
-    most = jax.lax.stop_gradient(jnp.max(whole, axis=1, keepdims=True))
+    most = jax.lax.stop_gradient(jnp.max(whole, axis=-1, keepdims=True))
     most = jnp.where(most == -jnp.inf, 0, most)
-    total = jnp.sum(jnp.exp(whole - most), axis=1, keepdims=True)
+    total = jnp.sum(jnp.exp(whole - most), axis=-1, keepdims=True)
     return jnp.exp(part - most) / jnp.where(total == 0, 1, total)
 
 
