@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.forms.forms import FORMS
 from tests.fuzz.bounds import Array, fault
 from tests.fuzz.draws import Rng
 from triax import moe, testing
@@ -32,6 +33,7 @@ class Program:
         arrays and what was found.
       gradients: the arrays to differentiate by.
       names: what the source needs beside `moe`, `jnp` and `how`.
+      form: of `tests.forms`, that all cases of a batch go through together; "" is `jit` alone.
       seed, index: what it was drawn from.
     """
 
@@ -43,6 +45,7 @@ class Program:
     expect: Callable[[Arrays, Arrays], dict[str, Any]]
     gradients: tuple[str, ...] = ()
     names: dict[str, Any] = dataclasses.field(default_factory=dict)
+    form: str = ""
     seed: int = 0
     index: int = 0
 
@@ -76,11 +79,18 @@ class Program:
         """The results of each case. All are on their way before the first is waited for."""
         checked = testing.checked if self.path == "interpret" else contextlib.nullcontext
         with checked():
-            running = [self.jitted(arrays) for arrays in batch]
+            running = self._formed(batch) if self.form else [self.jitted(each) for each in batch]
             return [
                 {n: a for part in found.values() for n, a in part.items()}
                 for found in jax.device_get(running)
             ]
+
+    def _formed(self, batch: Sequence[Arrays]) -> list[Any]:
+        names = [*batch[0]]
+        stacked = tuple(jnp.asarray(np.stack([case[name] for case in batch])) for name in names)
+        function = lambda arrays: self._run(dict(zip(names, arrays, strict=True)))
+        found = jax.device_get(FORMS[self.form].run(function, stacked))
+        return [jax.tree.map(lambda of: of[i], found) for i in range(len(batch))]  # noqa: B023
 
     def judge(self, arrays: Arrays, found: Arrays) -> str | None:
         """What is wrong with the results of a case, if anything is."""
@@ -96,7 +106,7 @@ class Program:
         """What tells programs apart: the call, the shapes and the dtypes."""
         arrays = self.inputs(0)
         types = [f"{name}:{array.dtype}{array.shape}" for name, array in sorted(arrays.items())]
-        text = " ".join([self.path, self.call, *self.gradients, *types])
+        text = " ".join([self.path, self.form, self.call, *self.gradients, *types])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def reproduction(self, case: int, found: str) -> str:
@@ -115,7 +125,7 @@ class Program:
             f"# {self.op}: {found}",
             "from tests.fuzz import programs",
             f'program = programs.program({self.seed}, {self.index}, "{self.path}")',
-            f"# It runs {self.call}{by}, of",
+            f"# It runs {self.call}{by}{f' in the form {self.form!r}' * bool(self.form)}, of",
             f"#   {types}",
             *few,
             f"arrays = program.inputs({case})",

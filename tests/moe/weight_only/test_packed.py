@@ -19,7 +19,7 @@ from triax import moe
 from triax.compat import jax_private
 from triax.moe.quantization.packing import pack
 from triax.moe.shared import target
-from triax.testing import assert_close, checked
+from triax.testing import assert_close, assert_same_bits, checked
 
 DEPTH, COLUMNS = 224, 176  # a multiple of 32, but not of 64
 TILES = 320, 192  # the same in tiles, but not of 128
@@ -318,3 +318,18 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, tiled, way):
     assert "_few_rows_kernel" in ptx
     assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
     assert re.search(FROM_REGISTERS, ptx)
+
+
+@pytest.mark.parametrize("block", [(1, 64, 192), (1, None, 1)])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_tiles_with_columns_innermost_are_as_exact_as_what_is_not_in_tiles(dtype, block):
+    """Scales of the whole depth multiply sums, not weights that are then rounded to bfloat16."""
+    rng = np.random.default_rng(2)
+    values = (rng.standard_normal((3, 64, 192)) * 9).astype(jnp.dtype(dtype))
+    scales = rng.uniform(0.2, 5, (3, 1, 1 if block[2] > 1 else 192)).astype(np.float32)
+    weights = moe.ScaledArray(jnp.asarray(values), jnp.asarray(scales), block)
+    rows = jnp.asarray(rng.standard_normal((43, 64)), jnp.bfloat16)
+    sizes = np.array([10, 20, 5], np.int32)
+    product = functools.partial(moe.ragged_dot, implementation="interpret")
+    found, wanted = product(rows, weights.tile(), sizes), product(rows, weights, sizes)
+    assert_same_bits(found, wanted)

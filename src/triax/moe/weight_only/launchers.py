@@ -260,9 +260,9 @@ def widen(
 
     w = parts(weights)
     suitable = weights.transposed and (w.deep or LEAST_SCALED) % LEAST_SCALED == 0
-    if not suitable or not weights.size or weights.dtype.name not in TILED:
-        return Parts(widened(weights, dtype))
     is_apart = weights.dtype not in PACKED and w.deep is None
+    if not suitable or not weights.size or weights.dtype.name not in TILED:
+        return parts(weights.untile()) if is_apart else Parts(widened(weights, dtype))
     values = w.values.reshape(-1)
     if not w.packed:
         values = jax.lax.bitcast_convert_type(values, jnp.int8)

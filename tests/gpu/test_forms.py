@@ -1,0 +1,13 @@
+"""The table of forms on a GPU: every cell of it. `make flags` runs it under XLA's flags too."""
+
+import pytest
+
+from tests.forms.check import cells, check
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("is_round", [True, False], ids=["round", "odd"])
+@pytest.mark.parametrize(("name", "form"), cells())
+def test_form(name, form, is_round):
+    check(name, form, is_round, "triton")
