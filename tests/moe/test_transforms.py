@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -235,9 +236,22 @@ def each(field):
 of_each_op = pytest.mark.parametrize("name", OPS)
 
 
+@pytest.fixture
+def no_leaks():
+    """Fails if an array of a trace outlives it, as one that a cached function holds does."""
+    gc.freeze()  # JAX collects garbage at the end of each trace: objects from before take no time
+    with jax.checking_leaks():
+        yield
+    gc.unfreeze()
+
+
+leaves_no_tracers = pytest.mark.usefixtures("no_leaks")
+
+
 # --- the laws --------------------------------------------------------------------------------
 
 
+@leaves_no_tracers
 @pytest.mark.sampled(2, 2)
 @each("axes")
 def test_vmap_is_the_loop(name, entry, implementation):
@@ -303,6 +317,7 @@ STRICT = OPS | {
 }
 
 
+@leaves_no_tracers
 @pytest.mark.sampled(2, 5)
 @pytest.mark.parametrize("implementation", ["interpret", None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -318,6 +333,7 @@ def test_jaxs_strict_modes(name, dtype, implementation):
         jax.jit(both).lower(*args)
 
 
+@leaves_no_tracers
 @pytest.mark.sampled(1, 2)
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @each("replicated")
@@ -345,6 +361,7 @@ def test_shard_map_is_local(name, entry, implementation):
     close(list(gradients), join(each_gradients, np.add))
 
 
+@leaves_no_tracers
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("implementation", PATHS)
 @of_each_op
@@ -367,6 +384,7 @@ def test_forward_mode_is_the_transpose_of_the_gradient(name, implementation):
     np.testing.assert_allclose(*forward_and_backward(*floats), rtol=1e-4)
 
 
+@leaves_no_tracers
 @pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("implementation", PATHS)
 @pytest.mark.parametrize("name", LAYERS)
@@ -401,6 +419,7 @@ def lowered(name, platform):
 WITH_KERNELS = [name for name in OPS if OPS[name].kernels]
 
 
+@leaves_no_tracers
 @pytest.mark.sampled(2, 3)
 @of_each_op
 def test_cpu_gets_plain_jax_alone(name):
@@ -409,6 +428,7 @@ def test_cpu_gets_plain_jax_alone(name):
     assert "callback" not in text
 
 
+@leaves_no_tracers
 @pytest.mark.sampled(1, 2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize(

@@ -72,6 +72,22 @@ def test_a_derivative_of_another_dtype_is_named(reverse):
         run(x)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_functions_that_close_over_arrays_are_refused(reverse):
+    """JAX's caches would keep the arrays."""
+
+    @jax.jit
+    def run(x, scale):
+        named = {"scale": scale}
+        good = lambda scale, of: {"x": of["x"] * scale}
+        bad = lambda _, of: {"x": of["x"] * named["scale"]}
+        both = (good, bad) if reverse else (bad, good)
+        return linear.call(*both, scale, {"x": x}, {"x": x})
+
+    with pytest.raises(TypeError, match=r"<lambda> closes over float32\[8,4\]; it must take"):
+        run(X, X)
+
+
 def test_sizes_that_clash_are_named():
     add = lambda a, b, implementation: jnp.sum(a, 1)
     op = Op("op", arguments=("rk", "rn"), results="r", cut="r", kernels=None, xla=add)

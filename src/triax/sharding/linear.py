@@ -39,26 +39,44 @@ def call(
       residuals: a pytree of arrays.
       tangents: tangents by name, None if zero; at least one must not be zero.
       like: the results as a pytree of arrays, or of their shapes and dtypes.
-    """
-    moving = {name: tangent for name, tangent in tangents.items() if tangent is not None}
-    saved, shapes = jax.tree.leaves(residuals), jax.tree.leaves(like)
-    saved_tree, out_tree = jax.tree.structure(residuals), jax.tree.structure(like)
-    types = tuple(map(explicit.type_of, shapes))
-    moving_types = tuple(map(explicit.type_of, moving.values()))
 
+    Raises:
+      TypeError: one of the functions closes over an array, or returns other shapes or dtypes.
+    """
+    _check_closes_over_no_array(function)
+    _check_closes_over_no_array(transpose)
+    moving = {name: tangent for name, tangent in tangents.items() if tangent is not None}
+    saved, saved_tree = jax.tree.flatten(residuals)
+    out_tree, types = jax.tree.structure(like), tuple(map(explicit.type_of, jax.tree.leaves(like)))
+    moving_types = tuple(map(explicit.type_of, moving.values()))
+    count, names = len(saved), tuple(moving)
+
+    # These become a parameter of the primitive, so they must hold no arrays: see the check above.
     def flat_function(*flat: Any) -> list[Any]:
-        known = jax.tree.unflatten(saved_tree, flat[: len(saved)])
-        named = dict(zip(moving, flat[len(saved) :], strict=True))
+        known = jax.tree.unflatten(saved_tree, flat[:count])
+        named = dict(zip(names, flat[count:], strict=True))
         return _as_declared(function, jax.tree.leaves(function(known, named)), types)
 
     def flat_transpose(*flat: Any) -> list[Any]:
-        known = jax.tree.unflatten(saved_tree, flat[: len(saved)])
-        cotangents = transpose(known, jax.tree.unflatten(out_tree, flat[len(saved) :]))
-        return _as_declared(transpose, [cotangents[name] for name in moving], moving_types)
+        known = jax.tree.unflatten(saved_tree, flat[:count])
+        cotangents = transpose(known, jax.tree.unflatten(out_tree, flat[count:]))
+        return _as_declared(transpose, [cotangents[name] for name in names], moving_types)
 
-    linear = _Bound(function.__qualname__, flat_function, flat_transpose, len(saved), types)
+    linear = _Bound(function.__qualname__, flat_function, flat_transpose, count, types)
     jax_private.require_devices(_linear_p)
     return jax.tree.unflatten(out_tree, _linear_p.bind(*saved, *moving.values(), call=linear))
+
+
+def _check_closes_over_no_array(function: Function) -> None:
+    """Raises if a function holds an array: JAX's caches keep a primitive's parameters, thousands
+    of them, with all that they hold."""
+    for cell in getattr(function, "__closure__", None) or ():
+        for leaf in jax.tree.leaves(cell.cell_contents):
+            if isinstance(leaf, jax.Array):
+                raise TypeError(
+                    f"{function.__qualname__} closes over {jax.typeof(leaf)}; it must take arrays "
+                    "from `residuals`, or JAX's caches keep them."
+                )
 
 
 def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) -> list[Any]:

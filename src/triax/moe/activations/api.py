@@ -115,7 +115,7 @@ def glu_gradients(
 ) -> tuple[dict[str, Any], Any]:
     """Returns the gradients of `glu`'s operands by name, and with `again` the result of `glu`.
 
-    One pass over the operands computes all of them. A function must not close over traced arrays.
+    One pass over the operands computes all of them. A function must not close over JAX arrays.
     """
     spec, function = resolve(activation, interleaved)
     gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
@@ -125,12 +125,12 @@ def glu_gradients(
     return ops.gradients(call, gate_up, up, row_weights, gradient=gradient, again=again)
 
 
-def closes_over_traced(
+def closes_over_arrays(
     activation: Activation, interleaved: bool, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether an activation is a function that closes over traced arrays."""
+    """Whether an activation is a function that closes over JAX arrays, traced or not."""
     spec, function = resolve(activation, interleaved)
-    return function is not None and functions.closes_over_traced(function, spec, gate_up, up)
+    return function is not None and functions.closes_over_arrays(function, spec, gate_up, up)
 
 
 def _checked(

@@ -75,13 +75,13 @@ def gradients(
     return pull(explicit.cast(gradient, explicit.type_of(out)))[0], out
 
 
-def closes_over_traced(
+def closes_over_arrays(
     function: Callable[..., Any], spec: GluSpec, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether the function uses arrays of the program that are not its arguments."""
+    """Whether the function uses JAX arrays, traced or not, that are not its arguments."""
     run = lambda gate_up, up: apply(function, spec, gate_up, up, None)
     traced = jax.make_jaxpr(run)(gate_up, up)
-    return any(isinstance(array, jax.core.Tracer) for array in traced.consts)
+    return any(isinstance(array, jax.Array) for array in traced.consts)
 
 
 def _checked(function: Callable[..., Any], row: Sequence[jax.Array]) -> jax.Array:

@@ -130,14 +130,14 @@ def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
     """Interleaves columns by their bits: XLA stores pairs much faster than alternate columns."""
-    shape = even.shape[0], 2 * even.shape[1]
+    shape, dtype = (even.shape[0], 2 * even.shape[1]), even.dtype
 
     def pairs(_: Any, columns: dict[str, jax.Array]) -> jax.Array:
         low, high = (
             jax.lax.bitcast_convert_type(columns[name], jnp.uint16).astype(jnp.uint32)
             for name in ("even", "odd")
         )
-        both = jax.lax.bitcast_convert_type(low | high << 16, even.dtype)
+        both = jax.lax.bitcast_convert_type(low | high << 16, dtype)
         return both.reshape(shape)
 
     found: jax.Array = linear.call(

@@ -52,7 +52,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     """
     given, moving = (dict(zip(_NAMES, of, strict=False)) for of in (primals, tangents))
     _check_differentiable(given, moving)
-    num_rows, dtype = given["left"].shape[0], given["left"].dtype
+    num_rows, dtype, out_dtype = given["left"].shape[0], given["left"].dtype, out.dtype
     moving = {name: of for name, of in moving.items() if jax.tree.leaves(of)}
     moving_dtypes = {name: of.dtype for name, of in moving.items()}
     for name, other in (("left", "right"), ("right", "left")):
@@ -66,7 +66,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
             terms.append(call(moving["left"], given["right"], groups))
         if "right" in moving:
             terms.append(call(given["left"], moving["right"], groups))
-        spread = spread_bias.of(call.implementation, dtype=out.dtype, num_rows=num_rows)
+        spread = spread_bias.of(call.implementation, dtype=out_dtype, num_rows=num_rows)
         if "bias" in moving:
             terms.append(spread(moving["bias"], groups, given["bias_weights"]))
         if "bias_weights" in moving:

@@ -111,13 +111,13 @@ def glu_multiply(
     """Applies `glu` to gate and up, and multiplies its result as `multiply` does.
 
     `kind` holds the options of `glu`, and `made` is its result if there is one already. The
-    activation must not close over traced arrays.
+    activation must not close over JAX arrays.
     """
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     fixed = _Fixed(sizes, matrix.in_8_bits, target=target, made=made)
     operands = gate, up, row_weights, matrix.weights, matrix.bias, fixed
     options = {"how": how, **kind}
-    if callable(kind["activation"]):  # do not cache: may hold tracers
+    if callable(kind["activation"]):  # a function made anew in each call would fill the cache
         out = Call(_glu_dot, how.implementation, options)(*operands)
     else:
         out = _glu_dot(*operands, implementation=how.implementation, **options)

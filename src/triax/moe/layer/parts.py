@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.moe.activations.api import closes_over_traced, glu, resolve
+from triax.moe.activations.api import closes_over_arrays, glu, resolve
 from triax.moe.expert_parallel.api import combine
 from triax.moe.expert_parallel.arrivals import by_expert, exchanged
 from triax.moe.layer import ops
@@ -185,7 +185,7 @@ def _experts(
         first = jax.checkpoint(first)
     gate_up, row_weights, inner = first()
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
-    closes_over = closes_over_traced(**kind, gate_up=gate, up=up)
+    closes_over = closes_over_arrays(**kind, gate_up=gate, up=up)
     if KEPT[1] in options.keep:
         return second(gate_up, row_weights)
     if closes_over or isinstance(last.weights, ScaledArray):
