@@ -267,7 +267,11 @@ def test_time_grows_with_the_length_of_the_program(program):
         assert drained != text
         return min(times)
 
-    assert seconds(2000) < 12 * seconds(400)  # five times as long; the square would be 25
+    before = seconds(16)
+    for loops in (80, 400, 2000):  # the cube of loops fails long before the last
+        now = seconds(loops)
+        assert now < 12 * before  # a program five times as long; the square would be 25 times
+        before = now
 
 
 @pytest.mark.sampled(0, 1)
