@@ -23,10 +23,13 @@ GROUPS, DEPTH, COLUMNS, EXPERTS, TOP_K = 4, 2048, 1024, 16, 4
 COUNTS = 1, 5, 9, 20, 33, 64, 100, 300, 3000
 TOKENS = 1, 8, 128, 1024, 4096
 FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
-NARROW = {
-    "float8_e4m3fn": (1, None, 1),
-    "int4": (1, 128, 1),
-    "float4_e2m1fn": (1, 32, 1),
+NARROW = {  # dtype, block, dtype of scales
+    "int8": ("int8", (1, None, 1), "float32"),
+    "float8_e4m3fn": ("float8_e4m3fn", (1, None, 1), "float32"),
+    "float8_e4m3fn in blocks": ("float8_e4m3fn", (1, 128, 128), "float32"),
+    "int4 in groups of 32": ("int4", (1, 32, 1), "float32"),
+    "int4 in groups of 128": ("int4", (1, 128, 1), "float32"),
+    "MXFP4": ("float4_e2m1fn", (1, 32, 1), "float8_e8m0fnu"),
 }
 
 
@@ -68,7 +71,9 @@ def weights(dtype="bfloat16"):
 
 
 def product(batch, dtype):
-    return moe.ragged_dot(rows_of(batch, dtype), weights(dtype), batch.sizes)[batch.at]
+    """In float32: where a sum is rounded to less, other orders of it often have the same bits."""
+    how = {"preferred_element_type": jnp.float32}
+    return moe.ragged_dot(rows_of(batch, dtype), weights(dtype), batch.sizes, **how)[batch.at]
 
 
 def rows_gradient(batch, dtype):
@@ -92,9 +97,26 @@ def eight_bits(batch, block, precision):
     )[batch.at]
 
 
-def narrow_weights(batch, dtype, block):
-    given = moe.quantize(weights(), dtype, block=block, transposed=True)
-    return moe.ragged_dot(rows_of(batch), given, batch.sizes)[batch.at]
+def narrow_weights(batch, name, tiled):
+    dtype, block, scale = NARROW[name]
+    given = moe.quantize(weights(), dtype, block=block, transposed=True, scale_dtype=scale)
+    given = given.tile() if tiled else given
+    how = {"preferred_element_type": jnp.float32}
+    return moe.ragged_dot(rows_of(batch), given, batch.sizes, **how)[batch.at]
+
+
+def ranges(name, tiled):
+    """The batches among which bits are the same: each range has a kernel of its own.
+
+    Of up to 8 rows a group, tiles are divided along the depth among warps as there is work.
+    """
+    few, some, many = COUNTS[:2], COUNTS[2:-2], COUNTS[-2:]
+    has_4_bits = NARROW[name][0] in ("int4", "float4_e2m1fn")
+    if tiled:
+        return {"9 to 256 rows": some, "more rows": many}
+    if has_4_bits:
+        return {"up to 256 rows": few + some, "more rows": many}
+    return {"up to 8 rows": few, "9 to 256 rows": some, "more rows": many}
 
 
 def gate_and_up(batch, dtype, activation="swiglu"):
@@ -161,11 +183,11 @@ SAME = {
     **{f"ragged_dot, {d}": (product, COUNTS, d) for d in ("bfloat16", "float16", "float32")},
     **{f"rows' gradient, {d}": (rows_gradient, COUNTS, d) for d in ("bfloat16", "float32")},
     "ragged_dot with a bias": (with_bias, COUNTS, "bfloat16"),
-    "weights of int8": (narrow_weights, COUNTS, "int8", (1, None, 1)),
     **{
-        f"weights of {dtype}, {rows}": (narrow_weights, counts, dtype, block)
-        for dtype, block in NARROW.items()
-        for rows, counts in (("few rows", COUNTS[:-2]), ("many rows", COUNTS[-2:]))
+        f"weights of {name}{' in tiles' * tiled}, {rows}": (narrow_weights, counts, name, tiled)
+        for name in NARROW
+        for tiled in (False, True)
+        for rows, counts in ranges(name, tiled).items()
     },
     **{f"glu, {d}": (gate_and_up, COUNTS, d) for d in ("bfloat16", "float32")},
     **{f"glu, {a}": (gate_and_up, COUNTS, "bfloat16", a) for a in ("geglu", "gelu_exact", OAI)},
@@ -187,7 +209,11 @@ NEARLY = {
     "8 bits, float32 sums": (eight_bits, COUNTS, None, None),
     "8 bits, fast sums": (eight_bits, COUNTS, None, FAST),
     "8 bits, blocks": (eight_bits, COUNTS, 128, None),
-    **{f"weights of {d}": (narrow_weights, COUNTS, d, block) for d, block in NARROW.items()},
+    **{
+        f"weights of {name}{' in tiles' * tiled}": (narrow_weights, COUNTS, name, tiled)
+        for name in NARROW
+        for tiled in (False, True)
+    },
     "feed_forward in 8 bits": (functools.partial(layer, recipe="rows"), TOKENS),
 }
 

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -93,7 +94,6 @@ def test_under_transformations():
 
 def test_an_optimizer_steps():
     """Of optax: its state are Experts, too, also where there are no biases."""
-    optax = pytest.importorskip("optax")
     for experts, x, logits in (given(), biased()):
         optimizer = optax.adam(0.1)
         state = optimizer.init(experts)
