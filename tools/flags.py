@@ -1,15 +1,19 @@
 """Runs the GPU tests under settings of XLA and JAX that programs run with, and writes what passed.
 
     make flags                            # all of them, some minutes each
+    make flags ARGS="--only forms"        # the table of forms alone, two minutes each
     make flags ARGS="--only 64-bit --seconds 600"
 
-Each file of tests is a process of its own, all at once, with a part of the GPU's memory.
+Each file of tests is a process of its own, or several, all at once, with a part of the GPU's
+memory. Flags of XLA that change loops and command buffers run the table of forms alone: each op and
+each kind of kernel in every form of program.
 Writes `benchmarks/flags.json` and ends with status 1 if a test failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -19,24 +23,51 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "flags.json"
 NAMES = ("jax", "jaxlib", "triton")
+TESTS = ROOT / "tests" / "gpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Environment variables, and the test files that run under them."""
+
+    environment: dict[str, str]
+    files: str = "test_*.py"
+
+
+def of_forms(flag: str) -> Setting:
+    """The table of forms alone, under a flag of XLA."""
+    return Setting({"XLA_FLAGS": flag}, "test_forms.py")
+
+
 SETTINGS = {
-    "latency hiding, deterministic operations, a command buffer for every kernel": {
-        "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true "
-        "--xla_gpu_deterministic_ops=true --xla_gpu_graph_min_graph_size=1"
-    },
-    "64-bit types": {"JAX_ENABLE_X64": "1"},
-    "no command buffers": {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="},
+    "latency hiding, deterministic operations, a command buffer for every kernel": Setting(
+        {
+            "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true "
+            "--xla_gpu_deterministic_ops=true --xla_gpu_graph_min_graph_size=1"
+        }
+    ),
+    "64-bit types": Setting({"JAX_ENABLE_X64": "1"}),
+    "no command buffers": Setting({"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}),
+    "forms, no dynamic slice fusion": of_forms("--xla_gpu_enable_dynamic_slice_fusion=false"),
+    "forms, no command buffers": of_forms("--xla_gpu_enable_command_buffer="),
+    "forms, a command buffer for every kernel": of_forms("--xla_gpu_graph_min_graph_size=1"),
+    "forms, latency hiding": of_forms("--xla_gpu_enable_latency_hiding_scheduler=true"),
+    "forms, loops double-buffered": of_forms(
+        "--xla_gpu_enable_while_loop_unrolling=WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
+    ),
+    "forms, loops unrolled": of_forms(
+        "--xla_gpu_enable_while_loop_unrolling=WHILE_LOOP_UNROLLING_FULL_UNROLL"
+    ),
 }
-# The file that takes longest, in parts.
-PARTS = {
-    "test_eight_bits": ("products", "groups or alone", "not products and not groups and not alone")
-}
+# Processes of the files that take longest.
+WORKERS = {"test_eight_bits": 3, "test_forms": 15}
 # Tests of speed, which want the machine for themselves.
 ALONE = (
     *("test_times", "test_warm_start_measures_nothing", "test_nearly_as_fast_as_with_top_k"),
@@ -45,24 +76,23 @@ ALONE = (
 
 
 def run(
-    setting: dict[str, str], seconds: float, logs: Path, tests: Path = ROOT / "tests" / "gpu"
+    environment: dict[str, str], seconds: float, logs: Path, files: Iterable[Path]
 ) -> dict[str, Any]:
-    """The counts of the tests of a folder under a setting, and what failed or did not end."""
-    environment = {**os.environ, **setting, "PYTHONPATH": str(ROOT / "src")}
+    """The counts of the tests of some files under a setting, and what failed or did not end."""
+    environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT / "src")}
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
-    pytest += ("-o", "junit_family=xunit1")
-    others = " and ".join(f"not {name}" for name in ALONE)
+    pytest += ("-o", "junit_family=xunit1", "-k", " and ".join(f"not {name}" for name in ALONE))
     begun = {}
-    for file in sorted(tests.glob("test_*.py")):
-        for number, words in enumerate(PARTS.get(file.stem, ("",))):
-            name = logs / f"{file.stem}{number}"
-            words = f"({words}) and {others}" if words else others
-            command = (*pytest, "-k", words, f"--junitxml={name}.xml", f"--basetemp={name}", file)
-            with open(f"{name}.log", "w") as log:
-                begun[name] = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-                )
+    for file in files:
+        name = logs / file.stem
+        command = (*pytest, f"--junitxml={name}.xml", f"--basetemp={name}", file)
+        if file.stem in WORKERS:
+            command += (f"--numprocesses={WORKERS[file.stem]}", "--dist=worksteal")
+        with open(f"{name}.log", "w") as log:
+            begun[name] = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
     counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
     failed = []
     end = time.monotonic() + seconds
@@ -108,8 +138,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             logs = (options.logs or Path(folder)) / name.replace(" ", "_").replace(",", "")
             logs.mkdir(parents=True, exist_ok=True)
-            result = run(setting, options.seconds, logs)
-        found["results"][name] = {"settings": setting, **result}
+            files = sorted(TESTS.glob(setting.files))
+            result = run(setting.environment, options.seconds, logs, files)
+        kept = {"settings": setting.environment, "files": setting.files}
+        found["results"][name] = kept | result
         options.output.write_text(json.dumps(found, indent=1) + "\n")
         seconds = time.monotonic() - start
         print(f"{name}: {result['passed']} passed, {result['skipped']} skipped, {seconds:.0f} s")
