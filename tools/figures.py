@@ -730,7 +730,7 @@ def mutants() -> str:
 
 
 # Records whose date and GPU stand below a table.
-PLACES = "layer matmuls router eight_bits learning quantize group_offset gpt_oss stress flags"
+PLACES = "layer matmuls router eight_bits learning quantize group_offset gpt_oss stress flags scans"
 PLACES += " numerics layer_memory float32 start serve gallery adopting decode_rivals"
 
 TABLES: dict[str, Callable[[], str]] = {
