@@ -24,9 +24,11 @@ from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.moved import refuses_moved_keywords
 from triax.sharding import explicit
 
 
+@refuses_moved_keywords
 def feed_forward(
     x: Array,
     logits_or_routing: Array | Routing,

@@ -17,9 +17,11 @@ from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.moved import refuses_moved_keywords
 from triax.sharding import explicit
 
 
+@refuses_moved_keywords
 def route(
     logits: Array,
     router: Router,
