@@ -296,7 +296,7 @@ GOOD = {
         '"""Since 0.10.1."""\nx: int\n"""Since 0.9.2."""\n# 0.9.1',
     ),
     "numbers": ("triax.call", "f('9.0 or sm_90', f'{x:10.3f}', 0.5)"),
-    "own version": ("triax", "__version__ = '0.2.0'"),
+    "own version": ("triax", "__version__ = '0.3.0.dev0'"),
 }
 
 

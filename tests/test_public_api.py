@@ -154,11 +154,23 @@ def test_names_are_in_the_reference(module):
     assert module in shown or names <= shown
 
 
-def test_version_is_the_project_s():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    stated = re.search(r'^version = "(.+)"$', text, re.MULTILINE)
-    assert stated is not None
-    assert importlib.import_module("triax").__version__ == stated[1]
+@pytest.mark.parametrize(
+    ("file", "stated"),
+    [
+        ("pyproject.toml", r'^version = "(.+)"$'),
+        ("CITATION.cff", r"^version: (.+)$"),
+        ("docs/guides/packaging-kernels.md", r"/triax-(.+)-py3-none-any\.whl"),
+    ],
+)
+def test_version_is_the_project_s(file, stated):
+    found = re.findall(stated, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    assert found == [importlib.import_module("triax").__version__]
+
+
+@pytest.mark.parametrize("file", ["README.md", "SECURITY.md"])
+def test_what_is_promised_is_said_once(file):
+    assert "## What is promised\n" in (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    assert "(docs/versions.md#what-is-promised)" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_import_is_light():

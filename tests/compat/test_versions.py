@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,12 @@ import types
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from triax.compat import jax_private, triton_private, versions
 from triax.errors import MissingDependencyError, VersionError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # In order of age, as pip ranks them, but for nightlies that hold what their release lacks.
 HISTORY = """
@@ -99,6 +103,28 @@ def test_old_jax_is_refused_at_import(tmp_path):
     assert done.stderr.splitlines()[-1] == f"triax.errors.VersionError: {message}"
 
 
+def test_newer_jax_is_imported_in_silence(tmp_path):
+    """`triax doctor` is the place that says so."""
+    (tmp_path / "jax-99.0.dist-info").mkdir()
+    (tmp_path / "jax-99.0.dist-info" / "METADATA").write_text("Name: jax\nVersion: 99.0\n")
+    program = "import triax; from triax.compat import versions; print(versions.installed('jax'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "99.0\n", "")
+
+
+def test_newest_tested_versions_are_the_record_s():
+    runs = json.loads((ROOT / "benchmarks" / "matrix.json").read_text())
+    newest = {
+        name: max((run[name] for run in runs), key=Version) for name in versions.NEWEST_TESTED
+    }
+    assert newest == versions.NEWEST_TESTED
+
+
 def test_plugin_of_another_version_is_refused():
     versions.check_plugin(None, "0.10.2")
     versions.check_plugin(("jax-cuda13-plugin", "0.10.2+local"), "0.10.2")
@@ -155,8 +181,7 @@ class TestOtherTritons:
 
 
 def test_docs_page_is_the_table():
-    page = Path(__file__).parents[2] / "docs" / "versions.md"
-    assert versions.versions_table() in page.read_text()
+    assert versions.versions_table() in (ROOT / "docs" / "versions.md").read_text()
 
 
 @pytest.mark.cuda_plugin

@@ -170,10 +170,31 @@ def test_the_variable_under_which_kernels_cannot_be_called(report, monkeypatch, 
     assert found.get("TRITON_INTERPRET", {}).get("level") == level
 
 
-def test_a_python_that_is_not_tested(report, monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 15, 0, "final", 0))
-    _, found, _ = report(WITH_GPU)
-    assert found["python"]["level"] == "warn"
+@pytest.mark.parametrize(
+    ("name", "version", "newer"),
+    [
+        *(("jax", "0.12.0.1", False), ("jax", "0.12.0.dev20261001", False)),
+        *(("jax", "0.12.1", True), ("jax", "1.0", True), ("jax", "1.0.0rc1", True)),
+        *(("triton", "3.9.0+git1a2b3c4d", False), ("triton", "3.9.1", True)),
+        *(("triton", "3.10.0", True), ("triton", "4.0.0+git1a2b3c4d", True)),
+        *(("python", "3.13.17", False), ("python", "3.14.0", True), ("python", "4.0.1", True)),
+    ],
+)
+def test_newer_than_tested(report, monkeypatch, name, version, newer):
+    """It says so beside the version; what the version has is right, and nothing is to fix."""
+    machine = WITH_GPU
+    if name == "jax":
+        of_jax = dict.fromkeys(("jax", "jaxlib", "jax_cuda13_plugin"), version)
+        machine = with_packages(machine, **of_jax)
+    elif name == "triton":
+        machine = dataclasses.replace(machine, triton=version)
+    else:
+        monkeypatch.setattr(doctor.platform, "python_version", lambda: version)
+    status, found, _ = report(machine)
+    newest = {"jax": "0.12.0.1", "triton": "3.9.0", "python": "3.13"}[name]
+    text = f"{version}, newer than tested: Triax was tested up to {newest}" if newer else version
+    assert (status, found[name]["level"]) == (0, "warn" if newer else "ok")
+    assert found[name]["text"] == text
 
 
 @pytest.mark.parametrize(

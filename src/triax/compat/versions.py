@@ -19,7 +19,10 @@ from packaging.version import Version
 
 from triax.errors import VersionError
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
+
+# The newest versions in `benchmarks/matrix.json`, the record of the tests by version.
+NEWEST_TESTED = {"jax": "0.12.0.1", "triton": "3.9.0", "python": "3.13"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +257,12 @@ def check_triton(version: str) -> None:
             f"Triax needs Triton {TRITON.stable} or later; {version} is installed. "
             f"Install `triton>={TRITON.stable}`."
         )
+
+
+def is_newer_than_tested(package: str, version: str) -> bool:
+    """Whether no test ran on this version, by as many numbers as `NEWEST_TESTED` has."""
+    newest = Version(NEWEST_TESTED[package]).release
+    return Version(version).release[: len(newest)] > newest
 
 
 def versions_table() -> str:

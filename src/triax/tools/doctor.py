@@ -26,7 +26,6 @@ from triax.tuning import store
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = ("jax", "jaxlib", *PLUGINS, "triton", "numpy", "cuda-bindings")
 _OF_OTHERS = ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-_PYTHONS = (3, 11), (3, 13)
 _PYTHON_OF_JAX_0_11 = 3, 12
 _TRIAL_TARGET = 90
 _ABSENT = "not installed"
@@ -35,7 +34,8 @@ _SET_CACHE = "set TRIAX_CACHE_DIR to a folder that can be written"
 
 class Finding(NamedTuple):
     """One line of the report. `level` is "ok" (checked and right), "info" (nothing to judge, or
-    absent and not needed), "warn" (something is slower or missing), or "fix" (something fails)."""
+    absent and not needed), "warn" (something is slower, missing or untested), or "fix" (something
+    fails)."""
 
     name: str
     level: str
@@ -125,13 +125,11 @@ def doctor(
 def _versions(machine: Machine) -> Findings:
     has_gpu = bool(machine.gpus or machine.driver)
     yield Finding("triax", "ok", versions.__version__)
-    tested = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
-    newest = "" if tested else "; Triax is tested on 3.11 to 3.13"
-    yield Finding("python", "ok" if tested else "warn", platform.python_version() + newest)
+    yield _installed("python", platform.python_version())
     yield Finding("system", "info", platform.platform())
     for name in ("jax", "jaxlib", "numpy"):
         version = machine.packages[name]
-        yield Finding(name, "ok" if version else "fix", version or _ABSENT)
+        yield _installed(name, version) if version else Finding(name, "fix", _ABSENT)
 
     jaxlib = machine.packages["jaxlib"] or "0"
     if machine.plugin is not None:
@@ -149,7 +147,7 @@ def _versions(machine: Machine) -> Findings:
         yield Finding("CUDA plugin", "warn", _ABSENT, remedy)
 
     if isinstance(machine.triton, str):
-        yield Finding("triton", "ok", machine.triton)
+        yield _installed("triton", machine.triton)
     else:
         level = "fix" if sys.platform == "linux" else "warn"
         yield Finding("triton", level, _first_line(machine.triton))
@@ -161,6 +159,13 @@ def _versions(machine: Machine) -> Findings:
     else:
         text = bindings or f"{_ABSENT}; needed only with a GPU"
         yield Finding("cuda-bindings", "ok" if bindings else "info", text)
+
+
+def _installed(name: str, version: str) -> Finding:
+    newest = versions.NEWEST_TESTED.get(name)
+    if newest is None or not versions.is_newer_than_tested(name, version):
+        return Finding(name, "ok", version)
+    return Finding(name, "warn", f"{version}, newer than tested: Triax was tested up to {newest}")
 
 
 def _gpu(machine: Machine) -> Findings:
