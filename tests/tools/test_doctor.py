@@ -195,6 +195,7 @@ def test_newer_than_tested(report, monkeypatch, name, version, newer):
     text = f"{version}, newer than tested: Triax was tested up to {newest}" if newer else version
     assert (status, found[name]["level"]) == (0, "warn" if newer else "ok")
     assert found[name]["text"] == text
+    assert found[name]["remedy"] == f"if something fails, try {name} {newest}" * newer
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ def _installed(name: str, version: str) -> Finding:
     newest = versions.NEWEST_TESTED.get(name)
     if newest is None or not versions.is_newer_than_tested(name, version):
         return Finding(name, "ok", version)
-    return Finding(name, "warn", f"{version}, newer than tested: Triax was tested up to {newest}")
+    text = f"{version}, newer than tested: Triax was tested up to {newest}"
+    return Finding(name, "warn", text, f"if something fails, try {name} {newest}")
 
 
 def _gpu(machine: Machine) -> Findings:
