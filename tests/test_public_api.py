@@ -167,7 +167,7 @@ def test_version_is_the_project_s(file, stated):
     assert found == [importlib.import_module("triax").__version__]
 
 
-@pytest.mark.parametrize("file", ["README.md", "SECURITY.md"])
+@pytest.mark.parametrize("file", ["README.md", "SECURITY.md", "CHANGELOG.md"])
 def test_what_is_promised_is_said_once(file):
     assert "## What is promised\n" in (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     assert "(docs/versions.md#what-is-promised)" in (ROOT / file).read_text(encoding="utf-8")
