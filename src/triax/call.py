@@ -161,9 +161,10 @@ def triton_call(
                 grid=lambda meta: (triton.cdiv(meta["n"], meta["BLOCK"]),))
 
     Positional operands and keywords bind to the kernel's parameters as in Python. Parameters that
-    are not supplied and have no default are the outputs, in order. If `out_type` has more outputs
-    than that, every parameter that falls back to a default of None takes one too, so pass None
-    explicitly to parameters that are not outputs.
+    are not supplied and have no default are the outputs, in order; so are those given the
+    `TensorDescriptor` of a `jax.ShapeDtypeStruct`, which are written by TMA. If `out_type` has more
+    outputs than that, every parameter that falls back to a default of None takes one too, so pass
+    None explicitly to parameters that are not outputs.
 
     A kernel's ``*args`` (Triton 3.8 or later) takes the remaining positional operands, or a tuple
     passed by name. Before ``*args``, positional operands skip outputs and parameters given by name:

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from triax import lowering
-from triax.binding.launch import ArrayType, Call
+from triax.binding.launch import ArrayType, Call, Descriptor, Operand, leaves
 from triax.compat import jax_private
 from triax.compiling import ahead
 from triax.errors import ArgumentValueError, DifferentiationError
@@ -115,6 +115,8 @@ def _batch(
             "two launch the kernel once per element; the others launch it once, on arrays with a "
             "leading batch dimension, which the kernel and its grid must then expect."
         )
+    if vmap_method in ("expand_dims", "broadcast_all"):
+        _check_descriptors(call, dims, vmap_method)
     if vmap_method == "expand_dims":
         args, dims = _broadcast_aliased(args, dims, call)
     return jax_private.ffi_batching_rule(
@@ -123,6 +125,20 @@ def _batch(
 
 
 batching.primitive_batchers[triton_call_p] = _batch
+
+
+def _check_descriptors(call: Call, dims: Sequence[Any], vmap_method: str) -> None:
+    """Raises where an array behind a descriptor would get a batch that the descriptor lacks."""
+    for name, argument in call.arguments:
+        for leaf in leaves(argument):
+            if isinstance(leaf, Descriptor):
+                operand = leaf.buffer.index if isinstance(leaf.buffer, Operand) else None
+                if operand is None or vmap_method == "broadcast_all" or dims[operand] is not None:
+                    raise ArgumentValueError(
+                        f"Argument `vmap_method` is {vmap_method!r}, but `{name}` of kernel "
+                        f"{call.display_name!r} is a host descriptor, which would show one element "
+                        "of the batch alone. Pass 'sequential'."
+                    )
 
 
 def _broadcast_aliased(

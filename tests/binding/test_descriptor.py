@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 
@@ -175,6 +176,36 @@ def test_the_output_that_is_described_has_the_type_of_out_type():
         copied(of=jax.ShapeDtypeStruct((8, 16), "int32"))
     with pytest.raises(ArgumentValueError, match=r"`out` .*\[4,16\].*\[8,16\]"):
         copied(of=jax.ShapeDtypeStruct((4, 16), "float32"))
+
+
+def test_a_type_of_jax_describes_an_output():
+    assert (copied(of=jax.typeof(X)) == 1).all()
+
+
+def test_a_batch_behind_a_descriptor_is_refused():
+    def of_batch(method):
+        call = functools.partial(triax.triton_call, kernel=_copy_kernel, out_type=OUT, grid=1)
+        shown = functools.partial(TensorDescriptor.from_array, block_shape=(8, 16))
+        return jax.vmap(lambda x: call(shown(x), out=shown(OUT), vmap_method=method))(batch)
+
+    batch = jnp.arange(3.0 * 8 * 16).reshape(3, 8, 16)
+    for method in ("broadcast_all", "expand_dims"):
+        with pytest.raises(ArgumentValueError, match=r"`desc` .*descriptor.*Pass 'sequential'"):
+            of_batch(method)
+    for method in ("sequential", "sequential_unrolled"):
+        assert (of_batch(method) == batch).all()
+
+
+def test_an_output_that_is_described_cannot_be_aliased():
+    with pytest.raises(ArgumentTypeError, match=r"\(out\) take outputs that are not aliased"):
+        triax.triton_call(
+            TensorDescriptor.from_array(X, (8, 16)),
+            out=TensorDescriptor.from_array(OUT, (8, 16)),
+            kernel=_copy_kernel,
+            out_type=OUT,
+            input_output_aliases={"desc": 0},
+            grid=1,
+        )
 
 
 def test_an_output_in_a_tuple_is_refused():

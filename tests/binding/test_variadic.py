@@ -183,3 +183,27 @@ def test_an_alias_of_an_own_primitive():
 def test_an_own_primitive_without_pointers_enough():
     with pytest.raises(ArgumentValueError, match=r"3 parameters besides `constexprs` \(xs, out_p"):
         jax.jit(sums("my_sum_without", constexprs={}))()
+
+
+@triton.jit
+def scaled_copy(factor, out, *xs):
+    out.store([0, 0], xs[0].load([0, 0]) * factor)
+
+
+@triton.jit
+def copy_and_count(desc, first_ptr, out, *xs):
+    tl.store(first_ptr, len(xs))
+    out.store([0, 0], desc.load([0, 0]))
+
+
+def test_outputs_with_a_descriptor_before_the_rest():
+    x = jnp.arange(32.0).reshape(8, 4)
+    of = lambda array: triax.TensorDescriptor.from_array(array, (8, 4))
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    found = triax.triton_call(3.0, of(x), out=of(out), kernel=scaled_copy, out_type=out, grid=1)
+    testing.assert_same_bits(found, 3 * x)
+    number = jax.ShapeDtypeStruct((1,), jnp.int32)
+    keywords = {"desc": of(x), "out": of(out), "kernel": copy_and_count, "grid": 1}
+    count, copy = triax.triton_call(X, Y, out_type=(number, out), **keywords)
+    assert count[0] == 2
+    testing.assert_same_bits(copy, x)

@@ -54,6 +54,7 @@ def run(job: Job) -> Result:
             if job.path == "triton":
                 testing.poison(1 << 26)  # what a kernel does not write shows
             results = program.run(batch)
+            # A form compiles anew in each run, so its bits are compared in programs without one.
             again = program.run(batch) if job.repeat and not program.form else results
             for case, arrays, found, second in zip(cases, batch, results, again, strict=True):
                 if any(found[name].tobytes() != second[name].tobytes() for name in found):
@@ -68,7 +69,9 @@ def run(job: Job) -> Result:
     if not wrong:
         return job, done, None
     case, text = next(iter(wrong.items()))
-    failure = Failure(f"{program.op}, case {case}: {text}", program.reproduction(case, text))
+    first = case - case % _BATCH
+    shown = program.reproduction(case, range(first, min(first + _BATCH, job.cases)), text)
+    failure = Failure(f"{program.op}, case {case}: {text}", shown)
     return job, done, failure
 
 

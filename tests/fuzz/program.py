@@ -109,8 +109,9 @@ class Program:
         text = " ".join([self.path, self.form, self.call, *self.gradients, *types])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def reproduction(self, case: int, found: str) -> str:
-        """A program that shows a fault."""
+    def reproduction(self, case: int, batch: range, found: str) -> str:
+        """A program that shows a fault: in a form, a case goes through with those of its batch."""
+        batch = batch if self.form else range(case, case + 1)
         arrays = self.inputs(case)
         types = ", ".join(
             f"{name} {array.dtype}{list(array.shape)}" for name, array in arrays.items()
@@ -128,8 +129,8 @@ class Program:
             f"# It runs {self.call}{by}{f' in the form {self.form!r}' * bool(self.form)}, of",
             f"#   {types}",
             *few,
-            f"arrays = program.inputs({case})",
-            "(results,) = program.run([arrays])",
-            "print(program.judge(arrays, results))",
+            f"batch = [program.inputs(case) for case in {batch}]",
+            "results = program.run(batch)",
+            f"print(program.judge(batch[{case - batch.start}], results[{case - batch.start}]))",
         ]
         return "\n".join(lines)

@@ -70,7 +70,8 @@ def bind(
     names, rest = view.parameter_names, view.variadic
     given = dict(kwargs)
     if rest is not None:
-        names = _in_front(view, rest.name, settable.union(kwargs), num_outputs)
+        undescribed = num_outputs - sum(map(_is_output, kwargs.values()))
+        names = _in_front(view, rest.name, settable.union(kwargs), undescribed)
         value = given.setdefault(rest.name, tuple(operands[len(names) :]))
         if rest.name not in kwargs:
             operands = operands[: len(names)]
@@ -110,7 +111,9 @@ def bind(
 
 
 def _is_output(value: Any) -> bool:
-    return isinstance(value, TensorDescriptor) and isinstance(value.base, jax.ShapeDtypeStruct)
+    """Whether a value is the descriptor of an output: its base has a type and no data."""
+    types = jax.ShapeDtypeStruct, jax.core.ShapedArray
+    return isinstance(value, TensorDescriptor) and isinstance(value.base, types)
 
 
 def _in_front(view: Kernel, rest: str, valued: frozenset[str], num_outputs: int) -> tuple[str, ...]:
@@ -206,7 +209,7 @@ class Flattened:
         if _is_output(value):
             raise ArgumentTypeError(
                 f"Argument `{name}` of kernel {self.kernel!r} is the descriptor of an output (its "
-                "base is a jax.ShapeDtypeStruct) in a tuple. Pass it as a parameter of its own."
+                "base is a type, not an array) in a tuple. Pass it as a parameter of its own."
             )
         operand = Operand(self._add_array(name, value.base))
         # Again: without 64-bit types JAX has made the array's elements, and so its rows, shorter.
@@ -374,6 +377,11 @@ def _wrong_number_of_outputs(
             "An output that is aliased to an operand has no parameter of its own: the kernel "
             "stores to the operand's parameter."
         )
+    if bound.described:
+        hint += (
+            f" The parameters with an output's descriptor ({', '.join(bound.described)}) take "
+            "outputs that are not aliased."
+        )
     if bound.absent and outputs > len(free):
         hint += (
             f" Parameters with a default of None ({', '.join(sorted(bound.absent))}) can take "
@@ -403,7 +411,6 @@ def seen_by_callables(
     results: Sequence[ArrayType],
 ) -> dict[str, Any]:
     """The runtime arguments as grids, heuristics and pruning see them."""
-
     structs = [
         [stand_in.Array(array.shape, array.dtype) for array in types]  # type: ignore[no-untyped-call]
         for types in (operands, results)

@@ -59,7 +59,7 @@ class Request:
     `parameters` has the argument of each runtime parameter, `arguments` the same as callables see
     them: arrays as `stand_in.Array`, scalars by value. `keywords` are constexprs and
     meta-parameters, `options` compiler options. `block_shapes` has the callable block shapes of
-    descriptors, by operand. For `conflicts` see `Kernel.expand`. `other_names` are names besides
+    descriptors, by buffer. For `conflicts` see `Kernel.expand`. `other_names` are names besides
     the kernel's parameters to suggest for a misspelt keyword.
     """
 
@@ -135,16 +135,25 @@ def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
 def _check_reset(request: Request, found: Sequence[Candidate]) -> None:
     """Warns of outputs that the kernel seems to read although the program does not fill them."""
     filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in found))
-    buffers = {n: getattr(a, "buffer", a) for n, a in request.parameters}  # of descriptors, too
-    outputs = {n: a.index for n, a in buffers.items() if isinstance(a, Result)}
+    described = {name for name, argument in request.parameters if isinstance(argument, Descriptor)}
+    outputs = {
+        name: result.index
+        for name, argument in request.parameters
+        if isinstance(result := getattr(argument, "buffer", argument), Result)
+    }
     for option in ("reset_to_zero", "restore_value"):
         for name in getattr(request.kernel.autotuner, option, None) or ():
             if name in outputs and outputs[name] not in filled:
                 _warn(
                     f"kernel {request.kernel.name}: `{option}` names the output `{name}`, but "
                     "takes effect only while configs are measured: in the program, an output is "
-                    f"uninitialised. If the kernel adds to the output, pass `zeroed_outputs="
-                    f"({outputs[name]},)`, or alias an operand with the initial values to it."
+                    "uninitialised. If the kernel adds to the output, "
+                    + (
+                        ""
+                        if name in described
+                        else f"pass `zeroed_outputs=({outputs[name]},)`, or "
+                    )
+                    + "alias an operand with the initial values to it."
                 )
 
 
@@ -200,8 +209,8 @@ def _candidate(
         wanted = seen.given_to(wanted, f"argument `zeroed_outputs` {of_kernel}")
     zeroed = _check_zeroed(wanted, request.num_results)
     block_shapes = {
-        index: seen.given_to(shape, f"the `block_shape` of a descriptor {of_kernel}")
-        for index, shape in request.block_shapes.items()
+        buffer: seen.given_to(shape, f"the `block_shape` of a descriptor {of_kernel}")
+        for buffer, shape in request.block_shapes.items()
     }
     if hook is not None:
         where = f"The `pre_hook` of config [{config}] of kernel {kernel.name!r}"

@@ -39,7 +39,7 @@ def find_effects(
       aliases: which operands are outputs.
 
     Returns:
-      The outputs that the hook zeroes, and the block shapes that it sets, by descriptor operand.
+      The outputs that the hook zeroes, and the block shapes that it sets, by buffer.
 
     Raises:
       UnsupportedError: the hook raises, or has another effect.

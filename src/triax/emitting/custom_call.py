@@ -211,7 +211,7 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
                 raise UnsupportedError(
                     f"Kernel {launch.name!r} writes a zeroed output through a host TMA descriptor, "
                     "but jaxlib only zeroes arrays passed as pointers. Make the descriptor of an "
-                    "array of zeros instead."
+                    "array of zeros instead, and alias the output to it (`input_output_aliases`)."
                 )
             parameters += _tensor_map_parameters(module, launch, leaf, parameter.tensor_map)
         elif isinstance(leaf, Scalar):
