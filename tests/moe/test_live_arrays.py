@@ -15,6 +15,7 @@ import pytest
 
 import triax
 from triax import moe
+from triax.moe.activations.api import closes_over_arrays
 
 TOKENS, EXPERTS, HIDDEN, WIDTH = 8, 3, 4, 6
 FEW, MANY = 2, 30
@@ -92,9 +93,21 @@ def layer(x, logits, w_gate_up, w_down, activation="swiglu", **options):
     return moe.feed_forward(x, logits, experts, moe.Router(2), **options).tokens
 
 
-def scaled(x, logits, w_gate_up, w_down, scale):
+def scaled(wrap, x, logits, w_gate_up, w_down, scale):
     """A layer whose activation closes over an array."""
-    return layer(x, logits, w_gate_up, w_down, lambda gate, up: gate * up * scale)
+    return layer(x, logits, w_gate_up, w_down, wrap(lambda gate, up: gate * up * scale))
+
+
+def calling(inner):
+    return lambda gate, up: inner(gate, up)
+
+
+CLOSING = {
+    "itself": lambda function: function,
+    "jit": jax.jit,
+    "calls jit": lambda function: calling(jax.jit(function)),
+    "checkpoint of jit": lambda function: jax.checkpoint(jax.jit(function)),
+}
 
 
 CASES = OPS | {
@@ -162,8 +175,30 @@ def test_jitted_gradients_that_close_over_arrays_leave_none(name):
     assert left_by(lambda: jitted(*new(name)), many=6) == 0
 
 
-@pytest.mark.slow("one more way to close over arrays")
+@pytest.fixture(params=["constants", "literals"])
+def held_as(request):
+    """How JAX holds the arrays that a traced function closes over."""
+    option = "jax_use_simplified_jaxpr_constants"
+    before = getattr(jax.config, option)
+    jax.config.update(option, request.param == "literals")
+    yield
+    jax.config.update(option, before)
+
+
+@pytest.mark.usefixtures("held_as")
+@pytest.mark.parametrize("how", CLOSING)
+def test_activations_that_close_over_arrays_are_seen(how):
+    scale, row = jnp.ones((1, WIDTH)), jnp.ones((2, WIDTH))
+    closing = lambda gate, up: jax.nn.gelu(gate) * up * scale
+    plain = lambda gate, up: jax.nn.gelu(gate) * up * np.float32(2)
+    assert closes_over_arrays(CLOSING[how](closing), False, row, row)
+    assert not closes_over_arrays(CLOSING[how](plain), False, row, row)
+
+
+@pytest.mark.slow("more ways to close over arrays")
+@pytest.mark.parametrize("how", CLOSING)
 @pytest.mark.parametrize("step", [eager, jitted])
-def test_activations_that_close_over_arrays_leave_none(step):
+def test_activations_that_close_over_arrays_leave_none(step, how):
     args = arrays(*OF_LAYERS, (1, WIDTH))
-    assert left_by(lambda: step(scaled, tuple(map(jnp.array, args))), many=6) == 0
+    run = functools.partial(scaled, CLOSING[how])
+    assert left_by(lambda: step(run, tuple(map(jnp.array, args))), many=6) == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from triax import messages
 from triax.compat import jax_private
@@ -163,7 +163,7 @@ def check_constants(label: str, jaxpr: Any, sizes: set[int]) -> None:
     JAX's own functions have small tables made with NumPy; tables without a dimension of a size
     that is cut are let through.
     """
-    for value in _constants(jaxpr):
+    for value in constants(jaxpr):
         shape = jnp.shape(value)
         # A part would only read the first rows of a table longer than the cut dimension.
         long = sizes and math.prod(shape) >= _SMALL and max(shape) >= min(sizes)
@@ -175,11 +175,14 @@ def check_constants(label: str, jaxpr: Any, sizes: set[int]) -> None:
             )
 
 
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Yields the constants of a jaxpr and of all jaxprs nested in it."""
-    yield from jaxpr.consts
+def constants(jaxpr: Any) -> Iterator[Any]:
+    """Yields the constants of a jaxpr and of all jaxprs nested in it, literals included."""
+    # Before JAX 0.12 the jaxpr of `jax.checkpoint` is open: it has no constants of its own.
+    yield from getattr(jaxpr, "consts", ())
     for step in jaxpr.eqns:
+        # With `jax_use_simplified_jaxpr_constants` arrays are literals.
+        yield from (of.val for of in step.invars if isinstance(of, Literal))
         for parameter in step.params.values():
             for inner in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-                if isinstance(inner, ClosedJaxpr):
-                    yield from _constants(inner)
+                if isinstance(inner, ClosedJaxpr | Jaxpr):
+                    yield from constants(inner)

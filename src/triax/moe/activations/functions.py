@@ -15,7 +15,7 @@ from triax.errors import ArgumentValueError
 from triax.moe.activations.reference import GluSpec, halves
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.order import after
-from triax.sharding import explicit
+from triax.sharding import explicit, rules
 
 
 def apply(
@@ -78,10 +78,13 @@ def gradients(
 def closes_over_arrays(
     function: Callable[..., Any], spec: GluSpec, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether the function uses JAX arrays, traced or not, that are not its arguments."""
+    """Whether the function uses JAX arrays, traced or not, that are not its arguments.
+
+    Functions that it calls, such as one of `jax.jit`, may hold them.
+    """
     run = lambda gate_up, up: apply(function, spec, gate_up, up, None)
     traced = jax.make_jaxpr(run)(gate_up, up)
-    return any(isinstance(array, jax.Array) for array in traced.consts)
+    return any(isinstance(array, jax.Array) for array in rules.constants(traced))
 
 
 def _checked(function: Callable[..., Any], row: Sequence[jax.Array]) -> jax.Array:
