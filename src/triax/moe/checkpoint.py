@@ -286,7 +286,7 @@ def _in_order(chosen: range, progress: Any) -> Iterator[int]:
         if not is_integer or expert not in left:
             raise ArgumentValueError(
                 f"Argument `progress` must give each of {chosen} once; got {messages.short(expert)}"
-                f"{' again' * (expert in chosen)}."
+                f"{' again' * (is_integer and expert in chosen)}."
             )
         del left[int(expert)]
         yield chosen.index(int(expert))

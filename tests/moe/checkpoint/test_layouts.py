@@ -120,6 +120,7 @@ def test_progress_in_another_order():
         (lambda experts: [0.0, 1, 2], ArgumentValueError, "once; got 0.0"),
         (lambda experts: [False, 1, 2], ArgumentValueError, "once; got False"),
         (enumerate, ArgumentValueError, r"once; got \(0, 0\)"),
+        (lambda experts: [np.zeros(2)], ArgumentValueError, r"once; got float64\[2\]\."),
         (lambda experts: None, ArgumentTypeError, "must return an iterator of .*; got None"),
         (True, ArgumentTypeError, "`progress` must be a function; got True"),
     ],
