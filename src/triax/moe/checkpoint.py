@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ _DTYPES = {
 
 
 _OF_TOKENS = "input_scale", "activation_scale"  # not read: tokens stay in their dtype
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of an expert in a name
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -357,7 +359,7 @@ def _separate(
 
     def is_known(end: str) -> bool:
         number, _, rest = end.partition(".")
-        return number.isdecimal() and rest in known
+        return bool(_NUMBER.fullmatch(number)) and rest in known
 
     _check_names(names, stem, is_known)
     numbers = {int(name.removeprefix(stem).partition(".")[0]) for name in names}

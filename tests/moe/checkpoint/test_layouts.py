@@ -255,6 +255,9 @@ def test_tensors_beside_stacks_that_are_not_known(name):
         "0",
         "a.b",
         "0x.up_proj.weight",
+        "01.up_proj.weight",
+        "\N{ARABIC-INDIC DIGIT ONE}.up_proj.weight",
+        f"{'1' * 5000}.up_proj.weight",
     ],
 )
 def test_tensors_of_experts_that_are_not_known(name):
