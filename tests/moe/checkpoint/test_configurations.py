@@ -325,6 +325,7 @@ def test_missing_last_experts(key):
         (gptq, {"quant_method": "gptq", "sym": 0}, "of True, False; got 0"),
         (gptq, {"quant_method": "gptq", "new": 0}, r'`quantization_config\["new"\]`: unknown'),
         (gptq, {"quant_method": "gptq", "dynamic": {".*": {"bits": 8}}}, r'\["dynamic"\]`: unkn'),
+        (gptq, {"quant_method": "gptq", "dynamic": {3: {}}}, r'\["dynamic"\]`: unknown'),
         (packed, {"transform_config": {"config_groups": {}}}, r'\["transform_config"\]`: unknown'),
         (in_8_bits("weight_scale_inv", 32, 32), {"quant_method": "quark"}, "got 'quark'"),
         (in_8_bits("weight_scale_inv", 32, 32), {"num_bits": 4}, "must be one of 8; got 4"),

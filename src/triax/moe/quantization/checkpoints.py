@@ -302,7 +302,8 @@ def check(config: Mapping[str, Any]) -> None:
     if config.get("transform_config"):
         unknown.append('`quantization_config["transform_config"]`')
     dynamic = config.get("dynamic")  # GPTQ's: what begins with "-:" is not quantized
-    if dynamic and not (isinstance(dynamic, Mapping) and all(of[:2] == "-:" for of in dynamic)):
+    is_mapping = isinstance(dynamic, Mapping)
+    if dynamic and not (is_mapping and all(str(of).startswith("-:") for of in dynamic)):
         unknown.append('`quantization_config["dynamic"]`')
     if unknown:
         raise ArgumentValueError(
