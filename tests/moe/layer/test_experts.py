@@ -325,6 +325,19 @@ def test_copies_in_8_bits_may_be_made_where_gradients_are():
     assert gradients.w_down.shape == experts.w_down.shape
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_arrays_of_numpy_go_to_the_device_once(quantized, monkeypatch):
+    experts, x, logits = in_4_bits() if quantized else biased()
+    experts = jax.tree.map(np.asarray, experts)
+    moved, asarray = [], jnp.asarray
+    counting = lambda value, *of, **how: moved.append(value) or asarray(value, *of, **how)
+    monkeypatch.setattr(jnp, "asarray", counting)
+    jax.eval_shape(functools.partial(moe.feed_forward, experts=experts, router=ROUTER), x, logits)
+    leaves = jax.tree.leaves(experts)
+    counts = [sum(value is leaf for value in moved) for leaf in leaves]
+    assert counts == [1] * len(leaves)
+
+
 @pytest.mark.slow("many programs for one rule")
 def test_only_quantized_weights_are_tiled():
     with pytest.raises(ArgumentTypeError, match=r"Only quantized weights are tiled; got Experts"):

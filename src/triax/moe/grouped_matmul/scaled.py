@@ -95,10 +95,15 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
 
     `axes` are its dimensions. With `swap` the last two of a `ScaledArray` are swapped first.
     """
-    if not isinstance(value, ScaledArray):
-        value = arguments.array(name, value, axes)
-        messages.check_sizes_known(name, value.shape)
-        return value
+    if isinstance(value, ScaledArray):
+        return jax.tree.map(jnp.asarray, checked(name, value, axes, swap=swap))
+    value = arguments.array(name, value, axes)
+    messages.check_sizes_known(name, value.shape)
+    return value
+
+
+def checked(name: str, value: ScaledArray, axes: tuple[str, ...], *, swap: bool) -> ScaledArray:
+    """Returns the argument `name`, checked, as `operand` does, with its arrays as they are."""
     check(name, value)
     if value.ndim != len(axes):
         raise ArgumentValueError(
@@ -126,7 +131,7 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
             f"{value.shape}, transposed={value.transposed}. Quantize it so, or pass "
             f"`{name}.dequantize(dtype)`."
         )
-    return jax.tree.map(jnp.asarray, value)
+    return value
 
 
 def check_rows(

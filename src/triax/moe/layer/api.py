@@ -160,7 +160,8 @@ def _flattened(x: Any, choice: Any) -> tuple[tuple[int, ...], jax.Array, Any]:
         if {getattr(array, "shape", ())[:-1] for array in jax.tree.leaves(choice)} == {lead}:
             choice = jax.tree.map(_flat, choice)
         x = _flat(x)
-    return lead, check_floats("x", x, ("tokens", "hidden")), choice
+    check_floats("x", x, ("tokens", "hidden"))
+    return lead, arguments.as_jax(x), choice
 
 
 def _flat(array: Any) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import GetAttrKey
 
 from triax import messages
@@ -310,11 +311,11 @@ def check_sizes(experts: Experts, num_experts: int, hidden: int, of: str) -> Non
     )
 
 
-def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> jax.Array:
-    """Returns floats of 16 bits or more as a JAX array."""
-    array = arguments.array(name, value, axes, jnp.floating)
+def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> np.dtype:
+    """Returns the dtype that JAX gives to floats of 16 bits or more."""
+    array = arguments.checked(name, value, axes, jnp.floating)
     arguments.check_wide(name, array, "For 8-bit floats, call `ragged_dot` with scales.")
-    return array
+    return np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def _check(experts: Experts, of: str = "", quantizes: bool = False, x: Any = None) -> None:
@@ -389,9 +390,9 @@ def _check_matrix(
                 f"Argument `{name}` is a ScaledArray, and `recipe` is given, which quantizes the "
                 "weights itself. Dequantize the weights, or leave `recipe` out."
             )
-        multiplied = operands.operand(name, weights, axes, swap=transposed)
+        multiplied = operands.checked(name, weights, axes, swap=transposed)
         operands.check_rows(x, multiplied, ("x", name))
-    elif (found := check_floats(name, weights, axes).dtype) != (found if x is None else x.dtype):
+    elif (found := check_floats(name, weights, axes)) != (found if x is None else x.dtype):
         before = " before `quantized`" if matrix.in_8_bits is not None else ""
         raise ArgumentTypeError(
             f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {found}. Cast "

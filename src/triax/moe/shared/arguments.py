@@ -21,7 +21,12 @@ Array: TypeAlias = jax.Array | np.ndarray  # the arrays that ops accept
 AxisName: TypeAlias = str | tuple[str, ...]  # mesh axes
 
 
-def array(
+def array(name: str, value: Any, axes: tuple[str, ...], *of: Any, **how: Any) -> jax.Array:
+    """Returns `value` as a JAX array; arguments and errors are as those of `checked`."""
+    return as_jax(checked(name, value, axes, *of, **how))
+
+
+def checked(
     name: str,
     value: Any,
     axes: tuple[str, ...],
@@ -30,8 +35,8 @@ def array(
     *,
     sizes: Mapping[str, int] | None = None,
     of: str = "",
-) -> jax.Array:
-    """Returns `value` as a JAX array, or raises if its rank or its dtype's kind is wrong.
+) -> Array:
+    """Returns `value` as it is, or raises if its rank or its dtype's kind is wrong.
 
     `remedy` replaces the advice to cast a wrong dtype. `sizes` are the sizes of some axes, which
     `value` must share with another argument, `of`.
@@ -64,7 +69,8 @@ def array(
         )
     if sizes is not None:
         check_shape(name, value.shape, [sizes.get(axis, axis) for axis in axes], of)
-    return as_jax(value)
+    found: Array = value
+    return found
 
 
 def check_array(
