@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,48 @@ def test_functions_that_close_over_arrays_are_refused(reverse):
 
     with pytest.raises(TypeError, match=r"<lambda> closes over float32\[8,4\]; it must take"):
         run(X, X)
+
+
+def scaled(scale, saved, of):
+    return {"x": of["x"] * scale}
+
+
+def with_default(saved, of, scale=X):
+    return {"x": of["x"] * scale}
+
+
+def with_keyword_default(saved, of, *, scale=X):
+    return {"x": of["x"] * scale}
+
+
+HOLDING = {
+    "partial": functools.partial(scaled, X),
+    "partial's keywords": functools.partial(with_default, scale=[X]),
+    "partial of partial": functools.partial(functools.partial(scaled, X)),
+    "partial of a closure": functools.partial(lambda saved, of, held=X: of),
+    "bound method": types.MethodType(scaled, X),
+    "default": with_default,
+    "default by keyword": with_keyword_default,
+}
+
+
+@pytest.mark.parametrize("how", HOLDING)
+def test_functions_that_hold_arrays_otherwise_are_refused(how):
+    with pytest.raises(TypeError, match=r"\S+ closes over float32\[8,4\]; it must take"):
+        linear.call(HOLDING[how], lambda _, of: of, None, {"x": X}, {"x": X})
+
+
+def test_functions_that_hold_no_array():
+    """Nor one that closes over a variable which gets its value later."""
+
+    def doubled(saved, of, by=2):
+        return {"x": by * of["x"]} if of else later
+
+    bound = functools.partial(doubled, by=3)
+    for function, wanted in ((doubled, 2), (bound, 3)):
+        found = linear.call(function, function, None, {"x": X}, {"x": X})
+        np.testing.assert_array_equal(found["x"], wanted * X)
+    later = None
 
 
 def test_sizes_that_clash_are_named():

@@ -8,7 +8,9 @@ its function, reverse mode its transpose.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +64,7 @@ def call(
         cotangents = transpose(known, jax.tree.unflatten(out_tree, flat[count:]))
         return _as_declared(transpose, [cotangents[name] for name in names], moving_types)
 
-    linear = _Bound(function.__qualname__, flat_function, flat_transpose, count, types)
+    linear = _Bound(_name(function), flat_function, flat_transpose, count, types)
     jax_private.require_devices(_linear_p)
     return jax.tree.unflatten(out_tree, _linear_p.bind(*saved, *moving.values(), call=linear))
 
@@ -70,13 +72,30 @@ def call(
 def _check_closes_over_no_array(function: Function) -> None:
     """Raises if a function holds an array: JAX's caches keep a primitive's parameters, thousands
     of them, with all that they hold."""
-    for cell in getattr(function, "__closure__", None) or ():
-        for leaf in jax.tree.leaves(cell.cell_contents):
-            if isinstance(leaf, jax.Array):
-                raise TypeError(
-                    f"{function.__qualname__} closes over {jax.typeof(leaf)}; it must take arrays "
-                    "from `residuals`, or JAX's caches keep them."
-                )
+    for leaf in jax.tree.leaves(_held(function)):
+        if isinstance(leaf, jax.Array):
+            raise TypeError(
+                f"{_name(function)} closes over {jax.typeof(leaf)}; it must take arrays "
+                "from `residuals`, or JAX's caches keep them."
+            )
+
+
+def _held(function: Any) -> list[Any]:
+    """Returns what a function holds: closed over, as defaults, bound, or given to `partial`."""
+    if isinstance(function, functools.partial):
+        return [function.args, function.keywords, _held(function.func)]
+    of = getattr(function, "__func__", function)  # that of a bound method
+    held = [getattr(function, "__self__", None)]
+    held += [getattr(of, name, None) for name in ("__defaults__", "__kwdefaults__")]
+    for cell in getattr(of, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # the variable has no value yet
+            held.append(cell.cell_contents)
+    return held
+
+
+def _name(function: Any) -> str:
+    of = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(of, "__qualname__", of))
 
 
 def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) -> list[Any]:
@@ -84,7 +103,7 @@ def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) ->
     for array, kind in zip(arrays, types, strict=True):
         if (array.shape, array.dtype) != (kind.shape, kind.dtype):
             raise TypeError(
-                f"{function.__qualname__} returned {array.dtype}{list(array.shape)} instead of "
+                f"{_name(function)} returned {array.dtype}{list(array.shape)} instead of "
                 f"{kind.dtype}{list(kind.shape)}"
             )
     return list(map(explicit.cast, arrays, types))
