@@ -253,8 +253,8 @@ def widen(
 ) -> Parts:
     """Dequantizes weights of groups in memory, in the stored layout, as `widened` does.
 
-    Scales of 8-bit weights that are for the whole depth stay apart, as those of weights that are
-    not in tiles do.
+    8-bit weights with a scale for the whole depth keep it apart, as those not in tiles do. If their
+    columns are innermost, they are only put out of tiles, and stay in 8 bits.
     """
     from triax.moe.weight_only.widening_kernels import _widen_kernel
 
