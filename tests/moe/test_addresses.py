@@ -13,6 +13,7 @@ from triax import moe
 from triax.interpreting.builder import Builder
 from triax.moe.plans.configs import FewPairsConfig
 from triax.moe.quantized_outer.api import quantized_outer
+from triax.moe.shared import launching
 
 # More than any row, column, group or masked lane here, and less than the elements of an array.
 LARGEST = 4096
@@ -87,9 +88,9 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2, 2)
-@pytest.mark.parametrize("run", CASES.values(), ids=CASES.keys())
-def test_offsets_that_pass_32_bits_have_64(run, monkeypatch):
+@pytest.fixture
+def check_offsets(monkeypatch):
+    """Runs something, and asserts that no offset that passes 32 bits has as many."""
     add, wide, narrow = Builder.create_addptr, 0, set()
 
     def create_addptr(self, ptr, offset):
@@ -100,7 +101,34 @@ def test_offsets_that_pass_32_bits_have_64(run, monkeypatch):
             wide += 1
         return add(self, ptr, offset)
 
+    def check(run):
+        run()
+        assert wide, "the arrays are too small for this test"
+        assert not narrow
+
     monkeypatch.setattr(Builder, "create_addptr", create_addptr)
-    run()
-    assert wide, "the arrays are too small for this test"
-    assert not narrow
+    return check
+
+
+@pytest.mark.sampled(2, 2)
+@pytest.mark.parametrize("run", CASES.values(), ids=CASES.keys())
+def test_offsets_that_pass_32_bits_have_64(run, check_offsets):
+    check_offsets(run)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tiled", "deep", "dtype"),
+    [
+        ("few_rows", False, 64, "bfloat16"),
+        ("few_rows", True, 64, "bfloat16"),
+        ("few_rows_of_tiles", True, 32, "bfloat16"),
+        ("widen", True, 64, "float16"),
+    ],
+)
+def test_offsets_with_weights_of_4_bits(kernel, tiled, deep, dtype, check_offsets):
+    weights = moe.quantize(draw(3, 256, 384), "int4", block=(1, deep, 1), transposed=True)
+    weights = weights.tile() if tiled else weights
+    rows, sizes = draw(ROWS, 256).astype(dtype), np.array([40, 0, 45])
+    with mock.patch.object(launching, "triton_call", wraps=launching.triton_call) as call:
+        check_offsets(lambda: moe.ragged_dot(rows, weights, sizes, **RUN))
+    assert kernel in [each.kwargs["name"] for each in call.call_args_list]

@@ -1,4 +1,7 @@
-"""Few 16-bit rows times 8-bit weights, against float64 of the numbers that they stand for."""
+"""Few 16-bit rows times 8-bit weights, against float64 of the numbers that they stand for.
+
+Sums are in float32 and rounded once, so bounds are those of one term.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.moe import launches
 from tests.moe.grouped_matmul import oracle
 from tests.moe.grouped_matmul.test_scaled import E4M3, exactly, scaled
 from triax import moe
@@ -20,7 +24,7 @@ from triax.errors import ArgumentTypeError
 from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.grouped_matmul.scaled import parts
 from triax.moe.quantization.scaled import ScaledArray
-from triax.moe.shared import target
+from triax.moe.shared import launching, target
 from triax.moe.weight_only import launchers
 from triax.testing import assert_close, assert_same_bits, checked
 
@@ -67,7 +71,7 @@ def test_equals_float64(monkeypatch, card, tiled, sizes, scaled_by, dtype):
     wanted = oracle.ragged_dot(rows, exactly(weights), sizes)
     for group, span in enumerate(oracle.spans(sizes, num_rows)):
         wanted[span] += np.float64(bias[group]) * each[span, None]
-    assert_close(out, wanted, terms=depth)
+    assert_close(out, wanted, terms=1)
     assert not np.any(np.asarray(out)[past:])
 
 
@@ -86,7 +90,7 @@ def test_of_some_groups(sizes, tiled):
         out = jax.jit(functools.partial(moe.ragged_dot, **how))(rows, given, sizes)
     all_of_them = np.zeros((5, depth, columns))
     all_of_them[1:4] = exactly(weights)
-    assert_close(out, oracle.ragged_dot(rows, all_of_them, sizes), terms=depth)
+    assert_close(out, oracle.ragged_dot(rows, all_of_them, sizes), terms=1)
 
 
 @pytest.mark.sampled(5, None)
@@ -115,6 +119,57 @@ def test_programs_find_the_tiles_of_the_schedule(monkeypatch, first, sizes):
     monkeypatch.setattr(launchers, "MOST_SCHEDULED", 0)
     assert_same_bits(of_sizes, jax.jit(lambda: found())())
     assert launched == [6, 0]
+
+
+OF_ROWS = {
+    "e4m3": functools.partial(launches.eight, block=(1, None, 1)),
+    "int4": functools.partial(
+        launches.packed, kind="float32", block=32, numbers="int4", columns=128
+    ),
+    "mxfp4": functools.partial(
+        launches.packed, kind="float8_e8m0fnu", block=32, numbers="float4_e2m1fn", columns=128
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("card", "tiled", "weights", "most", "at_most", "past"),
+    [
+        (90, False, "e4m3", 8, "few_rows 16", "few_rows 64"),
+        (90, False, "e4m3", 64, "few_rows 64", "few_rows 128"),
+        (90, False, "e4m3", 256, "few_rows 128", "ragged_dot_transposed 128"),
+        (90, False, "mxfp4", 8, "few_rows 16", "few_rows 64"),
+        (90, False, "mxfp4", 64, "few_rows 64", "few_rows 128"),
+        (90, False, "mxfp4", 256, "few_rows 128", "widen"),
+        (90, True, "e4m3", 8, "few_rows_of_tiles 16", "few_rows 32"),
+        (90, True, "e4m3", 24, "few_rows 32", "few_rows 64"),
+        (90, True, "e4m3", 256, "few_rows 64", "widen"),
+        (90, True, "mxfp4", 8, "few_rows_of_tiles 16", "few_rows 32"),
+        (90, True, "mxfp4", 24, "few_rows 32", "few_rows 64"),
+        (90, True, "mxfp4", 256, "few_rows 64", "widen"),
+        (90, True, "int4", 40, "few_rows_of_tiles 32", "few_rows 64"),
+        (120, True, "mxfp4", 64, "few_rows_of_tiles 32", "few_rows 64"),
+        (120, True, "int4", 256, "few_rows 64", "widen"),
+        (80, True, "int4", 64, "few_rows_of_tiles 16", "widen"),
+    ],
+)
+def test_which_kernel_takes_how_many_rows(monkeypatch, card, tiled, weights, most, at_most, past):
+    """Of a group, on average and rounded down; with the rows of a tile."""
+    gpu = target.Target(card, multiprocessors=3, tensor_maps=card >= 90)
+    monkeypatch.setattr(target, "INTERPRETER", gpu)
+    launched, launch = [], launching.triton_call
+
+    def noted(*operands, name, **how):
+        launched.append(f"{name} {how.get('BLOCK_ROWS', '')}".strip())
+        return launch(*operands, name=name, **how)
+
+    monkeypatch.setattr(launching, "triton_call", noted)
+    for num_rows, kernel in ((5 * most + 4, at_most), (5 * most + 5, past)):
+        case = OF_ROWS[weights](num_rows)
+        function, arrays = launches.in_tiles(case) if tiled else case
+        launched.clear()
+        jax.eval_shape(functools.partial(function, implementation="interpret"), *arrays)
+        assert next(each for each in launched if "schedule" not in each) == kernel
 
 
 @pytest.mark.parametrize("rows", [40, 400])
@@ -187,7 +242,7 @@ def test_float16_takes_products_before_scales():
         rows, weights, np.array([300, 300], np.int32)
     )
     assert np.isfinite(out).all()
-    assert_close(out, oracle.ragged_dot(rows, exactly(weights), [300, 300]), terms=256)
+    assert_close(out, oracle.ragged_dot(rows, exactly(weights), [300, 300]), terms=1)
 
 
 @pytest.mark.sampled(1, None)
@@ -216,7 +271,7 @@ def check_tiles(weights, num_rows, implementation):
         return out, *pull(out)
 
     for out, wanted in zip(run(rows, weights.tile()), run(rows, weights), strict=True):
-        assert_close(out, np.asarray(wanted, np.float64), terms=depth)
+        assert_close(out, np.asarray(wanted, np.float64), terms=1)
 
 
 @pytest.mark.sampled(0, 2)
