@@ -500,6 +500,24 @@ def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-3), one, little)
 
 
+def test_routing_weights_have_the_gradient_of_what_their_experts_give():
+    """Biases included: the layer is linear in the router's weights."""
+    x, logits, *weights = draw(9)
+    chosen = jnp.argsort(-logits, axis=1)[:, :2]
+    rng = np.random.default_rng(1)
+    biases, upstream = (rng.standard_normal((n, HIDDEN), np.float32) for n in (EXPERTS, TOKENS))
+    experts = moe.Experts(*weights, b_down=biases)
+
+    @jax.jit
+    def along(weights):
+        out = moe.feed_forward(x, moe.Routing(weights, chosen), experts)
+        return jnp.sum(out.tokens * upstream, axis=1)
+
+    found = jax.grad(lambda weights: jnp.sum(along(weights)))(jnp.ones(chosen.shape))
+    wanted = [along(jnp.zeros(chosen.shape).at[:, k].set(1)) for k in range(2)]
+    assert_close(found, np.stack(wanted, axis=1), terms=HIDDEN * WIDTH)
+
+
 @pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("numbers", [(0,), (0, 3), (2,), (0, 2, 3)])
 def test_only_the_gradients_that_are_asked_for(numbers):
@@ -560,7 +578,8 @@ def test_a_mistake_spoils_no_later_call():
     """An op is made once for the same options, and 3.0 equals 3."""
     args = draw(6)
     for wrong, right in (({"top_k": 3.0}, {"top_k": 3}), ({"align_size": True}, {"align_size": 1})):
-        with pytest.raises(ArgumentTypeError):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ArgumentTypeError, match=rf"`{name}` must be .*int.*got {value}"):
             jax.eval_shape(functools.partial(layer, **wrong), *args)
         jax.eval_shape(functools.partial(layer, **right), *args)
 

@@ -165,6 +165,17 @@ def test_tiles_stand_for_the_same_numbers(transposed, dtype):
     same(lambda a: jax.vmap(lambda one: one.dequantize())(stacked(a)))
 
 
+def test_zeros_are_tiled_with_their_scales():
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 256, (2, 128, 64), np.uint8)
+    zeros = rng.integers(-128, 128, (2, 128, 4)).astype(np.int8)
+    array = moe.ScaledArray(values, zeros.astype("f"), (1, 32, 1), True, "int4", zeros)
+    tiled = array.tile()
+    assert_same_bits(tiled.zeros, tiled.scales.astype(np.int8))
+    assert_same_bits(tiled.untile().zeros, zeros)
+    np.testing.assert_array_equal(tiled.dequantize(), exactly(array))
+
+
 @pytest.mark.slow("many programs for one rule")
 def test_what_is_not_tiled():
     zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
