@@ -140,6 +140,14 @@ class TestScratch:
         assert call.aliases == ()
         assert len(call.payload.calls[0].zeroed_bytes) == 3
 
+    def test_is_aligned_as_the_kernel_wants_it(self, monkeypatch):
+        module, told = jax_private.gpu_triton(), []
+        create = module.create_array_parameter
+        noted = lambda *values: (told.append(values), create(*values))[1]
+        monkeypatch.setattr(module, "create_array_parameter", noted)
+        cuda_call(functools.partial(descriptors.call, "device"), self.X)
+        assert told == [(0, 16), (0, 16), (0, 128)]
+
     @pytest.mark.parametrize("method", ["sequential", "sequential_unrolled"])
     def test_under_vmap(self, method):
         function = functools.partial(descriptors.call, "device", vmap_method=method)

@@ -74,16 +74,16 @@ def call(kernel):
 
 
 CASES = [
-    (calls_a_helper, ["calls it", "fails here"], r"OutOfBounds: Kernel `calls_a_helper`, program "),
-    (misspelt, ["fails there"], "AttributeError: .*misspelt"),
-    (in_triton, ["fails in Triton's own library"], r"\w+: "),
-    (asserts, ["asserts"], "AssertionError: tl.device_assert: no such program"),
+    (calls_a_helper, ["calls it", "fails here"], OutOfBounds, "Kernel `calls_a_helper`, program "),
+    (misspelt, ["fails there"], AttributeError, ".*misspelt"),
+    (in_triton, ["fails in Triton's own library"], ValueError, ".*axis"),
+    (asserts, ["asserts"], AssertionError, "tl.device_assert: no such program"),
 ]
 
 
-@pytest.mark.parametrize(("kernel", "places", "text"), CASES)
-def test_the_stack_shows_the_kernel_alone(kernel, places, text):
-    with pytest.raises(Exception) as raised:
+@pytest.mark.parametrize(("kernel", "places", "error", "text"), CASES)
+def test_the_stack_shows_the_kernel_alone(kernel, places, error, text):
+    with pytest.raises(error, match=text) as raised:
         call(kernel)
     entries = traceback.extract_tb(raised.value.__traceback__)
     ours = [i for i, entry in enumerate(entries) if entry.filename == str(HERE)]
@@ -91,18 +91,17 @@ def test_the_stack_shows_the_kernel_alone(kernel, places, text):
     assert len(entries) == 3 + len(places), traceback.format_exception(raised.value)
     assert [entries[i].lineno for i in ours[2:]] == [line_of(place) for place in places]
     shown = "".join(traceback.format_exception(raised.value))
-    assert re.search(text, shown)
     assert shown.count(f"ernel `{kernel.fn.__name__}`, program (0, 0, 0)") == 1
 
 
-@pytest.mark.parametrize(("kernel", "places", "text"), CASES)
-def test_under_jit_the_sentence_comes_first(kernel, places, text):
+@pytest.mark.parametrize(("kernel", "places", "error", "text"), CASES)
+def test_under_jit_the_sentence_comes_first(kernel, places, error, text):
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         jax.block_until_ready(jax.jit(lambda: call(kernel))())
     shown = str(raised.value).splitlines()
     name = "helper" if len(places) > 1 else kernel.fn.__name__
     assert shown[1] == f'  File "{HERE}", line {line_of(places[-1])}, in {name}'
-    assert re.match(text, shown[2])
+    assert re.match(f"{error.__name__}: {text}", shown[2])
     for place in places:
         line = line_of(place)
         (at,) = (

@@ -5,6 +5,7 @@ import functools
 import json
 import operator
 import os
+import re
 import stat
 import time
 
@@ -87,7 +88,9 @@ def test_the_type_of_every_field_is_checked():
         ]
         for sample in (*wrong, float("nan"), "\ud800"):
             tried += 1
-            with pytest.raises(ValueError):
+            names = [str(name) for name in path if not isinstance(name, int)]
+            where = re.escape(names[-1] if names else "it") + r"\b|surrogates not allowed$"
+            with pytest.raises(ValueError, match=where):
                 Record.from_json(json.dumps(replaced(data, path, sample)))
     assert tried > 200
 
@@ -171,6 +174,17 @@ def test_a_write_that_fails_leaves_nothing(place):
         place.put(record(0))
     assert list(place.folder.iterdir()) == [path]
     assert path.is_dir()
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(place, monkeypatch):
+    def interrupted(descriptor):
+        assert [path.suffix for path in place.folder.iterdir()] == [".part"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        place.put(record(0))
+    assert list(place.folder.iterdir()) == []
 
 
 def test_leftovers_are_what_no_living_writer_has(place):
