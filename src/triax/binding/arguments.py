@@ -24,12 +24,9 @@ from triax.binding.launch import (
     Argument,
     ArrayType,
     Descriptor,
-    Leaf,
     Operand,
     Result,
     Scalar,
-    buffer_of,
-    map_leaves,
     rebuild,
 )
 from triax.binding.values import Static
@@ -97,7 +94,7 @@ def bind(
     runtime, free, described = {}, [], {}
     for parameter in view.runtime_parameters:
         name = parameter.name
-        if _is_output(given.get(name)):
+        if isinstance(given.get(name), TensorDescriptor) and _is_output(given[name]):
             described[name] = given.pop(name)
             free.append(name)
         elif name in given:
@@ -415,11 +412,15 @@ def seen_by_callables(
         [stand_in.Array(array.shape, array.dtype) for array in types]  # type: ignore[no-untyped-call]
         for types in (operands, results)
     ]
-
-    def value(leaf: Leaf) -> Any:
-        if isinstance(leaf, Scalar):
-            return leaf.static.value
-        buffer = buffer_of(leaf)
-        return structs[isinstance(buffer, Result)][buffer.index]
-
-    return {name: map_leaves(value, argument) for name, argument in placed}
+    seen = {}
+    for name, argument in placed:
+        parts, tree = jax.tree_util.tree_flatten(argument)
+        buffers = [leaf.buffer if isinstance(leaf, Descriptor) else leaf for leaf in parts]
+        values = [
+            leaf.static.value
+            if isinstance(leaf, Scalar)
+            else structs[isinstance(leaf, Result)][leaf.index]
+            for leaf in buffers
+        ]
+        seen[name] = jax.tree_util.tree_unflatten(tree, values)
+    return seen

@@ -96,11 +96,6 @@ Leaf: TypeAlias = Operand | Result | Scalar | Descriptor
 Path: TypeAlias = tuple[int, ...]
 
 
-def buffer_of(leaf: Operand | Result | Descriptor) -> Operand | Result:
-    """The operand or output whose memory a pointer or a descriptor reaches."""
-    return leaf.buffer if isinstance(leaf, Descriptor) else leaf
-
-
 def leaves(argument: Argument) -> list[Leaf]:
     """The leaves of one argument, tuples flattened in order."""
     return [leaf for _, leaf in leaves_with_paths(argument)]
@@ -249,12 +244,14 @@ class Launch:
 
     def array_type(self, leaf: Operand | Result | Descriptor) -> ArrayType:
         """The type of a leaf's buffer."""
-        leaf = buffer_of(leaf)
+        if isinstance(leaf, Descriptor):
+            leaf = leaf.buffer
         return self.results[leaf.index] if isinstance(leaf, Result) else self.operands[leaf.index]
 
     def buffer_index(self, leaf: Operand | Result | Descriptor) -> int:
         """The index of a leaf's buffer: operands first, then the outputs that are not aliased."""
-        leaf = buffer_of(leaf)
+        if isinstance(leaf, Descriptor):
+            leaf = leaf.buffer
         if not isinstance(leaf, Result):
             return leaf.index
         aliased = self.operand_of_result

@@ -27,7 +27,6 @@ from triax.binding.launch import (
     Result,
     Scalar,
     TensorMap,
-    buffer_of,
 )
 from triax.compat import jax_private, triton_private, versions
 from triax.errors import CompilationError, ReadOnlyOperand, UnsupportedError, VersionError
@@ -60,7 +59,11 @@ def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
     an operand is passed as an uninitialised operand that a result is aliased to. Scratch is the
     last parameter.
     """
-    pointers = [buffer_of(leaf) for leaf in launch.leaves if not isinstance(leaf, Scalar)]
+    pointers = [
+        leaf.buffer if isinstance(leaf, Descriptor) else leaf
+        for leaf in launch.leaves
+        if not isinstance(leaf, Scalar)
+    ]
     first_tail = len(pointers)
     while first_tail and isinstance(pointers[first_tail - 1], Result):
         first_tail -= 1
@@ -136,12 +139,11 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     """Refuses a kernel that writes to an operand that XLA takes to be read-only."""
     names = [name for name, _ in launch.named_leaves]
     aliased = {alias.operand for alias in launch.aliases}
+    buffers = [leaf.buffer if isinstance(leaf, Descriptor) else leaf for leaf in launch.leaves]
     read_only = {
         index
-        for index, leaf in enumerate(launch.leaves)
-        if not isinstance(leaf, Scalar)
-        and isinstance(buffer := buffer_of(leaf), Operand)
-        and buffer.index not in aliased
+        for index, leaf in enumerate(buffers)
+        if isinstance(leaf, Operand) and leaf.index not in aliased
     }
     tuner = launch.kernel.autotuner
     reset = () if tuner is None else tuner.reset_to_zero
