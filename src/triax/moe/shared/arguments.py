@@ -129,7 +129,7 @@ def transpose_remedy() -> str:
     )
 
 
-def check_wide(name: str, array: jax.Array, remedy: str) -> None:
+def check_wide(name: str, array: jax.Array | np.ndarray, remedy: str) -> None:
     """Raises if `array` has 8-bit floats."""
     if array.dtype.itemsize < 2:
         raise ArgumentTypeError(
