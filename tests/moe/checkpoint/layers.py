@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 
@@ -77,6 +79,9 @@ def read(tensors, config=None, **how):
     return moe.Experts.from_checkpoint(tensors, MLP, config=config, **how)
 
 
+FROM_PACKED = functools.partial(moe.from_compressed_tensors, group_size=GROUP)
+FROM_BLOCKS = functools.partial(moe.from_8_bits, block_size=(32, 32))
+IN_BLOCKS = {"weight_block_size": [32, 32]}
 FORMATS = {
     "plain": (plain, moe.Experts, {}),
     "gptq": (gptq, moe.from_gptq, {"quant_method": "gptq"}),
@@ -85,11 +90,15 @@ FORMATS = {
         lambda *of: moe.from_gptq(*of, v2=True),
         {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     ),
-    "awq": (awq, moe.from_awq, {"quant_method": "awq", "version": "GEMM"}),
-    "packed": (packed, moe.from_compressed_tensors, {}),
-    "packed_with_zeros": (packed_with_zeros, moe.from_compressed_tensors, {}),
-    "blocks": (in_8_bits("weight_scale_inv", 32, 32), moe.from_8_bits, {}),
-    "compressed_blocks": (in_8_bits("weight_scale", 32, 32), moe.from_8_bits, {}),
+    "awq": (
+        awq,
+        functools.partial(moe.from_awq, group_size=GROUP),
+        {"quant_method": "awq", "version": "GEMM", "group_size": GROUP},
+    ),
+    "packed": (packed, FROM_PACKED, {"group_size": GROUP}),
+    "packed_with_zeros": (packed_with_zeros, FROM_PACKED, {"group_size": GROUP}),
+    "blocks": (in_8_bits("weight_scale_inv", 32, 32), FROM_BLOCKS, IN_BLOCKS),
+    "compressed_blocks": (in_8_bits("weight_scale", 32, 32), FROM_BLOCKS, IN_BLOCKS),
     # The last block of the gate is partial, and up is next to it.
     "partial_blocks": (
         in_8_bits("weight_scale_inv", 64, 64),

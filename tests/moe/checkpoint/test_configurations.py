@@ -242,11 +242,8 @@ def test_sizes_of_groups_are_those_of_the_configuration(name, size):
         with pytest.raises(ArgumentValueError, match=rf"size` .*{wrong}\)?; got \(24, \d\) along"):
             checkpoints.linear(own, checkpoints.flat(OF_GROUPS[name](wrong)))
     without = checkpoints.flat(OF_GROUPS[name](None) | {"strategy": None})
-    if size == 32:
-        assert checkpoints.linear(own, without).block == (1, 32)
-    else:
-        with pytest.raises(ArgumentValueError, match=r"_size`; got .* `quantization_config`"):
-            checkpoints.linear(own, without)
+    with pytest.raises(ArgumentValueError, match=r"_size`; got .* `quantization_config`"):
+        checkpoints.linear(own, without)
 
 
 @pytest.mark.parametrize("quantization", [{}, {"quant_method": "auto-round"}])
@@ -258,7 +255,7 @@ def test_words_of_an_unknown_format(quantization):
 
 
 def test_quantization_in_the_configuration_of_the_text():
-    said = {"quantization_config": {"quant_method": "awq"}}
+    said = {"quantization_config": FORMATS["awq"][2]}
     assert read(layer(awq), {"text_config": said}).transposed
     assert read(layer(awq), {"text_config": said, **said}).transposed
     assert read(layer(awq), {"text_config": {"quantization_config": None}, **said}).transposed

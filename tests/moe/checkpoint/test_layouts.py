@@ -326,9 +326,13 @@ def put(name, array):
         (
             "packed",
             put(f"{FIRST}.weight_scale", floats(WIDTH, 5)),
-            "must have a scale .* of a power of two",
+            r"must have a scale for each block of `group_size` 32; got \(96, 5\)",
         ),
-        ("packed", put(f"{FIRST}.weight_scale", floats(WIDTH, 4)), "must be alike"),
+        (
+            "packed",
+            put(f"{FIRST}.weight_scale", floats(WIDTH, 2, dtype=np.float16)),
+            "must be alike",
+        ),
         ("awq", put(f"{FIRST}.qweight", words(HIDDEN // 8, WIDTH)), "`scales` must have shape"),
     ],
 )

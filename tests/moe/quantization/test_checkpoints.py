@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -61,14 +63,14 @@ def test_gptq(lead, v2):
         lambda *e, g, o: number(qzeros, *e, g, o // 8, place=o % 8) + (not v2),
         lambda *e, g, o: scales[(*e, g, o)],
     )
-    found = moe.from_gptq(*given, v2=v2)
+    found = moe.from_gptq(*given, v2=v2, group_size=GROUP)
     assert found.block == (*[1] * len(lead), GROUP, 1)
     assert found.scales.dtype == scales.dtype
     np.testing.assert_array_equal(exactly(found), wanted)
 
 
 def test_dequantized_gptq():
-    found = moe.from_gptq(*gptq((2,)))
+    found = moe.from_gptq(*gptq((2,)), group_size=GROUP)
     back = jax.jit(moe.ScaledArray.dequantize)(found)
     np.testing.assert_allclose(back, exactly(found), rtol=1e-6)
 
@@ -83,7 +85,7 @@ def test_awq(lead):
         lambda *e, g, o: number(qzeros, *e, g, o // 8, place=place(o)),
         lambda *e, g, o: scales[(*e, g, o)],
     )
-    np.testing.assert_array_equal(exactly(moe.from_awq(*given)), wanted)
+    np.testing.assert_array_equal(exactly(moe.from_awq(*given, group_size=GROUP)), wanted)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -101,8 +103,7 @@ def test_compressed_tensors(lead, depth, zeros):
         depth=depth,
     )
     shape = np.broadcast_to(shape, (*lead, 2))
-    size = None if depth == DEPTH else GROUP
-    found = moe.from_compressed_tensors(weight, scale, shape, zero_point, group_size=size)
+    found = moe.from_compressed_tensors(weight, scale, shape, zero_point, group_size=GROUP)
     assert (found.zeros is not None) == zeros
     assert found.scales.dtype == scale.dtype
     np.testing.assert_array_equal(exactly(found), wanted)
@@ -148,6 +149,8 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numpy_stays_on_the_host_and_jax_gives_the_same(name):
     function, given = getattr(moe, name), FUNCTIONS[name]()
+    if name not in ("from_mxfp4", "from_8_bits"):
+        function = functools.partial(function, group_size=GROUP)
     on_host, traced = function(**given), jax.jit(function)(**given)
     for host, device in zip(jax.tree.leaves(on_host), jax.tree.leaves(traced), strict=True):
         assert type(host) is np.ndarray
@@ -157,13 +160,14 @@ def test_numpy_stays_on_the_host_and_jax_gives_the_same(name):
 
 
 def test_no_experts():
-    assert moe.from_gptq(*gptq((0,))).shape == moe.from_awq(*awq((0,))).shape == (0, DEPTH, OUT)
+    for function, words in ((moe.from_gptq, gptq), (moe.from_awq, awq)):
+        assert function(*words((0,)), group_size=GROUP).shape == (0, DEPTH, OUT)
 
 
 def test_words_that_are_not_contiguous():
     weight, scale, shape = packed()
-    found = moe.from_compressed_tensors(np.asfortranarray(weight), scale, shape)
-    wanted = moe.from_compressed_tensors(weight, scale, shape)
+    read = functools.partial(moe.from_compressed_tensors, group_size=GROUP)
+    found, wanted = (read(of, scale, shape) for of in (np.asfortranarray(weight), weight))
     np.testing.assert_array_equal(found.values, wanted.values)
 
 
@@ -177,7 +181,7 @@ def test_g_idx_in_order(lead):
     assert found.block[-2:] == (GROUP, 1)
 
 
-SIZES = [1, 2, 16, 24, 60, 64, 80, 96, 128]
+SIZES = [1, 2, 5, 8, 12, 16, 24, 40, 60, 64, 80, 96, 128, 160]
 
 
 def in_groups_of(size, rows=160):
@@ -187,7 +191,7 @@ def in_groups_of(size, rows=160):
     return arrays, np.arange(rows, dtype=np.int64) // size
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[:-1])
 def test_sizes_of_groups_follow_from_their_order(size):
     given, order = in_groups_of(size)
     assert moe.from_gptq(*given, order).block == (size, 1)
@@ -199,9 +203,9 @@ def test_sizes_of_groups_follow_from_their_order(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_of_groups_follow_from_shapes_with_one_reading(size):
-    """Where rows divide evenly into groups of a power of two; else the caller says it."""
+    """160 rows in 20 groups are 20 groups of 8; 4 groups may be of 40, or of 41 to 53."""
     given, _ = in_groups_of(size)
-    assert moe.from_gptq(*given, group_size=size).block == (size, 1)
+    block = None if size == 160 else size
     awq = words(160, OUT // 8), *given[1:]
     packed = words(OUT, 20), given[2].T
     calls = {
@@ -210,11 +214,12 @@ def test_sizes_of_groups_follow_from_shapes_with_one_reading(size):
         moe.from_compressed_tensors: packed,
     }
     for function, arrays in calls.items():
-        assert function(*arrays, group_size=size).block == (size, 1)
-        with pytest.raises(ArgumentValueError, match=rf"block of `group_size` {size * 200}; got"):
-            function(*arrays, group_size=size * 200)
-        if size in (1, 2, 16):
-            assert function(*arrays).block == (size, 1)
+        assert function(*arrays, group_size=size).block == (block, 1)
+        with pytest.raises(ArgumentValueError, match=r"block of `group_size` 3; got"):
+            function(*arrays, group_size=3)
+        same = [of for of in range(1, 161) if -(-160 // of) == len(given[2])]
+        if same == [size] or size == 160:
+            assert function(*arrays).block == (block, 1)
         else:
             with pytest.raises(ArgumentValueError, match=r"each block of `group_size`; got \(24, "):
                 function(*arrays)
@@ -222,7 +227,7 @@ def test_sizes_of_groups_follow_from_shapes_with_one_reading(size):
 
 @pytest.mark.parametrize("size", [(96, 96), (128, 128), (96, 32), (1, 64), (-1, -1), (-1, 64)])
 def test_sizes_of_blocks(size):
-    """192 rows in 2 blocks may be 96 + 96 or 128 + 64."""
+    """192 rows in 2 blocks may be 96 + 96 or 128 + 64, in 3 blocks 64 + 64 + 64 or 80 + 80 + 32."""
     counts = [1 if of == -1 else -(-192 // of) for of in size]
     weight, scale = np.zeros((192, 192), np.int8), np.ones(counts, np.float32)
     found = moe.from_8_bits(weight, scale, block_size=size)
@@ -232,9 +237,20 @@ def test_sizes_of_blocks(size):
             ArgumentValueError, match=r"block of `block_size` \(.*\); got \(\d+, \d"
         ):
             moe.from_8_bits(weight, scale, block_size=other)
-    if size[0] in (96, 128):
+    if size == (-1, -1):
+        assert moe.from_8_bits(weight, scale).block == (None, None)
+    else:
         with pytest.raises(ArgumentValueError, match="block of `block_size`; got"):
             moe.from_8_bits(weight, scale)
+
+
+def test_a_partial_last_group_is_not_taken_for_a_whole_one():
+    """96 rows in groups of 40, 40 and 16 have as many scales as in groups of 32."""
+    given, order = in_groups_of(40, rows=96)
+    for how in ({"group_size": 40}, {"g_idx": order}):
+        assert moe.from_gptq(*given, **how).block == (40, 1)
+    with pytest.raises(ArgumentValueError, match=r"Without `group_size`, .* exactly one size"):
+        moe.from_gptq(*given)
 
 
 def test_one_group():
@@ -245,8 +261,11 @@ def test_one_group():
 
 def test_compressed_tensors_without_an_order():
     given = packed()
-    found = moe.from_compressed_tensors(*given, None, np.full(DEPTH, -1, np.int32))
+    no_order = np.full(DEPTH, -1, np.int32)
+    found = moe.from_compressed_tensors(*given, None, no_order, group_size=GROUP)
     assert found.block == (GROUP, 1)
+    with pytest.raises(ArgumentValueError, match=r"`group_size`; got \(24, 2\)"):
+        moe.from_compressed_tensors(*given, None, no_order)
 
 
 ORDERED = {
@@ -266,8 +285,8 @@ def test_act_order_is_refused(name):
 
 
 @pytest.mark.parametrize("groups", [0, 3, 5, 65])
-def test_groups_that_are_not_of_a_power_of_two(groups):
-    message = rf"`scales` must have .* got \(24, {groups}\) .*\(24, 64\).* a power of two"
+def test_groups_that_fit_no_size_or_several(groups):
+    message = rf"`scales` must have .* got \(24, {groups}\) .*\(24, 64\).* exactly one size"
     with pytest.raises(ArgumentValueError, match=message):
         moe.from_gptq(*gptq(groups=groups))
 
@@ -324,7 +343,7 @@ A_SCALE, INT8 = np.ones((2, OUT), np.float16), np.zeros((24, 64), np.int8)
         ),
         (
             lambda: moe.from_8_bits(np.zeros((256, 128), np.int8), np.ones((4, 8), np.float32)),
-            r"got \(4, 8\) .*\(256, 128\).* or squares of",
+            r"`block_size`; got \(4, 8\) .*\(256, 128\)",
         ),
         (
             lambda: moe.from_8_bits(INT8[None], np.ones((24, 1), np.float32)),

@@ -81,7 +81,7 @@ def from_gptq(
 ) -> ScaledArray:
     """Returns weights that GPTQ quantized to 4 bits: ``(number - zero) * scale``.
 
-        moe.from_gptq(qweight, qzeros, scales, g_idx).shape  # (in, out), stored transposed
+        moe.from_gptq(qweight, qzeros, scales, group_size=128).shape  # (in, out), stored transposed
 
     Args:
       qweight: int32 [..., in / 8, out]; each holds eight numbers, the first in the lowest bits.
@@ -91,7 +91,7 @@ def from_gptq(
         "act order" (`desc_act`) are refused. The documentation shows how to sort them.
       v2: whether zeros are stored as they are (`"checkpoint_format": "gptq_v2"`), not less one.
       group_size: the size of a group along `in`, -1 for all of it; the last group may be smaller.
-        None: by `g_idx`, else by the shapes if groups divide `in` evenly and are of a power of two.
+        None: by `g_idx`, else by the shapes if only one size fits, such as with one group.
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
@@ -159,7 +159,8 @@ def from_8_bits(
 ) -> ScaledArray:
     """Returns weights in float8 or int8 times their scales; bytes stay unchanged.
 
-        moe.from_8_bits(weight, weight_scale_inv).shape  # (in, out), stored transposed; DeepSeek-V3
+        w = moe.from_8_bits(weight, weight_scale_inv, block_size=(128, 128))  # DeepSeek-V3
+        w.shape  # (in, out), stored transposed
 
     Args:
       weight: float8_e4m3fn, float8_e5m2 or int8 [..., out, in]. Errors are as in `from_gptq`.
@@ -167,7 +168,7 @@ def from_8_bits(
         floats [..., out / size, in / size], rounded up, for blocks; [..., out] or [..., out, 1] for
         channels; [...], [..., 1] or [..., 1, 1] for whole layers.
       block_size: the sizes of a block along `out` and `in`, -1 for all of it; the last block may be
-        smaller. None: by the shapes if blocks divide both evenly, and are squares of a power of 2.
+        smaller. None: by the shapes if only one size fits, as with channels and whole layers.
     """
     sizes: Any = block_size
     if sizes is not None and not (
@@ -402,15 +403,14 @@ def _scaled(name: str, values: Any, scales: Any, stated: Any, **packed: Any) -> 
     block: list[int | None] = [1 for _ in shape[2:]]
     for size, count, of in zip(shape[-2:], scales.shape[-2:], stated, strict=True):
         block.append(_along(size, count, of))
-    squares = stated != (None, None) or len({*block[-2:]} - {1, None}) <= 1
-    if 0 in block or not squares:
+    if 0 in block:
         argument, size = ("group_size", stated[1]) if packed else ("block_size", stated)
         size = f" {size}" if {None} != {*stated} else ""
         raise ArgumentValueError(
             f"Argument `{name}` must have a scale for each block of `{argument}`{size}; got "
             f"{scales.shape[-2:]} along (out, in), which are {shape[-2:]}. Without `{argument}`, "
-            "which `quantization_config` in config.json has, blocks must divide the weights evenly "
-            "and be rows, columns, or squares of a power of two."
+            "which `quantization_config` in config.json has, exactly one size must fit the shapes, "
+            "and the last block may be partial."
         )
     return ScaledArray(values, scales, tuple(block), **packed).mT
 
@@ -421,12 +421,11 @@ def _along(size: int, count: int, stated: int | None) -> int | None:
         if count != (1 if stated == -1 else -(-size // stated)):
             return 0
         return None if count == 1 else stated
-    if size and count == 1:
-        return None
-    if size == count:
-        return 1
-    even = size // count if count and size % count == 0 else 0
-    return even if even & (even - 1) == 0 else 0
+    if not size or count < 2:
+        return None if size and count else 0
+    # Blocks of `least` to `most` give so many scales, as the last one may be partial.
+    least, most = -(-size // count), (size - 1) // (count - 1)
+    return least if least == most else 0
 
 
 def _nibbles(words: Any, order: Any) -> Any:
