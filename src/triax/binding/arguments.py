@@ -67,7 +67,8 @@ def bind(
     names, rest = view.parameter_names, view.variadic
     given = dict(kwargs)
     if rest is not None:
-        undescribed = num_outputs - sum(map(_is_output, kwargs.values()))
+        descriptors = [v for v in kwargs.values() if isinstance(v, TensorDescriptor)]
+        undescribed = num_outputs - sum(map(_is_output, descriptors))
         names = _in_front(view, rest.name, settable.union(kwargs), undescribed)
         value = given.setdefault(rest.name, tuple(operands[len(names) :]))
         if rest.name not in kwargs:
@@ -107,10 +108,9 @@ def bind(
     return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), described, given)
 
 
-def _is_output(value: Any) -> bool:
-    """Whether a value is the descriptor of an output: its base has a type and no data."""
-    types = jax.ShapeDtypeStruct, jax.core.ShapedArray
-    return isinstance(value, TensorDescriptor) and isinstance(value.base, types)
+def _is_output(descriptor: TensorDescriptor) -> bool:
+    """Whether a descriptor is of an output: its base is a type, and has no data."""
+    return isinstance(descriptor.base, (jax.ShapeDtypeStruct, jax.core.ShapedArray))
 
 
 def _in_front(view: Kernel, rest: str, valued: frozenset[str], num_outputs: int) -> tuple[str, ...]:

@@ -135,25 +135,19 @@ def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
 def _check_reset(request: Request, found: Sequence[Candidate]) -> None:
     """Warns of outputs that the kernel seems to read although the program does not fill them."""
     filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in found))
-    described = {name for name, argument in request.parameters if isinstance(argument, Descriptor)}
-    outputs = {
-        name: result.index
-        for name, argument in request.parameters
-        if isinstance(result := getattr(argument, "buffer", argument), Result)
-    }
+    arguments = dict(request.parameters)
     for option in ("reset_to_zero", "restore_value"):
         for name in getattr(request.kernel.autotuner, option, None) or ():
-            if name in outputs and outputs[name] not in filled:
+            argument = arguments.get(name)
+            output = getattr(argument, "buffer", argument)
+            if isinstance(output, Result) and output.index not in filled:
+                # jaxlib does not zero what is written through a descriptor.
+                zero = f"pass `zeroed_outputs=({output.index},)`, or " if output is argument else ""
                 _warn(
                     f"kernel {request.kernel.name}: `{option}` names the output `{name}`, but "
                     "takes effect only while configs are measured: in the program, an output is "
-                    "uninitialised. If the kernel adds to the output, "
-                    + (
-                        ""
-                        if name in described
-                        else f"pass `zeroed_outputs=({outputs[name]},)`, or "
-                    )
-                    + "alias an operand with the initial values to it."
+                    f"uninitialised. If the kernel adds to the output, {zero}alias an operand with "
+                    "the initial values to it."
                 )
 
 
