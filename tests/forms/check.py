@@ -42,6 +42,9 @@ def check(name: str, form_name: str, is_round: bool, implementation: Any) -> Non
     function = functools.partial(call.run, implementation=implementation)
     stacked = jax.tree.map(jnp.asarray, drawn(name, is_round))
     wanted = alone(gradient(function) if form.differentiates else function, stacked)
+    numbers = [np.asarray(of).astype(np.float64) for of in jax.tree.leaves(wanted)]
+    assert any(map(np.any, numbers))  # a reference of zeros would let zeros pass
+    assert all(np.isfinite(of).all() for of in numbers)
     given = jax.tree.map(np.array, stacked)
     found = form.run(function, stacked)
     _compare(found, wanted)
