@@ -60,7 +60,7 @@ test: $(STAMP)
 
 gpu-test: $(STAMP)
 	$(PY) -c "import jax; print(jax.devices('gpu'))"
-	$(PY) -m pytest -m gpu tests/gpu $(ARGS)
+	$(PY) -m pytest -m gpu tests/gpu -n 12 --dist loadgroup $(ARGS)
 
 fuzz: $(STAMP)
 	$(PY) -m tests.fuzz $(ARGS)

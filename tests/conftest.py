@@ -53,6 +53,9 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
     _added = [f"{name}={value}" for name, value in _XLA_FLAGS.items() if name not in _given]
     os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
+# Processes share a GPU (`-n`), each with what its own tests need.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # Where JAX's persistent cache is on, a key is computed for every program, with or without a folder.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 

@@ -96,7 +96,18 @@ def _map(function: Function, stacked: Any) -> Any:
 
 
 def _map_of_batches(function: Function, stacked: Any) -> Any:
-    return jax.jit(lambda xs: jax.lax.map(function, xs, batch_size=2))(stacked)
+    """JAX's map of batches divides by the size of each result: empty ones stay outside."""
+    found, of = jax.tree.flatten(_zeros(function, stacked))
+    some = [i for i, a in enumerate(found) if a.size]
+
+    def filled(x: Any) -> Any:
+        leaves = jax.tree.leaves(function(x))
+        return [leaves[i] for i in some]
+
+    mapped = jax.jit(lambda xs: jax.lax.map(filled, xs, batch_size=2))(stacked)
+    for i, a in zip(some, mapped, strict=True):
+        found[i] = a
+    return jax.tree.unflatten(of, found)
 
 
 def _vmap(function: Function, stacked: Any) -> Any:

@@ -91,8 +91,11 @@ def _rounded(value: Array, error: Array, u: float, lost: float) -> Near:
 
 
 def rounded(x: Near, dtype: Any) -> Near:
-    """Rounded to a dtype."""
-    return _rounded(x.value, x.error, unit(dtype), _lost(dtype))
+    """Rounded to a dtype; what may overflow there may be anything in what is made of it."""
+    found = _rounded(x.value, x.error, unit(dtype), _lost(dtype))
+    most = float(ml_dtypes.finfo(np.dtype(dtype)).max)
+    over = np.isfinite(x.value) & (abs(x.value) + x.error > most)
+    return Near(found.value, np.where(over, np.inf, found.error))
 
 
 def nudged(value: Array, relative: Any, size: Any = None) -> Near:
@@ -153,7 +156,9 @@ def fault(name: str, got: Any, want: Any) -> str | None:
         good |= np.isnan(wide) & np.isnan(value)
         most = float(ml_dtypes.finfo(got.dtype).max)
         good |= (wide == np.sign(value) * np.inf) & (abs(value) + error > most * (1 - U32))
-        good |= np.isfinite(value) & ~np.isfinite(error)  # it may have overflowed on its way
+        # It may have overflowed on its way, but does not come back from beyond the largest number.
+        lost = np.isfinite(value) & ~np.isfinite(error)
+        good |= lost & ((abs(value) <= most) | ~np.isfinite(wide))
     return _say(name, ~good if where is None else ~good & where, got, value, error)
 
 

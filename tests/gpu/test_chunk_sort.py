@@ -152,6 +152,7 @@ def assert_rows_on_device(actual, source, block=65536):
     [(524288, 4096, 64, "float32"), (70001, 65537, 64, "uint8"), (2**22 + 1, 1031, 256, "uint8")],
     ids=["full size", "past 2**32 elements, wide", "past 2**32 elements, long"],
 )
+@pytest.mark.xdist_group("large")
 def test_large(num_rows, width, num_chunks, dtype):
     sizes, indices, forward, back = valid_case(10, num_rows, num_chunks)
     x = _numbered(0, num_rows, width, dtype)

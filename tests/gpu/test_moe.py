@@ -172,6 +172,7 @@ def test_equals_definition(shape, routing):
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize("routing", ["distinct", "skewed"])
+@pytest.mark.xdist_group("large")
 def test_model_shapes(shape, routing):
     num_tokens, top_k, num_experts, width = shape
     rng = np.random.default_rng(2)
@@ -241,6 +242,7 @@ def test_corrupted_plans_stay_inside():
     jax.block_until_ready(everything(*case[:3], plan, *case[4:]))
 
 
+@pytest.mark.xdist_group("large")
 def test_rows_times_width_past_32_bits():
     """300,000 rows of 7168: offsets pass 2**31, and in the gradients too."""
     num_rows, width = 300_000, 7168

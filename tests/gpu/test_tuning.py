@@ -291,6 +291,7 @@ def test_warm_start_measures_nothing(tmp_path, monkeypatch):
     assert warm < 0.05
 
 
+@pytest.mark.xdist_group("large")
 def test_large_operands_and_a_full_pool(caplog):
     """8.6 GB: measured where the driver has room beside JAX's pool, else said how to tune."""
     x = jnp.ones((524288, 4096), jnp.float32)

@@ -76,6 +76,7 @@ def test_a_plan_that_keeps_every_expert(shape, fill):
         assert_same_bits(getattr(actual, name), getattr(expected, name), name)
 
 
+@pytest.mark.xdist_group("large")
 def test_nearly_as_fast_as_with_top_k():
     case = draw(16384, 4096)
 
