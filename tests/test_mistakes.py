@@ -827,18 +827,6 @@ MISTAKES = [
         r"`compare` must be a bool; got 'no'",
     ),
     Mistake(
-        "configs that are nowhere",
-        lambda: triax.Records.load("/no/such/folder"),
-        of_value,
-        r"`folder` must hold tuned configs.*'/no/such/folder' holds none",
-    ),
-    Mistake(
-        "a file of configs",
-        lambda: triax.Records.load(__file__),
-        of_value,
-        r"`folder` must be the path of a folder; '.*test_mistakes.py' is a file",
-    ),
-    Mistake(
         "configs to a file",
         lambda: triax.Records().save(__file__),
         of_value,
@@ -846,7 +834,7 @@ MISTAKES = [
     ),
     Mistake(
         "no folder",
-        lambda: triax.Records.load(None),
+        lambda: triax.Records().save(None),
         of_type,
         r"`folder` must be the path of a folder; got None",
     ),
@@ -903,12 +891,6 @@ MISTAKES = [
         lambda: command("explain", __file__),
         SystemExit,
         r"1: triax: `triax explain` needs FILE:FUNCTION .*names no function",
-    ),
-    Mistake(
-        "an archive that is none",
-        lambda: command("cache", "import", __file__),
-        SystemExit,
-        r"1: triax: Argument `file` must be a file that `triax cache export` wrote; .*not a zip",
     ),
     Mistake(
         "a config that is not there",

@@ -4,7 +4,7 @@
     python -m tests.untrusted store -max_total_time=300
     python -m tests.untrusted all -max_total_time=120     # writes benchmarks/untrusted.json
 
-`store` reads bytes as a stored record and as an exported file: ValueError is all that may come out.
+`store` reads bytes as a stored record: ValueError is all that may come out.
 `command` runs the command `triax`, in folders of its own: an exit status, and no traceback.
 `arguments` calls kernels with operands, grids and results of any kind: errors of Triax alone.
 
@@ -48,7 +48,7 @@ with atheris.instrument_imports(include=["triax"]):
 VALID = records.record(0).to_json()
 COMMANDS = (
     *("doctor", "tune", "explain", "cache", "bench", "list", "dir", "show", "clear"),
-    *("export", "import", "--all", "--json", "--ptx", "--into", "-v", "--version", "--workarounds"),
+    *("--all", "--json", "--ptx", "--into", "-v", "--version", "--workarounds"),
     *(
         "--output",
         "--help",
@@ -104,7 +104,7 @@ def changed(data: Any, of: Any) -> Any:
 
 
 def read_store(of: bytes) -> None:
-    """Bytes, or a record of which parts are others; alone, and in a file to import."""
+    """Bytes, or a record with changed parts."""
     data = atheris.FuzzedDataProvider(of)
     if not data.ConsumeIntInRange(0, 5):
         found = data.ConsumeBytes(len(of))
@@ -118,10 +118,8 @@ def read_store(of: bytes) -> None:
     with contextlib.suppress(ValueError):
         kept = store.Store(file.parent, "a test").read(file)
         assert store.Record.from_json(kept.to_json()) == kept
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        assert cli.main(["cache", "import", str(file)]) in (0, 1)
-    kept_files = [*(HOME / "cache").rglob("*")]
-    assert all(path.is_dir() or path.name.startswith("kernel_0") for path in kept_files), kept_files
+        place = store.Store(HOME / "cache", "a test")
+        assert place.path(kept.key).parent == place.folder, kept.key.name
 
 
 def run_command(of: bytes) -> None:

@@ -105,12 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("name", nargs="?", help="a kernel, or a name; everything if left out")
     which.add_argument("--all", action="store_true", help="everything, without asking")
     action.set_defaults(run=lambda options: cache.clear(options.name, options.all))
-    action = actions.add_parser("export", help="write the user's store into one file")
-    action.add_argument("file", type=Path)
-    action.set_defaults(run=lambda options: cache.export(options.file))
-    action = actions.add_parser("import", help="add the configs of an exported file")
-    action.add_argument("file", type=Path)
-    action.set_defaults(run=lambda options: cache.import_(options.file))
 
     command = commands.add_parser("bench", help="run a function, and print its benchmarks")
     command.set_defaults(run=_with_function, tool=_returned, show=lambda of, _: print(f"{of}\n"))

@@ -121,11 +121,6 @@ def gpu() -> str | None:
     return _read("TRIAX_GPU") or None
 
 
-def gpu_like() -> str | None:
-    """``TRIAX_GPU_LIKE``: the GPU whose tuned configs others of its architecture use, or None."""
-    return _read("TRIAX_GPU_LIKE") or None
-
-
 def cache_folder() -> Path | None:
     """The folder of tuned configs: ``TRIAX_CACHE_DIR``, else triax/ in the user's cache folder.
 
@@ -213,7 +208,6 @@ VARIABLES: dict[str, Callable[[], object]] = {
     "TRIAX_CUDA_ARCH": cuda_arch,
     "TRIAX_ENFORCE_AUTOTUNING": enforce_autotuning,
     "TRIAX_GPU": gpu,
-    "TRIAX_GPU_LIKE": gpu_like,
     "TRIAX_TUNING_BYTES": tuning_bytes,
     "TRIAX_TUNING_TIMEOUT": tuning_timeout_s,
 }

@@ -67,7 +67,6 @@ def fresh_process():
     """As if the process had just started."""
     policy.forget()
     policy._warn.cache_clear()
-    policy._check_gpu_like.cache_clear()
     packages.folders.cache_clear()
     yield
     packages.folders.cache_clear()

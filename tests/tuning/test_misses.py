@@ -51,19 +51,11 @@ def test_what_differs(changes, text):
 
 def test_another_gpu():
     place = known(gpu="Other")
-    assert misses.find(KEY, [place]).text == (
-        "known for Other, this is Imaginary GPU (user store; set TRIAX_GPU_LIKE to use it)"
-    )
+    assert misses.find(KEY, [place]).text == ("known for Other, this is Imaginary GPU (user store)")
     nowhere = dataclasses.replace(KEY, gpu="")
     assert misses.find(nowhere, [place]).text == (
         "known for Other, this is a GPU without a name (user store)"
     )
-
-
-def test_what_it_stands_for_is_no_reason():
-    place = known(gpu="Other", triton="3.6.0")
-    assert misses.find(KEY, [place], gpu_like="Other").fields == ("triton",)
-    assert misses.find(KEY, [place], gpu_like="Third").fields == ("triton", "gpu")
 
 
 def test_the_nearest_counts():

@@ -158,7 +158,7 @@ def test_a_shipped_config_is_chosen(install, measurer):
 
 
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize("place", ["package norms", "store", "user store", "folder"])
+@pytest.mark.parametrize("place", ["package norms", "store", "user store"])
 def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, caplog, place):
     """They are not used, and every message says why."""
     x = np.zeros(1003, np.float32)
@@ -171,11 +171,9 @@ def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, cap
     old = dataclasses.replace(kept.key, triton="3.5.7")
     Store(folder, "").put(dataclasses.replace(kept, key=old))
     policy.forget()
-    if place == "folder":
-        triax.Records.load(folder)
-    elif place == "store":
+    if place == "store":
         monkeypatch.setenv("TRIAX_CACHE_PATH", str(folder))
-    where = f"{place} {folder}" if place in ("store", "folder") else place
+    where = f"{place} {folder}" if place == "store" else place
     known = f"known for Triton 3.5.7, this is {triton.__version__} ({where})"
     with triax.tuning_mode("strict"), pytest.raises(TuningError, match=re.escape(f"is {known}.")):
         explain()

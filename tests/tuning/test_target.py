@@ -58,7 +58,7 @@ def test_records_of_the_gpu_it_names_are_found(tuned, monkeypatch, mode):
         ),
         (
             "Imaginary",
-            "this is Imaginary (user store; set TRIAX_GPU_LIKE to use it)",
+            "this is Imaginary (user store)",
             " The GPU is 'Imaginary'.",
         ),
     ],

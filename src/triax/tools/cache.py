@@ -1,14 +1,12 @@
 """The actions of `triax cache` on the stores of tuned configs; each returns an exit status.
 
-Files are trusted only after `Store.read` or `Record.from_json` has checked them: a file that is not
-a valid record is neither deleted nor imported.
+Files are trusted only after `Store.read` has checked them: a file that is not a valid record is not
+deleted.
 """
 
 from __future__ import annotations
 
-import io
 import sys
-import zipfile
 from pathlib import Path
 from typing import TypeGuard
 
@@ -18,9 +16,6 @@ from triax.errors import ArgumentValueError
 from triax.messages import counted, near_misses
 from triax.tuning import store
 from triax.tuning.store import Record, Store
-
-MAX_ARCHIVE_BYTES = 256 << 20  # of an exported file, packed and unpacked
-
 
 NOTHING_YET = (
     "kernels with several configs are measured when they are first compiled on a GPU, or by "
@@ -106,73 +101,6 @@ def clear(name: str | None, everything: bool) -> int:
     if name is None and len(found) > count:
         _complain(f"left {len(found) - count} files there that hold no config of this version")
     return 0
-
-
-def export(file: Path) -> int:
-    """Writes the records of the user's store into one file."""
-    records = [record for _, record in store.user_store().records()]
-    usable = {f"{r.key.name}.json": r for r in records if isinstance(r, Record)}
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as entries:
-        for name, record in usable.items():
-            entries.writestr(name, record.to_json())
-    file.write_bytes(archive.getbuffer())
-    print(
-        f"wrote {counted(len(usable), 'config')} to {file}" + ("" if usable else f": {NOTHING_YET}")
-    )
-    return 0
-
-
-def import_(file: Path) -> int:
-    """Puts the records of an exported file into the user's store.
-
-    Raises:
-      ArgumentValueError: the file is not one that `export` wrote.
-    """
-    place = store.user_store()
-    records, status = [], 0
-    for name, text in _entries(file):
-        try:
-            records.append(Record.from_json(text.decode()))
-        except ValueError as error:
-            _complain(f"{name!r} in {file} is not usable: {error}")
-            status = 1
-    try:
-        for record in records:
-            place.put(record)
-    except OSError as error:
-        _complain(
-            f"{place.folder} cannot be written: {error.strerror}. Set TRIAX_CACHE_DIR to a folder "
-            "that can."
-        )
-        return 1
-    print(f"added {counted(len(records), 'config')} to {place.folder}")
-    return status
-
-
-def _entries(file: Path) -> list[tuple[str, bytes]]:
-    """Reads the names and contents in an exported file. Nothing is unpacked to disk."""
-    found, left = [], MAX_ARCHIVE_BYTES
-    try:
-        with zipfile.ZipFile(io.BytesIO(store.contents(file, MAX_ARCHIVE_BYTES))) as archive:
-            for entry in archive.infolist():
-                if entry.is_dir():
-                    continue
-                with archive.open(entry) as opened:
-                    # Limit the read, because the sizes in the archive's headers may be wrong.
-                    content = opened.read(min(store.MAX_BYTES, left) + 1)
-                left -= len(content)
-                if left < 0 or len(content) > store.MAX_BYTES:
-                    raise ValueError(f"{entry.filename!r} is too large")
-                found.append((entry.filename, content))
-    except OSError:
-        raise
-    except Exception as error:  # a damaged archive: zipfile raises what its decompressors raise
-        raise ArgumentValueError(
-            f"Argument `file` must be a file that `triax cache export` wrote; {file} cannot be "
-            f"read: {error}."
-        ) from error
-    return found
 
 
 def _is_named(record: Record | Exception, path: Path, name: str | None) -> TypeGuard[Record]:

@@ -45,13 +45,13 @@ class Miss:
     text: str = ""
 
 
-def find(key: Key, known: Iterable[tuple[Record, str]], gpu_like: str | None = None) -> Miss:
+def find(key: Key, known: Iterable[tuple[Record, str]]) -> Miss:
     """Compares a key with the nearest `known` records, which come with the names of their stores.
 
     The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if the kernel
-    has no configs. `gpu_like` names a GPU that counts as the key's.
+    has no configs.
     """
-    found = [(_differing(key, r.key, gpu_like), r.key, place) for r, place in known]
+    found = [(_differing(key, r.key), r.key, place) for r, place in known]
     found = [one for one in found if one[0] and one[1].kernel == key.kernel]
     if not found:
         return Miss()
@@ -66,13 +66,10 @@ def find(key: Key, known: Iterable[tuple[Record, str]], gpu_like: str | None = N
         ours = _quoted(value(key, nearest))
         texts.append(before + theirs + (f", this is {ours}" if ours else ""))
     where = _listed(place for _, place in alike)
-    where += "; set TRIAX_GPU_LIKE to use it" if fields == ("gpu",) and key.gpu else ""
     return Miss(fields, f"known for {'; '.join(texts)} ({where})")
 
 
-def _differing(key: Key, other: Key, gpu_like: str | None) -> tuple[str, ...]:
-    if other.gpu == gpu_like:
-        key = dataclasses.replace(key, gpu=other.gpu)
+def _differing(key: Key, other: Key) -> tuple[str, ...]:
     if key.ratio(other.moved_bytes) <= SIZE_FACTOR:
         key = dataclasses.replace(key, moved_bytes=other.moved_bytes)
     return tuple(name for name in _SAID if getattr(other, name) != getattr(key, name))

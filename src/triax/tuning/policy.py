@@ -20,7 +20,6 @@ from triax.binding.launch import Call, CompiledKernel, Launch
 from triax.compat import versions
 from triax.devices import Device
 from triax.errors import TuningError, VersionError
-from triax.messages import near_misses
 from triax.tuning import agree, misses, store
 from triax.tuning.key import SIZE_FACTOR, Key, label
 from triax.tuning.request import HOW_TO_TUNE, Fallback, Request
@@ -91,15 +90,6 @@ def forget() -> None:
     with _lock:
         for memory in (_resolved, _measured, _unmeasurable, _noted, _misses):
             memory.clear()
-
-
-def remember(record: Record, source: str) -> None:
-    """Makes programs lowered from now on use a record, as if this process had measured it."""
-    family = record.key.family
-    with _lock:
-        for name in [n for n in _resolved if n.rpartition("-")[0] == family]:
-            del _resolved[name]
-        _measured.setdefault(family, []).insert(0, Decision(record.config, source, record))
 
 
 def decision(name: str) -> Decision | None:
@@ -213,9 +203,9 @@ def _known(request: Request, labels: Collection[str]) -> Decision | None:
     key = request.key
     if (own := _nearest(key, labels)) is not None:
         return own
-    if (found := _stored(request, labels)) is not None:
-        record, where = found
-        return Decision(record.config, where, record)
+    if (found := store.find(key)) is not None:
+        record, place = found
+        return Decision(record.config, place.name, record)
     config = agree.published(key.name)
     return None if config is None else Decision(config, _ELSEWHERE)
 
@@ -224,46 +214,6 @@ def _nearest(key: Key, labels: Collection[str]) -> Decision | None:
     measured = [d for d in _measured.get(key.family, ()) if d.config in labels]
     near = [(key.ratio(d.measured_bytes or 0), i, d) for i, d in enumerate(measured)]
     return min(near)[2] if near and min(near)[0] <= SIZE_FACTOR else None
-
-
-def _stored(request: Request, labels: Collection[str]) -> tuple[Record, str] | None:
-    """Finds the record of a request in the stores, and says where it is.
-
-    ``TRIAX_GPU_LIKE`` names the GPU whose record is used if the request's own GPU has none.
-    """
-    key, like = request.key, settings.gpu_like()
-    if (found := store.find(key)) is not None:
-        return found[0], found[1].name
-    if like is None or key.gpu in ("", like):
-        return None
-    key_like = dataclasses.replace(key, gpu=like)
-    loaded = _nearest(key_like, labels)
-    if loaded is not None and loaded.record is not None:
-        record, where = loaded.record, loaded.source
-    elif (found := store.find(key_like)) is not None:
-        record, where = found[0], found[1].name
-    else:
-        _check_gpu_like(like, key.compute_capability)
-        return None
-    _warn(
-        f"kernel {request.call.display_name}: programs for {key.gpu!r} use a config tuned on "
-        f"{like!r}, as TRIAX_GPU_LIKE says"
-    )
-    return record, f"{where}, of {like}"
-
-
-@functools.cache
-def _check_gpu_like(name: str, compute_capability: int) -> None:
-    """Logs once if nothing at all is stored for a GPU of this name and architecture."""
-    known = store.gpus(compute_capability=compute_capability)
-    if name not in known:
-        logger.warning(
-            "TRIAX_GPU_LIKE is %r, and no stored config is for a GPU of that name and compute "
-            "capability %d.%s",
-            name,
-            compute_capability,
-            near_misses(name, known),
-        )
 
 
 def _measured_or_not(request: Request) -> Decision | Fallback:
@@ -348,7 +298,7 @@ def _miss(request: Request) -> misses.Miss:
     if key.name not in _misses:
         known = [(d.record, d.source) for d in own if d.record is not None]
         known += store.known(key.kernel)
-        _misses[key.name] = misses.find(key, known, settings.gpu_like())
+        _misses[key.name] = misses.find(key, known)
     return _misses[key.name]
 
 

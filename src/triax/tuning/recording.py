@@ -1,4 +1,4 @@
-"""Collects the tuned configs that a program uses, saves them, and loads saved ones."""
+"""Collects the tuned configs that a program uses, and saves them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.messages import shown
@@ -55,7 +54,15 @@ class Records:
           ArgumentTypeError, ArgumentValueError: `folder` is not a path, or is a file.
           OSError: the folder cannot be written.
         """
-        place = _store(folder)
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ArgumentTypeError(
+                f"Argument `folder` must be the path of a folder; got {shown(folder)}."
+            )
+        if Path(folder).is_file():
+            raise ArgumentValueError(
+                f"Argument `folder` must be the path of a folder; {os.fspath(folder)!r} is a file."
+            )
+        place = Store(Path(folder), "saved")
         if not self:
             logger.warning(
                 "nothing is saved in %s: no call got a config that was measured. Programs that "
@@ -63,44 +70,6 @@ class Records:
                 place.folder,
             )
         return [place.put(record) for record in self]
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> Records:
-        """Reads a folder of tuned configs, and makes this process use them before any others.
-
-        Programs compiled before keep their configs. Invalid files are logged.
-
-        Raises:
-          ArgumentTypeError: `folder` is not a path.
-          ArgumentValueError: `folder` is a file, or holds no tuned config.
-          OSError: the folder cannot be read.
-        """
-        place, found = _store(folder), cls()
-        for path, record in place.records():
-            if isinstance(record, Exception):
-                logger.warning("tuned config %s is not usable and is ignored", path)
-            else:
-                found.add(record)
-        if not found:
-            raise ArgumentValueError(
-                f"Argument `folder` must hold tuned configs, as `Records.save` writes them; "
-                f"{os.fspath(folder)!r} holds none."
-            )
-        for record in found:
-            policy.remember(record, place.name)
-        return found
-
-
-def _store(folder: Any) -> Store:
-    if not isinstance(folder, (str, os.PathLike)):
-        raise ArgumentTypeError(
-            f"Argument `folder` must be the path of a folder; got {shown(folder)}."
-        )
-    if (path := Path(folder)).is_file():
-        raise ArgumentValueError(
-            f"Argument `folder` must be the path of a folder; {os.fspath(folder)!r} is a file."
-        )
-    return Store(path, f"folder {folder}")
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from triax.tuning.key import FORMAT, Key
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about 10 kB
+_MAX_BYTES = 4 << 20  # per file; a record of a hundred candidates has about 10 kB
 _PART_PREFIX = ".triax-"
 _PART_AGE_S = 60
 
@@ -85,20 +85,20 @@ class Record:
         return record
 
 
-def contents(path: Path, max_bytes: int) -> bytes:
+def _contents(path: Path) -> bytes:
     """Reads an untrusted file.
 
     Raises:
       OSError: the file cannot be opened or read.
-      ValueError: the file is larger than `max_bytes`, or not a regular file.
+      ValueError: the file is larger than `_MAX_BYTES`, or not a regular file.
     """
     # Opening a pipe that nobody writes to would wait forever without O_NONBLOCK.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is not a regular file")
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"it is larger than {max_bytes} bytes")
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
     return data
 
 
@@ -135,7 +135,7 @@ class Store:
         """
         if self.in_package and path.is_symlink():
             raise ValueError("it is a link")
-        return Record.from_json(contents(path, MAX_BYTES).decode())
+        return Record.from_json(_contents(path).decode())
 
     def _read(self, key: Key) -> Record | None:
         path = self.path(key)
@@ -235,11 +235,9 @@ def known(kernel: str | None = None) -> Iterator[tuple[Record, str]]:
                     yield record, place.name
 
 
-def gpus(compute_capability: int | None = None) -> list[str]:
-    """The names of the GPUs that stored configs are for, of one architecture if given."""
-    keys = [record.key for record, _ in known()]
-    found = {k.gpu for k in keys if compute_capability in (None, k.compute_capability)}
-    return sorted(found - {""})
+def gpus() -> list[str]:
+    """The names of the GPUs that stored configs are for."""
+    return sorted({record.key.gpu for record, _ in known()} - {""})
 
 
 def find(key: Key) -> tuple[Record, Store] | None:
