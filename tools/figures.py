@@ -25,7 +25,11 @@ from triax import architectures
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (
+        ROOT / "README.md",
+        *sorted(ROOT.glob("benchmarks/*.md")),
+        *sorted(ROOT.glob("docs/**/*.md")),
+    )
     if "<!-- figures: " in path.read_text()
 ]
 ROWS: dict[str, Any] = tomllib.loads((ROOT / "tools" / "figures.toml").read_text("utf-8"))

@@ -1,6 +1,6 @@
 """What users would pick instead of Triax, for the ops of the benchmark's cases, in one table.
 
-docs/benchmarks.md says what each is.
+docs/how-fast.md says what each is.
 """
 
 from __future__ import annotations
