@@ -34,11 +34,11 @@ from benchmarks.harness.streams import Stream, find_limit
 from benchmarks.harness.timing import in_turn, median_us
 from triax import moe
 from triax.benchmark import BURSTS, REST_S
-from triax.moe.grouped_matmul import ops as products
-from triax.moe.grouped_matmul.options import FAST_SUMS as FAST
-from triax.moe.grouped_matmul.options import Groups, Options
-from triax.moe.quantized_outer import launchers
-from triax.moe.quantized_outer import ops as outer
+from triax.moe.products import ops as products
+from triax.moe.products import quantized_outer as launchers
+from triax.moe.products import quantized_outer_ops as outer
+from triax.moe.products.options import FAST_SUMS as FAST
+from triax.moe.products.options import Groups, Options
 from triax.moe.shared.target import for_target
 
 # rows, experts, depth, columns

@@ -12,7 +12,7 @@ from tests.fuzz.bounds import Array, Near, matmul, rounded, sum_unit
 from tests.fuzz.draws import Rng, one_of
 from tests.fuzz.products import put, sizes_of, spans, zeros
 from tests.fuzz.program import Arrays, Program
-from triax.moe.quantized_outer import api
+from triax.moe.products import quantized_outer_api as api
 
 _INTEGERS = {"int8": 127, "int4": 7}
 _PACKED = ("int4", "float4_e2m1fn")

@@ -14,14 +14,14 @@ from tests.gpu.test_ragged_dot import spans
 from tests.moe import flat
 from tests.moe.quantization.oracle import exactly
 from triax import moe
-from triax.moe.grouped_matmul import float32_sums
-from triax.moe.grouped_matmul.options import Groups
-from triax.moe.grouped_matmul.reference import group_of_rows
+from triax.moe.products import quantized_outer as launchers
+from triax.moe.products import sm90_8_bits
+from triax.moe.products.options import Groups
+from triax.moe.products.quantized_outer_api import quantized_outer
+from triax.moe.products.quantized_outer_configs import TILE
+from triax.moe.products.reference import group_of_rows
 from triax.moe.quantization.reference import quantize_groups_reference
 from triax.moe.quantization.scaled import ScaledArray
-from triax.moe.quantized_outer import launchers
-from triax.moe.quantized_outer.api import quantized_outer
-from triax.moe.quantized_outer.configs import TILE
 from triax.testing import assert_same_bits, poison
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_the_kernel_of_float32_sums_and_its_twin(monkeypatch, scaling, sizes, sh
         return whole, jax.jit(some)(rows)
 
     found = run(1)
-    monkeypatch.setattr(float32_sums, "suit", lambda *_, **__: False)
+    monkeypatch.setattr(sm90_8_bits, "suit", lambda *_, **__: False)
     for one, other in zip(found, run(1), strict=True):
         assert_same_bits(one, other)
     assert np.any(np.asarray(found[0]))

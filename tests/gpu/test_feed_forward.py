@@ -12,7 +12,7 @@ import pytest
 from tests.moe import flat
 from tests.moe.layer.test_feed_forward import CASES, check_against_dense, draw
 from triax import moe
-from triax.moe.grouped_matmul import overlapped
+from triax.moe.products import sm90_16_bits
 from triax.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_activation_in_the_first_products_kernel(
         return out, pull(jnp.cos(out))
 
     found = jax.jit(run)(x, logits, *weights)
-    with mock.patch.object(overlapped, "suit", return_value=False):
+    with mock.patch.object(sm90_16_bits, "suit", return_value=False):
         wanted = jax.jit(lambda *args: run(*args))(x, logits, *weights)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.any(np.asarray(b))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.gpu.test_eight_bits import error
-from tests.moe.grouped_matmul import oracle
+from tests.moe.products import oracle
+from tests.moe.products.test_few_rows_packed import WAYS, all_numbers, is_taken, weights_of
 from tests.moe.quantization.oracle import exactly
-from tests.moe.weight_only.test_packed import WAYS, all_numbers, is_taken, weights_of
 from triax import moe
 from triax.testing import assert_same_bits, poison
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.gpu.test_ragged_dot import SIZES, TOLERANCE, spans
-from tests.moe.grouped_matmul.test_programs import kernels
-from triax.moe.grouped_matmul import ops, overlapped
-from triax.moe.grouped_matmul.options import Groups, Options
+from tests.moe.products.test_programs import kernels
+from triax.moe.products import ops, sm90_16_bits
+from triax.moe.products.options import Groups, Options
 from triax.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def run(left, right, groups, dtype):
 def both(*operands):
     """What the kernel in Gluon computes: Triton's bits, if both multiply in warp groups."""
     found, in_gluon = run(*operands)
-    with mock.patch.object(overlapped, "suit", return_value=False):
+    with mock.patch.object(sm90_16_bits, "suit", return_value=False):
         wanted, not_there = run(*operands)
     if not in_gluon:
         pytest.skip("only for Hopper")

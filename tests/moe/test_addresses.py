@@ -12,7 +12,7 @@ import pytest
 from triax import moe
 from triax.interpreting.builder import Builder
 from triax.moe.plans.configs import FewPairsConfig
-from triax.moe.quantized_outer.api import quantized_outer
+from triax.moe.products.quantized_outer_api import quantized_outer
 from triax.moe.shared import launching
 
 # More than any row, column, group or masked lane here, and less than the elements of an array.

@@ -8,7 +8,7 @@ import pytest
 
 from tests import cards
 from triax.compat import jax_private
-from triax.moe.grouped_matmul import configs
+from triax.moe.products import any_gpu_configs
 
 PROGRAMS = (
     "ragged_dot, 4000 rows, bfloat16{'transpose_weights': True}",
@@ -37,7 +37,7 @@ def test_blocks_that_do_not_fit_are_found(monkeypatch):
     if not jax_private.supports_tensor_maps():
         pytest.skip("stages that do not fit are those of descriptors, which need JAX 0.11")
     monkeypatch.setattr(cards, "PROGRAMS", {"a layer": cards.PROGRAMS[PROGRAMS[0]]})
-    monkeypatch.setattr(configs, "shared_bytes", lambda *_: 0)
+    monkeypatch.setattr(any_gpu_configs, "shared_bytes", lambda *_: 0)
     jax.clear_caches()
     _, (problem,) = cards.survey(120)
     assert "bytes of shared memory per block" in problem

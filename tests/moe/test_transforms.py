@@ -434,7 +434,7 @@ def test_cpu_gets_plain_jax_alone(name):
 @pytest.mark.parametrize(
     ("name", "arch"),
     [(name, "90") for name in WITH_KERNELS]
-    # ragged_dot has its own test for these: tests/moe/grouped_matmul/test_programs.py.
+    # ragged_dot has its own test for these: tests/moe/products/test_programs.py.
     + [
         pytest.param(name, arch, marks=pytest.mark.slow("Triton is the same"))
         for name in WITH_KERNELS

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from triax import moe
 from triax.errors import ArgumentValueError
 from triax.moe import transformer_engine as te
-from triax.moe.quantized_outer.api import quantized_outer
+from triax.moe.products.quantized_outer_api import quantized_outer
 from triax.testing import assert_same_bits
 
 TOKENS, EXPERTS, HIDDEN = 6, 4, 32

@@ -9,7 +9,6 @@ from triax.moe.expert_parallel.api import combine as combine
 from triax.moe.expert_parallel.api import dispatch as dispatch
 from triax.moe.expert_parallel.arrivals import Dispatched as Dispatched
 from triax.moe.expert_parallel.arrivals import DispatchPlan as DispatchPlan
-from triax.moe.grouped_matmul.api import ragged_dot as ragged_dot
 from triax.moe.layer.api import feed_forward as feed_forward
 from triax.moe.layer.experts import Experts as Experts
 from triax.moe.layer.parts import FeedForward as FeedForward
@@ -20,6 +19,7 @@ from triax.moe.permutation.reference import Permuted as Permuted
 from triax.moe.plans.api import make_plan as make_plan
 from triax.moe.plans.api import make_plan_from_mask as make_plan_from_mask
 from triax.moe.plans.reference import Plan as Plan
+from triax.moe.products.api import ragged_dot as ragged_dot
 from triax.moe.quantization.api import quantize as quantize
 from triax.moe.quantization.checkpoints import from_8_bits as from_8_bits
 from triax.moe.quantization.checkpoints import from_awq as from_awq

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.moe import flat
-from tests.moe.grouped_matmul import oracle
-from tests.moe.grouped_matmul.test_scaled import exactly
+from tests.moe.products import oracle
+from tests.moe.products.test_scaled import exactly
 from triax import moe
 from triax.errors import DifferentiationError
 from triax.moe.layer import ops, products, recipes

@@ -18,8 +18,8 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import checkpoint
 from triax.moe.activations import api as activations
 from triax.moe.activations.reference import Activation, GluSpec
-from triax.moe.grouped_matmul import scaled as operands
 from triax.moe.layer.recipes import BLOCK, Recipe, Scaling, resolve
+from triax.moe.products import operands
 from triax.moe.quantization import scaled
 from triax.moe.quantization.api import quantize
 from triax.moe.quantization.scaled import ScaledArray

@@ -14,12 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax.moe.activations.api import glu, glu_gradients, quantized_glu
 from triax.moe.activations.reference import GluSpec
-from triax.moe.grouped_matmul.ops import ragged_dot_glu
-from triax.moe.grouped_matmul.options import Groups, Options
 from triax.moe.layer.experts import Matrix
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import DTYPES
 from triax.moe.plans.reference import Plan
+from triax.moe.products.ops import ragged_dot_glu
+from triax.moe.products.options import Groups, Options
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import resolve_for_floats

@@ -17,15 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from triax.moe.grouped_matmul.api import ragged_dot
-from triax.moe.grouped_matmul.options import FAST_SUMS
 from triax.moe.layer.experts import Matrix, in_8_bits
 from triax.moe.layer.recipes import BLOCK, DTYPES, Scaling
 from triax.moe.permutation.api import permute, unpermute
 from triax.moe.plans.reference import Plan
+from triax.moe.products.api import ragged_dot
+from triax.moe.products.options import FAST_SUMS
+from triax.moe.products.quantized_outer_api import quantized_outer
 from triax.moe.quantization.api import quantize
 from triax.moe.quantization.scaled import ScaledArray
-from triax.moe.quantized_outer.api import quantized_outer
 from triax.sharding import explicit
 
 

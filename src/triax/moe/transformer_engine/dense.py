@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from triax.errors import ArgumentValueError, UnsupportedError
 from triax.messages import short
-from triax.moe.grouped_matmul.api import ragged_dot
+from triax.moe.products.api import ragged_dot
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation

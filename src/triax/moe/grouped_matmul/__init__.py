@@ -1,1 +1,0 @@
-"""Multiplies rows by the weights of their groups."""

@@ -1,0 +1,160 @@
+"""The kernels for the gradients of ragged_dot's weights and bias: sums over a group's rows."""
+
+import triton
+import triton.language as tl
+
+from triax.moe.products.any_gpu_kernels import (
+    _GROUP_END,
+    _halves,
+    _load_block,
+    _ordered,
+    _store_rows,
+)
+
+
+@triton.jit
+def _num_steps(
+    bounds_ptr, per_group, NUM_GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr
+):
+    """Returns the number of steps of this program's tiles. A group has `per_group` tiles; a tile
+    takes STEPS steps for each ROWS of the group's rows, and at least one step."""
+    found = tl.zeros([256], tl.int32)
+    for first in range(0, NUM_GROUPS, 256):
+        groups = first + tl.arange(0, 256)
+        inside = groups < NUM_GROUPS
+        start = tl.load(bounds_ptr + groups, mask=inside, other=0)
+        size = tl.load(bounds_ptr + groups + 1, mask=inside, other=0) - start
+        steps = tl.cdiv(size, ROWS) * STEPS
+        before = groups * per_group - tl.program_id(0)
+        tiles = tl.cdiv(tl.maximum(before + per_group, 0), tl.num_programs(0))
+        tiles -= tl.cdiv(tl.maximum(before, 0), tl.num_programs(0))
+        found += tl.where(inside, tl.maximum(steps, 1) * tiles, 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _store_outer(
+    out,
+    block,
+    group,
+    first,
+    second,
+    num_left,
+    num_right,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Stores a block of a group's left × right in two halves: half the shared memory is enough."""
+    HALF: tl.constexpr = RIGHT // 2
+    near, far = _halves(block, LEFT, RIGHT)
+    if TMA:
+        out.store([group, first, second], near.reshape(1, LEFT, HALF))
+        out.store([group, first, second + HALF], far.reshape(1, LEFT, HALF))
+    else:
+        matrix = out + group.to(tl.int64) * num_left * num_right
+        _store_rows(matrix, near, first, num_left, second, num_right, LEFT, HALF, False)
+        _store_rows(matrix, far, first, num_left, second + HALF, num_right, LEFT, HALF, False)
+
+
+@triton.jit
+def _group_outer_kernel(
+    left,
+    right,
+    bounds_ptr,
+    num_left,
+    num_right,
+    out,
+    NUM_GROUPS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_LEFT: tl.constexpr,
+    BLOCK_RIGHT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+):
+    # There are as many programs as the GPU runs at once, or one per tile of a group's left × right
+    # columns. One loop runs over the steps of all tiles of a program, so that a tile is stored
+    # while the next tile loads; Triton's own flattening needs tiles with equally many steps. Load
+    # addresses change only right before the loads: otherwise Triton could not run loads ahead of
+    # products. A tile's rows are summed in order.
+    left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
+    right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
+    per_group = left_tiles * right_tiles
+    num_steps = _num_steps(bounds_ptr, per_group, NUM_GROUPS, BLOCK_ROWS, 1)
+    tile = tl.program_id(0) - tl.num_programs(0)
+    group, first, second, row, end = 0, 0, 0, 0, 0
+    total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+    for _ in range(num_steps):
+        row += BLOCK_ROWS
+        if row >= end:
+            tile += tl.num_programs(0)
+            group = tile // per_group
+            left_tile, right_tile = _ordered(tile % per_group, left_tiles, right_tiles, ROW_TILES)
+            first = left_tile * BLOCK_LEFT
+            second = right_tile * BLOCK_RIGHT
+            row = tl.load(bounds_ptr + group)
+            end = tl.load(bounds_ptr + group + 1)
+        # Both sides are zero past the group's end: zero times another group's NaN is NaN.
+        if TMA:
+            bounded = _GROUP_END - (end - row)
+            x = left.load([_GROUP_END, end, bounded, first]).reshape(BLOCK_ROWS, BLOCK_LEFT)
+            y = right.load([_GROUP_END, end, bounded, second]).reshape(BLOCK_ROWS, BLOCK_RIGHT)
+        else:
+            x = _load_block(left, row, end, first, num_left, BLOCK_ROWS, BLOCK_LEFT)
+            y = _load_block(right, row, end, second, num_right, BLOCK_ROWS, BLOCK_RIGHT)
+        total = tl.dot(x.T, y, total, input_precision=PRECISION)
+        if row + BLOCK_ROWS >= end:
+            block = total.to(DTYPE)
+            _store_outer(
+                out, block, group, first, second, num_left, num_right, BLOCK_LEFT, BLOCK_RIGHT, TMA
+            )
+            total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _group_sum_kernel(
+    rows_ptr,
+    weights_ptr,
+    bias_ptr,
+    bounds_ptr,
+    num_rows,
+    num_columns,
+    parts,
+    sums_ptr,
+    products_ptr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    # A program takes a part of a group's rows and some columns. It sums the rows, each times its
+    # weight. With a bias it also computes each row's product with the bias, from the same read.
+    column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    part = (tl.program_id(0) // column_blocks).to(tl.int64)
+    block_of_columns = tl.program_id(0) % column_blocks
+    group = part // parts
+    columns = block_of_columns * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = columns < num_columns
+    start = tl.load(bounds_ptr + group)
+    end = tl.load(bounds_ptr + group + 1)
+    size = tl.cdiv(end - start, parts)
+    start += (part % parts).to(tl.int32) * size
+    end = tl.minimum(start + size, end)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + group * num_columns + columns, mask=inside, other=0.0)
+        bias = bias.to(tl.float32)[None, :]
+        products_ptr += block_of_columns.to(tl.int64) * num_rows
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for row in range(start, end, BLOCK_ROWS):
+        which = row + tl.arange(0, BLOCK_ROWS)
+        at = rows_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
+        block = tl.load(at, mask=(which < end)[:, None] & inside[None, :], other=0.0)
+        block = block.to(tl.float32)
+        if bias_ptr is not None:
+            tl.store(products_ptr + which, tl.sum(block * bias, 1), mask=which < end)
+        if weights_ptr is not None:
+            weight = tl.load(weights_ptr + which, mask=which < end, other=0.0)
+            block *= weight.to(tl.float32)[:, None]
+        total += block
+    out = tl.sum(total, 0).to(sums_ptr.dtype.element_ty)
+    tl.store(sums_ptr + part * num_columns + columns, out, mask=inside)

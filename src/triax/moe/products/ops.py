@@ -1,0 +1,353 @@
+"""The ops of ragged_dot, a product that is linear in its rows and in its weights.
+
+The gradient of the rows is the same product with transposed weights. The gradient of the weights is
+`group_outer`, whose own gradients are again products of rows and weights. So derivatives of any
+order consist of these products. The ops take `Groups` instead of group sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from triax.errors import DifferentiationError
+from triax.moe.activations.ops import glu
+from triax.moe.products import any_gpu, reference
+from triax.moe.products.operands import is_blocked, letters
+from triax.moe.products.options import Groups
+from triax.moe.quantization.scaled import ScaledArray, widened
+from triax.moe.shared.arrays import at_least_float32
+from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.order import after
+from triax.sharding import explicit, linear
+from triax.sharding.splits import Shard
+
+_NAMES = "left", "right", "groups", "bias", "bias_weights"
+
+# The gradients of each product's left and right operand, in the order in which they are computed:
+# the residual, the product, its operands. Keys are `transposed`, or None for `group_outer`.
+_GRADIENTS: dict[bool | None, dict[str, tuple[str, bool | None, tuple[str, str]]]] = {
+    False: {
+        "right": ("left", None, ("left", "gradient")),
+        "left": ("right", True, ("gradient", "right")),
+    },
+    True: {
+        "right": ("left", None, ("gradient", "left")),
+        "left": ("right", False, ("gradient", "right")),
+    },
+    None: {
+        "left": ("right", True, ("right", "gradient")),
+        "right": ("left", False, ("left", "gradient")),
+    },
+}
+
+
+def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
+    """Returns the tangent of a product, which is linear in left and in right.
+
+    An operand is kept as a residual only if the other operand has a tangent.
+    """
+    given, moving = (dict(zip(_NAMES, of, strict=False)) for of in (primals, tangents))
+    _check_differentiable(given, moving)
+    num_rows, dtype, out_dtype = given["left"].shape[0], given["left"].dtype, out.dtype
+    moving = {name: of for name, of in moving.items() if jax.tree.leaves(of)}
+    moving_dtypes = {name: of.dtype for name, of in moving.items()}
+    for name, other in (("left", "right"), ("right", "left")):
+        if other not in moving:
+            given[name] = None
+
+    def along(given: dict[str, Any], moving: dict[str, jax.Array]) -> Any:
+        groups = given["groups"]
+        terms = []
+        if "left" in moving:
+            terms.append(call(moving["left"], given["right"], groups))
+        if "right" in moving:
+            terms.append(call(given["left"], moving["right"], groups))
+        spread = spread_bias.of(call.implementation, dtype=out_dtype, num_rows=num_rows)
+        if "bias" in moving:
+            terms.append(spread(moving["bias"], groups, given["bias_weights"]))
+        if "bias_weights" in moving:
+            terms.append(spread(given["bias"], groups, moving["bias_weights"]))
+        return functools.reduce(jnp.add, terms)
+
+    def back(given: dict[str, Any], gradient: jax.Array) -> dict[str, jax.Array]:
+        gradient = gradient.astype(dtype)
+        kinds = {name: kind for name, kind in moving_dtypes.items() if "bias" in name}
+        cotangents = _of_bias(call, gradient, given, kinds) if kinds else {}
+        options = dataclasses.replace(call.options["options"], dtype=dtype)
+        operands = given | {"gradient": gradient, "right": _in(dtype, given["right"])}
+        for name, (other, transposed, order) in _GRADIENTS[call.options.get("transposed")].items():
+            if operands[other] is None:
+                continue
+            if "right" in cotangents:  # first, to free the rows
+                operands["gradient"] = after(gradient, cotangents["right"])
+            product: Any = group_outer.of(call.implementation, options=options)
+            if transposed is not None:
+                product = call.like(ragged_dot, options=options, transposed=transposed)
+            cotangents[name] = product(*(operands[key] for key in order), given["groups"])
+        return cotangents
+
+    return linear.call(along, back, given, moving, out)
+
+
+def _in(dtype: Any, weights: Any) -> Any:
+    """Returns weights for the gradient of the rows, with a `ScaledArray` in the rows' dtype."""
+    if not isinstance(weights, ScaledArray):
+        return weights
+    # Explicit axes may cut values and scales differently.
+    parts: Any = {"scales": explicit.gathered(weights.scales)}
+    if weights.zeros is not None:
+        parts["zeros"] = explicit.gathered(weights.zeros)
+    return widened(dataclasses.replace(weights, **parts), dtype)
+
+
+def _of_bias(
+    call: Call, gradient: jax.Array, given: dict[str, Any], kinds: dict[str, Any]
+) -> dict[str, jax.Array]:
+    """Returns the gradients of "bias" and "bias_weights" that `kinds` names, in its dtypes."""
+    groups, bias, weights = given["groups"], given["bias"], given["bias_weights"]
+    how: dict[str, Any] = {"implementation": call.implementation, "num_rows": gradient.shape[0]}
+    if len(kinds) == 2:
+        dtypes = kinds["bias"], kinds["bias_weights"]
+        both = bias_gradients(gradient, groups, weights, bias, dtypes=dtypes, **how)
+        return dict(zip(("bias", "bias_weights"), both, strict=True))
+    if "bias" in kinds:
+        return {"bias": group_sum(gradient, groups, weights, dtype=kinds["bias"], **how)}
+    dtype = kinds["bias_weights"]
+    return {"bias_weights": bias_products(gradient, groups, bias, dtype=dtype, **how)}
+
+
+def _check_differentiable(given: dict[str, Any], moving: dict[str, Any]) -> None:
+    """Raises if rows have 8 bits, or if weights of 8 or 4 bits have a tangent."""
+    for name in ("left", "right"):
+        dtype = given[name].dtype
+        if dtype.itemsize == 1 and (name == "left" or jax.tree.leaves(moving[name])):
+            raise DifferentiationError(
+                f"moe.ragged_dot has no derivative by numbers of {dtype} or their scales, and none "
+                "at all if the rows have 8 bits. Use rows of 16 bits or more, and differentiate by "
+                "other arrays than the weights, or multiply the result of `dequantize`."
+            )
+
+
+def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *biases: Any) -> Any:
+    """Multiplies a device's part; partial sums are added up before they are rounded."""
+    groups = groups_of_part(shard, groups, left.shape[0])
+    summed = "r" if call.op is group_outer else "k"
+    if shard.count(summed) == 1:
+        return call.run(left, right, groups, *biases)
+    options = call.options["options"]
+    wide = call.like(options=options.for_partial_sums())
+    sums = shard.sum(summed, wide.run(left, right, groups))
+    if any(array is not None for array in biases):  # added once, not to every part
+        how = {"dtype": sums.dtype, "num_rows": left.shape[0]}
+        sums += reference.spread_bias_reference(biases[0], groups, biases[1], **how)
+    return sums.astype(options.dtype)
+
+
+def groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
+    """Returns the groups among the `num_rows` rows of a part."""
+    part, count = shard.index("r"), shard.count("r")
+    if count == 1:
+        return groups
+    before = part * num_rows
+    ends = reference.group_ends(groups, num_rows * count) - before
+    first = reference.first_row(groups, num_rows * count) - before
+    first = jnp.clip(first, 0, num_rows)
+    sizes = jnp.diff(jnp.clip(ends, 0, num_rows), prepend=first)
+    return Groups(sizes, None if groups.first_row is None else first)
+
+
+def letters_of_groups(groups: Groups) -> list[str]:
+    """Returns the letters of `Groups`."""
+    return ["g", ""][: len(jax.tree.leaves(groups))]
+
+
+def _letters(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
+    """Allows cuts of rows alone if scales vary along the depth, or numbers are packed."""
+    of_weights = letters(weights, "gnk" if transposed else "gkn")
+    operands = letters(rows, "rk"), of_weights, letters_of_groups, "gn", "r"
+    return operands, "rn", "r" if any(map(is_blocked, (rows, weights))) else "rkn"
+
+
+# Multiplies each row by the weights of its group, which may be `transposed`. Operands: rows,
+# weights, groups, and optionally a bias of each group, and its weight in each row.
+ragged_dot = Op(
+    "ragged_dot",
+    letters=_letters,
+    derivative=_derivative,
+    part=_part,
+    kernels=any_gpu.ragged_dot,
+    xla=reference.ragged_dot_reference,
+)
+
+
+def _without_glu(call: Call) -> Call:
+    options = {name: call.options[name] for name in ("transposed", "options")}
+    return ragged_dot.of(call.implementation, **options)
+
+
+def _derivative_with_glu(call: Call, primals: Any, tangents: Any, results: Any) -> Any:
+    if not jax.tree.leaves((tangents[:2], tangents[3])):
+        return None, None
+    primals, tangents = ((*of[:4], None) for of in (primals, tangents))
+    return _derivative(_without_glu(call), primals, tangents, results[0]), None
+
+
+def _part_with_glu(
+    call: Call, shard: Shard, left: Any, right: Any, groups: Groups, bias: Any, row_weights: Any
+) -> Any:
+    """Multiplies a device's part. If it is one of depth or columns, `glu` is an op of its own: it
+    takes whole sums of all columns, which are less to send than the weights."""
+    if shard.count("k") == shard.count("u") == 1:
+        groups = groups_of_part(shard, groups, left.shape[0])
+        return call.run(left, right, groups, bias, row_weights)
+    gate_up = whole = _part(_without_glu(call), shard, left, right, groups, bias, None)
+    if axes := shard.mesh_axes.get("u"):
+        whole = jax.lax.all_gather(gate_up, axes, axis=1, tiled=True)
+    apart = glu.of(call.implementation, spec=call.options["spec"])
+    return gate_up, apart.run(whole, None, row_weights)
+
+
+def _letters_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
+    of_weights = "guk" if transposed else "gku"
+    return ("rk", of_weights, letters_of_groups, "gu", "r"), ("ru", "rw"), "rku"
+
+
+# Multiplies as `ragged_dot` does, and applies `glu` to the result, gate and up; returns both. The
+# second has no derivative: it is for an op that is differentiated by gate and up. Operands: rows,
+# weights, groups, biases or None, row weights or None.
+ragged_dot_glu = Op(
+    "ragged_dot_glu",
+    letters=_letters_with_glu,
+    derivative=_derivative_with_glu,
+    part=_part_with_glu,
+    kernels=any_gpu.ragged_dot_glu,
+    xla=reference.ragged_dot_glu_reference,
+)
+
+# Sums left × right over the rows of each group. Operands: left, right, groups.
+group_outer = Op(
+    "group_outer",
+    arguments=("rk", "rn", letters_of_groups),
+    results="gkn",
+    cut="rkn",
+    derivative=_derivative,
+    part=_part,
+    kernels=any_gpu.group_outer,
+    xla=reference.group_outer_reference,
+)
+
+
+# --- the bias ------------------------------------------------------------------------------------
+# Each op is the derivative of the sum over rows and columns of rows × bias × weights by one factor,
+# from the two others.
+
+
+def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
+    first, groups, second = primals
+    names = _BIAS[call.op.name][:2]
+    held = dict(zip(names, (first, second), strict=True))
+    moving = dict(zip(names, (tangents[0], tangents[2]), strict=True))
+    kinds = {name: of.dtype for name, of in moving.items() if of is not None}
+
+    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+        groups, held = residuals
+        terms = []
+        for name, tangent in moving.items():
+            operands = held | {name: tangent}
+            terms.append(call(operands[names[0]], groups, operands[names[1]]))
+        return functools.reduce(jnp.add, terms)
+
+    def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
+        groups, held = residuals
+        operands = held | {_BIAS[call.op.name][2]: gradient}
+        cotangents = {}
+        for op in (spread_bias, group_sum, bias_products):
+            first, second, result = _BIAS[op.name]
+            if result in kinds:
+                of_result = call.like(op, dtype=kinds[result])
+                cotangents[result] = of_result(operands[first], groups, operands[second])
+        return cotangents
+
+    return linear.call(along, back, (groups, held), moving, out)
+
+
+def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
+    """Runs an op on a device's part; partial sums are added up before they are rounded."""
+    num_rows = call.options["num_rows"] // shard.count("r")
+    groups = groups_of_part(shard, groups, num_rows)
+    summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name)
+    if summed is None or shard.count(summed) == 1:
+        return call.like(num_rows=num_rows).run(first, groups, second)
+    dtype = call.options["dtype"]
+    wide = call.like(num_rows=num_rows, dtype=at_least_float32(dtype))
+    return shard.sum(summed, wide.run(first, groups, second)).astype(dtype)
+
+
+_bias_op = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias)
+
+# Returns each row's bias, times its weight. Operands: biases, groups, weights or None.
+spread_bias = _bias_op(
+    "spread_bias",
+    arguments=("gn", letters_of_groups, "r"),
+    results="rn",
+    cut="n",
+    xla=reference.spread_bias_reference,
+)
+
+# Sums the rows of each group, times their weights. Operands: rows, groups, weights or None.
+group_sum = _bias_op(
+    "group_sum",
+    arguments=("rn", letters_of_groups, "r"),
+    results="gn",
+    cut="rn",
+    kernels=any_gpu.group_sum,
+    xla=reference.group_sum_reference,
+)
+
+# Returns each row's dot product with its bias. Operands: rows, groups, biases.
+bias_products = _bias_op(
+    "bias_products",
+    arguments=("rn", letters_of_groups, "gn"),
+    results="r",
+    cut="rn",
+    xla=reference.bias_products_reference,
+)
+
+
+def _part_of_bias_gradients(
+    call: Call, shard: Shard, rows: Any, groups: Groups, weights: Any, bias: Any
+) -> tuple[jax.Array, jax.Array]:
+    num_rows, dtypes = rows.shape[0], call.options["dtypes"]
+    wide = tuple(
+        at_least_float32(dtype) if shard.count(summed) > 1 else dtype
+        for dtype, summed in zip(dtypes, "rn", strict=True)
+    )
+    run = call.like(num_rows=num_rows, dtypes=wide).run
+    found = run(rows, groups_of_part(shard, groups, num_rows), weights, bias)
+    d_bias, d_weights = map(shard.sum, "rn", found)
+    return d_bias.astype(dtypes[0]), d_weights.astype(dtypes[1])
+
+
+# Runs group_sum and bias_products in one read. Operands: rows, groups, weights, biases.
+bias_gradients = Op(
+    "bias_gradients",
+    arguments=("rn", letters_of_groups, "r", "gn"),
+    results=("gn", "r"),
+    cut="rn",
+    kernels=any_gpu.bias_gradients,
+    xla=reference.bias_gradients_reference,
+    derivative="xla",
+    part=_part_of_bias_gradients,
+)
+
+# The operands of each bias op, and its result.
+_BIAS = {
+    "spread_bias": ("bias", "weights", "rows"),
+    "group_sum": ("rows", "weights", "bias"),
+    "bias_products": ("rows", "bias", "weights"),
+}

@@ -1,0 +1,56 @@
+"""The op of quantized_outer, which has no derivative."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from triax.moe.products import quantized_outer as launchers
+from triax.moe.products import quantized_outer_reference as reference
+from triax.moe.products.ops import groups_of_part, letters_of_groups
+from triax.moe.shared.ops import Call, Op, not_differentiable
+from triax.sharding.splits import Shard
+
+_derivative = not_differentiable(
+    "A gradient of weights from 8-bit operands has no derivative. For second derivatives leave "
+    "`recipe` out."
+)
+
+
+def _part(
+    call: Call,
+    shard: Shard,
+    left: Any,
+    right: Any,
+    left_source: Any,
+    right_source: Any,
+    groups: Any,
+) -> jax.Array:
+    """Multiplies a part of the rows, with its own scales, and sums the parts' products."""
+    groups = groups_of_part(shard, groups, reference.num_rows(left, left_source))
+    options = call.options["options"]
+    if shard.count("r") == 1:
+        return call.run(left, right, left_source, right_source, groups)
+    wide = call.like(options=options.for_partial_sums())
+    sums = wide.run(left, right, left_source, right_source, groups)
+    return shard.sum("r", sums).astype(options.dtype)
+
+
+def _letters(left: Any, right: Any, left_source: Any, right_source: Any, *_: Any, **__: Any) -> Any:
+    """Gives the rows of a side with a source their own letter: every device needs all of them."""
+    of_left = "tk" if left_source is not None else "rk"
+    of_right = "un" if right_source is not None else "rn"
+    return (of_left, of_right, "r", "r", letters_of_groups), "gkn", "rkn"
+
+
+# Sums left × right over the rows of each group, both in 8 bits with a scale for each group and
+# column. Operands: left, right, the sources of their rows, groups.
+quantized_outer = Op(
+    "quantized_outer",
+    letters=_letters,
+    derivative=_derivative,
+    part=_part,
+    kernels=launchers.quantized_outer,
+    xla=reference.quantized_outer_reference,
+)
