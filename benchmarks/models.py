@@ -48,10 +48,8 @@ def shared(p, x, name, activation="swiglu"):
     return inner @ p[f"{name}.down_proj.weight"].T
 
 
-def softmax(p, x, ids, router="gate.weight", top_k=TOP_K, bias=None, layout=None, **options):
-    weights_on = options.pop("weights_on", "output")
-    how = {"bias": bias, "weights_on": weights_on}
-    return routed(p, x, x @ p[router].T, moe.Router(top_k, **options), layout, **how)
+def softmax(p, x, ids, router="gate.weight", bias=None, layout=None, **options):
+    return routed(p, x, x @ p[router].T, moe.Router(TOP_K, **options), layout, bias=bias)
 
 
 def sigmoid(p, x, ids, bias="gate.e_score_correction_bias", **options):
@@ -89,6 +87,15 @@ def deepseek_v4(p, x, ids, hashed=False):
     else:
         routing = moe.route(logits, router, bias=p["gate.e_score_correction_bias"])
     return routed(p, x, routing, layout=layout) + shared(p, x, "shared_experts", **layout)
+
+
+def llama4(p, x, ids):
+    """The router's weight multiplies the token."""
+    weights, chosen = moe.route(x @ p[ROUTER].T, moe.Router(1, score="sigmoid"))
+    routing = moe.Routing(jnp.ones_like(weights), chosen)
+    return routed(p, x * weights, routing, layout={"transposed": False}) + shared(
+        p, x, "shared_expert"
+    )
 
 
 def minimax_m3(p, x, ids):
@@ -186,7 +193,6 @@ ONE_SHARED, WIDE_SHARED = {"n_shared_experts": 1}, {"shared_expert_intermediate_
 V4 = {"mlp_layer_types": ["moe"], "num_hidden_layers": 1, "swiglu_limit": 0.7}
 HASHED = V4 | {"mlp_layer_types": ["hash_moe"], "vocab_size": VOCABULARY}
 DBRX = {"ffn_hidden_size": WIDTH, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K}
-LLAMA4 = {"score": "sigmoid", "weights_on": "input", "layout": {"transposed": False}, "top_k": 1}
 
 MODELS = {
     "Mixtral": Model("mixtral MixtralSparseMoeBlock MixtralConfig", NORMALISED),
@@ -216,11 +222,7 @@ MODELS = {
         HASHED,
     ),
     "gpt-oss": Model("gpt_oss GptOssMLP GptOssConfig", gpt_oss, {"swiglu_limit": 0.7}),
-    "Llama 4": Model(
-        "llama4 Llama4TextMoe Llama4TextConfig",
-        partial(plus_shared, rest=softmax, name="shared_expert", router=ROUTER, **LLAMA4),
-        {"num_experts_per_tok": 1},
-    ),
+    "Llama 4": Model("llama4 Llama4TextMoe Llama4TextConfig", llama4, {"num_experts_per_tok": 1}),
     "GLM-4.5": Model("glm4_moe Glm4MoeMoE Glm4MoeConfig", partial(V3, scale=2.5), NO_GROUPS),
     "Kimi K2": Model(  # its configuration names DeepSeek-V3's architecture
         "deepseek_v3 DeepseekV3MoE DeepseekV3Config", partial(V3, scale=2.5), NO_GROUPS | ONE_SHARED

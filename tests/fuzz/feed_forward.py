@@ -10,7 +10,7 @@ from tests.fuzz import draws, routing
 from tests.fuzz.activations import ACTIVATIONS, apart, glu_of, joined
 from tests.fuzz.bounds import Array, Near, exact, rounded, sum_unit
 from tests.fuzz.draws import Rng, one_of
-from tests.fuzz.moves import back, move, plan_of, row_sums, summed
+from tests.fuzz.moves import back, move, plan_of, summed
 from tests.fuzz.products import FLOATS, dot, group_sum, outer, spans, swapped, with_bias
 from tests.fuzz.program import Arrays, Program
 
@@ -22,9 +22,8 @@ def feed_forward(rng: Rng, path: str) -> Program:
     tokens = int(rng.integers(1, 12 if small else 70))
     hidden, width = (one_of(rng, (8, 16, 24) if small else draws.SMALL_WIDTHS) for _ in range(2))
     kind, dtype = one_of(rng, ACTIVATIONS), np.dtype(one_of(rng, FLOATS))
-    align = one_of(rng, (1, 1, 1, 8, 16))
     capacity = int(rng.integers(0, tokens * slots + 1)) if rng.random() < 0.3 else None
-    transposed, biased, by_logits, of_input = (rng.random(4) < (0.4, 0.4, 0.5, 0.2)).tolist()
+    transposed, biased, by_logits = (rng.random(3) < (0.4, 0.4, 0.5)).tolist()
     interleaved = bool(kind.gated and rng.random() < 0.4)
     router = routing.draw_spec(rng, experts, slots, plain=True)
     columns = 2 * width if kind.gated else width
@@ -33,17 +32,15 @@ def feed_forward(rng: Rng, path: str) -> Program:
         f"moe.feed_forward(x, {'logits' if by_logits else 'moe.Routing(weights, ids)'}, "
         f"moe.Experts(w_gate_up, w_down, {biases}activation={kind.source}, "
         f"interleaved={interleaved}, transposed={transposed}), "
-        f"{router.source * by_logits}align_size={align}, capacity={capacity}, "
-        f"weights_on={'input' if of_input else 'output'!r}, implementation=how)"
+        f"{router.source * by_logits}capacity={capacity}, implementation=how)"
     )
     results = ("tokens", "group_counts", "num_dropped", "weights", "experts")
     gradients = ["x", "w_gate_up", "w_down", "logits" if by_logits else "weights"]
     gradients += ["b_gate_up", "b_down"] * biased
     u = sum_unit(path, dtype)
-    most = tokens * slots + experts * (align - 1)
-    num_rows = most // align * align
+    num_rows = tokens * slots
     if capacity is not None:
-        num_rows = min(num_rows, experts * (-(-capacity // align) * align))
+        num_rows = min(num_rows, experts * capacity)
 
     def weights_of(rng: Rng, into: int, out: int) -> Array:
         shape = (experts, out, into) if transposed else (experts, into, out)
@@ -65,7 +62,7 @@ def feed_forward(rng: Rng, path: str) -> Program:
         if biased:
             arrays["b_gate_up"] = draws.values(rng, (experts, columns), dtype)
             arrays["b_down"] = draws.values(rng, (experts, hidden), dtype)
-        if rng.random() < 0.2 and not of_input:
+        if rng.random() < 0.2:
             arrays["x"][rng.integers(tokens), rng.integers(hidden)] = np.nan
         return arrays
 
@@ -82,7 +79,7 @@ def feed_forward(rng: Rng, path: str) -> Program:
 
     def layer(arrays: Arrays, ids: Array, weights: Near) -> tuple[dict[str, Any], Near]:
         """All but the router, and the gradient of its weights."""
-        plan = plan_of(ids, experts, num_rows, capacity, align)
+        plan = plan_of(ids, experts, num_rows, capacity, 1)
         groups = spans(plan.group_sizes, num_rows)
 
         def to_rows(array: Array, by_slot: bool = False) -> Array:
@@ -94,26 +91,20 @@ def feed_forward(rng: Rng, path: str) -> Program:
         if transposed:
             w_up, w_down = swapped(w_up), swapped(w_down)
 
-        given = rows = exact(to_rows(arrays["x"]))
-        if of_input:
-            rows = rounded(rows * of_rows[:, None], dtype)
-        inner_weights = None if of_input else of_rows
+        rows = exact(to_rows(arrays["x"]))
         product = with_bias(dot(rows, w_up, groups, u), arrays.get("b_gate_up"), None, groups)
         gate, up = apart(rounded(product, dtype), kind, interleaved)
         g = exact(to_rows(arrays["g_tokens"]))
         d_inner = rounded(dot(g, swapped(w_down), groups, u), dtype)
-        inner, d_gate, d_up, d_weights = glu_of(gate, up, inner_weights, kind, d_inner)
+        inner, d_gate, d_up, d_weights = glu_of(gate, up, of_rows, kind, d_inner)
         inner = rounded(inner, dtype)
         product = dot(inner, w_down, groups, u)
-        out = rounded(with_bias(product, arrays.get("b_down"), inner_weights, groups), dtype)
+        out = rounded(with_bias(product, arrays.get("b_down"), of_rows, groups), dtype)
 
         d_gate_up = rounded(joined(d_gate, d_up, interleaved), dtype)
         d_rows = rounded(dot(d_gate_up, swapped(w_up), groups, u), dtype)
         d_w_up = rounded(outer(rows, d_gate_up, groups, u), dtype)
         d_w_down = rounded(outer(inner, g, groups, u), dtype)
-        if of_input:
-            d_weights = row_sums(d_rows, given)
-            d_rows = rounded(d_rows * of_rows[:, None], dtype)
         wanted: dict[str, Any] = {
             "tokens": rounded(summed(out, plan.row_of), dtype),
             "group_counts": plan.group_counts,
@@ -124,10 +115,9 @@ def feed_forward(rng: Rng, path: str) -> Program:
         }
         if biased:
             wanted["d_b_gate_up"] = rounded(group_sum(d_gate_up, None, groups), dtype)
-            wanted["d_b_down"] = rounded(group_sum(g, inner_weights, groups), dtype)
-            if not of_input:
-                of_bias = dot(g, exact(arrays["b_down"])[:, :, None], groups, u)[:, 0]
-                d_weights = d_weights + of_bias
+            wanted["d_b_down"] = rounded(group_sum(g, of_rows, groups), dtype)
+            of_bias = dot(g, exact(arrays["b_down"])[:, :, None], groups, u)[:, 0]
+            d_weights = d_weights + of_bias
         return wanted, Near(*(back(a, plan.row_of) for a in (d_weights.value, d_weights.error)))
 
     return Program("feed_forward", path, call, results, draw, expect, tuple(gradients))

@@ -81,7 +81,6 @@ LAYERS = {
     "gradients of weights": {"recipe": moe.Recipe(weight_gradient="rows")},
     "gradients of rows alone": {"recipe": moe.Recipe(forward=None)},
     "kept": {"keep": ("triax_glu", "triax_permuted_rows")},
-    "weights on inputs": {"weights_on": "input"},
 }
 # Of the arrays that a function closes over, their derivatives keep none as they are.
 KEEP_NO_OPERAND = {"permute", "route", "sort_chunks_by_index"}

@@ -89,11 +89,11 @@ BIASES = "b_gate_up b_down "
 LAYERS = {
     "interleaved": (
         BIASES + "expert_scale",
-        {"interleaved": True, "activation": moe.Swiglu(limit=7.0), "align_size": 4},
+        {"interleaved": True, "activation": moe.Swiglu(limit=7.0)},
     ),
     "function": (
         BIASES,
-        {"activation": swiglu, "weights_on": "input", "transposed": True, "align_size": 4},
+        {"activation": swiglu, "transposed": True},
     ),
     "no gate": (
         "bias",
@@ -113,11 +113,7 @@ LAYERS = {
     "blocks": ("", {"recipe": "blocks", "transposed": True, "activation": swiglu}),
     "weights' gradient": (
         BIASES,
-        {
-            "recipe": moe.Recipe("rows", "rows", fast_sums=False, weight_gradient="rows"),
-            "weights_on": "input",
-            "align_size": 4,
-        },
+        {"recipe": moe.Recipe("rows", "rows", fast_sums=False, weight_gradient="rows")},
     ),
     "scaled weights": ("", {"quantized": True}),
     "devices": (BIASES + "expert_scale", {"axis_name": "x"}),

@@ -290,7 +290,7 @@ def exchanged(x, weights, ids, implementation=None):
     def run(x, weights, ids):
         total = jnp.zeros_like(x)
         for options in ({"capacity": 4}, {"exchange": "ragged"}, {"scheme": "choice"}):
-            sent = moe.dispatch(x, weights, ids, 4, "d", align_size=4, **options, **how)
+            sent = moe.dispatch(x, weights, ids, 4, "d", **options, **how)
             total += moe.combine(sent.rows, sent.plan, weights=sent.weights, **how)
         return total
 

@@ -151,7 +151,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"activation, {name}", of(activation, name, "bfloat16")
     yield "activation, interleaved", of(activation, "geglu", "float32", interleaved=True)
     yield "layer", of(layer, "bfloat16")
-    yield "layer, interleaved", of(layer, "bfloat16", interleaved=True, capacity=7, align_size=8)
+    yield "layer, interleaved", of(layer, "bfloat16", interleaved=True, capacity=7)
     yield "layer, 8 bits", of(layer, "bfloat16", recipe=moe.Recipe(weight_gradient="rows"))
     yield "layer, blocks", of(layer, "bfloat16", recipe="blocks")
     for dtype in ("int8", "float8_e4m3fn"):

@@ -24,14 +24,13 @@ TOKENS, HIDDEN, WIDTH, EXPERTS = 24, 16, 24, 5
 # What is added to the experts' logits, and keywords.
 CASES = {
     "softmax": ([0] * 5, {"top_k": 2}),
-    "normalised": ([0] * 5, {"top_k": 3, "normalize": True, "align_size": 8}),
+    "normalised": ([0] * 5, {"top_k": 3, "normalize": True}),
     "sigmoid": ([0] * 5, {"top_k": 2, "score": "sigmoid", "normalize": True, "scale": 2.5}),
     "geglu": ([0] * 5, {"top_k": 2, "activation": "geglu"}),
     "all experts": ([0] * 5, {"top_k": 5}),
     "empty experts": ([-50, 0, -50, 0, -50], {"top_k": 2}),
     "one has all": ([0, 0, 50, 0, 0], {"top_k": 1}),
     "capacity": ([3, 0, 0, 0, 0], {"top_k": 2, "capacity": 7}),
-    "capacity and alignment": ([3, 0, 0, 0, 0], {"top_k": 2, "capacity": 7, "align_size": 4}),
     "no room": ([0] * 5, {"top_k": 2, "capacity": 0}),
 }
 
@@ -65,9 +64,8 @@ def dense(
     scale=1.0,
     activation="swiglu",
     capacity=None,
-    align_size=1,
 ):
-    """The same, from one-hots: no plan, no rows. `align_size` changes no result."""
+    """The same, from one-hots: no plan, no rows."""
     taken = jax.nn.one_hot(jnp.argsort(-logits, axis=1)[:, :top_k], EXPERTS, dtype=x.dtype)
     scores = jax.nn.softmax(logits, axis=1) if score == "softmax" else 1 / (1 + jnp.exp(-logits))
     weights = jnp.einsum("tke,te->tk", taken, scores)
@@ -132,7 +130,7 @@ def test_layer_is_its_dense_form(case, dtype):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", ["softmax", "capacity and alignment"])
+@pytest.mark.parametrize("case", ["softmax", "capacity"])
 def test_layer_through_the_kernels(case):
     offsets, options = CASES[case]
     with checked():
@@ -175,21 +173,6 @@ def test_no_tokens(implementation):
         assert_same_bits(gradient, np.zeros_like(arg))
 
 
-def test_weights_on_the_input_are_applied_once():
-    x, logits, w_gate_up, w_down = draw(1)
-    weights, chosen = np.linspace(0, 2, TOKENS, dtype="f")[:, None], logits.argmax(1)[:, None]
-
-    @jax.jit
-    def both(x, weights, experts):
-        run = lambda x, weights, where: moe.feed_forward(
-            x, moe.Routing(weights, chosen), experts, weights_on=where
-        )
-        found, wanted = run(x, weights, "input"), run(x * weights, jnp.ones_like(weights), "output")
-        return found.tokens, wanted.tokens
-
-    assert_same_bits(*both(x, weights, moe.Experts(w_gate_up, w_down)))
-
-
 def test_what_devices_count_of_their_tokens_is_summed():
     x, logits, *weights = draw(tokens=8)
     mesh = jax.make_mesh((2,), ("t",), (AxisType.Explicit,), devices=jax.devices()[:2])
@@ -223,7 +206,6 @@ def test_capacity_makes_no_more_rows_than_experts_take():
     for options, rows in [
         ({}, 2 * TOKENS),
         ({"capacity": 3}, 3 * EXPERTS),
-        ({"capacity": 3, "align_size": 8}, 8 * EXPERTS),
         ({"capacity": 100}, 2 * TOKENS),
     ]:
         program = str(jax.make_jaxpr(functools.partial(layer, **options))(*args))
@@ -276,7 +258,6 @@ WAYS = {
     "": {},
     "function": {"activation": lambda gate, up: jax.nn.silu(gate) * up},
     "interleaved": {"interleaved": True, "activation": moe.Swiglu(limit=1.0)},
-    "input": {"weights_on": "input"},
 }
 
 
@@ -376,21 +357,6 @@ def test_functions_are_given_each_row_by_itself(name):
         total = lambda f: jax.grad(lambda *of: f(*of).sum(), (0, 1))(rows, weights)
         for actual, expected in zip(total(run), total(one_by_one), strict=True):
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow("many programs for one rule")
-def test_a_token_of_zeros_with_a_weight_of_zero_is_a_token():
-    """Where weights multiply tokens, experts make of it what they make of their biases."""
-    x, experts = jnp.zeros((3, 4)).at[1].set(1), jnp.array([[0, 1], [1, -1], [1, 1]])
-    routing = moe.Routing(jnp.array([[0, 1], [1, 1], [0.5, 0]]), experts)
-    biases = {"b_gate_up": jnp.ones((2, 6)), "b_down": jnp.ones((2, 4))}
-    of = functools.partial(moe.Experts, jnp.ones((2, 4, 6)), jnp.ones((2, 3, 4)), **biases)
-    by_name, by_function = (
-        moe.feed_forward(x, routing, of(activation=activation), weights_on="input").tokens
-        for activation in ("swiglu", lambda gate, up: jax.nn.silu(gate) * up)
-    )
-    assert by_name[0, 0] == by_name[2, 0] > 2
-    assert_close(by_function, np.asarray(by_name, np.float64), terms=4)
 
 
 def test_functions_that_are_written_for_other_shapes_name_it():
@@ -577,7 +543,7 @@ def test_kernels_on_cuda():
 def test_a_mistake_spoils_no_later_call():
     """An op is made once for the same options, and 3.0 equals 3."""
     args = draw(6)
-    for wrong, right in (({"top_k": 3.0}, {"top_k": 3}), ({"align_size": True}, {"align_size": 1})):
+    for wrong, right in (({"top_k": 3.0}, {"top_k": 3}), ({"capacity": True}, {"capacity": 1})):
         ((name, value),) = wrong.items()
         with pytest.raises(ArgumentTypeError, match=rf"`{name}` must be .*int.*got {value}"):
             jax.eval_shape(functools.partial(layer, **wrong), *args)
@@ -673,11 +639,9 @@ def routing(shape, of_experts=None):
             of_type,
             r"`experts\.w_down` must have a floating-point",
         ),
-        ({"weights_on": "both"}, of_value, "`weights_on` must be one of 'output', 'inp"),
         ({"axis_name": "experts"}, of_value, "`axis_name` must name a mesh axis of the"),
         ({"top_k": 6}, of_value, r"`router\.top_k` must be at most the 5 experts"),
         ({"capacity": -1}, of_value, "`capacity` must be at least 0"),
-        ({"align_size": 0}, of_value, "`align_size` must be at least 1"),
         ({"implementation": "cuda"}, of_value, "`implementation` must be one of"),
         ({"score": "tanh"}, of_value, "`score` must be one of"),
         ({"scores": "softmax"}, TypeError, r"^feed_forward\(\) got an unexpected.* 'scores'"),
@@ -730,16 +694,12 @@ def test_arrays_that_the_kernels_do_not_take(changes, name):
             layer(**given, implementation="interpret")
 
 
-@pytest.mark.sampled(0, 2)
-@pytest.mark.parametrize("weights_on", ["output", "input"])
-def test_the_activation_with_the_first_product_changes_no_bit(weights_on):
+def test_the_activation_with_the_first_product_changes_no_bit():
     """With `keep` the two are ops of their own. Layers of float32 have no op for both."""
     x, *others = draw(dtype="bfloat16")
 
     def run(x, *others, **options):
-        function = lambda *args: (
-            layer(*args, weights_on=weights_on, implementation="interpret", **options).tokens
-        )
+        function = lambda *args: layer(*args, implementation="interpret", **options).tokens
         out, pull = jax.vjp(function, x, *others)
         return out, pull(jnp.cos(out))
 

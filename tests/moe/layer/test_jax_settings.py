@@ -34,7 +34,7 @@ SETTINGS = {"strict": strict, "strict with 64 bits": strict_with_64_bits}
 LAYERS = {
     "bfloat16": {},
     "interleaved": {"interleaved": True, "activation": moe.Swiglu(limit=7.0)},
-    "sigmoid": {"score": "sigmoid", "num_groups": 2, "top_groups": 1, "weights_on": "input"},
+    "sigmoid": {"score": "sigmoid", "num_groups": 2, "top_groups": 1},
     "8 bits": {"recipe": "rows"},
 }
 

@@ -342,7 +342,7 @@ OPS: dict[str, list[Op]] = {
         Op(feed_forward, "x logits w_gate_up w_down", {"activation": smooth}),
     ],
     "feed_forward, by sigmoids": [
-        Op(feed_forward, "x logits w_gate_up w_down bias", {"align_size": 4}),
+        Op(feed_forward, "x logits w_gate_up w_down bias"),
     ],
     "feed_forward, with biases": [
         Op(feed_forward_with_biases, "x logits w_gate_up w_down b_gate_up b_down"),
@@ -355,13 +355,6 @@ OPS: dict[str, list[Op]] = {
     ],
     "exchange, padded": [
         Op(exchange, "x weights ids w_up w_down", {"exchange": "padded"}, "back", 512),
-        Op(
-            exchange,
-            "x weights ids w_up w_down",
-            {"exchange": "padded", "align_size": 4},
-            "back",
-            512,
-        ),
     ],
     "exchange, ragged": [
         Op(

@@ -77,11 +77,11 @@ CASES = {
     ),
     "routing": (
         lambda: moe.feed_forward(
-            X, None, W_GATE_UP, W_DOWN, routing=(WEIGHTS, EXPERTS), weights_on="input"
+            X, None, W_GATE_UP, W_DOWN, routing=(WEIGHTS, EXPERTS), capacity=3
         ),
         "Argument `routing` of `moe.feed_forward` is in `moe.Routing` now.",
         "moe.feed_forward(x, moe.Routing(weights, experts), moe.Experts(w_gate_up, w_down), "
-        "weights_on='input')",
+        "capacity=3)",
     ),
     "route by keyword": (
         lambda: moe.route(LOGITS, top_k=2),
@@ -112,8 +112,34 @@ def test_error_shows_the_call_of_today(call, reason, now):
 def test_every_keyword_of_0_2_is_an_argument_or_names_its_place(function, keyword):
     function = getattr(moe, function)
     if keyword not in inspect.signature(function).parameters:
-        with pytest.raises(ArgumentTypeError, match=rf"^Argument `{keyword}` of .* now\. Write "):
+        message = rf"^Argument `{keyword}` of .* (now\. Write|is gone\. Leave it out)"
+        with pytest.raises(ArgumentTypeError, match=message):
             function(**{keyword: None})
+
+
+def test_what_is_gone_comes_before_what_moved():
+    """The call that is shown for `top_k` would leave out the weights on the tokens."""
+    with pytest.raises(ArgumentTypeError, match=r"`weights_on` of `moe\.feed_forward` is gone"):
+        moe.feed_forward(X, LOGITS, W_GATE_UP, W_DOWN, top_k=1, weights_on="input")
+    with pytest.raises(ArgumentTypeError, match=r"`align_size` of `moe\.dispatch` is gone\. Leave"):
+        moe.dispatch(X, WEIGHTS, EXPERTS, 4, "d", align_size=8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'top_k'"):
+        moe.dispatch(X, WEIGHTS, EXPERTS, 4, "d", top_k=2)
+
+
+def test_weights_on_the_tokens_as_the_error_writes_it():
+    with pytest.raises(ArgumentTypeError) as caught:
+        moe.feed_forward(X, LOGITS, None, moe.Router(1), weights_on="input")
+    routing, call = re.findall("`(?:routing = )?(moe[^`]*\\))`", str(caught.value))
+    experts, router = moe.Experts(W_GATE_UP, W_DOWN), moe.Router(1, score="sigmoid")
+    values = VALUES | {"experts": experts, "router": router, "jnp": jnp}
+    values["routing"] = eval(routing, dict(values))
+    found = eval(call, values).tokens
+    chosen, weights = LOGITS.argmax(1), 1 / (1 + np.exp(-LOGITS.max(1)))
+    rows = X * weights[:, None]
+    gate, up = np.split(np.einsum("th,thc->tc", rows, W_GATE_UP[chosen]), 2, axis=1)
+    wanted = np.einsum("tw,twh->th", gate / (1 + np.exp(-gate)) * up, W_DOWN[chosen])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_an_unknown_keyword_is_as_in_any_function():

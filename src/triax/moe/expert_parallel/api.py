@@ -26,8 +26,10 @@ from triax.moe.quantization.scaled import DTYPES, ScaledArray, of_rows, tokens
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.moved import refuses_moved_keywords
 
 
+@refuses_moved_keywords
 def dispatch(
     x: Array | ScaledArray,
     weights: Array,
@@ -37,7 +39,6 @@ def dispatch(
     *,
     capacity: int | None = None,
     num_rows: int | None = None,
-    align_size: int = 1,
     scales: Array | None = None,
     scheme: Scheme | None = None,
     exchange: ExchangeMethod | None = None,
@@ -87,8 +88,7 @@ def dispatch(
       num_rows: the rows made on each device; pairs that do not fit are dropped. None for enough
         rows in the worst case, in which all tokens choose experts of one device:
         ``D * capacity * top_k`` (in scheme "choice" ``D * capacity * num_experts // D``, if that is
-        less), and rows to align groups. The time of matmuls does not depend on it.
-      align_size: each group of rows is padded to a multiple of this.
+        less). The time of matmuls does not depend on it.
       scales: [tokens, scales], sent along: the scales of quantised tokens.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
@@ -118,7 +118,6 @@ def dispatch(
         axis_name,
         capacity=capacity,
         num_rows=num_rows,
-        align_size=align_size,
         scales=scales,
         scheme=scheme,
         exchange=exchange,

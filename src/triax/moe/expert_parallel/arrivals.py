@@ -96,7 +96,6 @@ def exchanged(
     *,
     capacity: int | None = None,
     num_rows: int | None = None,
-    align_size: int = 1,
     scales: Any = None,
     scheme: Scheme | None = None,
     exchange: ExchangeMethod | None = None,
@@ -127,7 +126,6 @@ def exchanged(
         sizes = {"tokens": x.shape[0]}
         scales = arguments.array("scales", scales, ("tokens", "scales"), sizes=sizes, of="`x`")
     num_local = num_experts // num_devices
-    align_size = arguments.integer("align_size", align_size, 1)
     limit = experts.shape[0]
     if capacity is not None:
         limit = min(arguments.integer("capacity", capacity, 0), limit)
@@ -139,12 +137,12 @@ def exchanged(
         pairs = limit * experts.shape[1]
         if scheme == "choice" and capacity is not None:
             pairs = min(experts.size, capacity * num_local)
-        num_rows = arguments.most_rows(num_devices * pairs, num_local, align_size)
-    sizes = {"num_rows": arguments.rows_of_groups(num_rows, align_size), "align_size": align_size}
+        num_rows = num_devices * pairs
+    num_rows = arguments.integer("num_rows", num_rows, 0)
     weights, experts = gathered(weights), gathered(arguments.as_int32(experts))
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
     axis, how = _Axis(axis_name, num_devices, num_local), {"implementation": implementation}
-    given = _Given(x, weights, experts, scales, axis, sizes, how)
+    given = _Given(x, weights, experts, scales, axis, num_rows, how)
     if scheme == "choice":
         return _send_choices(given, capacity)
     return _send_tokens(given, limit, exchange == "padded")
@@ -157,20 +155,20 @@ class _Axis(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The checked arguments of `exchanged`; `sizes` are the receiving plan's sizes."""
+    """The checked arguments of `exchanged`; each device receives up to `num_rows`."""
 
     x: jax.Array
     weights: jax.Array
     experts: jax.Array
     scales: Any
     axis: _Axis
-    sizes: dict[str, Any]
+    num_rows: int
     how: dict[str, Any]
 
 
 def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
     """Sends each token once to each device that needs it, and plans rows for received tokens."""
-    x, weights, experts, scales, axis, sizes, how = given
+    x, weights, experts, scales, axis, num_rows, how = given
     top_k = experts.shape[1]
     routed = experts >= 0
     device_of = jnp.where(routed, experts // axis.experts, -1)
@@ -193,7 +191,10 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
     here_weights = both[:, :top_k].astype(weights.dtype)
     here_experts = both[:, top_k:].astype(jnp.int32) - 1
     received = make_plan(
-        here_experts - jax.lax.axis_index(axis.name) * axis.experts, axis.experts, **sizes, **how
+        here_experts - jax.lax.axis_index(axis.name) * axis.experts,
+        axis.experts,
+        num_rows=num_rows,
+        **how,
     )
     here_scales = None if scales is None else to_devices(scales)
     num_dropped = received.num_dropped
@@ -209,18 +210,17 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
         received.group_sizes,
         received.group_counts,
         num_dropped,
-        DispatchPlan(ways, received, axis.name, sizes["num_rows"]),
+        DispatchPlan(ways, received, axis.name, num_rows),
     )
 
 
 def _send_choices(given: _Given, capacity: int | None) -> Dispatched:
     """Sends each pair of token and expert as a row, straight to its place on the other device."""
-    x, weights, experts, scales, axis, sizes, how = given
+    x, weights, experts, scales, axis, num_rows, how = given
     sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
     moved: Any = permute(x, sent, weights=weights, scales=scales, **how)
     counts = sent.group_sizes.reshape(axis.devices, axis.experts)
-    slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, **sizes)
-    num_rows = sizes["num_rows"]
+    slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, num_rows)
 
     def to_devices(array: Any) -> jax.Array:
         return exchanges.ragged(array, slices, num_rows, axis.name)

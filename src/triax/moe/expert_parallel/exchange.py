@@ -69,27 +69,24 @@ def padded(rows: jax.Array, axis_name: Any) -> jax.Array:
 
 
 def plan_slices(
-    counts: jax.Array, axis_name: Any, *, num_rows: int, align_size: int
+    counts: jax.Array, axis_name: Any, num_rows: int
 ) -> tuple[Slices, jax.Array, jax.Array]:
     """Plans slices so that receivers store equal slice numbers together, in the devices' order.
 
     Args:
       counts: int32 [devices, slices], the rows of each slice that this device sends, in order.
       num_rows: the rows that a device can receive: slices are cut off there, or dropped.
-      align_size: all slices of one number together are padded to a multiple of this.
 
     Returns:
-      The slices; int32 [slices], the received rows of each number, padded and cut at `num_rows`;
-      int32 [slices], the rows of each number sent here, before they are cut.
+      The slices; int32 [slices], the received rows of each number, cut at `num_rows`; int32
+      [slices], the rows of each number sent here, before they are cut.
     """
     this = jax.lax.axis_index(axis_name)
     of_all = jax.lax.all_gather(counts, axis_name)  # [from, to, slice]
     totals = jnp.sum(of_all, axis=0)
     # Sums are clipped to `num_rows`, so that no sum passes 2**31 and no offset is out of bounds.
     before = running_sum(jnp.minimum(of_all, num_rows), num_rows)
-    held = before[-1]
-    aligned = held + jnp.minimum(-held % align_size, num_rows - held)
-    ends = running_sum(aligned.T, num_rows).T
+    ends = running_sum(before[-1].T, num_rows).T
     zero = jnp.zeros_like
     starts = jnp.concatenate([zero(ends[:, :1]), ends[:, :-1]], axis=1)[None]
     before = jnp.concatenate([zero(before[:1]), before[:-1]])

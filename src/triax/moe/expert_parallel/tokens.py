@@ -58,9 +58,7 @@ def padded_plan(sent: Plan, capacity: int) -> Plan:
 
 def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
     """Makes the `Ways` of a plan whose groups are devices, each of which takes `num_rows`."""
-    slices, *_ = exchange.plan_slices(
-        sent.group_sizes[:, None], axis_name, num_rows=num_rows, align_size=1
-    )
+    slices, *_ = exchange.plan_slices(sent.group_sizes[:, None], axis_name, num_rows)
     device = jnp.arange(sent.num_experts, dtype=jnp.int32)[:, None]
     goes = sent.expert_of[:, None, :] == device[None]  # [tokens, devices, slots]
     row = jnp.max(jnp.where(goes, sent.row_of[:, None, :], -1), axis=2, initial=-1).T

@@ -14,7 +14,7 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError
 from triax.moe.layer import parts, recipes
 from triax.moe.layer.experts import Experts, check_floats, check_sizes, checked
-from triax.moe.layer.parts import FeedForward, Options, WeightsOn
+from triax.moe.layer.parts import FeedForward, Options
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import Recipe, Scaling
 from triax.moe.router.api import route
@@ -37,9 +37,7 @@ def feed_forward(
     *,
     bias: Array | None = None,
     expert_scale: Array | None = None,
-    weights_on: WeightsOn = "output",
     capacity: int | None = None,
-    align_size: int = 1,
     axis_name: AxisName | None = None,
     recipe: Recipe | Scaling | None = None,
     keep: Sequence[str] = (),
@@ -76,12 +74,9 @@ def feed_forward(
       experts: the weights, in the dtype of `x`, their biases and activation.
       router: how logits choose and weigh experts.
       bias, expert_scale: floats [experts], as in `route`.
-      weights_on: "output", or "input": the router's weights multiply the tokens before the experts
-        (Llama 4).
       capacity: the most pairs of token and expert that an expert takes, first come first served;
         None for no limit. A dropped pair adds nothing to its token. A capacity also bounds rows.
         With `axis_name` it is the capacity of `dispatch`: the most tokens between two devices.
-      align_size: each group of rows is padded to a multiple of this; `ragged_dot` needs no padding.
       axis_name: for calls inside `jax.shard_map`: the mesh axis, or axes, over which the arrays of
         `experts` are cut. Tokens go to their experts and back by `dispatch` and `combine`; logits,
         `bias` and `expert_scale` cover all experts.
@@ -89,7 +84,7 @@ def feed_forward(
         `Recipe("rows", "rows")` and `Recipe("blocks", "blocks")`. Such a layer has gradients, but
         no forward mode and no second derivatives. `Experts.quantized` quantizes weights only once.
       keep: results to keep for the backward pass too: "triax_permuted_rows", "triax_glu" or both.
-        With a recipe it keeps tokens instead of rows, unless `weights_on` is "input".
+        With a recipe it keeps tokens instead of rows.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
@@ -134,7 +129,6 @@ def feed_forward(
             )
         arguments.check_shape("logits", choice.shape, (num_tokens, of_all), beside)
     check_sizes(experts, num_experts, hidden, "`x`" if router is None else "`x` and the logits")
-    arguments.check_choice("weights_on", weights_on, ("output", "input"))
     floats = {"x": x}
     for name in ("b_gate_up", "b_down"):
         for path, array in jax.tree_util.tree_leaves_with_path(getattr(experts, name)):
@@ -145,7 +139,7 @@ def feed_forward(
     if router is not None:
         how: dict[str, Any] = {"bias": bias, "expert_scale": expert_scale}
         choice = route(choice, router, **how, implementation=implementation)
-    options = Options(weights_on, capacity, align_size, axis_name, products, kept)
+    options = Options(capacity, axis_name, products, kept)
     out = parts.feed_forward(options, x, choice, experts)
     if len(lead) == 1:
         return out

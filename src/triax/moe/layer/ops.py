@@ -71,7 +71,7 @@ def multiply_glu(
     rows: jax.Array,
     matrices: list[Matrix],
     sizes: jax.Array,
-    row_weights: jax.Array | None,
+    row_weights: jax.Array,
     spec: GluSpec,
 ) -> tuple[jax.Array, jax.Array] | None:
     """Multiplies rows as `multiply` does, and applies `glu`; returns both results.

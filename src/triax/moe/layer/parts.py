@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,8 @@ from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.reference import Routing
 from triax.moe.shared import arguments
-from triax.moe.shared.arrays import at_least_float32
 from triax.sharding import explicit
 from triax.sharding.splits import Shard, Split
-
-WeightsOn = Literal["output", "input"]
 
 KEPT = "triax_permuted_rows", "triax_glu"
 """The results that are recomputed unless they are kept: names for `jax.checkpoint`."""
@@ -56,9 +53,7 @@ class FeedForward(NamedTuple):
 class Options(NamedTuple):
     """The static arguments of `feed_forward`, checked; `products` holds the others."""
 
-    weights_on: WeightsOn
     capacity: int | None
-    align_size: int
     axis_name: Any
     products: Products
     keep: tuple[str, ...]
@@ -88,19 +83,18 @@ def _run(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedFo
         routing.experts,
         experts.w_down.shape[0],
         capacity=options.capacity,
-        num_rows=_num_rows(routing.experts.size, experts.w_down.shape[0], options),
-        align_size=options.align_size,
+        num_rows=_num_rows(routing.experts.size, experts.w_down.shape[0], options.capacity),
         **how,
     )
 
     def arrived() -> Arrived:
-        if options.products.recipe is None or options.weights_on == "input":
+        if options.products.recipe is None:
             rows, row_weights, _ = permute(x, plan, weights=routing.weights, **how)
-            return Arrived(rows, row_weights, plan.group_filled)
+            return Arrived(rows, row_weights)
         no_columns = jnp.zeros((x.shape[0], 0), x.dtype)
         row_weights = permute(no_columns, plan, weights=routing.weights, **how).weights
         quantized = options.products.quantized_tokens(x, plan)
-        return Arrived(x, row_weights, plan.group_filled, quantized, plan)
+        return Arrived(x, row_weights, quantized, plan)
 
     if options.products.recipe is None:
         tokens = unpermute(_experts(options, experts, arrived, plan.group_sizes), plan, **how)
@@ -114,12 +108,12 @@ def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> Fee
     axis = options.axis_name
     how: dict[str, Any] = {"implementation": options.products.implementation}
     num_experts = experts.w_down.shape[0] * jax.lax.axis_size(axis)
-    sizes: dict[str, Any] = {"capacity": options.capacity, "align_size": options.align_size}
-    sent = exchanged(x, routing.weights, routing.experts, num_experts, axis, **sizes, **how)
+    operands = x, routing.weights, routing.experts
+    sent = exchanged(*operands, num_experts, axis, capacity=options.capacity, **how)
 
     def arrived() -> Arrived:
         found = by_expert(sent, **how)
-        return Arrived(found.rows, found.weights, found.group_counts)
+        return Arrived(found.rows, found.weights)
 
     out = _experts(options, experts, arrived, sent.group_sizes)
     tokens = combine(out, sent.plan, weights=None, **how)
@@ -131,13 +125,11 @@ def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> Fee
 class Arrived(NamedTuple):
     """The experts' rows, their router weights, and the rows in 8 bits if quantized.
 
-    The first `filled` rows of each group hold a token, at most all of its rows. With the plan
-    `source`, `rows` are tokens, still to be permuted.
+    With the plan `source`, `rows` are tokens, still to be permuted.
     """
 
     rows: jax.Array
     weights: Any
-    filled: jax.Array
     quantized: ScaledArray | None = None
     source: Plan | None = None
 
@@ -161,14 +153,7 @@ def _experts(
     spec, _ = resolve(**kind)
 
     def first() -> Any:
-        rows, row_weights, filled, quantized, source = arrived()
-        if options.weights_on == "input":
-            rows = _weighted(rows, row_weights)
-            row_weights = None
-            quantizes = products.recipe is not None and firsts[0].bias is not None
-            if callable(experts.activation) or quantizes:
-                is_token = _hold_tokens(group_sizes, filled, rows.shape[0])
-                row_weights = is_token.astype(at_least_float32(rows.dtype))
+        rows, row_weights, quantized, source = arrived()
         if not (KEPT[1] in options.keep or isinstance(last.weights, ScaledArray)):
             both = ops.multiply_glu(products, rows, firsts, group_sizes, row_weights, spec)
             if both is not None:
@@ -194,25 +179,8 @@ def _experts(
     return ops.glu_multiply(*operands, **kind)
 
 
-def _weighted(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
-    wider = at_least_float32(rows.dtype)
-    return (rows.astype(wider) * row_weights.astype(wider)[:, None]).astype(rows.dtype)
-
-
-def _hold_tokens(group_sizes: jax.Array, filled: jax.Array, num_rows: int) -> jax.Array:
-    """Returns which rows hold a token, to zero padding rows: the activation may be non-finite
-    there, and biased padding must not affect scales."""
-    starts = jnp.cumsum(group_sizes) - group_sizes
-    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    behind = row - starts[None]
-    inside = (behind >= 0) & (behind < jnp.minimum(filled, group_sizes)[None])
-    return jnp.any(inside, axis=1)
-
-
-def _num_rows(num_pairs: int, num_experts: int, options: Options) -> int | None:
-    """Returns the rows of full experts, at most `make_plan`'s default; None without a capacity."""
-    if options.capacity is None:
+def _num_rows(num_pairs: int, num_experts: int, capacity: int | None) -> int | None:
+    """Returns the rows of full experts, at most all pairs; None without a capacity."""
+    if capacity is None:
         return None
-    align_size = arguments.integer("align_size", options.align_size, 1)
-    full = -(-arguments.integer("capacity", options.capacity, 0) // align_size) * align_size
-    return min(num_experts * full, arguments.most_rows(num_pairs, num_experts, align_size))
+    return min(num_experts * arguments.integer("capacity", capacity, 0), num_pairs)

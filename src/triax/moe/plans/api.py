@@ -152,9 +152,15 @@ def _sizes(
     if capacity is not None:
         capacity = arguments.integer("capacity", capacity, 0)
     if num_rows is None:
-        num_rows = arguments.most_rows(num_pairs, num_experts, align_size)
+        num_rows = (num_pairs + num_experts * (align_size - 1)) // align_size * align_size
+    num_rows = arguments.integer("num_rows", num_rows, 0)
+    if num_rows % align_size:
+        raise ArgumentValueError(
+            f"Argument `num_rows` must be a multiple of `align_size`, {align_size}; got "
+            f"{num_rows}. Use {-(-num_rows // align_size) * align_size}."
+        )
     return {
-        "num_rows": arguments.rows_of_groups(num_rows, align_size),
+        "num_rows": num_rows,
         "capacity": num_pairs if capacity is None else min(capacity, num_pairs),
         "align_size": align_size,
     }

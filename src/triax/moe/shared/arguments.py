@@ -186,22 +186,6 @@ def mesh_axis(axis_name: Any, caller: str) -> tuple[Any, int]:
     return axis_name, size
 
 
-def most_rows(num_pairs: int, num_groups: int, align_size: int) -> int:
-    """Returns the most rows that pairs take, spread over groups padded to `align_size`."""
-    return (num_pairs + num_groups * (align_size - 1)) // align_size * align_size
-
-
-def rows_of_groups(num_rows: Any, align_size: int) -> int:
-    """Returns `num_rows` as a Python int that is a multiple of `align_size`, or raises."""
-    num_rows = integer("num_rows", num_rows, 0)
-    if num_rows % align_size:
-        raise ArgumentValueError(
-            f"Argument `num_rows` must be a multiple of `align_size`, {align_size}; got "
-            f"{num_rows}. Use {-(-num_rows // align_size) * align_size}."
-        )
-    return num_rows
-
-
 def as_int32(values: jax.Array) -> jax.Array:
     """Returns integers as int32, clamped, so that numbers out of range stay out of range."""
     if values.dtype.itemsize < 4 or values.dtype == jnp.int32:

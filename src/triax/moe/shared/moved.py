@@ -1,6 +1,8 @@
-"""The keywords of 0.2 whose values are held by `Router`, `Experts` and `Routing` now.
+"""The keywords that 0.2 had, and how the same is written now.
 
-`feed_forward` and `route` refuse these keywords, and show the call as it is written now.
+The values of most are held by `Router`, `Experts` and `Routing`: `feed_forward` and `route` refuse
+these keywords, and show the call as it is written now. The others, of `feed_forward` and
+`dispatch`, are gone: the error says what to do instead.
 """
 
 from __future__ import annotations
@@ -25,19 +27,35 @@ MOVED = {
     "routing": ("moe.Routing", ""),
     "logits": ("logits_or_routing", ""),
 }
+# What is gone, by function, and what to do instead.
+GONE = {
+    "dispatch": {"align_size": "Leave it out: `ragged_dot` needs no padded groups."},
+    "feed_forward": {
+        "align_size": "Leave it out: it changed no result.",
+        "weights_on": 'Leave it out for "output". For "input" (Llama 4, one expert for each token) '
+        "multiply the tokens: `routing = moe.route(logits, router)`, then `moe.feed_forward("
+        "(x * routing.weights).astype(x.dtype), moe.Routing(jnp.ones_like(routing.weights), "
+        "routing.experts), experts)`.",
+    },
+}
 
 
 def refuses_moved_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates `feed_forward` or `route`: keywords that moved raise an `ArgumentTypeError`."""
+    """Decorates a function that had other keywords, which raise an `ArgumentTypeError` then."""
     own = inspect.signature(function).parameters
-    moved = MOVED.keys() - own.keys()
+    gone = GONE.get(function.__name__, {})
+    moved = MOVED.keys() - own.keys() if "router" in own else set()
     rest = [name for name, of in own.items() if of.kind is of.KEYWORD_ONLY]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        what = function.__name__
+        for name in kwargs:
+            if name in gone:
+                raise ArgumentTypeError(f"Argument `{name}` of `moe.{what}` is gone. {gone[name]}")
         if moved.isdisjoint(kwargs):
             return function(*args, **kwargs)
-        what, name = function.__name__, next(name for name in kwargs if name in moved)
+        name = next(name for name in kwargs if name in moved)
         kept = {name: value for name, value in kwargs.items() if name in rest}
         # 0.2 took `top_k` of `route` by position, too.
         first = zip(("logits", "top_k"), args, strict=False) if what == "route" else ()
