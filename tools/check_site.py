@@ -66,7 +66,7 @@ WORDS = {
     "publish": "guides/packaging-kernels",
     "race condition": "guides/testing",
     "docker": "serving",
-    "decode": "serving",
+    "decode": "serving start/first-model",
     "tpu": "faq",
     "deterministic": "faq",
     "safetensors": "from-a-checkpoint quantized-checkpoints",
