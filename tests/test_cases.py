@@ -57,9 +57,9 @@ def test_lowers_for_cuda(case):
         assert call.target == ("triton_kernel_call_ffi" if new else "triton_kernel_call")
         assert call.aliases == case.aliases
         assert len(call.entries) == 1
-        assert ".target sm_90" in call.payload.calls[0].ptx
-        assert ".version 8.6" in call.payload.calls[0].ptx
-        assert f".entry {call.entries[0]}(" in call.payload.calls[0].ptx
+        assert ".target sm_90" in call.ptx[0]
+        assert ".version 8.6" in call.ptx[0]
+        assert f".entry {call.entries[0]}(" in call.ptx[0]
 
 
 @pytest.mark.cuda_plugin

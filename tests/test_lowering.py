@@ -98,7 +98,7 @@ def test_one_pointer_for_an_aliased_pair_lowers(arrays):
     call = cuda_call(accumulate, *arrays)
     assert call.aliases == ((1, 0),)
     assert (call.operands, call.results) == (("tensor<1003xf32>",) * 2, ("tensor<1003xf32>",))
-    assert len(call.payload.calls[0].zeroed_bytes) == 2
+    assert len(call.zeroed_bytes[0]) == 2
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from triax import messages, settings
 from triax.binding import arguments, candidates, sources
 from triax.binding.grid import GridLike, is_int
 from triax.binding.kernel import Kernel
-from triax.binding.launch import Alias, ArrayType, Call, KernelImplementation
+from triax.binding.launch import Alias, ArrayType, BoundCall, KernelImplementation
 from triax.binding.values import pack_values
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
@@ -264,7 +264,7 @@ def triton_call(
         options[option] = value
     # Each Ref's value is an operand with an aliased output of its own.
     aliases += tuple(Alias(i, len(results) + k) for k, i in enumerate(flat.refs))
-    request = candidates.Request(
+    request = candidates.UnresolvedCall(
         kernel=view,
         parameters=placed,
         arguments=arguments.seen_by_callables(placed, flat.types, results),
@@ -282,7 +282,7 @@ def triton_call(
     constants = [static for candidate in found for _, static in candidate.constants]
     if len(found) > 1:
         constants = [*dict.fromkeys(constants)]
-    call = Call(
+    call = BoundCall(
         kernel=view,
         arguments=placed,
         candidates=found,

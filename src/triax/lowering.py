@@ -18,7 +18,7 @@ from triax.binding import candidates, usage
 from triax.binding.arguments import seen_by_callables
 from triax.binding.grid import is_int
 from triax.binding.kernel import Kernel
-from triax.binding.launch import Argument, ArrayType, Call, Operand, Result, leaves
+from triax.binding.launch import Argument, ArrayType, BoundCall, Operand, Result, leaves
 from triax.compat import jax_private
 from triax.compiling import ahead, compiler
 from triax.emitting import emit
@@ -28,7 +28,7 @@ from triax.tuning import policy
 from triax.tuning.request import Request
 
 
-def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+def lower(ctx: Any, *operands: Any, call: BoundCall) -> Sequence[Any]:
     """Emits a call for the platform being lowered for."""
     platforms = set(jax_private.lowering_platforms(ctx))
     if len(platforms) > 1:
@@ -40,7 +40,7 @@ def lower(ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
     return lower_for(platform, ctx, *operands, call=call)
 
 
-def lower_for(platform: str, ctx: Any, *operands: Any, call: Call) -> Sequence[Any]:
+def lower_for(platform: str, ctx: Any, *operands: Any, call: BoundCall) -> Sequence[Any]:
     """Emits a call for one platform: "cuda", "cpu", or an error for any other."""
     exported = jax_private.exported_platforms(ctx)
     # A multi-platform export lowers each `jax.lax.platform_dependent` branch that any of its
@@ -174,7 +174,7 @@ def triton_call_lowering(
     arguments = _place_pointers(view, values, operand_types, result_types, pairs)
     names = [n for n, part in arguments for leaf in leaves(part) if isinstance(leaf, Operand)]
     aliases = candidates.check_aliases(pairs, operand_types, result_types, names)
-    request = candidates.Request(
+    request = candidates.UnresolvedCall(
         kernel=view,
         parameters=arguments,
         arguments=seen_by_callables(arguments, operand_types, result_types),
@@ -189,7 +189,7 @@ def triton_call_lowering(
     fallback = tried[0]
     if view.autotuner is not None:
         fallback = candidates.build(dataclasses.replace(request, conflicts="caller"))[0]
-    call = Call(
+    call = BoundCall(
         kernel=view,
         arguments=arguments,
         candidates=tried if len(tried) > 1 else (fallback,),

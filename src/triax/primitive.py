@@ -1,7 +1,7 @@
 """The JAX primitive behind `triton_call`, in reading order: running it eagerly, abstract
 evaluation and effects, vmap, differentiation, lowering.
 
-Parameters of the primitive: `call` (a `launch.Call`), `result_avals` (the outputs' shapes
+Parameters of the primitive: `call` (a `launch.BoundCall`), `result_avals` (the outputs' shapes
 and dtypes) and `vmap_method`. JAX's batching rule for FFI calls reads the last two by name.
 """
 
@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from triax import lowering
-from triax.binding.launch import ArrayType, Call, Descriptor, Operand, leaves
+from triax.binding.launch import ArrayType, BoundCall, Descriptor, Operand, leaves
 from triax.compat import jax_private
 from triax.compiling import ahead
 from triax.errors import ArgumentValueError, DifferentiationError
@@ -31,13 +31,13 @@ triton_call_p.multiple_results = True
 # --- eager --------------------------------------------------------------------
 
 
-eager_listener: contextvars.ContextVar[Callable[[Call, Sequence[Any], Any], None] | None] = (
+eager_listener: contextvars.ContextVar[Callable[[BoundCall, Sequence[Any], Any], None] | None] = (
     contextvars.ContextVar("triax_eager_listener", default=None)
 )
 """A function called before each eager call, with the call, its operands and its `result_avals`."""
 
 
-def _impl(*args: Any, call: Call, result_avals: Any, vmap_method: str | None) -> list[Any]:
+def _impl(*args: Any, call: BoundCall, result_avals: Any, vmap_method: str | None) -> list[Any]:
     params = {"call": call, "result_avals": result_avals, "vmap_method": vmap_method}
     if (listener := eager_listener.get()) is not None:
         listener(call, args, result_avals)
@@ -63,7 +63,7 @@ def _cpu_device(args: Sequence[Any]) -> Any | None:
     return device if device.platform == "cpu" else None
 
 
-def _interpret(args: Sequence[Any], call: Call, result_avals: Any, device: Any) -> list[Any]:
+def _interpret(args: Sequence[Any], call: BoundCall, result_avals: Any, device: Any) -> list[Any]:
     """Runs the interpreter directly, so that its exceptions reach the caller unchanged.
 
     From inside a compiled program, JAX can only pass on their text.
@@ -84,7 +84,7 @@ triton_call_p.def_impl(_impl)
 
 
 @triton_call_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, call: Call, result_avals: Any, vmap_method: str | None) -> Any:
+def _abstract_eval(*avals: Any, call: BoundCall, result_avals: Any, vmap_method: str | None) -> Any:
     del vmap_method
     # Every call is traced through here, under all transformations.
     ahead.expect(call, [a.dtype for a in avals], [a.dtype for a in result_avals])
@@ -104,7 +104,7 @@ def _batch(
     args: Sequence[Any],
     dims: Sequence[Any],
     *,
-    call: Call,
+    call: BoundCall,
     result_avals: Any,
     vmap_method: str | None,
 ) -> Any:
@@ -127,7 +127,7 @@ def _batch(
 batching.primitive_batchers[triton_call_p] = _batch
 
 
-def _check_descriptors(call: Call, dims: Sequence[Any], vmap_method: str) -> None:
+def _check_descriptors(call: BoundCall, dims: Sequence[Any], vmap_method: str) -> None:
     """Raises where an array behind a descriptor would get a batch that the descriptor lacks."""
     for name, argument in call.arguments:
         for leaf in leaves(argument):
@@ -142,7 +142,7 @@ def _check_descriptors(call: Call, dims: Sequence[Any], vmap_method: str) -> Non
 
 
 def _broadcast_aliased(
-    args: Sequence[Any], dims: Sequence[Any], call: Call
+    args: Sequence[Any], dims: Sequence[Any], call: BoundCall
 ) -> tuple[list[Any], list[Any]]:
     """Broadcasts unbatched aliased operands, so that each batch element updates its own copy."""
     args, dims = list(args), list(dims)
@@ -157,7 +157,7 @@ def _broadcast_aliased(
 # --- differentiation ----------------------------------------------------------------
 
 
-def _jvp(primals: Any, tangents: Any, *, call: Call, **_: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, call: BoundCall, **_: Any) -> Any:
     raise DifferentiationError(
         f"Kernel {call.display_name!r} was differentiated, but a Triton kernel has no derivative "
         "of its own. Define one for the calling function with jax.custom_vjp (or jax.custom_jvp). "
@@ -172,7 +172,7 @@ ad.primitive_jvps[triton_call_p] = _jvp
 # --- lowering -----------------------------------------------------------------------
 
 
-def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None = None, **_: Any) -> Any:
+def _lower(ctx: Any, *operands: Any, call: BoundCall, platform: str | None = None, **_: Any) -> Any:
     if platform is None:
         return lowering.lower(ctx, *operands, call=call)
     return lowering.lower_for(platform, ctx, *operands, call=call)

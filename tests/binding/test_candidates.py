@@ -35,7 +35,7 @@ def test_configs_that_differ_in_what_changes_nothing_are_one():
 def test_configs_that_differ_only_in_what_the_caller_sets_are_one(conflicts, left):
     configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
     kernel = triton.autotune(configs, key=[])(kernels.copy_kernel)
-    request = candidates.Request(
+    request = candidates.UnresolvedCall(
         kernel=Kernel.of(kernel),
         parameters=(),
         arguments={},

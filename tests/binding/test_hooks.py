@@ -16,7 +16,7 @@ import triax
 from tests import kernels
 from tests.cases import cuda_call as lowered
 from triax import testing
-from triax.binding.launch import ArrayType, Operand
+from triax.binding.launch import ArrayType, Operand, TensorMap
 from triax.compiling import compiler
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
@@ -100,11 +100,11 @@ def test_each_config_has_its_own_hook():
 
 @pytest.mark.cuda_plugin
 def test_zeroed_bytes_are_those_of_the_config():
-    assert lowered(functools.partial(column_sums, rows=(16,)), X).payload.calls[0].zeroed_bytes == (
+    assert lowered(functools.partial(column_sums, rows=(16,)), X).zeroed_bytes[0] == (
         0,
         256,
     )
-    assert lowered(functools.partial(column_sums, rows=(64,)), X).payload.calls[0].zeroed_bytes == (
+    assert lowered(functools.partial(column_sums, rows=(64,)), X).zeroed_bytes[0] == (
         0,
         0,
     )
@@ -151,7 +151,7 @@ def test_zeroes_an_operand_that_an_output_is_aliased_to():
         )
 
     testing.assert_same_bits(jax.jit(call)(X[0], X[1]), X[0])
-    assert lowered(call, X[0], X[1]).payload.calls[0].zeroed_bytes == (0, 256)
+    assert lowered(call, X[0], X[1]).zeroed_bytes[0] == (0, 256)
 
 
 def test_zeroes_a_ref():
@@ -182,7 +182,7 @@ def test_zeroes_in_a_primitive_of_ones_own():
         mlir.register_lowering(primitive, rule, platform=platform)
     (total,) = jax.jit(primitive.bind)(X)
     testing.assert_close(total, X.sum(axis=0, dtype=np.float64), terms=48)
-    assert lowered(primitive.bind, X).payload.calls[0].zeroed_bytes == (0, 256)
+    assert lowered(primitive.bind, X).zeroed_bytes[0] == (0, 256)
 
 
 # --- block shapes ---------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_each_config_has_its_own_block_shape(way):
     for candidate, block in zip(call.candidates, [(16, 32), (8, 32)], strict=True):
         kernel = compiler.compile_launch(call.launch(candidate, (array,), (array,)), 90)
         # The driver copies at most 128 bytes of a row at once.
-        (tensor_map,) = filter(None, (p.tensor_map for p in kernel.parameters))
+        (tensor_map,) = (a for _, a in kernel.parameters if isinstance(a, TensorMap))
         assert tensor_map.block_shape == block
 
 

@@ -312,7 +312,7 @@ def test_no_register_is_overwritten(kernel, dtype, block, tmp_path, monkeypatch)
             jax.ShapeDtypeStruct((rows, 4096), dtype),
             jax.ShapeDtypeStruct((4096, columns), "bfloat16"),
         )
-        cubin, _ = sass.assemble(call.payload.calls[0].ptx, 90, tmp_path)
+        cubin, _ = sass.assemble(call.ptx[0], 90, tmp_path)
         return sass.hazards(sass.disassemble(cubin))
 
     assert overwritten() == []

@@ -80,7 +80,7 @@ class Compilations:
         self.threads, self.in_background, self.at_once, self._running = [], [], 0, 0
         self.before = lambda: None
         self._lock = threading.Lock()
-        self._compile = triton_private.compile_specialization
+        self._compile = triton_private.compile_to_ptx
 
     def __call__(self, *args, **kwargs):
         with self._lock:
@@ -100,7 +100,7 @@ class Compilations:
 @pytest.fixture
 def compilations(monkeypatch):
     spy = Compilations()
-    monkeypatch.setattr(triton_private, "compile_specialization", spy)
+    monkeypatch.setattr(triton_private, "compile_to_ptx", spy)
     return spy
 
 
@@ -287,14 +287,14 @@ def test_the_end_of_a_process_waits_for_what_has_begun_and_no_more(tmp_path):
         "from triax.compiling import ahead\n"
         "from triax.compat import triton_private\n"
         "begun, said = threading.Event(), threading.Event()\n"
-        "original = triton_private.compile_specialization\n"
-        "def compile_specialization(*args):\n"
+        "original = triton_private.compile_to_ptx\n"
+        "def compile_to_ptx(*args):\n"
         "    begun.set()\n"
         "    said.wait(60)\n"
         "    result = original(*args)\n"
         "    print('compiled')\n"
         "    return result\n"
-        "triton_private.compile_specialization = compile_specialization\n"
+        "triton_private.compile_to_ptx = compile_to_ptx\n"
         "os.cpu_count = lambda: 1\n"
         "test_ahead.trace()\n"
         "ahead._start(90)\n"

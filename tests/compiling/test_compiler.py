@@ -51,7 +51,7 @@ def test_kernels_of_the_same_name_have_different_entries():
     assert one.entries != two.entries
     for call in (one, two):
         assert call.entries[0].startswith("scale_kernel_")
-        assert f".visible .entry {call.entries[0]}(" in call.payload.calls[0].ptx
+        assert f".visible .entry {call.entries[0]}(" in call.ptx[0]
 
 
 def test_every_specialisation_has_its_own_entry():
@@ -68,7 +68,7 @@ def test_every_specialisation_has_its_own_entry():
 
 def test_a_kernel_named_like_an_instruction():
     (call,) = lower(lambda x: copy(x, kernel=first.add), X)
-    ptx = call.payload.calls[0].ptx
+    ptx = call.ptx[0]
     assert f".visible .entry {call.entries[0]}(" in ptx
     assert "add.s" in ptx  # the instructions kept their names
     assert f"{call.entries[0]}_param_0" in ptx
@@ -76,7 +76,7 @@ def test_a_kernel_named_like_an_instruction():
 
 def test_nothing_of_the_source_file_is_in_the_bytes():
     (call,) = lower(copy, X)
-    ptx = call.payload.calls[0].ptx
+    ptx = call.ptx[0]
     assert ".loc" not in ptx
     assert ".file" not in ptx
     assert "kernels.py" not in ptx
@@ -100,7 +100,7 @@ def test_products_are_fused_with_sums_unless_the_caller_forbids_it(fused):
     options = {} if fused else {"backend_options": {"enable_fp_fusion": False}}
     kernel = kernels.fused_multiply_kernel
     (call,) = lower(lambda x: blockwise(kernel, x, x, BLOCK=64, **options), X)
-    assert ("fma.rn.f32" in call.payload.calls[0].ptx) == fused
+    assert ("fma.rn.f32" in call.ptx[0]) == fused
 
 
 PROGRAM = """
@@ -201,15 +201,11 @@ class TestMachineCode:
         options = {"num_warps": 2, "ptx_version": 86, "enable_fp_fusion": True}
 
         def compile_both():
-            source = ASTSource(kernels.copy_kernel, signature, {(3,): 64})
-            mine = triton_private.compile_specialization(
-                kernels.copy_kernel,
-                triton_private.backend_for(90),
-                triton_private.Specialization(signature, {(3,): 64}, {}),
-                options,
-                lambda: "code",
-            )
-            return mine, triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            source = lambda: ASTSource(kernels.copy_kernel, signature, {(3,): 64})
+            backend = triton_private.backend_for(90)
+            mine = triton_private.compile_to_ptx(source(), backend, options, lambda: "code")
+            target = GPUTarget("cuda", 90, 32)
+            return mine, triton.compile(source(), target=target, options=options)
 
         mine, theirs = TRITON.shared(compile_both)
         assert theirs.asm["ptx"] == mine.ptx
@@ -386,7 +382,7 @@ class TestConfigsThatFail:
     @pytest.mark.filterwarnings("ignore:.*tuning at run time needs:UserWarning")
     def test_are_dropped_with_a_log_line(self, mode, caplog):
         (call,) = lower(lambda x: self.call(x, (32, 64), tuning=mode), X)
-        assert [c.grid[0] for c in call.payload.calls] == [5]
+        assert [grid[0] for grid in call.grid] == [5]
         assert any(
             "config dropped" in r.message and "BLOCK=32" in r.message for r in caplog.records
         )

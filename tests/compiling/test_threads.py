@@ -101,13 +101,13 @@ atexit.register(print, "others end too")
 workers._EXIT_TIMEOUT_S = 0.2
 os.cpu_count = lambda: 4
 os.environ["TRITON_ALWAYS_COMPILE"] = "1"
-compile_once = triton_private.compile_specialization
+compile_once = triton_private.compile_to_ptx
 
-def compile_specialization(*args):
+def compile_to_ptx(*args):
     while True:
         compile_once(*args)
 
-triton_private.compile_specialization = compile_specialization
+triton_private.compile_to_ptx = compile_to_ptx
 launches = [launch_of(block)[0] for block in (32, 64, 128, 256)]
 for result in compiler.compile_all(launches, 90, timeout_s=1):
     print(result)

@@ -24,7 +24,7 @@ from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import jax_private, versions
-from triax.emitting.custom_call import _cost_estimate, _saved_buffers, order_buffers
+from triax.emitting.custom_call import _saved_buffers, cost_estimate, order_buffers
 from triax.errors import CompilationError, UnsupportedError, VersionError
 
 A = ArrayType((4,), np.dtype(np.float32))
@@ -138,7 +138,7 @@ class TestScratch:
         assert call.results == ("tensor<35x48xf32>", "tensor<1536xui8>")
         assert call.operands == ("tensor<35x48xf32>",)
         assert call.aliases == ()
-        assert len(call.payload.calls[0].zeroed_bytes) == 3
+        assert len(call.zeroed_bytes[0]) == 3
 
     def test_is_aligned_as_the_kernel_wants_it(self, monkeypatch):
         module, told = jax_private.gpu_triton(), []
@@ -275,7 +275,7 @@ def test_zeroed_bytes_reach_the_right_parameter():
 
     x = np.zeros(50, np.float32)
     call = cuda_call(f, x, x)
-    assert call.payload.calls[0].zeroed_bytes == (0, 0, 200, 200)
+    assert call.zeroed_bytes[0] == (0, 0, 200, 200)
 
 
 @pytest.mark.cuda_plugin
@@ -328,7 +328,7 @@ def test_a_gpu_without_tma_takes_no_descriptors(monkeypatch):
 )
 def test_a_cost_is_handed_to_what_takes_one(target, version, handed):
     call = types.SimpleNamespace(display_name="a kernel", cost_estimate=(("flops", Static(7)),))
-    assert _cost_estimate(call, versions.Target(target, 4), version) == handed
+    assert cost_estimate(call, versions.CallTarget(target, 4), version) == handed
 
 
 @pytest.mark.cuda_plugin
@@ -351,5 +351,5 @@ def test_the_text_of_a_call_is_short():
     x = np.zeros(301, np.float32)
     text = repr(cuda_call(vector_add, x, x))
     assert "opaque" not in text
-    assert "payload" not in text
+    assert "ptx=" not in text
     assert "kernel='add_kernel'" in text

@@ -95,9 +95,9 @@ def test_its_kernels_are_those_that_are_compiled_without_exporting(example, expo
     assert {call.opaque for call in found} == {call.opaque for call in expected}
     assert {call.kernel for call in found} >= {"route", "ragged_dot", "unpermute"}
     for call in found:
-        (kernel,) = call.payload.calls
-        assert f".entry {kernel.entry}(" in kernel.ptx
-        assert ".target sm_" in kernel.ptx
+        (entry,), (ptx,) = call.entries, call.ptx
+        assert f".entry {entry}(" in ptx
+        assert ".target sm_" in ptx
 
 
 def check_served(step, exported, tmp_path, device, **how):

@@ -118,7 +118,7 @@ def test_never_on_the_new_target(monkeypatch):
     from triax.errors import UnsupportedError
 
     monkeypatch.setattr(versions.RUNTIME_AUTOTUNING.__class__, "passes", _passes("0.10.0"))
-    new = versions.Target(versions.NEW_TARGET, api_version=4)
+    new = versions.CallTarget(versions.NEW_TARGET, api_version=4)
     monkeypatch.setattr(versions, "choose_target", lambda *_, **__: new)
     with pytest.raises(
         UnsupportedError, match="tuning mode 'runtime' needs the custom-call target"

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from triax.binding.launch import ArrayType, Call
+from triax.binding.launch import ArrayType, BoundCall
 from triax.compiling import compiler
 from triax.primitive import eager_listener
 from triax.tuning import measure
@@ -35,7 +35,7 @@ def record(cases: Iterable[tuple[str, Callable[[], None]]], folder: Path) -> int
     folder.mkdir(parents=True, exist_ok=True)
     jobs: dict[Any, tuple[str, Any]] = {}
 
-    def listen(call: Call, operands: Sequence[Any], result_avals: Any) -> None:
+    def listen(call: BoundCall, operands: Sequence[Any], result_avals: Any) -> None:
         types = tuple(map(ArrayType.of, operands))
         launch = call.launches(types, tuple(map(ArrayType.of, result_avals)))[0]
         if 0 in launch.grid:

@@ -53,7 +53,7 @@ ZeroedOutputs: TypeAlias = Sequence[int] | Callable[[Mapping[str, Any]], Sequenc
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class UnresolvedCall:
     """A call whose candidates are to be built.
 
     `parameters` has the argument of each runtime parameter, `arguments` the same as callables see
@@ -79,7 +79,7 @@ class Request:
     other_names: Collection[str] = ()
 
 
-def build(request: Request) -> tuple[Candidate, ...]:
+def build(request: UnresolvedCall) -> tuple[Candidate, ...]:
     """Builds all candidates, in the order of the kernel's configs, without duplicates.
 
     Raises:
@@ -132,7 +132,7 @@ def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
         )
 
 
-def _check_reset(request: Request, found: Sequence[Candidate]) -> None:
+def _check_reset(request: UnresolvedCall, found: Sequence[Candidate]) -> None:
     """Warns of outputs that the kernel seems to read although the program does not fill them."""
     filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in found))
     arguments = dict(request.parameters)
@@ -157,7 +157,7 @@ def _warn(text: str) -> None:
 
 
 def _candidate(
-    request: Request,
+    request: UnresolvedCall,
     config: Config,
     hook: Hook | None,
     keywords: Mapping[str, Any],

@@ -1,6 +1,6 @@
 """A kernel launch as plain frozen data.
 
-`triton_call` binds a user's call into a `Call`: the kernel, which buffer each
+`triton_call` binds a user's call into a `BoundCall`: the kernel, which buffer each
 parameter takes, and the candidate configs with the grid of each. Lowering
 resolves one candidate against concrete array types into a `Launch`, which the
 compiler, the custom call and the interpreter read. Everything here is hashable,
@@ -154,7 +154,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class BoundCall:
     """A user's call bound to its kernel: everything known before devices and shapes.
 
     `arguments` gives the runtime parameters in the kernel's order; `aliases`
@@ -210,7 +210,7 @@ class Call:
         return [self.launch(c, operands, results) for c in self.candidates if not c.is_empty]
 
     def __repr__(self) -> str:
-        return f"Call({self.display_name}, {len(self.candidates)} candidate(s))"
+        return f"BoundCall({self.display_name}, {len(self.candidates)} candidate(s))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Launch:
 
 
 os.register_at_fork(
-    after_in_child=lambda: triton_private.renew_property_locks(Kernel, Call, Launch)
+    after_in_child=lambda: triton_private.renew_property_locks(Kernel, BoundCall, Launch)
 )
 
 
@@ -299,18 +299,9 @@ class TensorMap:
     swizzle: int
 
 
-@dataclasses.dataclass(frozen=True)
-class LaunchParameter:
-    """A parameter of a compiled kernel, for leaf number `leaf` of `Launch.leaves`.
-
-    `divisible_by_16` says whether the code assumes it of the argument. `scalar_type` is Triton's
-    type of a scalar, else None; `tensor_map` is set for descriptors on GPUs with TMA.
-    """
-
-    leaf: int
-    divisible_by_16: bool
-    scalar_type: str | None
-    tensor_map: TensorMap | None
+Assumption: TypeAlias = bool | str | TensorMap | None
+"""What compiled code assumes of an argument: of an array whether its address is divisible by 16,
+of a scalar its type in Triton's words, of a descriptor its tensor map, or None without TMA."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,8 +320,9 @@ class CompiledKernel:
     shared_bytes: int
     global_scratch_bytes: int
     global_scratch_align: int
-    parameters: tuple[LaunchParameter, ...]
-    """In the kernel's order, without None and integers of 1, which Triton folds into the code."""
+    parameters: tuple[tuple[int, Assumption], ...]
+    """The parameters in the kernel's order, each as its number in `Launch.leaves` and what the code
+    assumes of it; without None and integers of 1, which Triton folds into the code."""
     writes: tuple[tuple[int, ...], ...] = ()
     """For each write that can be traced to arguments, the leaves whose memory it may reach."""
     cubin: bytes | None = None

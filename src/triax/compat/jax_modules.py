@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
@@ -36,65 +36,65 @@ def fence(value: Any) -> Any:
     return fenced
 
 
-class CustomCallOp(NamedTuple):
-    """A custom call found in a lowered module; `attributes` are its frontend attributes.
-
-    `fenced` says that each result that is used, and each aliased operand, is behind a `fence`; an
-    operand that another custom call made, such as an uninitialised buffer, needs none.
-    """
-
-    target: str
-    opaque: bytes | None
-    attributes: dict[str, str]
-    aliases: tuple[tuple[int, int], ...]
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    fenced: bool
-
-
-def custom_calls(module: Any) -> list[CustomCallOp]:
-    """Returns all StableHLO custom calls of an MLIR module."""
-    found = []
+def custom_calls(module: Any, targets: Collection[str]) -> list[Any]:
+    """Returns the StableHLO custom calls of these targets in an MLIR module, as operations."""
+    calls = []
 
     def visit(operation: Any) -> Any:
-        if operation.name == "stablehlo.custom_call":
-            found.append(_custom_call_op(operation))
+        if operation.name == "stablehlo.custom_call" and target(operation) in targets:
+            calls.append(operation)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    return found
+    return calls
 
 
-def _custom_call_op(operation: Any) -> CustomCallOp:
-    attributes = operation.attributes
-    opaque = None
+def target(call: Any) -> str:
+    """The name of the function that a custom call calls."""
+    return str(ir.StringAttr(call.attributes["call_target_name"]).value)
+
+
+def opaque(call: Any) -> bytes | None:
+    """The payload of a custom call, if it has one."""
+    attributes = call.attributes
     if "mhlo.backend_config" in attributes:  # a dictionary, in the typed FFI
         config = ir.DictAttr(attributes["mhlo.backend_config"])
-        if "opaque" in config:
-            opaque = ir.StringAttr(config["opaque"]).value_bytes
-    elif "backend_config" in attributes:
-        opaque = ir.StringAttr(attributes["backend_config"]).value_bytes
-    frontend: dict[str, str] = {}
-    if "mhlo.frontend_attributes" in attributes:
-        for item in ir.DictAttr(attributes["mhlo.frontend_attributes"]):
-            frontend[item.name] = ir.StringAttr(item.attr).value
+        return ir.StringAttr(config["opaque"]).value_bytes if "opaque" in config else None
+    if "backend_config" in attributes:
+        return ir.StringAttr(attributes["backend_config"]).value_bytes
+    return None
+
+
+def frontend_attributes(call: Any) -> dict[str, str]:
+    """The attributes that `annotate` added to a custom call."""
+    if "mhlo.frontend_attributes" not in call.attributes:
+        return {}
+    entries = ir.DictAttr(call.attributes["mhlo.frontend_attributes"])
+    return {entry.name: ir.StringAttr(entry.attr).value for entry in entries}
+
+
+def aliases(call: Any) -> tuple[tuple[int, int], ...]:
+    """Pairs of operands and results of a custom call that share memory, sorted."""
     pairs = []
-    if "output_operand_aliases" in attributes:
-        for alias in map(stablehlo.OutputOperandAlias, attributes["output_operand_aliases"]):
+    if "output_operand_aliases" in call.attributes:
+        for alias in map(stablehlo.OutputOperandAlias, call.attributes["output_operand_aliases"]):
             # A single result is not a tuple, and has no index.
-            index = alias.output_tuple_indices[0] if len(operation.results) > 1 else 0
+            index = alias.output_tuple_indices[0] if len(call.results) > 1 else 0
             pairs.append((alias.operand_index, index))
-    operands, results = (
-        tuple(str(v.type) for v in values) for values in (operation.operands, operation.results)
-    )
-    target = ir.StringAttr(attributes["call_target_name"]).value
-    users = [use.owner.operation for result in operation.results for use in result.uses]
-    owners = [operation.operands[index].owner for index, _ in pairs]
+    return tuple(sorted(pairs))
+
+
+def is_fenced(call: Any) -> bool:
+    """Whether each result that is used, and each aliased operand, is behind a `fence`.
+
+    An operand that another custom call made, such as an uninitialised buffer, needs none.
+    """
+    users = [use.owner.operation for result in call.results for use in result.uses]
+    owners = [call.operands[index].owner for index, _ in aliases(call)]
     makers = [getattr(owner, "operation", None) for owner in owners]  # None: a block's argument
-    fenced = all(map(_is_fence, users)) and all(
-        maker is not None and (_is_fence(maker) or maker.name == operation.name) for maker in makers
+    return all(map(_is_fence, users)) and all(
+        maker is not None and (_is_fence(maker) or maker.name == call.name) for maker in makers
     )
-    return CustomCallOp(target, opaque, frontend, tuple(sorted(pairs)), operands, results, fenced)
 
 
 def _is_fence(operation: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import errno
 import functools
@@ -200,37 +201,18 @@ def _descriptor_class(layout: Any) -> Any:
     return importlib.import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 
-@dataclasses.dataclass(frozen=True)
-class Specialization:
-    """How Triton would compile a kernel for certain arguments.
-
-    `signature` maps parameters to type names (nested for tuples); `constants` and
-    `attributes` are keyed by path, as Triton's `ASTSource` requires.
-    """
-
-    signature: dict[str, Any]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
-
-    def type_name(self, parameter: str, path: tuple[int, ...]) -> str:
-        """Returns the type of one leaf: "*fp32", "i32", "constexpr", …"""
-        found = self.signature[parameter]
-        for index in path:
-            found = found[index]
-        return str(found)
-
-    def is_divisible_by_16(self, path: tuple[int, ...]) -> bool:
-        return ["tt.divisibility", 16] in self.attributes.get(path, [])
-
-
 def specialize(
     function: Any, backend: Any, values: Mapping[str, Any], folded: frozenset[str]
-) -> Specialization:
+) -> Any:
     """Types and specialises the values of all parameters the way Triton's launcher does.
 
     The parameters named in `folded` become constants, although they are not constexpr.
+
+    Returns:
+      Triton's `ASTSource`, which is compiled by `compile_to_ptx`: `signature` maps parameters to
+      type names (nested for tuples), and `constants` and `attrs` are keyed by path.
     """
-    given = inspect.BoundArguments(function.signature, collections.OrderedDict(values))
+    arguments = inspect.BoundArguments(function.signature, collections.OrderedDict(values))
     binder = triton().runtime.jit.create_function_from_signature(
         function.signature, function.params, backend
     )
@@ -240,7 +222,7 @@ def specialize(
             finder = _TorchFinder()
             sys.meta_path.insert(0, finder)
             stack.callback(sys.meta_path.remove, finder)
-        bound, specialization, _ = binder(*given.args, **given.kwargs)
+        bound, specialization, _ = binder(*arguments.args, **arguments.kwargs)
     _torch_was_left_alone = True
     _, signature, constants, attributes = function._pack_args(
         backend, {"enable_fp_fusion": True}, bound, specialization, {}
@@ -251,7 +233,23 @@ def specialize(
             attributes = {p: a for p, a in attributes.items() if p[0] != position}
             constants = {p: c for p, c in constants.items() if p[0] != position}
             constants[(position,)] = bound[parameter.name]
-    return Specialization(signature, constants, attributes)
+    source = triton().compiler.ASTSource
+    if function.is_gluon():
+        source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+    return source(function, signature, constants, attributes)
+
+
+def type_name(source: Any, parameter: str, path: tuple[int, ...]) -> str:
+    """Returns the type of one leaf of a source: "*fp32", "i32", "constexpr", …"""
+    type_ = source.signature[parameter]
+    for index in path:
+        type_ = type_[index]
+    return str(type_)
+
+
+def is_divisible_by_16(source: Any, path: tuple[int, ...]) -> bool:
+    """Whether a source is specialised for one leaf, or its address, being divisible by 16."""
+    return ["tt.divisibility", 16] in source.attrs.get(path, [])
 
 
 # Workaround: triton <3.7: 3.6 imports torch, which takes seconds, at its first specialisation, to
@@ -289,27 +287,21 @@ class Compiled:
     ir_path: str
 
 
-def compile_specialization(
-    function: Any,
+def compile_to_ptx(
+    source: Any,
     backend: Any,
-    specialization: Specialization,
     options: Mapping[str, Any],
     code: Callable[[], str],
     on_miss: Callable[[], None] | None = None,
 ) -> Compiled:
-    """Compiles a kernel up to PTX, through Triton's disk cache; only under `TRITON.shared`.
+    """Compiles an `ASTSource` up to PTX, through Triton's disk cache; only under `TRITON.shared`.
 
     `code` returns a key of the kernel's code, helpers and constants included; Triton's own hash is
     not updated after the first compilation. `on_miss` is called if the cache has no entry, before
     the compilation begins.
     """
-    source_class = triton().compiler.ASTSource
-    if function.is_gluon():
-        source_class = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
-    source = source_class(
-        function, specialization.signature, specialization.constants, specialization.attributes
-    )
     environment = {**_environment_up_to_ptx(), _CODE: code()}
+    source = copy.copy(source)  # its `make_ir` is replaced
     make_ir = source.make_ir
 
     def make_ir_after_miss(*args: Any, **kwargs: Any) -> Any:

@@ -12,56 +12,53 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class KernelCall(NamedTuple):
-    """One launch: entry name, PTX, grid, and bytes zeroed for each array parameter."""
-
-    entry: str
-    ptx: str
-    grid: tuple[int, int, int]
-    zeroed_bytes: tuple[int, ...]
-
-
 class Opaque(NamedTuple):
-    """A custom call's payload: its launches, and the buffers that run-time tuning saves.
+    """A custom call's payload: the kernel's name to show, and for each config that XLA may run the
+    entry name, the PTX, the grid, and the bytes zeroed for each array parameter.
 
-    `saved` has triples of input buffer, other buffer and bytes; buffers are numbered over inputs
-    followed by outputs.
+    `saved` are the buffers that run-time tuning saves, as triples of input buffer, other buffer and
+    bytes; buffers are numbered over inputs followed by outputs.
     """
 
-    name: str
-    calls: tuple[KernelCall, ...]
+    kernel: str
+    entries: tuple[str, ...]
+    ptx: tuple[str, ...]
+    grid: tuple[tuple[int, int, int], ...]
+    zeroed_bytes: tuple[tuple[int, ...], ...]
     saved: tuple[tuple[int, int, int], ...]
 
 
 def decode(opaque: bytes) -> Opaque:
     """Decodes the compressed payload of one custom call."""
     message = _fields(zlib.decompress(opaque))
-    name = message[4][0].decode() if message[4] else ""
-    if message[1]:
-        return Opaque(name, (_kernel_call(message[1][0]),), ())
-    tuned = _fields(message[2][0])
-    configs = tuple(_kernel_call(_fields(config)[1][0]) for config in tuned[2])
-    return Opaque(name, configs, tuple(_numbers(saved, 1, 2, 3) for saved in tuned[3]))
+    kernel = message[4][0].decode() if message[4] else ""
+    launches, saved = message[1][:1], []
+    if not launches:
+        tuned = _fields(message[2][0])
+        launches = [_fields(config)[1][0] for config in tuned[2]]
+        saved = [_numbers(buffer, 1, 2, 3) for buffer in tuned[3]]
+    columns = zip(*map(_launch, launches), strict=True)
+    return Opaque(kernel, *columns, tuple(saved))
 
 
-def _kernel_call(data: bytes) -> KernelCall:
-    call = _fields(data)
-    kernel = _fields(call[1][0])
-    arrays = [array for parameter in call[5] for array in _fields(parameter)[1]]
+def _launch(data: bytes) -> tuple[Any, ...]:
+    """The entry name, PTX, grid and zeroed bytes of one launch."""
+    launch = _fields(data)
+    code = _fields(launch[1][0])
+    arrays = [array for parameter in launch[5] for array in _fields(parameter)[1]]
     zeroed_bytes = tuple(_numbers(array, 1)[0] for array in arrays)
-    entry, ptx = kernel[1][0].decode(), kernel[4][0].decode()
-    return KernelCall(entry, ptx, _numbers(data, 2, 3, 4), zeroed_bytes)
+    return code[1][0].decode(), code[4][0].decode(), _numbers(data, 2, 3, 4), zeroed_bytes
 
 
 def _numbers(data: bytes, *fields: int) -> Any:
     """Returns the values of some fields; a field that is left out is 0."""
-    found = _fields(data)
-    return tuple(found[field][0] if found[field] else 0 for field in fields)
+    values = _fields(data)
+    return tuple(values[field][0] if values[field] else 0 for field in fields)
 
 
 def _fields(data: bytes) -> Mapping[int, list[Any]]:
     """Returns the values of a message's fields, ints or bytes, by field number."""
-    found: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
+    values: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
     position = 0
 
     def varint() -> int:
@@ -76,12 +73,12 @@ def _fields(data: bytes) -> Mapping[int, list[Any]]:
                 return value
 
     while position < len(data):
-        field, kind = divmod(varint(), 8)
-        if kind == 0:
-            found[field].append(varint())
+        field, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
+            values[field].append(varint())
             continue
         # Fixed 64 (1) or 32 (5) bits are floating-point scalars.
-        size = varint() if kind == 2 else 8 if kind == 1 else 4
-        found[field].append(data[position : position + size])
+        size = varint() if wire_type == 2 else 8 if wire_type == 1 else 4
+        values[field].append(data[position : position + size])
         position += size
-    return found
+    return values

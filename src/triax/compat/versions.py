@@ -163,14 +163,14 @@ NEW_TARGET = "triton_kernel_call_ffi"
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class CallTarget:
     """A custom-call target and the version of XLA's custom-call API it speaks."""
 
     name: str
     api_version: int
 
 
-def choose_target(version: str, *, autotuned_at_run_time: bool) -> Target:
+def choose_target(version: str, *, autotuned_at_run_time: bool) -> CallTarget:
     """Returns the custom-call target for one fixed kernel, or for a run-time autotuned call.
 
     A run-time autotuned call stays off the FFI target on every version, because that target tunes
@@ -179,8 +179,8 @@ def choose_target(version: str, *, autotuned_at_run_time: bool) -> Target:
     if FFI_TARGET.passes(version) and (
         not autotuned_at_run_time or RUNTIME_AUTOTUNING_ON_FFI.passes(version)
     ):
-        return Target(NEW_TARGET, api_version=4)
-    return Target(LEGACY_TARGET, api_version=2)
+        return CallTarget(NEW_TARGET, api_version=4)
+    return CallTarget(LEGACY_TARGET, api_version=2)
 
 
 # For architectures that PTX ISA 8.6 lacks, the first ISA that has them. Triton writes the newest

@@ -23,7 +23,7 @@ import numpy as np
 
 from triax import settings
 from triax.binding import diagnostics
-from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
+from triax.binding.launch import ArrayType, BoundCall, CompiledKernel, Launch
 from triax.compat import jax_private
 from triax.compiling import compiler, threads
 from triax.errors import SettingError
@@ -38,7 +38,7 @@ _waiting: dict[Launch, None] = {}  # in the order of tracing, which is also that
 _threads: list[threading.Thread] = []
 
 
-def expect(call: Call, operands: Sequence[np.dtype], results: Sequence[np.dtype]) -> None:
+def expect(call: BoundCall, operands: Sequence[np.dtype], results: Sequence[np.dtype]) -> None:
     """Records a traced call; `operands` and `results` are the dtypes of its arrays."""
     found = [candidate for candidate in call.candidates if not candidate.is_empty]
     if len(found) != 1 or call.implementation == "interpret" or not _compiles_for_cuda():

@@ -9,10 +9,10 @@ from typing import Any
 
 from triax import architectures
 from triax.binding.launch import (
+    Assumption,
     CompiledKernel,
     Descriptor,
     Launch,
-    LaunchParameter,
     Scalar,
     TensorMap,
     leaves_with_paths,
@@ -55,10 +55,10 @@ def check_fits(compiled: triton_private.Compiled, compute_capability: int) -> No
 def finish(
     launch: Launch,
     compute_capability: int,
-    specialization: triton_private.Specialization,
+    source: Any,
     compiled: triton_private.Compiled,
 ) -> CompiledKernel:
-    """Builds the `CompiledKernel`, with a unique entry name."""
+    """Builds the `CompiledKernel` of Triton's `ASTSource` and output, with a unique entry name."""
     name, ptx = unique_entry(wgmma.drain_at_loops(compiled.ptx), compiled.entry)
     pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
     with triton_private.front_end_lock:
@@ -78,31 +78,31 @@ def finish(
         shared_bytes=compiled.shared_bytes,
         global_scratch_bytes=compiled.global_scratch_bytes,
         global_scratch_align=compiled.global_scratch_align,
-        parameters=tuple(_parameters(launch, specialization, compiled)),
+        parameters=tuple(_parameters(launch, source, compiled)),
         writes=tuple(tuple(pointers[i] for i in reached) for reached in written),
     )
 
 
 def _parameters(
     launch: Launch,
-    specialization: triton_private.Specialization,
+    source: Any,
     compiled: triton_private.Compiled,
-) -> Iterator[LaunchParameter]:
+) -> Iterator[tuple[int, Assumption]]:
     positions = {p.name: i for i, p in enumerate(launch.kernel.parameters)}
     tensor_maps = map(_tensor_map, compiled.tensor_descriptors)
     leaves = (
         (name, *pair) for name, argument in launch.arguments for pair in leaves_with_paths(argument)
     )
     for index, (name, path, leaf) in enumerate(leaves):
-        type_name = specialization.type_name(name, path)
+        type_name = triton_private.type_name(source, name, path)
         if type_name == "constexpr":
             continue
-        yield LaunchParameter(
-            index,
-            specialization.is_divisible_by_16((positions[name], *path)),
-            type_name if isinstance(leaf, Scalar) else None,
-            next(tensor_maps, None) if isinstance(leaf, Descriptor) else None,
-        )
+        if isinstance(leaf, Scalar):
+            yield index, type_name
+        elif isinstance(leaf, Descriptor):
+            yield index, next(tensor_maps, None)
+        else:
+            yield index, triton_private.is_divisible_by_16(source, (positions[name], *path))
 
 
 def _tensor_map(meta: dict[str, Any]) -> TensorMap:

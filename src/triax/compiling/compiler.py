@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class _Specialization:
-    """One specialisation in this process: `kernel` is None until it has been compiled.
+class _CacheEntry:
+    """What this process keeps of one specialisation: `kernel` is None until it is compiled.
 
     A thread holds `compiling` while it compiles. A lock is given back whatever interrupts the
     thread, so none waits for ever; the next to hold it compiles if there is no kernel.
@@ -39,7 +39,7 @@ class _Specialization:
     kernel: CompiledKernel | None = None
 
 
-_cache: dict[Any, _Specialization] = {}
+_cache: dict[Any, _CacheEntry] = {}
 _launched: dict[tuple[Launch, int, str], CompiledKernel] = {}  # finds repeated requests fast
 _MOST_LAUNCHED = 1024
 _cache_lock = threading.RLock()
@@ -132,7 +132,7 @@ def _compile(
         "ptx_version": versions.ptx_isa_version(compute_capability),
         **launch.options,
     }
-    specialization = triton_private.specialize(
+    source = triton_private.specialize(
         function, backend, _values(launch), frozenset(launch.constants)
     )
     code = functools.partial(_code, launch)
@@ -140,31 +140,27 @@ def _compile(
         id(function),
         code(),
         compute_capability,
-        repr(specialization.signature),
-        tuple((path, Static(value)) for path, value in specialization.constants.items()),
-        repr(sorted(specialization.attributes.items())),
+        repr(source.signature),
+        tuple((path, Static(value)) for path, value in source.constants.items()),
+        repr(sorted(source.attrs.items())),
         tuple((name, Static(value)) for name, value in sorted(options.items())),
     )
     with _cache_lock:
-        found = _cache.setdefault(key, _Specialization(function))
-    with found.compiling:
-        if found.kernel is None:
+        entry = _cache.setdefault(key, _CacheEntry(function))
+    with entry.compiling:
+        if entry.kernel is None:
             with _cache_lock:
                 _compilations += 1
             disk_cache.prepare()
-            compiled = triton_private.compile_specialization(
-                function, backend, specialization, options, code, on_miss
-            )
+            compiled = triton_private.compile_to_ptx(source, backend, options, code, on_miss)
             compiled_kernel.check_fits(compiled, compute_capability)
-            found.kernel = compiled_kernel.finish(
-                launch, compute_capability, specialization, compiled
-            )
+            entry.kernel = compiled_kernel.finish(launch, compute_capability, source, compiled)
             name, config = launch.kernel.name, launch.candidate.config
-            logger.debug("compiled %s [%s] as %s", name, config, found.kernel.name)
-        if machine_code and found.kernel.cubin is None:
-            cubin = triton_private.assemble(backend, found.kernel.ptx, options)
-            found.kernel = dataclasses.replace(found.kernel, cubin=cubin)
-        return found.kernel
+            logger.debug("compiled %s [%s] as %s", name, config, entry.kernel.name)
+        if machine_code and entry.kernel.cubin is None:
+            cubin = triton_private.assemble(backend, entry.kernel.ptx, options)
+            entry.kernel = dataclasses.replace(entry.kernel, cubin=cubin)
+        return entry.kernel
 
 
 def _code(launch: Launch) -> str:

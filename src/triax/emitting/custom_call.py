@@ -1,4 +1,4 @@
-"""Builds XLA's custom call from a compiled launch.
+"""The parts of XLA's custom call for compiled launches.
 
 In: a call, its launches and compiled kernels. Out: the target, the bytes jaxlib parses,
 and the order in which buffers must be passed. jaxlib walks a kernel's parameters and
@@ -19,7 +19,8 @@ from typing import Any
 
 from triax.binding import dtypes
 from triax.binding.launch import (
-    Call,
+    Assumption,
+    BoundCall,
     CompiledKernel,
     Descriptor,
     Launch,
@@ -84,37 +85,34 @@ def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
     return BufferOrder(operands, results, tuple(sorted(pairs)))
 
 
-@dataclasses.dataclass(frozen=True)
-class CustomCall:
-    """A custom call, ready to be emitted."""
-
-    target: versions.Target
-    opaque: bytes
-    buffers: BufferOrder
-    scratch_bytes: int
-    cost_estimate_json: str | None
-
-
-def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKernel]) -> CustomCall:
-    """Builds the custom call of one fixed launch, or of several to be timed at run time.
+def choose_target(call: BoundCall, launches: Sequence[Launch]) -> versions.CallTarget:
+    """Chooses the custom-call target for one fixed launch, or for several to be timed at run time.
 
     Raises:
-      VersionError: jaxlib lacks a feature that the kernel needs.
       UnsupportedError: there are several launches, but no target that can tune them safely.
-      CompilationError: the kernel needs more scratch memory than any GPU has.
-      ReadOnlyOperand: a kernel writes to an operand that no output is aliased to.
     """
-    for launch, kernel in zip(launches, kernels, strict=True):
-        _check_writes(launch, kernel)
-    version = versions.gated_version()
-    target = versions.choose_target(version, autotuned_at_run_time=len(launches) > 1)
-    if len(launches) > 1 and target.name != versions.LEGACY_TARGET:
+    several = len(launches) > 1
+    target = versions.choose_target(versions.gated_version(), autotuned_at_run_time=several)
+    if several and target.name != versions.LEGACY_TARGET:
         raise UnsupportedError(  # no other target tunes after its inputs exist
             f"Kernel {call.display_name!r}: tuning mode 'runtime' needs the custom-call target "
             f"{versions.LEGACY_TARGET}. Use another tuning mode."
         )
-    scratch_bytes = max(map(_scratch_bytes, launches, kernels))
-    buffers = order_buffers(launches[0], scratch=scratch_bytes > 0)
+    return target
+
+
+def payload(
+    call: BoundCall,
+    launches: Sequence[Launch],
+    kernels: Sequence[CompiledKernel],
+    buffers: BufferOrder,
+) -> bytes:
+    """The bytes that jaxlib parses when the program is loaded.
+
+    Raises:
+      VersionError: jaxlib lacks a feature that the kernel needs.
+      UnsupportedError: jaxlib cannot launch the kernel.
+    """
     calls = list(map(_kernel_call, launches, kernels))
     proto = calls[0]
     if len(calls) > 1:
@@ -123,9 +121,7 @@ def build(call: Call, launches: Sequence[Launch], kernels: Sequence[CompiledKern
             [(c, str(launch.candidate.config)) for c, launch in zip(calls, launches, strict=True)],
             _saved_buffers(launches[0], buffers),
         )
-    opaque = zlib.compress(proto.to_proto(call.display_name, call.serialized_metadata))
-    cost = _cost_estimate(call, target, version) if call.cost_estimate else None
-    return CustomCall(target, opaque, buffers, scratch_bytes, cost)
+    return zlib.compress(proto.to_proto(call.display_name, call.serialized_metadata))
 
 
 _ADVICE = {
@@ -135,8 +131,8 @@ _ADVICE = {
 }
 
 
-def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
-    """Refuses a kernel that writes to an operand that XLA takes to be read-only."""
+def check_writes(launch: Launch, kernel: CompiledKernel) -> None:
+    """Raises `ReadOnlyOperand` for a kernel that writes to an operand without an aliased output."""
     names = [name for name, _ in launch.named_leaves]
     aliased = {alias.operand for alias in launch.aliases}
     buffers = [leaf.buffer if isinstance(leaf, Descriptor) else leaf for leaf in launch.leaves]
@@ -161,8 +157,12 @@ def _check_writes(launch: Launch, kernel: CompiledKernel) -> None:
             )
 
 
-def _scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
-    """The scratch memory of all blocks of a launch."""
+def scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
+    """The scratch memory of all blocks of a launch.
+
+    Raises:
+      CompilationError: it is more than any GPU has.
+    """
     blocks = math.prod(launch.candidate.grid) * kernel.num_ctas
     needed = blocks * kernel.global_scratch_bytes
     if needed > _MAX_SCRATCH_BYTES:
@@ -189,7 +189,10 @@ def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int,
     ]
 
 
-def _cost_estimate(call: Call, target: versions.Target, version: str) -> str | None:
+def cost_estimate(call: BoundCall, target: versions.CallTarget, version: str) -> str | None:
+    """The call's cost estimate as JSON; None if there is none, or jaxlib cannot take it."""
+    if not call.cost_estimate:
+        return None
     if target.name == versions.NEW_TARGET and versions.COST_ESTIMATE.passes(version):
         return json.dumps({name: static.value for name, static in call.cost_estimate})
     logger.info(
@@ -206,8 +209,8 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
     zeroed = launch.zeroed_bytes()
     leaves = launch.named_leaves
     parameters: list[Any] = []
-    for parameter in kernel.parameters:
-        name, leaf = leaves[parameter.leaf]
+    for position, assumed in kernel.parameters:
+        name, leaf = leaves[position]
         if isinstance(leaf, Descriptor):
             if leaf.buffer in zeroed:
                 raise UnsupportedError(
@@ -215,13 +218,13 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
                     "but jaxlib only zeroes arrays passed as pointers. Make the descriptor of an "
                     "array of zeros instead, and alias the output to it (`input_output_aliases`)."
                 )
-            parameters += _tensor_map_parameters(module, launch, leaf, parameter.tensor_map)
+            parameters += _tensor_map_parameters(module, launch, leaf, assumed)
         elif isinstance(leaf, Scalar):
-            assert parameter.scalar_type is not None
-            scalar = dtypes.launch_scalar(name, leaf.static.value, parameter.scalar_type)
+            assert isinstance(assumed, str)
+            scalar = dtypes.launch_scalar(name, leaf.static.value, assumed)
             parameters.append(module.create_scalar_parameter(*scalar))
         else:
-            alignment = 16 if parameter.divisible_by_16 else 0
+            alignment = 16 if assumed else 0
             parameters.append(module.create_array_parameter(zeroed.get(leaf, 0), alignment))
     if kernel.global_scratch_bytes:
         parameters.append(module.create_array_parameter(0, kernel.global_scratch_align))
@@ -230,7 +233,7 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
 
 
 def _tensor_map_parameters(
-    module: Any, launch: Launch, leaf: Descriptor, tensor_map: TensorMap | None
+    module: Any, launch: Launch, leaf: Descriptor, tensor_map: Assumption
 ) -> list[Any]:
     """A descriptor, and its shape and strides, which Triton passes as separate parameters."""
     if not jax_private.supports_tensor_maps():
@@ -239,7 +242,7 @@ def _tensor_map_parameters(
             f"({versions.gated_version()}). Upgrade JAX, or make the descriptor in the kernel with "
             "tl.make_tensor_descriptor."
         )
-    if tensor_map is None:
+    if not isinstance(tensor_map, TensorMap):
         raise UnsupportedError(
             f"Kernel {launch.name!r} takes a host TMA descriptor, but its target has no TMA: that "
             "needs compute capability 9.0 or later."

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from triax.binding.launch import Call, CompiledKernel, Launch, Operand
+from triax.binding.launch import BoundCall, CompiledKernel, Launch, Operand
 from triax.compat import jax_modules, versions
 from triax.emitting import custom_call
 
@@ -25,7 +25,7 @@ NO_CODE = "triax_kernel_has_no_code_for_this_platform"
 def compiled(
     ctx: Any,
     operands: Sequence[Any],
-    call: Call,
+    call: BoundCall,
     launches: Sequence[Launch],
     kernels: Sequence[CompiledKernel],
     key: str,
@@ -34,8 +34,12 @@ def compiled(
 
     `key` is the name under which the config was looked up, "" if there was no choice.
     """
-    built = custom_call.build(call, launches, kernels)
-    buffers = built.buffers
+    for launch, kernel in zip(launches, kernels, strict=True):
+        custom_call.check_writes(launch, kernel)
+    target = custom_call.choose_target(call, launches)
+    scratch_bytes = max(map(custom_call.scratch_bytes, launches, kernels))
+    buffers = custom_call.order_buffers(launches[0], scratch=scratch_bytes > 0)
+    opaque = custom_call.payload(call, launches, kernels, buffers)
     updated = {operand for operand, _ in buffers.aliases}
     values, avals = [], []
     for position, leaf in enumerate(buffers.operands):
@@ -46,19 +50,20 @@ def compiled(
         else:
             avals.append(ctx.avals_out[leaf.index])
             values.append(_uninitialised(ctx, avals[-1]))
-    scratch = jax.core.ShapedArray((built.scratch_bytes,), np.dtype(np.uint8))
+    scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
     avals_out = [scratch if i is None else ctx.avals_out[i] for i in buffers.results]
     inner = ctx.replace(avals_in=avals, avals_out=avals_out)
-    attributes: dict[str, Any] = {"opaque": built.opaque}
-    if built.cost_estimate_json is not None:
-        attributes["cost_estimate_json"] = built.cost_estimate_json
-    typed = built.target.api_version >= 4
+    attributes: dict[str, Any] = {"opaque": opaque}
+    cost_json = custom_call.cost_estimate(call, target, versions.gated_version())
+    if cost_json is not None:
+        attributes["cost_estimate_json"] = cost_json
+    typed = target.api_version >= 4
     rule = jax.ffi.ffi_lowering(
-        built.target.name,
+        target.name,
         operand_output_aliases=dict(buffers.aliases),
         has_side_effect=call.has_side_effect,
-        api_version=built.target.api_version,
-        **({} if typed else {"backend_config": built.opaque}),  # type: ignore[arg-type]
+        api_version=target.api_version,
+        **({} if typed else {"backend_config": opaque}),  # type: ignore[arg-type]
     )
     results = rule(inner, *values, **(attributes if typed else {}))
     jax_modules.annotate(results, _frontend_attributes(call, launches, key))
@@ -66,7 +71,7 @@ def compiled(
     return [jax_modules.fence(by_output[index]) for index in range(len(ctx.avals_out))]
 
 
-def nothing(ctx: Any, operands: Sequence[Any], call: Call) -> Sequence[Any]:
+def nothing(ctx: Any, operands: Sequence[Any], call: BoundCall) -> Sequence[Any]:
     """Emits the outputs of an empty grid: aliased outputs are their operands, others are zeros."""
     source = {alias.result: alias.operand for alias in call.aliases}
 
@@ -85,7 +90,7 @@ def placeholder(ctx: Any, operands: Sequence[Any], target: str) -> Sequence[Any]
     return jax.ffi.ffi_lowering(target, api_version=4)(ctx, *operands)
 
 
-def _frontend_attributes(call: Call, launches: Sequence[Launch], key: str) -> dict[str, str]:
+def _frontend_attributes(call: BoundCall, launches: Sequence[Launch], key: str) -> dict[str, str]:
     """Attributes that describe a call to readers of the program."""
     return {
         **({"triax.key": key} if key else {}),

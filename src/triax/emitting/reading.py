@@ -10,13 +10,14 @@ from triax.compat import jax_modules, triton_proto, versions
 
 @dataclasses.dataclass(frozen=True)
 class TritonCall:
-    """One Triton call in a lowered program.
+    """One Triton call in a lowered program: its attributes, and its payload decoded.
 
-    `config` and `grid` hold one entry per config passed to XLA: one, unless the tuning mode is
-    "runtime". `key` names the record of the config, "" if there was no choice. `aliases` pairs
-    operands and results of the custom call; `saved` are the buffers that jaxlib restores after
-    timing. `fenced` says that barriers keep XLA from fusing the call with slices and updates of its
-    arrays, as docs/internals.md has it. `opaque` are the payload's bytes.
+    `config`, `grid`, `entries`, `ptx` and `zeroed_bytes` hold one entry per config passed to XLA:
+    one, unless the tuning mode is "runtime". `key` names the record of the config, "" if there was
+    no choice. `aliases` pairs operands and results of the custom call; `saved` are the buffers that
+    jaxlib restores after timing, and `zeroed_bytes` the bytes zeroed for each array parameter.
+    `fenced` says that barriers keep XLA from fusing the call with slices and updates of its arrays,
+    as docs/internals.md has it. `opaque` are the payload's bytes.
     """
 
     kernel: str
@@ -25,16 +26,14 @@ class TritonCall:
     key: str
     grid: tuple[tuple[int, int, int], ...]
     entries: tuple[str, ...]
+    ptx: tuple[str, ...] = dataclasses.field(repr=False)
+    zeroed_bytes: tuple[tuple[int, ...], ...]
+    saved: tuple[tuple[int, int, int], ...]
     aliases: tuple[tuple[int, int], ...]
     operands: tuple[str, ...]
     results: tuple[str, ...]
     fenced: bool
     opaque: bytes = dataclasses.field(repr=False)
-    payload: triton_proto.Opaque = dataclasses.field(repr=False)
-
-    @property
-    def saved(self) -> tuple[tuple[int, int, int], ...]:
-        return self.payload.saved
 
 
 def triton_calls(lowered: Any) -> list[TritonCall]:
@@ -45,26 +44,27 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
         print(call.kernel, call.target, call.config, call.grid)
     """
     targets = (versions.LEGACY_TARGET, versions.NEW_TARGET)
-    found = []
-    for op in jax_modules.custom_calls(lowered.compiler_ir("stablehlo")):
-        if op.target not in targets or op.opaque is None:
+    calls = []
+    for op in jax_modules.custom_calls(lowered.compiler_ir("stablehlo"), targets):
+        if (opaque := jax_modules.opaque(op)) is None:
             continue
-        payload = triton_proto.decode(op.opaque)
-        found.append(
+        attributes = jax_modules.frontend_attributes(op)
+        calls.append(
             TritonCall(
-                payload.name,
-                op.target,
-                tuple(op.attributes.get("triax.config", "").split(" | ")),
-                op.attributes.get("triax.key", ""),
-                tuple(call.grid for call in payload.calls),
-                tuple(call.entry for call in payload.calls),
-                *(op.aliases, op.operands, op.results, op.fenced, op.opaque, payload),
+                target=jax_modules.target(op),
+                config=tuple(attributes.get("triax.config", "").split(" | ")),
+                key=attributes.get("triax.key", ""),
+                aliases=jax_modules.aliases(op),
+                operands=tuple(str(value.type) for value in op.operands),
+                results=tuple(str(value.type) for value in op.results),
+                fenced=jax_modules.is_fenced(op),
+                opaque=opaque,
+                **triton_proto.decode(opaque)._asdict(),
             )
         )
-    return found
+    return calls
 
 
 def count_calls(lowered: Any, target: str) -> int:
     """Returns how many custom calls of a `jax.stages.Lowered` have a target."""
-    calls = jax_modules.custom_calls(lowered.compiler_ir("stablehlo"))
-    return sum(op.target == target for op in calls)
+    return len(jax_modules.custom_calls(lowered.compiler_ir("stablehlo"), (target,)))

@@ -41,7 +41,7 @@ class _Call:
         return self.result
 
 
-class Descriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has no types
+class InterpretedDescriptor(compat.TensorDescHandle):  # type: ignore[misc]  # Triton has no types
     """A tensor descriptor, whose blocks may begin at any element."""
 
     # Workaround: triton >=3.5: its class refuses a last offset that is no multiple of 16 bytes.
@@ -157,7 +157,7 @@ class Builder(compat.InterpreterBuilder):  # type: ignore[misc]  # Triton has no
                 "The base and all strides but the last of a tensor descriptor must be "
                 "multiples of 16 bytes."
             )
-        return Descriptor(base, shape, strides, block_shape, padding)
+        return InterpretedDescriptor(base, shape, strides, block_shape, padding)
 
     def create_descriptor_reduce(
         self, kind: Any, descriptor: Any, value: Any, indices: Any

@@ -11,12 +11,14 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from triax.binding.launch import Call, Launch
+from triax.binding.launch import BoundCall, Launch
 from triax.compat import jax_private
 from triax.interpreting import frames
 
 
-def emit_callback(ctx: Any, operands: Sequence[Any], call: Call, launch: Launch) -> Sequence[Any]:
+def emit_callback(
+    ctx: Any, operands: Sequence[Any], call: BoundCall, launch: Launch
+) -> Sequence[Any]:
     """Emits a host callback that interprets `launch`.
 
     `jax.pure_callback` will not do: it turns its operands into JAX arrays, and hangs with large

@@ -64,7 +64,7 @@ def call(
         cotangents = transpose(known, jax.tree.unflatten(out_tree, flat[count:]))
         return _as_declared(transpose, [cotangents[name] for name in names], moving_types)
 
-    linear = _Bound(_name(function), flat_function, flat_transpose, count, types)
+    linear = _BoundLinear(_name(function), flat_function, flat_transpose, count, types)
     jax_private.require_devices(_linear_p)
     return jax.tree.unflatten(out_tree, _linear_p.bind(*saved, *moving.values(), call=linear))
 
@@ -157,7 +157,7 @@ def batch_size(args: Any, axes: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Bound:
+class _BoundLinear:
     """Parameter of `_linear_p`: flat functions of `num_residuals` residuals, then tangents."""
 
     name: str
@@ -173,7 +173,7 @@ class _Bound:
 _linear_p = primitive("triax_linear")
 
 
-def _jvp(primals: Any, tangents: Any, *, call: _Bound) -> Any:
+def _jvp(primals: Any, tangents: Any, *, call: _BoundLinear) -> Any:
     count = call.num_residuals
     if any(tangent is not None for tangent in not_zero(tangents[:count])):
         return jvp(call.function, primals, not_zero(tangents))
@@ -183,13 +183,13 @@ def _jvp(primals: Any, tangents: Any, *, call: _Bound) -> Any:
     )
 
 
-def _transpose(cotangents: Any, *args: Any, call: _Bound) -> list[Any]:
+def _transpose(cotangents: Any, *args: Any, call: _BoundLinear) -> list[Any]:
     known = args[: call.num_residuals]
     cotangents = call.transpose(*known, *map(ad.instantiate_zeros, cotangents))
     return [None] * call.num_residuals + cotangents
 
 
-def _batch(args: Any, axes: Any, *, call: _Bound) -> Any:
+def _batch(args: Any, axes: Any, *, call: _BoundLinear) -> Any:
     size, batch = batch_size(args, axes), explicit.explicit_batch(args, axes)
     count = call.num_residuals
 

@@ -68,7 +68,7 @@ def bind(
     jax_private.require_devices(primitive, None if may_cut else "cuda")
     outputs = primitive.bind(
         *leaves,
-        call=_Bound(
+        call=_BoundOp(
             name,
             # A function, because JAX would treat a jaxpr here as a part of the program.
             function=jaxpr_as_fun(jaxpr),
@@ -94,7 +94,7 @@ def _as_here(split: Split) -> Split:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Bound:
+class _BoundOp:
     """Parameter of a `primitive`: flat functions, the results' types, and the split."""
 
     name: str
@@ -117,7 +117,7 @@ def _in_parts(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Any:
 def primitive(name: str) -> Primitive:
     """Makes a primitive for `bind`."""
 
-    def lowered(ctx: Any, call: _Bound) -> Function:
+    def lowered(ctx: Any, call: _BoundOp) -> Function:
         if call.split is not None and call.mesh is None and automatic.is_partitioned(ctx):
             board = jax_private.add_switchboard(ctx) if call.calls_back else None
             return automatic.partitioned(call.split, call.function, board)
@@ -125,7 +125,7 @@ def primitive(name: str) -> Primitive:
 
     new = primitives.primitive(name, lowered)
 
-    def jvp(primals: Any, tangents: Any, *, call: _Bound) -> Any:
+    def jvp(primals: Any, tangents: Any, *, call: _BoundOp) -> Any:
         outputs, results = call.rule(tuple(primals), linear.not_zero(tangents))
         moved = []
         for output, result in zip(outputs, results, strict=True):
@@ -135,7 +135,7 @@ def primitive(name: str) -> Primitive:
             moved.append(ad.Zero(aval) if without else result)
         return outputs, moved
 
-    def batch(args: Any, axes: Any, *, call: _Bound) -> Any:
+    def batch(args: Any, axes: Any, *, call: _BoundOp) -> Any:
         axes = tuple(axes)
         split = None if call.split is None else batched(call.split, axes)
         function = jax.vmap(call.function, axes)

@@ -137,5 +137,5 @@ def _explanation(call: reading.TritonCall) -> Explanation:
         entry=call.entries,
         key=call.key,
         measured_bytes=decision.measured_bytes if decision else None,
-        ptx=tuple(launch.ptx for launch in call.payload.calls),
+        ptx=call.ptx,
     )

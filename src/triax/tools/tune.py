@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from triax import messages
-from triax.binding.launch import ArrayType, Call
+from triax.binding.launch import ArrayType, BoundCall
 from triax.compat import jax_private
 from triax.compiling import compiler
 from triax.devices import Device, capability_of, is_cuda
@@ -57,7 +57,7 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
     _check_values((args, kwargs))
     tuned: dict[str, Tuned] = {}
 
-    def listen(call: Call, operands: Sequence[Any], result_avals: Any) -> None:
+    def listen(call: BoundCall, operands: Sequence[Any], result_avals: Any) -> None:
         types = tuple(map(ArrayType.of, operands))
         launches = call.launches(types, tuple(map(ArrayType.of, result_avals)))
         if len(launches) < 2:
@@ -89,7 +89,7 @@ def _check_values(arrays: Any) -> None:
         )
 
 
-def _device(call: Call, operands: Sequence[Any]) -> tuple[Device, int]:
+def _device(call: BoundCall, operands: Sequence[Any]) -> tuple[Device, int]:
     """Finds the one GPU that a call's operands are on."""
     found = {d for o in operands if isinstance(o, jax.Array) for d in o.devices()}
     devices = found or {jax.devices()[0]}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from triax.binding import exact, sources
-from triax.binding.launch import Call, Descriptor, Launch, Operand, Result, Scalar, leaves
+from triax.binding.launch import BoundCall, Descriptor, Launch, Operand, Result, Scalar, leaves
 from triax.compat import triton_private
 from triax.devices import Device
 
@@ -77,7 +77,7 @@ def label(launch: Launch) -> str:
 
 
 def make_key(
-    call: Call, launches: Sequence[Launch], compute_capability: int, device: Device | None
+    call: BoundCall, launches: Sequence[Launch], compute_capability: int, device: Device | None
 ) -> Key:
     """Makes the key of a call with several candidates."""
     first = launches[0]

@@ -22,7 +22,7 @@ from triax import settings
 from triax.binding import dtypes
 from triax.binding.launch import (
     ArrayType,
-    Call,
+    BoundCall,
     CompiledKernel,
     Descriptor,
     Launch,
@@ -76,7 +76,7 @@ def unavailable() -> str | None:
 
 
 def make_job(
-    call: Call,
+    call: BoundCall,
     compiled: Sequence[tuple[Launch, CompiledKernel]],
     inputs: Sequence[str | None],
 ) -> messages.Job:
@@ -109,7 +109,7 @@ def make_job(
     )
 
 
-def _named(call: Call, launch: Launch, option: str) -> set[Any]:
+def _named(call: BoundCall, launch: Launch, option: str) -> set[Any]:
     """The buffers of the parameters that an option of `@triton.autotune` names."""
     tuner = call.kernel.autotuner
     names = set(getattr(tuner, option, None) or ()) if tuner is not None else set()
@@ -133,16 +133,15 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.CompiledCandi
     zeroed = launch.zeroed_bytes()
     leaves = launch.named_leaves
     parameters: list[Any] = []
-    for parameter in kernel.parameters:
-        name, leaf = leaves[parameter.leaf]
+    for position, assumed in kernel.parameters:
+        name, leaf = leaves[position]
         if isinstance(leaf, Scalar):
             assert leaf.value is not None
-            assert parameter.scalar_type is not None
-            scalar = dtypes.launch_scalar(name, leaf.value, parameter.scalar_type)
-            parameters.append(messages.Number(*scalar))
+            assert isinstance(assumed, str)
+            parameters.append(messages.Number(*dtypes.launch_scalar(name, leaf.value, assumed)))
         elif isinstance(leaf, Descriptor):
-            assert parameter.tensor_map is not None
-            parameters.append(_tensor_map(launch, leaf, parameter.tensor_map))
+            assert isinstance(assumed, TensorMap)
+            parameters.append(_tensor_map(launch, leaf, assumed))
         else:
             index = launch.buffer_index(leaf)
             parameters.append(messages.Pointer(index, zeroed.get(leaf, 0)))

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 
 from triax import settings
-from triax.binding.launch import Call, CompiledKernel, Launch
+from triax.binding.launch import BoundCall, CompiledKernel, Launch
 from triax.compat import versions
 from triax.devices import Device
 from triax.errors import TuningError, VersionError
@@ -310,7 +310,7 @@ def _warn(text: str) -> None:
 # --- at run time ------------------------------------------------------------------------
 
 
-def _report_old_version(call: Call) -> None:
+def _report_old_version(call: BoundCall) -> None:
     """Warns or raises because run-time tuning is not safe here.
 
     Timing configs on the program's own buffers needs aliased operands to be restored; older

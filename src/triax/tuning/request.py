@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from triax.binding import diagnostics
-from triax.binding.launch import Call, CompiledKernel, Launch
+from triax.binding.launch import BoundCall, CompiledKernel, Launch
 from triax.devices import Device
 from triax.errors import CompilationError
 from triax.tuning.key import Key, make_key
@@ -33,7 +33,7 @@ class Request:
     chosen, by default the first.
     """
 
-    call: Call
+    call: BoundCall
     launches: Sequence[Launch]
     compute_capability: int
     compile_all: CompileAll

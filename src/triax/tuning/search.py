@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from triax import messages, settings
-from triax.binding.launch import ArrayType, Call, CompiledKernel, Launch
+from triax.binding.launch import ArrayType, BoundCall, CompiledKernel, Launch
 from triax.errors import ArgumentTypeError, CompilationTimeout, TriaxError, TuningError
 from triax.tuning import measure, store
 from triax.tuning.key import label
@@ -130,7 +130,7 @@ def _fallback(reason: str, timings: dict[str, Timing]) -> Fallback:
 
 
 def _tuning_arrays(
-    call: Call, launch: Launch, inputs: Sequence[Any] | None
+    call: BoundCall, launch: Launch, inputs: Sequence[Any] | None
 ) -> list[np.ndarray | None]:
     """The contents of the operands to measure on, or None for operands to be filled by dtype."""
     if inputs is None:

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from triax import moe
-from triax.compat import jax_private, triton_proto
+from triax.compat import jax_private
 from triax.emitting import reading
 from triax.errors import UnsupportedError
 
@@ -38,7 +38,7 @@ def lowered(num_rows, depth, columns, dtype, precision=None):
 
 def kernels(program):
     """The PTX of its calls."""
-    return [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
+    return [call.ptx[0] for call in reading.triton_calls(program)]
 
 
 SLOW = pytest.mark.slow("Triton is the same, and most of its time is Triton's")

@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from triax.compat import jax_private, triton_proto
+from triax.compat import jax_private
 from triax.emitting import reading
 from triax.errors import UnsupportedError
 from triax.moe.products.quantized_outer_api import quantized_outer
@@ -26,7 +26,7 @@ def lowered(dtypes=(E4M3, E4M3), widths=(512, 1024), dtype="bfloat16", **how):
 
 def kernels(program):
     """The PTX of its calls."""
-    return [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
+    return [call.ptx[0] for call in reading.triton_calls(program)]
 
 
 @pytest.mark.sampled(0, 2)

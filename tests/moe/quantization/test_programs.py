@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from triax import moe
-from triax.compat import triton_proto
 from triax.emitting import reading
 from triax.errors import UnsupportedError
 
@@ -20,7 +19,7 @@ def kernels(shape, dtype, **how):
     array = jax.ShapeDtypeStruct(shape, "bfloat16")
     traced = jax.jit(functools.partial(moe.quantize, dtype=dtype, **how)).trace(array)
     program = traced.lower(lowering_platforms=("cuda",))
-    return [triton_proto.decode(call.opaque).calls[0].ptx for call in reading.triton_calls(program)]
+    return [call.ptx[0] for call in reading.triton_calls(program)]
 
 
 @pytest.mark.sampled(1, 1)
