@@ -3,7 +3,8 @@
 Of each model its own block is made, small and with random weights, and run forward and backward;
 `feed_forward` is given the same tensors, in the block's layout. An array's error is the largest
 difference, relative to the largest magnitude in transformers' array. Values and the gradients of
-the input and of every parameter are compared. Prints the errors, writes `benchmarks/models.json`,
+the input and of every parameter are compared. Where the model's type is known, so is what its own
+router gives with `Router.from_config` of its own configuration. Prints the errors, writes `benchmarks/models.json`,
 and exits with 1 if one is above the limit. `make models` makes the environment and calls this.
 
     python -m benchmarks.models [--only NAME …] [--output FILE]
@@ -24,6 +25,7 @@ import numpy as np
 
 from benchmarks.harness import record
 from triax import moe
+from triax.moe.model_types import TYPES
 
 LIMIT = 1e-6
 BATCH, SEQUENCE, HIDDEN, WIDTH, EXPERTS, TOP_K = 2, 20, 32, 24, 16, 4
@@ -212,7 +214,7 @@ MODELS = {
     "DeepSeek-V2": Model(
         "deepseek_v2 DeepseekV2Moe DeepseekV2Config",
         partial(plus_shared, rest=softmax, group_score="max", **OURS),
-        GROUPS | {"topk_method": "group_limited_greedy"},
+        GROUPS | {"topk_method": "group_limited_greedy", "norm_topk_prob": False},
     ),
     "DeepSeek-V3": Model("deepseek_v3 DeepseekV3MoE DeepseekV3Config", partial(V3, **OURS), GROUPS),
     "DeepSeek-V4": Model("deepseek_v4 DeepseekV4SparseMoeBlock DeepseekV4Config", deepseek_v4, V4),
@@ -259,7 +261,7 @@ MODELS = {
     "Gemma 4": Model(
         "gemma4 Gemma4TextRouter+Gemma4TextExperts Gemma4TextConfig",
         gemma4,
-        {"top_k_experts": TOP_K, "enable_moe_block": True},
+        {"enable_moe_block": True},
     ),
     "ERNIE 4.5": Model(
         "ernie4_5_moe Ernie4_5_MoeSparseMoeBlock Ernie4_5_MoeConfig",
@@ -309,7 +311,8 @@ def make_block(model: Model, seed: int):
 
     folder, classes, config = model.names.split()
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K}
+    top_k = "top_k_experts" if folder == "gemma4" else "num_experts_per_tok"
+    sizes = {"hidden_size": HIDDEN, top_k: TOP_K}
     sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), WIDTH)
     sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS)
     config = getattr(module, config)(**sizes | model.sizes)
@@ -327,6 +330,7 @@ def make_block(model: Model, seed: int):
             if not tensor.is_floating_point():
                 values = rng.integers(0, EXPERTS, tensor.shape)
             tensor.copy_(torch.from_numpy(values + ("scale" in name)))
+    block.config_of_model = config.to_dict()
     return block.eval()
 
 
@@ -356,6 +360,10 @@ def compare(model: Model, seed: int = 0) -> tuple[dict[str, str], dict[str, floa
     x, upstream = rng.standard_normal((2, BATCH, SEQUENCE, HIDDEN)).astype(np.float32)
     ids = rng.integers(0, VOCABULARY, BATCH * SEQUENCE)
 
+    routers = [m for m in block.modules() if type(m).__name__.endswith("Router")]
+    routed: list[Any] = []
+    for router in routers:
+        router.register_forward_hook(lambda of, _, out: routed.append((of, out)))
     given = torch.from_numpy(x).requires_grad_()
     hashed = "input_ids" in inspect.signature(block.forward).parameters
     out = block(given, torch.from_numpy(ids)) if hashed else block(given)
@@ -378,7 +386,30 @@ def compare(model: Model, seed: int = 0) -> tuple[dict[str, str], dict[str, floa
     (d_tensors, d_x), tokens = grad(tensors, flat)
     found = {"tokens": tokens, "gradient of x": d_x}
     found |= {f"gradient of {n}": d_tensors[n] for n in trained}
+    known = TYPES.get(block.config_of_model["model_type"])
+    if known and not known.router.refused:
+        ((router, out),) = routed
+        wanted["routing"], found["routing"] = routings(block, router, out, hashed)
     return sources(block), {name: error(found[name], array) for name, array in wanted.items()}
+
+
+def routings(block, router, out, hashed: bool):
+    """The weights [tokens, experts] of a block's own router, and those of `Router.from_config`."""
+    logits, weights, chosen = (part.detach() for part in out)
+    if type(router).__name__ == "Gemma4TextRouter":  # which returns probabilities
+        logits = logits.log()
+        weights = weights / router.per_expert_scale.detach()[chosen]  # `expert_scale`
+    if type(router).__name__ == "MiniMaxM3VLTopKRouter":  # its block scales the experts' sum
+        weights = weights * block.routed_scaling_factor
+    biases = [b for n, b in block.named_buffers() if n.endswith("e_score_correction_bias")]
+    found = moe.route(
+        jnp.asarray(logits.numpy()),
+        moe.Router.from_config(block.config_of_model),
+        bias=None if hashed or not biases else jnp.asarray(biases[0].numpy()),
+        experts=jnp.asarray(chosen.numpy()) if hashed else None,
+    )
+    dense = jnp.zeros(logits.shape).at[jnp.arange(len(logits))[:, None], found.experts]
+    return logits.new_zeros(logits.shape).scatter_add_(1, chosen, weights), dense.add(found.weights)
 
 
 def sources(block) -> dict[str, str]:

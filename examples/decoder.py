@@ -58,10 +58,9 @@ def read_config(given: Named) -> Config:
     given = Stated(given)
     kind = given["model_type"]
     if kind == "gpt_oss":
-        sliding, normalize = [t == "sliding_attention" for t in given["layer_types"]], True
+        sliding = [t == "sliding_attention" for t in given["layer_types"]]
     elif kind == "qwen3_moe":
         sliding = [given["use_sliding_window"]] * given["num_hidden_layers"]
-        normalize = given["norm_topk_prob"]
         if given["mlp_only_layers"] or given["decoder_sparse_step"] != 1:
             raise ValueError("Layers without experts (`mlp_only_layers`) are not supported.")
     else:
@@ -77,7 +76,7 @@ def read_config(given: Named) -> Config:
         windows=tuple(given["sliding_window"] if slides else None for slides in sliding),
         frequencies=tuple(map(float, frequencies)),
         rope_scale=rope_scale,
-        router=moe.Router(given["num_experts_per_tok"], normalize=normalize),
+        router=moe.Router.from_config(given),
     )
 
 

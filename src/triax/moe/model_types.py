@@ -1,8 +1,9 @@
-"""What `config.json` says about a layer's experts, by its `model_type`.
+"""What `config.json` says about a layer's experts and router, by its `model_type`.
 
 Each model type has one list of the keys that are read, and one of those that do not matter for
 experts. Any other key is refused, because it may change what experts compute: the caller then
-passes an argument that takes its place, or the configuration without it.
+passes an argument that takes its place, or the configuration without it. The router's keys are read
+by the same rule.
 """
 
 from __future__ import annotations
@@ -25,6 +26,37 @@ _ACTIVATIONS: dict[str, Name] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterKeys:
+    """How a model type's own code routes, and the keys that it reads for it.
+
+    Attributes:
+      score: as in `Router`.
+      normalize: as in `Router`; None where `norm_topk_prob` says it.
+      scaled: whether `routed_scaling_factor` multiplies the weights.
+      group_score: as in `Router`, for types with `n_group` and `topk_group`.
+      top_k: the key of the experts per token.
+      fixed: what other keys must say, if they are there; where they have a choice, they must be.
+      refused: why a `Router` cannot say what the type does, and the lines that do it.
+    """
+
+    score: str = "softmax"
+    normalize: bool | None = True
+    scaled: bool = False
+    group_score: str | None = None
+    top_k: str = "num_experts_per_tok"
+    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    refused: str = ""
+
+    @property
+    def read(self) -> set[str]:
+        """The keys that are read, besides `topk_method`, which says whether groups are."""
+        keys = {self.top_k, *self.fixed}
+        keys |= {"norm_topk_prob"} if self.normalize is None else set()
+        keys |= {"routed_scaling_factor"} if self.scaled else set()
+        return keys | ({"n_group", "topk_group"} if self.group_score else set())
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelType:
     """The keys of a model type's configuration.
 
@@ -36,6 +68,7 @@ class ModelType:
       interleaved: whether gate and up alternate in `gate_up_proj`.
       biased: whether experts have biases.
       others: the keys that do not matter for experts, besides those of all types.
+      router: how it routes.
     """
 
     width: str = "moe_intermediate_size"
@@ -44,18 +77,61 @@ class ModelType:
     interleaved: bool = False
     biased: bool = False
     others: str = ""
+    router: RouterKeys = RouterKeys()  # noqa: RUF009  # it is frozen
 
     @property
     def read(self) -> set[str]:
-        """The keys that are read, besides those of all types."""
+        """The keys that are read for experts, besides those of all types."""
         limit = {"swiglu_limit"} if self.clipped else set()
         alpha = {"swiglu_alpha"} if self.clipped and self.clipped.alpha != 1 else set()
         return {self.width, self.activation} | limit | alpha
 
 
+# How routers compute was read in transformers 5.24, and compared with it (`benchmarks/models.py`).
+_SOFTMAX = RouterKeys()
+_OF_CONFIG = RouterKeys(normalize=None, fixed={"scoring_func": ("softmax",)})
+_ALWAYS = RouterKeys(fixed={"norm_topk_prob": (True,)})
+_SIGMOID = RouterKeys("sigmoid", fixed={"scoring_func": ("sigmoid",)})
+_NOAUX = RouterKeys(
+    "sigmoid",
+    normalize=None,
+    scaled=True,
+    group_score="top2",
+    fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)
+# Its `norm_topk_prob` is read by DeepSeek's code alone, and False in what is published.
+_DEEPSEEK_V2 = RouterKeys(
+    normalize=False,
+    scaled=True,
+    group_score="max",
+    fixed={
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),
+    },
+)
+_DEEPSEEK_V4 = RouterKeys(
+    "sqrtsoftplus",
+    scaled=True,
+    fixed={
+        "scoring_func": ("sqrtsoftplus",),
+        "topk_method": ("noaux_tc",),
+        "norm_topk_prob": (True,),
+    },
+)
+_ON_THE_TOKEN = RouterKeys(
+    refused="multiplies the token by its weight before the expert, not the expert's result. Of one "
+    'expert per token: `weights, ids = moe.route(logits, moe.Router(1, score="sigmoid"))`, then '
+    "`moe.feed_forward(x * weights, moe.Routing(jnp.ones_like(weights), ids), experts)`."
+)
+_SPARSEMIXER = RouterKeys(
+    refused="weighs each choice among the logits near it (sparsemixer). Pass `feed_forward` a "
+    "`moe.Routing` in place of logits."
+)
+
 _GPT_OSS = Swiglu(alpha=1.702, up_offset=1.0)
-_DEEPSEEK = ModelType(others="mlp_bias seq_aux")
-_QWEN = ModelType(others="qkv_bias mamba_ssm_dtype")
+_DEEPSEEK = ModelType(others="mlp_bias seq_aux", router=_NOAUX)
+_QWEN = ModelType(others="qkv_bias mamba_ssm_dtype", router=_OF_CONFIG)
 _MINIMAX = ModelType(
     "intermediate_size",
     others="use_routing_bias mlp_intermediate_size shared_intermediate_size shared_moe_mode "
@@ -64,18 +140,20 @@ _MINIMAX = ModelType(
     "mlp_alpha_factor mlp_beta_factor",
 )
 TYPES = {
-    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v2": dataclasses.replace(_DEEPSEEK, router=_DEEPSEEK_V2),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "deepseek_v4": ModelType(
         clipped=Swiglu(),
         others="mlp_bias num_hash_layers hc_mult hc_eps hc_sinkhorn_iters o_groups compress_rates "
         "compress_ratios compress_rate_csa compress_rate_hca",
+        router=_DEEPSEEK_V4,
     ),
     "gemma4_text": ModelType(
         activation="hidden_activation",
         others="enable_moe_block top_k_experts use_double_wide_mlp num_kv_shared_layers "
         "hidden_size_per_layer_input final_logit_softcapping per_layer_config",
+        router=RouterKeys(top_k="top_k_experts"),
     ),
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
@@ -92,28 +170,33 @@ TYPES = {
         "intermediate_size",
         others="intermediate_size_mlp interleave_moe_layer_step moe_layers floor_scale "
         "for_llm_compressor",
+        router=_ON_THE_TOKEN,
     ),
     "longcat_flash": ModelType(
         "expert_ffn_hidden_size",
         others="ffn_hidden_size moe_topk zero_expert_num zero_expert_type router_bias "
         "mla_scale_q_lora mla_scale_kv_lora",
+        router=RouterKeys(normalize=False, scaled=True, top_k="moe_topk"),
     ),
     "minimax": _MINIMAX,
-    "minimax_m2": _MINIMAX,
+    "minimax_m2": dataclasses.replace(_MINIMAX, router=_SIGMOID),
     "minimax_m3_vl_text": ModelType(
         "intermediate_size",
         clipped=_GPT_OSS,
         others="dense_intermediate_size shared_intermediate_size merged_hidden_size "
         "use_routing_bias",
+        router=dataclasses.replace(_SIGMOID, scaled=True),
     ),
     "mixtral": ModelType("intermediate_size"),
-    "olmoe": ModelType("intermediate_size", others="clip_qkv"),
-    "phimoe": ModelType("intermediate_size", others="input_jitter_noise lm_head_bias"),
+    "olmoe": ModelType("intermediate_size", others="clip_qkv", router=_OF_CONFIG),
+    "phimoe": ModelType(
+        "intermediate_size", others="input_jitter_noise lm_head_bias", router=_SPARSEMIXER
+    ),
     "qwen2_moe": _QWEN,
-    "qwen3_5_moe_text": _QWEN,
+    "qwen3_5_moe_text": dataclasses.replace(_QWEN, router=_ALWAYS),
     "qwen3_moe": _QWEN,
     "qwen3_next": _QWEN,
-    "qwen3_vl_moe_text": _QWEN,
+    "qwen3_vl_moe_text": dataclasses.replace(_QWEN, router=_ALWAYS),
 }
 
 _READ = {"model_type", "text_config", "quantization_config", "hidden_size", *COUNTS}
@@ -155,6 +238,18 @@ _ARGUMENTS = {
     "activation": re.compile(r"(?<![a-z])act|swiglu|limit|alpha|glu|gelu|silu|clamp"),
 }
 _WITHOUT = "Pass `config` without {} if experts do not depend on it."
+# Words of keys that may say how a router chooses or weighs, and of those that have them by chance.
+_OF_ROUTERS = re.compile(
+    r"rout|top_?k|n_group|scor|gate|expert_bias|norm_\w*prob|experts_per|moe_.*(softcap|scal|temp)"
+)
+_NOT_OF_ROUTERS = re.compile(
+    r"""
+    index\w*_topk\w* | num_beam_groups | output_\w+ | top_[kp] | attn_output_gate | n_routed_experts
+    | router_(aux_loss_coef|jitter_noise|bias|z_loss_coef) | use_routing_bias | experts_per_token
+    | \w*gate_up\w* | shared_expert_gate\w* | topk_method | top_k_experts | moe_topk
+    """,
+    re.VERBOSE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +282,7 @@ def describe(
       ArgumentTypeError: `config` is no mapping.
       CheckpointError: a key or the model type is not known, or a value is not.
     """
-    if not isinstance(config, Mapping):
-        raise ArgumentTypeError(
-            "Argument `config` must be what `config.json` holds, a mapping; got "
-            f"{messages.shown(config)}."
-        )
-    config = _of_text(config)
-    model_type = config.get("model_type")
-    known = TYPES.get(model_type) if isinstance(model_type, str) else None
+    config, known = _known(config)
     given = {"activation": activation is not None, "interleaved": interleaved is not None}
     if activation is None:
         activation = _activation(config, known)
@@ -208,6 +296,90 @@ def describe(
     biased = known is not None and known.biased
     quantization = config.get("quantization_config")
     return Described(activation, interleaved, biased, counts, hidden, width, quantization)
+
+
+def routing(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the `Router` of a configuration; those `given` stay as they are.
+
+    Raises:
+      ArgumentTypeError: `config` is no mapping.
+      CheckpointError: the model type is not known, a key is missing, unknown or has a value that
+        the type's code does not know, or a `Router` cannot say what the type does.
+    """
+    config, known = _known(config)
+    name = messages.short(config.get("model_type"))
+    by_hand = "Write the router out, as in `moe.Router(8, normalize=True)`."
+    if known is None:
+        raise CheckpointError(
+            f"The model's configuration has `model_type` {name}, whose router is not known; known "
+            f"are {', '.join(TYPES)}. {by_hand}"
+        )
+    router = known.router
+    if router.refused:
+        raise CheckpointError(
+            f"The router of `model_type` {name} is no moe.Router: it {router.refused}"
+        )
+    unknown = [
+        f"`{key}`"
+        for key, value in config.items()
+        if isinstance(key, str) and key not in router.read and value not in (None, False)
+        if _OF_ROUTERS.search(key) and not _NOT_OF_ROUTERS.fullmatch(key)
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"The model's configuration has {', '.join(unknown)}, unknown for `model_type` {name}: "
+            f"the router may depend on it. Pass `config` without it if not. {by_hand}"
+        )
+    for key, values in router.fixed.items():
+        if len(values) > 1 and config.get(key) is None and "num_groups" not in given:
+            raise CheckpointError(
+                f"The model's configuration has no `{key}`, by which `model_type` {name} routes. "
+                "Pass `num_groups` and `top_groups`, which are 1 for no groups."
+            )
+        if config.get(key) is not None and config[key] not in values:
+            said = " or ".join(map(repr, values))
+            raise CheckpointError(
+                f"The model's configuration has `{key}` {messages.short(config[key])}; `model_type`"
+                f" {name} is known with {said}. {by_hand}"
+            )
+
+    def value(argument: str, key: str) -> Any:
+        if argument in given:
+            return given[argument]
+        if config.get(key) is None:
+            raise CheckpointError(
+                f"The model's configuration has no `{key}`, by which `model_type` {name} routes. "
+                f"Pass `{argument}`."
+            )
+        return config[key]
+
+    found: dict[str, Any] = {"score": router.score, "top_k": value("top_k", router.top_k)}
+    if router.normalize is None:
+        found["normalize"] = value("normalize", "norm_topk_prob")
+    else:
+        found["normalize"] = router.normalize
+    if router.scaled:
+        found["scale"] = value("scale", "routed_scaling_factor")
+    if router.group_score and config.get("topk_method") != "greedy":
+        groups = {
+            "num_groups": value("num_groups", "n_group"),
+            "top_groups": value("top_groups", "topk_group"),
+        }
+        if groups["num_groups"] != 1:
+            found |= groups | {"group_score": router.group_score}
+    return found | given
+
+
+def _known(config: Any) -> tuple[dict[str, Any], ModelType | None]:
+    """Returns the decoder's configuration, and what is known of its model type."""
+    if not isinstance(config, Mapping):
+        raise ArgumentTypeError(
+            "Argument `config` must be what `config.json` holds, a mapping; got "
+            f"{messages.shown(config)}."
+        )
+    config = _of_text(config)
+    model_type = config.get("model_type")
+    return config, TYPES.get(model_type) if isinstance(model_type, str) else None
 
 
 def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.moe import model_types
 from triax.moe.router.configs import RouterSpec
 from triax.moe.shared import arguments
 
@@ -63,6 +65,28 @@ class Router:
     group_score: GroupScore = "top2"
     normalize: bool | float = False
     scale: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **attributes: Any) -> Router:
+        """Returns the router that a published model's own code has.
+
+            router = moe.Router.from_config(moe.Checkpoint(folder).config)
+
+        Its bias, expert scales and logits are arrays: pass them to `route` or `feed_forward`, as
+        docs/models.md says for each model. Noise that a model adds in training is left out.
+
+        Args:
+          config: what `config.json` holds, a mapping. The router is that of its `model_type`, in
+            `text_config` if that is there.
+          attributes: attributes of `Router` that take the place of the configuration's keys.
+
+        Raises:
+          ArgumentTypeError: `config` is no mapping, or an attribute has the wrong type.
+          ArgumentValueError: an attribute is out of range.
+          CheckpointError: the model type is not known, a key is missing, unknown, or has a value
+            that its code does not know, or no `Router` says what its code does.
+        """
+        return cls(**model_types.routing(config, attributes))
 
     def __post_init__(self) -> None:
         arguments.check_choice("score", self.score, SCORES)
