@@ -4,8 +4,9 @@ Of each model its own block is made, small and with random weights, and run forw
 `feed_forward` is given the same tensors, in the block's layout. An array's error is the largest
 difference, relative to the largest magnitude in transformers' array. Values and the gradients of
 the input and of every parameter are compared. Where the model's type is known, so is what its own
-router gives with `Router.from_config` of its own configuration. Prints the errors, writes `benchmarks/models.json`,
-and exits with 1 if one is above the limit. `make models` makes the environment and calls this.
+router gives with `Router.from_config` of its own configuration. Prints the errors, writes
+`benchmarks/models.json`, and exits with 1 if one is above the limit. `make models` makes the
+environment and calls this.
 
     python -m benchmarks.models [--only NAME …] [--output FILE]
 """

@@ -77,7 +77,7 @@ class ModelType:
     interleaved: bool = False
     biased: bool = False
     others: str = ""
-    router: RouterKeys = RouterKeys()  # noqa: RUF009  # it is frozen
+    router: RouterKeys = RouterKeys()
 
     @property
     def read(self) -> set[str]:
@@ -367,7 +367,7 @@ def routing(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         }
         if groups["num_groups"] != 1:
             found |= groups | {"group_score": router.group_score}
-    return found | given
+    return {**found, **given}
 
 
 def _known(config: Any) -> tuple[dict[str, Any], ModelType | None]:

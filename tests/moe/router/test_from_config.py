@@ -86,7 +86,7 @@ def test_each_model_type(model_type):
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_what_a_router_cannot_say(model_type):
-    with pytest.raises(CheckpointError, match="no moe.Router: it (multiplies|weighs)"):
+    with pytest.raises(CheckpointError, match=r"no moe\.Router: it (multiplies|weighs)"):
         moe.Router.from_config(config_of(model_type))
 
 
@@ -130,7 +130,7 @@ def test_each_key_that_is_read_must_be_there(model_type):
     inner = config.get("text_config", config)
     router = TYPES[model_type].router
     for key in (*router.read, "n_group", "topk_group"):
-        if key not in inner or key in router.fixed and len(router.fixed[key]) < 2:
+        if key not in inner or (key in router.fixed and len(router.fixed[key]) < 2):
             continue
         needed = key in router.read
         lacking = {k: value for k, value in inner.items() if k != key}
