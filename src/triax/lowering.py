@@ -132,10 +132,10 @@ def triton_call_lowering(
     ``*args`` takes the pointers that the other parameters leave; in a kernel with ``*args``, every
     aliased output has a pointer of its own.
 
-    Where `constexprs` and a config set the same name, a chosen config (measured, found in a store,
-    or in mode "runtime") wins. If no config is chosen and one stands in for all (mode "off", mode
-    "cached" with nothing stored, or no GPU to measure on), `constexprs` wins. `grid` sees the
-    merged values.
+    If `constexprs` and a config both set a name, the config's value is used, provided that the
+    config was chosen: it was measured, found in a store, or comes from mode "runtime". A config
+    that only stands in for a choice (in mode "off", in mode "cached" with nothing stored, or
+    without a GPU to measure on) gives way to `constexprs`. `grid` sees the values that are used.
 
     Args:
       ctx: the lowering rule's context.

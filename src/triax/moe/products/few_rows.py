@@ -38,7 +38,7 @@ from triax.moe.shared.target import Target
 def lacking(
     target: Target, rows_per_group: int, x: Parts, w: Parts, *, transposed: bool, options: Options
 ) -> str | None:
-    """Says what the kernel needs and rows `x` or weights `w` lack; None if it takes them."""
+    """Returns what the kernel needs and `x` or `w` do not have; None if it takes these operands."""
     out = jax.ShapeDtypeStruct((len(x.values), w.columns), options.dtype)
     if w.packed is None and w.values.dtype not in (jnp.float8_e4m3fn, jnp.int8):
         return "weights of float8_e4m3fn, int8 or 4 bits"
@@ -64,7 +64,7 @@ def lacking(
     if w.deep is not None and w.deep % LEAST_SCALED:
         return f"scales for a multiple of {LEAST_SCALED} along the depth; got {w.deep}"
     if not suit_tma(x.values, w.values, *([] if w.packed else [out])):
-        # Of 4-bit weights, about which alone anybody is told.
+        # Only 4-bit weights get a warning with this text (`warn_of_widening`).
         return f"a depth in multiples of 32; got {x.values.shape[1]}"
     return None
 
@@ -98,7 +98,7 @@ def _has_8_bits(w: Parts) -> bool:
 
 
 def _suits_tiles(target: Target, rows_per_group: int, w: Parts) -> bool:
-    """Whether the kernel for tiles is for weights with so many rows."""
+    """Whether weights are in tiles, and rows few enough for the kernel that reads tiles."""
     most = TilesConfig.most_rows(target.architecture, None if _powers(w) else w.deep)
     return w.tiled and rows_per_group <= most
 
@@ -132,7 +132,7 @@ def few_rows(
     tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
-    # Triton widens int8 equally fast, but not into the left operand.
+    # Triton's own conversion of int8 is as fast, except into the left operand.
     words = config.permuted or weights.dtype != jnp.int8
     # If each half of a block has its own scale, the kernel takes the rows by halves.
     ordered = config.block_depth // (2 if scaled and scaled % config.block_depth else 1)
@@ -251,10 +251,11 @@ def widen(
     *,
     implementation: KernelImplementation | None,
 ) -> Parts:
-    """Dequantizes weights of groups in memory, in the stored layout, as `widened` does.
+    """Dequantizes weights of groups in memory, as `widened` does, in the stored layout.
 
-    8-bit weights with a scale for the whole depth keep it apart, as those not in tiles do. If their
-    columns are innermost, they are only put out of tiles, and stay in 8 bits.
+    8-bit weights with a scale for the whole depth are not multiplied by it, so that widening is
+    exact: the scale stays beside them in the result. If such weights have their columns innermost,
+    they are only taken out of tiles, and stay in 8 bits.
     """
     from triax.moe.products.widening_kernels import _widen_kernel
 
@@ -289,7 +290,10 @@ def widen(
 
 
 def _renumbered(rows: jax.Array, permuted: bool, ordered: int) -> jax.Array:
-    """Reorders the depth of rows as the kernel does; zeros fill the last block."""
+    """Reorders rows along the depth, as the kernel reorders 8-bit weights.
+
+    Zeros fill the last block.
+    """
     num_rows, depth = rows.shape
     if not permuted:
         return rows.reshape(num_rows, -1, 2, 2).swapaxes(2, 3).reshape(num_rows, -1)
@@ -300,7 +304,10 @@ def _renumbered(rows: jax.Array, permuted: bool, ordered: int) -> jax.Array:
 
 
 def _renumbered_packed(rows: jax.Array, ordered: int) -> jax.Array:
-    """Reorders each `ordered` of the depth for packed weights; a thread loads 8 to 32 at once."""
+    """Reorders rows along each `ordered` of the depth, as the kernel reorders 4-bit weights.
+
+    A thread loads 8 to 32 of these weights at once.
+    """
     num_rows, depth = rows.shape
     rows = jnp.pad(rows, ((0, 0), (0, -depth % ordered)))
     rows = rows.reshape(num_rows, -1, 4, min(ordered // 32, 4), 2, 4)
@@ -308,9 +315,11 @@ def _renumbered_packed(rows: jax.Array, ordered: int) -> jax.Array:
 
 
 def _renumbered_for_tiles(rows: jax.Array) -> jax.Array:
-    """Reorders each 32 of the depth: from 4 threads' 4 pairs to 4 pairs of all threads.
+    """Reorders rows along each 32 of the depth, as tiles have it.
 
-    As slices, because XLA's transposes of such small dimensions take ten times as long.
+    The 32 are four pairs for each of 4 threads. The first pairs of all threads come first, then
+    their second pairs, and so on. This is written as slices, because XLA's transposes of such small
+    dimensions take ten times as long.
     """
     pairs = rows.reshape(len(rows), -1, 4, 4, 2)
     return jnp.stack([pairs[:, :, :, i] for i in range(4)], 2).reshape(rows.shape)

@@ -118,8 +118,9 @@ class FewRowsConfig:
     ) -> FewRowsConfig:
         """Returns the config for weights in tiles, as measured on an H200.
 
-        A warp waits for most of its time, so as many programs as possible share a multiprocessor:
-        small ones, on Hopper of fewer registers than a compiler would use, if it spills few then.
+        Warps wait for most of their time, so as many programs as possible should share a
+        multiprocessor. Programs are therefore small. On Hopper they also get fewer registers than
+        the compiler would use, where few values then spill to memory.
         """
         in_sum = scaled is not None
         registers: int | None = None
@@ -156,10 +157,10 @@ class FewRowsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TilesConfig:
-    """A program computes `block_rows` × 64 with `split` warps, each a part of the depth.
+    """A program has `block_rows` × 64 numbers; each of its `split` warps sums a part of the depth.
 
-    As measured on an H100, where `wgmma` is faster for more rows; scales that are powers on an
-    H200. No other card was measured.
+    The limits are from an H100, where `wgmma` is faster for more rows; those for scales that are
+    powers of two are from an H200. No other card was measured.
     """
 
     block_rows: int
@@ -172,17 +173,19 @@ class TilesConfig:
         return self.split
 
     def finds_tiles(self, target: Target, num_tiles: int) -> bool:
-        """Returns whether programs find their tiles from the sizes of groups themselves.
+        """Returns whether each program finds its tile itself, from the sizes of the groups.
 
-        Each then takes longer to begin. With more rows that takes registers that there are not.
+        That saves the kernel that lists the tiles, but every program takes longer to begin, so
+        there must be few. Programs of more than 8 rows have no registers left for it.
         """
         return self.block_rows == 8 and num_tiles <= 24 * target.multiprocessors
 
     @staticmethod
     def most_rows(architecture: Architecture, scaled: int | None) -> int:
-        """Returns the mean rows per group up to which the kernel for tiles takes them.
+        """Returns up to how many rows per group, on average, the kernel for tiles is used.
 
-        `scaled` is the depth of a scale that multiplies sums, if not all.
+        `scaled` is how much of the depth shares a scale that multiplies sums; None for all of it,
+        and for powers of two.
         """
         if architecture.compute_capability < 80:  # no products of bfloat16
             return 0

@@ -1,23 +1,27 @@
 """The kernel for few bfloat16 rows times 8- or 4-bit weights, which are widened in registers.
 
 Weights have the shape [groups, columns, depth]; a byte holds two 4-bit weights. Rows and tiles are
-as in the kernels of ragged_dot. So is `_GROUP_END`, with which the hardware reads no rows past the
+as in the kernels of ragged_dot, and so is `_GROUP_END`: with it the hardware reads no rows past the
 end of a group.
 
-A sum over the depth may take any order, so the depth is reordered such that each thread multiplies
-the weights that it has loaded: in the weights here, and in the rows before the launch. With WORDS
-each 4 weights are reordered, because one set of instructions widens the first and the third of
-them. With PERMUTED the weights are the left operand of Hopper's tensor cores, in registers. There a
-thread holds other weights than the 16 neighbours that it loads from shared memory, so each 64 are
-reordered. Each block of packed weights is reordered, with PERMUTED also its columns, by `_order`.
+A sum over the depth may take any order. So each thread multiplies the weights that it has loaded,
+in the order in which they come out of its registers, and rows are put into the same order before
+the launch. Constexprs say what is reordered:
 
-With TILED words stand where threads take them, and rows alone are reordered, before the launch.
+- WORDS: each 4 weights of 8 bits, because one set of instructions widens the first and the third
+  of them.
+- PERMUTED: each 64 of the depth. The weights are then the left operand of Hopper's tensor cores, in
+  registers, where a thread holds other weights than the 16 neighbours that it loads.
+- Packed weights (4 bits): each block of the depth. With PERMUTED its columns, too (`_order`).
+- TILED: the rows alone. The words of a tile already stand where threads take them.
+
 Zeros, and scales that are powers of two, are applied to the widened weights, which is exact. Other
-scales multiply float32 sums: of the whole depth, of a block of it, or of each half of a block,
-whose weights and rows are then reordered apart.
+scales multiply sums in float32: the whole sum, the sum over each block of the depth, or that over
+each half of a block (HALVES). Each half is then reordered for itself.
 
-With AT_ONCE powers are in tiles, too, and weights are multiplied by them and the factor of widening
-at once. Such a factor holds powers below 2; columns that have others are summed up again.
+AT_ONCE is for MXFP4 in tiles: one instruction multiplies a weight by its power and by the factor
+that widening needs. Both together fit bfloat16 for powers below 2. A tile with larger powers is
+summed up again, with two multiplications.
 """
 
 import triton
@@ -44,7 +48,7 @@ from triax.moe.products.unpacking_kernels import (
 
 @triton.jit
 def _order(COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """Returns the column of a block for each row of a permuted left operand.
+    """Returns which column of a block each row of the left operand is, with PERMUTED.
 
     Warps load columns in two turns; in each turn the first warp loads the first 8 columns, and the
     next warp the next 8. A warp multiplies the 16 columns that it has loaded in both turns.
@@ -73,7 +77,10 @@ def _operand(
     TILED: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Widens and reorders weights, packed ones minus `zeros` and times `powers`, both of parts."""
+    """Widens and reorders weights: packed ones minus `zeros`, times `powers`.
+
+    Both have a value for each part of the depth.
+    """
     if TILED:
         return _from_tiles(w, base, zeros, powers, PACKED, True)
     elif PACKED is not None:
@@ -164,8 +171,8 @@ def _few_rows_kernel(
     IN_A_BYTE: tl.constexpr = 1 if PACKED is None else 2
     IS_8_BIT: tl.constexpr = PACKED == "float8_e4m3fn" or PACKED == "int8"
     TILE_ROWS: tl.constexpr = 32 if IS_8_BIT else 16  # of 32 words
-    # IN_SUM: products are scaled before they are added. HALVES: so are those of a block's halves,
-    # each with its own scale and zero. PART: a depth with one power and one zero.
+    # IN_SUM: a block's product is scaled before it is added. HALVES: so is that of each half of a
+    # block, because each has its own scale and zero. PART: a depth with one power and one zero.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
     HALVES: tl.constexpr = IN_SUM and SCALE_DEPTH % BLOCK_DEPTH != 0
     HALF: tl.constexpr = BLOCK_DEPTH // 2
@@ -191,7 +198,7 @@ def _few_rows_kernel(
             columns = column + tl.arange(0, BLOCK_COLUMNS)
             known = columns < num_columns
             at = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
-            # Scales and zeros are loaded a step ahead, while the weights before are multiplied.
+            # Scales and zeros are loaded one step ahead, while the step's weights are multiplied.
             if AT_ONCE:
                 seen = tl.zeros([BLOCK_COLUMNS // 64, PARTS, 8, 4, 2], tl.uint8)
             elif POWERS:
@@ -242,7 +249,7 @@ def _few_rows_kernel(
                 scale = _scales(*of_columns, start, depth, SCALE_COLUMNS, SCALE_DEPTH, STEP)
                 total = _plus(total, w, x, scale, PERMUTED)
             else:
-                # Names that end in `_2` are of the second half.
+                # Names in `_2` belong to the second half.
                 if TILED:
                     w, w_2 = w.permute(0, 1, 2, 4, 5, 3).split()
                     w = w.expand_dims(3)
@@ -267,7 +274,7 @@ def _few_rows_kernel(
                 total = _plus(total, w, x, now, PERMUTED)
                 total = _plus(total, w_2, x_2, now_2, PERMUTED)
         if AT_ONCE:
-            if tl.max(seen.to(tl.int32)) >= 128:  # the highest bit: powers of 2 and more
+            if tl.max(seen.to(tl.int32)) >= 128:  # some code has its highest bit: a power >= 2
                 total = tl.zeros_like(total)
                 for start in tl.range(0, depth, BLOCK_DEPTH, num_stages=1):
                     w = weights.load([group, column // 64, start // 64 * TILE_ROWS, 0])

@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The columns of weights whose depth is innermost."""
+        """The number of columns; only for weights that are stored with their depth innermost."""
         return self.values.shape[1] * (TILE if self.tiled else 1)
 
 
@@ -66,7 +66,10 @@ def is_blocked(operand: Any) -> bool:
 
 
 def letters(operand: Any, of_values: str) -> list[str]:
-    """Returns the letters of an operand's parts, `_` for dimensions that share scales or bytes."""
+    """Returns the letters of each array of an operand: values, scales and zeros.
+
+    A dimension has the letter `_` if several of its elements share a scale or a byte.
+    """
     if not isinstance(operand, ScaledArray):
         return [of_values]
     block = zip(of_values, stored_block(operand), strict=True)
@@ -84,7 +87,8 @@ def _sizes(operand: ScaledArray) -> tuple[int | None, int | None]:
     deep, wide = (*(None if of is None or of >= n else of for of, n in sizes), None)[:2]
     is_packed = operand.dtype in PACKED
     if deep is None and wide is not None and wide > 1 and not is_packed:
-        deep = max(_LEAST, power_of_two(depth))  # kernels find scales of column blocks by depth
+        # Kernels expect column blocks to have a depth: one that covers all of it.
+        deep = max(_LEAST, power_of_two(depth))
     if columns and (deep or is_packed):
         wide = wide or columns[0]
     return deep, wide
@@ -93,7 +97,7 @@ def _sizes(operand: ScaledArray) -> tuple[int | None, int | None]:
 def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False) -> Any:
     """Returns the argument `name`, checked, as a JAX array or a `ScaledArray` of JAX arrays.
 
-    `axes` are its dimensions. With `swap` the last two of a `ScaledArray` are swapped first.
+    `axes` names its dimensions. With `swap` the last two of a `ScaledArray` are swapped first.
     """
     if isinstance(value, ScaledArray):
         return jax.tree.map(jnp.asarray, checked(name, value, axes, swap=swap))
@@ -103,7 +107,7 @@ def operand(name: str, value: Any, axes: tuple[str, ...], *, swap: bool = False)
 
 
 def checked(name: str, value: ScaledArray, axes: tuple[str, ...], *, swap: bool) -> ScaledArray:
-    """Returns the argument `name`, checked, as `operand` does, with its arrays as they are."""
+    """Does what `operand` does for a `ScaledArray`, but leaves its arrays as they are."""
     check(name, value)
     if value.ndim != len(axes):
         raise ArgumentValueError(
@@ -142,7 +146,7 @@ def check_rows(
     scaled = isinstance(rows, ScaledArray)
     is_float = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize > 1
     in_tiles = weights.tiled and weights.dtype not in PACKED
-    # Tiles times their scales, which more rows take, may be infinite in float16.
+    # With more rows, tiles are multiplied by their scales first, which may overflow float16.
     is_narrow = in_tiles and rows.dtype == jnp.float16 and bool(_sizes(weights)[0])
     if is_narrow or (weights.packed if scaled else not is_float):
         others = ", other than float16," if is_narrow else ""

@@ -1,11 +1,12 @@
 """ragged_dot of 8-bit floats with float32 accumulators, for Hopper, in Gluon.
 
-Tensor cores multiply 128 of the depth; products are scaled, if their block has scales, and added.
-In Triton's own language all warps wait for a product before they add it, and tensor cores idle.
-Here each of two warp groups takes half of a tile's rows and waits only for its own products, so one
-multiplies while the other adds. Another warp loads, scales of blocks too: loads by those that
-multiply would wait between products. Results are stored from shared memory while the next tile is
-multiplied. `_ragged_dot_kernel` computes the same bits.
+Tensor cores multiply 128 of the depth at a time. Each such product is added to a float32 sum, and
+is first multiplied by its block's scales, if there are any. In Triton's own language all warps wait
+for a product before they add it, and meanwhile the tensor cores idle. Here a tile's rows are shared
+by two warp groups, each of which waits only for its own products: one multiplies while the other
+adds. A separate warp does all loads, also of the scales, because a warp group that loaded them
+itself would wait for them between products. A tile is stored from shared memory while the next one
+is multiplied. `_ragged_dot_kernel` computes the same bits.
 """
 
 from triton.experimental import gluon

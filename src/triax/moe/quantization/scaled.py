@@ -157,14 +157,16 @@ class ScaledArray:
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
 
     def tile(self) -> ScaledArray:
-        """Reorders weights for `ragged_dot` with few rows; numbers and bytes stay.
+        """Reorders weights for `ragged_dot` with few rows; numbers and their bytes stay the same.
 
         From compute capability 8.0 on, the weights are then read and widened faster. Call it once,
-        where they are loaded. What widens weights in memory reorders them back in each call.
-        Tiles have 64 columns and 64 of their depth: the values are int32 [..., columns / 64,
-        depth / 64, 512], or 1024 in 8 bits. Scales and zeros of columns' blocks [..., columns,
-        parts of the depth] become [..., columns / 64, 64 · parts]. NumPy arrays stay on the host.
-        Tiles that are cut over devices along columns or depth are gathered in each product.
+        where they are loaded. A product that widens weights in memory, such as the rows' gradient,
+        reorders them back in each call.
+
+        A tile has 64 columns and 64 of their depth. The values are int32 [..., columns / 64, depth
+        / 64, 512], or 1024 in 8 bits. Scales and zeros for blocks of the depth, [..., columns,
+        blocks], become [..., columns / 64, 64 · blocks]. NumPy arrays stay on the host. Tiles that
+        are cut over devices along columns or depth are gathered in each product.
 
         Returns:
           A `ScaledArray` of the same numbers; this one if it is tiled.

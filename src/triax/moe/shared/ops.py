@@ -47,19 +47,21 @@ class Op:
       arguments, results: their `Letters`; equal letters mean equal sizes.
       xla: ``xla(*arguments, **options)`` in plain JAX.
       kernels: ``kernels(*arguments, implementation=…, **options)``, the same by `triton_call`. None
-        for an op composed of other ops: then `xla` takes `implementation` too.
+        for an op that is composed of other ops: its `xla` gets `implementation`, too.
       derivative: ``derivative(call, arguments, tangents, results)`` returns the results' tangents;
-        `call` is the op with its options. Tangents have the structure of the arguments or of the
-        results, with None for those that are zero. "xla" differentiates `xla`, for results whose
-        derivatives need no kernel. None is for integer results, without derivatives.
+        `call` is the op with its options. `tangents` are structured like `arguments`, the tangents
+        that it returns like `results`; a tangent that is zero is None. With "xla" JAX
+        differentiates `xla`, for an op whose derivative needs no kernel. None is for an op with
+        integer results.
       cut: the letters that may be cut over devices. Batches under `jax.vmap` always may.
-      part: ``part(call, shard, *arguments)`` runs the op on one device's part: by default
-        ``call.run(*arguments)``. It sums over cut letters that no result has.
+      part: ``part(call, shard, *arguments)`` runs the op on one device's part of the arguments; by
+        default it is ``call.run(*arguments)``. If a letter of `cut` is in no result, `part` must
+        add up the devices' results over that letter.
       any_bits: whether the kernels only move bits, so that the GPU need not support the dtypes.
-      inline: whether the op only adds a derivative to other ops, which are cut over devices one by
-        one. Then letters and `cut` are not needed.
-      letters: ``letters(*arguments, **options)`` returns `arguments`, `results` and `cut`, if
-        these depend on the call.
+      inline: whether the op only adds a derivative to other ops. Each of these is then cut over
+        devices for itself, and this op needs no letters and no `cut`.
+      letters: ``letters(*arguments, **options)`` returns `arguments`, `results` and `cut` of one
+        call, for an op in which they differ from call to call.
     """
 
     def __init__(
