@@ -187,15 +187,15 @@ def benchmark(
     device = jax.devices()[0]
     stream_us = _stream_us(*sizes) if is_cuda(device) else None
     timed = {name: (program, inputs) for name, program in programs.items()}
-    found = in_rounds(timed, 5, target_ms=10.0, bursts=bursts)
+    timings = in_rounds(timed, 5, target_ms=10.0, bursts=bursts)
     times, ratios = {}, {}
-    for name, rounds in found.items():  # percentiles are taken over the rounds' medians
+    for name, rounds in timings.items():  # percentiles are taken over the rounds' medians
         method = max((t.method for t in rounds), key=lambda method: method == HOST_BOUND)
         samples = sum(t.samples for t in rounds)
         times[name] = CallTiming.of([t.median_us for t in rounds], method, samples)
     for name in others:
         if HOST_BOUND not in (times[name].method, times[own].method):
-            pairs = zip(found[name], found[own], strict=True)
+            pairs = zip(timings[name], timings[own], strict=True)
             each = [other.median_us / first.median_us for other, first in pairs]
             ratios[name] = Ratio(statistics.median(each), min(each), max(each))
     return Benchmark(str(device.device_kind), times, ratios, stream_us)
@@ -242,8 +242,8 @@ def _split(args: Sequence[Any]) -> tuple[list[jax.Array], Callable[[Sequence[Any
             "Arguments of `benchmark` must have an array among them; without one, XLA computes the "
             "result when it compiles. Make the arrays outside of the function."
         )
-    filled = lambda given: dict(enumerate(leaves)) | dict(zip(arrays, given, strict=True))
-    rebuild = lambda given: jax.tree.unflatten(tree, filled(given).values())
+    filled = lambda new: dict(enumerate(leaves)) | dict(zip(arrays, new, strict=True))
+    rebuild = lambda new: jax.tree.unflatten(tree, filled(new).values())
     return [jax.device_put(array, first) for array in arrays.values()], rebuild
 
 
@@ -311,15 +311,17 @@ def _stream_us(read_bytes: int, written_bytes: int) -> float | None:
     return timing.median_us * total / (4 * words * (reads + writes)) if is_known else None
 
 
-def in_rounds(programs: Mapping[str, Any], rounds: int, **how: Any) -> dict[str, list[CallTiming]]:
+def in_rounds(
+    programs: Mapping[str, Any], rounds: int, **options: Any
+) -> dict[str, list[CallTiming]]:
     """Times each (program, inputs) pair once per round, starting with another pair each round."""
-    found: dict[str, list[CallTiming]] = {name: [] for name in programs}
+    timings: dict[str, list[CallTiming]] = {name: [] for name in programs}
     names = [*programs]
     for _ in range(rounds):
         for name in names:
-            found[name].append(time_program(*programs[name], **how))
+            timings[name].append(time_program(*programs[name], **options))
         names.append(names.pop(0))
-    return found
+    return timings
 
 
 def time_program(

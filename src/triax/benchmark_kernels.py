@@ -34,9 +34,9 @@ def _stream_kernel(
 def stream(source: jax.Array, writes: int) -> jax.Array:
     """Streams memory: the xor of all units of `source`, int32 [reads, words] → [writes, words]."""
     reads, words = source.shape
-    how = {"kernel": _stream_kernel, "grid": words // BLOCK, "num_warps": 4, "name": "stream"}
-    how |= {"out_type": jax.ShapeDtypeStruct((writes, words), source.dtype)}
-    return triton_call(source, words, READS=reads, WRITES=writes, BLOCK=BLOCK, **how)
+    options = {"kernel": _stream_kernel, "grid": words // BLOCK, "num_warps": 4, "name": "stream"}
+    options |= {"out_type": jax.ShapeDtypeStruct((writes, words), source.dtype)}
+    return triton_call(source, words, READS=reads, WRITES=writes, BLOCK=BLOCK, **options)
 
 
 @triton.jit

@@ -42,14 +42,14 @@ def _kernels_names_first(
     names = {name for name, p in kinds if p.kind is p.KEYWORD_ONLY} - set(_NEVER_THE_KERNELS)
 
     @functools.wraps(function)
-    def wrapper(*operands: _Parameters.args, **given: _Parameters.kwargs) -> _Result:
-        if not names.isdisjoint(given) and "kernel" in given:
-            parameters = Kernel.of(given["kernel"]).parameter_names
-            own = {n: given[n] for n in parameters if n in names and n in given}
-            rest = {n: v for n, v in given.items() if n not in own or n in _ALSO_OPTIONS}
-            given = {**rest, _KERNELS_OWN: own}  # type: ignore[assignment]
+    def wrapper(*operands: _Parameters.args, **keywords: _Parameters.kwargs) -> _Result:
+        if not names.isdisjoint(keywords) and "kernel" in keywords:
+            parameters = Kernel.of(keywords["kernel"]).parameter_names
+            own = {n: keywords[n] for n in parameters if n in names and n in keywords}
+            rest = {n: v for n, v in keywords.items() if n not in own or n in _ALSO_OPTIONS}
+            keywords = {**rest, _KERNELS_OWN: own}  # type: ignore[assignment]
         try:
-            return function(*operands, **given)
+            return function(*operands, **keywords)
         except Exception as error:
             if trace := frames.of_kernels(error.__traceback__):
                 raise error.with_traceback(trace)  # noqa: B904  # re-raises the same error
@@ -277,15 +277,15 @@ def triton_call(
         block_shapes=flat.block_shapes,
         other_names=_ARGUMENTS,
     )
-    found = candidates.build(request)
+    resolved = candidates.build(request)
     # Each value once. A single candidate needs no comparisons, which are slow.
-    constants = [static for candidate in found for _, static in candidate.constants]
-    if len(found) > 1:
+    constants = [static for candidate in resolved for _, static in candidate.constants]
+    if len(resolved) > 1:
         constants = [*dict.fromkeys(constants)]
     call = BoundCall(
         kernel=view,
         arguments=placed,
-        candidates=found,
+        candidates=resolved,
         aliases=aliases,
         name=name,
         tuning=mode,
@@ -326,10 +326,10 @@ _KINDS: dict[str, tuple[type, str]] = {
 }
 
 
-def _check_kinds(**given: Any) -> None:
-    for argument, value in given.items():
-        kind, what = _KINDS[argument]
-        if not isinstance(value, kind) and not (value is None and kind is Mapping):
+def _check_kinds(**arguments: Any) -> None:
+    for argument, value in arguments.items():
+        type_, what = _KINDS[argument]
+        if not isinstance(value, type_) and not (value is None and type_ is Mapping):
             raise ArgumentTypeError(
                 f"Argument `{argument}` must be {what}; got {messages.shown(value)}."
             )

@@ -135,8 +135,8 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _returned(function: Callable[[], Any]) -> list[Any]:
-    found = function()
-    return [*found] if isinstance(found, (list, tuple)) else [found] * (found is not None)
+    result = function()
+    return [*result] if isinstance(result, (list, tuple)) else [result] * (result is not None)
 
 
 def _add_function(

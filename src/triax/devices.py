@@ -37,27 +37,31 @@ def gpus(ctx: Any) -> list[Any]:
 
     For an exported program, ``TRIAX_GPU`` keeps only the GPUs of that name.
     """
-    found = [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
-    if found and jax_private.exported_platforms(ctx) and (named := settings.gpu()) is not None:
-        return [device for device in found if device.device_kind == named]
-    return found
+    lowered_for = [d for d in jax_private.lowering_devices(ctx) if is_cuda(d)] or _local_gpus()
+    if (
+        lowered_for
+        and jax_private.exported_platforms(ctx)
+        and (named := settings.gpu()) is not None
+    ):
+        return [device for device in lowered_for if device.device_kind == named]
+    return lowered_for
 
 
-def compute_capability(kernel: str, given: int | None, devices: Sequence[Any]) -> int:
-    """The architecture to compile for: `given`, else the devices', else ``TRIAX_CUDA_ARCH``."""
-    if given is not None:
-        return given
-    found = {capability_of(device) for device in devices}
-    if len(found) == 1:
-        return found.pop()
+def compute_capability(kernel: str, requested: int | None, devices: Sequence[Any]) -> int:
+    """The architecture to compile for: `requested`, else the devices', else ``TRIAX_CUDA_ARCH``."""
+    if requested is not None:
+        return requested
+    capabilities = {capability_of(device) for device in devices}
+    if len(capabilities) == 1:
+        return capabilities.pop()
     if (arch := settings.cuda_arch()) is not None:
         return arch
     own = "for a kernel of your own, you can pass `compute_capability` instead"
-    if found:
+    if capabilities:
         raise UnsupportedError(
             f"Kernel {kernel!r} is lowered for GPUs of compute capabilities "
-            f"{', '.join(map(str, sorted(found)))} at once. Set TRIAX_CUDA_ARCH to the lowest; "
-            f"{own}."
+            f"{', '.join(map(str, sorted(capabilities)))} at once. Set "
+            f"TRIAX_CUDA_ARCH to the lowest; {own}."
         )
     raise ArgumentValueError(
         f"Kernel {kernel!r} is lowered for CUDA, and there is no {settings.gpu() or 'GPU'} here to "
@@ -75,20 +79,20 @@ def for_tuning(ctx: Any, devices: Sequence[Any], compute_capability: int) -> Dev
     for device in devices:
         index = jax_private.local_index(device)
         if index is not None and capability_of(device) == compute_capability:
-            found = Device(index, str(device.device_kind), not jax_private.exported_platforms(ctx))
-            if named not in (None, found.name):
-                _say_ignored(str(named), found.name)
-            return found
+            target = Device(index, str(device.device_kind), not jax_private.exported_platforms(ctx))
+            if named not in (None, target.name):
+                _say_ignored(str(named), target.name)
+            return target
     return Device(-1, named, measurable=False) if named is not None else None
 
 
 @functools.cache
-def _say_ignored(named: str, found: str) -> None:
+def _say_ignored(named: str, target: str) -> None:
     logger.warning(
         "TRIAX_GPU is %r, but programs that run here use the tuned configs of this GPU, %r: "
         "TRIAX_GPU applies only to exported or cross-compiled programs",
         named,
-        found,
+        target,
     )
 
 

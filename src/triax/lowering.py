@@ -248,8 +248,8 @@ def _place_pointers(
     aliases: Mapping[int, int],
 ) -> tuple[tuple[str, Argument], ...]:
     """Assigns pointers to parameters in order: all inputs, then all or only unaliased outputs."""
-    given = {*constexprs, *view.values_set_by_stages()}
-    names = [p.name for p in view.runtime_parameters if p.name not in given]
+    with_values = {*constexprs, *view.values_set_by_stages()}
+    names = [p.name for p in view.runtime_parameters if p.name not in with_values]
     pointers: list[Argument] = [Operand(i) for i in range(len(operands))]
     outputs = [Result(j) for j in range(len(results))]
     rest = view.variadic.name if view.variadic is not None else ""

@@ -41,9 +41,9 @@ short = _Short().repr
 
 def shown(value: Any) -> str:
     """A value and its type, as in "got 3 of type int" and "got float32[8,4] of type jax.Array"."""
-    kind = "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
+    type_name = "jax.Array" if isinstance(value, jax.Array) else type(value).__name__
     traced = "traced " if isinstance(value, jax.core.Tracer) else ""
-    return f"{traced}{short(value)} of type {kind}"
+    return f"{traced}{short(value)} of type {type_name}"
 
 
 def fields(value: Any) -> str:
@@ -74,19 +74,19 @@ def check_callable(argument: str, value: object) -> None:
         raise ArgumentTypeError(f"Argument `{argument}` must be a function; got {shown(value)}.")
 
 
-def call(function: Callable[..., Any], where: str, how: str, *args: Any, **kwargs: Any) -> Any:
+def call(function: Callable[..., Any], where: str, takes: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a user's function; adds `where` it comes from to the exceptions it raises.
 
     Raises:
-      ArgumentTypeError: the function does not accept these arguments, which `how` describes.
+      ArgumentTypeError: the function does not accept these arguments, which `takes` describes.
     """
     try:
         return function(*args, **kwargs)
     except Exception as error:
         if isinstance(error, TypeError) and (mismatch := _mismatch(function, args, kwargs)):
             raise ArgumentTypeError(
-                f"{where[0].upper()}{where[1:]} is called with {how}; got {short(function)}, which "
-                f"cannot be: {mismatch}."
+                f"{where[0].upper()}{where[1:]} is called with {takes}; got {short(function)}, "
+                f"which cannot be: {mismatch}."
             ) from None
         if where[1:] not in str(error):
             error.add_note(f"Raised by {where}.")

@@ -147,8 +147,8 @@ def temporary_folder() -> Path:
     """
     folder = Path(_temporary_files(), f"triax-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(f"{folder} belongs to another user, or others can write to it")
     return folder
 

@@ -86,12 +86,12 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
     assert got.shape == want.shape, f"{err_msg} shape {got.shape} is not {want.shape}"
     digits = 17 if dtype.itemsize == 8 else 9
 
-    def found(errors: np.ndarray) -> str:
+    def place(errors: np.ndarray) -> str:
         at = np.unravel_index(int(errors.argmax()), errors.shape)
         return f"at {tuple(map(int, at))} it is {got[at]:.{digits}g}, not {want[at]:.{digits}g}"
 
     other = (np.isnan(got) != np.isnan(want)) | (np.isinf(want) & (got != want))
-    assert not other.any(), f"{err_msg} {np.sum(other)} NaNs or infinities differ: {found(other)}"
+    assert not other.any(), f"{err_msg} {np.sum(other)} NaNs or infinities differ: {place(other)}"
     finite = np.isfinite(want)
     if not finite.any():
         return
@@ -99,7 +99,7 @@ def assert_close(actual: Any, expected: Any, *, terms: int = 1, err_msg: str = "
     error = np.where(finite, np.abs(got - np.where(finite, want, 0)), 0) / scale
     limit = TOLERANCES[dtype.name] * math.sqrt(terms)
     worst, rms = float(error.max()), float(np.sqrt(np.mean(error[finite] ** 2)))
-    where = f"{found(error)}; errors are relative to the largest magnitude expected, {scale:.3g}"
+    where = f"{place(error)}; errors are relative to the largest magnitude expected, {scale:.3g}"
     assert worst <= limit, f"{err_msg} largest error {worst:.3g} of {dtype} > {limit:.3g}: {where}"
     assert rms <= limit / 3, f"{err_msg} RMS error {rms:.3g} of {dtype} > {limit / 3:.3g}: {where}"
 

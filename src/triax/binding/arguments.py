@@ -65,12 +65,12 @@ def bind(
     """
     settable = view.values_set_by_stages() if view.stages else frozenset()
     names, rest = view.parameter_names, view.variadic
-    given = dict(kwargs)
+    by_name = dict(kwargs)
     if rest is not None:
         descriptors = [v for v in kwargs.values() if isinstance(v, TensorDescriptor)]
         undescribed = num_outputs - sum(map(_is_output, descriptors))
         names = _in_front(view, rest.name, settable.union(kwargs), undescribed)
-        value = given.setdefault(rest.name, tuple(operands[len(names) :]))
+        value = by_name.setdefault(rest.name, tuple(operands[len(names) :]))
         if rest.name not in kwargs:
             operands = operands[: len(names)]
         elif not isinstance(value, tuple):
@@ -80,9 +80,9 @@ def bind(
             )
     if len(operands) > len(names):
         listed = f" ({', '.join(names)})" if names else ""
-        by_name = f" without a value beside `{rest.name}`" if rest else ""
+        besides = f" without a value beside `{rest.name}`" if rest else ""
         raise ArgumentTypeError(
-            f"Kernel {view.name!r} has {messages.counted(len(names), 'parameter')}{by_name}"
+            f"Kernel {view.name!r} has {messages.counted(len(names), 'parameter')}{besides}"
             f"{listed}, and got {messages.counted(len(operands), 'positional operand')}."
         )
     by_position = dict(zip(names, operands, strict=False))
@@ -91,21 +91,21 @@ def bind(
         raise ArgumentTypeError(
             f"Kernel {view.name!r} got `{twice[0]}` both as a positional operand and as a keyword."
         )
-    given = by_position | given
+    by_name = by_position | by_name
     runtime, free, described = {}, [], {}
     for parameter in view.runtime_parameters:
         name = parameter.name
-        if isinstance(given.get(name), TensorDescriptor) and _is_output(given[name]):
-            described[name] = given.pop(name)
+        if isinstance(by_name.get(name), TensorDescriptor) and _is_output(by_name[name]):
+            described[name] = by_name.pop(name)
             free.append(name)
-        elif name in given:
-            runtime[name] = given.pop(name)
+        elif name in by_name:
+            runtime[name] = by_name.pop(name)
         elif name not in settable:
             if parameter.has_default:
                 runtime[name] = parameter.default
             if parameter.default is None:
                 free.append(name)
-    return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), described, given)
+    return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), described, by_name)
 
 
 def _is_output(descriptor: TensorDescriptor) -> bool:
@@ -175,15 +175,15 @@ class Flattened:
         )
 
     def _add_array(self, name: str, value: Any) -> int:
-        kind = array_type(name, value)
+        type_ = array_type(name, value)
         index = len(self.arrays)
         # Workaround: jax <0.9: a traced Ref is an array too, so this comes first.
         if isinstance(value, jax.Ref):
             value = self._read(name, index, value)
         elif not isinstance(value, jax.Array):
             value = _on_device(name, value)
-            kind = array_type(name, value)  # 64 bits become 32, unless JAX has them enabled
-        self.types.append(kind)
+            type_ = array_type(name, value)  # 64 bits become 32, unless JAX has them enabled
+        self.types.append(type_)
         self.arrays.append(value)
         self.names.append(name)
         self.leaves.append((name, index))
@@ -345,10 +345,10 @@ def place_outputs(
     for name, descriptor in bound.described.items():
         result = places[name]
         assert isinstance(result, Result)
-        if (kind := array_type(name, descriptor.base)) != results[result.index]:
+        if (base_type := array_type(name, descriptor.base)) != results[result.index]:
             raise ArgumentValueError(
                 f"Argument `{name}` of kernel {view.name!r} is the descriptor of an output "
-                f"{messages.short(kind)}, but output {result.index} of `out_type` is "
+                f"{messages.short(base_type)}, but output {result.index} of `out_type` is "
                 f"{messages.short(results[result.index])}. Make it of the same "
                 "jax.ShapeDtypeStruct: outputs go to parameters in the kernel's order."
             )

@@ -95,18 +95,18 @@ def build(request: UnresolvedCall) -> tuple[Candidate, ...]:
     expanded, used = kernel.expand(
         request.arguments, keywords, options, conflicts=request.conflicts
     )
-    found = [
+    candidates = [
         _candidate(request, config, hook, keywords, options, used) for config, hook in expanded
     ]
     _check_keywords(kernel, keywords, [config for config, _ in expanded], used, request.other_names)
     if kernel.autotuner is not None:
-        _check_reset(request, found)
-    if len(found) == 1:
-        return tuple(found)
+        _check_reset(request, candidates)
+    if len(candidates) == 1:
+        return tuple(candidates)
     # Configs that differ only in values the caller sets are duplicates. The remaining ones are
     # numbered where their texts are equal, because configs are stored by text.
     distinct: dict[Candidate, Candidate] = {}
-    for candidate in found:
+    for candidate in candidates:
         distinct.setdefault(dataclasses.replace(candidate, config=Config()), candidate)
     numbers = collections.Counter[str]()
     named = []
@@ -132,9 +132,9 @@ def _check_number(kernel: Kernel, parameter: Parameter, value: Any) -> None:
         )
 
 
-def _check_reset(request: UnresolvedCall, found: Sequence[Candidate]) -> None:
+def _check_reset(request: UnresolvedCall, candidates: Sequence[Candidate]) -> None:
     """Warns of outputs that the kernel seems to read although the program does not fill them."""
-    filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in found))
+    filled = {alias.result for alias in request.aliases}.union(*(c.zeroed for c in candidates))
     arguments = dict(request.parameters)
     for option in ("reset_to_zero", "restore_value"):
         for name in getattr(request.kernel.autotuner, option, None) or ():
@@ -340,15 +340,15 @@ def _check_keywords(
 
 def _check_zeroed(zeroed: Any, num_results: int) -> tuple[int, ...]:
     try:
-        found = tuple(zeroed)
+        outputs = tuple(zeroed)
     except TypeError:  # also raised by arrays of no dimension, although they have __iter__
-        found = (None,)
-    if not all(map(grids.is_int, found)):
+        outputs = (None,)
+    if not all(map(grids.is_int, outputs)):
         raise ArgumentTypeError(
             "Argument `zeroed_outputs` must be a sequence of output indices, such as (0,), or a "
             f"callable that returns one; got {messages.shown(zeroed)}."
         )
-    indices = tuple(sorted({int(i) for i in found}))
+    indices = tuple(sorted({int(i) for i in outputs}))
     for index in indices:
         if not 0 <= index < num_results:
             raise ArgumentValueError(
@@ -366,25 +366,25 @@ def _check_block_shapes(
     Raises:
       ArgumentTypeError, ArgumentValueError: a block shape is not one positive int per dimension.
     """
-    found = []
+    checked = []
     for name, argument in parameters:
         for leaf in leaves(argument):
             if isinstance(leaf, Descriptor) and leaf.buffer in block_shapes:
-                given = block_shapes[leaf.buffer]
+                block_shape = block_shapes[leaf.buffer]
                 rank = len(leaf.shape)
-                if not isinstance(given, (tuple, list)) or len(given) != rank:
+                if not isinstance(block_shape, (tuple, list)) or len(block_shape) != rank:
                     raise ArgumentValueError(
                         f"Argument `block_shape` of descriptor `{name}` must have {rank} sizes, "
-                        f"like its shape {leaf.shape}; got {short(given)}."
+                        f"like its shape {leaf.shape}; got {short(block_shape)}."
                     )
-                sizes = tuple(static_value("block_shape", size) for size in given)
+                sizes = tuple(static_value("block_shape", size) for size in block_shape)
                 if not all(grids.is_int(n) and n > 0 for n in sizes):
                     raise ArgumentTypeError(
                         f"Argument `block_shape` of descriptor `{name}` must be positive ints; got "
-                        f"{short(given)}."
+                        f"{short(block_shape)}."
                     )
-                found.append((leaf.buffer, sizes))
-    return tuple(found)
+                checked.append((leaf.buffer, sizes))
+    return tuple(checked)
 
 
 def check_aliases(

@@ -27,15 +27,15 @@ def spell(value: Any, others: list[Any], depth: int = 0) -> str:
     Objects that a text cannot tell apart are appended to `others`: types, functions, and objects
     compared by identity. Two values are the same if their texts are equal and `others` identical.
     """
-    kind: Any = type(value)
-    if kind in PLAIN:
+    type_: Any = type(value)
+    if type_ in PLAIN:
         return repr(value)
-    if kind is float:
+    if type_ is float:
         return float.hex(value)
     if isinstance(value, NAMED) or is_jitted(value) or depth > _DEEPEST:
         others.append(value)
         return "_"
-    others.append(kind)
+    others.append(type_)
     inner = functools.partial(spell, others=others, depth=depth + 1)
     members = [f"{name}={inner(member)}" for name, member in _attributes(value)]
     if isinstance(value, (int, str, bytes)):
@@ -50,17 +50,17 @@ def spell(value: Any, others: list[Any], depth: int = 0) -> str:
     elif isinstance(value, (set, frozenset)):
         spelt: list[tuple[str, list[Any]]] = []
         for member in value:
-            found: list[Any] = []
-            spelt.append((spell(member, found, depth + 1), found))
-        for text, found in sorted(spelt, key=lambda pair: pair[0]):
+            unspelt: list[Any] = []
+            spelt.append((spell(member, unspelt, depth + 1), unspelt))
+        for text, unspelt in sorted(spelt, key=lambda pair: pair[0]):
             members.append(text)
-            others += found
+            others += unspelt
     elif isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
         content = hashlib.sha256(value.tobytes()).hexdigest()
         members.append(f"{value.dtype.str}{value.shape}{content}")
-    elif kind.__eq__ is object.__eq__:
+    elif type_.__eq__ is object.__eq__:
         others.append(value)
-    elif not members and kind.__hash__ is not None and kind.__repr__ is not object.__repr__:
+    elif not members and type_.__hash__ is not None and type_.__repr__ is not object.__repr__:
         members.append(repr(value))
     elif not members:
         others.append(value)
@@ -74,13 +74,13 @@ def is_jitted(value: Any) -> bool:
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     yield from getattr(value, "__dict__", {}).items()
-    kind: Any = type(value)
-    for name, slot in _slots(kind):
+    type_: Any = type(value)
+    for name, slot in _slots(type_):
         with contextlib.suppress(AttributeError):  # never set
             yield name, slot.__get__(value)
 
 
 @functools.lru_cache(256)
-def _slots(kind: Any) -> tuple[tuple[str, Any], ...]:
-    members = [pair for owner in kind.__mro__ for pair in vars(owner).items()]
+def _slots(type_: Any) -> tuple[tuple[str, Any], ...]:
+    members = [pair for owner in type_.__mro__ for pair in vars(owner).items()]
     return tuple(pair for pair in members if isinstance(pair[1], types.MemberDescriptorType))

@@ -88,7 +88,7 @@ class _Log:
             return leaf.value
         if isinstance(leaf, Descriptor):
             base = _Array(self, f"{name}.base", leaf.buffer, seen)
-            found = triton_private.descriptor_stand_in(
+            descriptor = triton_private.descriptor_stand_in(
                 leaf.layout,
                 base=base,
                 shape=list(leaf.shape),
@@ -96,16 +96,16 @@ class _Log:
                 block_shape=list(leaf.block_shape),
                 padding=leaf.padding,
             )
-            before = {n: list(v) if isinstance(v, list) else v for n, v in vars(found).items()}
-            self._descriptors.append((name, leaf, found, before))
-            return found
+            before = {n: list(v) if isinstance(v, list) else v for n, v in vars(descriptor).items()}
+            self._descriptors.append((name, leaf, descriptor, before))
+            return descriptor
         return _Array(self, name, leaf, seen)
 
     def block_shapes(self) -> dict[Operand | Result, Any]:
         """The block shapes that the hook changed. Other changes to a descriptor are refused."""
         changed = {}
-        for name, leaf, found, before in self._descriptors:
-            after = vars(found)
+        for name, leaf, descriptor, before in self._descriptors:
+            after = vars(descriptor)
             for field in sorted({*before, *after}):
                 same = field in before and field in after and before[field] == after[field]
                 if not same and field != "block_shape":

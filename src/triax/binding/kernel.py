@@ -156,11 +156,11 @@ class Kernel:
 
     def values_set_by_stages(self, begin: int = 0) -> frozenset[str]:
         """The names that configs and heuristics set in stage `begin` and the stages inside it."""
-        found: set[str] = set()
+        names: set[str] = set()
         for stage in self.stages[begin:]:
-            found.update(getattr(stage, "values", ()))
-            found.update(*(config.all_kwargs() for config in getattr(stage, "configs", ())))
-        return frozenset(found)
+            names.update(getattr(stage, "values", ()))
+            names.update(*(config.all_kwargs() for config in getattr(stage, "configs", ())))
+        return frozenset(names)
 
     def expand(
         self,
@@ -204,15 +204,15 @@ class Kernel:
     ) -> list[_Branch]:
         configs = [c for c in tuner.configs if conflicts != "filter" or branch.agrees(c)]
         if not configs:
-            given = {**branch.keywords, **branch.options}
+            by_caller = {**branch.keywords, **branch.options}
             clashing = sorted(
-                name for name in given if any(name in c.all_kwargs() for c in tuner.configs)
+                name for name in by_caller if any(name in c.all_kwargs() for c in tuner.configs)
             )
             raise ArgumentValueError(
                 f"No config of kernel {self.name!r} agrees with the values given for "
-                f"{', '.join(f'`{n}`={messages.short(given[n])}' for n in clashing)}. Its configs "
-                f"are: {'; '.join(map(_set_by, tuner.configs))}. Leave the argument out to let a "
-                "config decide."
+                f"{', '.join(f'`{n}`={messages.short(by_caller[n])}' for n in clashing)}. Its "
+                f"configs are: {'; '.join(map(_set_by, tuner.configs))}. Leave the argument out to "
+                "let a config decide."
             )
         if len(configs) < len(tuner.configs):
             logger.info(
@@ -242,16 +242,16 @@ class _Branch:
     hook: Hook | None = None
 
     def agrees(self, config: Any) -> bool:
-        given, set_by_it = {**self.keywords, **self.options}, config.all_kwargs()
-        both = given.keys() & set_by_it.keys()
-        return all(Static(given[name]) == Static(plain(set_by_it[name])) for name in both)
+        by_caller, by_config = {**self.keywords, **self.options}, config.all_kwargs()
+        both = by_caller.keys() & by_config.keys()
+        return all(Static(by_caller[name]) == Static(plain(by_config[name])) for name in both)
 
     def with_config(self, config: Any, *, caller_wins: bool) -> _Branch:
         values, options = dict(self.values), dict(self.options)
-        given = {**self.keywords, **self.options} if caller_wins else {}
+        by_caller = {**self.keywords, **self.options} if caller_wins else {}
         for name, value in config.all_kwargs().items():
             target = options if name in CONFIG_OPTIONS else values
-            target[name] = given.get(name, value)
+            target[name] = by_caller.get(name, value)
         keywords = {**self.keywords, **values}
         hook = None
         if config.pre_hook is not None:  # a hook does not see values that heuristics add later
@@ -318,8 +318,8 @@ class MetaParameters(dict[str, Any]):
     def given_to(self, function: Callable[..., Any], where: str) -> Any:
         """Calls a user's function, which `where` names in messages, with this dictionary."""
         self._reader = where
-        how = "one dictionary, the meta-parameters by name, as in `lambda meta: …`"
-        return messages.call(function, where, how, self)
+        takes = "one dictionary, the meta-parameters by name, as in `lambda meta: …`"
+        return messages.call(function, where, takes, self)
 
     def __missing__(self, key: str) -> Any:
         names = sorted(dict.keys(self))
@@ -351,10 +351,10 @@ def _refuse_hooks(name: str, tuner: Any) -> None:
     """Refuses hooks of `@triton.autotune` itself: they wrap timing that Triax replaces."""
     names = [n for n in ("pre_hook", "post_hook") if getattr(tuner, f"user_defined_{n}", False)]
     if names:
-        given = ", ".join(f"@triton.autotune({name}=…)" for name in names)
+        hooks = ", ".join(f"@triton.autotune({name}=…)" for name in names)
         raise UnsupportedError(
             f"Kernel {name!r} has host hooks, which cannot run inside a compiled program: "
-            f"{given}. To restore operands between the timed runs of its configs, use "
+            f"{hooks}. To restore operands between the timed runs of its configs, use "
             "`restore_value` or `reset_to_zero`; to zero an output in the program, use "
             "`zeroed_outputs` or a `pre_hook` of its configs."
         )
@@ -374,9 +374,9 @@ def _prune(
         # caller passed a runtime argument is not known here, so it is passed in both ways.
         named = {**arguments, **keywords}
         where = f"the `early_config_prune` of kernel {kernel!r}"
-        how = "the configs, the arguments in a dictionary, and the same by name (**kwargs)"
+        takes = "the configs, the arguments in a dictionary, and the same by name (**kwargs)"
         meta = MetaParameters(named, reader=where)
-        pruned = messages.call(tuner.early_config_prune, where, how, configs, meta, **named)
+        pruned = messages.call(tuner.early_config_prune, where, takes, configs, meta, **named)
         configs = list(pruned)
     if tuner.perf_model is not None and configs:
         top_k = tuner.configs_top_k
@@ -384,10 +384,10 @@ def _prune(
             top_k = max(1, int(len(configs) * top_k))
         if len(configs) > top_k:
             where = f"the `perf_model` of kernel {kernel!r}"
-            how = "the arguments of the call and of the config by name (**kwargs)"
+            takes = "the arguments of the call and of the config by name (**kwargs)"
             times = {
                 id(config): messages.call(
-                    *(tuner.perf_model, where, how),
+                    *(tuner.perf_model, where, takes),
                     **{**arguments, **keywords, **config.all_kwargs()},
                 )
                 for config in configs

@@ -102,8 +102,8 @@ class _Walk:
         if not all(get(holder, name, _MISSING) is was for get, holder, name, was in self.reads):
             return False
         for value, text, others in self.spelt:
-            found: list[Any] = []
-            if exact.spell(value, found) != text or [*map(id, found)] != [*map(id, others)]:
+            objects: list[Any] = []
+            if exact.spell(value, objects) != text or [*map(id, objects)] != [*map(id, others)]:
                 return False
         return True
 
@@ -144,19 +144,19 @@ class _Walk:
         for first, *attributes in _dotted_names(function, jitted.src):
             get = _contents if first in cells else dict.get
             holder = cells if first in cells else function.__globals__
-            found = get(holder, first, _MISSING)
-            self.reads.append((get, holder, first, found))
+            value = get(holder, first, _MISSING)
+            self.reads.append((get, holder, first, value))
             for attribute in attributes:  # any other object counts as a whole, by its own name
-                is_module = isinstance(found, types.ModuleType)
-                module = found.__name__ if is_module else _module(found)
-                if not (is_module or isinstance(found, type)) or _is_library(module):
-                    found = _MISSING
+                is_module = isinstance(value, types.ModuleType)
+                module = value.__name__ if is_module else _module(value)
+                if not (is_module or isinstance(value, type)) or _is_library(module):
+                    value = _MISSING
                     break
-                holder, found = found, getattr(found, attribute, _MISSING)
-                self.reads.append((getattr, holder, attribute, found))
+                holder, value = value, getattr(value, attribute, _MISSING)
+                self.reads.append((getattr, holder, attribute, value))
             # A module counts only by the attributes that are named.
-            if found is not _MISSING and not isinstance(found, types.ModuleType):
-                members += [".".join((first, *attributes)), found]
+            if value is not _MISSING and not isinstance(value, types.ModuleType):
+                members += [".".join((first, *attributes)), value]
         return members
 
 
@@ -182,17 +182,17 @@ def _held(members: dict[str, Any]) -> list[Any]:
 
     An object compared by identity, such as a lock, counts only by its type: it is no constant.
     """
-    found: list[Any] = []
+    held: list[Any] = []
     for name, member in members.items():
         member = getattr(member, "fget", getattr(member, "__func__", member))
         is_named = isinstance(member, exact.NAMED) or exact.is_jitted(member)
         if is_named and not isinstance(member, types.ModuleType):
-            found += [name, member]
+            held += [name, member]
         elif not is_named and member is not _MISSING and not name.startswith("__"):
             others: list[Any] = []
-            found += [name, exact.spell(member, others)]
-            found += [o for o in others if isinstance(o, exact.NAMED) or exact.is_jitted(o)]
-    return found
+            held += [name, exact.spell(member, others)]
+            held += [o for o in others if isinstance(o, exact.NAMED) or exact.is_jitted(o)]
+    return held
 
 
 def _contents(cells: dict[str, types.CellType], name: str, default: Any) -> Any:
@@ -204,8 +204,8 @@ def _contents(cells: dict[str, types.CellType], name: str, default: Any) -> Any:
 
 def _closure(function: types.FunctionType) -> list[Any]:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    found = [_contents(cells, name, _MISSING) for name in cells]
-    return [value for value in found if value is not _MISSING]
+    values = [_contents(cells, name, _MISSING) for name in cells]
+    return [value for value in values if value is not _MISSING]
 
 
 def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]:
@@ -214,15 +214,15 @@ def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]
     if known is None or known[0] != source:
         # `co_names` has attributes too, which may have the name of a local variable.
         outer = _outer_names(function.__code__) - {*function.__code__.co_varnames}
-        found: dict[Name, None] = {}
+        names: dict[Name, None] = {}
         for node in ast.walk(parse(source)):
             attributes: list[str] = []
             while isinstance(node, ast.Attribute):
                 attributes.insert(0, node.attr)
                 node = node.value
             if isinstance(node, ast.Name) and node.id in outer:
-                found[node.id, *attributes] = None
-        known = _names[function] = (source, tuple(found))
+                names[node.id, *attributes] = None
+        known = _names[function] = (source, tuple(names))
     return known[1]
 
 

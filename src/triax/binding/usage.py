@@ -39,13 +39,13 @@ def numbers(function: Any, names: Sequence[str]) -> list[str]:
             case ast.Compare(left, _, right):
                 counted |= {side.id for side in (left, *right) if isinstance(side, ast.Name)}
             case ast.Call(called, args, keywords):
-                given = [*args, *(keyword.value for keyword in keywords)]
+                passed = [*args, *(keyword.value for keyword in keywords)]
                 if _TAKE_ADDRESSES.fullmatch(ast.unparse(called).rpartition(".")[2]):
                     # The address is the first argument, or the descriptor whose method this is.
-                    given = [*given[:1], *([called.value] if hasattr(called, "value") else ())]
+                    passed = [*passed[:1], *([called.value] if hasattr(called, "value") else ())]
                 elif _is_of_the_language(called, function.fn):
-                    given = [value for value in given if isinstance(value, ast.Tuple | ast.List)]
-                addresses |= _terms(*given)
+                    passed = [value for value in passed if isinstance(value, ast.Tuple | ast.List)]
+                addresses |= _terms(*passed)
             case ast.Assign(targets, value):
                 flows.append((_terms(*targets), _terms(value)))
             case ast.AnnAssign(target, _, value) | ast.AugAssign(target, _, value):
@@ -60,15 +60,15 @@ def numbers(function: Any, names: Sequence[str]) -> list[str]:
 
 def _terms(*nodes: ast.AST | None) -> set[str]:
     """The names through which an expression may be a pointer: none in products or comparisons."""
-    found = set()
+    names = set()
     for node in nodes:
         if isinstance(node, ast.Name):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Add | ast.Sub):
             continue
         elif node is not None and not isinstance(node, ast.Compare):
-            found |= _terms(*ast.iter_child_nodes(node))
-    return found
+            names |= _terms(*ast.iter_child_nodes(node))
+    return names
 
 
 def _is_of_the_language(called: ast.expr, function: types.FunctionType) -> bool:
@@ -76,6 +76,6 @@ def _is_of_the_language(called: ast.expr, function: types.FunctionType) -> bool:
     while isinstance(called, ast.Attribute):
         called = called.value
     name = getattr(called, "id", "")
-    found = function.__globals__.get(name, getattr(builtins, name, None))
-    module = getattr(found, "__name__" if isinstance(found, types.ModuleType) else "__module__", "")
+    value = function.__globals__.get(name, getattr(builtins, name, None))
+    module = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", "")
     return str(module).partition(".")[0] in ("triton", "builtins", "math")

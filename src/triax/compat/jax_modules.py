@@ -59,9 +59,9 @@ def opaque(call: Any) -> bytes | None:
     attributes = call.attributes
     if "mhlo.backend_config" in attributes:  # a dictionary, in the typed FFI
         config = ir.DictAttr(attributes["mhlo.backend_config"])
-        return ir.StringAttr(config["opaque"]).value_bytes if "opaque" in config else None
+        return bytes(ir.StringAttr(config["opaque"]).value_bytes) if "opaque" in config else None
     if "backend_config" in attributes:
-        return ir.StringAttr(attributes["backend_config"]).value_bytes
+        return bytes(ir.StringAttr(attributes["backend_config"]).value_bytes)
     return None
 
 

@@ -252,8 +252,8 @@ def with_switchboard(ctx: Any, board: Switchboard) -> Any:
 
 def switchboard(ctx: Any) -> Switchboard | None:
     """Returns the switchboard of a lowering rule in a part that XLA has traced, else None."""
-    found = ctx.module_context.host_callbacks
-    return found if isinstance(found, Switchboard) else None
+    callbacks = ctx.module_context.host_callbacks
+    return callbacks if isinstance(callbacks, Switchboard) else None
 
 
 # --- distributed ----------------------------------------------------------------

@@ -33,10 +33,10 @@ _to_undo: list[Callable[[], Changes]] = []
 
 def grouped(changes: Iterable[Change]) -> Changes:
     """Groups changes by their holders."""
-    found: dict[int, tuple[Any, dict[str, Any]]] = {}
+    by_holder: dict[int, tuple[Any, dict[str, Any]]] = {}
     for holder, name, value in changes:
-        found.setdefault(id(holder), (holder, {}))[1][name] = value
-    return list(found.values())
+        by_holder.setdefault(id(holder), (holder, {}))[1][name] = value
+    return list(by_holder.values())
 
 
 def replace(changes: Changes) -> None:

@@ -93,7 +93,7 @@ def is_aggregate(value: Any) -> bool:
 
 def aggregates() -> list[Any]:
     """Returns all living classes that `triton.aggregate` made."""
-    return [kind for kind in tl.core.base_value.__subclasses__() if _AGGREGATE in vars(kind)]
+    return [class_ for class_ in tl.core.base_value.__subclasses__() if _AGGREGATE in vars(class_)]
 
 
 def transform(tree: ast.Module) -> ast.Module:
@@ -253,10 +253,10 @@ def _known_shapes() -> Iterable[Change]:
             known.update(shape=self.shape, numel=self.numel)
 
     def unwrap_if_constexpr(value: Any) -> Any:
-        kind = type(value)
-        if kind is tl.core.constexpr:
+        type_ = type(value)
+        if type_ is tl.core.constexpr:
             return value.value
-        return value if kind in plain else unwrap(value)
+        return value if type_ in plain else unwrap(value)
 
     yield Change(tl.core.block_type, "__init__", block_type)
     yield Change(tl.core.tensor, "__init__", tensor)
@@ -298,9 +298,9 @@ class LanguagePatch:
         patching.replace(patching.grouped(changes))
         changed = patching.watch(_CORE_HOLDERS)
         _stock._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        found = changed()
+        assigned = changed()
         patching.undo()
-        for holder, values in found:
+        for holder, values in assigned:
             for name, value in values.items():
                 wrapped = (getattr(value, "__kwdefaults__", None) or {}).get("member")
                 if tl.core.is_builtin(wrapped):

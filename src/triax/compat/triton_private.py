@@ -145,11 +145,11 @@ def option_names() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(module.CUDAOptions))
 
 
-def aggregate_members(kind: type) -> list[Any] | None:
+def aggregate_members(class_: type) -> list[Any] | None:
     """Returns the parts of an aggregate's definition that Triton hashes; None for other classes."""
-    if "__triton_aggregate__" not in vars(kind):
+    if "__triton_aggregate__" not in vars(class_):
         return None
-    return [vars(kind).get("__annotations__"), *kind.hash_attrs]
+    return [vars(class_).get("__annotations__"), *class_.hash_attrs]
 
 
 class _ElementType(str):
@@ -190,9 +190,9 @@ def descriptor_stand_in(layout: Any, **fields: Any) -> Any:
     The constructor is not called: it requires an address and a final block shape.
     """
     descriptor = _descriptor_class(layout)
-    found = object.__new__(descriptor)
-    vars(found).update(fields if layout is None else {**fields, "layout": layout})
-    return found
+    stand_in = object.__new__(descriptor)
+    vars(stand_in).update(fields if layout is None else {**fields, "layout": layout})
+    return stand_in
 
 
 def _descriptor_class(layout: Any) -> Any:

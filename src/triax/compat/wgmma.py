@@ -66,8 +66,8 @@ def drain_at_loops(ptx: str) -> str:
     return "".join([*parts, ptx[at:]])
 
 
-def _blank(found: re.Match[str]) -> str:
-    return found[1] or re.sub(r"[^\n]", " ", found[0])
+def _blank(match: re.Match[str]) -> str:
+    return match[1] or re.sub(r"[^\n]", " ", match[0])
 
 
 def _is_of_registers(statement: re.Match[str]) -> bool:
@@ -160,8 +160,8 @@ class _Code:
         self._read(statements)
         labelled = sorted(self._labels.values())
         self.blocks[_ANYWHERE].next = labelled
-        for at, scope, kind, target in self._branches:
-            self.blocks[at].next += self._targets(scope, kind, target)
+        for at, scope, opcode, target in self._branches:
+            self.blocks[at].next += self._targets(scope, opcode, target)
         for at, block in enumerate(self.blocks):
             for to in block.next:
                 self.blocks[to].previous.append(at)
@@ -173,7 +173,7 @@ class _Code:
         data, scope = _registers_of_operands(statements), 0
         for statement in statements:
             name = statement["name"] or ""
-            kind = name.partition(".")[0]
+            opcode = name.partition(".")[0]
             if statement["brace"] == "{":
                 self._scopes.append(scope)
                 scope = len(self._scopes) - 1
@@ -187,10 +187,10 @@ class _Code:
             elif statement["targets"]:
                 names = _NAME.findall(statement["targets"])
                 self._tables[len(self.blocks) - 1] = names
-            elif kind in ("bra", "brx", "ret", "exit", "trap"):
-                if kind in ("bra", "brx"):
+            elif opcode in ("bra", "brx", "ret", "exit", "trap"):
+                if opcode in ("bra", "brx"):
                     target = statement["operands"].split(",")[-1].strip()
-                    self._branches.append((len(self.blocks) - 1, scope, kind, target))
+                    self._branches.append((len(self.blocks) - 1, scope, opcode, target))
                 self._begin(statement.end(), falls_through=bool(statement["guard"]))
             elif name:
                 self.blocks[-1].steps += self._steps(statement, data)
@@ -214,9 +214,9 @@ class _Code:
         elif _MOVES_DATA.match(name) or not data.isdisjoint(_results(statement)):
             yield "write"
 
-    def _targets(self, scope: int, kind: str, target: str) -> list[int]:
+    def _targets(self, scope: int, opcode: str, target: str) -> list[int]:
         names = [target]
-        if kind == "brx":
+        if opcode == "brx":
             names = self._tables.get(self._labelled(scope, target), [""])
         return [self._labelled(scope, name) for name in names]
 

@@ -45,7 +45,7 @@ class Workaround:
 
 def find(folder: Path) -> tuple[list[Workaround], list[str]]:
     """Returns the workarounds in a folder's Python files, and the places of malformed comments."""
-    found, malformed = [], []
+    valid, malformed = [], []
     for path in sorted(folder.rglob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
@@ -61,17 +61,17 @@ def find(folder: Path) -> tuple[list[Workaround], list[str]]:
             if match is None:
                 malformed.append(place)
             else:
-                found.append(Workaround(place, match[1], match[2], match[3] or "", match[4]))
-    return found, malformed
+                valid.append(Workaround(place, match[1], match[2], match[3] or "", match[4]))
+    return valid, malformed
 
 
 def floors(python: str, requirements: Iterable[str]) -> dict[str, Version]:
     """Returns the oldest supported version of each project, from a package's metadata."""
-    found = {"python": _floor(SpecifierSet(python))}
+    lowest = {"python": _floor(SpecifierSet(python))}
     for requirement in map(Requirement, requirements):
         if requirement.name in ("jax", "triton") and "extra" not in str(requirement.marker):
-            found[requirement.name] = _floor(requirement.specifier)
-    return {**found, "jaxlib": found["jax"], "xla": found["jax"]}
+            lowest[requirement.name] = _floor(requirement.specifier)
+    return {**lowest, "jaxlib": lowest["jax"], "xla": lowest["jax"]}
 
 
 def _floor(specifiers: SpecifierSet) -> Version:
@@ -84,9 +84,9 @@ def listed() -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from its sources
         data = importlib.metadata.metadata("triax")
         oldest = floors(data["Requires-Python"], data.get_all("Requires-Dist") or [])
-    found, _ = find(Path(__file__).parents[1])
+    workarounds, _ = find(Path(__file__).parents[1])
     return "\n".join(
         f"{w.place}: {w.project} {w.versions}{f', {w.issue}' * bool(w.issue)}: {w.why}"
         + " (can go: no supported version has the fault)" * w.has_passed(oldest)
-        for w in sorted(found, key=lambda w: (w.project, w.place))
+        for w in sorted(workarounds, key=lambda w: (w.project, w.place))
     )

@@ -40,10 +40,10 @@ _threads: list[threading.Thread] = []
 
 def expect(call: BoundCall, operands: Sequence[np.dtype], results: Sequence[np.dtype]) -> None:
     """Records a traced call; `operands` and `results` are the dtypes of its arrays."""
-    found = [candidate for candidate in call.candidates if not candidate.is_empty]
-    if len(found) != 1 or call.implementation == "interpret" or not _compiles_for_cuda():
+    candidates = [candidate for candidate in call.candidates if not candidate.is_empty]
+    if len(candidates) != 1 or call.implementation == "interpret" or not _compiles_for_cuda():
         return
-    launch = _without_shapes(call.launch(found[0], _types(operands), _types(results)))
+    launch = _without_shapes(call.launch(candidates[0], _types(operands), _types(results)))
     with _lock:
         _waiting[launch] = None
         if len(_waiting) > _MAX_WAITING:

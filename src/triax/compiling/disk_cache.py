@@ -48,12 +48,12 @@ def choose() -> tuple[Path, str]:
     places = settings.cache_folder, settings.temporary_folder, settings.new_temporary_folder
     for place in places:
         try:
-            found = place()
+            parent = place()
         except OSError as error:
             problems.append(str(error))
             continue
-        if found is not None:
-            folder = Path(found, "triton")
+        if parent is not None:
+            folder = Path(parent, "triton")
             if not (reason := why_not(folder)):
                 return folder, problem
             problems.append(reason)

@@ -116,11 +116,11 @@ def each(
         join(team)
         raise
     text = "it was not waited for, because other launches took too long to compile"
-    found = [results.get(index, CompilationTimeout(text)) for index in range(len(launches))]
-    for result in found:
+    outcomes = [results.get(index, CompilationTimeout(text)) for index in range(len(launches))]
+    for result in outcomes:
         if isinstance(result, BaseException) and not isinstance(result, Exception):
             raise result
-    return found
+    return outcomes
 
 
 def _finish() -> None:

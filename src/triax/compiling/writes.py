@@ -134,9 +134,9 @@ class _Flow:
     def _entry(self, region: int) -> list[int]:
         return next(iter(self._blocks[region].values()), [])
 
-    def _run(self, region: int, given: Sequence[int], results: Sequence[int]) -> None:
+    def _run(self, region: int, arguments: Sequence[int], results: Sequence[int]) -> None:
         """Hands values to a region's entry block, and its terminators' operands to `results`."""
-        self._hand_on(given, self._entry(region))
+        self._hand_on(arguments, self._entry(region))
         for values in self._ends[region]:
             self._hand_on(values, results)
 

@@ -23,15 +23,15 @@ from triax.interpreting.inside import AmbiguousTruth
 
 def changes(semantic: Any) -> Iterator[Change]:
     """Yields the patches for all aggregates of this process."""
-    for kind in compat.aggregates():
-        yield Change(kind, "__new__", _constructor(kind, semantic))
-        yield Change(kind, "__bool__", _refuse_condition)
-        for name, member in list(vars(kind).items()):
+    for class_ in compat.aggregates():
+        yield Change(class_, "__new__", _constructor(class_, semantic))
+        yield Change(class_, "__bool__", _refuse_condition)
+        for name, member in list(vars(class_).items()):
             if isinstance(member, JITFunction) and not compat.AGGREGATES_HAVE_OPERATORS:
                 if name.startswith("__") and name != "__getitem__":
-                    yield Change(kind, name, _between_aggregates(name, member))
+                    yield Change(class_, name, _between_aggregates(name, member))
             elif _asks_for_semantic(member):
-                yield Change(kind, name, as_compiled(member, semantic))
+                yield Change(class_, name, as_compiled(member, semantic))
 
 
 def as_compiled(function: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
@@ -45,9 +45,9 @@ def as_compiled(function: Callable[..., Any], semantic: Any) -> Callable[..., An
     return call
 
 
-def _constructor(kind: Any, semantic: Any) -> Callable[..., Any]:
-    make = as_compiled(functools.partial(kind.__new__, kind), semantic)
-    return lambda kind, *args, **fields: make(*args, **fields)
+def _constructor(class_: Any, semantic: Any) -> Callable[..., Any]:
+    make = as_compiled(functools.partial(class_.__new__, class_), semantic)
+    return lambda class_, *args, **fields: make(*args, **fields)
 
 
 def _asks_for_semantic(member: Any) -> bool:

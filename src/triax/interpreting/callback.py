@@ -35,12 +35,12 @@ def emit_callback(
 
     def callback(*arrays: Any) -> tuple[np.ndarray, ...]:
         try:
-            found = run(launch, [np.asarray(array) for array in arrays], call.checked)
+            outputs = run(launch, [np.asarray(array) for array in arrays], call.checked)
         except Exception as error:
             frames.raise_as_text(error)
         return tuple(
             array.reshape(-1).view(type.dtype).reshape(type.shape)
-            for array, type in zip(found, types, strict=True)
+            for array, type in zip(outputs, types, strict=True)
         )
 
     # Parts that XLA has traced share one callback of the program: a number selects this launch.

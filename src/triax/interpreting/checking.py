@@ -127,7 +127,7 @@ class CheckedMemory(Memory):
         at = shadow.at(access)
         changes: bool | np.ndarray = True
         if order:
-            does = "polled" if access.kind.endswith("load") else "updated"
+            does = "polled" if access.action.endswith("load") else "updated"
             places = np.unique(access.index * access.elements.itemsize).tolist()
             addresses = [(id(access.buffer), place) for place in places]
             if "acquire" in order:
@@ -140,7 +140,7 @@ class CheckedMemory(Memory):
             self._expect_one_value(access, values)
             # A store that changes nothing does not race.
             changes = (_bits(access.elements[access.index]) != _bits(values))[:, None]
-        if shadow.is_fresh and does != "stored" and access.kind not in _WRITES_ONLY:
+        if shadow.is_fresh and does != "stored" and access.action not in _WRITES_ONLY:
             self._expect_written(access, shadow, at)
         for did, own_orders, what in _CONFLICTS[does]:
             segments = shadow.traces[did].of_others(at, self._first, own_orders)

@@ -33,8 +33,8 @@ def find(symbol: str) -> Function | None:
             return _AS_IS[stem]
     if match := re.fullmatch(r"(?:float|double)2(u?)(int|ll)_r([nzdu])", name):
         unsigned, width, mode = match.groups()
-        kind = np.dtype(f"{'u' if unsigned else ''}int{32 if width == 'int' else 64}")
-        return lambda x: to_integer(_DIRECTIONS[mode](x), kind)
+        integer = np.dtype(f"{'u' if unsigned else ''}int{32 if width == 'int' else 64}")
+        return lambda x: to_integer(_DIRECTIONS[mode](x), integer)
     return None
 
 
@@ -146,8 +146,8 @@ _FLOAT: dict[str, Function] = {
 """Functions that compute in float64; the caller rounds their results."""
 
 
-def _viewed(kind: str) -> Function:
-    return lambda x: x.view(kind)
+def _viewed(dtype: str) -> Function:
+    return lambda x: x.view(dtype)
 
 
 def _bit_lengths(x: np.ndarray) -> np.ndarray:
@@ -174,8 +174,8 @@ def _wide(function: Function) -> Function:
 
     def call(*args: np.ndarray) -> np.ndarray:
         exact = np.asarray(function(*(a.astype(object) for a in args)))
-        kind = unsigned(args[0]).dtype
-        return (exact & np.iinfo(kind).max).astype(kind).view(args[0].dtype)
+        dtype = unsigned(args[0]).dtype
+        return (exact & np.iinfo(dtype).max).astype(dtype).view(args[0].dtype)
 
     return call
 

@@ -72,7 +72,7 @@ class Access:
     `lanes` selects the lanes of the operation that access this buffer.
     """
 
-    kind: str
+    action: str
     lanes: slice | np.ndarray
     buffer: Buffer
     elements: np.ndarray
@@ -84,12 +84,12 @@ class Access:
 
     def describe_offset(self, offset: int) -> str:
         """Describes the access at an offset, in bytes from the buffer's start, for an error."""
-        preposition = "from" if self.kind.endswith("load") else "to"
+        preposition = "from" if self.action.endswith("load") else "to"
         if -_FAR <= offset < _FAR:
             place = f"at element {int(offset) // self.buffer.type.dtype.itemsize}"
         else:
             place = f"more than {_FAR:.0e} bytes from its start"
-        return f"{self.kind} {preposition} `{self.buffer.name}` {place}"
+        return f"{self.action} {preposition} `{self.buffer.name}` {place}"
 
 
 class Memory:
@@ -136,12 +136,12 @@ class Memory:
         """
         result = np.empty(addresses.shape, dtype)
         result[...] = 0 if other is None else other
-        found = np.empty(np.count_nonzero(mask), dtype)
-        kind = "volatile " if order == "volatile" else "atomic " if order else ""
-        for access in self._locate(kind + "load", addresses[mask], dtype):
+        loaded = np.empty(np.count_nonzero(mask), dtype)
+        ordering = "volatile " if order == "volatile" else "atomic " if order else ""
+        for access in self._locate(ordering + "load", addresses[mask], dtype):
             self._before(access, order)
-            found[access.lanes] = access.elements[access.index]
-        result[mask] = found
+            loaded[access.lanes] = access.elements[access.index]
+        result[mask] = loaded
         return result
 
     def store(
@@ -149,8 +149,8 @@ class Memory:
     ) -> None:
         """Writes `values` at `addresses` where the mask is on; the last lane of an address wins."""
         values = np.broadcast_to(values, addresses.shape)[mask]
-        kind = "atomic store" if order else "store"
-        for access in self._locate(kind, addresses[mask], values.dtype):
+        action = "atomic store" if order else "store"
+        for access in self._locate(action, addresses[mask], values.dtype):
             self._before(access, order, values[access.lanes])
             access.elements[access.index] = values[access.lanes]
 
@@ -166,22 +166,22 @@ class Memory:
 
         `operands` are the values and, for "CAS", the values that memory is expected to hold.
         """
-        kind = "atomic " + _SPOKEN.get(operation, operation.lower())
+        action = "atomic " + _SPOKEN.get(operation, operation.lower())
         masked = [np.broadcast_to(operand, addresses.shape)[mask] for operand in operands]
-        found = np.empty_like(masked[0])
-        for access in self._locate(kind, addresses[mask], found.dtype):
+        replaced = np.empty_like(masked[0])
+        for access in self._locate(action, addresses[mask], replaced.dtype):
             self._before(access, order)
             of_lanes = [operand[access.lanes] for operand in masked]
-            found[access.lanes] = _sequentially(_ATOMICS[operation], access, of_lanes)
-        old = np.zeros(addresses.shape, found.dtype)
-        old[mask] = found
+            replaced[access.lanes] = _sequentially(_ATOMICS[operation], access, of_lanes)
+        old = np.zeros(addresses.shape, replaced.dtype)
+        old[mask] = replaced
         return old
 
     def _before(self, access: Access, order: str | None, values: np.ndarray | None = None) -> None:
         """Sees an access: atomic or volatile if it has an `order`, else a load, or a store of
         `values`."""
 
-    def _locate(self, kind: str, addresses: np.ndarray, dtype: np.dtype) -> list[Access]:
+    def _locate(self, action: str, addresses: np.ndarray, dtype: np.dtype) -> list[Access]:
         """Splits a vector of addresses into one checked access for each buffer."""
         if addresses.size == 0:
             return []
@@ -190,11 +190,11 @@ class Memory:
         if first != last:
             owners = self._owner(addresses)
             pieces = [(owners == owner, owner) for owner in np.unique(owners).tolist()]
-        return [self._checked(kind, lanes, owner, addresses, dtype) for lanes, owner in pieces]
+        return [self._checked(action, lanes, owner, addresses, dtype) for lanes, owner in pieces]
 
     def _checked(
         self,
-        kind: str,
+        action: str,
         lanes: slice | np.ndarray,
         owner: int,
         addresses: np.ndarray,
@@ -202,7 +202,7 @@ class Memory:
     ) -> Access:
         if not 0 <= owner < len(self._buffers):
             raise OutOfBounds(
-                f"{self.where()}: {kind} at the address {int(addresses[lanes][0]):#x}, which "
+                f"{self.where()}: {action} at the address {int(addresses[lanes][0]):#x}, which "
                 "belongs to no operand. The interpreter's addresses are virtual, so a number that "
                 "is loaded or computed is not the address of anything: pass the array."
             )
@@ -210,7 +210,7 @@ class Memory:
         offsets = (addresses[lanes] - np.uint64(self.address(owner))).view(np.int64)
         elements = buffer.data[: buffer.data.nbytes // size * size].view(dtype)
         index = offsets >> (size.bit_length() - 1)  # sizes are powers of two
-        access = Access(kind, lanes, buffer, elements, index)
+        access = Access(action, lanes, buffer, elements, index)
         outside = (offsets < 0) | (offsets + size > buffer.data.nbytes)
         if outside.any():
             raise OutOfBounds(
@@ -227,7 +227,7 @@ class Memory:
                 f"{self.where()}: misaligned {access.describe_offset(offset)}: byte {offset} of "
                 f"the array is not a multiple of {size}, the size of the element accessed."
             )
-        if not kind.endswith("load") and not buffer.writable:
+        if not action.endswith("load") and not buffer.writable:
             raise ReadOnlyOperand(
                 f"{self.where()}: {access.describe(0)}, an operand that no output is aliased to. "
                 "XLA may share its memory with other values: alias an output to the operand, or "

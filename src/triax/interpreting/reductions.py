@@ -79,8 +79,8 @@ def _call(function: Callable[..., Any], arrays: Sequence[np.ndarray], types: Typ
 
     def join(values: Sequence[Any]) -> tl.tensor:
         # A number that a branch returns may be of another type than the operands.
-        found = [v.dtype for v in values if isinstance(v, tl.tensor)]
-        dtype = next((dtype for dtype in found if dtype in types), (*found, types[0])[0])
+        dtypes = [v.dtype for v in values if isinstance(v, tl.tensor)]
+        dtype = next((dtype for dtype in dtypes if dtype in types), (*dtypes, types[0])[0])
         data = [v.handle.data if isinstance(v, tl.tensor) else [plain(v)] for v in values]
         lanes = [np.asarray(lane).astype(compat.numpy_dtype(dtype)).reshape(1) for lane in data]
         return compat.tensor(np.concatenate(lanes).reshape(arrays[0].shape), dtype)

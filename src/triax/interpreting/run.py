@@ -131,7 +131,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
             arguments[name] = map_leaves(convert, argument)
         arguments.update({n: rewriter.inside(value) for n, value in launch.constants.items()})
         # Bound by the signature, because the operands of `*args` have no name.
-        given = inspect.BoundArguments(
+        bound = inspect.BoundArguments(
             launch.kernel.function.signature, collections.OrderedDict(arguments)
         )
         machine.builder.num_warps = launch.options.get("num_warps", 4)
@@ -140,7 +140,7 @@ def _interpret(launch: Launch, memory: Memory) -> None:
             memory.enter((x, y, z))
             machine.builder.set_grid_idx(x, y, z)
             try:
-                function(*given.args, **given.kwargs)
+                function(*bound.args, **bound.kwargs)
             except Exception as raised:
                 error = rewriter.explained(raised)
                 hint = diagnostics.hint(launch, error)
@@ -230,7 +230,7 @@ class _Machine:
         # Workaround: triton <=3.6: NumPy from 2.4 on refuses the conversion in its `__index__`.
         yield compat.Change(tensor, "__index__", lambda tensor: tensor.handle.data.item())
 
-        def bind(jitted: JITFunction, owner: Any, kind: Any = None) -> Any:
+        def bind(jitted: JITFunction, owner: Any, owner_type: Any = None) -> Any:
             is_method = isinstance(owner, tl.core.base_value)
             return functools.partial(jitted, owner) if is_method else jitted
 

@@ -90,8 +90,8 @@ def sharded(
         def flat(*leaves: Any) -> list[Any]:
             nonlocal out_tree
             results = function(*jax.tree.unflatten(tree, leaves), **options)
-            found, out_tree = jax.tree.flatten(results)
-            return found
+            flattened, out_tree = jax.tree.flatten(results)
+            return flattened
 
         def check_results(results: Any) -> None:
             rules.check_sizes(label, "result", parsed[1], results, dict(sizes))
@@ -103,8 +103,8 @@ def sharded(
             )
 
         checks = check_constants, check_results
-        found = _Cut(label, flat, operands, outputs, letters, *checks)(*map(jnp.asarray, leaves))
-        result: _Result = jax.tree.unflatten(out_tree, found)
+        results = _Cut(label, flat, operands, outputs, letters, *checks)(*map(jnp.asarray, leaves))
+        result: _Result = jax.tree.unflatten(out_tree, results)
         return result
 
     return wrapper
@@ -137,7 +137,7 @@ class _Cut:
             return results  # so that exceptions of interpreted kernels reach the caller unchanged
         split = Split(self.operands, self.results, self.cut, self._part)
         whole = lambda *leaves: tuple(self.function(*leaves))
-        found = ops.bind(
+        results = ops.bind(
             _sharded_p,
             self.label,
             whole,
@@ -147,7 +147,7 @@ class _Cut:
             calls_back=True,
             check=self._check,
         )
-        return list(found)
+        return list(results)
 
     def _check(self, jaxpr: Any, results: Any) -> None:
         if self.check_results is not None:
@@ -187,43 +187,43 @@ class _Cut:
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         del tree, out_tree
-        found = self(*primals)
-        floats = [i for i, a in enumerate(found) if jnp.issubdtype(a.dtype, jnp.inexact)]
-        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        moved: list[Any] = [None] * len(found)
-        if not floats or not moving:
-            return found, moved
-        along, back = self._derivatives(moving, floats)
+        results = self(*primals)
+        floats = [i for i, a in enumerate(results) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        active = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        moved: list[Any] = [None] * len(results)
+        if not floats or not active:
+            return results, moved
+        along, back = self._derivatives(active, floats)
         changes = linear.call(
             lambda saved, named: along(*saved, *named.values()),
             lambda saved, cotangents: dict(zip(names, back(*saved, *cotangents), strict=True)),
             tuple(primals),
-            dict(zip(names := list(map(str, moving)), (tangents[i] for i in moving), strict=True)),
-            [found[i] for i in floats],
+            dict(zip(names := list(map(str, active)), (tangents[i] for i in active), strict=True)),
+            [results[i] for i in floats],
         )
         for i, change in zip(floats, changes, strict=True):
             moved[i] = change
-        return found, moved
+        return results, moved
 
-    def _derivatives(self, moving: list[int], floats: list[int]) -> tuple[_Cut, _Cut]:
-        """Returns the JVP and the VJP of results `floats` with respect to arguments `moving`."""
+    def _derivatives(self, active: list[int], floats: list[int]) -> tuple[_Cut, _Cut]:
+        """Returns the JVP and the VJP of results `floats` with respect to arguments `active`."""
         count = len(self.operands)
 
-        def in_moving(primals: Sequence[Any]) -> tuple[Function, list[Any]]:
+        def in_active(primals: Sequence[Any]) -> tuple[Function, list[Any]]:
             def function(*leaves: Any) -> list[Any]:
                 results = self.function(*leaves)
                 return [results[i] for i in floats]
 
-            return linear.in_moving(function, primals, moving)
+            return linear.in_active(function, primals, active)
 
         def forward(*flat: Any) -> Any:
-            return jax.jvp(*in_moving(flat[:count]), list(flat[count:]))[1]
+            return jax.jvp(*in_active(flat[:count]), list(flat[count:]))[1]
 
         def backward(*flat: Any) -> Any:
-            at, values = in_moving(flat[:count])
+            at, values = in_active(flat[:count])
             return jax.vjp(at, *values)[1](list(flat[count:]))
 
-        arguments = tuple(self.operands[i] for i in moving)
+        arguments = tuple(self.operands[i] for i in active)
         results = tuple(self.results[i] for i in floats)
         new = functools.partial(dataclasses.replace, self, check_results=None)
         return (

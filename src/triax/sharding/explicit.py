@@ -36,7 +36,7 @@ def traced(mesh: Any, function: Function, arguments: Any) -> tuple[Any, Any]:
 
     The op is traced on whole arrays, with explicit axes made automatic; manual axes stay manual.
     """
-    kinds = (AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
+    kinds = (AxisType.Auto if type_ is AxisType.Explicit else type_ for type_ in mesh.axis_types)
     mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple(kinds))
 
     def whole(array: Any) -> Any:
@@ -44,8 +44,8 @@ def traced(mesh: Any, function: Function, arguments: Any) -> tuple[Any, Any]:
 
     with jax.sharding.use_abstract_mesh(mesh):
         make = jax.make_jaxpr(function, return_shape=True)
-        found: tuple[Any, Any] = make(*jax.tree.map(whole, arguments))
-        return found
+        jaxpr_and_types: tuple[Any, Any] = make(*jax.tree.map(whole, arguments))
+        return jaxpr_and_types
 
 
 def sharding_of(array: Any) -> NamedSharding | None:
@@ -72,17 +72,17 @@ def explicit_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> Any:
     return next(filter(None, cuts), None)
 
 
-def batched_type(kind: jax.ShapeDtypeStruct, size: int, batch: Any = None) -> jax.ShapeDtypeStruct:
+def batched_type(type_: jax.ShapeDtypeStruct, size: int, batch: Any = None) -> jax.ShapeDtypeStruct:
     """Returns a type with a leading batch dimension, cut over the explicit axes `batch`."""
-    sharding = kind.sharding
+    sharding = type_.sharding
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(batch, *sharding.spec))
-    return jax.ShapeDtypeStruct((size, *kind.shape), kind.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((size, *type_.shape), type_.dtype, sharding=sharding)
 
 
-def cast(array: Any, kind: jax.ShapeDtypeStruct) -> Any:
+def cast(array: Any, type_: jax.ShapeDtypeStruct) -> Any:
     """Reshards an array as a type says; an array is gathered if the type has no sharding."""
-    have, want = sharding_of(array), kind.sharding
+    have, want = sharding_of(array), type_.sharding
     if have == want:
         return array
     mesh = (have or want).mesh
@@ -124,7 +124,7 @@ def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> 
     """Returns the op in parts, cut as the types of its operands are."""
     axes = _explicit_axes(mesh, split.cut, split.operands, operands)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    names = {name for name, kind in kinds if kind is AxisType.Explicit}
+    names = {name for name, type_ in kinds if type_ is AxisType.Explicit}
     return _in_parts(mesh, names, split, axes)
 
 

@@ -47,11 +47,11 @@ def call(
     """
     _check_closes_over_no_array(function)
     _check_closes_over_no_array(transpose)
-    moving = {name: tangent for name, tangent in tangents.items() if tangent is not None}
+    active = {name: tangent for name, tangent in tangents.items() if tangent is not None}
     saved, saved_tree = jax.tree.flatten(residuals)
     out_tree, types = jax.tree.structure(like), tuple(map(explicit.type_of, jax.tree.leaves(like)))
-    moving_types = tuple(map(explicit.type_of, moving.values()))
-    count, names = len(saved), tuple(moving)
+    active_types = tuple(map(explicit.type_of, active.values()))
+    count, names = len(saved), tuple(active)
 
     # These become a parameter of the primitive, so they must hold no arrays: see the check above.
     def flat_function(*flat: Any) -> list[Any]:
@@ -62,11 +62,11 @@ def call(
     def flat_transpose(*flat: Any) -> list[Any]:
         known = jax.tree.unflatten(saved_tree, flat[:count])
         cotangents = transpose(known, jax.tree.unflatten(out_tree, flat[count:]))
-        return _as_declared(transpose, [cotangents[name] for name in names], moving_types)
+        return _as_declared(transpose, [cotangents[name] for name in names], active_types)
 
     linear = _BoundLinear(_name(function), flat_function, flat_transpose, count, types)
     jax_private.require_devices(_linear_p)
-    return jax.tree.unflatten(out_tree, _linear_p.bind(*saved, *moving.values(), call=linear))
+    return jax.tree.unflatten(out_tree, _linear_p.bind(*saved, *active.values(), call=linear))
 
 
 def _check_closes_over_no_array(function: Function) -> None:
@@ -100,11 +100,11 @@ def _name(function: Any) -> str:
 
 def _as_declared(function: Function, arrays: list[Any], types: Sequence[Any]) -> list[Any]:
     """Reshards the arrays that a function returned as `types` say; checks shapes and dtypes."""
-    for array, kind in zip(arrays, types, strict=True):
-        if (array.shape, array.dtype) != (kind.shape, kind.dtype):
+    for array, type_ in zip(arrays, types, strict=True):
+        if (array.shape, array.dtype) != (type_.shape, type_.dtype):
             raise TypeError(
                 f"{_name(function)} returned {array.dtype}{list(array.shape)} instead of "
-                f"{kind.dtype}{list(kind.shape)}"
+                f"{type_.dtype}{list(type_.shape)}"
             )
     return list(map(explicit.cast, arrays, types))
 
@@ -122,29 +122,29 @@ def call_each(
     each tangent that it gets, and `transpose` a cotangent for each cotangent.
     """
     named = tangents._asdict()
-    moving = {name: getattr(like, name) for name in named if named[name] is not None}
-    return tangents._replace(**call(function, transpose, residuals, named, moving))
+    active = {name: getattr(like, name) for name in named if named[name] is not None}
+    return tangents._replace(**call(function, transpose, residuals, named, active))
 
 
 def jvp(function: Function, primals: Any, tangents: Any) -> Any:
     """Runs `jax.jvp` with respect to the arguments that have a tangent."""
-    moving = [i for i, tangent in enumerate(tangents) if jax.tree.leaves(tangent)]
-    at, values = in_moving(function, primals, moving)
-    return jax.jvp(at, values, [tangents[i] for i in moving])
+    active = [i for i, tangent in enumerate(tangents) if jax.tree.leaves(tangent)]
+    at, values = in_active(function, primals, active)
+    return jax.jvp(at, values, [tangents[i] for i in active])
 
 
-def in_moving(
-    function: Function, primals: Any, moving: Sequence[int]
+def in_active(
+    function: Function, primals: Any, active: Sequence[int]
 ) -> tuple[Function, list[Any]]:
-    """Returns `function` as a function of its `moving` arguments alone, and their values."""
+    """Returns `function` as a function of its `active` arguments alone, and their values."""
 
     def at(*moved: Any) -> Any:
         args = list(primals)
-        for index, value in zip(moving, moved, strict=True):
+        for index, value in zip(active, moved, strict=True):
             args[index] = value
         return function(*args)
 
-    return at, [primals[i] for i in moving]
+    return at, [primals[i] for i in active]
 
 
 def not_zero(tangents: Any) -> tuple[Any, ...]:
@@ -198,8 +198,8 @@ def _batch(args: Any, axes: Any, *, call: _BoundLinear) -> Any:
     def in_front(arg: Any, axis: int | None) -> Any:
         if axis is not None:
             return jnp.moveaxis(arg, axis, 0)
-        kind = explicit.batched_type(explicit.type_of(arg), size, batch)
-        return explicit.cast(jnp.broadcast_to(arg, (size, *arg.shape)), kind)
+        type_ = explicit.batched_type(explicit.type_of(arg), size, batch)
+        return explicit.cast(jnp.broadcast_to(arg, (size, *arg.shape)), type_)
 
     tangents = list(map(in_front, args[count:], axes[count:]))
     known = tuple(axes[:count])
@@ -207,7 +207,7 @@ def _batch(args: Any, axes: Any, *, call: _BoundLinear) -> Any:
         call,
         function=jax.vmap(call.function, (*known, *(0 for _ in tangents))),
         transpose=jax.vmap(call.transpose, (*known, *(0 for _ in call.types))),
-        types=tuple(explicit.batched_type(kind, size, batch) for kind in call.types),
+        types=tuple(explicit.batched_type(type_, size, batch) for type_ in call.types),
     )
     outputs = _linear_p.bind(*args[:count], *tangents, call=batched)
     return outputs, [0] * len(outputs)

@@ -141,7 +141,7 @@ def primitive(name: str) -> Primitive:
         function = jax.vmap(call.function, axes)
         size = linear.batch_size(args, axes)
         cut = explicit.explicit_batch(args, axes) if call.mesh is None else None
-        types = tuple(explicit.batched_type(kind, size, cut) for kind in call.types)
+        types = tuple(explicit.batched_type(type_, size, cut) for type_ in call.types)
         if call.mesh is not None and split is not None:  # explicit axes may cut the batch too
             jaxpr = _in_parts(call.mesh, split, args)
             function, types = jaxpr_as_fun(jaxpr), tuple(map(explicit.type_of, jaxpr.out_avals))

@@ -29,10 +29,10 @@ def parse(rule: Any) -> Rule:
             f"Argument `rule` must have arguments, one '->' and results, as 't h, h -> t h'; got "
             f"{rule!r}."
         )
-    found: list[list[list[str]]] = []
+    parsed: list[list[list[str]]] = []
     for side in sides:
-        found.append([names.split() for names in side.split(",")])
-        for names in found[-1]:
+        parsed.append([names.split() for names in side.split(",")])
+        for names in parsed[-1]:
             for name in names:
                 if not re.fullmatch(r"[A-Za-z_]\w*", name):
                     raise ArgumentValueError(
@@ -44,7 +44,7 @@ def parse(rule: Any) -> Rule:
                         f"Argument `rule` must name each dimension of an array differently; got "
                         f"{name!r} twice in {' '.join(names)!r}."
                     )
-    return found[0], found[1]
+    return parsed[0], parsed[1]
 
 
 def names(argument: str, value: Any) -> tuple[str, ...]:

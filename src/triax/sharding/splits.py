@@ -110,14 +110,14 @@ def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
 
 
 def _letters(declared: Sequence[Letters], arrays: Sequence[Any]) -> tuple[str, ...]:
-    found: list[str] = []
+    flat: list[str] = []
     for letters, part in itertools.zip_longest(declared, arrays):
         letters = letters(part) if callable(letters) else letters
         if isinstance(letters, list):
-            found += letters
+            flat += letters
         else:
-            found += [letters or _UNNAMED * leaf.ndim for leaf in jax.tree.leaves(part)]
-    return tuple(found)
+            flat += [letters or _UNNAMED * leaf.ndim for leaf in jax.tree.leaves(part)]
+    return tuple(flat)
 
 
 def _check(name: str, strings: Sequence[str], arrays: Sequence[Any]) -> None:

@@ -32,12 +32,12 @@ def list_configs() -> int:
         here = ""
     for place in store.stores():
         try:
-            found = list(place.records())
+            records = list(place.records())
         except OSError as error:
             _complain(f"{place.name} cannot be read: {error}")
             status = 1
             continue
-        for path, record in found:
+        for path, record in records:
             if isinstance(record, Exception):
                 print(f"{path.stem:44}  (not usable: {record})  {place.name}")
                 continue
@@ -83,12 +83,12 @@ def show(name: str) -> int:
 def clear(name: str | None, everything: bool) -> int:
     """Deletes records from the user's store, by name, or all of them with the leftovers."""
     place = store.user_store()
-    found = list(place.records())
-    paths = [path for path, record in found if _is_named(record, path, name)]
+    records = list(place.records())
+    paths = [path for path, record in records if _is_named(record, path, name)]
     if name is not None and not paths:
         return _nothing_named(name)
     count = len(paths)
-    if name is None and not found and not place.leftovers():
+    if name is None and not records and not place.leftovers():
         print(f"nothing to delete: there are no tuned configs in {place.folder}")
         return 0
     if name is None:
@@ -98,8 +98,8 @@ def clear(name: str | None, everything: bool) -> int:
     for path in paths:
         path.unlink(missing_ok=True)
     print(f"deleted {counted(count, 'config')} from {place.folder}")
-    if name is None and len(found) > count:
-        _complain(f"left {len(found) - count} files there that hold no config of this version")
+    if name is None and len(records) > count:
+        _complain(f"left {len(records) - count} files there that hold no config of this version")
     return 0
 
 

@@ -63,8 +63,8 @@ class Machine:
 
     @property
     def plugin(self) -> tuple[str, str] | None:
-        found = [(name, self.packages[name]) for name in PLUGINS]
-        return next(((name, version) for name, version in found if version), None)
+        plugins = [(name, self.packages[name]) for name in PLUGINS]
+        return next(((name, version) for name, version in plugins if version), None)
 
     @property
     def gated(self) -> str:
@@ -96,8 +96,8 @@ def doctor(
     """Prints the findings and the verdict; returns the exit status, 1 if there is a "fix"."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the GPU may be in use
     machine = machine or look()
-    found = {name: [*examine(machine)] for name, examine in (sections or SECTIONS).items()}
-    broken = sum(finding.level == "fix" for findings in found.values() for finding in findings)
+    report = {name: [*examine(machine)] for name, examine in (sections or SECTIONS).items()}
+    broken = sum(finding.level == "fix" for findings in report.values() for finding in findings)
     if broken:
         verdict = f"{broken} to fix: see the lines above that begin with fix."
     elif machine.gpus:
@@ -107,10 +107,10 @@ def doctor(
     else:
         verdict = "There is no Triton here: triax.moe runs through XLA, other kernels do not."
     if as_json:
-        listed = [{"section": s, **f._asdict()} for s, findings in found.items() for f in findings]
+        listed = [{"section": s, **f._asdict()} for s, findings in report.items() for f in findings]
         print(json.dumps({"verdict": verdict, "findings": listed}, indent=1))
         return 1 if broken else 0
-    for section, findings in found.items():
+    for section, findings in report.items():
         if findings:
             print(section)
             width = max(len(finding.name) for finding in findings)

@@ -118,10 +118,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
             UserWarning,
             stacklevel=2,
         )
-    found = Explanations(map(_explanation, reading.triton_calls(lowered)))
-    if not found:
+    explanations = Explanations(map(_explanation, reading.triton_calls(lowered)))
+    if not explanations:
         triton_private.triton()  # without it `triax.moe` has no Triton calls, as on other platforms
-    return found
+    return explanations
 
 
 def _explanation(call: reading.TritonCall) -> Explanation:

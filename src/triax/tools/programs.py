@@ -42,15 +42,15 @@ class Program:
           Exception: any error that the program raises.
         """
         module = importlib.import_module(self.module) if self.module else _load_file(self.path)
-        found = getattr(module, self.function, None)
-        if not callable(found):
+        function = getattr(module, self.function, None)
+        if not callable(function):
             own = [n for n, v in vars(module).items() if _is_function_of(module, v)]
             raise ArgumentValueError(
                 f"`{self.command}` finds no function {self.function!r} in "
                 f"{self.path or self.module}.{near_misses(self.function, own)}"
             )
         try:
-            inspect.signature(found).bind()
+            inspect.signature(function).bind()
         except TypeError as error:
             raise ArgumentTypeError(
                 f"`{self.command}` calls {self.function!r} of {self.path or self.module} without "
@@ -58,7 +58,7 @@ class Program:
             ) from None
         except ValueError:  # it has no signature
             pass
-        called: Callable[[], Any] = found
+        called: Callable[[], Any] = function
         return called
 
 
@@ -96,9 +96,9 @@ def _without_arguments(path: str) -> list[str]:
         return []
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
 
-    def needs_some(given: ast.arguments) -> bool:
-        positional = len(given.posonlyargs + given.args)
-        return positional > len(given.defaults) or None in given.kw_defaults
+    def needs_some(parameters: ast.arguments) -> bool:
+        positional = len(parameters.posonlyargs + parameters.args)
+        return positional > len(parameters.defaults) or None in parameters.kw_defaults
 
     return [f.name for f in functions if not f.name.startswith("_") and not needs_some(f.args)]
 

@@ -91,8 +91,8 @@ def _check_values(arrays: Any) -> None:
 
 def _device(call: BoundCall, operands: Sequence[Any]) -> tuple[Device, int]:
     """Finds the one GPU that a call's operands are on."""
-    found = {d for o in operands if isinstance(o, jax.Array) for d in o.devices()}
-    devices = found or {jax.devices()[0]}
+    holding = {d for o in operands if isinstance(o, jax.Array) for d in o.devices()}
+    devices = holding or {jax.devices()[0]}
     for device in devices:
         index = jax_private.local_index(device) if is_cuda(device) else None
         if index is not None and len(devices) == 1:

@@ -93,5 +93,5 @@ def release(name: str) -> None:
         logger.warning("the claim on %s could not be withdrawn: %s", name, error)
 
 
-def _path(kind: str, *parts: str) -> str:
-    return "/".join(("triax", kind, *parts))
+def _path(group: str, *parts: str) -> str:
+    return "/".join(("triax", group, *parts))

@@ -51,14 +51,14 @@ def find(key: Key, known: Iterable[tuple[Record, str]]) -> Miss:
     The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if the kernel
     has no configs.
     """
-    found = [(_differing(key, r.key), r.key, place) for r, place in known]
-    found = [one for one in found if one[0] and one[1].kernel == key.kernel]
-    if not found:
+    near = [(_differing(key, r.key), r.key, place) for r, place in known]
+    near = [one for one in near if one[0] and one[1].kernel == key.kernel]
+    if not near:
         return Miss()
     order = [*_SAID].index
-    found.sort(key=lambda one: (len(one[0]), [*map(order, one[0])], key.ratio(one[1].moved_bytes)))
-    fields, nearest, _ = found[0]
-    alike = [(other, place) for differing, other, place in found if differing == fields]
+    near.sort(key=lambda one: (len(one[0]), [*map(order, one[0])], key.ratio(one[1].moved_bytes)))
+    fields, nearest, _ = near[0]
+    alike = [(other, place) for differing, other, place in near if differing == fields]
     texts = []
     for name in fields:
         before, value = _SAID[name]

@@ -21,7 +21,7 @@ FOLDER = "triax_records"
 @functools.cache  # the metadata of all installed packages is slow to read
 def folders() -> tuple[tuple[str, Path], ...]:
     """The entry points' names and folders, sorted; an entry point without a folder is logged."""
-    found = []
+    places = []
     try:
         points = sorted(
             importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)
@@ -31,11 +31,11 @@ def folders() -> tuple[tuple[str, Path], ...]:
         return ()
     for point in points:
         try:
-            found.append((point.name, _folder(point.value)))
+            places.append((point.name, _folder(point.value)))
         except Exception as error:  # finding a package may run its own import hook
             text = "tuned configs of package %r are ignored: its entry point of group %s is %r, %s"
             logger.warning(text, point.name, GROUP, point.value, error)
-    return tuple(found)
+    return tuple(places)
 
 
 def _folder(package: str) -> Path:

@@ -123,8 +123,8 @@ def choose(request: Request) -> Choice:
                 batches, source = [list(launches)], "tuned by XLA at run time"
             else:
                 _report_old_version(request.call)
-        found = request.that_compile(batches)
-        return Choice(found, Decision(label(found[0]), source))
+        launches = request.that_compile(batches)
+        return Choice(launches, Decision(label(launches[0]), source))
     with _lock:
         choice = _look_up(request)
     _noted[choice.key] = decided = choice.decision
@@ -154,12 +154,12 @@ def _look_up(request: Request) -> Choice:
         return _chosen(request, known)
     try:
         if request.inputs is not None:
-            found: Decision | Fallback = _measured_for_real(request)
+            outcome: Decision | Fallback = _measured_for_real(request)
         else:
-            found = _known(request, labels) or _measured_or_not(request)
-        if isinstance(found, Fallback):
-            return _fall_back(request, found)
-        decision = _resolved[key.name] = _agreed(request, found)
+            outcome = _known(request, labels) or _measured_or_not(request)
+        if isinstance(outcome, Fallback):
+            return _fall_back(request, outcome)
+        decision = _resolved[key.name] = _agreed(request, outcome)
         measured = _measured.setdefault(key.family, [])
         if decision.measured_bytes is not None and decision not in measured:
             measured.insert(0, decision)
@@ -203,8 +203,8 @@ def _known(request: Request, labels: Collection[str]) -> Decision | None:
     key = request.key
     if (own := _nearest(key, labels)) is not None:
         return own
-    if (found := store.find(key)) is not None:
-        record, place = found
+    if (stored := store.find(key)) is not None:
+        record, place = stored
         return Decision(record.config, place.name, record)
     config = agree.published(key.name)
     return None if config is None else Decision(config, _ELSEWHERE)
@@ -237,43 +237,43 @@ def _measured_or_not(request: Request) -> Decision | Fallback:
         return problem
     if (miss := _miss(request)).fields == ("triton",):
         _warn(f"kernels are measured anew, because their configs are {miss.text}")
-    if isinstance(found := _search(request), Fallback):
-        _unmeasurable[name] = found
-    return found
+    if isinstance(outcome := _search(request), Fallback):
+        _unmeasurable[name] = outcome
+    return outcome
 
 
-def _agreed(request: Request, found: Decision) -> Decision:
+def _agreed(request: Request, decision: Decision) -> Decision:
     """Publishes a decision; returns the one that the job uses."""
     key = request.key
-    config = agree.agree(key.name, found.config)
-    if config == found.config:
-        return found
+    config = agree.agree(key.name, decision.config)
+    if config == decision.config:
+        return decision
     if config not in map(label, request.stand_ins):
         raise TuningError(
             f"Another process of this job uses config [{config}] for {key.name}, which is not "
             f"among this process's candidates: {'; '.join(key.candidates)}. Run the same program "
             "in all processes."
         )
-    return Decision(config, _ELSEWHERE, found.record)
+    return Decision(config, _ELSEWHERE, decision.record)
 
 
 def _measured_for_real(request: Request) -> Decision:
     """Measures on the real operands; the caller asked for that, so there is no fallback."""
     if (problem := _unavailable(request.device)) is not None:
         raise TuningError(f"Kernel {request.call.display_name!r} cannot be tuned: {problem}.")
-    found = _search(request)
-    if isinstance(found, Fallback):
-        raise TuningError(found.reason)
-    return found
+    outcome = _search(request)
+    if isinstance(outcome, Fallback):
+        raise TuningError(outcome.reason)
+    return outcome
 
 
 def _search(request: Request) -> Decision | Fallback:
     from triax.tuning.search import search  # imported only to measure: it loads slowly
 
-    found = search(request)
-    if isinstance(found, Fallback):
-        return found
-    return Decision(found.config, "measured now", found)
+    outcome = search(request)
+    if isinstance(outcome, Fallback):
+        return outcome
+    return Decision(outcome.config, "measured now", outcome)
 
 
 def _unavailable(device: Device | None) -> str | None:
@@ -294,7 +294,7 @@ def _about_gpu(device: Device | None) -> str:
 
 def _miss(request: Request) -> misses.Miss:
     """Says why none of the kernel's known configs serves the request."""
-    key, own = request.key, [d for found in _measured.values() for d in found]
+    key, own = request.key, [d for decisions in _measured.values() for d in decisions]
     if key.name not in _misses:
         known = [(d.record, d.source) for d in own if d.record is not None]
         known += store.known(key.kernel)

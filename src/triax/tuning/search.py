@@ -138,15 +138,15 @@ def _tuning_arrays(
             return [None] * len(launch.operands)
         shapes = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in launch.operands]
         where = f"argument `tuning_inputs` of kernel {call.display_name!r}"
-        how = f"the shapes of the operands, {len(shapes)} jax.ShapeDtypeStructs"
-        given = messages.call(call.tuning_inputs, where, how, *shapes)
-        inputs = given if isinstance(given, (tuple, list)) else (given,)
+        takes = f"the shapes of the operands, {len(shapes)} jax.ShapeDtypeStructs"
+        returned = messages.call(call.tuning_inputs, where, takes, *shapes)
+        inputs = returned if isinstance(returned, (tuple, list)) else (returned,)
     arrays = [np.asarray(value) for value in inputs]
-    found = [ArrayType.of(array) for array in arrays]
-    if found != list(launch.operands):
+    types = [ArrayType.of(array) for array in arrays]
+    if types != list(launch.operands):
         raise ArgumentTypeError(
             f"Argument `tuning_inputs` of kernel {call.display_name!r} must return one array per "
-            f"array operand, of its shape and dtype: {_list(launch.operands)}; got {_list(found)}."
+            f"array operand, of its shape and dtype: {_list(launch.operands)}; got {_list(types)}."
         )
     return list(arrays)
 

@@ -61,9 +61,9 @@ class Record:
     def now(cls, key: Key, config: str, timings: Sequence[Timing], inputs: str) -> Record:
         """A record with today's date and the installed versions."""
         names = ("jax", "jaxlib", "triax", "triton")
-        found = {name: versions.installed(name) or "" for name in names}
+        installed = {name: versions.installed(name) or "" for name in names}
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(key, config, tuple(timings), inputs, date, found)
+        return cls(key, config, tuple(timings), inputs, date, installed)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
@@ -73,8 +73,8 @@ class Record:
         """Parses a record; raises ValueError if the text is not a valid one."""
         data = typed_json.parse(text)
         match data:
-            case {"key": {"format": int(found)}} if found != FORMAT:
-                raise ValueError(f"format {found} is not {FORMAT}")
+            case {"key": {"format": int(format_)}} if format_ != FORMAT:
+                raise ValueError(f"format {format_} is not {FORMAT}")
         record: Record = typed_json.build(cls, data)
         if not record.key.kernel.isidentifier():  # it becomes a part of a file's name
             raise ValueError(f"its kernel {record.key.kernel!r:.80} is not the name of a function")
@@ -185,12 +185,12 @@ class Store:
     def leftovers(self) -> list[Path]:
         """Temporary files older than a minute, left behind by killed writers."""
         now = time.time()
-        found = []
+        old = []
         for path in self._files():
             if path.name.startswith(_PART_PREFIX) and path.suffix == ".part":
                 with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                    found += [path] if now - path.lstat().st_mtime > _PART_AGE_S else []
-        return found
+                    old += [path] if now - path.lstat().st_mtime > _PART_AGE_S else []
+        return old
 
     def _files(self) -> list[Path]:
         try:
@@ -242,5 +242,5 @@ def gpus() -> list[str]:
 
 def find(key: Key) -> tuple[Record, Store] | None:
     """Finds the first record in the stores whose config a key may use, with its store."""
-    found = ((store.find(key), store) for store in _in_order())
-    return next(((record, store) for record, store in found if record is not None), None)
+    searched = ((store.find(key), store) for store in _in_order())
+    return next(((record, store) for record, store in searched if record is not None), None)

@@ -247,7 +247,7 @@ def _linear(
 
     def along(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
         at = [names.index(name) for name in moving]
-        run, values = linear.in_moving(call.run, primals, at)
+        run, values = linear.in_active(call.run, primals, at)
         return jax.jvp(run, values, [*moving.values()])[1]
 
     if call.options["how"].recipe is None:

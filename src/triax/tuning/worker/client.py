@@ -87,7 +87,7 @@ class Worker:
         Raises:
           Ended: the worker ended, or sent nothing in `timeout_s` and was killed.
         """
-        kind, reason = Ended, f"said nothing for {timeout_s:g} s"
+        error_class, reason = Ended, f"said nothing for {timeout_s:g} s"
         try:
             if self._connection.poll(timeout_s):
                 return self._connection.recv()
@@ -98,9 +98,9 @@ class Worker:
             last = self._printed.read()[-_LAST_BYTES:].decode(errors="replace").strip()
             reason = f"ended{': ' * bool(last)}{last}"
             if -(self._process.returncode or 0) in (signal.SIGKILL, signal.SIGTERM):
-                kind, reason = Killed, "ended: another program or the system killed it"
+                error_class, reason = Killed, "ended: another program or the system killed it"
         self.kill()
-        raise kind(f"the tuning worker {reason}")
+        raise error_class(f"the tuning worker {reason}")
 
     def kill(self) -> None:
         self._process.kill()

@@ -74,10 +74,10 @@ def call(function: Any, *arguments: Any) -> Any:
 def check(what: str, status: Any) -> None:
     """Raises `DriverError` unless `status` is success."""
     if int(status):
-        kind = DriverError if status.name in _ABOUT_THE_MACHINE else KernelError
+        error_class = DriverError if status.name in _ABOUT_THE_MACHINE else KernelError
         is_full = status.name == "CUDA_ERROR_OUT_OF_MEMORY"
         hint = " (XLA_PYTHON_CLIENT_MEM_FRACTION sets JAX's share)" if is_full else ""
-        raise kind(f"{what}: {status.name}{hint}")
+        raise error_class(f"{what}: {status.name}{hint}")
 
 
 class Context:
