@@ -35,6 +35,7 @@ from tests.moe import flat, launches
 from tests.moe.launches import E4M3, FAST, HALF, WIDE, array, packed, product, product_of, scaled
 from triax import lowering, moe
 from triax.binding.launch import CompiledKernel, Launch
+from triax.compat import ptxas
 from triax.compiling import ahead
 from triax.emitting.reading import triton_calls
 
@@ -288,7 +289,7 @@ _LOADS = {"cp.async.bulk.tensor": "descriptors", "cp.async.c": "cp.async", "ld.g
 def assembled(launch: Launch, kernel: CompiledKernel, card: int) -> Compiled:
     """What the assembler that comes with Triton makes of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin, said = sass.assemble(kernel.ptx, card, Path(folder))
+        cubin, said = ptxas.assemble(kernel.ptx, Path(folder))
         overwritten = len(sass.hazards(sass.disassemble(cubin))) if card == 90 else 0
     registers = re.search(r"Used (\d+) registers", said)
     assert registers is not None, said

@@ -32,20 +32,6 @@ class Code(NamedTuple):
     labels: dict[str, int]
 
 
-def assemble(ptx: str, card: int, folder: Path) -> tuple[Path, str]:
-    """The machine code of a kernel's PTX for a compute capability, and what the assembler says.
-
-    By the assembler that comes with Triton.
-    """
-    source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-    source.write_text(ptx)
-    tool = _TOOLS / ("ptxas" if card < 100 else "ptxas-blackwell")
-    architecture = f"sm_{card}{'a' if card >= 90 else ''}"
-    command = [tool, f"-arch={architecture}", "-v", source, "-o", cubin]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return cubin, done.stdout + done.stderr
-
-
 def disassemble(cubin: Path) -> Code:
     """The machine code of a file with one kernel."""
     command = [_TOOLS / "nvdisasm", "-c", cubin]

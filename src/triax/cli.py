@@ -85,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("explain", help="which configs a function's calls get, and why")
     command.add_argument("--ptx", action="store_true", help="print the kernels' PTX, too")
+    about = "print the registers, spills and shared memory of the kernels, too"
+    command.add_argument("--resources", action="store_true", help=about)
     command.set_defaults(run=_with_function, tool=explain, show=_show_explained)
     command.set_defaults(
         nothing="nothing to explain: no kernel is behind what the function returns"
@@ -174,7 +176,8 @@ def _show_tuned(result: Tuned, options: argparse.Namespace) -> None:
 
 
 def _show_explained(result: Explanation, options: argparse.Namespace) -> None:
-    print(result, *(result.ptx if options.ptx else ()), sep="\n")
+    used = [f"  {config}" for config in result.resources()] if options.resources else []
+    print(result, *used, *(result.ptx if options.ptx else ()), sep="\n")
 
 
 def _said(error: Exception, path: str) -> str:

@@ -11,7 +11,7 @@ import triton.language as tl
 import triax
 from tests import sass
 from tests.cases import cuda_call
-from triax.compat import wgmma
+from triax.compat import ptxas, wgmma
 from triax.compiling import compiler
 
 COMMIT = "\twgmma.commit_group.sync.aligned;"
@@ -312,7 +312,7 @@ def test_no_register_is_overwritten(kernel, dtype, block, tmp_path, monkeypatch)
             jax.ShapeDtypeStruct((rows, 4096), dtype),
             jax.ShapeDtypeStruct((4096, columns), "bfloat16"),
         )
-        cubin, _ = sass.assemble(call.ptx[0], 90, tmp_path)
+        cubin, _ = ptxas.assemble(call.ptx[0], tmp_path)
         return sass.hazards(sass.disassemble(cubin))
 
     assert overwritten() == []

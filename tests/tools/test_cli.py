@@ -165,6 +165,8 @@ def test_explain(tmp_path, capsys):
     assert ".version" not in told
     assert cli.main(["explain", "--ptx", f"{file}:main"]) == 0
     assert re.search(r"^\.target sm_90", capsys.readouterr().out, re.M)
+    assert cli.main(["explain", "--resources", f"{file}:main"]) == 0
+    assert re.search(r"^  \d+ registers, 0 bytes spilled, ", capsys.readouterr().out, re.M)
     assert cli.main(["explain", f"{file}:nothing"]) == 0
     assert "nothing to explain" in capsys.readouterr().out
     assert cli.main(["explain", "main"]) == 1

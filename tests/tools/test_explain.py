@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import types
 from html.parser import HTMLParser
 
 import jax
@@ -12,6 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import triax
 from tests import kernels
 from tests.interrupts import run_program
+from triax.compat import ptxas
+from triax.errors import CompilationError, MissingDependencyError
 from triax.tools.explain import Explanations
 from triax.tuning.store import Timing
 
@@ -73,6 +77,51 @@ def test_tables():
     rows = [["add<kernel>", *time] for time in times]
     assert candidates == [["kernel", "candidate", "median"], *rows, *rows]
     assert Cells(CALL._repr_html_()).tables[0] == calls[:2]
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("card", [80, 90, 120])
+def test_resources(monkeypatch, card):
+    """Of a kernel with all registers that it wants, and of the same with fewer."""
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(card))
+
+    def used(**options):
+        run = lambda x: triax.triton_call(
+            x,
+            n_cols=4000,
+            BLOCK=4096,
+            kernel=kernels.softmax_kernel,
+            out_type=x,
+            grid=2,
+            num_warps=2,
+            **options,
+        )
+        (call,) = triax.explain(run, jax.ShapeDtypeStruct((2, 4000), jnp.float32))
+        (resources,) = call.resources()
+        return resources
+
+    free, few = used(), used(backend_options={"maxnreg": 32})
+    assert 64 < free.registers <= 255
+    assert free.spilled_bytes == 0
+    assert few.registers <= 32 < few.spilled_bytes
+    assert free.warps == few.warps == 2
+    assert free.shared_bytes == few.shared_bytes > 0  # the rows' sums, over two warps
+    assert str(free).startswith(f"{free.registers} registers, 0 bytes spilled, ")
+
+
+@pytest.mark.cuda_plugin
+def test_resources_without_an_assembler(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    run = lambda x: triax.triton_call(
+        x, n=x.size, BLOCK=64, kernel=kernels.copy_kernel, out_type=x, grid=1
+    )
+    (call,) = triax.explain(run, jnp.arange(64.0))
+    with pytest.raises(CompilationError, match=r"ptxas refuses the kernel for sm_90a?: .*syntax"):
+        dataclasses.replace(call, ptx=(call.ptx[0] + "nonsense",)).resources()
+    without = types.SimpleNamespace(knobs=types.SimpleNamespace(nvidia=None))
+    monkeypatch.setattr(ptxas, "triton", lambda: without)
+    with pytest.raises(MissingDependencyError, match="Triton has no ptxas for sm_90"):
+        call.resources()
 
 
 def test_a_function_without_calls():

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 class Opaque(NamedTuple):
     """A custom call's payload: the kernel's name to show, and for each config that XLA may run the
-    entry name, the PTX, the grid, and the bytes zeroed for each array parameter.
+    entry name, the PTX, the grid, the bytes zeroed for each array parameter, and a program's bytes
+    of shared memory and warps.
 
     `saved` are the buffers that run-time tuning saves, as triples of input buffer, other buffer and
     bytes; buffers are numbered over inputs followed by outputs.
@@ -25,6 +26,8 @@ class Opaque(NamedTuple):
     ptx: tuple[str, ...]
     grid: tuple[tuple[int, int, int], ...]
     zeroed_bytes: tuple[tuple[int, ...], ...]
+    shared_bytes: tuple[int, ...]
+    num_warps: tuple[int, ...]
     saved: tuple[tuple[int, int, int], ...]
 
 
@@ -42,12 +45,14 @@ def decode(opaque: bytes) -> Opaque:
 
 
 def _launch(data: bytes) -> tuple[Any, ...]:
-    """The entry name, PTX, grid and zeroed bytes of one launch."""
+    """The entry name, PTX, grid, zeroed bytes, shared bytes and warps of one launch."""
     launch = _fields(data)
     code = _fields(launch[1][0])
+    num_warps, shared_bytes = _numbers(launch[1][0], 2, 3)
     arrays = [array for parameter in launch[5] for array in _fields(parameter)[1]]
     zeroed_bytes = tuple(_numbers(array, 1)[0] for array in arrays)
-    return code[1][0].decode(), code[4][0].decode(), _numbers(data, 2, 3, 4), zeroed_bytes
+    texts = code[1][0].decode(), code[4][0].decode()
+    return *texts, _numbers(data, 2, 3, 4), zeroed_bytes, shared_bytes, num_warps
 
 
 def _numbers(data: bytes, *fields: int) -> Any:

@@ -12,10 +12,11 @@ from triax.compat import jax_modules, triton_proto, versions
 class TritonCall:
     """One Triton call in a lowered program: its attributes, and its payload decoded.
 
-    `config`, `grid`, `entries`, `ptx` and `zeroed_bytes` hold one entry per config passed to XLA:
-    one, unless the tuning mode is "runtime". `key` names the record of the config, "" if there was
-    no choice. `aliases` pairs operands and results of the custom call; `saved` are the buffers that
-    jaxlib restores after timing, and `zeroed_bytes` the bytes zeroed for each array parameter.
+    `config`, `grid`, `entries`, `ptx`, `zeroed_bytes`, `shared_bytes` and `num_warps` hold one
+    entry per config passed to XLA: one, unless the tuning mode is "runtime". `key` names the record
+    of the config, "" if there was no choice. `aliases` pairs operands and results of the custom
+    call; `saved` are the buffers that jaxlib restores after timing, and `zeroed_bytes` the bytes
+    zeroed for each array parameter.
     `fenced` says that barriers keep XLA from fusing the call with slices and updates of its arrays,
     as docs/internals.md has it. `opaque` are the payload's bytes.
     """
@@ -28,6 +29,8 @@ class TritonCall:
     entries: tuple[str, ...]
     ptx: tuple[str, ...] = dataclasses.field(repr=False)
     zeroed_bytes: tuple[tuple[int, ...], ...]
+    shared_bytes: tuple[int, ...]
+    num_warps: tuple[int, ...]
     saved: tuple[tuple[int, int, int], ...]
     aliases: tuple[tuple[int, int], ...]
     operands: tuple[str, ...]

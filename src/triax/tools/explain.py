@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from triax import messages
-from triax.compat import triton_private
+from triax.compat import ptxas, triton_private
+from triax.compat.ptxas import Resources
 from triax.emitting import reading
 from triax.tuning import policy
 from triax.tuning.store import Timing
@@ -25,7 +26,8 @@ class Explanation:
     median in milliseconds, if known: measured on a call that moved `measured_bytes` bytes. `key`
     names the choice's record in the store; it ends in the number of bytes that this call moves.
     `aliases` pairs operands and results of the custom call named `target`; `entry` is the
-    kernel's name in profiles, and `ptx` its code, for each config.
+    kernel's name in profiles, and `ptx` its code, for each config, with `shared_bytes` of shared
+    memory and `num_warps` of a program.
     """
 
     kernel: str
@@ -39,6 +41,21 @@ class Explanation:
     key: str = ""
     measured_bytes: int | None = None
     ptx: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    shared_bytes: tuple[int, ...] = ()
+    num_warps: tuple[int, ...] = ()
+
+    def resources(self) -> tuple[Resources, ...]:
+        """Returns what each config's kernel uses: registers, spills, shared memory, warps.
+
+        The assembler that comes with Triton counts them; it needs no GPU. XLA's own, which runs
+        when the program is compiled, may be of another version, and differ by a few registers.
+
+        Raises:
+          CompilationError: the assembler refuses the kernel.
+          MissingDependencyError: Triton has no assembler for the GPU.
+        """
+        kernels = zip(self.ptx, self.shared_bytes, self.num_warps, strict=True)
+        return tuple(ptxas.resources(*kernel) for kernel in kernels)
 
     def __str__(self) -> str:
         _, config, source, target, grid, aliases, key = self._cells()
@@ -138,4 +155,6 @@ def _explanation(call: reading.TritonCall) -> Explanation:
         key=call.key,
         measured_bytes=decision.measured_bytes if decision else None,
         ptx=call.ptx,
+        shared_bytes=call.shared_bytes,
+        num_warps=call.num_warps,
     )
