@@ -110,10 +110,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
             start, end = _place(entry)
             if end > len(data):
                 raise ValueError("not in the file")
-            found: np.ndarray = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data[start:end])
-            if found.nbytes != end - start:
+            array: np.ndarray = np.ndarray(entry["shape"], _DTYPES[entry["dtype"]], data[start:end])
+            if array.nbytes != end - start:
                 raise ValueError("shape and place differ")
-            return found
+            return array
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"Tensor `{name}` of {self.files[name]} is missing, damaged or of an unknown dtype:"
@@ -173,8 +173,8 @@ def _missing(path: Path) -> CheckpointError:
 def _parsed(path: Path, text: bytes, key: str = "") -> dict[str, Any]:
     """Returns the JSON object in the text of a file or of its header, or the one under a key."""
     try:
-        found = json.loads(text, object_pairs_hook=_unrepeated)
-        return {**(found[key] if key else found)}
+        parsed = json.loads(text, object_pairs_hook=_unrepeated)
+        return {**(parsed[key] if key else parsed)}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is truncated or damaged, or Git LFS's pointer to a file: no JSON object, "
@@ -184,11 +184,11 @@ def _parsed(path: Path, text: bytes, key: str = "") -> dict[str, Any]:
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns a JSON object; its names must differ, or the last one would win."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unrepeated = dict(pairs)
+    if len(unrepeated) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found
+    return unrepeated
 
 
 @contextlib.contextmanager
@@ -239,18 +239,18 @@ def read_experts(
     stem = f"{prefix}.experts."
     names = [name for name in names if name.startswith(stem)]
     if any(name.startswith(f"{stem}gate_up_proj") for name in names):
-        found = _stacked(tensors, stem, names, said, experts)
+        weights = _stacked(tensors, stem, names, said, experts)
     else:
         if interleaved:
             raise ArgumentValueError(
                 f"Argument `interleaved` must be False or None for `{stem}…`, whose gate and up "
                 "have tensors of their own; got True."
             )
-        found = _separate(tensors, stem, names, said, experts, progress)
-    hidden, width = found["w_down"].shape[-2:][:: 1 if found["transposed"] else -1]
+        weights = _separate(tensors, stem, names, said, experts, progress)
+    hidden, width = weights["w_down"].shape[-2:][:: 1 if weights["transposed"] else -1]
     _check_sizes(said.hidden, hidden, stem, "columns of `down_proj`")
     _check_sizes(said.width, width, stem, "rows of `down_proj`")
-    return {"activation": said.activation, **found}
+    return {"activation": said.activation, **weights}
 
 
 def _check_sizes(said: Mapping[str, Any], size: int, stem: str, what: str) -> None:
@@ -299,12 +299,12 @@ def _in_order(chosen: range, progress: Any) -> Iterator[int]:
 
 
 def _chosen(experts: Any, count: int) -> range:
-    found = range(count) if experts is None else experts
-    if not isinstance(found, range) or not found or not 0 <= found[0] <= found[-1] < count:
-        raise (ArgumentValueError if isinstance(found, range) else ArgumentTypeError)(
-            f"Argument `experts` must be a part of {range(count)}; got {messages.shown(found)}."
+    chosen = range(count) if experts is None else experts
+    if not isinstance(chosen, range) or not chosen or not 0 <= chosen[0] <= chosen[-1] < count:
+        raise (ArgumentValueError if isinstance(chosen, range) else ArgumentTypeError)(
+            f"Argument `experts` must be a part of {range(count)}; got {messages.shown(chosen)}."
         )
-    return found
+    return chosen
 
 
 def _stacked(
@@ -328,24 +328,24 @@ def _stacked(
             "gpt-oss, or False if all of the gate comes first."
         )
     biased = said.biased or any(name.endswith("_bias") for name in names)
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for key, linear in zip(("gate_up", "down"), linears, strict=True):
         with reading(tensors, stem + linear, *parts) as own:
             if "" in own and len(own.keys() - {"_bias"}) > 1:
                 raise ArgumentValueError("Weights are there both in floats and in MXFP4.")
             if "_blocks" in own or "_scales" in own:
-                found[f"w_{key}"] = checkpoints.mxfp4(own, quantization)
+                arrays[f"w_{key}"] = checkpoints.mxfp4(own, quantization)
             else:
-                found[f"w_{key}"] = checkpoints.linear({"weight": own[""]}, {})
+                arrays[f"w_{key}"] = checkpoints.linear({"weight": own[""]}, {})
             if biased:
-                found[f"b_{key}"] = own["_bias"]
+                arrays[f"b_{key}"] = own["_bias"]
     # As gate and up are twice as wide, [experts, out, in] and [experts, in, out] differ.
-    transposed = found["w_gate_up"].shape[-1] == found["w_down"].shape[-2]
-    count = len(found["w_gate_up"])
+    transposed = arrays["w_gate_up"].shape[-1] == arrays["w_down"].shape[-2]
+    count = len(arrays["w_gate_up"])
     _check_sizes(said.counts, count, stem, "experts")
     part = _chosen(experts, count)
-    found = {key: array[part.start : part.stop : part.step] for key, array in found.items()}
-    return {**found, "interleaved": said.interleaved, "transposed": transposed}
+    arrays = {key: array[part.start : part.stop : part.step] for key, array in arrays.items()}
+    return {**arrays, "interleaved": said.interleaved, "transposed": transposed}
 
 
 def _separate(

@@ -283,12 +283,12 @@ def describe(
       CheckpointError: a key or the model type is not known, or a value is not.
     """
     config, known = _known(config)
-    given = {"activation": activation is not None, "interleaved": interleaved is not None}
+    by_caller = {"activation": activation is not None, "interleaved": interleaved is not None}
     if activation is None:
         activation = _activation(config, known)
     if interleaved is None and known is not None:
         interleaved = known.interleaved
-    _check_keys(config, known, given)
+    _check_keys(config, known, by_caller)
     counts, hidden, width = (
         {key: config[key] for key in keys if config.get(key) is not None}
         for keys in (COUNTS, ("hidden_size",), (known.width,) if known else ())
@@ -298,8 +298,8 @@ def describe(
     return Described(activation, interleaved, biased, counts, hidden, width, quantization)
 
 
-def routing(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the `Router` of a configuration; those `given` stay as they are.
+def routing(config: Any, by_caller: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the `Router` of a configuration; those of the caller stay.
 
     Raises:
       ArgumentTypeError: `config` is no mapping.
@@ -331,7 +331,7 @@ def routing(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             f"the router may depend on it. Pass `config` without it if not. {by_hand}"
         )
     for key, values in router.fixed.items():
-        if len(values) > 1 and config.get(key) is None and "num_groups" not in given:
+        if len(values) > 1 and config.get(key) is None and "num_groups" not in by_caller:
             raise CheckpointError(
                 f"The model's configuration has no `{key}`, by which `model_type` {name} routes. "
                 "Pass `num_groups` and `top_groups`, which are 1 for no groups."
@@ -344,8 +344,8 @@ def routing(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             )
 
     def value(argument: str, key: str) -> Any:
-        if argument in given:
-            return given[argument]
+        if argument in by_caller:
+            return by_caller[argument]
         if config.get(key) is None:
             raise CheckpointError(
                 f"The model's configuration has no `{key}`, by which `model_type` {name} routes. "
@@ -353,21 +353,21 @@ def routing(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             )
         return config[key]
 
-    found: dict[str, Any] = {"score": router.score, "top_k": value("top_k", router.top_k)}
+    fields: dict[str, Any] = {"score": router.score, "top_k": value("top_k", router.top_k)}
     if router.normalize is None:
-        found["normalize"] = value("normalize", "norm_topk_prob")
+        fields["normalize"] = value("normalize", "norm_topk_prob")
     else:
-        found["normalize"] = router.normalize
+        fields["normalize"] = router.normalize
     if router.scaled:
-        found["scale"] = value("scale", "routed_scaling_factor")
+        fields["scale"] = value("scale", "routed_scaling_factor")
     if router.group_score and config.get("topk_method") != "greedy":
         groups = {
             "num_groups": value("num_groups", "n_group"),
             "top_groups": value("top_groups", "topk_group"),
         }
         if groups["num_groups"] != 1:
-            found |= groups | {"group_score": router.group_score}
-    return {**found, **given}
+            fields |= groups | {"group_score": router.group_score}
+    return {**fields, **by_caller}
 
 
 def _known(config: Any) -> tuple[dict[str, Any], ModelType | None]:
@@ -402,7 +402,7 @@ def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(
-    config: Mapping[str, Any], known: ModelType | None, given: Mapping[str, bool]
+    config: Mapping[str, Any], known: ModelType | None, by_caller: Mapping[str, bool]
 ) -> None:
     """Raises for keys that may matter for experts and that neither the type nor a caller covers."""
     fine = _READ | {*_OTHERS.split()}
@@ -414,7 +414,7 @@ def _check_keys(
             continue
         fits = (name for name, words in _ARGUMENTS.items() if is_text and words.search(key))
         argument = next(fits, "config")
-        if not given.get(argument):
+        if not by_caller.get(argument):
             unknown.setdefault(argument, []).append(f"`{key}`")
     if unknown:
         keys = {argument: ", ".join(names) for argument, names in unknown.items()}

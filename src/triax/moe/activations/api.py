@@ -95,11 +95,11 @@ def quantized_glu(
     spec, function = resolve(activation, interleaved)
     gate, up, weights, resolved = _checked(gate_up, row_weights, spec, implementation)
     if function is not None or not gate.size:
-        how: dict[str, Any] = {"activation": activation, "interleaved": interleaved}
-        out = glu(gate_up, row_weights, **how, implementation=implementation)
+        options: dict[str, Any] = {"activation": activation, "interleaved": interleaved}
+        out = glu(gate_up, row_weights, **options, implementation=implementation)
         return quantize(out, dtype, block=(1, None), implementation=implementation)
-    how = {"spec": spec, "dtype": jnp.dtype(dtype), "implementation": resolved}
-    values, scales = ops.quantized_glu(gate, up, weights, **how)
+    options = {"spec": spec, "dtype": jnp.dtype(dtype), "implementation": resolved}
+    values, scales = ops.quantized_glu(gate, up, weights, **options)
     return ScaledArray(values, scales, (1, None))
 
 

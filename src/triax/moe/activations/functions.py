@@ -53,8 +53,8 @@ def _of_one_row(
     # Pad rows are zeros, and stay zeros: a NaN in one would reach the weights of its group.
     weighted = (row_weights != 0)[:, None]
     some = functools.reduce(jnp.logical_or, (part != 0 for part in parts))
-    out = _checked(function, [_moving(part, weighted, np.True_) for part in parts])
-    out = _moving(out, weighted, weighted | some | jnp.isfinite(out))
+    out = _checked(function, [_active(part, weighted, np.True_) for part in parts])
+    out = _active(out, weighted, weighted | some | jnp.isfinite(out))
     return (out * row_weights.astype(wider)[:, None]).astype(gate_up.dtype)
 
 
@@ -68,10 +68,10 @@ def gradients(
 ) -> tuple[dict[str, Any], jax.Array]:
     """Returns the gradients of the operands of `apply`, by name, and its result."""
     # `after` makes XLA compute all of them in one pass: the result alone could come earlier.
-    given = {"gate_up": after(gate_up, gradient), "up": up, "row_weights": row_weights}
+    arguments = {"gate_up": after(gate_up, gradient), "up": up, "row_weights": row_weights}
     if up is not None:
-        given["up"] = after(up, gradient)
-    out, pull = jax.vjp(lambda given: apply(function, spec, **given), given)
+        arguments["up"] = after(up, gradient)
+    out, pull = jax.vjp(lambda arguments: apply(function, spec, **arguments), arguments)
     return pull(explicit.cast(gradient, explicit.type_of(out)))[0], out
 
 
@@ -100,16 +100,16 @@ def _checked(function: Callable[..., Any], row: Sequence[jax.Array]) -> jax.Arra
             "Argument `activation` must return floats of the shape of its arguments, one row "
             f"{shape}; got {messages.shown(out)}."
         )
-    found: jax.Array = out
-    return found
+    checked: jax.Array = out
+    return checked
 
 
 @jax.custom_jvp
-def _moving(x: jax.Array, moving: Any, kept: Any) -> jax.Array:
-    """Returns `x` where `kept`, else zero, with a derivative only where `moving`."""
+def _active(x: jax.Array, active: Any, kept: Any) -> jax.Array:
+    """Returns `x` where `kept`, else zero, with a derivative only where `active`."""
     return jnp.where(kept, x, 0)
 
 
-@_moving.defjvp
-def _moving_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _moving(*primals), jnp.where(primals[1], tangents[0], 0)
+@_active.defjvp
+def _active_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _active(*primals), jnp.where(primals[1], tangents[0], 0)

@@ -253,7 +253,7 @@ def _largest_of_glu(
 ):
     """Returns the size of the largest number in each row of the result."""
     dtype: tl.constexpr = operands[0].dtype.element_ty
-    found = tl.zeros([ROWS, COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32)
+    largest = tl.zeros([ROWS, COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32)
     for first in range(0, operands[4], COLUMNS):
         out = _glu(
             operands,
@@ -269,8 +269,8 @@ def _largest_of_glu(
             COLUMNS,
         )
         sizes = _sizes(out)
-        found = tl.maximum(found, _finite(sizes, dtype) if FINITE else sizes)
-    return _float32(tl.max(found, 1), dtype)
+        largest = tl.maximum(largest, _finite(sizes, dtype) if FINITE else sizes)
+    return _float32(tl.max(largest, 1), dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

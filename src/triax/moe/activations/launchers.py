@@ -60,13 +60,13 @@ def quantized_glu(
     *,
     spec: GluSpec,
     dtype: np.dtype,
-    **how: Any,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns glu's result, quantized with a scale for each row: values and scales."""
     num_rows, width = _shape(gate_up, up, spec)
     values = jax.ShapeDtypeStruct((num_rows, width), dtype)
-    how |= {"out_type": (values, jax.ShapeDtypeStruct((num_rows, 1), jnp.float32))}
-    return for_target(_quantized_glu, gate_up, up, row_weights, spec=spec, dtype=dtype, **how)
+    options |= {"out_type": (values, jax.ShapeDtypeStruct((num_rows, 1), jnp.float32))}
+    return for_target(_quantized_glu, gate_up, up, row_weights, spec=spec, dtype=dtype, **options)
 
 
 def _quantized_glu(
@@ -84,7 +84,7 @@ def _quantized_glu(
     if not rounds_to(dtype, target, implementation):
         return quantized_glu_reference(gate_up, up, row_weights, spec=spec, dtype=dtype)
     num_rows, width = _shape(gate_up, up, spec)
-    block, kind = RowsConfig.for_depth(width), FORMATS[dtype]
+    block, format_ = RowsConfig.for_depth(width), FORMATS[dtype]
     values, scales = launch(
         _quantized_glu_kernel,
         gate_up,
@@ -99,9 +99,9 @@ def _quantized_glu(
         grid=-(-num_rows // block.block_rows),
         config=(spec, block),
         implementation=implementation,
-        LARGEST=kind.largest,
-        NAN=kind.nan,
-        INFINITY=kind.infinity,
+        LARGEST=format_.largest,
+        NAN=format_.nan,
+        INFINITY=format_.infinity,
     )
     return values, scales[:, None]
 

@@ -18,16 +18,16 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> jax.
     names = "gate_up", "up", "row_weights"
     plain = functools.partial(reference.glu_reference, **call.options)
 
-    def along(operands: dict[str, Any], moving: dict[str, jax.Array]) -> jax.Array:
-        fixed = {name: operands[name] for name in moving}
-        return jax.jvp(lambda moved: plain(**operands | moved), (fixed,), (moving,))[1]
+    def along(operands: dict[str, Any], tangents: dict[str, jax.Array]) -> jax.Array:
+        fixed = {name: operands[name] for name in tangents}
+        return jax.jvp(lambda moved: plain(**operands | moved), (fixed,), (tangents,))[1]
 
     def back(operands: dict[str, Any], gradient: jax.Array) -> dict[str, Any]:
-        given = (operands[name] for name in names)
-        return gradients(call, *given, gradient=gradient, again=False)[0]
+        arguments = (operands[name] for name in names)
+        return gradients(call, *arguments, gradient=gradient, again=False)[0]
 
-    operands, moving = (dict(zip(names, of, strict=True)) for of in (primals, tangents))
-    return linear.call(along, back, operands, moving, out)
+    operands, named = (dict(zip(names, of, strict=True)) for of in (primals, tangents))
+    return linear.call(along, back, operands, named, out)
 
 
 def gradients(

@@ -45,9 +45,9 @@ class Swiglu:
                     f"{messages.shown(value)}. To learn it, pass a JAX function as activation."
                 )
             if not math.isfinite(value) or (name == "limit" and value <= 0):
-                kind = "positive and finite" if name == "limit" else "finite"
+                wanted = "positive and finite" if name == "limit" else "finite"
                 raise ArgumentValueError(
-                    f"Argument `{name}` of Swiglu must be {kind}; got {value!r}."
+                    f"Argument `{name}` of Swiglu must be {wanted}; got {value!r}."
                 )
 
 
@@ -118,14 +118,14 @@ def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
     columns = both[:, ::2], both[:, 1::2]
     if both.dtype.itemsize != 2:
         return columns
-    found: tuple[jax.Array, jax.Array] = linear.call(
-        lambda _, moving: (moving["both"][:, ::2], moving["both"][:, 1::2]),
+    halves: tuple[jax.Array, jax.Array] = linear.call(
+        lambda _, tangents: (tangents["both"][:, ::2], tangents["both"][:, 1::2]),
         lambda _, cotangents: {"both": _together(*cotangents)},
         None,
         {"both": both},
         columns,
     )
-    return found
+    return halves
 
 
 def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
@@ -140,14 +140,14 @@ def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
         both = jax.lax.bitcast_convert_type(low | high << 16, dtype)
         return both.reshape(shape)
 
-    found: jax.Array = linear.call(
+    interleaved: jax.Array = linear.call(
         pairs,
         lambda _, both: dict(zip(("even", "odd"), _apart(both), strict=True)),
         None,
         {"even": even, "odd": odd},
         jnp.stack([even, odd], axis=2).reshape(shape),
     )
-    return found
+    return interleaved
 
 
 def glu_reference(
@@ -191,8 +191,8 @@ def glu_grad_reference(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns glu's gradients, of `row_weights` in float32 or wider; with `again`, its result."""
     wider = at_least_float32(gate_up.dtype)
-    given = [None if a is None else a.astype(wider) for a in (gate_up, up, row_weights)]
-    out, pull = jax.vjp(functools.partial(glu_reference, spec=spec), *given)
+    arguments = [None if a is None else a.astype(wider) for a in (gate_up, up, row_weights)]
+    out, pull = jax.vjp(functools.partial(glu_reference, spec=spec), *arguments)
     d_gate_up, d_up, d_row_weights = pull(gradient.astype(wider))
     d_up = None if up is None else d_up.astype(up.dtype)
     value = out.astype(gate_up.dtype) if again else None

@@ -21,11 +21,11 @@ chunk_maps = Op(
 
 
 def _derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Moved:
-    def move(maps: ChunkMaps, moving: dict[str, jax.Array]) -> dict[str, Any]:
-        if "rows" not in moving:
-            return {"probs": call(moving["probs"][:, None], None, maps).rows[:, 0]}
-        moved = call(moving["rows"], moving.get("probs"), maps)
-        return {name: getattr(moved, name) for name in moving}
+    def move(maps: ChunkMaps, tangents: dict[str, jax.Array]) -> dict[str, Any]:
+        if "rows" not in tangents:
+            return {"probs": call(tangents["probs"][:, None], None, maps).rows[:, 0]}
+        moved = call(tangents["rows"], tangents.get("probs"), maps)
+        return {name: getattr(moved, name) for name in tangents}
 
     def move_back(maps: ChunkMaps, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         return move(ChunkMaps(forward=maps.inverse, inverse=maps.forward), gradients)

@@ -31,10 +31,10 @@ def _no_columns(num_rows: int) -> jax.Array:
 
 
 def _permute_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Permuted:
-    def copy(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
-        x = moving.get("rows", _no_columns(routes.row_of.shape[0]))
-        copies = call(x, moving.get("weights"), moving.get("scales"), routes)
-        return {name: getattr(copies, name) for name in moving}
+    def copy(routes: Routes, tangents: dict[str, jax.Array]) -> dict[str, Any]:
+        x = tangents.get("rows", _no_columns(routes.row_of.shape[0]))
+        copies = call(x, tangents.get("weights"), tangents.get("scales"), routes)
+        return {name: getattr(copies, name) for name in tangents}
 
     def gather(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         gather = call.like(gather_rows)
@@ -49,28 +49,28 @@ def _permute_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> P
 
 
 def _gather_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Gathered:
-    def gather(routes: Routes, moving: dict[str, jax.Array]) -> dict[str, Any]:
-        rows = moving.get("x", _no_columns(routes.num_rows))
-        sums = call(rows, None, moving.get("weights"), routes)
-        return {name: getattr(sums, name) for name in moving}
+    def gather(routes: Routes, tangents: dict[str, jax.Array]) -> dict[str, Any]:
+        rows = tangents.get("x", _no_columns(routes.num_rows))
+        sums = call(rows, None, tangents.get("weights"), routes)
+        return {name: getattr(sums, name) for name in tangents}
 
     def copy(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         x = gradients.get("x", _no_columns(routes.row_of.shape[0]))
         copies = call.like(permute_rows)(x, gradients.get("weights"), None, routes)
         return {"x": copies.rows, "weights": copies.weights}
 
-    moving = Gathered(tangents[0], tangents[2])
-    return linear.call_each(gather, copy, primals[3], moving, like)
+    named = Gathered(tangents[0], tangents[2])
+    return linear.call_each(gather, copy, primals[3], named, like)
 
 
 def _weigh_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> jax.Array:
-    def weigh(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+    def weigh(primals: Any, tangents: dict[str, jax.Array]) -> jax.Array:
         rows, weights, routes = primals
         terms = []
-        if "rows" in moving:
-            terms.append(call(moving["rows"], weights, routes))
-        if "weights" in moving:
-            terms.append(call(rows, moving["weights"], routes))
+        if "rows" in tangents:
+            terms.append(call(tangents["rows"], weights, routes))
+        if "weights" in tangents:
+            terms.append(call(rows, tangents["weights"], routes))
         return functools.reduce(jnp.add, terms)
 
     def spread(primals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
@@ -78,21 +78,21 @@ def _weigh_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> jax
         d_rows, d_weights = call.like(spread_gradient)(rows, weights, gradient, routes)
         return {"rows": d_rows, "weights": d_weights}
 
-    moving = {"rows": tangents[0], "weights": tangents[1]}
-    return linear.call(weigh, spread, primals, moving, like)
+    named = {"rows": tangents[0], "weights": tangents[1]}
+    return linear.call(weigh, spread, primals, named, like)
 
 
 def _spread_derivative(
     call: Call, primals: Any, tangents: Any, like: Any
 ) -> tuple[jax.Array, jax.Array]:
-    def spread(primals: Any, moving: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def spread(primals: Any, tangents: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows, weights, gradient, routes = primals
         terms = []
-        if "gradient" in moving:
-            terms.append((rows, weights, moving["gradient"]))
-        if "rows" in moving or "weights" in moving:
-            d_rows = moving.get("rows", jnp.zeros_like(rows))
-            terms.append((d_rows, moving.get("weights", jnp.zeros_like(weights)), gradient))
+        if "gradient" in tangents:
+            terms.append((rows, weights, tangents["gradient"]))
+        if "rows" in tangents or "weights" in tangents:
+            d_rows = tangents.get("rows", jnp.zeros_like(rows))
+            terms.append((d_rows, tangents.get("weights", jnp.zeros_like(weights)), gradient))
         spreads = [call(*term, routes) for term in terms]
         return functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), spreads)
 
@@ -104,8 +104,8 @@ def _spread_derivative(
         d_gradient = weigh(a, weights, routes) + weigh(rows, b, routes)
         return {"rows": d_rows, "weights": d_weights, "gradient": d_gradient}
 
-    moving = dict(zip(("rows", "weights", "gradient"), tangents[:3], strict=True))
-    return linear.call(spread, gather, primals, moving, like)
+    named = dict(zip(("rows", "weights", "gradient"), tangents[:3], strict=True))
+    return linear.call(spread, gather, primals, named, like)
 
 
 def _sum_products(call: Call, shard: Shard, rows: Any, weights: Any, *others: Any) -> Any:
@@ -146,8 +146,8 @@ weigh_rows = Op(
     arguments=("rh", "tk", _routes),
     results="th",
     cut="th",
-    kernels=lambda rows, weights, routes, **how: (
-        launchers.unpermute(rows, weights, None, routes, **how).x
+    kernels=lambda rows, weights, routes, **options: (
+        launchers.unpermute(rows, weights, None, routes, **options).x
     ),
     xla=lambda rows, weights, routes: reference.unpermute_reference(rows, weights, None, routes).x,
     derivative=_weigh_derivative,

@@ -122,8 +122,8 @@ def make_plan_from_mask(
     num_tokens, num_experts = mask.shape
     sizes = _sizes((num_tokens, top_k), num_experts, capacity, num_rows, align_size)
     if top_k >= num_experts and num_experts > MAX_SORTED_EXPERTS:
-        how = implementation if num_tokens else "xla"
-        return _named(ops.place_mask(mask, top_k=top_k, **sizes, implementation=how))
+        chosen = implementation if num_tokens else "xla"
+        return _named(ops.place_mask(mask, top_k=top_k, **sizes, implementation=chosen))
     selected = select_experts(mask, top_k, implementation)
     plan = _place_pairs(selected, num_experts, sizes, implementation)
     counts = jnp.sum(is_nonzero(mask), axis=0, dtype=jnp.int32)
@@ -133,8 +133,8 @@ def make_plan_from_mask(
 
 def select_experts(mask: jax.Array, top_k: int, implementation: str | None) -> jax.Array:
     """Returns the first `top_k` experts in each token's mask, int32 [tokens, top_k], then -1."""
-    how = implementation if mask.shape[0] * top_k else "xla"
-    selected: jax.Array = ops.select_experts(mask, top_k=top_k, implementation=how)
+    chosen = implementation if mask.shape[0] * top_k else "xla"
+    selected: jax.Array = ops.select_experts(mask, top_k=top_k, implementation=chosen)
     return selected
 
 
@@ -169,8 +169,8 @@ def _sizes(
 def _place_pairs(
     selected: jax.Array, num_experts: int, sizes: dict[str, Any], implementation: str | None
 ) -> Plan:
-    how = implementation if selected.size else "xla"
-    plan: Plan = ops.place_pairs(selected, num_experts=num_experts, **sizes, implementation=how)
+    chosen = implementation if selected.size else "xla"
+    plan: Plan = ops.place_pairs(selected, num_experts=num_experts, **sizes, implementation=chosen)
     return plan
 
 

@@ -110,9 +110,9 @@ def quantize(
             )
         kernel = None
     elif kernel is None and implementation in ("triton", "interpret"):
-        how = " transposed" if transposed else ""
+        layout = " transposed" if transposed else ""
         raise ArgumentValueError(
-            f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}{how} "
+            f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}{layout} "
             f"for shape {array.shape}. Let `implementation` be None or 'xla'."
         )
     options: dict[str, Any] = {"block": sizes, "dtype": dtype, "transposed": transposed}

@@ -189,14 +189,14 @@ def from_8_bits(
     return _scaled("weight_scale", weight, wide, tuple(stated))
 
 
-def flat(found: Any) -> dict[str, Any]:
+def flat(config: Any) -> dict[str, Any]:
     """Returns `quantization_config` with the keys of its groups' weights, for `linear`.
 
     Raises:
       CheckpointError: it or a group is no mapping, or weights of its groups differ.
     """
     name = "quantization_config"
-    config = _mapping(name, found)
+    config = _mapping(name, config)
     said: list[dict[str, Any]] = []
     for group, of in _mapping(f'{name}["config_groups"]', config.get("config_groups")).items():
         of = _mapping(f'{name}["config_groups"][{group!r}]', of)
@@ -212,13 +212,13 @@ def flat(found: Any) -> dict[str, Any]:
     return {**config, **(said[0] if said else {})}
 
 
-def _mapping(name: str, found: Any) -> Mapping[str, Any]:
-    if found is not None and not isinstance(found, Mapping):
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
         raise CheckpointError(
             f"The model's configuration must have a mapping as `{name}`; got "
-            f"{messages.shown(found)}.{_FIX}"
+            f"{messages.shown(value)}.{_FIX}"
         )
-    return found or {}
+    return value or {}
 
 
 def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
@@ -314,9 +314,9 @@ def check(config: Mapping[str, Any]) -> None:
 
 def _said(config: Mapping[str, Any], key: str, choices: Any, default: Any = None) -> Any:
     """Returns what `quantization_config` has for a key, which must be one of the choices."""
-    found = default if config.get(key) is None else config[key]
-    messages.check_choice(f'quantization_config["{key}"]', found, choices, _FIX)
-    return found
+    value = default if config.get(key) is None else config[key]
+    messages.check_choice(f'quantization_config["{key}"]', value, choices, _FIX)
+    return value
 
 
 def _integer(config: Mapping[str, Any], key: str) -> Any:
@@ -329,13 +329,13 @@ def _block_size(config: Mapping[str, Any]) -> Any:
     group = _integer(config, "group_size")
     sizes: list[Any] = [(1, group)] if group is not None else []
     for key in ("weight_block_size", "block_structure"):
-        if (found := config.get(key)) is not None:
+        if (block := config.get(key)) is not None:
             name = f'quantization_config["{key}"]'
-            if not isinstance(found, list | tuple) or len(found) != 2:
+            if not isinstance(block, list | tuple) or len(block) != 2:
                 raise ArgumentValueError(
-                    f"Argument `{name}` must be two sizes; got {messages.short(found)}.{_FIX}"
+                    f"Argument `{name}` must be two sizes; got {messages.short(block)}.{_FIX}"
                 )
-            sizes.append(tuple(_size(name, of) for of in found))
+            sizes.append(tuple(_size(name, of) for of in block))
     strategy = config.get("strategy")
     if strategy is not None:
         choices = {"tensor": (-1, -1), "channel": (1, -1), "group": None, "block": None}
@@ -430,5 +430,5 @@ def _along(size: int, count: int, stated: int | None) -> int | None:
 
 def _nibbles(words: Any, order: Any) -> Any:
     """Returns the eight numbers in each int32, in an order: uint8 [..., 8 * n]."""
-    found = (words[..., None] >> order & 15).astype(np.uint8)
-    return found.reshape(*words.shape[:-1], 8 * words.shape[-1])
+    nibbles = (words[..., None] >> order & 15).astype(np.uint8)
+    return nibbles.reshape(*words.shape[:-1], 8 * words.shape[-1])

@@ -181,14 +181,14 @@ def _round_rows(
 def _largest_of_rows(row_ptr, inside, columns, depth, STEP: tl.constexpr, FINITE: tl.constexpr):
     """Returns the size of each row's largest number, reading STEP columns at a time."""
     dtype: tl.constexpr = row_ptr.dtype.element_ty
-    found = tl.zeros(
+    largest = tl.zeros(
         [inside.shape[0], STEP], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
     )
     for first in range(0, depth, STEP):
         mask = inside & (first + columns < depth)
         sizes = _sizes(tl.load(row_ptr + first + columns, mask=mask, other=0.0))
-        found = tl.maximum(found, _finite(sizes, dtype) if FINITE else sizes)
-    return _float32(tl.max(found, 1), dtype)
+        largest = tl.maximum(largest, _finite(sizes, dtype) if FINITE else sizes)
+    return _float32(tl.max(largest, 1), dtype)
 
 
 @triton.jit
@@ -332,12 +332,12 @@ def _largest_of_columns(
     """Returns the size of each column's largest number, from row `start` to `stop`."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     integer: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
-    found = tl.zeros([STEP, columns.shape[0]], integer)
+    largest = tl.zeros([STEP, columns.shape[0]], integer)
     for first in range(start, stop, STEP):
         rows = first + tl.arange(0, STEP)
         sizes = _sizes(_load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width))
-        found = tl.maximum(found, _finite(sizes, dtype) if FINITE else sizes)
-    return _float32(tl.max(found, 0), dtype)
+        largest = tl.maximum(largest, _finite(sizes, dtype) if FINITE else sizes)
+    return _float32(tl.max(largest, 0), dtype)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def quantize(
     block: tuple[int, ...],
     dtype: np.dtype,
     transposed: bool,
-    **how: Any,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the values and scales of an array; `block` has a size for each dimension."""
     swap = swapped if transposed else tuple
@@ -42,7 +42,7 @@ def quantize(
         block=block,
         dtype=dtype,
         transposed=transposed,
-        **how,
+        **options,
     )
 
 
@@ -74,7 +74,7 @@ def _quantize(
 
     if not rounds_to(dtype, target, implementation):
         return quantize_reference(array, block=block, dtype=dtype, transposed=transposed)
-    kind = FORMATS[dtype]
+    format_ = FORMATS[dtype]
     scales = num_blocks(array.shape, block)
     options: dict[str, Any] = {
         "out_type": (
@@ -84,9 +84,9 @@ def _quantize(
         "implementation": implementation,
         # A multiplication must not be fused with the rounding after it.
         "backend_options": {"enable_fp_fusion": False},
-        "LARGEST": kind.largest,
-        "NAN": kind.nan,
-        "INFINITY": kind.infinity,
+        "LARGEST": format_.largest,
+        "NAN": format_.nan,
+        "INFINITY": format_.infinity,
     }
     depth = array.shape[-1]
     if kernel in ("rows", "parts"):
@@ -96,7 +96,7 @@ def _quantize(
         elif parts > 1:  # parts are whole: they become rows of a narrower array
             depth, parts = block[-1], 1
         rows = RowsConfig.for_depth(min(depth, block[-1]))
-        found = launch(
+        outputs = launch(
             kernels._quantize_rows_kernel,
             array.reshape(-1),
             count,
@@ -113,11 +113,11 @@ def _quantize(
         if kernel == "tiles":
             options |= {"TRANSPOSED": transposed, "TILE": TILE, "config": TilesConfig()}
             programs = groups * -(-rows_of_group // TILE) * -(-depth // TILE)
-            found = launch(kernels._quantize_tiles_kernel, *operands, grid=programs, **options)
+            outputs = launch(kernels._quantize_tiles_kernel, *operands, grid=programs, **options)
         else:
             columns = ColumnsConfig()
             programs = groups * -(-depth // columns.block_columns)
             options["config"] = columns
-            found = launch(kernels._quantize_columns_kernel, *operands, grid=programs, **options)
+            outputs = launch(kernels._quantize_columns_kernel, *operands, grid=programs, **options)
     swap = swapped if transposed else tuple
-    return found[0].reshape(swap(array.shape)), found[1].reshape(swap(scales))
+    return outputs[0].reshape(swap(array.shape)), outputs[1].reshape(swap(scales))

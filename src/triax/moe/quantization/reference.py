@@ -75,27 +75,27 @@ def quantize_reference(
 
     Outside `jit` it is one program too. `kernel` is unused: it names the kernel on the GPU path.
     """
-    kind = FORMATS[dtype]
+    format_ = FORMATS[dtype]
     bits = _float32_bits(array)
     sign, size = bits < 0, bits & 0x7FFFFFFF
     largest = _largest(jnp.where(size < INFINITY, size, 0), block)
-    if scale_dtype == E8M0:  # OCP: 2**(floor(log2(largest)) - floor(log2(kind.largest)))
-        power = jnp.maximum((largest >> _BITS) - int(math.log2(kind.largest)), 0)
+    if scale_dtype == E8M0:  # OCP: 2**(floor(log2(largest)) - floor(log2(format_.largest)))
+        power = jnp.maximum((largest >> _BITS) - int(math.log2(format_.largest)), 0)
         scale, nan_scale, inverse = power, jnp.int32(255), 254 - power << _BITS
     else:
-        scale, nan_scale = _scale(largest, kind.largest), jnp.int32(_NAN)
+        scale, nan_scale = _scale(largest, format_.largest), jnp.int32(_NAN)
         inverse = _inverse(scale)
 
-    code = _code(size, spread(inverse, array.shape, block), kind)
-    if kind.nan is None:
+    code = _code(size, spread(inverse, array.shape, block), format_)
+    if format_.nan is None:
         passed = _largest(size, block) < INFINITY
         scale = jnp.where(passed, scale, nan_scale)
-        signed = jnp.where(sign, -code if kind.sign is None else code | kind.sign, code)
+        signed = jnp.where(sign, -code if format_.sign is None else code | format_.sign, code)
         code = jnp.where(spread(passed, array.shape, block), signed, 0)
     else:
-        code = _of_float(code, sign, size, kind)
+        code = _of_float(code, sign, size, format_)
     if dtype not in PACKED:  # 4-bit numbers are packed below, once transposed
-        code = code.astype(jnp.int8 if kind.sign is None else jnp.uint8)
+        code = code.astype(jnp.int8 if format_.sign is None else jnp.uint8)
     if transposed:
         code, scale = (jnp.swapaxes(a, -1, -2) for a in (code, scale))
     if dtype in PACKED:
@@ -113,14 +113,14 @@ def quantize_groups_reference(
 
     `group` is the group of each row; rows of a group that does not exist are zero.
     """
-    kind = FORMATS[dtype]
+    format_ = FORMATS[dtype]
     bits = _float32_bits(rows)
     sign, size = bits < 0, bits & 0x7FFFFFFF
     largest = jnp.zeros((num_groups, rows.shape[1]), jnp.int32)
     largest = largest.at[group].max(jnp.where(size < INFINITY, size, 0), mode="drop")
-    scale = _scale(largest, kind.largest)
+    scale = _scale(largest, format_.largest)
     inverse = jnp.take(_inverse(scale), group, axis=0, mode="clip")
-    values = _of_float(_code(size, inverse, kind), sign, size, kind)
+    values = _of_float(_code(size, inverse, format_), sign, size, format_)
     values = jnp.where((group < num_groups)[:, None], values, 0)
     return (
         jax.lax.bitcast_convert_type(values, dtype),
@@ -128,18 +128,18 @@ def quantize_groups_reference(
     )
 
 
-def _code(size: jax.Array, inverse: jax.Array, kind: Format) -> jax.Array:
+def _code(size: jax.Array, inverse: jax.Array, format_: Format) -> jax.Array:
     """Returns magnitudes times their scale's inverse, rounded to codes."""
     product, exponent = _multiply(size, inverse)
-    drop = _BITS - kind.mantissa + jnp.maximum(kind.least_exponent - exponent, 0)
+    drop = _BITS - format_.mantissa + jnp.maximum(format_.least_exponent - exponent, 0)
     code = _rounded(product, jnp.minimum(drop, 26))  # dropping 26 bits leaves zero
-    code += jnp.maximum(exponent - kind.least_exponent, 0) << kind.mantissa
-    return jnp.where(size == 0, 0, jnp.minimum(code, kind.top))
+    code += jnp.maximum(exponent - format_.least_exponent, 0) << format_.mantissa
+    return jnp.where(size == 0, 0, jnp.minimum(code, format_.top))
 
 
-def _of_float(code: jax.Array, sign: jax.Array, size: jax.Array, kind: Format) -> jax.Array:
+def _of_float(code: jax.Array, sign: jax.Array, size: jax.Array, format_: Format) -> jax.Array:
     """Returns the bits of floats, from the codes and the float32 bits of their magnitudes."""
-    nan, infinity = (jnp.int32(special) for special in (kind.nan, kind.infinity))
+    nan, infinity = (jnp.int32(special) for special in (format_.nan, format_.infinity))
     finite = size < INFINITY
     is_infinity = (size == INFINITY) & (infinity != nan)
     code = jnp.where(finite | is_infinity, jnp.where(finite, code, infinity), nan)

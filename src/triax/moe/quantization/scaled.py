@@ -232,8 +232,8 @@ class ScaledArray:
         known = getattr(self.values, "ndim", 0) >= len(self.block)
         array = f"{messages.short(self)}, " if known else ""
         parts = ", ".join(f"{n}={messages.short(of)}" for n, of in self._parts() if of is not None)
-        how = f"block={self.block}, transposed={self.transposed}"
-        return f"ScaledArray({array}{how},\n            {parts})"
+        layout = f"block={self.block}, transposed={self.transposed}"
+        return f"ScaledArray({array}{layout},\n            {parts})"
 
     def __eq__(self, other: object) -> NoReturn:
         raise ArgumentTypeError(
@@ -505,12 +505,12 @@ def _checked(array: ScaledArray) -> Block:
 
 def _float(dtype: Any) -> np.dtype:
     try:
-        found = jnp.dtype(dtype)
+        as_dtype = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        as_dtype = None
+    if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):
         raise ArgumentTypeError(
             "Argument `dtype` must be a float such as jnp.bfloat16; got "
             f"{messages.short(dtype)}. The numbers without their scales are in `values`."
         )
-    return found
+    return as_dtype

@@ -17,10 +17,10 @@ def _derivative(call: Call, primals: Any, tangents: Any, routed: Routing) -> Any
     if tangents[0] is None:
         return Routing(None, None)  # type: ignore[arg-type]
 
-    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+    def along(residuals: Any, tangents: dict[str, jax.Array]) -> jax.Array:
         logits, experts = residuals
         weigh = lambda logits: reference.weigh_reference(logits, experts, **call.options)
-        return jax.jvp(weigh, [logits], [moving["logits"]])[1]
+        return jax.jvp(weigh, [logits], [tangents["logits"]])[1]
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         return {"logits": call.like(route_grad)(*residuals, gradient)}

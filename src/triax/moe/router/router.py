@@ -92,9 +92,9 @@ class Router:
         arguments.check_choice("score", self.score, SCORES)
         arguments.check_choice("group_score", self.group_score, get_args(GroupScore))
         if (self.num_groups is None) != (self.top_groups is None):
-            given, missing = _GROUPS[:: 1 if self.top_groups is None else -1]
+            present, missing = _GROUPS[:: 1 if self.top_groups is None else -1]
             raise ArgumentValueError(
-                f"Argument `{given}` is given and `{missing}` is not. Give both, or neither to "
+                f"Argument `{present}` is given and `{missing}` is not. Give both, or neither to "
                 "choose from all experts."
             )
         if self.num_groups is not None:

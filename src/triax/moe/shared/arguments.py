@@ -21,9 +21,9 @@ Array: TypeAlias = jax.Array | np.ndarray  # the arrays that ops accept
 AxisName: TypeAlias = str | tuple[str, ...]  # mesh axes
 
 
-def array(name: str, value: Any, axes: tuple[str, ...], *of: Any, **how: Any) -> jax.Array:
+def array(name: str, value: Any, axes: tuple[str, ...], *of: Any, **rules: Any) -> jax.Array:
     """Returns `value` as a JAX array; arguments and errors are as those of `checked`."""
-    return as_jax(checked(name, value, axes, *of, **how))
+    return as_jax(checked(name, value, axes, *of, **rules))
 
 
 def checked(
@@ -69,8 +69,8 @@ def checked(
         )
     if sizes is not None:
         check_shape(name, value.shape, [sizes.get(axis, axis) for axis in axes], of)
-    found: Array = value
-    return found
+    array_: Array = value
+    return array_
 
 
 def check_array(
@@ -140,16 +140,16 @@ def check_wide(name: str, array: jax.Array | np.ndarray, remedy: str) -> None:
 def dtype(name: str, value: Any, choices: Sequence[np.dtype], beside: str = "") -> np.dtype:
     """Returns `value`, a dtype or the name of one, if it is one of `choices`, or raises."""
     try:
-        found = jnp.dtype(value)
+        as_dtype = jnp.dtype(value)
     except TypeError:
-        found = None
-    if found is None or found not in choices:
+        as_dtype = None
+    if as_dtype is None or as_dtype not in choices:
         *names, last = (choice.name for choice in choices)
         raise ArgumentValueError(
             f"Argument `{name}` must be {', '.join(names)} or {last}{beside}; got "
             f"{messages.short(value)}."
         )
-    return found
+    return as_dtype
 
 
 def integer(name: str, value: Any, least: int) -> int:

@@ -88,8 +88,8 @@ def _if_gpu_has_dtypes(
     *operands: Any,
 ) -> Any:
     """Runs `kernels`, or `xla` if the program's GPU lacks an operand's 8-bit float type."""
-    found = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(operands)} & dtypes.FLOAT8.keys()
-    if not found:
+    float8 = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(operands)} & dtypes.FLOAT8.keys()
+    if not float8:
         return kernels(*operands)
     return for_target(
         _with_small_floats,
@@ -98,7 +98,7 @@ def _if_gpu_has_dtypes(
         implementation=implementation,
         kernels=kernels,
         xla=xla,
-        small=tuple(sorted(found, key=str)),
+        small=tuple(sorted(float8, key=str)),
     )
 
 

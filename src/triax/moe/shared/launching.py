@@ -15,7 +15,7 @@ def launch(kernel: Any, *operands: Any, config: Any = (), **arguments: Any) -> A
     """
     names = {name: name.lower() for name in kernel.arg_names if name.isupper()}
     names |= {"num_warps": "num_warps", "num_stages": "num_stages"}
-    found: dict[str, Any] = {"name": kernel.__name__.strip("_").removesuffix("_kernel")}
+    options: dict[str, Any] = {"name": kernel.__name__.strip("_").removesuffix("_kernel")}
     for part in config if type(config) is tuple else (config,):
-        found |= {n: getattr(part, at) for n, at in names.items() if hasattr(part, at)}
-    return triton_call(*operands, kernel=kernel, vmap_method="sequential", **found | arguments)
+        options |= {n: getattr(part, at) for n, at in names.items() if hasattr(part, at)}
+    return triton_call(*operands, kernel=kernel, vmap_method="sequential", **options | arguments)

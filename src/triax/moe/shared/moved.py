@@ -68,10 +68,10 @@ def refuses_moved_keywords(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def _positional(function: str, given: Mapping[str, Any]) -> list[str]:
+def _positional(function: str, arguments: Mapping[str, Any]) -> list[str]:
     """The first arguments of the call as it is written now."""
     of: dict[str, dict[str, Any]] = {"moe.Router": {}, "moe.Experts": {}}
-    for name, value in given.items():
+    for name, value in arguments.items():
         holder, new = MOVED.get(name, ("", ""))
         if holder in of:
             of[holder][new] = value
@@ -82,7 +82,7 @@ def _positional(function: str, given: Mapping[str, Any]) -> list[str]:
     arrays = ["w_gate_up", "w_down"]
     options = {name: value for name, value in of["moe.Experts"].items() if name not in arrays}
     experts = f"moe.Experts({', '.join([*arrays, *_named(options)])})"
-    if "routing" in given:
+    if "routing" in arguments:
         return ["x", "moe.Routing(weights, experts)", experts]
     return ["x", "logits", experts, router]
 

@@ -146,15 +146,15 @@ class Call:
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns flat results and their tangents."""
-        arguments, moving = tree.unflatten(primals), tree.unflatten(tangents)
         derivative = self.op.derivative
         if derivative == "xla":
             plain = functools.partial(self.op.xla, **self.options)
             flat = lambda *leaves: jax.tree.leaves(plain(*tree.unflatten(leaves)))
-            results: tuple[list[Any], list[Any]] = linear.jvp(flat, primals, tangents)
-            return results
-        found = self(*arguments)
+            both: tuple[list[Any], list[Any]] = linear.jvp(flat, primals, tangents)
+            return both
+        arguments = tree.unflatten(primals)
+        results = self(*arguments)
         if derivative is None:
-            return jax.tree.leaves(found), [None] * out_tree.num_leaves
-        moved = derivative(self, arguments, moving, found)
-        return jax.tree.leaves(found), out_tree.flatten_up_to(moved)
+            return jax.tree.leaves(results), [None] * out_tree.num_leaves
+        moved = derivative(self, arguments, tree.unflatten(tangents), results)
+        return jax.tree.leaves(results), out_tree.flatten_up_to(moved)

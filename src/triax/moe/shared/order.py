@@ -22,8 +22,8 @@ def after(x: jax.Array, other: jax.Array) -> jax.Array:
     """
     if explicit.sharding_of(x) is not None:
         return x
-    found: jax.Array = _after_p.bind(x, other)
-    return found
+    ordered: jax.Array = _after_p.bind(x, other)
+    return ordered
 
 
 _after_p = Primitive("triax_after")
