@@ -34,9 +34,10 @@ _Result = TypeVar("_Result")
 def _kernels_names_first(
     function: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
-    """Passes a keyword that names a kernel parameter and an argument of `function` to the kernel.
+    """Decorates `triton_call`: a keyword that also names a kernel parameter goes to the kernel.
 
-    Such keywords arrive under `_KERNELS_OWN`; compiler options also stay arguments of `function`.
+    `function` gets such keywords in a dictionary, under `_KERNELS_OWN`, and not as its own
+    arguments, except for compiler options, which it gets twice.
     """
     kinds = inspect.signature(function).parameters.items()
     names = {name for name, p in kinds if p.kind is p.KEYWORD_ONLY} - set(_NEVER_THE_KERNELS)
@@ -163,8 +164,8 @@ def triton_call(
     Positional operands and keywords bind to the kernel's parameters as in Python. Parameters that
     are not supplied and have no default are the outputs, in order; so are those given the
     `TensorDescriptor` of a `jax.ShapeDtypeStruct`, which are written by TMA. If `out_type` has more
-    outputs than that, every parameter that falls back to a default of None takes one too, so pass
-    None explicitly to parameters that are not outputs.
+    outputs than that, parameters that are not supplied and have the default None are outputs, too:
+    pass None explicitly where a parameter is not an output.
 
     A kernel's ``*args`` (Triton 3.8 or later) takes the remaining positional operands, or a tuple
     passed by name. Before ``*args``, positional operands skip outputs and parameters given by name:
@@ -278,7 +279,8 @@ def triton_call(
         other_names=_ARGUMENTS,
     )
     resolved = candidates.build(request)
-    # Each value once. A single candidate needs no comparisons, which are slow.
+    # Candidates may have equal values, which are needed once. Comparisons are slow, so a single
+    # candidate's values are not compared.
     constants = [static for candidate in resolved for _, static in candidate.constants]
     if len(resolved) > 1:
         constants = [*dict.fromkeys(constants)]

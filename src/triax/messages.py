@@ -105,7 +105,7 @@ def _mismatch(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
 
 
 def check_bool(**arguments: object) -> None:
-    """Raises `ArgumentTypeError` unless all are bools or ints: any string is true, even "no"."""
+    """Raises `ArgumentTypeError` unless all are bools or ints. (To Python even "no" is true.)"""
     for argument, value in arguments.items():
         if not isinstance(value, (int, np.bool_)):
             raise ArgumentTypeError(f"Argument `{argument}` must be a bool; got {shown(value)}.")

@@ -14,7 +14,8 @@ from triax.compat import triton_private
 def hint(launch: Launch, error: BaseException | None) -> str:
     """Guesses which parameters a compile error is about; Triton only shows an inner expression.
 
-    A scalar that JAX computes is an array, so the kernel gets a pointer to it.
+    A common mistake is a number computed by JAX: it is an array, so the kernel gets a pointer to
+    it.
     """
     if isinstance(error, OSError):
         folder = triton_private.cache_folder()
@@ -23,7 +24,7 @@ def hint(launch: Launch, error: BaseException | None) -> str:
             "can be written."
         )
     text = ""
-    while error is not None:  # not the source that Triton's errors quote: it has any word
+    while error is not None:  # without the source that Triton's errors quote: any word may be in it
         text += f"{type(error).__name__}: {getattr(error, 'error_message', error)}\n"
         error = error.__cause__
     leaves = [(f"`{name}`", leaf) for name, leaf in launch.named_leaves]
@@ -88,7 +89,7 @@ def failure(launch: Launch, error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> list[str]:
-    """A line for each cause of an error, unless its text is in an error before."""
+    """A line for each cause of an error, but for those whose text was already shown."""
     said, lines = str(error), []
     while (cause := error.__cause__) is not None:
         if (text := str(cause).strip()) not in said:

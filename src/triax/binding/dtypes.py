@@ -48,10 +48,10 @@ def check(dtype: object, argument: str) -> None:
 
 
 def launch_scalar(name: str, value: bool | int | float, type_name: str) -> tuple[float, str]:
-    """Converts a scalar to a type that launchers know: bools, and 32 and 64-bit numbers.
+    """Converts a scalar to a type that launchers know: a bool, or a number of 32 or 64 bits.
 
-    A kernel reads only as many bytes as its parameter has, so a narrower number is passed in the
-    low bytes of a wider one.
+    A narrower number is passed in the low bytes of a wider one: a kernel reads only as many bytes
+    as its parameter has.
 
     Args:
       name: the parameter, for messages.

@@ -1,8 +1,9 @@
 """Replaces attributes in Triton for a while, and restores them.
 
-Compiling and interpreting both patch Triton's modules and classes. A signal's exception may end
-either at any instruction, even in its clean-up, so the old value is recorded before anything is
-changed. `undo` can be interrupted too; the next call continues where it stopped.
+Compiling and interpreting both patch Triton's modules and classes. Ctrl-C, or another signal, can
+raise an exception at any instruction of either, even in a clean-up. So old values are recorded
+before anything is changed. `undo` can be interrupted too; the next `undo` continues where it
+stopped.
 
 The process has one list of changes, guarded by `triax.compat.triton_lock`.
 """

@@ -118,18 +118,18 @@ def _tensor_map(meta: dict[str, Any]) -> TensorMap:
 def unique_entry(ptx: str, entry: str) -> tuple[str, str]:
     """Renames the PTX entry to its name plus a hash of the PTX.
 
-    The hash is of the code itself, so two kernels share a name only if they are the
-    same, and the name does not change with a comment, a line number or a folder.
-    It also makes profiles readable.
+    The hash is of the code itself, so two kernels share a name only if they are the same, and the
+    name does not change with a comment, a line number or a folder. Profiles can tell kernels apart
+    by it.
 
     Returns:
       The new name and the PTX with it.
     """
     # Workaround: jaxlib <0.9.1: a kernel could be handed out in place of another of the same name
     # (`versions.OWNED_MODULE_KEYS`).
-    # A kernel may be called `add` or `ld`, so replace the name only where it names the entry. The
-    # pattern starts with the name and looks behind it, because searching a fixed text is faster and
-    # PTX is long.
+    # A kernel may be called `add` or `ld`, like an instruction, so the name is only replaced where
+    # it is the entry's. The pattern begins with the name and then looks at what precedes it: a
+    # fixed text is found faster, and PTX is long.
     escaped = re.escape(entry)
     if re.search(rf"\.entry {escaped}\(", ptx) is None:
         raise CompilationError(f"Triton's PTX has no entry named {entry!r}")

@@ -37,8 +37,8 @@ def _compile(jitted: JITFunction, source: str) -> types.CodeType:
     tree = ast.parse(source)
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
-    # Annotations and defaults were evaluated where the function was defined, and may
-    # use names that only exist there.
+    # Annotations and defaults may use names that only exist where the function was defined, where
+    # they have been evaluated already.
     definition.decorator_list, definition.returns = [], None
     arguments = definition.args
     rest = [arguments.vararg] if arguments.vararg else []
@@ -144,7 +144,7 @@ class _Rewriting(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        # Annotated, so that Triton's transformation leaves it alone.
+        # Triton's transformation does not change an assignment with an annotation.
         begin = ast.parse(f"{_BRANCHES}: list = []").body[0]
         node.body.insert(0, ast.copy_location(begin, node.body[0]))
         return node

@@ -160,12 +160,13 @@ _SMALL = 128
 def check_constants(label: str, jaxpr: Any, sizes: set[int]) -> None:
     """Refuses closed-over arrays: every part would get them whole, but may need only a part.
 
-    JAX's own functions have small tables made with NumPy; tables without a dimension of a size
-    that is cut are let through.
+    Small tables made with NumPy, which some of JAX's own functions have, are allowed if no
+    dimension has the size of a dimension that is cut.
     """
     for value in constants(jaxpr):
         shape = jnp.shape(value)
-        # A part would only read the first rows of a table longer than the cut dimension.
+        # A table at least as long as a cut dimension may be indexed along it, and each part would
+        # read the table's first rows instead of its own.
         long = sizes and math.prod(shape) >= _SMALL and max(shape) >= min(sizes)
         own = isinstance(value, jax.Array) or sizes & {*shape} or long
         if isinstance(value, jax.core.Tracer) or (shape and own):

@@ -1,10 +1,10 @@
 """Describes how an op is cut over several devices.
 
 To XLA a kernel is a black box: XLA gathers sharded operands, and every device runs the whole call.
-XLA also does this to parts of the plain JAX of other platforms. A `Split` says which dimensions may
-be cut, so that each device runs the op on its part: under plain `jit` (`automatic`) and on meshes
-with explicit axes (`explicit`). Inside `shard_map` all code is local anyway, and on one device
-there is nothing to do.
+In plain JAX, on other platforms, XLA does this to some operations. A `Split` says which dimensions
+may be cut, so that each device runs the op on its part: under plain `jit` (`automatic`) and on
+meshes with explicit axes (`explicit`). Inside `shard_map` all code is local anyway, and on one
+device there is nothing to do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec
 Function = Callable[..., Any]
 MeshAxes = tuple[str, ...]
 Letters = str | list[str] | Callable[[Any], list[str]] | None
-"""A letter for each dimension of an array, or of every array of a pytree.
+"""The letters of an argument or a result: one for each dimension.
 
-A list has the letters of each array, if ranks differ, or a function returns this list; None is for
-arrays that every device needs whole.
+A string stands for an array, or for each array of a pytree if all have the same dimensions.
+Otherwise a list has a string for each array of the pytree, or a function of the pytree returns this
+list. None is for arrays that every device needs whole.
 """
 _UNNAMED = "_"
 
@@ -67,8 +68,8 @@ class Split(NamedTuple):
       arguments: the `Letters` of each argument; those with None, or past the end, are needed whole.
       results: the `Letters` of the result, or of each of several results.
       cut: the letters that may be cut; equal letters are cut alike.
-      run: ``run(shard, *arguments)`` runs the op on a part. It sums over letters that no result
-        has.
+      run: ``run(shard, *arguments)`` runs the op on a part. If a letter of `cut` is in no result,
+        `run` must add up the parts over it (`Shard.sum`).
     """
 
     arguments: tuple[Letters, ...]
@@ -148,10 +149,11 @@ def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
 def mesh_axes(
     mesh: Any, letters_cut: str, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
 ) -> dict[str, MeshAxes]:
-    """Returns the mesh axes of each letter, from arrays' letters, shapes and specs in turn.
+    """Returns the mesh axes that each letter is cut over.
 
-    No axis is used twice. A letter stays whole if its size is no multiple of the number of parts,
-    because XLA would pad the last part.
+    `arrays` has each array's letters, shape and spec. For each letter the first array that has it
+    decides, and no mesh axis is used twice. A letter stays whole if its size is no multiple of the
+    number of parts, because XLA would pad the last part.
     """
     axes: dict[str, MeshAxes] = {}
     used: set[str] = set()

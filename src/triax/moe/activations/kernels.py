@@ -38,7 +38,7 @@ def _curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def _clipped(gate, up, LIMIT: tl.constexpr):
-    """Clips gate and up; also returns where each of the two is kept. A NaN is kept."""
+    """Clips gate and up; also returns which elements of each were not clipped. NaNs never are."""
     gate_kept = ~(gate > LIMIT)
     up_kept = ~(tl.abs(up) > LIMIT)
     gate = tl.where(gate_kept, gate, LIMIT)
@@ -180,8 +180,8 @@ def _quantized_glu_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    # A program takes whole rows, each with a scale. It computes the result twice: first to find the
-    # largest values, and then, from operands in the cache, to round the result.
+    # A program takes whole rows, each with a scale. It computes the result twice: first to find
+    # each row's largest magnitude, then to round. The second time its operands come from the cache.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
     largest = _largest_of_glu(
@@ -251,7 +251,7 @@ def _largest_of_glu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Returns the size of the largest number in each row of the result."""
+    """Returns the largest magnitude in each row of the result; FINITE ignores all others."""
     dtype: tl.constexpr = operands[0].dtype.element_ty
     largest = tl.zeros([ROWS, COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32)
     for first in range(0, operands[4], COLUMNS):
@@ -295,7 +295,8 @@ def _glu_grad_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     # Programs take whole rows, so that one program sums the gradient of a row's weight. With AGAIN
-    # the result is computed too: it overwrites `gradient`, and gradients overwrite gate and up.
+    # the kernel also recomputes glu's result. It saves memory by overwriting what it has read: the
+    # result takes the place of `gradient`, and the gradients that of gate and up.
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     row = rows.to(tl.int64)[:, None]
@@ -335,7 +336,7 @@ def _glu_grad_kernel(
             gradient *= weight
             out *= weight
         if AGAIN:
-            tl.debug_barrier()  # until all threads have read the element
+            tl.debug_barrier()  # all threads must have read the block before any overwrites it
             tl.store(gradient_ptr + row * width + columns, out.to(dtype), mask=mask)
         d_gate = gradient * slope
         if GATED:

@@ -1,6 +1,7 @@
 """The chunk sort in plain JAX: the path for every platform without Triton.
 
-It takes the kernels' two steps, with the same results on every input, even a wrong one.
+It has the two steps of the kernels, and the same results on every input, even on invalid sizes and
+indices.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from triax.moe.shared.arrays import running_sum, take_rows
 
 
 class ChunkMap(NamedTuple):
-    """Maps each row of the output, by chunk, to the row it is read from.
+    """For each chunk of the output, where its rows are read from; arrays are int32 [chunks].
 
-    Chunk c of the output has the rows up to `ends[c]`, and its row r is read from
-    row ``r + shifts[c]``. Rows past the last chunk stay where they are.
-    Both arrays are int32 [chunks].
+    Chunk c of the output ends before row `ends[c]`. Row r of the output, if it is in chunk c, is
+    row ``r + shifts[c]`` of the input. Rows past the last chunk stay where they are.
     """
 
     ends: jax.Array
@@ -27,7 +27,7 @@ class ChunkMap(NamedTuple):
 
 
 class ChunkMaps(NamedTuple):
-    """The map of the sort and the map of its inverse, by which gradients move."""
+    """The map of the sort, and that of its inverse, which moves gradients."""
 
     forward: ChunkMap
     inverse: ChunkMap

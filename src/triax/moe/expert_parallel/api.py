@@ -75,18 +75,18 @@ def dispatch(
     exchanges are faster padded.
 
     Args:
-      x: [tokens, hidden], this device's tokens, any dtype that `permute` takes, or a `ScaledArray`
-        with scales for each token: half of bfloat16's bytes travel; `rows` is a `ScaledArray` too.
+      x: [tokens, hidden], this device's tokens, of any dtype that `permute` takes. A `ScaledArray`
+        with scales for each token travels in half of bfloat16's bytes, and arrives as one: `rows`.
       weights: float [tokens, top_k], the router's weights.
       experts: integer [tokens, top_k], of all `num_experts`; ids out of range mean "not routed".
       num_experts: the number of experts on all devices, a multiple of the axis' size.
       axis_name: the mesh axis, or a tuple of axes.
-      capacity: the most tokens that a device sends to any one device; None for no limit. Tokens
-        past it, the device's last ones, are not sent to that device. Exchange "padded" moves room
-        for `capacity` tokens. In scheme "choice" it counts pairs of token and expert, for each
-        expert and sending device.
-      num_rows: the rows made on each device; pairs that do not fit are dropped. None for enough
-        rows in the worst case, in which all tokens choose experts of one device:
+      capacity: the most tokens that a device sends to any one device; None for no limit. The first
+        `capacity` tokens are sent there, the others are not. Exchange "padded" moves room for
+        `capacity` tokens. In scheme "choice" it is instead the most pairs of token and expert that
+        a device sends to any one expert.
+      num_rows: the number of rows on each device; pairs that do not fit are dropped. None for
+        enough rows in the worst case, in which all tokens choose experts of one device:
         ``D * capacity * top_k`` (in scheme "choice" ``D * capacity * num_experts // D``, if that is
         less). The time of matmuls does not depend on it.
       scales: [tokens, scales], sent along: the scales of quantised tokens.
@@ -197,7 +197,7 @@ def combine(
         return unpermute(back(rows), sent, **how)
     if weights is not None:
         weights = home(weights[:, None], ways, plan.axis_name)[:, 0]
-    # The gradient has the caller's rows, with zeros past the groups.
+    # So the gradient has as many rows as the caller's `rows`, and zeros past the groups.
     return _weighted_sum(back(rows), sent, weights, **how)
 
 

@@ -11,9 +11,9 @@ replace `transformer_engine.jax.dense`, `.permutation` and `.router` by
 `ragged_dot` and `unpermute`: apart from the logits, these read no array with a column per expert.
 
 Two keywords are new and optional. `top_k` is the most experts that a token is routed to. Without it
-a token may go to every expert, and the map between dispatch and combine has two columns per expert;
-dispatch and combine skip unused slots, but the map must be written and read. `implementation` means
-the same as in Triax's ops.
+a token may go to every expert, so the map between dispatch and combine has two columns per expert.
+Unused entries cost no move, but they are written and read. `implementation` means the same as in
+Triax's ops.
 
 All functions raise `ArgumentTypeError` for an argument of the wrong type or dtype, and
 `ArgumentValueError` for a wrong shape or a value out of range.
@@ -34,13 +34,13 @@ These differences from TransformerEngine are intended:
   descends and the rest is undefined. `token_combine` reads both.
 - The gradient of unrouted probabilities is exactly zero, whatever the rows contain.
 - In a float map every nonzero entry is routed.
-- `pure_jax_token_dispatch` rounds the rows down to a multiple of `align_size`, as `token_dispatch`
-  does. `group_sizes` are always in the order of the rows. An id outside [0, num_experts) is not
-  routed. The state it returns holds a plan.
+- `pure_jax_token_dispatch` rounds the number of rows down to a multiple of `align_size`, as
+  `token_dispatch` does. `group_sizes` are always in the order of the rows. An id outside [0,
+  num_experts) is not routed. The state it returns holds a plan.
 - `pure_jax_token_combine` sums in float32 or wider and rounds once.
 - `routing_map_to_selected_experts` takes the first `topk` experts of a token. A token with fewer
-  experts gets ids of -1 with weight zero, which are not routed. TransformerEngine fills up with
-  other experts.
+  experts gets ids of -1 with weight zero, which are not routed. TransformerEngine puts other
+  experts there.
 - `grouped_dense` takes the arguments after `bias` by name only, honours `precision`, and also takes
   a kernel that is contracted over its last dimension. Rows past the groups are zero. Quantisers,
   `kernel_fsdp_info` and `kernel_amax` are refused.

@@ -22,7 +22,9 @@ _Parameters = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def compute_ragged_all_to_all_params(
     all_shards_tokens_per_expert: Array, shard_id: Array | int, num_expert_shards: int
 ) -> _Parameters:
-    """Computes where a shard's rows go, sorted by expert, if each shard gets its experts' rows.
+    """Computes the exchange in which each shard gets the rows of its experts.
+
+    The rows of the shard that sends are sorted by expert.
 
     Args:
       all_shards_tokens_per_expert: integer [shards, experts], the rows of each shard for each

@@ -29,17 +29,18 @@ _FIRST_RUNS = 15
 _FINAL_RUNS = 60
 _FINALISTS = 3
 _FINAL_MARGIN = 1.15
-# Slow kernels need fewer runs, because their times vary less. Seconds for all runs of one kernel,
-# and for the final round.
+# Seconds for the first round's runs of one kernel, and for the whole final round. Slow kernels
+# therefore run fewer times, which is enough, because their times vary less.
 _FIRST_S = 1.0
 _FINAL_S = 2.0
-# A first run loads code, which takes a few milliseconds; a run slower than this counts anyway.
+# A kernel's first run is not counted, because it also loads the code, which takes a few
+# milliseconds. It is counted if it took longer than this.
 _SLOW_MS = 50.0
 _REPORT_EVERY_S = 0.25
 
 
 class Rounds:
-    """Times the candidates of a job: all of them once, then the best again in turns."""
+    """Times the candidates of a job in two rounds: all of them, then the best again in turns."""
 
     def __init__(self, bench: driver.Bench, answer: Callable[[Any], None]):
         self.bench, self.job, self.answer = bench, bench.job, answer
@@ -58,7 +59,7 @@ class Rounds:
             self.time(index, _FIRST_RUNS, until=now + min(share, _FIRST_S))
 
     def final(self) -> None:
-        """Runs close candidates again in turns, so that a drifting clock favours none."""
+        """Runs the fastest candidates again in turns, so that a drifting clock favours none."""
         ranked = sorted(self.samples, key=self.median)
         margin = _FINAL_MARGIN * self.median(ranked[0]) if ranked else 0.0
         close = [index for index in ranked[:_FINALISTS] if self.median(index) <= margin]
