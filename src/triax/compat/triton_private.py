@@ -80,8 +80,9 @@ def triton() -> ModuleType:
             raise
         raise MissingDependencyError(
             "Calling a Triton kernel needs `triton`, which is not installed. "
-            "On Linux, `pip install 'triton>=3.5'`; there is no Triton for other systems, "
-            "where `triax.moe` runs through XLA."
+            "On Linux, `pip install 'triton>=3.5'`, or install Triax with the extra cuda13, cuda12 "
+            "or, for the interpreter alone, interpreter. There is no Triton for other systems. "
+            "`triax.moe` runs through XLA without it."
         ) from error
     except RuntimeError as error:  # the placeholder raises on import
         raise MissingDependencyError(_PLACEHOLDER) from error

@@ -149,7 +149,8 @@ def _versions(machine: Machine) -> Findings:
     if isinstance(machine.triton, str):
         yield _installed("triton", machine.triton)
     else:
-        level = "fix" if sys.platform == "linux" else "warn"
+        is_absent = isinstance(machine.triton.__cause__, ModuleNotFoundError)
+        level = "warn" if is_absent and not has_gpu else "fix"
         yield Finding("triton", level, _first_line(machine.triton))
 
     bindings = machine.packages["cuda-bindings"]
