@@ -57,8 +57,8 @@ def bind(
 ) -> Bound:
     """Binds operands and keywords to a kernel's parameters, as Python would.
 
-    Before ``*args``, operands skip the parameters that have a value by name, and the parameters
-    without a value if there are exactly `num_outputs` of them.
+    Before ``*args``, operands skip the parameters that are given by name. They also skip those that
+    nothing else gives a value, if there are exactly `num_outputs` of them: these take the outputs.
 
     Raises:
       ArgumentTypeError: there are too many operands, or a parameter is given twice.
@@ -126,8 +126,9 @@ class Flattened:
     """Collects array operands in order while arguments are turned into leaves.
 
     `leaves` are the flattened operands as aliases count them: a name, and an array's index or None
-    for a scalar. `names` and `types` belong to `arrays`. By array index, `refs` has the Refs whose
-    values are passed; `block_shapes` has the callable block shapes of descriptors by their buffers.
+    for a scalar. `names` and `types` belong to `arrays`. `refs` has the Refs whose values are
+    passed, by the index of the array. `block_shapes` has those of descriptors that are callables,
+    by the descriptor's buffer.
     """
 
     kernel: str
@@ -209,7 +210,8 @@ class Flattened:
                 "base is a type, not an array) in a tuple. Pass it as a parameter of its own."
             )
         operand = Operand(self._add_array(name, value.base))
-        # Again: without 64-bit types JAX has made the array's elements, and so its rows, shorter.
+        # Checked again: without 64-bit types JAX has narrowed the elements, so rows have fewer
+        # bytes.
         check_strides(value.strides, self.types[operand.index].dtype)
         return self.describe(operand, value)
 

@@ -54,8 +54,8 @@ class TensorDescriptor:
         desc = triax.TensorDescriptor.from_array(x, block_shape=(64, 64))
         triax.triton_call(desc, kernel=k, …)  # the kernel calls desc.load([i, j])
 
-    Of a `jax.ShapeDtypeStruct` it is the descriptor of an output: its parameter takes the output
-    that would be its own if it were left out, and the kernel stores through it.
+    Of a `jax.ShapeDtypeStruct` it is the descriptor of an output, through which the kernel stores.
+    As if it were left out, its parameter takes the next output.
 
         out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         show = triax.TensorDescriptor.from_array(out, block_shape=(64, 64))

@@ -59,7 +59,7 @@ def numbers(function: Any, names: Sequence[str]) -> list[str]:
 
 
 def _terms(*nodes: ast.AST | None) -> set[str]:
-    """The names through which an expression may be a pointer: none in products or comparisons."""
+    """The names that can make an expression a pointer; a product or a comparison is never one."""
     names = set()
     for node in nodes:
         if isinstance(node, ast.Name):

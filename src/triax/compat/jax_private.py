@@ -161,8 +161,8 @@ def _count(platform: str | None) -> int:
 def require_devices(primitive: Any, platform: str | None = "cuda") -> None:
     """Makes JAX name its devices to the lowering of this primitive, if `platform` has several.
 
-    Otherwise JAX lowers a program for one device only once for all devices, and names none. Callers
-    ask for it when they bind the primitive, and only with several devices, because JAX does not
+    Without this, JAX lowers a program of one device once for all devices, and names none of them.
+    It is only done when the primitive is bound and there are several devices, because JAX does not
     lower such programs for an `AbstractMesh`.
     """
     # Counting devices must not start a backend.

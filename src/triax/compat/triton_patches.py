@@ -40,7 +40,7 @@ def _changes() -> patching.Changes:
             return b""
         return bytes(make_cubin(self, src, metadata, *rest))
 
-    # Computing a kernel's `cache_key` needs a lock, because it leaves the kernel half-hashed.
+    # Computing a kernel's `cache_key` needs a lock: meanwhile the kernel has a placeholder as hash.
     jit_callable = triton().runtime.jit.JITCallable
     code_generator = importlib.import_module("triton.compiler.code_generator")
     # Patched without Triton's own `scope`, which writes environment variables, and reverts settings

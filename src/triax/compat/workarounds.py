@@ -32,7 +32,10 @@ class Workaround:
     why: str
 
     def has_passed(self, floors: Mapping[str, Version]) -> bool:
-        """Whether no supported version has the fault; `floors` has each project's oldest one."""
+        """Whether no supported version has the fault any more.
+
+        `floors` has each project's oldest supported version.
+        """
         numbers = [Version(number) for number in re.findall(r"\d+(?:\.\d+)*", self.versions)]
         floor = floors.get(self.project)
         if floor is None or not numbers or re.search(r">|\bon\b|\+", self.versions):

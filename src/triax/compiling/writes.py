@@ -51,8 +51,9 @@ class _Flow:
     def __init__(self, operations: Sequence[Any]) -> None:
         self._sources: dict[int, list[int]] = collections.defaultdict(list)
         self._written: list[int] = []
-        # By region: the arguments of its blocks, the entry's first; the operands of its terminators
-        # and jumps; and the regions of its operations that have no operands of their own.
+        # For each region: the arguments of its blocks, the entry block first; the operands of each
+        # of its terminators; the regions of its operations that have no operands. For each jump:
+        # its region, whether it is conditional, and its operands.
         self._blocks: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
         self._ends: dict[int, list[list[int]]] = collections.defaultdict(list)
         self._jumps: list[tuple[int, bool, list[int]]] = []

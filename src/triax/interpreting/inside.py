@@ -100,7 +100,7 @@ def _not(value: Any) -> Any:
 
 
 def _message(evaluate: Callable[[], Any]) -> Any:
-    """Returns a `static_assert`'s message, or its error, because the compiler forgives errors."""
+    """Returns a `static_assert`'s message; if that fails, the error: the compiler forgives it."""
     try:
         return evaluate()
     except Exception as error:

@@ -175,7 +175,7 @@ def _chosen(request: Request, decision: Decision) -> Choice:
 
 
 def _fall_back(request: Request, fallback: Fallback) -> Choice:
-    """Picks the first config that compiles and is not known to fail, preferably no doubtful one."""
+    """Picks the first config that compiles; failed ones are left out, doubtful ones come last."""
     call, name = request.call, request.key.name
     left = [s for s in request.stand_ins if label(s) not in fallback.failed]
     left.sort(key=lambda launch: label(launch) in fallback.doubtful)

@@ -24,7 +24,7 @@ Name = Literal["swiglu", "geglu", "geglu_exact", "silu", "gelu", "gelu_exact", "
 class Swiglu:
     """SwiGLU with a steeper sigmoid, limits and an offset: an activation for `glu`.
 
-    ``gate * sigmoid(alpha * gate) * (up + up_offset)``; before, `gate` is clipped to at most
+    ``gate * sigmoid(alpha * gate) * (up + up_offset)``. Before that, `gate` is clipped to at most
     `limit`, and `up` to [-limit, limit]. Clipped values have a gradient of zero, as in torch.
 
     gpt-oss uses ``Swiglu(alpha=1.702, limit=7.0, up_offset=1.0)``, DeepSeek-V4
@@ -69,7 +69,7 @@ class GluSpec:
     up_offset: float = 0.0
 
     def width(self, columns: int) -> int:
-        """Returns the columns of the result for those of one array of gate and up."""
+        """Returns how many columns the result has if gate and up are one array of `columns`."""
         return columns // 2 if self.gated else columns
 
 
@@ -129,7 +129,7 @@ def _apart(both: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _together(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """Interleaves columns by their bits: XLA stores pairs much faster than alternate columns."""
+    """Interleaves columns of 16 bits, as pairs in 32: XLA stores these much faster than columns."""
     shape, dtype = (even.shape[0], 2 * even.shape[1]), even.dtype
 
     def pairs(_: Any, columns: dict[str, jax.Array]) -> jax.Array:
@@ -189,7 +189,10 @@ def glu_grad_reference(
     spec: GluSpec,
     again: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns glu's gradients, of `row_weights` in float32 or wider; with `again`, its result."""
+    """Returns the gradients of glu's operands, and with `again` glu's result.
+
+    The gradient of `row_weights` is in float32 or wider.
+    """
     wider = at_least_float32(gate_up.dtype)
     arguments = [None if a is None else a.astype(wider) for a in (gate_up, up, row_weights)]
     out, pull = jax.vjp(functools.partial(glu_reference, spec=spec), *arguments)

@@ -46,7 +46,11 @@ class RouteConfig:
     def for_choice(
         cls, num_experts: int, top_k: int, num_groups: int, exact: bool, by_score: bool
     ) -> RouteConfig:
-        """Returns the config of `route`, with more tokens per program if keys are exact."""
+        """Returns the config of `route`.
+
+        With `exact` a single integer orders choices, by score and then by place, so programs take
+        more tokens. `by_score` is whether choosing takes more than the order of the logits.
+        """
         groups, size = power_of_two(num_groups), power_of_two(num_experts // num_groups)
         tokens = _tokens(groups * size, top_k, 1024 if exact else 256)
         if groups * size == 256 and not by_score:
@@ -62,7 +66,7 @@ class RouteConfig:
 
 
 def place_bits(num_experts: int, num_groups: int) -> int:
-    """Returns the bits of a place in a row whose groups begin at multiples of a power of two."""
+    """Returns how many bits number the places of a row, if groups are padded to powers of two."""
     places = power_of_two(num_groups) * power_of_two(num_experts // num_groups)
     return places.bit_length() - 1
 

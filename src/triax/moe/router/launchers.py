@@ -27,7 +27,7 @@ def route(
 
     num_tokens, num_experts = logits.shape
     bits = place_bits(num_experts, spec.num_groups)
-    # A small float that is widened to float32 has zeros in its order's lowest bits.
+    # The order of a 16-bit float widened to float32 ends in zeros, which leave room for the place.
     order_bits = {"bfloat16": 16, "float16": 19}.get(logits.dtype.name, 32)
     exact = bias is None and order_bits + bits <= _KEY_BITS
     by_score = bias is not None or spec.num_groups > 1

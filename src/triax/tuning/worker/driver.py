@@ -24,8 +24,8 @@ _SCALARS = {
 }
 
 
-# Driver errors about the machine, whichever kernel happens to run: memory is short, or the
-# hardware, the context or the connection to it is lost.
+# Driver errors that are the machine's fault, not that of the kernel that happens to run: memory is
+# short, or the hardware, the context or the connection to it is lost.
 _ABOUT_THE_MACHINE = {
     "CUDA_ERROR_OUT_OF_MEMORY",
     "CUDA_ERROR_NOT_INITIALIZED",
